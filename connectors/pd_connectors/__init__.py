@@ -1,0 +1,1 @@
+"""Moves KV cache blocks between engines: the handoff protocol, the connector API and its implementations."""

@@ -1,0 +1,208 @@
+"""The KV-connector API: how blocks get into an engine's cache from elsewhere, and out of it.
+
+An engine holds one connector, in two halves. The *scheduler half* speaks in tokens and block ids and is called from
+the step loop; no call of it may block on a peer. The *worker half* sees the cache tensor. Around every forward pass the
+engine calls `recv_before` (start the loads that this step admitted) and, once the step's work on the device has retired,
+`send_after` (let others read what the step produced). Everything that happens meanwhile comes back through `poll`:
+success and failure alike are values.
+
+Who may touch a block, as seen by the engine (the connector must keep the right-hand column true):
+
+    block of ...                  is the connector's from ... until ...
+    a load                        `recv_before(load)`     LoadDone or LoadDrained: nothing can land in it any more
+    a lease                       `send_after(publish)`   LeaseEnded, or the return of `retract` / `end_lease`:
+                                                          no read of it can be confirmed any more
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
+from pd_connectors.protocol.messages import SampledToken
+from pd_connectors.protocol.ticket import Geometry, Ticket
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class CacheDescription:
+    """The engine's KV cache as a connector sees it."""
+
+    tensor: torch.Tensor  # [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], contiguous
+    geometry: Geometry
+    num_blocks: int
+
+    @property
+    def block_bytes(self) -> int:
+        return self.geometry.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpec:
+    """Read tokens [first_block * block_size, num_tokens) of a prompt into `block_ids`."""
+
+    load_id: str
+    first_block: int  # blocks before this one are in D's prefix cache and are never sent
+    block_ids: tuple[int, ...]  # D's blocks for prompt blocks first_block, first_block + 1, ...
+    num_tokens: int  # the whole prompt's length; the last block may be partial
+
+
+@dataclass(frozen=True, slots=True)
+class PublishSpec:
+    """Tokens [0, num_tokens) of the lease are complete in `block_ids` (the whole prefix, in prompt order)."""
+
+    lease_id: str
+    block_ids: tuple[int, ...]
+    num_tokens: int  # a multiple of the block size, or the whole prompt
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReady:
+    """P has announced its first blocks, so it will finish: reserve blocks now and call `recv_before`."""
+
+    load_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """P's sampled first tokens, one per sample. May come before or after LoadReady and LoadDone; exactly once a load."""
+
+    load_id: str
+    tokens: tuple[SampledToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDone:
+    """Every byte is in and P has confirmed it: the blocks may be published and computed on. Terminal."""
+
+    load_id: str
+    num_bytes: int
+    transfer_s: float  # first read posted to confirmation
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """The load will not succeed. Its blocks must not be reused before LoadDrained, which always follows."""
+
+    load_id: str
+    reason: LoadFailure
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDrained:
+    """After LoadFailed: nothing can land in the load's blocks any more. Terminal."""
+
+    load_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """No further read of the lease's blocks can be confirmed; P may reuse them. Once a lease, unless P ended it."""
+
+    lease_id: str
+    reason: LeaseEnd
+
+
+Event = LoadReady | FirstTokens | LoadDone | LoadFailed | LoadDrained | LeaseEnded
+
+
+class SchedulerHalf(ABC):
+    """Called from the step loop. Nothing here waits for a peer."""
+
+    # P: this engine's blocks, read by others
+
+    @abstractmethod
+    def open_lease(
+        self, request_id: str, prompt_token_ids: Sequence[int], salt: str, num_samples: int, *, hold: bool
+    ) -> Ticket:
+        """Promise a prompt's KV. With `hold` the clock of its expiry starts only at `finish_lease` (a foreign router
+        shows the ticket to D after prefill); otherwise it starts now and D must renew."""
+
+    @abstractmethod
+    def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...]) -> None:
+        """The first tokens are sampled. The whole prompt has been, or is in this same step, published."""
+
+    @abstractmethod
+    def retract(self, lease_id: str) -> bool:
+        """Take the lease's blocks back but keep the lease: raises the generation and forgets what was announced. After it
+        returns no read of them can be confirmed. False when the lease has ended already."""
+
+    @abstractmethod
+    def end_lease(self, lease_id: str, reason: LeaseEnd) -> None:
+        """End the lease now. After it returns no read can be confirmed; no LeaseEnded follows. Unknown ids are ignored."""
+
+    # D: blocks of others, read into this engine
+
+    @abstractmethod
+    def begin_load(self, load_id: str, ticket: Ticket, deadline_s: float) -> None:
+        """Start fetching what `ticket` promises: contact P, renew the lease, and report LoadReady, FirstTokens, ...
+        `load_id` is never reused. `deadline_s`: seconds from now until LoadFailed(DEADLINE)."""
+
+    @abstractmethod
+    def cancel_load(self, load_id: str) -> None:
+        """Give the load up and release its lease. LoadFailed(CANCELLED) and LoadDrained follow unless it already ended."""
+
+    # both
+
+    @abstractmethod
+    def poll(self) -> list[Event]:
+        """What happened since the last call, oldest first. Never blocks."""
+
+    @abstractmethod
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        """`wake` is called from any thread after an event becomes available to `poll`."""
+
+
+class WorkerHalf(ABC):
+    """Sees tensors. One per tensor-parallel rank."""
+
+    @abstractmethod
+    def register_kv_cache(self, cache: CacheDescription) -> None:
+        """Called once, before anything else. The tensor outlives the connector."""
+
+    @abstractmethod
+    def recv_before(self, loads: Sequence[LoadSpec]) -> None:
+        """Before a step's forward: start these loads. Every step that may touch their blocks has retired."""
+
+    @abstractmethod
+    def send_after(self, publishes: Sequence[PublishSpec]) -> None:
+        """After a step's work on the device has retired: let others read these blocks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End every lease and load and free the transport. Idempotent; returns within `close_deadline_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorContext:
+    """All that a connector is told about the engine it serves."""
+
+    engine_id: str
+    epoch: int
+    fingerprint: str
+    geometry: Geometry
+    cluster_key: bytes
+    host: str  # address under which peers reach this node's control port
+    port: int  # 0: chosen by the OS
+    lease_ttl_s: float = 10.0  # P frees a lease's blocks this long after the last renewal
+    connect_deadline_s: float = 5.0  # D gives a peer this long to answer a handshake
+    confirm_deadline_s: float = 5.0
+    close_deadline_s: float = 5.0
+    options: tuple[tuple[str, Any], ...] = ()  # passed through to the implementation
+
+
+class Connector(SchedulerHalf, WorkerHalf):
+    """Both halves in one process (rank 0)."""
+
+    name: str
+
+    @abstractmethod
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges by name without prefix, e.g. `kv_transfer_bytes_total`, `quarantined_blocks`."""

@@ -1,0 +1,47 @@
+"""Chained hashes that name KV blocks by content.
+
+A block's hash covers its tokens and everything before them, so equal hashes mean equal KV (given equal fingerprints).
+Chains run over fixed units of `HASH_UNIT_TOKENS` tokens: nodes with different block sizes (multiples of the unit)
+agree on every hash. blake2b, never Python's `hash`: a collision would hand one user's KV to another.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+HASH_UNIT_TOKENS = 16
+DIGEST_BYTES = 16
+
+
+def root_hash(salt: str = "") -> bytes:
+    """The parent of a prompt's first unit. `salt` separates tenants that must not share a cache."""
+    return blake2b(salt.encode(), digest_size=DIGEST_BYTES, person=b"pd-kv-root").digest()
+
+
+def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Hash of `token_ids` (each 0 <= id < 2**32) following the prefix that `parent` names."""
+    return blake2b(parent + array("I", token_ids).tobytes(), digest_size=DIGEST_BYTES, person=b"pd-kv-unit").digest()
+
+
+def extend_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """One hash per *whole* block of `token_ids`; the tail is left out.
+
+    `parent` is the hash of what precedes `token_ids` (`root_hash()` at the start of a prompt).
+    """
+    if block_size % HASH_UNIT_TOKENS:
+        raise ValueError(f"block_size {block_size} is not a multiple of {HASH_UNIT_TOKENS}")
+    hashes = []
+    for start in range(0, len(token_ids) // block_size * block_size, block_size):
+        for unit in range(start, start + block_size, HASH_UNIT_TOKENS):
+            parent = chain_hash(parent, token_ids[unit : unit + HASH_UNIT_TOKENS])
+        hashes.append(parent)
+    return hashes
+
+
+def prompt_digest(token_ids: Sequence[int], salt: str = "") -> bytes:
+    """Hash of a whole prompt, tail included. Two nodes compare it before one reads the other's KV."""
+    units = extend_hashes(root_hash(salt), token_ids, HASH_UNIT_TOKENS)
+    tail = token_ids[len(token_ids) // HASH_UNIT_TOKENS * HASH_UNIT_TOKENS :]
+    return chain_hash(units[-1] if units else root_hash(salt), tail)

@@ -1,0 +1,42 @@
+"""Where the cluster's shared key comes from. Everybody who holds it may hand out tickets."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from hashlib import blake2b
+from pathlib import Path
+
+KEY_ENV = "PD_CLUSTER_KEY"
+
+
+def load_cluster_key(key_file: str = "") -> bytes:
+    """The key from `key_file`, else from $PD_CLUSTER_KEY, else this user's own (made at first use, mode 0600).
+
+    The last one serves nodes of one user on one machine; nodes on several machines need one of the others.
+    Raises OSError when the file cannot be read, ValueError when it is empty.
+    """
+    if key_file:
+        secret = Path(key_file).read_text().strip()
+        if not secret:
+            raise ValueError(f"the cluster key file {key_file} is empty")
+    else:
+        secret = os.environ.get(KEY_ENV, "").strip() or _user_key()
+    return blake2b(secret.encode(), digest_size=32, person=b"pd-cluster-key").digest()
+
+
+def _user_key() -> str:
+    base = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "pd-cluster"
+    path = base / "key"
+    if not path.exists():
+        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        draft = base / f"key.{os.getpid()}.{secrets.token_hex(4)}"
+        draft.touch(mode=0o600)
+        draft.write_text(secrets.token_hex(32))
+        try:
+            os.link(draft, path)  # atomic, and never replaces a key that another process made first
+        except FileExistsError:
+            pass  # that one is the cluster's key
+        finally:
+            draft.unlink()
+    return path.read_text().strip()

@@ -1,0 +1,116 @@
+"""Control messages between a reader (D) and the owner of a lease (P).
+
+Every message is safe to lose, repeat or reorder: P answers each `Renew` with a snapshot of the whole lease
+(`LeaseState`), and pushes the same snapshot whenever it changes; `version` orders snapshots. `Confirm` changes nothing on P.
+
+    D -> P   Hello, Renew, Confirm, Release
+    P -> D   HelloReply, LeaseState, ConfirmReply
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pd_connectors.protocol.ticket import MAC_BYTES, PROTOCOL_VERSION, Geometry, LeaseRef, mac
+from pd_connectors.protocol.errors import BadSignature, LeaseEnd, ProtocolMismatch
+
+
+class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """One alternative at a position."""
+
+    token_id: int
+    logprob: float
+
+
+class SampledToken(msgspec.Struct, frozen=True, array_like=True):
+    """One sampled token. `logprob` and `top` are there when the request asked for logprobs."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[TopLogprob, ...] = ()
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """D introduces itself; P answers with `HelloReply` whether or not the two match."""
+
+    engine_id: str
+    epoch: int
+    fingerprint: str
+    geometry: Geometry
+
+
+class HelloReply(msgspec.Struct, frozen=True, tag=True):
+    """Who answers under this address, and how to reach its memory."""
+
+    engine_id: str
+    epoch: int
+    fingerprint: str
+    geometry: Geometry
+    transport: bytes  # opaque to the protocol: the transport's own endpoint description
+    checksum: bytes  # blake2b of `transport`: NIXL accepts metadata with a flipped byte
+
+
+class Renew(msgspec.Struct, frozen=True, tag=True):
+    """Keeps the lease alive and asks for its state. The first one attaches D to the lease."""
+
+    lease: LeaseRef
+
+
+class LeaseState(msgspec.Struct, frozen=True, tag=True):
+    """A snapshot of one lease."""
+
+    lease: LeaseRef
+    generation: int  # raised when P takes blocks back: everything read under an older one is void
+    version: int  # raised at each change; orders snapshots across generations
+    num_tokens_readable: int  # tokens whose KV is complete in `block_ids`
+    block_ids: tuple[int, ...]  # P's ids, in prompt order; the last block may be partial
+    first_tokens: tuple[SampledToken, ...] = ()  # one per sample; empty until sampled
+    ended: LeaseEnd | None = None
+
+
+class Confirm(msgspec.Struct, frozen=True, tag=True):
+    """"Were tokens [0, num_tokens) still the lease's under this generation until now?" Asked after the last read."""
+
+    lease: LeaseRef
+    generation: int
+    num_tokens: int
+
+
+class ConfirmReply(msgspec.Struct, frozen=True, tag=True):
+    """The fence. Only `ok` lets D publish or compute on what it read."""
+
+    lease: LeaseRef
+    generation: int
+    num_tokens: int
+    ok: bool
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """D has no more use for the lease."""
+
+    lease: LeaseRef
+
+
+ToOwner = Hello | Renew | Confirm | Release
+ToReader = HelloReply | LeaseState | ConfirmReply
+
+_VERSION = PROTOCOL_VERSION.to_bytes(2, "big")
+
+
+def seal(key: bytes, message: ToOwner | ToReader) -> bytes:
+    """Version, signature, body. The version comes first so that a newer peer is refused, not misread."""
+    body = msgspec.msgpack.encode(message)
+    return _VERSION + mac(key, body) + body
+
+
+def open_sealed(key: bytes, frame: bytes) -> ToOwner | ToReader:
+    """The message inside `frame`.
+
+    Raises ProtocolMismatch, BadSignature, or msgspec.MsgspecError for a signed body of the wrong shape.
+    """
+    if frame[:2] != _VERSION:
+        raise ProtocolMismatch(f"peer speaks protocol {int.from_bytes(frame[:2], 'big')}, this node {PROTOCOL_VERSION}")
+    body = frame[2 + MAC_BYTES :]
+    if mac(key, body) != frame[2 : 2 + MAC_BYTES]:
+        raise BadSignature("a control message was not signed with this cluster's key")
+    return msgspec.msgpack.decode(body, type=ToOwner | ToReader)

@@ -1,0 +1,104 @@
+"""Signed papers that travel through routers as opaque strings inside `kv_transfer_params`.
+
+A *ticket* is what P hands out at admission and D must have before it reads. An *offer* is the router's list of prefill
+nodes that D may ask. Both are signed with the cluster's key, so that neither a client nor a foreign router can point D
+at an address, a lease or a prompt of its choosing.
+"""
+
+from __future__ import annotations
+
+import hmac
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from hashlib import blake2b
+from typing import TypeVar
+
+import msgspec
+
+from pd_connectors.protocol.errors import BadSignature, TicketError, TicketExpired
+
+PROTOCOL_VERSION = 1
+MAC_BYTES = 16
+
+
+class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Shape of one engine's blocks: `[num_kv_heads, num_layers, 2, block_size, head_dim]` of `dtype`."""
+
+    block_size: int  # tokens
+    num_kv_heads: int
+    num_layers: int
+    head_dim: int
+    dtype: str  # "float32", "bfloat16", "float16"
+    tp_size: int = 1
+
+    @property
+    def block_bytes(self) -> int:
+        width = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        return self.num_kv_heads * self.num_layers * 2 * self.block_size * self.head_dim * width
+
+
+class LeaseRef(msgspec.Struct, frozen=True):
+    """Names one lease for ever: ids never repeat, and a restarted engine has another epoch."""
+
+    engine_id: str
+    epoch: int  # drawn at each boot of the engine process
+    lease_id: str
+
+
+class Ticket(msgspec.Struct, frozen=True, tag=True):
+    """P's signed promise: "read this prompt's KV here while the lease lives"."""
+
+    request_id: str
+    lease: LeaseRef
+    generation: int
+    expires_at_s: float  # wall clock, seconds since 1970; bounds how long a leaked ticket is worth anything
+    fingerprint: str
+    geometry: Geometry
+    prompt_digest: bytes
+    num_tokens: int  # prompt tokens, all of which P computes
+    num_samples: int  # first tokens that P samples (the request's n)
+    host: str  # P's control address
+    port: int
+    version: int = PROTOCOL_VERSION
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """The router's word on who may prefill for D: base URLs, best first."""
+
+    prefill_urls: tuple[str, ...]
+    expires_at_s: float
+    version: int = PROTOCOL_VERSION
+
+
+Paper = TypeVar("Paper", Ticket, Offer)
+
+
+def mac(key: bytes, payload: bytes) -> bytes:
+    """Keyed blake2b (RFC 7693) over `payload`. `key` is at most 64 bytes."""
+    return blake2b(payload, key=key, digest_size=MAC_BYTES, person=b"pd-cluster-mac").digest()
+
+
+def sign(key: bytes, paper: Ticket | Offer) -> str:
+    """The paper as a URL-safe string, signature first."""
+    payload = msgspec.msgpack.encode(paper)
+    return urlsafe_b64encode(mac(key, payload) + payload).decode()
+
+
+def verify(key: bytes, token: str, kind: type[Paper], now_s: float) -> Paper:
+    """The ticket or offer inside `token`. `now_s`: wall clock.
+
+    Raises BadSignature, TicketExpired, or TicketError when it is no such paper at all.
+    """
+    try:
+        raw = urlsafe_b64decode(token.encode())
+    except ValueError as error:
+        raise TicketError("not base64") from error
+    signature, payload = raw[:MAC_BYTES], raw[MAC_BYTES:]
+    if not hmac.compare_digest(signature, mac(key, payload)):
+        raise BadSignature(f"the {kind.__name__.lower()} was not signed with this cluster's key (do all nodes share one key?)")
+    try:
+        paper = msgspec.msgpack.decode(payload, type=kind)
+    except msgspec.MsgspecError as error:
+        raise TicketError(f"the {kind.__name__.lower()} cannot be read: {error}") from error
+    if paper.expires_at_s < now_s:
+        raise TicketExpired(f"the {kind.__name__.lower()} expired {now_s - paper.expires_at_s:.1f} s ago")
+    return paper

@@ -1,0 +1,1 @@
+"""`pd-cluster bench`: load against an endpoint, and the engine alone."""

@@ -1,0 +1,103 @@
+"""Every setting of a node, declared once. The command line is generated from these fields (`launch/cli.py`).
+
+A field's metadata: `help`, and optionally `choices`, `flag` (when it differs from the name) and `env`.
+Derived values are properties. Nothing here touches a file, a device or the network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from pd_cluster.errors import StartupError
+
+
+def setting(default: Any, help: str, **metadata: Any) -> Any:
+    """A dataclass field that becomes a flag."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how it is held."""
+
+    model: str = setting("", "Model directory or hub id. Default: the demo model inside the package.")
+    served_model_name: str = setting("", "Name in the API. Default: the model directory's name.")
+    dtype: str = setting("auto", "Weights and KV dtype. auto: the model's own, float32 on CPU.", choices=("auto", "float32", "bfloat16", "float16"))
+    device: str = setting("auto", "Where the engine runs. auto: cuda when there is one.", choices=("auto", "cpu", "cuda"))
+    max_model_len: int = setting(0, "Longest prompt + output in tokens. 0: the model's own limit.")
+    load_format: str = setting("auto", "dummy: random weights from the config alone.", choices=("auto", "dummy"))
+    seed: int = setting(0, "Seeds dummy weights and requests that bring no seed.")
+    num_threads: int = setting(0, "Compute threads on CPU. 0: torch's choice.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = setting(0, "Tokens per block, a multiple of 16. 0: 16 on CPU, 64 on GPUs.")
+    num_blocks: int = setting(0, "Blocks in the cache. 0: from kv_cache_gb (CPU) or gpu_memory_utilization.")
+    kv_cache_gb: float = setting(1.0, "Cache size on CPU in GB, when num_blocks is 0.")
+    gpu_memory_utilization: float = setting(0.9, "Share of the GPU's memory that weights, activations and cache may fill.")
+    swap_gb: float = setting(0.0, "Host memory for preempted sequences in GB. 0: preemption recomputes.")
+    prefix_caching: bool = setting(True, "Reuse the blocks of equal prefixes.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """What one step may hold."""
+
+    max_num_seqs: int = setting(64, "Sequences that run at once.")
+    max_num_batched_tokens: int = setting(2048, "Token budget of one step; longer prompts are cut into chunks.")
+    max_waiting: int = setting(1024, "Requests that may queue before new ones get 503.")
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1 or self.max_num_batched_tokens < self.max_num_seqs:
+            raise StartupError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}), and that at least 1"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffConfig:
+    """How KV moves between nodes."""
+
+    connector: str = setting("nixl", "nixl, loopback, none, or package.module:Class.")
+    advertise_host: str = setting("127.0.0.1", "Address under which other nodes reach this one.", env="PD_ADVERTISE_HOST")
+    control_port: int = setting(0, "Port for handoff control messages. 0: chosen by the OS.")
+    lease_ttl_s: float = setting(10.0, "Seconds after the last renewal until P frees a lease's blocks.")
+    load_deadline_s: float = setting(30.0, "Seconds D waits for a request's KV before it falls back.")
+    on_load_failure: str = setting(
+        "any", "What D may do when a load fails: another prefill node, then local prefill (any); one of them; or neither.",
+        choices=("any", "remote", "local", "fail"),
+    )  # fmt: skip
+    min_remote_tokens: int = setting(64, "D-first: prompts that lack less KV than this are prefilled on D.")
+    cluster_key_file: str = setting("", "File with the cluster's shared key. Default: $PD_CLUSTER_KEY, else one per user.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The node's HTTP side."""
+
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    port: int = setting(0, "HTTP port. 0: chosen by the OS and printed.")
+    role: str = setting("mixed", "Policy, not capability: every engine can do both.", choices=("prefill", "decode", "mixed"))
+    node_id: str = setting("", "Name in headers, logs and tickets. Default: role-host-port.")
+    drain_s: float = setting(30.0, "Seconds a stopping node gives its running requests.")
+    log_level: str = setting("info", "Log level.", choices=("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """Everything one node needs."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    handoff: HandoffConfig = field(default_factory=HandoffConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+    @classmethod
+    def sections(cls) -> dict[str, type]:
+        """Section name -> its dataclass, for the command line."""
+        return {f.name: f.default_factory for f in fields(cls)}  # type: ignore[misc]

@@ -1,0 +1,68 @@
+"""How one request wants its tokens chosen. Validated at the API's edge; the engine trusts it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pd_cluster.errors import InvalidRequest
+
+MAX_TOP_LOGPROBS = 20
+GREEDY_TEMPERATURE = 1e-5  # at and below: argmax
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Field meanings are OpenAI's, with vLLM's extensions. Stop *strings* live with the detokenizer, not here."""
+
+    max_tokens: int
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output (CTRL, arXiv 1909.05858)
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()  # the model's EOS ids not included
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; k: the chosen token's and the k best, of the unmodified distribution
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature <= GREEDY_TEMPERATURE
+
+    def validate(self, vocab_size: int) -> None:
+        """Raises InvalidRequest naming the first field that is out of range."""
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise InvalidRequest(f"{name} must be between {low:g} and {high:g}, not {value:g}", name)
+        if self.top_p == 0:
+            raise InvalidRequest("top_p must be greater than 0", "top_p")
+        if self.repetition_penalty == 0:
+            raise InvalidRequest("repetition_penalty must be greater than 0", "repetition_penalty")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
+            raise InvalidRequest(f"logprobs must be between 0 and {MAX_TOP_LOGPROBS}, not {self.logprobs}", "logprobs")
+        for token_id, bias in self.logit_bias.items():
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(f"logit_bias has token id {token_id}; the vocabulary is 0..{vocab_size - 1}", "logit_bias")
+            if not -100 <= bias <= 100:
+                raise InvalidRequest(f"logit_bias must be between -100 and 100, not {bias:g}", "logit_bias")
+        if any(not 0 <= token_id < vocab_size for token_id in self.stop_token_ids):
+            raise InvalidRequest(f"stop_token_ids must be in the vocabulary 0..{vocab_size - 1}", "stop_token_ids")
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("n", 1, 128),
+    ("max_tokens", 1, 1 << 24),
+    ("min_tokens", 0, 1 << 24),
+    ("temperature", 0, 2),
+    ("top_p", 0, 1),
+    ("top_k", 0, 1 << 24),
+    ("min_p", 0, 1),
+    ("repetition_penalty", 0, 10),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+)

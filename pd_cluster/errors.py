@@ -1,0 +1,77 @@
+"""Errors that a client or an operator can cause. Our own bugs are assertions.
+
+PdError
+├── InvalidRequest      400  the request can never be served
+├── ModelNotFound       404
+├── Overloaded          503  try again later, or elsewhere
+├── EngineUnavailable   503  the engine process is gone or shutting down
+├── PrefillUnavailable  502  no prefill node could serve the request, and local prefill is not allowed
+├── DeadlineExceeded    504
+└── StartupError             a flag, file, port or device that must be changed before the node can start
+"""
+
+from __future__ import annotations
+
+
+class PdError(Exception):
+    """Base. `status` is the HTTP status, `kind` OpenAI's `error.type`, `code` a stable machine-readable word."""
+
+    status = 500
+    kind = "server_error"
+    code = "internal_error"
+
+
+class InvalidRequest(PdError):
+    """The request can never be served. `param` names the offending field."""
+
+    status = 400
+    kind = "invalid_request_error"
+    code = "invalid_value"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ModelNotFound(PdError):
+    """No such model is served here."""
+
+    status = 404
+    kind = "invalid_request_error"
+    code = "model_not_found"
+
+
+class Overloaded(PdError):
+    """The queue is full."""
+
+    status = 503
+    kind = "overloaded_error"
+    code = "overloaded"
+
+
+class EngineUnavailable(PdError):
+    """The engine process is gone or shutting down."""
+
+    status = 503
+    kind = "server_error"
+    code = "engine_unavailable"
+
+
+class PrefillUnavailable(PdError):
+    """Every allowed way to prefill the request has failed."""
+
+    status = 502
+    kind = "server_error"
+    code = "prefill_unavailable"
+
+
+class DeadlineExceeded(PdError):
+    """A named deadline passed."""
+
+    status = 504
+    kind = "server_error"
+    code = "deadline_exceeded"
+
+
+class StartupError(PdError):
+    """The node cannot start as configured; the message says what to change."""

@@ -1,0 +1,1 @@
+"""The node's HTTP side: OpenAI endpoints, tokenizing, streaming, and the handoff between nodes."""

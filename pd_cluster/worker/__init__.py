@@ -1,0 +1,1 @@
+"""Tensors live here: the KV cache, the forward pass, sampling."""

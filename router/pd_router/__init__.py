@@ -1,0 +1,1 @@
+"""The router: the one OpenAI-compatible address in front of prefill and decode nodes. Needs no torch."""
