@@ -85,6 +85,10 @@ def train_tokenizer(target: Path) -> PreTrainedTokenizerFast:
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(target)
+    config_path = target / "tokenizer_config.json"
+    config = json.loads(config_path.read_text())
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that transformers 4 and 5 both know
+    config_path.write_text(json.dumps(config, indent=2) + "\n")
     check_tokenizer(fast, names)
     return fast
 
