@@ -1,0 +1,70 @@
+# `make up` serves the demo model on 1 prefill + 1 decode node behind the router; `make test` checks everything.
+# Both make the virtual environment first. Settings:
+#   PYTHON=python3.12        the interpreter (3.11 or 3.12)
+#   VENV=.venv               where the environment goes
+#   TORCH_INDEX=URL          install torch from this package index first (for example PyTorch's CPU index)
+#   CONSTRAINTS=             empty: newest versions that pyproject.toml allows instead of the tested ones
+#   ARGS="--prefill 2"       more flags for `pd-cluster up`
+#   PYTEST_ARGS="-k router"  more arguments for pytest
+
+SHELL := bash
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+TORCH_INDEX ?=
+ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+INPUTS := pyproject.toml $(wildcard $(CONSTRAINTS))
+# The tests run small tensors in several processes at once: one thread each is fastest and repeatable.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: up test test-fast test-slow lint format clean
+.DELETE_ON_ERROR:
+
+up: $(VENV)/.installed
+	@$(BIN)/pd-cluster up $(ARGS)
+
+test: lint
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-fast: $(VENV)/.installed-dev
+	$(PYTEST) -q -x -m "not integration and not slow" $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.installed-dev
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/mypy tests
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -path './.git' -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -print0 | xargs -0 rm -rf
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; ok = (3, 11) <= sys.version_info < (3, 13); sys.exit(0 if ok else f"pd-cluster needs Python 3.11 or 3.12, and $(PYTHON) is {sys.version.split()[0]}: run make with PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: $(BIN)/python
+	$(if $(TORCH_INDEX),$(PIP) --index-url $(TORCH_INDEX) torch,@true)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch $(INPUTS)
+	@echo "installing pd-cluster into $(VENV) (the first time this downloads torch)"
+	$(PIP) -e '.[nixl]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.torch $(INPUTS)
+	@echo "installing pd-cluster and its development tools into $(VENV) (the first time this downloads torch)"
+	$(PIP) -e '.[nixl,dev]'
+	@touch $(VENV)/.installed $@
