@@ -1,0 +1,90 @@
+"""Builds the router: one factory makes every piece, the lifespan owns what runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http
+import time
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pd_router.background import Background
+from pd_router.control import Control, Relay
+from pd_router.errors import error_body
+from pd_router.exchange import Services
+from pd_router.health import HealthPoller
+from pd_router.metrics import Metrics
+from pd_router.nodes import NodeTable
+from pd_router.proxy import Proxy
+from pd_router.upstream import Upstream
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from starlette.requests import Request
+
+    from pd_router.config import RouterConfig
+
+# Tickets to release and prefills to see through when the router stops; the leases' own expiry does the rest.
+BACKGROUND_DEADLINE_S = 2.0
+
+
+def create_app(
+    config: RouterConfig,
+    key: bytes,
+    clock: Callable[[], float] = time.monotonic,
+    wall_clock: Callable[[], float] = time.time,
+) -> Starlette:
+    """The router as an ASGI app.
+
+    `key`: the cluster's, signs offers. `clock`: monotonic seconds. `wall_clock`: seconds since 1970.
+    """
+    table = NodeTable(config, clock)
+    upstream = Upstream(config)
+    background = Background()
+    services = Services(config, table, upstream, Metrics(table), background, key, wall_clock)
+    poller = HealthPoller(config, table, upstream)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with upstream:
+            await poller.poll_all()  # so that the first request finds the nodes that are up
+            polling = asyncio.ensure_future(poller.run())
+            try:
+                yield
+            finally:
+                polling.cancel()
+                await asyncio.wait([polling])
+                await background.close(BACKGROUND_DEADLINE_S)
+
+    proxy, relay, control = Proxy(services), Relay(services), Control(services)
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", proxy, methods=["POST"]),
+            Route("/v1/completions", proxy, methods=["POST"]),
+            Route("/v1/models", relay, methods=["GET"]),
+            Route("/tokenize", relay, methods=["POST"]),
+            Route("/detokenize", relay, methods=["POST"]),
+            Route("/health", control.health),
+            Route("/metrics", control.metrics),
+            Route("/nodes", control.nodes),
+        ],
+        exception_handlers={HTTPException: _http_error},
+        lifespan=lifespan,
+    )
+    app.state.services = services
+    return app
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """404 and 405 in OpenAI's shape."""
+    assert isinstance(error, HTTPException)
+    phrase = http.HTTPStatus(error.status_code).phrase
+    message = f"{phrase}: {request.method} {request.url.path}"
+    body = error_body(message, "invalid_request_error", phrase.lower().replace(" ", "_"))
+    return Response(body, error.status_code, error.headers, "application/json")

@@ -1,0 +1,42 @@
+"""Tasks that outlive the request that started them: P's leg read to its end, tickets released."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+log = logging.getLogger("pd_router")
+
+
+class Background:
+    """Owns its tasks until they end; `close` waits for them, then cancels."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        return task
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a background task failed", exc_info=error)
+
+    async def close(self, deadline_s: float) -> None:
+        """Give the tasks `deadline_s` seconds, then cancel what is left and wait for that."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=deadline_s)
+        left = list(self._tasks)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)

@@ -1,0 +1,86 @@
+"""A client's JSON body, taken apart at its top level only.
+
+Fields are kept as the raw JSON that the client sent: nothing is reformatted, rounded or reordered on its way to a node,
+and a long prompt is never parsed here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from pd_router.errors import InvalidRequest
+
+RawObject = dict[str, msgspec.Raw]
+_OBJECT = msgspec.json.Decoder(RawObject)
+_NO_TOKENS = frozenset({"max_tokens", "max_completion_tokens", "stream_options"})
+_KV = "kv_transfer_params"
+_ASK_TICKET = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+T = TypeVar("T")
+
+
+def raw_object(data: bytes | msgspec.Raw) -> RawObject:
+    """Top level of a JSON object. Raises msgspec.MsgspecError for anything else."""
+    return _OBJECT.decode(data)
+
+
+class RequestBody:
+    """One parsed body. Raises InvalidRequest when `data` is no JSON object."""
+
+    __slots__ = ("_fields", "num_bytes")
+
+    def __init__(self, data: bytes) -> None:
+        try:
+            self._fields = raw_object(data)
+        except msgspec.MsgspecError as error:
+            raise InvalidRequest(f"the request body is not a JSON object: {error}") from error
+        self._fields.pop(_KV, None)  # a client must not steer transfers between nodes
+        self.num_bytes = len(data)
+
+    def get(self, name: str, kind: type[T]) -> T | None:
+        """Field `name` if it is a `kind`, else None: judging other types is the node's business."""
+        raw = self._fields.get(name)
+        if raw is None:
+            return None
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except msgspec.MsgspecError:
+            return None
+
+    @property
+    def model(self) -> str | None:
+        return self.get("model", str)
+
+    @property
+    def wants_stream(self) -> bool:
+        return bool(self.get("stream", bool))
+
+    @property
+    def num_samples(self) -> int:
+        return max(1, self.get("n", int) or 1)
+
+    def plain(self) -> bytes:
+        """For a node that does everything."""
+        return msgspec.json.encode(self._fields)
+
+    def for_prefill(self) -> bytes:
+        """P's leg. The token limit stops engines that know no tickets; ours samples one token and ignores it."""
+        fields: dict[str, Any] = {name: raw for name, raw in self._fields.items() if name not in _NO_TOKENS}
+        fields["stream"] = False
+        fields["max_tokens"] = 1
+        if "max_completion_tokens" in self._fields:
+            fields["max_completion_tokens"] = 1
+        fields[_KV] = _ASK_TICKET
+        return msgspec.json.encode(fields)
+
+    def with_transfer(self, params: dict[str, Any]) -> bytes:
+        """D's leg: the client's fields and the handoff's."""
+        return msgspec.json.encode({**self._fields, _KV: params})

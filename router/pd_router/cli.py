@@ -1,0 +1,114 @@
+"""The router's command line; `pd-cluster router` uses it too."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+import sys
+from dataclasses import fields
+from typing import Any
+
+import uvicorn
+from pd_connectors.protocol.keys import load_cluster_key
+
+from pd_router.app import create_app
+from pd_router.config import RouterConfig
+from pd_router.errors import StartupError
+
+_PARSERS = {"int": int, "float": float, "str": str}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One flag per field of RouterConfig."""
+    for field in fields(RouterConfig):
+        options: dict[str, Any] = {"help": field.metadata["help"].replace("%", "%%"), "default": field.default}
+        if field.type == "tuple[str, ...]":
+            options.update(nargs="+", action="extend", metavar=field.metadata["metavar"], default=None)
+        else:
+            options["type"] = _PARSERS[str(field.type)]
+            if "choices" in field.metadata:
+                options["choices"] = field.metadata["choices"]
+            if field.default != "":
+                options["help"] += " Default: %(default)s."
+        parser.add_argument("--" + field.name.replace("_", "-"), **options)
+
+
+def config_from(args: argparse.Namespace) -> RouterConfig:
+    """Raises StartupError."""
+    values: dict[str, Any] = {field.name: getattr(args, field.name) for field in fields(RouterConfig)}
+    for name in ("prefill", "decode", "mixed"):
+        values[name] = tuple(values[name] or ())
+    return RouterConfig(**values)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM. The exit code: 0, or 2 with a message when the router cannot start as told."""
+    try:
+        config = config_from(args)
+        try:
+            key = load_cluster_key(config.cluster_key_file)
+        except (OSError, ValueError) as error:
+            raise StartupError(f"cannot read the cluster key: {error}") from error
+        listener = listen(config.host, config.port)
+    except StartupError as error:
+        sys.stderr.write(f"pd-cluster router: {error}\n")
+        return 2
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with listener:
+        make_server(config, key).run(sockets=[listener])
+    return 0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 takes any free one. Raises StartupError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.set_inheritable(True)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise StartupError(
+            f"cannot listen on {host}:{port}: {error}. "
+            "Choose another --port (0 takes any free one), or stop what uses it."
+        ) from error
+    return listener
+
+
+def make_server(config: RouterConfig, key: bytes) -> uvicorn.Server:
+    return _Server(
+        uvicorn.Config(
+            create_app(config, key),
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            log_level=config.log_level,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=2048,
+            timeout_graceful_shutdown=max(1, round(config.drain_s)),
+        )
+    )
+
+
+class _Server(uvicorn.Server):
+    """Says on stdout where it serves, once it does."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and sockets:
+            host, port = sockets[0].getsockname()[:2]
+            sys.stdout.write(f"router ready on http://{f'[{host}]' if ':' in host else host}:{port}\n")
+            sys.stdout.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m pd_router", description="Route requests over prefill and decode nodes."
+    )
+    add_arguments(parser)
+    return run(parser.parse_args())

@@ -1,0 +1,105 @@
+"""The client's side of one request: what it sends, what it is sent, and that it may leave at any time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from pd_router.errors import BodyTooLarge, RouterError, to_body
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from starlette.types import Receive, Send
+
+HeaderList = list[tuple[bytes, bytes]]
+JSON_TYPE = (b"content-type", b"application/json")
+
+
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+async def read_body(receive: Receive, max_bytes: int) -> bytes:
+    """The whole request body. Raises BodyTooLarge, ClientGone."""
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > max_bytes:
+            raise BodyTooLarge(f"the request body is longer than {max_bytes} bytes")
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class Reply:
+    """The answer to the client, with the headers that every answer carries."""
+
+    __slots__ = ("_send", "common", "finished", "started", "status")
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.common: HeaderList = []
+        self.started = False
+        self.finished = False
+        self.status = 0
+
+    async def start(self, status: int, headers: HeaderList) -> None:
+        self.started = True
+        self.status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.common]})
+
+    async def chunk(self, body: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end(self, body: bytes = b"") -> None:
+        self.finished = True
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def whole(self, status: int, headers: HeaderList, body: bytes) -> None:
+        await self.start(status, [*headers, (b"content-length", str(len(body)).encode())])
+        await self.end(body)
+
+    async def error(self, error: RouterError) -> None:
+        extra = [(b"retry-after", b"1")] if error.status == 503 else []
+        await self.whole(error.status, [JSON_TYPE, *extra], to_body(error))
+
+
+class DisconnectWatch:
+    """While entered, a client that leaves cancels the current task; outside this shows as ClientGone.
+
+    ASGI tells of a disconnect only to those who await `receive`, so a task does that beside the work.
+    """
+
+    __slots__ = ("_gone", "_receive", "_reply", "_task", "_watcher")
+
+    def __init__(self, receive: Receive, reply: Reply) -> None:
+        self._receive = receive
+        self._reply = reply
+        self._gone = False
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._watcher = asyncio.ensure_future(self._watch())
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass  # an empty part of a body that was complete already
+        if not self._reply.finished:  # servers say the same after the last byte of the answer
+            self._gone = True
+            self._task.cancel()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watcher.cancel()
+        if self._gone:
+            self._task.uncancel()
+            raise ClientGone from error

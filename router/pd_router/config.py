@@ -1,0 +1,104 @@
+"""Every setting of the router, declared once. `cli.py` makes the flags from these fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+from urllib.parse import urlsplit
+
+from pd_router.errors import StartupError
+
+
+class Order(StrEnum):
+    """Who is called first. The value is what `x-pd-route` carries."""
+
+    P_FIRST = "p-first"  # router -> P for a ticket, then D with it
+    D_FIRST = "d-first"  # router -> D with the names of Ps that it may ask
+    DIRECT = "direct"  # one node does everything; never asked for, only fallen back to
+
+
+def setting(default: Any, help: str, **metadata: Any) -> Any:
+    """A dataclass field that becomes a flag."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """What one router process needs. Times are in seconds."""
+
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    port: int = setting(8000, "HTTP port. 0: chosen by the OS and printed.")
+    prefill: tuple[str, ...] = setting((), "Base URLs of prefill nodes.", metavar="URL")
+    decode: tuple[str, ...] = setting((), "Base URLs of decode nodes.", metavar="URL")
+    mixed: tuple[str, ...] = setting(
+        (), "Base URLs of mixed nodes: they decode, and prefill for themselves.", metavar="URL"
+    )
+    route: str = setting(
+        "p-first",
+        "Which node is called first, unless a request says otherwise (x-pd-route).",
+        choices=("p-first", "d-first"),
+    )
+    cluster_key_file: str = setting(
+        "", "File with the cluster's shared key. Default: $PD_CLUSTER_KEY, else one per user."
+    )
+    on_prefill_failure: str = setting(
+        "local", "When no prefill node answers: let the decode node prefill, or fail.", choices=("local", "fail")
+    )
+    max_prefill_tries: int = setting(2, "Prefill nodes tried for one request.")
+    max_decode_tries: int = setting(2, "Decode nodes tried for one request, while the client has seen no byte.")
+    offer_size: int = setting(3, "Prefill nodes named to a decode node, best first.")
+    offer_ttl_s: float = setting(120.0, "How long a decode node may act on such a list.")
+    connect_timeout_s: float = setting(3.0, "Until a TCP connection to a node stands.")
+    ticket_timeout_s: float = setting(30.0, "Until a prefill node has admitted a prompt (first event of its answer).")
+    first_byte_timeout_s: float = setting(120.0, "Until a streamed answer begins: queueing, prefill and transfer.")
+    response_timeout_s: float = setting(600.0, "Until an unstreamed answer begins: the whole generation.")
+    idle_timeout_s: float = setting(
+        120.0, "Longest time without progress inside an answer, on the node's or the client's side."
+    )
+    control_timeout_s: float = setting(15.0, "For small calls to a node: models, tokenize, detokenize, release.")
+    keepalive_s: float = setting(
+        4.0, "Idle connections to nodes are dropped after this; keep it below the nodes' own limit."
+    )
+    health_interval_s: float = setting(1.0, "Between two looks at a node's /health.")
+    health_timeout_s: float = setting(3.0, "Until /health must have answered.")
+    eject_after: int = setting(
+        3, "Failures in a row after which a node is left out for eject_s, whatever /health says."
+    )
+    eject_s: float = setting(5.0, "How long it is left out.")
+    max_body_mb: float = setting(64.0, "Largest request body in MB.")
+    drain_s: float = setting(30.0, "What a stopping router gives its running requests.")
+    log_level: str = setting("info", "Log level.", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        if not (self.decode or self.mixed):
+            raise StartupError("no node can decode: give at least one --decode URL or --mixed URL")
+        urls = [*self.prefill, *self.decode, *self.mixed]
+        for url in urls:
+            check_node_url(url)
+        if len({url.rstrip("/") for url in urls}) < len(urls):
+            raise StartupError("a node is given twice: each URL has one role (--prefill, --decode or --mixed)")
+        for name in ("max_prefill_tries", "max_decode_tries", "offer_size", "eject_after"):
+            if getattr(self, name) < 1:
+                raise StartupError(f"--{name.replace('_', '-')} must be at least 1")
+
+    @property
+    def default_order(self) -> Order:
+        return Order(self.route)
+
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mb * 1e6)
+
+
+def check_node_url(url: str) -> None:
+    """Raises StartupError unless `url` is `http(s)://host[:port]` with nothing behind it but a path prefix."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise StartupError(f"bad node URL {url!r}: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise StartupError(f"bad node URL {url!r}: write it as http://host:port")
+    if parts.query or parts.fragment or parts.username:
+        raise StartupError(f"bad node URL {url!r}: no user, query or fragment, only http://host:port")

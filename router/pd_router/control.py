@@ -1,0 +1,106 @@
+"""The small endpoints: what the router tells about itself, and calls that any node can answer."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import orjson
+from starlette.responses import Response
+
+from pd_router import headers as rules
+from pd_router.body import RequestBody
+from pd_router.client import ClientGone, Reply, read_body
+from pd_router.errors import ModelNotFound, NodeFailed, NoNode, RouterError
+from pd_router.nodes import Node, Role
+from pd_router.upstream import Answer, LegFailed, Refused
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.types import Receive, Scope, Send
+
+    from pd_router.exchange import Services
+
+log = logging.getLogger("pd_router")
+_ANYBODY = (Role.PREFILL, Role.MIXED, Role.DECODE)
+
+
+class Control:
+    """Handlers for everything that generates nothing."""
+
+    def __init__(self, services: Services) -> None:
+        self._s = services
+
+    async def health(self, request: Request) -> Response:
+        """200 while some node can decode: then a request can be served, whatever else is down."""
+        table = self._s.table
+        decodes = table.healthy((Role.DECODE, Role.MIXED), None)
+        prefills = table.healthy((Role.PREFILL,), None)
+        told = {
+            "status": "ok" if decodes else "unavailable",
+            "role": "router",
+            "healthy": {"prefill": len(prefills), "decode": len(decodes)},
+            "nodes": len(table.nodes),
+        }
+        return _json(told, 200 if decodes else 503)
+
+    async def nodes(self, request: Request) -> Response:
+        return _json({"nodes": self._s.table.report()})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._s.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+class Relay:
+    """An ASGI endpoint that any healthy node can answer: `GET /v1/models`, `POST /tokenize`, `POST /detokenize`.
+
+    The next node is asked when one fails.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._s = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = rules.request_id(rules.first_values(scope["headers"]))
+        reply = Reply(send)
+        reply.common.append((rules.REQUEST_ID.encode(), request_id.encode()))
+        try:
+            raw = await read_body(receive, self._s.config.max_body_bytes)
+            body = RequestBody(raw) if scope["method"] == "POST" else None
+            answer = await self._ask(scope, request_id, body)
+            await reply.whole(answer.status, rules.answered(answer.headers), answer.body)
+        except ClientGone:
+            return  # nothing was started for it
+        except RouterError as error:
+            await reply.error(error)
+
+    async def _ask(self, scope: Scope, request_id: str, body: RequestBody | None) -> Answer:
+        """Raises ModelNotFound, NoNode, NodeFailed."""
+        s = self._s
+        model = body.model if body is not None else None
+        if model is not None and not s.table.knows_model(model):
+            raise ModelNotFound(f"no node serves the model {model!r}", param="model")
+        headers = rules.forwarded(scope["headers"], request_id)
+        last: LegFailed | None = None
+        for node in s.table.healthy(_ANYBODY, model):
+            try:
+                return await self._ask_one(node, scope["path"], headers, body)
+            except LegFailed as failure:
+                s.metrics.leg_failures.labels("relay", node.node_id, failure.kind.value).inc()
+                last = failure
+        if last is None:
+            raise NoNode("no healthy node; try again later")
+        raise NodeFailed(f"no node could answer; the last one: {last}")
+
+    async def _ask_one(self, node: Node, path: str, headers: rules.Headers, body: RequestBody | None) -> Answer:
+        timeout_s = self._s.config.control_timeout_s
+        if body is None:
+            return await self._s.upstream.get(node, path, headers, timeout_s)
+        try:
+            return await self._s.upstream.post_whole(node, path, headers, body.plain(), timeout_s)
+        except Refused as refusal:
+            return refusal.answer
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")

@@ -1,0 +1,81 @@
+"""Errors that the router itself answers with, in OpenAI's shape.
+
+RouterError
+├── InvalidRequest   400  the request can never be served
+├── ModelNotFound    404
+├── BodyTooLarge     413
+├── NodeFailed       502  a node broke or refused, and no other could take over
+├── NoNode           503  no healthy node of the needed role
+└── StartupError          a flag, file or port that must be changed before the router can start
+"""
+
+from __future__ import annotations
+
+import orjson
+
+
+class RouterError(Exception):
+    """Base. `status` is the HTTP status, `kind` OpenAI's `error.type`, `code` a stable machine-readable word."""
+
+    status = 500
+    kind = "server_error"
+    code = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, status: int | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        if status is not None:
+            self.status = status
+
+
+class InvalidRequest(RouterError):
+    """The request can never be served."""
+
+    status = 400
+    kind = "invalid_request_error"
+    code = "invalid_value"
+
+
+class ModelNotFound(RouterError):
+    """No node serves this model."""
+
+    status = 404
+    kind = "invalid_request_error"
+    code = "model_not_found"
+
+
+class BodyTooLarge(RouterError):
+    """The request body is longer than `max_body_mb`."""
+
+    status = 413
+    kind = "invalid_request_error"
+    code = "body_too_large"
+
+
+class NodeFailed(RouterError):
+    """A node broke or refused, and no other could take over."""
+
+    status = 502
+    code = "node_failed"
+
+
+class NoNode(RouterError):
+    """No healthy node of the needed role."""
+
+    status = 503
+    code = "no_healthy_node"
+
+
+class StartupError(RouterError):
+    """The router cannot start as configured; the message says what to change."""
+
+    code = "startup"
+
+
+def error_body(message: str, kind: str, code: str, param: str | None = None) -> bytes:
+    """OpenAI's error object as JSON."""
+    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def to_body(error: RouterError) -> bytes:
+    return error_body(str(error), error.kind, error.code, error.param)

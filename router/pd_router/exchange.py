@@ -1,0 +1,264 @@
+"""One request on its way through the nodes: P-first, D-first or direct, with what happens when a leg fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from pd_connectors.protocol.ticket import Offer, sign
+
+from pd_router import policy
+from pd_router.client import JSON_TYPE, Reply
+from pd_router.config import Order, RouterConfig
+from pd_router.errors import NodeFailed, NoNode
+from pd_router.headers import ROUTE, TICKET, Headers
+from pd_router.legs import DecodeLeg, Handoff, PrefillLeg
+from pd_router.nodes import Charge, Node, NodeTable
+from pd_router.splice import send_answer
+from pd_router.upstream import Answer, FailureKind, LegFailed, Refused, Upstream
+
+if TYPE_CHECKING:
+    from pd_router.background import Background
+    from pd_router.body import RequestBody
+    from pd_router.metrics import Metrics
+
+log = logging.getLogger("pd_router")
+Choose = Callable[[Iterable[Node], float], Node | None]
+# A node's own word for "not now" or "not here"; 504 is not among them: the request's time is up everywhere.
+_RETRYABLE = frozenset({429, 500, 502, 503})
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What every exchange shares. Built once by the app."""
+
+    config: RouterConfig
+    table: NodeTable
+    upstream: Upstream
+    metrics: Metrics
+    background: Background
+    key: bytes
+    wall_clock: Callable[[], float]
+
+
+class Exchange:
+    """Runs one planned request: `run` gives the client its answer, or raises a RouterError before its first byte.
+
+    Cancelling it closes both legs, and gives the ticket back unless a D has answered with it.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        path: str,
+        body: RequestBody,
+        headers: Headers,
+        plan: policy.Plan,
+        reply: Reply,
+        arrived_at: float,
+    ) -> None:
+        self.plan = plan
+        self.phase = "prefill"  # prefill | decode | stream: where a client that leaves is counted
+        self.outcome = "ok"  # ok | refused | failed | broken
+        self._s = services
+        self._path = path
+        self._body = body
+        self._headers = headers
+        self._reply = reply
+        self._arrived_at = arrived_at
+
+    async def run(self) -> None:
+        try:
+            if self.plan.order is Order.P_FIRST:
+                await self._p_first()
+            elif self.plan.order is Order.D_FIRST:
+                await self._d_first()
+            else:
+                await self._direct()
+        except Refused as refusal:
+            self.outcome = "refused"
+            await self._pass_on(refusal.answer, refusal.answer.status)
+
+    # --- orders
+
+    async def _p_first(self) -> None:
+        leg, handoff = await self._open_prefill()
+        if leg is None or handoff is None:
+            await self._fall_back()
+            return
+        # Until D is through, its end is P's end too: a D that is gone has no use for the rest of the prefill.
+        draining = self._s.background.spawn(self._drain(leg))
+        taken = served = False
+        try:
+            params = dict(handoff.params)
+            if spare := self._offer(without=leg.node):
+                params["offer"] = spare
+            decode = await self._open_decode(self._body.with_transfer(params), policy.best_decode)
+            if decode is not None:
+                taken = True
+                served = await self._answer(decode, prefill_by=leg.node)
+        finally:
+            if not served:
+                draining.cancel()
+                leg.close()  # a task that is cancelled before its first step never gets to do it
+            if not taken:
+                self._release(handoff)
+
+    async def _d_first(self) -> None:
+        offered = policy.offer_order(self.plan.prefills, self._s.table.clock())
+        body = self._body.with_transfer({"do_remote_prefill": True, "offer": self._offer()})
+        with Charge(offered[0], prefill_bytes=self._body.num_bytes):  # D asks the first one, if it asks at all
+            decode = await self._open_decode(body, policy.best_decode)
+        if decode is not None:
+            await self._answer(decode, prefill_by=None)
+
+    async def _direct(self) -> None:
+        decode = await self._open_decode(self._body.plain(), policy.best_direct, prefill_bytes=self._body.num_bytes)
+        if decode is not None:
+            await self._answer(decode, prefill_by=None)
+
+    async def _fall_back(self) -> None:
+        """No P has answered. Raises NodeFailed when local prefill is not allowed."""
+        if self._s.config.on_prefill_failure == "fail":
+            raise NodeFailed("no prefill node answered, and local prefill is not allowed (on_prefill_failure)")
+        self.plan = dataclasses.replace(self.plan, order=Order.DIRECT, reason="prefill-failed", prefills=())
+        await self._direct()
+
+    # --- legs
+
+    async def _open_prefill(self) -> tuple[PrefillLeg | None, Handoff | None]:
+        """A leg with its ticket, or nothing when no P gave one. Raises Refused."""
+        s = self._s
+        body = self._body.for_prefill()
+        headers = self._headers.copy()
+        headers[TICKET] = "stream"
+        left = list(self.plan.prefills)
+        for _ in range(s.config.max_prefill_tries):
+            node = policy.best_prefill(left, s.table.clock())
+            if node is None:
+                break
+            left.remove(node)
+            leg = PrefillLeg(s.upstream, node, Charge(node, prefill_bytes=self._body.num_bytes))
+            try:
+                handoff = await leg.open(self._path, headers, body, s.config.ticket_timeout_s)
+            except LegFailed as failure:
+                self._note("prefill", failure)
+                continue
+            s.table.answered(node)
+            s.metrics.ticket_s.observe(s.table.clock() - self._arrived_at)
+            return leg, handoff
+        return None, None
+
+    async def _open_decode(self, body: bytes, choose: Choose, prefill_bytes: int = 0) -> DecodeLeg | None:
+        """A leg that has begun to answer. None: the last node's own error has been passed on to the client.
+
+        Raises Refused, NodeFailed, NoNode.
+        """
+        s = self._s
+        self.phase = "decode"
+        left = list(self.plan.decodes)
+        last: LegFailed | None = None
+        wait_s = s.config.first_byte_timeout_s if self._body.wants_stream else s.config.response_timeout_s
+        for _ in range(s.config.max_decode_tries):
+            node = choose(left, s.table.clock())
+            if node is None:
+                break
+            left.remove(node)
+            leg = DecodeLeg(
+                s.upstream, node, Charge(node, prefill_bytes=prefill_bytes, sequences=self._body.num_samples)
+            )
+            try:
+                await leg.open(self._path, self._headers, body, wait_s, s.config.idle_timeout_s)
+            except LegFailed as failure:
+                self._note("decode", failure)
+                last = failure
+                if failure.answer is not None and failure.answer.status not in _RETRYABLE:
+                    break
+                continue
+            s.table.answered(node)
+            return leg
+        if last is None:
+            raise NoNode("every decode node went down while the request was prefilled; try again")
+        if last.answer is None:
+            raise NodeFailed(f"no decode node could serve the request; the last one: {last}")
+        self.outcome = "failed"
+        await self._pass_on(last.answer, last.answer.status if last.answer.status in (429, 503, 504) else 502)
+        return None
+
+    async def _drain(self, leg: PrefillLeg) -> None:
+        """P's leg after the ticket. A failure is only counted: D notices by itself, from the lease."""
+        try:
+            await leg.drain(self._s.config.response_timeout_s)
+        except LegFailed as failure:
+            self._note("prefill_after_ticket", failure)
+
+    async def _answer(self, leg: DecodeLeg, prefill_by: Node | None) -> bool:
+        """Pass D's answer on to the client. False when D broke off: the client has been told as well as it can be."""
+        s = self._s
+        self.phase = "stream"
+        s.metrics.first_byte_s.labels(self.plan.order.value).observe(s.table.clock() - self._arrived_at)
+        self._name_route()
+        try:
+            await send_answer(leg, self._reply, prefill_by or leg.node, s.config.idle_timeout_s)
+        except LegFailed as failure:
+            self.outcome = "broken"
+            self._note("stream", failure)
+            return False
+        finally:
+            leg.close()
+        return True
+
+    # --- small things
+
+    async def _pass_on(self, answer: Answer, status: int) -> None:
+        """A node's error, as it is when it is JSON: the node explains it best."""
+        self._name_route()
+        try:
+            orjson.loads(answer.body)
+        except orjson.JSONDecodeError:
+            await self._reply.error(
+                NodeFailed(f"a node answered status {answer.status} without saying why", status=status)
+            )
+            return
+        retry = [(name.lower(), value) for name, value in answer.headers if name.lower() == b"retry-after"]
+        await self._reply.whole(status, [JSON_TYPE, *retry], answer.body)
+
+    def _name_route(self) -> None:
+        self._reply.common.append((ROUTE.encode(), f"{self.plan.order.value}; reason={self.plan.reason}".encode()))
+
+    def _note(self, leg: str, failure: LegFailed) -> None:
+        self._s.metrics.leg_failures.labels(leg, failure.node.node_id, failure.kind.value).inc()
+        busy = failure.answer is not None and failure.answer.status in (429, 503)
+        if not busy:  # a full queue is no illness
+            self._s.table.failed(failure.node, unreachable=failure.kind is FailureKind.CONNECT)
+        log.warning("request %s: %s leg failed: %s", self._headers["x-request-id"], leg, failure)
+
+    def _offer(self, without: Node | None = None) -> str | None:
+        """The signed list of prefill nodes that D may ask."""
+        s = self._s
+        nodes = policy.offer_order(self.plan.prefills, s.table.clock(), without)[: s.config.offer_size]
+        if not nodes:
+            return None
+        return sign(s.key, Offer(tuple(node.url for node in nodes), s.wall_clock() + s.config.offer_ttl_s))
+
+    def _release(self, handoff: Handoff) -> None:
+        if handoff.ticket is not None:
+            self._s.background.spawn(self._send_release(handoff.node, handoff.ticket))
+
+    async def _send_release(self, node: Node, ticket: str) -> None:
+        s = self._s
+        headers: dict[str, Any] = {"content-type": "application/json", "x-request-id": self._headers["x-request-id"]}
+        if (authorization := self._headers.get("authorization")) is not None:
+            headers["authorization"] = authorization
+        try:
+            paper = orjson.dumps({"ticket": ticket})
+            await s.upstream.post_whole(node, "/pd/release", headers, paper, s.config.control_timeout_s)
+        except (LegFailed, Refused) as error:
+            s.metrics.releases.labels("failed").inc()  # the lease runs out by itself
+            log.warning("request %s: could not release its ticket: %s", self._headers["x-request-id"], error)
+            return
+        s.metrics.releases.labels("ok").inc()

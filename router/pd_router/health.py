@@ -1,0 +1,89 @@
+"""One task that asks every node's /health, and, after each boot of a node, which models it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+import orjson
+
+from pd_router.upstream import LegFailed, Upstream
+
+if TYPE_CHECKING:
+    from pd_router.config import RouterConfig
+    from pd_router.nodes import Node, NodeTable
+
+log = logging.getLogger("pd_router")
+
+
+class HealthPoller:
+    """Writes `reachable`, `node_id`, `epoch` and `models` of the nodes."""
+
+    def __init__(self, config: RouterConfig, table: NodeTable, upstream: Upstream) -> None:
+        self._table = table
+        self._upstream = upstream
+        self._interval_s = config.health_interval_s
+        self._health_timeout_s = config.health_timeout_s
+        self._models_timeout_s = config.control_timeout_s
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        while True:
+            await asyncio.sleep(self._interval_s)
+            await self.poll_all()
+
+    async def poll_all(self) -> None:
+        """One round. It ends within `health_timeout_s` + `control_timeout_s`."""
+        await asyncio.gather(*(self.poll(node) for node in self._table.nodes))
+
+    async def poll(self, node: Node) -> None:
+        was_reachable = node.reachable
+        try:
+            answer = await self._upstream.get(node, "/health", {}, self._health_timeout_s)
+        except LegFailed as failure:
+            self._set_down(node, str(failure))
+            return
+        if answer.status != 200:
+            self._set_down(node, f"/health answers {answer.status}")
+            return
+        restarted = self._read_identity(node, answer.body)
+        if node.models is None or restarted or not was_reachable:
+            await self._read_models(node)
+        node.reachable = True
+        if not was_reachable:
+            log.info("node %s (%s, %s) is healthy", node.node_id, node.role.value, node.url)
+
+    def _set_down(self, node: Node, why: str) -> None:
+        if node.reachable:
+            log.warning("node %s (%s) is left out: %s", node.node_id, node.url, why)
+        node.reachable = False
+
+    def _read_identity(self, node: Node, body: bytes) -> bool:
+        """Take over what /health tells (other engines tell nothing). True when the node has booted anew."""
+        try:
+            told = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            return False
+        if not isinstance(told, dict):
+            return False
+        node_id = told.get("node_id")
+        if isinstance(node_id, str) and node_id.isascii() and node_id.isprintable() and node_id:
+            node.node_id = node_id  # fit for a header
+        epoch = told.get("epoch")
+        restarted = isinstance(epoch, int) and node.epoch is not None and epoch != node.epoch
+        if restarted:
+            log.warning("node %s has restarted (epoch %s -> %s)", node.node_id, node.epoch, epoch)
+            node.failures_in_row, node.ejected_until_s = 0, 0.0
+        node.epoch = epoch if isinstance(epoch, int) else None
+        return restarted
+
+    async def _read_models(self, node: Node) -> None:
+        """Learn the node's models; without an answer any model is tried there."""
+        try:
+            answer = await self._upstream.get(node, "/v1/models", {}, self._models_timeout_s)
+            listed = orjson.loads(answer.body)["data"] if answer.status == 200 else None
+            node.models = None if listed is None else frozenset(str(entry["id"]) for entry in listed)
+        except (LegFailed, orjson.JSONDecodeError, KeyError, TypeError) as error:
+            node.models = None
+            log.warning("node %s does not tell its models: %s", node.node_id, error)

@@ -1,0 +1,185 @@
+"""The two legs of a request: P's yields a ticket and is then read to its end, D's yields the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import msgspec
+
+from pd_router.body import raw_object
+from pd_router.sse import Event, SseParser
+from pd_router.upstream import Answer, FailureKind, LegFailed, Upstream
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pd_router.nodes import Charge, Node
+
+log = logging.getLogger("pd_router")
+EVENT_STREAM = "text/event-stream"
+_KV = "kv_transfer_params"
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """What P handed out. `params` goes to D as it is; `ticket` is None for engines that know none."""
+
+    node: Node
+    params: dict[str, Any]
+    ticket: str | None
+
+
+class PrefillLeg:
+    """P's leg. `open` it, then `drain` it in a task of its own; `close` ends it at any time.
+
+    Closing before the end makes P abort the request. The charge on P is given back when the leg ends.
+    """
+
+    def __init__(self, upstream: Upstream, node: Node, charge: Charge) -> None:
+        self.node = node
+        self._upstream = upstream
+        self._charge = charge
+        self._parser = SseParser()
+        self._response: aiohttp.ClientResponse | None = None
+
+    async def open(self, path: str, headers: Mapping[str, str], body: bytes, ticket_timeout_s: float) -> Handoff:
+        """Send the request, wait for the ticket. Raises LegFailed, Refused; the leg is closed then."""
+        try:
+            self._response = await self._upstream.post(self.node, path, headers, body, ticket_timeout_s)
+            try:
+                async with asyncio.timeout(ticket_timeout_s):
+                    return await self._handoff(self._response)
+            except TimeoutError as error:
+                raise LegFailed(self.node, FailureKind.TIMEOUT, f"no ticket within {ticket_timeout_s} s") from error
+            except aiohttp.ClientError as error:
+                raise LegFailed(self.node, FailureKind.BROKEN, f"no ticket: {error}") from error
+            except (ValueError, msgspec.MsgspecError) as error:
+                raise LegFailed(self.node, FailureKind.BAD_ANSWER, f"no ticket: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    async def _handoff(self, response: aiohttp.ClientResponse) -> Handoff:
+        if response.content_type != EVENT_STREAM:
+            return self._read_params(await response.read())  # an engine without tickets: it has prefilled by now
+        while chunk := await response.content.readany():
+            for event in self._parser.feed(chunk):
+                if event.name == "ticket":
+                    return self._read_params(event.data)
+                if event.name == "error":
+                    raise _failure_in(self.node, event)
+        raise LegFailed(self.node, FailureKind.BROKEN, "the answer ended without a ticket")
+
+    def _read_params(self, data: bytes) -> Handoff:
+        found = raw_object(data).get(_KV)
+        if found is None or bytes(found) == b"null":
+            raise LegFailed(self.node, FailureKind.BAD_ANSWER, "the answer carries no kv_transfer_params")
+        params = raw_object(found)
+        ticket = msgspec.json.decode(params["ticket"], type=str | None) if "ticket" in params else None
+        return Handoff(self.node, dict(params), ticket)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Read to the end, so that the connection can be used again. Raises LegFailed when P did not finish."""
+        assert self._response is not None
+        try:
+            if self._response.content_type == EVENT_STREAM:
+                async with asyncio.timeout(timeout_s):
+                    await self._read_to_end(self._response)
+        except TimeoutError as error:
+            raise LegFailed(self.node, FailureKind.TIMEOUT, f"prefill not done within {timeout_s} s") from error
+        except (aiohttp.ClientError, ValueError) as error:
+            raise LegFailed(self.node, FailureKind.BROKEN, f"{type(error).__name__}: {error}") from error
+        finally:
+            self.close()
+
+    async def _read_to_end(self, response: aiohttp.ClientResponse) -> None:
+        done = False
+        failure: LegFailed | None = None
+        while chunk := await response.content.readany():
+            for event in self._parser.feed(chunk):
+                done = done or event.name == "done"
+                if event.name == "error":
+                    failure = _failure_in(self.node, event)
+        if failure is not None:
+            raise failure
+        if not done:
+            raise LegFailed(self.node, FailureKind.BROKEN, "the answer ended before the prefill did")
+
+    def close(self) -> None:
+        """Idempotent. A connection whose answer was read to its end has gone back to the pool already."""
+        if self._response is not None:
+            self._response.close()
+        self._charge.release()
+
+
+def _failure_in(node: Node, event: Event) -> LegFailed:
+    text = event.data[:500].decode("utf-8", "replace")
+    return LegFailed(node, FailureKind.REFUSED, f"error event {text}")
+
+
+class DecodeLeg:
+    """D's leg. After `open` either `whole` (not streamed) or `first_chunk` and `read` give the answer."""
+
+    def __init__(self, upstream: Upstream, node: Node, charge: Charge) -> None:
+        self.node = node
+        self.whole: Answer | None = None
+        self.first_chunk = b""
+        self._upstream = upstream
+        self._charge = charge
+        self._response: aiohttp.ClientResponse | None = None
+
+    async def open(
+        self, path: str, headers: Mapping[str, str], body: bytes, first_byte_s: float, body_timeout_s: float
+    ) -> None:
+        """Send the request; wait for the first bytes of a stream or for the whole of anything else.
+
+        Nothing of the answer has been shown to the client until this returns, so another node may still take over.
+        Raises LegFailed, Refused; the leg is closed then.
+        """
+        try:
+            response = self._response = await self._upstream.post(self.node, path, headers, body, first_byte_s)
+            try:
+                if response.content_type == EVENT_STREAM:
+                    async with asyncio.timeout(first_byte_s):
+                        self.first_chunk = await response.content.readany()
+                    if not self.first_chunk:
+                        raise LegFailed(self.node, FailureKind.BROKEN, "the stream ended before its first byte")
+                else:
+                    async with asyncio.timeout(body_timeout_s):
+                        self.whole = Answer(response.status, tuple(response.raw_headers), await response.read())
+            except TimeoutError as error:
+                raise LegFailed(self.node, FailureKind.TIMEOUT, "the answer began but did not go on") from error
+            except aiohttp.ClientError as error:
+                raise LegFailed(self.node, FailureKind.BROKEN, f"{type(error).__name__}: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+        self._charge.prefill_done()
+
+    @property
+    def status(self) -> int:
+        assert self._response is not None
+        return self._response.status
+
+    @property
+    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
+        assert self._response is not None
+        return tuple(self._response.raw_headers)
+
+    async def read(self) -> bytes:
+        """The next bytes of the stream as they came; empty at its end. Raises LegFailed when it was cut off."""
+        assert self._response is not None
+        try:
+            return await self._response.content.readany()
+        except aiohttp.ClientError as error:
+            raise LegFailed(self.node, FailureKind.BROKEN, f"{type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        """Idempotent. Before the end of the answer this makes D abort the request."""
+        if self._response is not None:
+            self._response.close()
+        self._charge.release()

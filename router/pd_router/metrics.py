@@ -1,0 +1,84 @@
+"""What the router counts, in a registry of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pd_router.nodes import NodeTable
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class Metrics:
+    """One per router process."""
+
+    def __init__(self, table: NodeTable) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "pd_router_requests",
+            "Requests by order, its reason and how they ended.",
+            ["order", "reason", "outcome"],
+            registry=registry,
+        )
+        self.in_flight = Gauge("pd_router_requests_in_flight", "Requests being served.", registry=registry)
+        self.ticket_s = Histogram(
+            "pd_router_ticket_seconds", "From arrival to P's ticket.", registry=registry, buckets=_SECONDS
+        )
+        self.first_byte_s = Histogram(
+            "pd_router_first_byte_seconds",
+            "From arrival to the first byte of the answer.",
+            ["order"],
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self.request_s = Histogram(
+            "pd_router_request_seconds",
+            "From arrival to the last byte.",
+            ["order"],
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self.leg_failures = Counter(
+            "pd_router_leg_failures", "Legs that failed, by node and why.", ["leg", "node", "kind"], registry=registry
+        )
+        self.client_gone = Counter(
+            "pd_router_client_disconnects", "Clients that left, by what was going on.", ["phase"], registry=registry
+        )
+        self.releases = Counter(
+            "pd_router_ticket_releases", "Tickets given back because no D took them.", ["result"], registry=registry
+        )
+        registry.register(_NodeCollector(table))
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _NodeCollector(Collector):
+    """Gauges read from the node table when somebody asks."""
+
+    def __init__(self, table: NodeTable) -> None:
+        self._table = table
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["node", "role"]
+        healthy = GaugeMetricFamily("pd_router_node_healthy", "1 when requests may go there.", labels=labels)
+        sequences = GaugeMetricFamily(
+            "pd_router_node_outstanding_sequences", "Generations not finished.", labels=labels
+        )
+        prompts = GaugeMetricFamily(
+            "pd_router_node_outstanding_prefill_bytes", "Prompt bytes not prefilled.", labels=labels
+        )
+        now_s = self._table.clock()
+        for node in self._table.nodes:
+            names = [node.node_id, node.role.value]
+            healthy.add_metric(names, float(node.is_healthy(now_s)))
+            sequences.add_metric(names, node.decode_sequences)
+            prompts.add_metric(names, node.prefill_bytes)
+        yield from (healthy, sequences, prompts)

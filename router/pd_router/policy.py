@@ -1,0 +1,74 @@
+"""Which nodes may serve a request, in which order, and why. Pure: reads the table, changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pd_router.config import Order
+from pd_router.errors import ModelNotFound, NoNode
+from pd_router.nodes import Node, NodeTable, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Candidates; the best is chosen when it is needed, since loads change meanwhile.
+
+    `prefills` is empty exactly when `order` is DIRECT.
+    """
+
+    order: Order
+    reason: str  # default | header | no-prefill-node | prefill-failed
+    prefills: tuple[Node, ...]
+    decodes: tuple[Node, ...]
+
+
+def make_plan(table: NodeTable, model: str | None, default: Order, asked: Order | None, turn: int) -> Plan:
+    """Plan one request. `turn` is any counter: it breaks ties, so that equally loaded nodes take turns.
+
+    Raises ModelNotFound, NoNode.
+    """
+    if model is not None and not table.knows_model(model):
+        raise ModelNotFound(f"no node serves the model {model!r}", param="model")
+    decodes = rotate(table.healthy((Role.DECODE, Role.MIXED), model), turn)
+    if not decodes:
+        raise NoNode(
+            "no healthy node can decode" + (f" for the model {model!r}" if model else "") + "; try again later"
+        )
+    prefills = rotate(table.healthy((Role.PREFILL,), model), turn)
+    if not prefills:
+        return Plan(Order.DIRECT, "no-prefill-node", (), decodes)
+    order, reason = (default, "default") if asked is None else (asked, "header")
+    return Plan(order, reason, prefills, decodes)
+
+
+def rotate(nodes: Sequence[Node], turn: int) -> tuple[Node, ...]:
+    """`nodes` starting at another one each turn: what makes ties round-robin."""
+    start = turn % len(nodes) if nodes else 0
+    return (*nodes[start:], *nodes[:start])
+
+
+def best_prefill(nodes: Iterable[Node], now_s: float) -> Node | None:
+    """The healthy node with the fewest prompt bytes outstanding."""
+    return min((n for n in nodes if n.is_healthy(now_s)), key=lambda n: n.prefill_bytes, default=None)
+
+
+def best_decode(nodes: Iterable[Node], now_s: float) -> Node | None:
+    """The healthy node with the fewest generations outstanding."""
+    return min(
+        (n for n in nodes if n.is_healthy(now_s)), key=lambda n: (n.decode_sequences, n.prefill_bytes), default=None
+    )
+
+
+def best_direct(nodes: Iterable[Node], now_s: float) -> Node | None:
+    """Like `best_decode`, mixed nodes first: they are meant to prefill beside their decodes, decode nodes are not."""
+    healthy = [n for n in nodes if n.is_healthy(now_s)]
+    return best_decode([n for n in healthy if n.role is Role.MIXED] or healthy, now_s)
+
+
+def offer_order(nodes: Iterable[Node], now_s: float, without: Node | None = None) -> list[Node]:
+    """The prefill nodes that a decode node may ask, least loaded first."""
+    return sorted((n for n in nodes if n is not without and n.is_healthy(now_s)), key=lambda n: n.prefill_bytes)

@@ -1,0 +1,62 @@
+"""The ASGI endpoint of the generating calls: reads a request, plans it, runs it, and gives it exactly one end."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import TYPE_CHECKING
+
+from pd_router import headers as rules
+from pd_router.body import RequestBody
+from pd_router.client import ClientGone, DisconnectWatch, Reply, read_body
+from pd_router.errors import RouterError
+from pd_router.exchange import Exchange, Services
+from pd_router.policy import make_plan
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+log = logging.getLogger("pd_router")
+
+
+class Proxy:
+    """Serves `POST /v1/chat/completions` and `POST /v1/completions`."""
+
+    def __init__(self, services: Services) -> None:
+        self._s = services
+        self._turns = itertools.count()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        s = self._s
+        arrived_at = s.table.clock()
+        given = rules.first_values(scope["headers"])
+        request_id = rules.request_id(given)
+        reply = Reply(send)
+        reply.common.append((rules.REQUEST_ID.encode(), request_id.encode()))
+        order, reason, outcome = "none", "none", "ok"
+        exchange: Exchange | None = None
+        try:
+            with s.metrics.in_flight.track_inprogress():
+                asked = rules.asked_order(given)
+                body = RequestBody(await read_body(receive, s.config.max_body_bytes))
+                plan = make_plan(s.table, body.model, s.config.default_order, asked, next(self._turns))
+                headers = rules.forwarded(scope["headers"], request_id)
+                exchange = Exchange(s, scope["path"], body, headers, plan, reply, arrived_at)
+                with DisconnectWatch(receive, reply):
+                    await exchange.run()
+        except ClientGone:
+            outcome = "client_gone"
+            s.metrics.client_gone.labels(exchange.phase if exchange is not None else "request").inc()
+        except RouterError as error:
+            outcome = "refused" if error.status < 500 else "failed"
+            await reply.error(error)
+        except BaseException:
+            outcome = "crashed"
+            raise
+        else:
+            outcome = exchange.outcome
+        finally:
+            if exchange is not None:
+                order, reason = exchange.plan.order.value, exchange.plan.reason
+                s.metrics.request_s.labels(order).observe(s.table.clock() - arrived_at)
+            s.metrics.requests.labels(order, reason, outcome).inc()

@@ -1,0 +1,81 @@
+"""Passes a decode node's answer on to the client, byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from pd_router.errors import error_body
+from pd_router.headers import DECODE_BY, PREFILL_BY, RawHeaders, answered
+from pd_router.upstream import FailureKind, LegFailed
+
+if TYPE_CHECKING:
+    from pd_router.client import HeaderList, Reply
+    from pd_router.legs import DecodeLeg
+    from pd_router.nodes import Node
+
+# The timer of a stream is moved once per this share of its limit, not once per chunk.
+_REFRESH_SHARE = 0.1
+
+
+async def send_answer(leg: DecodeLeg, reply: Reply, prefill_by: Node, idle_timeout_s: float) -> None:
+    """Send all of `leg`'s answer. `prefill_by`: who prefilled, unless the node says so itself.
+
+    Raises LegFailed when a stream breaks off. The client then has an error event and no end of the stream: the server
+    closes a connection whose answer was not completed.
+    """
+    if leg.whole is not None:
+        headers = _with_nodes(leg.whole.headers, prefill_by, leg.node)
+        await reply.whole(leg.whole.status, headers, leg.whole.body)
+        return
+    await reply.start(leg.status, _with_nodes(leg.headers, prefill_by, leg.node))
+    tail = [b"", b""]
+    try:
+        await _splice(leg, reply, idle_timeout_s, tail)
+        _check_end(leg.node, b"".join(tail))
+    except LegFailed as failure:
+        await reply.chunk(_last_words(b"".join(tail), failure))
+        raise
+    await reply.end()
+
+
+async def _splice(leg: DecodeLeg, reply: Reply, idle_timeout_s: float, tail: list[bytes]) -> None:
+    """Copy until the stream ends; `tail` holds the last two chunks. Raises LegFailed."""
+    loop = asyncio.get_running_loop()
+    refresh_s = idle_timeout_s * _REFRESH_SHARE
+    chunk = leg.first_chunk
+    try:
+        async with asyncio.timeout(idle_timeout_s) as limit:
+            refresh_at = loop.time() + refresh_s
+            while chunk:
+                await reply.chunk(chunk)
+                tail[0], tail[1] = tail[1], chunk
+                now = loop.time()
+                if now >= refresh_at:
+                    limit.reschedule(now + idle_timeout_s)
+                    refresh_at = now + refresh_s
+                chunk = await leg.read()
+    except TimeoutError as error:
+        raise LegFailed(leg.node, FailureKind.TIMEOUT, f"the stream stood still for {idle_timeout_s} s") from error
+
+
+def _check_end(node: Node, tail: bytes) -> None:
+    """A stream that ends in good order ends with [DONE], or with the node's own error event. Raises LegFailed."""
+    if not tail.rstrip().endswith(b"[DONE]") and b'data: {"error"' not in tail:
+        raise LegFailed(node, FailureKind.BROKEN, "the stream ended without [DONE]")
+
+
+def _last_words(tail: bytes, failure: LegFailed) -> bytes:
+    """An error event; a half event before it is closed off first."""
+    message = f"the answer broke off: {failure}"
+    event = b"data: " + error_body(message, "server_error", "stream_interrupted") + b"\n\n"
+    return event if tail.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n" + event
+
+
+def _with_nodes(headers: RawHeaders, prefill_by: Node, decode_by: Node) -> HeaderList:
+    kept = answered(headers)
+    names = {name for name, _ in kept}
+    for name, node in ((PREFILL_BY, prefill_by), (DECODE_BY, decode_by)):
+        if name.encode() not in names:
+            kept.append((name.encode(), node.node_id.encode()))
+    return kept
