@@ -83,6 +83,7 @@ class ServerConfig:
     port: int = setting(0, "HTTP port. 0: chosen by the OS and printed.")
     role: str = setting("mixed", "Policy, not capability: every engine can do both.", choices=("prefill", "decode", "mixed"))
     node_id: str = setting("", "Name in headers, logs and tickets. Default: role-host-port.")
+    start_deadline_s: float = setting(600.0, "Seconds until the engine must be ready (weights loaded, cache allocated).")
     drain_s: float = setting(30.0, "Seconds a stopping node gives its running requests.")
     log_level: str = setting("info", "Log level.", choices=("debug", "info", "warning", "error"))
 

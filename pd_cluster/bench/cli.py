@@ -1,0 +1,127 @@
+"""The flags of `pd-cluster bench`. What a benchmark needs is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pd_cluster.bench.statistics import OBJECTIVES
+from pd_cluster.bench.workload import Length
+
+
+def add_bench_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """`bench serve` and `bench engine`."""
+    text = "Measure: load against an endpoint, or the engine alone."
+    bench = commands.add_parser("bench", help=text, description=text, allow_abbrev=False)
+    kinds = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    text = "Open-loop load on an OpenAI-compatible endpoint: TTFT, ITL, TPOT, goodput."
+    serve = kinds.add_parser("serve", help=text, description=text, allow_abbrev=False)
+    serve.set_defaults(run_command=_serve)
+    _add_serve_flags(serve)
+    text = "Throughput of the engine on CPU beside transformers, in the same run."
+    engine = kinds.add_parser("engine", help=text, description=text, allow_abbrev=False)
+    engine.set_defaults(run_command=_engine)
+    _add_engine_flags(engine)
+
+
+def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    target = parser.add_argument_group("target")
+    target.add_argument("--url", default="http://127.0.0.1:8000", help="Base URL (default: %(default)s).")
+    target.add_argument("--model", default="", help="Model name. Default: the first that the server lists.")
+    target.add_argument("--route", choices=("p-first", "d-first"), help="Ask the router for this order.")
+    target.add_argument("--api-key", default="", metavar="KEY", help="Sent as bearer token.")
+    target.add_argument("--timeout-s", type=positive, default=600.0, metavar="X", help="Per request (default: 600).")
+    load = parser.add_argument_group("load")
+    load.add_argument(
+        "--rate", type=positive, metavar="R", help="Poisson arrivals a second, or `inf`. With a trace: its mean rate."
+    )
+    load.add_argument("--num-requests", type=int, default=0, metavar="N", help="Default: 100, or the whole trace.")
+    load.add_argument(
+        "--input-len", type=length, default=Length(512, 512), metavar="N|A:B", help="Tokens (default: 512)."
+    )
+    load.add_argument(
+        "--output-len", type=length, default=Length(128, 128), metavar="N|A:B", help="Tokens (default: 128)."
+    )
+    load.add_argument("--trace", type=Path, metavar="FILE", help="Azure (.csv) or Mooncake (.jsonl) trace instead.")
+    load.add_argument("--trace-scale", type=positive, default=1.0, metavar="X", help="Multiplies the trace's lengths.")
+    load.add_argument(
+        "--max-output-len", type=int, default=0, metavar="N", help="Caps the trace's outputs (0: no cap)."
+    )
+    load.add_argument("--temperature", type=float, default=0.0, metavar="X", help="Default: 0, greedy.")
+    load.add_argument(
+        "--stop-at-eos", action="store_true", help="Let the model end early; else outputs have full length."
+    )
+    load.add_argument(
+        "--vocab-size", type=int, default=0, metavar="N", help="Draw ids below N. Default: ask /tokenize."
+    )
+    load.add_argument("--seed", type=int, default=0, metavar="N", help="Seeds arrivals, lengths and prompts.")
+    load.add_argument(
+        "--warmup", type=int, default=2, metavar="N", help="Requests before the clock starts (default: 2)."
+    )
+    report = parser.add_argument_group("report")
+    report.add_argument(
+        "--goodput",
+        nargs="+",
+        type=objective,
+        default=[],
+        metavar="NAME:MS",
+        help=f"Objectives: {', '.join(OBJECTIVES)}.",
+    )
+    report.add_argument("--json", type=Path, metavar="FILE", help="Write everything, every request's times included.")
+    report.add_argument("--plot", type=Path, metavar="FILE", help="Write a picture (.png, .svg, .pdf).")
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--num-requests", type=int, default=32, metavar="N", help="Default: 32.")
+    parser.add_argument("--input-len", type=int, default=128, metavar="N", help="Tokens (default: 128).")
+    parser.add_argument("--output-len", type=int, default=128, metavar="N", help="Tokens (default: 128).")
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="Interleaved; the median counts (default: 3)."
+    )
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="Compute threads (default: 1).")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="Seeds weights and prompts.")
+    parser.add_argument("--no-peers", action="store_true", help="Measure the engine only, not transformers.")
+    parser.add_argument(
+        "--json", type=Path, default=Path("benchmarks/results/engine_cpu.jsonl"), metavar="FILE",
+        help="One line is appended (default: %(default)s).",
+    )  # fmt: skip
+
+
+def positive(text: str) -> float:
+    """argparse type: a number above 0; `inf` counts."""
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return number
+
+
+def length(text: str) -> Length:
+    """argparse type: `128` or `100:1024`."""
+    try:
+        return Length.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: write 128, or 100:1024 with the smaller number first") from error
+
+
+def objective(text: str) -> tuple[str, float]:
+    """argparse type: `ttft:200`."""
+    name, _, limit = text.partition(":")
+    try:
+        value = float(limit)
+    except ValueError:
+        value = 0.0
+    if name not in OBJECTIVES or not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: write NAME:MILLISECONDS, the name one of {', '.join(OBJECTIVES)}")
+    return name, value
+
+
+def _serve(namespace: argparse.Namespace) -> int:
+    from pd_cluster.bench.serve import run_serve
+
+    return run_serve(namespace)
+
+
+def _engine(namespace: argparse.Namespace) -> int:
+    from pd_cluster.bench.engine import run_engine
+
+    return run_engine(namespace)

@@ -1,0 +1,182 @@
+"""The open-loop client: sends each request when its time has come, whatever became of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import orjson
+
+from pd_cluster.bench.statistics import RequestRecord
+from pd_cluster.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pd_cluster.bench.workload import Arrival
+
+PROBE_DEADLINE_S = 30.0
+CONNECT_TIMEOUT_S = 30.0
+ALPHABET = "The quick brown fox jumps over the lazy dog while 0123456789 people count every letter of the story again."
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where requests go and what is the same in all of them."""
+
+    url: str
+    model: str
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    route: str = ""
+    api_key: str = ""
+    timeout_s: float = 600.0
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        if self.route:
+            headers["x-pd-route"] = self.route
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        return headers
+
+    def body(self, prompt: Sequence[int], num_output: int) -> bytes:
+        """A streamed completion of exactly `num_output` tokens (when the server honours ignore_eos)."""
+        return orjson.dumps(
+            {
+                "model": self.model,
+                "prompt": prompt,
+                "max_tokens": num_output,
+                "temperature": self.temperature,
+                "ignore_eos": self.ignore_eos,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        )
+
+
+def open_session() -> aiohttp.ClientSession:
+    """A session without a limit on connections and without a cookie jar; close it."""
+    connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=600)
+    return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+
+
+async def find_model(session: aiohttp.ClientSession, url: str, headers: dict[str, str]) -> str:
+    """The first model that the server names. Raises StartupError when it does not answer."""
+    answer = await _probe(session, "GET", f"{url}/v1/models", headers, None)
+    try:
+        return str(answer["data"][0]["id"])
+    except (KeyError, IndexError, TypeError) as error:
+        raise StartupError(f"{url}/v1/models names no model: give --model") from error
+
+
+async def find_vocabulary(session: aiohttp.ClientSession, target: Target) -> list[int]:
+    """Token ids that certainly stand for text: those of a sample sentence. Raises StartupError."""
+    body = {"model": target.model, "prompt": ALPHABET, "add_special_tokens": False}
+    answer = await _probe(session, "POST", f"{target.url}/tokenize", target.headers, body)
+    tokens = answer.get("tokens") if isinstance(answer, dict) else None
+    if not isinstance(tokens, list) or not tokens:
+        raise StartupError(f"{target.url}/tokenize did not give token ids: give --vocab-size")
+    return sorted({int(token) for token in tokens})
+
+
+async def run_load(
+    target: Target,
+    requests: Sequence[tuple[Arrival, list[int]]],
+    on_done: Callable[[RequestRecord], None] = lambda record: None,
+) -> list[RequestRecord]:
+    """Send every request at its time and wait for all of them. One record each, in the order of `requests`."""
+    bodies = [target.body(prompt, arrival.num_output) for arrival, prompt in requests]  # not while the clock runs
+    async with open_session() as session:
+        start_s = time.perf_counter()
+        tasks: list[asyncio.Task[RequestRecord]] = []
+        async with asyncio.TaskGroup() as group:
+            for index, ((arrival, prompt), body) in enumerate(zip(requests, bodies, strict=True)):
+                await asyncio.sleep(max(0.0, start_s + arrival.at_s - time.perf_counter()))
+                record = RequestRecord(index, arrival.at_s, time.perf_counter() - start_s, len(prompt))
+                tasks.append(group.create_task(_one(session, target, body, record, start_s, on_done)))
+        return [task.result() for task in tasks]
+
+
+async def _one(
+    session: aiohttp.ClientSession,
+    target: Target,
+    body: bytes,
+    record: RequestRecord,
+    start_s: float,
+    on_done: Callable[[RequestRecord], None],
+) -> RequestRecord:
+    timeout = aiohttp.ClientTimeout(total=target.timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+    record.sent_s = time.perf_counter() - start_s
+    try:
+        async with session.post(
+            f"{target.url}/v1/completions", data=body, headers=target.headers, timeout=timeout
+        ) as response:
+            record.route = response.headers.get("x-pd-route", "")
+            if response.status != 200:
+                record.error = f"HTTP {response.status}: {_message(await response.read())}"
+            else:
+                await _read_stream(response, record, start_s)
+    except TimeoutError:
+        record.error = f"no complete answer within {target.timeout_s:g} s"
+    except aiohttp.ClientError as error:
+        record.error = f"{type(error).__name__}: {error}"
+    record.end_s = time.perf_counter() - start_s
+    on_done(record)
+    return record
+
+
+async def _read_stream(response: aiohttp.ClientResponse, record: RequestRecord, start_s: float) -> None:
+    """Note when each event with output came. The stream must end with [DONE]."""
+    buffer, done = b"", False
+    async for piece in response.content.iter_any():
+        now_s = time.perf_counter() - start_s
+        *events, buffer = (buffer + piece).split(b"\n\n")
+        for event in events:
+            data = event.removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                done = True
+            elif event.startswith(b"data:"):
+                _note(orjson.loads(data), record, now_s)
+    if record.num_output == 0:
+        record.num_output = len(record.chunk_times_s)
+    if not done and not record.error:
+        record.error = "the stream broke off"
+
+
+def _note(event: dict[str, Any], record: RequestRecord, now_s: float) -> None:
+    if "error" in event:
+        record.error = f"error in the stream: {_message(orjson.dumps(event))}"
+    if any(choice.get("text") for choice in event.get("choices") or ()):
+        record.chunk_times_s.append(now_s)
+    if usage := event.get("usage"):
+        record.num_output = usage.get("completion_tokens", 0)
+        record.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+async def _probe(
+    session: aiohttp.ClientSession, method: str, url: str, headers: dict[str, str], body: dict[str, Any] | None
+) -> Any:
+    timeout = aiohttp.ClientTimeout(total=PROBE_DEADLINE_S)
+    try:
+        data = None if body is None else orjson.dumps(body)
+        async with session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
+            raw = await response.read()
+            if response.status != 200:
+                raise StartupError(f"{url} answered {response.status}: {_message(raw)}")
+            return orjson.loads(raw)
+    except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
+        raise StartupError(f"{url} does not answer as expected: {type(error).__name__}: {error}") from error
+
+
+def _message(raw: bytes) -> str:
+    """An OpenAI error's message, else the start of the body."""
+    try:
+        answer = orjson.loads(raw)
+        return str(answer["error"]["message"])[:200]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return raw[:200].decode(errors="replace")

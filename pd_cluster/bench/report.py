@@ -1,0 +1,129 @@
+"""What a benchmark leaves behind: a table for the terminal, a JSON record, and where and on what it was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+import pd_cluster
+
+if TYPE_CHECKING:
+    from pd_cluster.bench.statistics import RequestRecord, Summary
+
+SCHEMA = 1
+QUERY_DEADLINE_S = 20.0
+PACKAGES = ("torch", "transformers", "vllm", "nixl-cu13")
+_TITLES = {
+    "ttft": "TTFT, ms",
+    "ttst": "time to second token, ms",
+    "tpot": "TPOT, ms",
+    "itl": "ITL, ms",
+    "e2e": "end to end, ms",
+    "client lag": "client lag, ms",
+}
+
+
+def environment() -> dict[str, Any]:
+    """Where this runs: commit and whether the tree differs from it, versions, processor, GPUs."""
+    here = Path(pd_cluster.__file__).parent
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _output("git", "-C", str(here), "rev-parse", "HEAD"),
+        "dirty": bool(_output("git", "-C", str(here), "status", "--porcelain", "--untracked-files=no")),
+        "version": pd_cluster.__version__,
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "processor": _processor(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "gpus": _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines(),
+    }
+
+
+def serve_record(config: dict[str, Any], summary: Summary, records: list[RequestRecord]) -> dict[str, Any]:
+    """The JSON record of a load test, with every request's times, from which the summary can be recomputed."""
+    return {
+        "schema": SCHEMA,
+        "kind": "serve",
+        "environment": environment(),
+        "config": config,
+        "summary": asdict(summary),
+        "requests": [asdict(record) for record in records],
+    }
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record) + "\n")
+
+
+def append_json_line(path: Path, record: dict[str, Any]) -> None:
+    """One line per run, so that a history can be read and compared. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def print_summary(summary: Summary) -> None:
+    """The load test's tables on standard output."""
+    console = Console(file=sys.stdout, highlight=False)
+    console.print(
+        f"{summary.num_ok} of {summary.num_requests} requests in {summary.duration_s:.1f} s: "
+        f"{summary.request_rate:.2f} requests/s, {summary.output_rate:.0f} output tokens/s, "
+        f"{summary.input_tokens} tokens in ({summary.cached_share:.0%} cached), {summary.output_tokens} out"
+    )
+    table = Table("", "mean", "p50", "p90", "p99", "max")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, title in _TITLES.items():
+        if (found := summary.spreads.get(name)) is not None:
+            values = (found.mean_ms, found.p50_ms, found.p90_ms, found.p99_ms, found.max_ms)
+            table.add_row(title, *(f"{value:.1f}" for value in values))
+    console.print(table)
+    if summary.goodput is not None and summary.attainment is not None:
+        limits = ", ".join(f"{name} {limit:g} ms" for name, limit in summary.objectives_ms.items())
+        console.print(f"goodput {summary.goodput:.2f} requests/s, {summary.attainment:.1%} of all within {limits}")
+    for route, count in sorted(summary.routes.items()):
+        console.print(f"route {route}: {count}")
+    for error, count in sorted(summary.errors.items()):
+        console.print(f"[red]{count} failed:[/red] ", end="")
+        console.print(error, markup=False)
+
+
+def _output(*command: str) -> str:
+    """The command's output; "" when it is missing or fails (no git checkout, no GPU)."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=QUERY_DEADLINE_S)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())

@@ -1,0 +1,135 @@
+"""`pd-cluster bench serve`: workload, load, report."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from pd_cluster.bench.load import Target, find_model, find_vocabulary, open_session, run_load
+from pd_cluster.bench.plot import plot_serve
+from pd_cluster.bench.report import print_summary, serve_record, write_json
+from pd_cluster.bench.statistics import RequestRecord, summarize
+from pd_cluster.bench.workload import Arrival, poisson, prompt_ids, read_trace, rescale
+from pd_cluster.errors import StartupError
+
+if TYPE_CHECKING:
+    import argparse
+
+DEFAULT_RATE = 1.0
+DEFAULT_NUM_REQUESTS = 100
+FIRST_ORDINARY_ID = 256  # with --vocab-size: below are often special tokens and single bytes
+
+
+def run_serve(namespace: argparse.Namespace) -> int:
+    """Returns 0 when every request was answered, else 1. Raises StartupError."""
+    arrivals = _arrivals(namespace)
+    target, records = uvloop.run(_measure(namespace, arrivals))
+    summary = summarize(records, dict(namespace.goodput))
+    print_summary(summary)
+    try:
+        if namespace.json:
+            write_json(namespace.json, serve_record(_config(namespace, target), summary, records))
+        if namespace.plot:
+            rate = (
+                f"{namespace.rate:g}/s"
+                if namespace.rate
+                else "as recorded"
+                if namespace.trace
+                else f"{DEFAULT_RATE:g}/s"
+            )
+            source = namespace.trace.name if namespace.trace else "Poisson"
+            title = (
+                f"{target.model}: {len(records)} requests, {source} {rate}, {summary.output_rate:.0f} output tokens/s"
+            )
+            plot_serve(namespace.plot, summary, records, title)
+    except OSError as error:
+        raise StartupError(f"the report cannot be written: {error}") from error
+    return 0 if summary.num_ok == summary.num_requests else 1
+
+
+def _arrivals(namespace: argparse.Namespace) -> list[Arrival]:
+    if namespace.trace:
+        rows = read_trace(namespace.trace, namespace.num_requests)
+        scale, cap = namespace.trace_scale, namespace.max_output_len
+        return rescale(rows, rate=namespace.rate, length_scale=scale, max_output=cap)
+    num_requests = namespace.num_requests or DEFAULT_NUM_REQUESTS
+    if num_requests < 1:
+        raise StartupError("--num-requests must be at least 1")
+    rate = namespace.rate or DEFAULT_RATE
+    return poisson(num_requests, rate, namespace.input_len, namespace.output_len, namespace.seed)
+
+
+async def _measure(namespace: argparse.Namespace, arrivals: list[Arrival]) -> tuple[Target, list[RequestRecord]]:
+    target = Target(
+        url=namespace.url.rstrip("/"),
+        model=namespace.model,
+        temperature=namespace.temperature,
+        ignore_eos=not namespace.stop_at_eos,
+        route=namespace.route or "",
+        api_key=namespace.api_key,
+        timeout_s=namespace.timeout_s,
+    )
+    async with open_session() as session:
+        if not target.model:
+            model = await find_model(session, target.url, target.headers)
+            target = Target(**{**_fields(target), "model": model})
+        if namespace.vocab_size:
+            vocabulary = list(range(min(FIRST_ORDINARY_ID, namespace.vocab_size // 2), namespace.vocab_size))
+        else:
+            vocabulary = await find_vocabulary(session, target)
+    seed = namespace.seed
+    requests = [(item, prompt_ids(item, index, vocabulary, seed)) for index, item in enumerate(arrivals)]
+    warmups = [(Arrival(0.0, len(ids), item.num_output), ids) for item, ids in requests[: namespace.warmup]]
+    # other prompts than the measured ones, which would else be found in the prefix cache
+    warmups = [(item, prompt_ids(item, -1 - index, vocabulary, seed)) for index, (item, _) in enumerate(warmups)]
+    if warmups:
+        await run_load(target, warmups)
+    with _Bar(len(requests)) as bar:
+        return target, await run_load(target, requests, bar.advance)
+
+
+def _fields(target: Target) -> dict[str, Any]:
+    return {name: getattr(target, name) for name in target.__dataclass_fields__}
+
+
+def _config(namespace: argparse.Namespace, target: Target) -> dict[str, Any]:
+    """The flags as JSON, without the key."""
+    flags = {name: value for name, value in vars(namespace).items() if name != "api_key"}
+    flags["model"] = target.model
+    plain = (str, int, float, bool, list, type(None))
+    return {name: value if isinstance(value, plain) else str(value) for name, value in flags.items()}
+
+
+class _Bar:
+    """A progress bar on a terminal, a line per tenth elsewhere."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._failed = 0
+        self._console = Console(file=sys.stderr)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=self._console) if self._console.is_terminal else None
+        self._task = self._progress.add_task("requests", total=total) if self._progress else None
+
+    def __enter__(self) -> _Bar:
+        if self._progress:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._progress:
+            self._progress.stop()
+
+    def advance(self, record: RequestRecord) -> None:
+        self._done += 1
+        self._failed += not record.ok
+        text = f"requests ({self._failed} failed)" if self._failed else "requests"
+        if self._progress and self._task is not None:
+            self._progress.update(self._task, completed=self._done, description=text)
+        elif self._done * 10 // self._total > (self._done - 1) * 10 // self._total:
+            sys.stderr.write(f"{self._done}/{self._total} {text}\n")

@@ -1,0 +1,152 @@
+"""What a load test's raw times mean. Pure functions over seconds; reports are in milliseconds.
+
+TTFT   sent to first output chunk
+TTST   sent to second output chunk: an early first token hides nothing here
+ITL    each gap between chunks
+TPOT   (end-to-end - TTFT) / (output tokens - 1)
+goodput  requests per second that meet every objective (DistServe, arXiv 2401.09670)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+PERCENTILES = (50, 90, 99)
+OBJECTIVES = ("ttft", "ttst", "tpot", "e2e")
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request as its client saw it. Times are seconds on one clock; `scheduled_s` counts from the test's start."""
+
+    index: int
+    scheduled_s: float  # when the arrival process wanted it sent
+    sent_s: float
+    num_input: int
+    num_output: int = 0  # tokens, as the server counted them; chunks when it did not
+    chunk_times_s: list[float] = field(default_factory=list)
+    end_s: float = 0.0
+    error: str = ""  # "" when it was answered completely
+    route: str = ""  # the router's x-pd-route
+    num_cached: int = 0  # prompt tokens from a prefix cache
+
+    @property
+    def ok(self) -> bool:
+        return not self.error and bool(self.chunk_times_s)
+
+    @property
+    def lag_s(self) -> float:
+        """How late the client itself sent it."""
+        return self.sent_s - self.scheduled_s
+
+    @property
+    def ttft_s(self) -> float:
+        return self.chunk_times_s[0] - self.sent_s
+
+    @property
+    def ttst_s(self) -> float | None:
+        return self.chunk_times_s[1] - self.sent_s if len(self.chunk_times_s) > 1 else None
+
+    @property
+    def e2e_s(self) -> float:
+        return self.end_s - self.sent_s
+
+    @property
+    def itl_s(self) -> list[float]:
+        return [after - before for before, after in zip(self.chunk_times_s, self.chunk_times_s[1:], strict=False)]
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None for a single token."""
+        return (self.e2e_s - self.ttft_s) / (self.num_output - 1) if self.num_output > 1 else None
+
+    def objective_s(self, name: str) -> float | None:
+        """The value that an objective of this name limits."""
+        value: float | None = getattr(self, f"{name}_s")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A sample's percentiles, in milliseconds."""
+
+    count: int
+    mean_ms: float
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+    max_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A whole test. Rates are per second of `duration_s` (first send to last end)."""
+
+    num_requests: int
+    num_ok: int
+    errors: dict[str, int]
+    routes: dict[str, int]
+    duration_s: float
+    request_rate: float
+    input_tokens: int
+    output_tokens: int
+    output_rate: float
+    cached_share: float  # of the input tokens
+    spreads: dict[str, Spread]
+    objectives_ms: dict[str, float]
+    goodput: float | None  # None without objectives
+    attainment: float | None  # share of *all* requests, failed ones included
+
+
+def spread(values_s: list[float]) -> Spread | None:
+    """Percentiles with linear interpolation; None for no values."""
+    if not values_s:
+        return None
+    values_ms = np.asarray(values_s) * 1e3
+    p50, p90, p99 = (float(value) for value in np.percentile(values_ms, PERCENTILES))
+    return Spread(len(values_s), float(values_ms.mean()), p50, p90, p99, float(values_ms.max()))
+
+
+def meets(record: RequestRecord, objectives_ms: dict[str, float]) -> bool:
+    """Whether it was answered within every objective. One that does not apply (TPOT of a single token) holds."""
+    if not record.ok:
+        return False
+    values = ((record.objective_s(name), limit_ms) for name, limit_ms in objectives_ms.items())
+    return all(value_s is None or value_s * 1e3 <= limit_ms for value_s, limit_ms in values)
+
+
+def summarize(records: list[RequestRecord], objectives_ms: dict[str, float]) -> Summary:
+    """Everything that a report says. `records` must not be empty."""
+    good = [record for record in records if record.ok]
+    duration_s = max(record.end_s for record in records) - min(record.sent_s for record in records)
+    per_s = 1 / duration_s if duration_s > 0 else 0.0
+    samples = {
+        "ttft": [record.ttft_s for record in good],
+        "ttst": [value for record in good if (value := record.ttst_s) is not None],
+        "itl": [gap for record in good for gap in record.itl_s],
+        "tpot": [value for record in good if (value := record.tpot_s) is not None],
+        "e2e": [record.e2e_s for record in good],
+        "client lag": [record.lag_s for record in records],
+    }
+    num_met = sum(meets(record, objectives_ms) for record in records)
+    input_tokens = sum(record.num_input for record in good)
+    output_tokens = sum(record.num_output for record in good)
+    return Summary(
+        num_requests=len(records),
+        num_ok=len(good),
+        errors=dict(Counter(record.error or "no output" for record in records if not record.ok)),
+        routes=dict(Counter(record.route for record in good if record.route)),
+        duration_s=duration_s,
+        request_rate=len(good) * per_s,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        output_rate=output_tokens * per_s,
+        cached_share=sum(record.num_cached for record in good) / input_tokens if input_tokens else 0.0,
+        spreads={name: found for name, values in samples.items() if (found := spread(values)) is not None},
+        objectives_ms=objectives_ms,
+        goodput=num_met * per_s if objectives_ms else None,
+        attainment=num_met / len(records) if objectives_ms else None,
+    )

@@ -1,0 +1,122 @@
+"""Which requests a load test sends, and when. Decided before the first is sent, from one seed."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import random
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from pd_cluster.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+TRACE_BLOCK_TOKENS = 512  # input tokens per id in a trace's `hash_ids` (Mooncake's traces)
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """A fixed number of tokens, or uniform between two, both included."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str) -> Length:
+        """ "128" or "100:1024". Raises ValueError."""
+        low, _, high = text.partition(":")
+        length = cls(int(low), int(high or low))
+        if not 1 <= length.low <= length.high:
+            raise ValueError(f"{text!r} is no length: write 128, or 100:1024 with the smaller number first")
+        return length
+
+    def draw(self, rng: random.Random) -> int:
+        return rng.randint(self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request to come. `prefix_blocks`: ids of leading pieces of `block_tokens`; equal ids mean equal text."""
+
+    at_s: float
+    num_input: int
+    num_output: int
+    prefix_blocks: tuple[int, ...] = ()
+    block_tokens: int = TRACE_BLOCK_TOKENS
+
+
+def poisson(num_requests: int, rate: float, input_len: Length, output_len: Length, seed: int) -> list[Arrival]:
+    """Open-loop arrivals, `rate` a second; infinite: all at once."""
+    rng = random.Random(seed)
+    at_s, arrivals = 0.0, []
+    for _ in range(num_requests):
+        arrivals.append(Arrival(at_s, input_len.draw(rng), output_len.draw(rng)))
+        at_s += rng.expovariate(rate) if rate != float("inf") else 0.0
+    return arrivals
+
+
+def read_trace(path: Path, num_requests: int) -> list[Arrival]:
+    """The first `num_requests` rows (0: all) of an Azure trace (.csv) or a Mooncake trace (.jsonl).
+
+    Raises StartupError naming the line that cannot be read.
+    """
+    readers = {".csv": _azure, ".jsonl": _mooncake}
+    if path.suffix not in readers:
+        raise StartupError(f"{path} is no trace: it must end in .csv or .jsonl")
+    try:
+        with path.open(newline="") as lines:
+            rows = list(itertools.islice(readers[path.suffix](lines), num_requests or None))
+    except (KeyError, ValueError, TypeError) as error:
+        raise StartupError(f"{path} is no trace that can be read: {type(error).__name__}: {error}") from error
+    except OSError as error:
+        raise StartupError(f"the trace {path} cannot be read: {error.strerror}") from error
+    if not rows:
+        raise StartupError(f"the trace {path} is empty")
+    return [replace(row, at_s=row.at_s - rows[0].at_s) for row in rows]
+
+
+def rescale(arrivals: Sequence[Arrival], *, rate: float | None, length_scale: float, max_output: int) -> list[Arrival]:
+    """A trace fitted to a machine: mean arrival rate (None: as recorded), scaled lengths, capped output (0: not)."""
+    span_s = arrivals[-1].at_s
+    stretch = (len(arrivals) - 1) / rate / span_s if rate and span_s > 0 else 1.0
+    return [
+        replace(
+            row,
+            at_s=0.0 if rate == float("inf") else row.at_s * stretch,
+            num_input=max(1, round(row.num_input * length_scale)),
+            num_output=min(max(1, round(row.num_output * length_scale)), max_output or row.num_output),
+            block_tokens=max(1, round(row.block_tokens * length_scale)),
+        )
+        for row in arrivals
+    ]
+
+
+def prompt_ids(arrival: Arrival, index: int, vocabulary: Sequence[int], seed: int) -> list[int]:
+    """The arrival's prompt: equal prefix blocks become equal ids, the rest is drawn from `vocabulary`."""
+    ids: list[int] = []
+    for block in arrival.prefix_blocks:
+        rng = random.Random(f"{seed}/block/{block}")
+        ids += rng.choices(vocabulary, k=arrival.block_tokens)
+    rng = random.Random(f"{seed}/request/{index}")
+    ids = ids[: arrival.num_input]
+    return ids + rng.choices(vocabulary, k=arrival.num_input - len(ids))
+
+
+def _azure(lines: Iterable[str]) -> Iterable[Arrival]:
+    for row in csv.DictReader(lines):
+        at_s = datetime.fromisoformat(
+            row["TIMESTAMP"][:26]
+        ).timestamp()  # seven digits after the point are one too many
+        yield Arrival(at_s, max(1, int(row["ContextTokens"])), max(1, int(row["GeneratedTokens"])))
+
+
+def _mooncake(lines: Iterable[str]) -> Iterable[Arrival]:
+    for line in lines:
+        row = json.loads(line)
+        blocks = tuple(int(block) for block in row.get("hash_ids", ()))
+        yield Arrival(row["timestamp"] / 1e3, max(1, row["input_length"]), max(1, row["output_length"]), blocks)

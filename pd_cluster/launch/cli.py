@@ -1,0 +1,138 @@
+"""The command line. What a command needs is imported when it runs: `--help` and `router` start without torch.
+
+Exit status: 0 done or stopped as asked, 1 failed while running, 2 a flag, file, port or device must be changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from pd_cluster import __version__
+from pd_cluster.errors import StartupError
+from pd_cluster.launch.flags import add_config_flags, config_from
+from pd_connectors.protocol.errors import HandoffError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+USAGE_ERROR = 2
+_NODES = {
+    "prefill": "Run a prefill node: reads prompts, hands their KV cache to decode nodes.",
+    "decode": "Run a decode node: takes KV cache over and generates tokens.",
+    "mixed": "Run a node that does both.",
+}
+_EPILOG = """\
+one machine:       pd-cluster up
+several machines:  export PD_CLUSTER_KEY=...   # the same secret on every machine
+                   pd-cluster prefill --host 0.0.0.0 --port 8100 --advertise-host 10.0.0.1
+                   pd-cluster decode  --host 0.0.0.0 --port 8200 --advertise-host 10.0.0.2
+                   pd-cluster router  --prefill http://10.0.0.1:8100 --decode http://10.0.0.2:8200
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of `pd-cluster`. Returns the exit status."""
+    parser = build_parser()
+    namespace = parser.parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = namespace.run_command
+    del namespace.run_command
+    try:
+        return command(namespace)
+    except (StartupError, HandoffError) as error:
+        sys.stderr.write(f"pd-cluster: error: {error}\n")
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        return 130  # 128 + SIGINT, the shells' convention
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser; each command stores its function as `run_command`."""
+    parser = argparse.ArgumentParser(
+        prog="pd-cluster",
+        description="Serve a language model with prefill and decode on separate nodes.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"pd-cluster {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_up(commands)
+    for role, text in _NODES.items():
+        node = _add(commands, role, text, _node)
+        node.set_defaults(role=role)
+        add_config_flags(node, skip={"role"})
+    _add_router(commands)
+    _add_check(commands)
+    _add_bench(commands)
+    return parser
+
+
+def _add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    text: str,
+    run: Callable[[argparse.Namespace], int],
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.set_defaults(run_command=run)
+    return parser
+
+
+def _node(namespace: argparse.Namespace) -> int:
+    config = config_from(namespace)
+    from pd_cluster.launch.node import run_node
+
+    return run_node(config)
+
+
+def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from pd_cluster.launch.up_flags import add_up_flags
+
+    add_up_flags(_add(commands, "up", "Run a whole cluster on this machine: prefill nodes, decode nodes, router.", _up))
+
+
+def _up(namespace: argparse.Namespace) -> int:
+    from pd_cluster.launch.up import run_up
+
+    return run_up(namespace)
+
+
+def _add_router(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from pd_router.cli import add_arguments
+
+    add_arguments(_add(commands, "router", "Run the router: the one address that clients know.", _router))
+
+
+def _router(namespace: argparse.Namespace) -> int:
+    from pd_cluster.launch.lifeline import hold_lifeline
+    from pd_router.cli import run
+
+    hold_lifeline()
+    return run(namespace)
+
+
+def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "Check this machine before a node is started: packages, devices, transfers, ports, key, model."
+    parser = _add(commands, "check", text, _check)
+    parser.add_argument("--model", default="", help="Model directory to check. Default: the demo model.")
+    parser.add_argument("--port", type=int, action="append", metavar="N", help="Port that must be free; repeatable.")
+    parser.add_argument("--connector", default="nixl", help="Transport to test (default: nixl).")
+    parser.add_argument("--cluster-key-file", default="", metavar="FILE", help="File with the cluster's shared key.")
+
+
+def _check(namespace: argparse.Namespace) -> int:
+    from pd_cluster.launch.check import run_check
+
+    return run_check(namespace)
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from pd_cluster.bench.cli import add_bench_commands
+
+    add_bench_commands(commands)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The node's HTTP server: uvicorn without its signal handling, on a socket that is already listening."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from pd_cluster.launch.sockets import port_of
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Iterator
+
+    from fastapi import FastAPI
+
+    from pd_cluster.config import NodeConfig
+    from pd_cluster.engine.client import EngineClient
+    from pd_cluster.server.state import NodeState
+
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they close first and never meet a closed one
+
+
+class _Uvicorn(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, up: asyncio.Event) -> None:
+        super().__init__(config)
+        self._up = up
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # the node's
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._up.set()
+
+
+class HttpServer:
+    """Serves a node's app. `run` is called once, as a task; `up` is set when requests are answered."""
+
+    def __init__(self, config: NodeConfig, listener: socket.socket, client: EngineClient) -> None:
+        self._config = config
+        self._listener = listener
+        self._client = client
+        self._uvicorn: _Uvicorn | None = None
+        self._state: NodeState | None = None
+        self._closing = False
+        self.up = asyncio.Event()
+
+    @property
+    def url(self) -> str:
+        host = self._config.server.host
+        shown = f"[{host}]" if ":" in host else host
+        return f"http://{shown}:{port_of(self._listener)}"
+
+    async def run(self) -> None:
+        """Until `stop_accepting` and the end of the last connection. Raises StartupError when no app can be built."""
+        # in a thread: imports and the tokenizer take seconds, and signals must be heard meanwhile
+        app, self._state = await asyncio.to_thread(_build_app, self._config, self._client)
+        self._uvicorn = _Uvicorn(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+            ),
+            self.up,
+        )
+        if not self._closing:
+            await self._uvicorn.serve([self._listener])
+
+    def stop_accepting(self) -> None:
+        """Take no new connection, close idle ones, and let `run` return when the last busy one is done."""
+        self._closing = True
+        if self._state is not None:
+            self._state.draining = True  # connections that are open already hear 503
+        if self._uvicorn is not None:
+            self._uvicorn.should_exit = True
+
+    async def cut(self, run: asyncio.Task[None], flush_s: float) -> None:
+        """Cancel the requests that still run and wait up to `flush_s` for `run` to return. After `stop_accepting`."""
+        if self._uvicorn is not None:
+            for task in list(self._uvicorn.server_state.tasks):
+                task.cancel()
+            await asyncio.wait({run}, timeout=flush_s)
+            self._uvicorn.force_exit = True
+        await asyncio.wait({run}, timeout=flush_s)
+
+
+def _build_app(config: NodeConfig, client: EngineClient) -> tuple[FastAPI, NodeState]:
+    from pd_cluster.server.app import create_app
+    from pd_cluster.server.state import NodeState
+
+    state = NodeState.load(config, client)
+    return create_app(state), state

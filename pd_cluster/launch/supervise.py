@@ -1,0 +1,163 @@
+"""Child processes on one machine: started with a lifeline, their output prefixed, their ready lines awaited, their
+deaths noticed, and ended by id within a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pd_cluster.errors import StartupError
+from pd_cluster.launch.lifeline import Lifeline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+MAX_LINE_BYTES = 1 << 20
+KILL_WAIT_S = 5.0  # a killed process is gone within this, unless the kernel holds it
+OUTPUT_TAIL_S = 1.0  # after a child's end, what it wrote last is read within this
+
+
+@dataclass(slots=True)
+class Child:
+    """One process. `ready` resolves to the first line that contains `ready_marker`."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    ready_marker: str
+    ready: asyncio.Future[str]
+    pump: asyncio.Task[None] = field(init=False)
+    exited: asyncio.Task[int] = field(init=False)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+
+class Supervisor:
+    """Owns its children: leaving the `async with` block kills those that still run.
+
+    `show(name, line)` gets every line that a child writes.
+    """
+
+    def __init__(self, show: Callable[[str, str], None]) -> None:
+        self._show = show
+        self._lifeline = Lifeline()
+        self.children: list[Child] = []
+
+    async def __aenter__(self) -> Supervisor:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        try:
+            await self.stop(self.children, 0)
+        finally:
+            self._lifeline.close()
+
+    async def start(
+        self, name: str, arguments: Iterable[str], ready_marker: str, environment: Mapping[str, str]
+    ) -> Child:
+        """Start `arguments` with `environment` added to this process's own. Raises OSError when that fails."""
+        process = await asyncio.create_subprocess_exec(
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **environment, **self._lifeline.environment()},
+            pass_fds=(self._lifeline.read_fd,),
+            process_group=0,  # Ctrl-C reaches this process alone, which then stops its children in order
+            limit=MAX_LINE_BYTES,
+        )
+        child = Child(name, process, ready_marker, asyncio.get_running_loop().create_future())
+        child.pump = asyncio.create_task(self._pump(child), name=f"pump {name}")
+        child.exited = asyncio.create_task(process.wait(), name=f"wait {name}")
+        self.children.append(child)
+        return child
+
+    async def wait_ready(self, children: Iterable[Child], deadline_s: float) -> None:
+        """Until each has printed its ready line. Raises StartupError when one exits first, or after `deadline_s`."""
+        waiting = list(children)
+        ended = asyncio.create_task(self.first_death())
+        ready = asyncio.create_task(_all([child.ready for child in waiting], None, None))
+        try:
+            await asyncio.wait({ended, ready}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                raise StartupError(f"{describe_death(ended.result())} before it was ready; its last lines are above")
+            if not ready.done():
+                late = ", ".join(child.name for child in waiting if not child.ready.done())
+                raise StartupError(f"not ready after {deadline_s:g} s: {late} (--start-deadline-s gives more time)")
+        finally:
+            ended.cancel()
+            ready.cancel()
+            await asyncio.gather(ended, ready, return_exceptions=True)
+
+    async def first_death(self) -> Child:
+        """The first child that has exited, as soon as there is one."""
+        exits = {child.exited: child for child in self.children}
+        done, _ = await asyncio.wait(exits, return_when=asyncio.FIRST_COMPLETED)
+        child = exits[next(iter(done))]
+        await asyncio.wait({child.pump}, timeout=OUTPUT_TAIL_S)
+        return child
+
+    async def stop(
+        self, children: Iterable[Child], deadline_s: float, hurry: asyncio.Event | None = None
+    ) -> list[Child]:
+        """SIGTERM, up to `deadline_s` (or `hurry`) for an orderly end, then SIGKILL. Returns those that were killed."""
+        running = [child for child in children if child.process.returncode is None]
+        if deadline_s > 0:
+            _signal(running, signal.SIGTERM)
+            await _all([child.exited for child in running], deadline_s, hurry)
+        killed = [child for child in running if child.process.returncode is None]
+        _signal(killed, signal.SIGKILL)
+        await _all([child.exited for child in killed], KILL_WAIT_S, None)
+        for child in running:
+            await asyncio.wait({child.pump}, timeout=OUTPUT_TAIL_S)
+            child.pump.cancel()
+        return killed
+
+    async def _pump(self, child: Child) -> None:
+        stream = child.process.stdout
+        assert stream is not None
+        while True:
+            try:
+                raw = await stream.readline()
+            except ValueError:  # longer than MAX_LINE_BYTES; readline has dropped it
+                self._show(child.name, f"(a line of more than {MAX_LINE_BYTES} bytes)")
+                continue
+            if not raw:
+                return
+            line = raw.decode(errors="replace").rstrip()
+            if child.ready_marker in line and not child.ready.done():
+                child.ready.set_result(line)
+            self._show(child.name, line)
+
+
+def describe_death(child: Child) -> str:
+    """ "prefill-0 was killed by SIGKILL", "router exited with status 2"."""
+    status = child.process.returncode
+    if status is not None and status < 0:
+        return f"{child.name} was killed by {signal.Signals(-status).name}"
+    return f"{child.name} exited with status {status}"
+
+
+def _signal(children: Iterable[Child], signum: signal.Signals) -> None:
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+            child.process.send_signal(signum)
+
+
+async def _all(futures: Sequence[asyncio.Future[Any]], deadline_s: float | None, hurry: asyncio.Event | None) -> None:
+    """Until all are done, `deadline_s` has passed or `hurry` is set. Cancelling this cancels none of them."""
+    if not futures:
+        return
+    all_done = asyncio.create_task(asyncio.wait(futures))
+    hurried = asyncio.create_task((hurry or asyncio.Event()).wait())
+    try:
+        await asyncio.wait({all_done, hurried}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        all_done.cancel()
+        hurried.cancel()

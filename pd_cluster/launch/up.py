@@ -1,0 +1,235 @@
+"""`pd-cluster up`: a whole cluster on one machine, for as long as this process lives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pd_cluster.errors import StartupError
+from pd_cluster.launch.display import Display
+from pd_cluster.launch.flags import config_from, given_flags
+from pd_cluster.launch.model_path import resolve_model, served_name
+from pd_cluster.launch.sockets import listen
+from pd_cluster.launch.supervise import Child, Supervisor, describe_death
+from pd_connectors.protocol.keys import KEY_ENV
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping, Sequence
+
+    from pd_cluster.config import NodeConfig
+
+DRAIN_S = 5.0  # unless --drain-s says otherwise: someone waits at the keyboard
+STOP_MARGIN_S = 15.0  # beyond the drain: the engine's own stop
+ROUTER_DEADLINE_S = 60.0
+HEALTH_TIMEOUT_S = 2.0
+HEALTH_PERIOD_S = 0.1
+GPU_QUERY_DEADLINE_S = 20.0
+QUESTION = "Mira 4831. Oskar 2210. Lena 7745. Oskar?"
+ROLES = ("prefill", "decode", "mixed")
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """One node to start. `devices`: its CUDA_VISIBLE_DEVICES, None to leave it alone."""
+
+    name: str
+    role: str
+    flags: tuple[str, ...]
+    devices: str | None
+
+
+def run_up(namespace: argparse.Namespace) -> int:
+    """Run the cluster until Ctrl-C (exit status 0) or until a part of it dies (1). Raises StartupError."""
+    flags = given_flags(namespace, skip=("host", "port"))
+    config = config_from(namespace)
+    counts = {role: getattr(namespace, role) for role in ROLES}
+    if counts["decode"] + counts["mixed"] == 0:
+        raise StartupError("a cluster needs a node that can decode: --decode or --mixed must be at least 1")
+    listen(namespace.host, namespace.port).close()  # a taken port is known before anything slow starts
+    model = resolve_model(config.model.model)  # once, so that a download does not happen in every node
+    gpus = [] if config.model.device == "cpu" else visible_gpus(os.environ)
+    name = config.model.served_model_name or served_name(config.model.model, model)
+    flags += [f"--model={model}", f"--served-model-name={name}"]
+    plans = plan_nodes(counts, flags, config, gpus, len(os.sched_getaffinity(0)))
+    with Display(quiet=namespace.quiet) as display:
+        return asyncio.run(_Cluster(namespace, config, plans, name, display).run())
+
+
+def plan_nodes(
+    counts: Mapping[str, int], flags: Sequence[str], config: NodeConfig, gpus: Sequence[str], num_cores: int
+) -> list[NodePlan]:
+    """The nodes to start: GPUs dealt round-robin and their memory shared, or cores divided when there are none."""
+    num_nodes = sum(counts.values())
+    given = {flag.split("=")[0] for flag in flags}
+    shared: list[str] = []
+    if gpus and "--gpu-memory-utilization" not in given:
+        nodes_per_gpu = math.ceil(num_nodes / len(gpus))
+        shared.append(f"--gpu-memory-utilization={config.cache.gpu_memory_utilization / nodes_per_gpu:.3g}")
+    if not gpus and "--num-threads" not in given:
+        shared.append(f"--num-threads={max(1, num_cores // num_nodes)}")
+    if "--drain-s" not in given:
+        shared.append(f"--drain-s={DRAIN_S:g}")
+    plans: list[NodePlan] = []
+    for role in ROLES:
+        for index in range(counts[role]):
+            name = f"{role}-{index}"
+            devices = gpus[len(plans) % len(gpus)] if gpus else None
+            plans.append(NodePlan(name, role, (*flags, *shared, f"--node-id={name}"), devices))
+    return plans
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES wants them. Without importing torch."""
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [item.strip() for item in chosen.split(",") if item.strip() not in ("", "-1")]
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    try:
+        listing = subprocess.run(
+            [tool, "--query-gpu=uuid", "--format=csv,noheader"],
+            capture_output=True, text=True, check=True, timeout=GPU_QUERY_DEADLINE_S,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return []  # a tool without a driver: torch will say the same to the nodes
+    return [line.strip() for line in listing.stdout.splitlines() if line.strip()]
+
+
+class _Cluster:
+    def __init__(
+        self,
+        namespace: argparse.Namespace,
+        config: NodeConfig,
+        plans: Sequence[NodePlan],
+        model_name: str,
+        display: Display,
+    ) -> None:
+        self._namespace = namespace
+        self._model_name = model_name
+        self._config = config
+        self._plans = plans
+        self._display = display
+        self._drain_s = config.server.drain_s if hasattr(namespace, "drain_s") else DRAIN_S
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(signum, self._on_signal)
+        async with Supervisor(self._display.line) as supervisor:
+            stop = asyncio.create_task(self._stop.wait())
+            start = asyncio.create_task(self._start(supervisor))
+            try:
+                await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+                if start.done():
+                    self._greet(start.result())
+                    death = asyncio.create_task(supervisor.first_death())
+                    await asyncio.wait({death, stop}, return_when=asyncio.FIRST_COMPLETED)
+                    if not stop.done():
+                        self._display.say(f"{describe_death(death.result())}: stopping the cluster")
+                    death.cancel()
+            finally:
+                start.cancel()
+                await asyncio.gather(start, return_exceptions=True)
+                await self._shut_down(supervisor)
+            return 0 if stop.done() else 1
+
+    async def _start(self, supervisor: Supervisor) -> str:
+        """Returns the router's URL."""
+        deadline_s = self._config.server.start_deadline_s
+        key = {KEY_ENV: os.environ.get(KEY_ENV) or secrets.token_hex(32)}
+        self._display.status(f"starting {', '.join(plan.name for plan in self._plans)}")
+        nodes: list[tuple[NodePlan, Child]] = []
+        for plan in self._plans:
+            environment = key if plan.devices is None else {**key, "CUDA_VISIBLE_DEVICES": plan.devices}
+            arguments = [*_SELF, plan.role, "--host=127.0.0.1", "--port=0", *plan.flags]
+            nodes.append((plan, await supervisor.start(plan.name, arguments, "ready: ", environment)))
+        await supervisor.wait_ready([child for _, child in nodes], deadline_s)
+        self._display.status("starting the router")
+        arguments = [*_SELF, "router", f"--host={self._namespace.host}", f"--port={self._namespace.port}"]
+        arguments.append(f"--drain-s={self._drain_s:g}")
+        arguments += [f"--{plan.role}={_url_in(child.ready.result())}" for plan, child in nodes]
+        if self._namespace.route:
+            arguments.append(f"--route={self._namespace.route}")
+        if self._config.handoff.cluster_key_file:
+            arguments.append(f"--cluster-key-file={self._config.handoff.cluster_key_file}")
+        router = await supervisor.start("router", arguments, "router ready on ", key)
+        await supervisor.wait_ready([router], ROUTER_DEADLINE_S)
+        url = _url_in(router.ready.result())
+        await self._wait_healthy(supervisor, url)
+        return url
+
+    async def _wait_healthy(self, supervisor: Supervisor, url: str) -> None:
+        death = asyncio.create_task(supervisor.first_death())
+        try:
+            async with asyncio.timeout(ROUTER_DEADLINE_S):
+                while not await asyncio.to_thread(_healthy, url):
+                    if death.done():
+                        raise StartupError(f"{describe_death(death.result())} before the cluster was healthy")
+                    await asyncio.sleep(HEALTH_PERIOD_S)
+        except TimeoutError as error:
+            raise StartupError(f"the router at {url} was not healthy after {ROUTER_DEADLINE_S:g} s") from error
+        finally:
+            death.cancel()
+
+    def _greet(self, url: str) -> None:
+        self._display.status("")
+        name, demo = self._model_name, not self._config.model.model
+        self._display.say(f"ready: {url} serves {name} on {', '.join(plan.name for plan in self._plans)}")
+        self._display.say("try it:")
+        self._display.say(f"  {curl_line(url, name, demo)}")
+        if demo:
+            self._display.say("  (the demo model answers: Oskar 2210)")
+        self._display.say("Ctrl-C stops everything")
+
+    async def _shut_down(self, supervisor: Supervisor) -> None:
+        self._display.status("stopping (Ctrl-C again: at once)")
+        drain_s = self._drain_s
+        routers = [child for child in supervisor.children if child.name == "router"]
+        nodes = [child for child in supervisor.children if child.name != "router"]
+        killed: list[Child] = []
+        for group in (routers, nodes):  # the router first: it takes no new requests while the nodes finish theirs
+            killed += await supervisor.stop(group, drain_s + STOP_MARGIN_S, self._hurry)
+        self._display.status("")
+        names = ", ".join(child.name for child in killed)
+        self._display.say(f"stopped; had to kill {names}" if killed else "stopped")
+
+    def _on_signal(self) -> None:
+        (self._hurry if self._stop.is_set() else self._stop).set()
+
+
+_SELF = (sys.executable, "-m", "pd_cluster.launch.cli")
+
+
+def curl_line(url: str, model: str, demo: bool) -> str:
+    """A request to try, quoted for a shell."""
+    content = QUESTION if demo else "Tell me about the sea."
+    body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 32, "temperature": 0}
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+
+
+def _url_in(line: str) -> str:
+    return next(word for word in line.split() if word.startswith("http://"))
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=HEALTH_TIMEOUT_S) as answer:
+            status: int = answer.status
+            return status == 200
+    except (urllib.error.URLError, OSError):
+        return False

@@ -1,0 +1,31 @@
+"""The flags of `pd-cluster up`. Apart from `up`, so that `--help` imports nothing else."""
+
+from __future__ import annotations
+
+import argparse
+
+from pd_cluster.launch.flags import add_config_flags
+
+PER_NODE = frozenset({"host", "port", "role", "node_id", "advertise_host", "control_port"})  # `up` decides these
+
+
+def add_up_flags(parser: argparse.ArgumentParser) -> None:
+    """The cluster's own flags, then those that every node gets."""
+    cluster = parser.add_argument_group("cluster")
+    for role, number in (("prefill", 1), ("decode", 1), ("mixed", 0)):
+        cluster.add_argument(
+            f"--{role}", type=count, default=number, metavar="N", help=f"Number of {role} nodes (default: {number})."
+        )
+    cluster.add_argument("--host", default="127.0.0.1", help="Address of the router (default: 127.0.0.1).")
+    cluster.add_argument("--port", type=int, default=8000, metavar="N", help="Port of the router (default: 8000).")
+    cluster.add_argument("--route", choices=("p-first", "d-first"), help="Which node sees a request first.")
+    cluster.add_argument("--quiet", action="store_true", help="Do not show what nodes and router write.")
+    add_config_flags(parser, skip=PER_NODE)
+
+
+def count(text: str) -> int:
+    """argparse type: a whole number, 0 or more."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError("must be 0 or more")
+    return number
