@@ -1,1 +1,7 @@
-"""The engine's numerical kernels, each beside a plain torch reference of the same signature."""
+"""Kernels of the forward pass, each beside a plain torch function that says what it computes.
+
+reference   the definitions: readable, slow, correct in any dtype
+torch_ops   the same on any device with library calls, tuned for CPU
+sampling    from logits to tokens
+backends    which implementation runs where
+"""

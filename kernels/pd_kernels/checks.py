@@ -1,0 +1,58 @@
+"""What every kernel demands of its arguments. Raised before a launch, never after."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def check_cache_views(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
+    """Both must be one layer's views `[num_blocks, num_kv_heads, block_size, head_dim]` of one block-first cache.
+
+    A (block, head) tile must be contiguous, and stepping one block must equal stepping `num_kv_heads` heads.
+    Raises ValueError.
+    """
+    if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
+        raise ValueError(f"cache views must be 4-D and equal in shape, not {key_cache.shape} and {value_cache.shape}")
+    if key_cache.dtype != value_cache.dtype or key_cache.stride() != value_cache.stride():
+        raise ValueError("the K and V views differ in dtype or stride")
+    _, num_kv_heads, block_size, head_dim = key_cache.shape
+    stride = key_cache.stride()
+    tile = block_size * head_dim
+    if stride[2:] != (head_dim, 1) or stride[1] % tile or stride[0] != stride[1] * num_kv_heads:
+        raise ValueError(
+            f"cache view {tuple(key_cache.shape)} has strides {stride}: not a layer of a block-first cache"
+        )
+
+
+def check_query(query: torch.Tensor, key_cache: torch.Tensor, num_tokens: int) -> None:
+    """`query` must be `[num_tokens, num_heads, head_dim]` of the cache's dtype, heads a multiple of its KV heads."""
+    num_kv_heads, head_dim = key_cache.shape[1], key_cache.shape[3]
+    if query.dim() != 3 or query.shape[0] != num_tokens or query.shape[2] != head_dim or query.stride(2) != 1:
+        raise ValueError(
+            f"query must be [{num_tokens}, heads, {head_dim}] with unit last stride, not {tuple(query.shape)}"
+        )
+    if query.shape[1] % num_kv_heads:
+        raise ValueError(f"{query.shape[1]} query heads are not a multiple of {num_kv_heads} KV heads")
+    if query.dtype != key_cache.dtype:
+        raise ValueError(f"query is {query.dtype}, the cache {key_cache.dtype}")
+
+
+def check_write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """`key`, `value`: `[T, num_kv_heads, head_dim]`; `slot_mapping`: int64 `[T]`. Raises ValueError."""
+    check_cache_views(key_cache, value_cache)
+    expected = (slot_mapping.shape[0], key_cache.shape[1], key_cache.shape[3])
+    if tuple(key.shape) != expected or tuple(value.shape) != expected:
+        raise ValueError(f"key and value must be {expected}, not {tuple(key.shape)} and {tuple(value.shape)}")
+    if str(slot_mapping.dtype) != "torch.int64" or slot_mapping.dim() != 1:
+        raise ValueError("slot_mapping must be int64 and 1-D")
+    if key.dtype != key_cache.dtype or value.dtype != key_cache.dtype:
+        raise ValueError(f"key and value must have the cache's dtype {key_cache.dtype}")

@@ -1,0 +1,127 @@
+"""What each kernel computes, in the plainest torch. The oracle of every faster implementation; not on the serving path.
+
+Shapes: T tokens, S sequences, H query heads, G KV heads, D head size, N cache blocks, B block size.
+A layer's cache views are `[N, G, B, D]`; slot `s` is token `s % B` of block `s // B`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm over the last dimension (arXiv 1910.07467), in float32 inside. Any leading shape."""
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(x + residual), x + residual). A kernel may overwrite either argument."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs (i, i + D/2) of `x` [T, heads, D] by each token's angles (arXiv 2104.09864, half-split form).
+
+    `cos`, `sin`: [T, D/2], already gathered by position.
+    """
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for `x` = [gate | up] along the last dimension (arXiv 2002.05202)."""
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def write_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Store `key`, `value` [T, G, D] at `slot_mapping` (int64 [T])."""
+    block_size = key_cache.shape[2]
+    blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
+    key_cache[blocks, :, offsets] = key
+    value_cache[blocks, :, offsets] = value
+
+
+def read_cache(cache: torch.Tensor, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """The first `num_tokens` tokens of one sequence from a layer's K or V view, as [G, num_tokens, D]."""
+    num_blocks = -(-num_tokens // cache.shape[2])
+    tiles = cache[block_table[:num_blocks].long()]
+    return tiles.transpose(0, 1).flatten(1, 2)[:, :num_tokens]
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int) -> torch.Tensor:
+    """Causal attention of the last n tokens: `query` [n, H, D] over `key`, `value` [G, T, D], T >= n. -> [n, H, D].
+
+    `window` > 0: a token sees itself and the window - 1 tokens before it.
+    """
+    num_queries, num_heads, _ = query.shape
+    num_kv_heads, num_keys, _ = key.shape
+    key = key.repeat_interleave(num_heads // num_kv_heads, dim=0)
+    value = value.repeat_interleave(num_heads // num_kv_heads, dim=0)
+    scores = torch.einsum("nhd,htd->hnt", query, key) * scale
+    distance = torch.arange(num_keys - num_queries, num_keys, device=query.device)[:, None] - torch.arange(
+        num_keys, device=query.device
+    )
+    hidden = distance < 0
+    if window:
+        hidden |= distance >= window
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return torch.einsum("hnt,htd->nhd", weights, value)
+
+
+def prefill_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    window: int = 0,
+) -> torch.Tensor:
+    """Variable-length causal attention over the paged cache, this step's keys already written.
+
+    `query` [T, H, D]; sequence i's rows are `[query_starts[i], query_starts[i + 1])` and are its last tokens, the
+    ones before them a cached prefix. -> [T, H, D].
+    """
+    out = torch.empty_like(query)
+    for row, num_tokens in enumerate(seq_lens.tolist()):
+        start, end = query_starts[row].item(), query_starts[row + 1].item()
+        key = read_cache(key_cache, block_tables[row], num_tokens)
+        value = read_cache(value_cache, block_tables[row], num_tokens)
+        out[start:end] = attend(query[start:end], key, value, scale, window)
+    return out
+
+
+def decode_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    window: int = 0,
+) -> torch.Tensor:
+    """One query token per sequence: `query` [S, H, D] -> [S, H, D]."""
+    starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=query.device)
+    return prefill_attention(query, key_cache, value_cache, block_tables, starts, seq_lens, scale, window)
+
+
+def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
+    """`target[pairs[i, 1]] = source[pairs[i, 0]]`; whole blocks, `pairs` int64 [n, 2], no target twice.
+
+    All reads come before all writes when `source` is `target`.
+    """
+    target[pairs[:, 1].to(target.device)] = source[pairs[:, 0].to(source.device)].to(target.device)

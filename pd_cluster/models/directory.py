@@ -1,0 +1,48 @@
+"""Where a model's files are. Needs no torch: the API process uses it for the tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pd_cluster
+from pd_cluster.errors import StartupError
+
+_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+
+
+def model_directory(model: str) -> Path:
+    """The directory of `model`: a path, a hub id (downloaded when not cached), or "" for the demo model.
+
+    Raises StartupError.
+    """
+    if not model:
+        return Path(pd_cluster.__file__).parent / "demo_model"
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or model.startswith(".") or model.count("/") != 1:
+        raise StartupError(f"model {model!r} is neither a directory nor a hub id of the form owner/name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(_FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise StartupError(
+            f"model {model!r} is not a directory here and cannot be had from the hub: {error}"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises StartupError naming the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise StartupError(f"{path.parent} has no {path.name}: is it a Hugging Face model directory?") from None
+    except (OSError, ValueError) as error:
+        raise StartupError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise StartupError(f"{path} does not hold a JSON object")
+    return content

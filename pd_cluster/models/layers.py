@@ -1,0 +1,86 @@
+"""The parts that decoders are built from: plain objects over tensors.
+
+No `nn.Module`: nothing is trained or hooked, and a step's Python overhead is what a small model's decode is made of.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_cluster.models.spec import RopeSpec
+
+
+class Linear:
+    """y = x W^T + b, W merged from one or more checkpoint tensors along its rows."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight = weight  # [out, in]
+        self.bias = bias  # [out]
+        self._forward: Callable[[torch.Tensor], torch.Tensor] = self._plain
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._forward(x)
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def pack(self, keep_weight: bool = False) -> None:
+        """On CPU, hand the weight to oneDNN in its own blocked layout, once.
+
+        Its product of 32 rows by [32000, 256] in fp32 takes 2.9 ms on one Zen 5 core where F.linear (MKL) takes 7.6.
+        Without `keep_weight` (tied embeddings) the plain copy is dropped.
+        """
+        if self.weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+            return
+        packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
+        bias, multiply = self.bias, torch.ops.mkldnn._linear_pointwise
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            product: torch.Tensor = multiply(x, packed, bias, "none", [], "")
+            return product
+
+        self._forward = forward
+        if not keep_weight:
+            self.weight = self.weight.new_empty(0)
+
+
+@dataclass(slots=True)
+class RopeTable:
+    """cos and sin of every position's angles, each [max_len, head_dim / 2]."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Angles of `positions` (int64 [T]): two tensors [T, head_dim / 2]."""
+        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+
+
+def make_rope_table(spec: RopeSpec, head_dim: int, max_len: int, dtype: torch.dtype, device: torch.device) -> RopeTable:
+    """Computed on the CPU in float32 and then moved, so that every device has the same numbers."""
+    angles = torch.outer(torch.arange(max_len, dtype=torch.float32), rope_frequencies(spec, head_dim))
+    return RopeTable(angles.cos().to(device, dtype), angles.sin().to(device, dtype))
+
+
+def rope_frequencies(spec: RopeSpec, head_dim: int) -> torch.Tensor:
+    """Angle per position of each pair of dimensions, float32 [head_dim / 2].
+
+    `linear` divides them all by `factor`; `llama3` (Llama 3.1 model card) only those whose wavelength exceeds the
+    original context over `low_freq_factor`, blending linearly up to `high_freq_factor`.
+    """
+    plain = 1.0 / spec.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if spec.kind == "default":
+        return plain
+    if spec.kind == "linear":
+        return plain / spec.factor
+    periods = spec.original_max_len * plain / (2 * math.pi)  # periods within the original context
+    blend = ((periods - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)).clamp(0, 1)
+    return (1 - blend) * plain / spec.factor + blend * plain

@@ -1,0 +1,157 @@
+"""Llama and its near kin (Mistral, Qwen2, Qwen3): pre-norm decoder, rotary attention, SwiGLU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from pd_cluster.models.layers import Linear, RopeTable, make_rope_table
+
+if TYPE_CHECKING:
+    from pd_cluster.models.spec import ModelSpec
+    from pd_kernels.backends import AttentionPlan, Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardInputs:
+    """One packed step. T tokens: decodes first, then prefill chunks."""
+
+    token_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]
+    slot_mapping: torch.Tensor  # int64 [T]
+    sample_rows: torch.Tensor | None  # int64 [R]: rows whose logits are wanted; None: all
+    plans: dict[int, AttentionPlan]  # window -> plan
+
+
+@dataclass(slots=True)
+class DecoderLayer:
+    """The weights of one layer."""
+
+    window: int
+    input_norm: torch.Tensor  # [hidden]
+    qkv: Linear  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
+    query_norm: torch.Tensor | None  # [head_dim]
+    key_norm: torch.Tensor | None
+    out: Linear  # [hidden, num_heads * head_dim]
+    post_norm: torch.Tensor
+    gate_up: Linear  # [2 * intermediate, hidden]
+    down: Linear  # [hidden, intermediate]
+
+
+class Llama:
+    """Weights and forward pass of one decoder. `slots` says which checkpoint tensor goes where."""
+
+    def __init__(
+        self, spec: ModelSpec, kernels: Kernels, max_len: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.spec = spec
+        self.dtype, self.device = dtype, device
+        self.slots: dict[str, torch.Tensor] = {}  # checkpoint name -> the (part of a) parameter that it fills
+        self._kernels = kernels
+        self._scale = spec.head_dim**-0.5
+        self._rope: RopeTable = make_rope_table(spec.rope, spec.head_dim, max_len, dtype, device)
+        self._embedding = self._tensor("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        self._layers = [
+            self._make_layer(f"model.layers.{index}", spec.windows[index]) for index in range(spec.num_layers)
+        ]
+        self._norm = self._tensor("model.norm.weight", spec.hidden_size)
+        if spec.tied_embeddings:
+            self._head = Linear(self._embedding, None)
+        else:
+            self._head = Linear(self._tensor("lm_head.weight", spec.vocab_size, spec.hidden_size), None)
+
+    @property
+    def windows(self) -> frozenset[int]:
+        """The distinct windows of its layers; a step needs an attention plan for each."""
+        return frozenset(self.spec.windows)
+
+    def finish_loading(self) -> None:
+        """After every slot is filled: let CPU products have the layout they like. The slots are void afterwards."""
+        self.slots.clear()
+        for layer in self._layers:
+            for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                linear.pack()
+        self._head.pack(keep_weight=self.spec.tied_embeddings)
+
+    def forward(self, inputs: ForwardInputs, layer_views: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Logits [R, vocab_size] of the sampling rows. Writes this step's keys and values into `layer_views`.
+
+        `layer_views`: per layer the cache's K and V views, each [num_blocks, num_kv_heads, block_size, head_dim].
+        """
+        kernels, eps = self._kernels, self.spec.norm_eps
+        angles = self._rope.at(inputs.positions)
+        residual = F.embedding(inputs.token_ids, self._embedding)
+        hidden = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
+        for index, layer in enumerate(self._layers):
+            if index:
+                hidden, residual = kernels.add_rms_norm(hidden, residual, layer.input_norm, eps)
+            hidden = self._attend(layer, hidden, angles, inputs, *layer_views[index])
+            hidden, residual = kernels.add_rms_norm(hidden, residual, layer.post_norm, eps)
+            hidden = layer.down(kernels.silu_and_mul(layer.gate_up(hidden)))
+        if inputs.sample_rows is not None:
+            if not inputs.sample_rows.shape[0]:  # a chunk in the middle of a prompt
+                return hidden.new_empty(0, self.spec.vocab_size)
+            hidden, residual = hidden[inputs.sample_rows], residual[inputs.sample_rows]
+        hidden, _ = kernels.add_rms_norm(hidden, residual, self._norm, eps)
+        return self._head(hidden)
+
+    def _attend(
+        self,
+        layer: DecoderLayer,
+        hidden: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        inputs: ForwardInputs,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        spec, kernels = self.spec, self._kernels
+        num_tokens, num_rotated = hidden.shape[0], spec.num_heads + spec.num_kv_heads
+        heads = layer.qkv(hidden).view(num_tokens, num_rotated + spec.num_kv_heads, spec.head_dim)
+        if layer.query_norm is None or layer.key_norm is None:
+            rotated = kernels.rope(heads[:, :num_rotated], *angles)
+        else:
+            query = kernels.rms_norm(heads[:, : spec.num_heads], layer.query_norm, spec.norm_eps)
+            key = kernels.rms_norm(heads[:, spec.num_heads : num_rotated], layer.key_norm, spec.norm_eps)
+            rotated = kernels.rope(torch.cat((query, key), dim=1), *angles)
+        query, key, value = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :], heads[:, num_rotated:]
+        kernels.write_cache(key, value, key_cache, value_cache, inputs.slot_mapping)
+        attended = inputs.plans[layer.window].run(query, key_cache, value_cache, self._scale)
+        return layer.out(attended.view(num_tokens, -1))
+
+    def _tensor(self, name: str, *shape: int) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.slots[name] = tensor
+        return tensor
+
+    def _linear(self, prefix: str, parts: dict[str, int], num_inputs: int, bias: bool) -> Linear:
+        """A product merged from the checkpoint's `parts` (name -> rows), in this order."""
+        num_rows = sum(parts.values())
+        weight = torch.empty(num_rows, num_inputs, dtype=self.dtype, device=self.device)
+        offsets = torch.empty(num_rows, dtype=self.dtype, device=self.device) if bias else None
+        start = 0
+        for name, rows in parts.items():
+            self.slots[f"{prefix}.{name}.weight"] = weight[start : start + rows]
+            if offsets is not None:
+                self.slots[f"{prefix}.{name}.bias"] = offsets[start : start + rows]
+            start += rows
+        return Linear(weight, offsets)
+
+    def _make_layer(self, prefix: str, window: int) -> DecoderLayer:
+        spec, attention, mlp = self.spec, f"{prefix}.self_attn", f"{prefix}.mlp"
+        query_size, key_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        qkv = {"q_proj": query_size, "k_proj": key_size, "v_proj": key_size}
+        gate_up = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
+        return DecoderLayer(
+            window=window,
+            input_norm=self._tensor(f"{prefix}.input_layernorm.weight", spec.hidden_size),
+            qkv=self._linear(attention, qkv, spec.hidden_size, spec.qkv_bias),
+            query_norm=self._tensor(f"{attention}.q_norm.weight", spec.head_dim) if spec.qk_norm else None,
+            key_norm=self._tensor(f"{attention}.k_norm.weight", spec.head_dim) if spec.qk_norm else None,
+            out=self._linear(attention, {"o_proj": spec.hidden_size}, query_size, spec.out_bias),
+            post_norm=self._tensor(f"{prefix}.post_attention_layernorm.weight", spec.hidden_size),
+            gate_up=self._linear(mlp, gate_up, spec.hidden_size, spec.mlp_bias),
+            down=self._linear(mlp, {"down_proj": spec.hidden_size}, spec.intermediate_size, spec.mlp_bias),
+        )

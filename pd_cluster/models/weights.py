@@ -1,0 +1,104 @@
+"""Fill a model's slots: from safetensors files, or at random from a seed."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pd_cluster.errors import StartupError
+from pd_cluster.models.directory import read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old checkpoints carry; computed from the config here
+_DUMMY_STD = 0.02
+
+
+class HasSlots(Protocol):
+    """Checkpoint name -> the view of a parameter that it fills."""
+
+    slots: dict[str, torch.Tensor]
+
+
+def load_weights(model: HasSlots, directory: Path, tied_embeddings: bool, progress: Callable[[str], None]) -> None:
+    """Copy every tensor of the checkpoint into its slot, converting dtype.
+
+    `progress` hears "weights 3/12" per file. Raises StartupError naming missing, unknown or misshapen tensors.
+    """
+    missing, unknown = set(model.slots), []
+    files = weight_files(directory)
+    for number, file in enumerate(files, 1):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                    slot = model.slots.get(name)
+                    if slot is not None:
+                        _fill(file, name, slot, tensors.get_tensor(name))
+                        missing.discard(name)
+                    elif not (name.endswith(_IGNORED_SUFFIXES) or (tied_embeddings and name == "lm_head.weight")):
+                        unknown.append(name)
+        except (SafetensorError, OSError) as error:
+            raise StartupError(f"cannot read {file}: {error}") from error
+        progress(f"weights {number}/{len(files)}")
+    if missing or unknown:
+        problems = [f"{kind}: {_some(names)}" for kind, names in (("missing", missing), ("unknown", unknown)) if names]
+        raise StartupError(f"the weights in {directory} do not fit its config.json; {'; '.join(problems)}")
+
+
+def fill_at_random(model: HasSlots, seed: int) -> None:
+    """Dummy weights: matrices N(0, 0.02), norms 1, biases N(0, 0.02); the same for a seed on one kind of device."""
+    generators: dict[torch.device, torch.Generator] = {}
+    for name in sorted(model.slots):
+        slot = model.slots[name]
+        if slot.device not in generators:
+            generators[slot.device] = torch.Generator(slot.device).manual_seed(seed)
+        if name.endswith("norm.weight"):
+            slot.fill_(1.0)
+        else:
+            slot.normal_(0.0, _DUMMY_STD, generator=generators[slot.device])
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The checkpoint's safetensors files, sorted. Raises StartupError when there are none or one is missing."""
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise StartupError(f"{index} has no weight_map")
+        files = [directory / name for name in sorted(set(weight_map.values()))]
+    else:
+        files = [directory / "model.safetensors"]
+    absent = [file.name for file in files if not file.exists()]
+    if absent:
+        raise StartupError(f"{directory} has no {_some(absent)} (weights are read from safetensors files only)")
+    return files
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """A safetensors file's header: name -> {dtype, shape, data_offsets (relative to the end of the header)}."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        try:
+            header: dict[str, Any] = json.loads(stream.read(size))
+        except ValueError as error:
+            raise StartupError(f"{file} is not a safetensors file: {error}") from error
+    header.pop("__metadata__", None)
+    return header
+
+
+def _fill(file: Path, name: str, slot: torch.Tensor, tensor: torch.Tensor) -> None:
+    if tensor.shape != slot.shape:
+        raise StartupError(f"{file}: {name} is {list(tensor.shape)}, config.json implies {list(slot.shape)}")
+    slot.copy_(tensor)
+
+
+def _some(names: set[str] | list[str], limit: int = 5) -> str:
+    """The first names, and how many more."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
+    return ", ".join(ordered[:limit]) + more

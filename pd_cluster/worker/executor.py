@@ -1,0 +1,199 @@
+"""What the engine core drives: weights, cache and runner of one device, built from the node's config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pd_cluster.engine.batch import Batch, SequenceChunk, SequenceStart, StepResult
+from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.errors import StartupError
+from pd_cluster.models.directory import model_directory, read_json
+from pd_cluster.models.fingerprint import fingerprint
+from pd_cluster.models.llama import Llama
+from pd_cluster.models.registry import resolve_spec
+from pd_cluster.models.spec import ModelSpec, read_eos_token_ids
+from pd_cluster.models.weights import fill_at_random, load_weights
+from pd_cluster.worker.input_batch import InputBatch
+from pd_cluster.worker.kv_cache import DTYPES, KVCache, blocks_in
+from pd_cluster.worker.model_runner import ModelRunner, PendingStep
+from pd_cluster.worker.sampling_state import SamplingState
+from pd_connectors.protocol.ticket import Geometry
+from pd_kernels.backends import select_kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_cluster.config import NodeConfig
+    from pd_connectors.base import CacheDescription
+
+_BLOCK_SIZE_STEP = 16  # the hash unit: blocks are whole numbers of it
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What the rest of the node must know about the model."""
+
+    spec: ModelSpec
+    eos_token_ids: frozenset[int]
+    max_model_len: int  # prompt + output, in tokens
+    dtype: str
+    device: str
+    fingerprint: str
+
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        return self.spec.num_layers
+
+
+class Executor:
+    """One device's half of the engine. Not thread-safe."""
+
+    def __init__(self, config: NodeConfig, progress: Callable[[str], None]) -> None:
+        """Loads the weights, allocates the cache, warms up. Raises StartupError. `progress` hears one line a stage."""
+        self._config = config
+        device = _resolve_device(config.model.device)
+        if device.type == "cpu" and config.model.num_threads:
+            torch.set_num_threads(config.model.num_threads)
+        self._device = device
+        self._kernels = select_kernels(device)
+        directory = model_directory(config.model.model)
+        raw = read_json(directory / "config.json")
+        spec = resolve_spec(directory, raw)
+        dtype = _resolve_dtype(config.model.dtype, spec.dtype, device)
+        dummy = config.model.load_format == "dummy"
+        dummy_name = f"dummy seed={config.model.seed} {device.type} {dtype}"
+        self.model = ModelDescription(
+            spec=spec,
+            eos_token_ids=read_eos_token_ids(directory, raw),
+            max_model_len=_resolve_max_len(config.model.max_model_len, spec.max_len),
+            dtype=dtype,
+            device=str(device),
+            fingerprint=fingerprint(spec, dummy_name if dummy else directory),
+        )
+        self._llama = Llama(spec, self._kernels, self.model.max_model_len, DTYPES[dtype], device)
+        if dummy:
+            fill_at_random(self._llama, config.model.seed)
+        else:
+            load_weights(self._llama, directory, spec.tied_embeddings, progress)
+        self._llama.finish_loading()
+        self.block_size = _resolve_block_size(config.cache.block_size, device)
+        geometry = Geometry(self.block_size, spec.num_kv_heads, spec.num_layers, spec.head_dim, dtype)
+        num_blocks = self._size_cache(geometry)
+        num_host_blocks = blocks_in(config.cache.swap_gb * 1e9, geometry)
+        progress(f"cache {num_blocks} blocks of {self.block_size} tokens")
+        self._cache = KVCache.allocate(geometry, num_blocks, num_host_blocks, device)
+        self.cache: CacheDescription = self._cache.describe()
+        self._runner = self._make_runner(self._cache, self.model.max_model_len)
+        progress("warm-up")
+        self._warm_up()
+
+    @property
+    def num_blocks(self) -> int:
+        return self._cache.num_blocks
+
+    @property
+    def num_host_blocks(self) -> int:
+        return self._cache.num_host_blocks
+
+    def launch(self, batch: Batch) -> PendingStep:
+        """Apply the batch and start its work. Loads and publishes are the connector's, not ours."""
+        return self._runner.launch(batch)
+
+    def execute(self, batch: Batch) -> StepResult:
+        """Run one step to its end."""
+        return self.launch(batch).result()
+
+    def close(self) -> None:
+        """Wait for the device. The tensors live as long as someone (a transport) refers to them. Idempotent."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _make_runner(self, cache: KVCache, max_len: int) -> ModelRunner:
+        num_rows = self._config.scheduler.max_num_seqs
+        sampling = SamplingState(num_rows, self.model.vocab_size, self.model.eos_token_ids, self._device)
+        rows = InputBatch(num_rows, max_len, cache.geometry.block_size, sampling, self._device)
+        return ModelRunner(self._llama, cache, rows, self._kernels)
+
+    def _size_cache(self, geometry: Geometry) -> int:
+        """Blocks in the cache. Raises StartupError when that is not even one sequence's first step."""
+        cache = self._config.cache
+        if cache.num_blocks:
+            num_blocks = cache.num_blocks
+        elif self._device.type == "cpu":
+            num_blocks = blocks_in(cache.kv_cache_gb * 1e9, geometry)
+        else:
+            num_blocks = blocks_in(self._measure_free_bytes(geometry), geometry)
+        if num_blocks < 2:
+            size = geometry.block_bytes / 1e6
+            raise StartupError(f"the KV cache has room for {num_blocks} blocks of {size:.1f} MB; give it more memory")
+        return num_blocks
+
+    def _measure_free_bytes(self, geometry: Geometry) -> float:
+        """What `gpu_memory_utilization` leaves for the cache after weights and the largest step's activations."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        budget = self._config.scheduler.max_num_batched_tokens
+        scratch = KVCache.allocate(geometry, -(-budget // geometry.block_size) + 1, 0, self._device)
+        self._run_largest_step(self._make_runner(scratch, budget), budget)
+        torch.cuda.synchronize(self._device)
+        peak = torch.cuda.max_memory_allocated(self._device) - before - scratch.tensor.nbytes
+        del scratch
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return free - total * (1 - self._config.cache.gpu_memory_utilization) - peak
+
+    def _run_largest_step(self, runner: ModelRunner, budget: int) -> None:
+        """A step with the whole token budget in as many sequences as may run, each with every sampling feature."""
+        num_seqs = self._config.scheduler.max_num_seqs
+        params = SamplingParams(max_tokens=1, top_k=50, top_p=0.9, frequency_penalty=0.1, logprobs=1)
+        share = budget // num_seqs
+        num_blocks = -(-share // self.block_size)
+        starts = tuple(SequenceStart(i, (0,) * share, share, (0,) * num_blocks, params, i) for i in range(num_seqs))
+        chunks = tuple(SequenceChunk(i, 0, share, num_samples=1) for i in range(num_seqs))
+        runner.launch(Batch(0, starts, chunks)).result()
+
+    def _warm_up(self) -> None:
+        """A prefill and a decode, so that no request waits for a first call's compilations. Leaves the cache zeroed."""
+        length = min(self.block_size, self.model.max_model_len - 1)
+        params = SamplingParams(max_tokens=2, temperature=0.0)
+        start = SequenceStart(0, (0,) * length, length, (0, 1), params, 0)
+        runner = self._make_runner(self._cache, self.model.max_model_len)
+        runner.launch(Batch(0, (start,), (SequenceChunk(0, 0, length, num_samples=1),))).result()
+        runner.launch(Batch(1, (), (SequenceChunk(0, length, 1, num_samples=1),))).result()
+        self._cache.tensor[:2].zero_()
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise StartupError("--device cuda: torch finds no CUDA device")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
+
+
+def _resolve_dtype(name: str, checkpoint: str, device: torch.device) -> str:
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else checkpoint
+    if name not in DTYPES:
+        raise StartupError(f"dtype {name} is not served; choose one of {', '.join(DTYPES)}")
+    return name
+
+
+def _resolve_max_len(wanted: int, limit: int) -> int:
+    if wanted > limit:
+        raise StartupError(f"--max-model-len {wanted} exceeds the model's own limit of {limit} tokens")
+    return wanted or limit
+
+
+def _resolve_block_size(wanted: int, device: torch.device) -> int:
+    if wanted % _BLOCK_SIZE_STEP or wanted < 0:
+        raise StartupError(f"--block-size {wanted} is not a multiple of {_BLOCK_SIZE_STEP}")
+    return wanted or (16 if device.type == "cpu" else 64)

@@ -1,0 +1,93 @@
+"""Choose tokens from logits, for all rows of a step at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pd_connectors.protocol.messages import SampledToken, TopLogprob
+from pd_kernels import sampling
+
+if TYPE_CHECKING:
+    from pd_cluster.worker.sampling_state import SamplingInputs
+    from pd_kernels.backends import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """On the device, not yet read."""
+
+    token_ids: torch.Tensor  # int64 [R]
+    logprobs: torch.Tensor | None = None  # float32 [R]: of the chosen token
+    top_ids: torch.Tensor | None = None  # int64 [R, k]
+    top_logprobs: torch.Tensor | None = None  # float32 [R, k]
+
+    def read(self, num_logprobs: list[int]) -> list[SampledToken]:
+        """Wait for the device. `num_logprobs`: how many alternatives each row asked for, -1 for no logprobs."""
+        token_ids = self.token_ids.tolist()
+        if self.logprobs is None or self.top_ids is None or self.top_logprobs is None:
+            return [SampledToken(token_id) for token_id in token_ids]
+        rows = zip(
+            token_ids,
+            self.logprobs.tolist(),
+            self.top_ids.tolist(),
+            self.top_logprobs.tolist(),
+            num_logprobs,
+            strict=True,
+        )
+        return [
+            SampledToken(token_id) if wanted < 0
+            else SampledToken(token_id, logprob, tuple(map(TopLogprob, ids[:wanted], values[:wanted])))
+            for token_id, logprob, ids, values, wanted in rows
+        ]  # fmt: skip
+
+
+def sample(logits: torch.Tensor, inputs: SamplingInputs, kernels: Kernels) -> Sampled:
+    """One token per row of `logits` [R, V]. Overwrites them.
+
+    Penalties, then logit_bias, then the ban on EOS, then temperature, top k, top p and min p. Logprobs are those of the
+    unmodified distribution.
+    """
+    logits = logits.float()
+    raw = None
+    if inputs.num_logprobs >= 0:
+        raw = logits.log_softmax(-1)
+    _adjust(logits, inputs)
+    token_ids = _argmax(logits)
+    if inputs.draws is not None:
+        draws = inputs.draws
+        chosen = logits[draws.rows].div_(draws.temperature[:, None])
+        if draws.truncation is not None:
+            cut = draws.truncation
+            chosen[cut.rows] = sampling.truncate(chosen[cut.rows], cut.top_k, cut.top_p, cut.min_p)
+        token_ids[draws.rows] = kernels.gumbel_sample(chosen, draws.seeds, draws.positions)
+    if raw is None:
+        return Sampled(token_ids)
+    top = raw.topk(inputs.num_logprobs, dim=-1)
+    return Sampled(token_ids, raw.gather(1, token_ids[:, None])[:, 0], top.indices, top.values)
+
+
+def _adjust(logits: torch.Tensor, inputs: SamplingInputs) -> None:
+    """What changes greedy choices too, in place."""
+    if inputs.penalties is not None:
+        some = inputs.penalties
+        part = logits[some.rows]
+        sampling.apply_penalties(
+            part, some.prompt_seen, some.output_counts, some.repetition, some.presence, some.frequency
+        )
+        logits[some.rows] = part
+    if inputs.bias is not None:
+        row, token, amount = inputs.bias
+        logits.index_put_((row, token), amount, accumulate=True)
+    if inputs.banned is not None:
+        row, token = inputs.banned
+        logits[row, token] = -torch.inf
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Per row, the first of equals. On CPU numpy's is vectorised: 0.06 ms for 32 x 32000 where torch takes 0.58."""
+    if logits.is_cuda:
+        return logits.argmax(-1)
+    return torch.from_numpy(logits.numpy().argmax(-1))
