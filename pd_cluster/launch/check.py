@@ -1,0 +1,167 @@
+"""`pd-cluster check`: what would keep a node from running here, found before one is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import stat
+import subprocess
+import sys
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from pd_cluster.errors import StartupError
+from pd_cluster.launch.model_path import resolve_model
+from pd_cluster.launch.sockets import listen
+from pd_connectors.protocol.keys import KEY_ENV, load_cluster_key
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable, Iterator, Mapping
+
+TRANSFER_DEADLINE_S = 90.0  # two processes import torch first
+SLOW_TRANSFER_MB_S = 500.0  # a memory copy makes thousands
+DEFAULT_PORTS = (8000,)
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the table."""
+
+    what: str
+    verdict: Verdict
+    detail: str
+
+
+def run_check(namespace: argparse.Namespace) -> int:
+    """Print the table. Returns 1 when something failed, else 0; warnings do not count."""
+    findings: list[Finding] = []
+    table = Table("", "check", "result")
+    for finding in _findings(namespace):
+        findings.append(finding)
+        colour = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}[finding.verdict]
+        table.add_row(f"[{colour}]{finding.verdict}[/]", finding.what, finding.detail.replace("[", r"\["))
+    Console(file=sys.stdout, highlight=False).print(table)
+    return 1 if any(finding.verdict is Verdict.FAIL for finding in findings) else 0
+
+
+def _findings(namespace: argparse.Namespace) -> Iterator[Finding]:
+    yield check_python()
+    yield from check_torch()
+    if namespace.connector == "nixl":
+        yield check_transfer()
+    for port in namespace.port or DEFAULT_PORTS:
+        yield check_port(port)
+    yield check_key(namespace.cluster_key_file, os.environ)
+    yield check_model(namespace.model)
+
+
+def check_python() -> Finding:
+    found = platform.python_version()
+    tested = (3, 11) <= sys.version_info < (3, 13)
+    return Finding(
+        "Python", Verdict.OK if tested else Verdict.WARN, found if tested else f"{found}; tested: 3.11, 3.12"
+    )
+
+
+def check_torch() -> Iterable[Finding]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return [Finding("torch", Verdict.FAIL, f"cannot be imported: {error}")]
+    findings = [Finding("torch", Verdict.OK, str(torch.__version__))]
+    if not torch.cuda.is_available():
+        cores = len(os.sched_getaffinity(0))
+        return [
+            *findings,
+            Finding("devices", Verdict.OK, f"CPU, {cores} cores, {torch.get_num_threads()} threads; no GPU"),
+        ]
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        detail = f"{torch.cuda.get_device_name(index)}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
+        findings.append(Finding(f"cuda:{index}", Verdict.OK if free > total / 2 else Verdict.WARN, detail))
+    return findings
+
+
+def check_transfer() -> Finding:
+    """NIXL, by a real transfer between two processes."""
+    what = "NIXL transfer"
+    try:
+        found = version("nixl-cu13")
+    except PackageNotFoundError:
+        return Finding(what, Verdict.FAIL, "not installed: pip install 'pd-cluster[nixl]', or use --connector none")
+    command = [sys.executable, "-m", "pd_cluster.launch.transfer_check", "read"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TRANSFER_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        return Finding(what, Verdict.FAIL, f"nixl-cu13 {found}: no result within {TRANSFER_DEADLINE_S:g} s")
+    return read_transfer_result(found, done.returncode, done.stdout, done.stderr)
+
+
+def read_transfer_result(nixl_version: str, status: int, out: str, err: str) -> Finding:
+    """What transfer_check's output means."""
+    what = "NIXL transfer"
+    if status != 0 or not out.strip():
+        last = (err.strip().splitlines() or ["no output"])[-1]
+        return Finding(what, Verdict.FAIL, f"nixl-cu13 {nixl_version}: ended with status {status}: {last}")
+    result = json.loads(out.splitlines()[-1])
+    if "error" in result:
+        return Finding(what, Verdict.FAIL, f"nixl-cu13 {nixl_version}: {result['error']}")
+    speed = result["bytes"] / 1e6 / result["seconds"]
+    verdict = Verdict.OK if speed >= SLOW_TRANSFER_MB_S else Verdict.WARN
+    detail = f"nixl-cu13 {nixl_version}: {speed:.0f} MB/s between two processes, {result['device']} memory"
+    return Finding(what, verdict, detail)
+
+
+def check_port(port: int) -> Finding:
+    try:
+        listen("0.0.0.0", port).close()
+    except StartupError as error:
+        return Finding(f"port {port}", Verdict.FAIL, str(error))
+    return Finding(f"port {port}", Verdict.OK, "free")
+
+
+def check_key(key_file: str, environ: Mapping[str, str]) -> Finding:
+    """The cluster's key: readable, and nobody else's business."""
+    what = "cluster key"
+    try:
+        load_cluster_key(key_file)
+    except (OSError, ValueError) as error:
+        return Finding(what, Verdict.FAIL, f"cannot be read: {error}")
+    if key_file:
+        mode = stat.S_IMODE(Path(key_file).stat().st_mode)
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            return Finding(what, Verdict.WARN, f"others may read it (mode {mode:o}): chmod 600 {key_file}")
+        return Finding(what, Verdict.OK, key_file)
+    if environ.get(KEY_ENV):
+        return Finding(what, Verdict.OK, f"${KEY_ENV}")
+    return Finding(what, Verdict.OK, f"this user's own; several machines need ${KEY_ENV} or --cluster-key-file")
+
+
+def check_model(model: str) -> Finding:
+    try:
+        path = resolve_model(model)
+        config = json.loads((path / "config.json").read_text())
+    except (StartupError, OSError, ValueError) as error:
+        return Finding("model", Verdict.FAIL, str(error))
+    weights = list(path.glob("*.safetensors"))
+    kind = ", ".join(config.get("architectures") or ["no architecture named"])
+    if not weights:
+        return Finding("model", Verdict.FAIL, f"{path} ({kind}) has no .safetensors file")
+    if unreadable := [file.name for file in weights if not os.access(file, os.R_OK)]:
+        return Finding("model", Verdict.FAIL, f"{path}: cannot read {', '.join(unreadable)}")
+    size_gb = sum(file.stat().st_size for file in weights) / 1e9
+    return Finding("model", Verdict.OK, f"{path} ({kind}, {size_gb:.3g} GB of weights)")

@@ -1,0 +1,104 @@
+"""A real NIXL transfer between two processes of this machine, measured. Run as a module: it may crash or hang natively,
+and then only its own process does.
+
+    python -m pd_cluster.launch.transfer_check read    prints {"bytes": ..., "seconds": ...} or {"error": ...}
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from pd_connectors.nixl.agent import NixlAgent, Region
+from pd_connectors.protocol.errors import HandoffError
+
+if TYPE_CHECKING:
+    from pd_connectors.nixl.agent import Remote
+
+NUM_BLOCKS = 256
+BLOCK_BYTES = 1 << 20
+PATTERN = 167  # what the other process fills its memory with
+READ_DEADLINE_S = 20.0
+POLL_S = 0.0005
+PEER_STOP_S = 5.0
+
+
+class _Description(msgspec.Struct):
+    metadata: bytes
+    region: Region
+
+
+def main() -> int:
+    """Entry point."""
+    return _serve() if sys.argv[1:] == ["serve"] else _read()
+
+
+def _serve() -> int:
+    memory = _memory(PATTERN)  # the agent does not keep it alive
+    agent = NixlAgent(f"check-{secrets.token_hex(8)}", memory, NUM_BLOCKS, BLOCK_BYTES)
+    description = msgspec.msgpack.encode(_Description(agent.metadata(), agent.region))
+    sys.stdout.write(description.hex() + "\n")
+    sys.stdout.flush()
+    sys.stdin.read()  # until the reader closes it, or dies
+    return 0
+
+
+def _read() -> int:
+    command = [sys.executable, "-m", "pd_cluster.launch.transfer_check", "serve"]
+    peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert peer.stdout is not None
+        result = _measure(msgspec.msgpack.decode(bytes.fromhex(peer.stdout.readline()), type=_Description))
+    except (HandoffError, msgspec.MsgspecError) as error:
+        result = {"error": str(error)}
+    finally:
+        try:
+            peer.communicate(timeout=PEER_STOP_S)
+        except subprocess.TimeoutExpired:
+            peer.kill()
+            peer.wait()
+    sys.stdout.write(json.dumps(result) + "\n")
+    return 0
+
+
+def _measure(theirs: _Description) -> dict[str, Any]:
+    memory = _memory(0)
+    agent = NixlAgent(f"check-{secrets.token_hex(8)}", memory, NUM_BLOCKS, BLOCK_BYTES)
+    remote = agent.connect(theirs.metadata, theirs.region)
+    _finish(agent, agent.post_warm_up(remote))
+    order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(0)).tolist()
+    seconds = min(_timed_read(agent, remote, order) for _ in range(3))
+    if not bool((memory == PATTERN).all()):
+        return {"error": "the bytes that arrived are not those that were sent"}
+    return {"bytes": NUM_BLOCKS * BLOCK_BYTES, "seconds": seconds, "device": memory.device.type}
+
+
+def _timed_read(agent: NixlAgent, remote: Remote, order: list[int]) -> float:
+    start_s = time.perf_counter()
+    _finish(agent, agent.post_read(remote, order, list(range(NUM_BLOCKS))))
+    return time.perf_counter() - start_s
+
+
+def _finish(agent: NixlAgent, handle: int) -> None:
+    deadline_s = time.monotonic() + READ_DEADLINE_S
+    while not agent.is_done(handle):
+        if time.monotonic() > deadline_s:
+            raise HandoffError(f"a read did not finish within {READ_DEADLINE_S:g} s")
+        time.sleep(POLL_S)
+    agent.release(handle)
+
+
+def _memory(value: int) -> torch.Tensor:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.full((NUM_BLOCKS, BLOCK_BYTES), value, dtype=torch.uint8, device=device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
