@@ -2,9 +2,9 @@
 
 An engine holds one connector, in two halves. The *scheduler half* speaks in tokens and block ids and is called from
 the step loop; no call of it may block on a peer. The *worker half* sees the cache tensor. Around every forward pass the
-engine calls `recv_before` (start the loads that this step admitted) and, once the step's work on the device has retired,
-`send_after` (let others read what the step produced). Everything that happens meanwhile comes back through `poll`:
-success and failure alike are values.
+engine calls `recv_before` (start the loads that this step admitted) and, once the step's work on the device has
+retired, `send_after` (let others read what the step produced). Everything that happens meanwhile comes back through
+`poll`: success and failure alike are values.
 
 Who may touch a block, as seen by the engine (the connector must keep the right-hand column true):
 
@@ -59,11 +59,13 @@ class PublishSpec:
     lease_id: str
     block_ids: tuple[int, ...]
     num_tokens: int  # a multiple of the block size, or the whole prompt
+    generation: int  # of the lease when the step was planned; void when the lease has been retracted since
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReady:
-    """P has announced its first blocks, so it will finish: reserve blocks now and call `recv_before`."""
+    """P has announced its first blocks, so it will finish: reserve blocks now and call `recv_before`. Once a load,
+    never after LoadFailed."""
 
     load_id: str
     num_tokens: int
@@ -71,7 +73,8 @@ class LoadReady:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens:
-    """P's sampled first tokens, one per sample. May come before or after LoadReady and LoadDone; exactly once a load."""
+    """P's sampled first tokens, one per sample. At most once a load, before or after LoadReady, always before LoadDone,
+    never after LoadFailed."""
 
     load_id: str
     tokens: tuple[SampledToken, ...]
@@ -79,7 +82,7 @@ class FirstTokens:
 
 @dataclass(frozen=True, slots=True)
 class LoadDone:
-    """Every byte is in and P has confirmed it: the blocks may be published and computed on. Terminal."""
+    """Every byte is in, P has confirmed it, and FirstTokens came before: publish the blocks, compute on. Terminal."""
 
     load_id: str
     num_bytes: int
@@ -130,13 +133,13 @@ class SchedulerHalf(ABC):
         """The first tokens are sampled. The whole prompt has been, or is in this same step, published."""
 
     @abstractmethod
-    def retract(self, lease_id: str) -> bool:
-        """Take the lease's blocks back but keep the lease: raises the generation and forgets what was announced. After it
-        returns no read of them can be confirmed. False when the lease has ended already."""
+    def retract(self, lease_id: str) -> int | None:
+        """Take the lease's blocks back but keep the lease: forgets what was announced. After it returns no read of them
+        can be confirmed. Returns the new generation, for later PublishSpecs; None when the lease has ended already."""
 
     @abstractmethod
     def end_lease(self, lease_id: str, reason: LeaseEnd) -> None:
-        """End the lease now. After it returns no read can be confirmed; no LeaseEnded follows. Unknown ids are ignored."""
+        """End the lease now. After it returns no read can be confirmed; no LeaseEnded follows. Ignores unknown ids."""
 
     # D: blocks of others, read into this engine
 
@@ -147,7 +150,7 @@ class SchedulerHalf(ABC):
 
     @abstractmethod
     def cancel_load(self, load_id: str) -> None:
-        """Give the load up and release its lease. LoadFailed(CANCELLED) and LoadDrained follow unless it already ended."""
+        """Give the load up and leave its lease. LoadFailed(CANCELLED) and LoadDrained follow unless it has ended."""
 
     # both
 
@@ -169,7 +172,8 @@ class WorkerHalf(ABC):
 
     @abstractmethod
     def recv_before(self, loads: Sequence[LoadSpec]) -> None:
-        """Before a step's forward: start these loads. Every step that may touch their blocks has retired."""
+        """Before a step's forward: start these loads. Every step that may touch their blocks has retired. A load that
+        has failed meanwhile is skipped: its LoadFailed is on the way, or was polled, and its blocks stay untouched."""
 
     @abstractmethod
     def send_after(self, publishes: Sequence[PublishSpec]) -> None:
@@ -194,6 +198,7 @@ class ConnectorContext:
     lease_ttl_s: float = 10.0  # P frees a lease's blocks this long after the last renewal
     connect_deadline_s: float = 5.0  # D gives a peer this long to answer a handshake
     confirm_deadline_s: float = 5.0
+    drain_deadline_s: float = 10.0  # a read that hangs this long after its load failed costs the peer its endpoint
     close_deadline_s: float = 5.0
     options: tuple[tuple[str, Any], ...] = ()  # passed through to the implementation
 
@@ -203,6 +208,12 @@ class Connector(SchedulerHalf, WorkerHalf):
 
     name: str
 
+    @property
+    def control_port(self) -> int:
+        """Port under which peers reach this node; known from construction on. 0: nobody can read from it."""
+        return 0
+
     @abstractmethod
     def stats(self) -> dict[str, float]:
-        """Counters and gauges by name without prefix, e.g. `kv_transfer_bytes_total`, `quarantined_blocks`."""
+        """Counters (`..._total`) and gauges by metric name without prefix. A label follows the name after a bar:
+        `kv_transfer_bytes_total`, `leases_open`, `loads_failed_total|reason=deadline`. Callable from any thread."""

@@ -1,7 +1,8 @@
 """Control messages between a reader (D) and the owner of a lease (P).
 
 Every message is safe to lose, repeat or reorder: P answers each `Renew` with a snapshot of the whole lease
-(`LeaseState`), and pushes the same snapshot whenever it changes; `version` orders snapshots. `Confirm` changes nothing on P.
+(`LeaseState`), and pushes the same snapshot whenever it changes; `version` orders snapshots. `Confirm` changes nothing
+on P.
 
     D -> P   Hello, Renew, Confirm, Release
     P -> D   HelloReply, LeaseState, ConfirmReply
@@ -9,10 +10,12 @@ Every message is safe to lose, repeat or reorder: P answers each `Renew` with a 
 
 from __future__ import annotations
 
+import hmac
+
 import msgspec
 
-from pd_connectors.protocol.ticket import MAC_BYTES, PROTOCOL_VERSION, Geometry, LeaseRef, mac
 from pd_connectors.protocol.errors import BadSignature, LeaseEnd, ProtocolMismatch
+from pd_connectors.protocol.ticket import MAC_BYTES, PROTOCOL_VERSION, Geometry, LeaseRef, mac
 
 
 class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -37,10 +40,14 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     epoch: int
     fingerprint: str
     geometry: Geometry
+    nonce: bytes  # drawn for each greeting, so that a delayed answer of a dead predecessor is told apart
 
 
 class HelloReply(msgspec.Struct, frozen=True, tag=True):
-    """Who answers under this address, and how to reach its memory."""
+    """Who answers under this address, and how to reach its memory.
+
+    Also sent, with an empty nonce, to whoever asks for a lease of another epoch: its owner lives here no more.
+    """
 
     engine_id: str
     epoch: int
@@ -48,6 +55,7 @@ class HelloReply(msgspec.Struct, frozen=True, tag=True):
     geometry: Geometry
     transport: bytes  # opaque to the protocol: the transport's own endpoint description
     checksum: bytes  # blake2b of `transport`: NIXL accepts metadata with a flipped byte
+    nonce: bytes = b""  # the Hello's
 
 
 class Renew(msgspec.Struct, frozen=True, tag=True):
@@ -65,15 +73,17 @@ class LeaseState(msgspec.Struct, frozen=True, tag=True):
     num_tokens_readable: int  # tokens whose KV is complete in `block_ids`
     block_ids: tuple[int, ...]  # P's ids, in prompt order; the last block may be partial
     first_tokens: tuple[SampledToken, ...] = ()  # one per sample; empty until sampled
-    ended: LeaseEnd | None = None
+    ended: LeaseEnd | None = None  # final, whatever `version` says
+    ttl_s: float = 0.0  # the lease lives this long after a Renew; 0: it needs none yet
 
 
 class Confirm(msgspec.Struct, frozen=True, tag=True):
-    """"Were tokens [0, num_tokens) still the lease's under this generation until now?" Asked after the last read."""
+    """ "Were tokens [0, num_tokens) still the lease's under this generation until now?" Asked after the last read."""
 
     lease: LeaseRef
     generation: int
     num_tokens: int
+    nonce: int  # drawn after the last read: a late answer to an earlier question must not vouch for later reads
 
 
 class ConfirmReply(msgspec.Struct, frozen=True, tag=True):
@@ -82,19 +92,22 @@ class ConfirmReply(msgspec.Struct, frozen=True, tag=True):
     lease: LeaseRef
     generation: int
     num_tokens: int
+    nonce: int
     ok: bool
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """D has no more use for the lease."""
+    """This reader has no more use for the lease. `done`: nobody has; else it is only detached, another D may come."""
 
     lease: LeaseRef
+    done: bool
 
 
 ToOwner = Hello | Renew | Confirm | Release
 ToReader = HelloReply | LeaseState | ConfirmReply
 
 _VERSION = PROTOCOL_VERSION.to_bytes(2, "big")
+_DECODER = msgspec.msgpack.Decoder(ToOwner | ToReader)
 
 
 def seal(key: bytes, message: ToOwner | ToReader) -> bytes:
@@ -111,6 +124,7 @@ def open_sealed(key: bytes, frame: bytes) -> ToOwner | ToReader:
     if frame[:2] != _VERSION:
         raise ProtocolMismatch(f"peer speaks protocol {int.from_bytes(frame[:2], 'big')}, this node {PROTOCOL_VERSION}")
     body = frame[2 + MAC_BYTES :]
-    if mac(key, body) != frame[2 : 2 + MAC_BYTES]:
+    if not hmac.compare_digest(mac(key, body), frame[2 : 2 + MAC_BYTES]):
         raise BadSignature("a control message was not signed with this cluster's key")
-    return msgspec.msgpack.decode(body, type=ToOwner | ToReader)
+    message: ToOwner | ToReader = _DECODER.decode(body)
+    return message

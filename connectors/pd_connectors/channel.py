@@ -1,0 +1,251 @@
+"""The control plane under a peer-to-peer connector: sealed messages between a reader and the owners of its leases.
+
+A channel drops what it cannot deliver, and what is not sealed with the cluster's key, and counts both: the protocol
+survives any loss. It never raises for what a peer does and never blocks outside `wait`.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TypeGuard, get_args
+
+import msgspec
+import zmq
+
+from pd_connectors.protocol.errors import BadSignature, ConnectorUnavailable, ProtocolMismatch
+from pd_connectors.protocol.messages import ToOwner, ToReader, open_sealed, seal
+from pd_connectors.transport import Address
+
+MAX_FRAME_BYTES = 8 << 20  # a snapshot of a 1M-token lease with 16-token blocks has 0.3 MB
+MAX_PER_TURN = 256  # frames taken from one socket before timers get their turn
+QUEUE_FRAMES = 4096
+HEARTBEAT_MS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class FromReader:
+    """To the owner half; `reply` to `reader`."""
+
+    reader: bytes
+    message: ToOwner
+
+
+@dataclass(frozen=True, slots=True)
+class FromOwner:
+    """To the reader half."""
+
+    owner: Address
+    message: ToReader
+
+
+Incoming = FromReader | FromOwner
+
+
+class Channel(ABC):
+    """Owned by the control thread, which makes every call but `wake` (any thread) and `port`."""
+
+    @property
+    @abstractmethod
+    def port(self) -> int:
+        """Where readers reach this node."""
+
+    @abstractmethod
+    def ask(self, owner: Address, message: ToOwner) -> None:
+        """Send to the owner of leases that listens at an address."""
+
+    @abstractmethod
+    def reply(self, reader: bytes, message: ToReader) -> None:
+        """Send to a reader that has spoken before."""
+
+    @abstractmethod
+    def receive(self) -> list[Incoming]:
+        """What has arrived. Empty: nothing is left for now."""
+
+    @abstractmethod
+    def forget(self, owner: Address) -> None:
+        """Nothing more will be asked there."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until something arrives, `wake` was called, or the time is over."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """End the current or next `wait`."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, float]:
+        """Counters, see Connector.stats."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Idempotent."""
+
+
+class ZmqChannel(Channel):
+    """One ROUTER for our own leases, one DEALER per owner that we read from, over TCP.
+
+    ZeroMQ reconnects by itself, so a peer that restarts under the same address is reached again; heartbeats find
+    connections whose other end vanished without a FIN.
+    Raises ConnectorUnavailable when the port is taken or the host is no address of this machine.
+    """
+
+    def __init__(self, key: bytes, host: str, port: int) -> None:
+        self._key = key
+        self._context = zmq.Context(io_threads=1)
+        self._owners: dict[Address, zmq.Socket[bytes]] = {}
+        self._poller = zmq.Poller()
+        self._awake, self._waker = socket.socketpair()
+        self._counters = {"bad_frames_total": 0.0, "frames_dropped_total": 0.0}
+        self._closed = False
+        self._router = self._context.socket(zmq.ROUTER)
+        try:
+            self._configure(self._router)
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reader that left is counted, not ignored
+            self._router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+            self._router.bind(f"tcp://{_bind_host(host)}:{port or '*'}")
+            self._port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConnectorUnavailable(f"cannot listen for handoffs on {host}:{port}: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+        self._awake.setblocking(False)
+        self._waker.setblocking(False)
+        self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._awake.fileno(), zmq.POLLIN)
+
+    @property
+    def port(self) -> int:
+        return self._port
+
+    def ask(self, owner: Address, message: ToOwner) -> None:
+        dealer = self._owners.get(owner)
+        if dealer is None:
+            dealer = self._connect(owner)
+        try:
+            dealer.send(seal(self._key, message), zmq.NOBLOCK)
+        except zmq.Again:
+            self._counters["frames_dropped_total"] += 1
+
+    def reply(self, reader: bytes, message: ToReader) -> None:
+        try:
+            self._router.send_multipart([reader, seal(self._key, message)], zmq.NOBLOCK)
+        except zmq.ZMQError:  # Again: its queue is full; EHOSTUNREACH: it left
+            self._counters["frames_dropped_total"] += 1
+
+    def receive(self) -> list[Incoming]:
+        incoming: list[Incoming] = []
+        for frames in self._drain(self._router):
+            message = self._take(frames, 2)
+            if _is_to_owner(message):
+                incoming.append(FromReader(frames[0], message))
+            elif message is not None:
+                self._counters["bad_frames_total"] += 1
+        for owner, dealer in self._owners.items():
+            for frames in self._drain(dealer):
+                message = self._take(frames, 1)
+                if _is_to_reader(message):
+                    incoming.append(FromOwner(owner, message))
+                elif message is not None:
+                    self._counters["bad_frames_total"] += 1
+        return incoming
+
+    def forget(self, owner: Address) -> None:
+        dealer = self._owners.pop(owner, None)
+        if dealer is not None:
+            self._poller.unregister(dealer)
+            dealer.close(linger=0)
+
+    def wait(self, timeout_s: float) -> None:
+        ready = self._poller.poll(math.ceil(max(0.0, timeout_s) * 1000))
+        if any(item == self._awake.fileno() for item, _ in ready):
+            self._drain_waker()
+
+    def wake(self) -> None:
+        try:
+            self._waker.send(b"\0")
+        except BlockingIOError:
+            return  # full: it is awake already
+        except OSError:
+            return  # closed: nobody waits any more
+
+    def stats(self) -> dict[str, float]:
+        return dict(self._counters)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for dealer in self._owners.values():
+            dealer.close(linger=200)  # milliseconds: the last Release gets a chance
+        self._router.close(linger=200)
+        self._context.term()
+        self._awake.close()
+        self._waker.close()
+
+    def _connect(self, owner: Address) -> zmq.Socket[bytes]:
+        dealer = self._context.socket(zmq.DEALER)
+        self._configure(dealer)
+        dealer.connect(f"tcp://{_url_host(owner[0])}:{owner[1]}")
+        self._owners[owner] = dealer
+        self._poller.register(dealer, zmq.POLLIN)
+        return dealer
+
+    def _configure(self, sock: zmq.Socket[bytes]) -> None:
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.IPV6, 1)
+        sock.set_hwm(QUEUE_FRAMES)
+        sock.setsockopt(zmq.RECONNECT_IVL, 50)
+        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        sock.setsockopt(zmq.CONNECT_TIMEOUT, 3000)
+        sock.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
+
+    def _drain(self, sock: zmq.Socket[bytes]) -> list[list[bytes]]:
+        taken: list[list[bytes]] = []
+        try:
+            while len(taken) < MAX_PER_TURN:
+                taken.append(sock.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            return taken
+        return taken
+
+    def _drain_waker(self) -> None:
+        try:
+            while self._awake.recv(4096):
+                pass
+        except BlockingIOError:
+            return
+
+    def _take(self, frames: list[bytes], num_frames: int) -> ToOwner | ToReader | None:
+        """The message, or None: counted and dropped."""
+        if len(frames) == num_frames:
+            try:
+                return open_sealed(self._key, frames[-1])
+            except (ProtocolMismatch, BadSignature, msgspec.MsgspecError):
+                pass  # counted below
+        self._counters["bad_frames_total"] += 1
+        return None
+
+
+def _is_to_owner(message: ToOwner | ToReader | None) -> TypeGuard[ToOwner]:
+    return isinstance(message, get_args(ToOwner))
+
+
+def _is_to_reader(message: ToOwner | ToReader | None) -> TypeGuard[ToReader]:
+    return isinstance(message, get_args(ToReader))
+
+
+def _url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _bind_host(host: str) -> str:
+    """Loopback stays on loopback; any other advertised address may be a name or translated, so listen everywhere."""
+    return {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "[::1]"}.get(host, "*")

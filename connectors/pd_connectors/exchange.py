@@ -1,0 +1,165 @@
+"""A peer-to-peer connector without its thread: the owner's half, the reader's half, and what joins them to the engine.
+
+`PeerToPeerConnector` gives it a thread and the real clock; the simulation in the tests turns it by hand.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from pd_connectors.base import ConnectorContext, Event
+from pd_connectors.channel import Channel, FromOwner, FromReader
+from pd_connectors.lease import LeaseTable
+from pd_connectors.owner import Owner
+from pd_connectors.protocol.errors import LeaseEnd
+from pd_connectors.pull import RENEWALS_PER_TTL, PullLimits
+from pd_connectors.reader import Reader
+from pd_connectors.transport import Transport
+
+MAX_SLEEP_S = 60.0
+MAX_ROUNDS = 64  # of reading all sockets, before timers get their turn
+
+
+class PatientClock:
+    """A monotonic clock that does not count the time during which this process itself was held up.
+
+    After a stop (a debugger, SIGSTOP, a paused virtual machine) nobody's silence could be told from our own deafness;
+    without this every lease would expire and every deadline fire at once. `patience_s`: delays up to this count.
+    """
+
+    def __init__(self, clock: Callable[[], float], patience_s: float) -> None:
+        self._clock = clock
+        self._patience_s = patience_s
+        self._lost_s = 0.0
+        self._due = clock()
+
+    def __call__(self) -> float:
+        return self._clock() - self._lost_s
+
+    def sleep(self, duration_s: float) -> None:
+        """We mean to be back after `duration_s`."""
+        self._due = self._clock() + duration_s
+
+    def resume(self) -> None:
+        """We are back."""
+        late_s = self._clock() - self._due
+        if late_s > self._patience_s:
+            self._lost_s += late_s
+
+
+class Exchange:
+    """`leases`, `submit`, `take_events` and `stats` are for any thread; `turn` and the rest for the control thread."""
+
+    def __init__(
+        self,
+        context: ConnectorContext,
+        transport: Transport,
+        channel: Channel,
+        clock: Callable[[], float],
+        limits: PullLimits,
+    ) -> None:
+        self._clock = PatientClock(clock, context.lease_ttl_s / RENEWALS_PER_TTL)
+        self.leases = LeaseTable(
+            context.engine_id, context.epoch, context.geometry.block_size, context.lease_ttl_s, self._clock
+        )
+        self._transport = transport
+        self._channel = channel
+        self._commands: deque[Callable[[Reader, float], None]] = deque()
+        self._events: deque[Event] = deque()
+        self._owner = Owner(context, self.leases, channel.reply)
+        self._reader = Reader(context, limits, transport, channel.ask, self._events.append, channel.forget)
+        self._wake_engine: Callable[[], None] = _nobody
+        transport.set_waker(channel.wake)
+
+    def open(self) -> None:
+        """The transport knows the cache: greet readers from now on."""
+        self._owner.open(self._transport.describe())
+
+    # any thread
+
+    def submit(self, commands: Sequence[Callable[[Reader, float], None]]) -> None:
+        """Have the control thread apply these to the reader's half."""
+        self._commands.extend(commands)
+        self._channel.wake()
+
+    def nudge(self) -> None:
+        """The lease table has changed."""
+        self._channel.wake()
+
+    def take_events(self) -> list[Event]:
+        """See SchedulerHalf.poll."""
+        events: list[Event] = list(self.leases.take_ended())
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        """See SchedulerHalf.set_waker."""
+        self._wake_engine = wake
+
+    def stats(self) -> dict[str, float]:
+        """See Connector.stats."""
+        reader = self._reader
+        failed = {f"loads_failed_total|reason={reason}": float(n) for reason, n in reader.loads_failed.items()}
+        return {
+            "kv_transfer_bytes_total": float(reader.num_bytes),
+            "kv_transfer_seconds_total": reader.transfer_s,
+            "loads_done_total": float(reader.loads_done),
+            **failed,
+            "loads_open": float(reader.num_loads),
+            "leases_open": float(len(self.leases)),
+            "quarantined_loads": float(reader.num_quarantined_loads),
+            "quarantined_blocks": float(reader.num_quarantined_blocks),
+            **self._channel.stats(),
+        }
+
+    # the control thread
+
+    def turn(self) -> float:
+        """Do all that can be done now. Returns how many seconds to sleep at most before the next turn.
+
+        Everything that has arrived is heard before anything expires.
+        """
+        self._clock.resume()
+        reader = self._reader
+        while self._commands:
+            self._commands.popleft()(reader, self._clock())
+        for completion in self._transport.poll():
+            reader.on_completion(completion, self._clock())
+        has_more = self._hear()
+        reader.tick(self._clock())
+        next_expiry = self.leases.expire()
+        self._owner.push()
+        if self._events or self.leases.has_ended:
+            self._wake_engine()
+        next_turn = min(next_expiry, reader.next_timer(), self._clock() + MAX_SLEEP_S)
+        sleep_s = 0.0 if has_more or self._commands else max(0.0, next_turn - self._clock())
+        self._clock.sleep(sleep_s)
+        return sleep_s
+
+    def _hear(self) -> bool:
+        """Handle what has arrived. True: a flood of messages was cut off, so that the timers get their turn."""
+        for _ in range(MAX_ROUNDS):
+            incoming = self._channel.receive()
+            if not incoming:
+                return False
+            for item in incoming:
+                match item:
+                    case FromReader(who, message):
+                        self._owner.on_message(who, message)
+                    case FromOwner(owner, reply):
+                        self._reader.on_message(owner, reply, self._clock())
+        return True
+
+    def shut_down(self, deadline_s: float) -> None:
+        """End every lease and load, tell the peers, and free transport and channel."""
+        self.leases.end_all(LeaseEnd.REVOKED)
+        self._reader.cancel_all(self._clock())
+        self._owner.push()
+        self._channel.close()
+        self._transport.close(deadline_s)
+
+
+def _nobody() -> None:
+    """Before the engine has set its waker, nobody sleeps."""

@@ -1,0 +1,26 @@
+"""The connector `nixl`: peer to peer over NIXL, with ZeroMQ for control messages."""
+
+from __future__ import annotations
+
+from pd_connectors.base import ConnectorContext
+from pd_connectors.channel import ZmqChannel
+from pd_connectors.nixl.transfer import NixlTransport
+from pd_connectors.p2p import PeerToPeerConnector
+
+
+class NixlConnector(PeerToPeerConnector):
+    """options: `read_deadline_s` (10), how long one read may take.
+
+    Raises ConnectorUnavailable when the control port is taken; `register_kv_cache` raises it when NIXL is missing.
+    """
+
+    name = "nixl"
+
+    def __init__(self, context: ConnectorContext) -> None:
+        options = dict(context.options)
+        super().__init__(
+            context,
+            NixlTransport(f"{context.engine_id}/{context.epoch}"),
+            ZmqChannel(context.cluster_key, context.host, context.port),
+            read_deadline_s=float(options.get("read_deadline_s", 10.0)),
+        )

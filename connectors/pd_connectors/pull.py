@@ -1,0 +1,335 @@
+"""D's side of one load: a state machine without IO, clock or threads.
+
+    phase       means                                          leaves it when
+    ATTACHING   the lease is renewed, nothing is readable      P announced its first blocks and the endpoint is up
+    ANNOUNCED   LoadReady is out                               `reserve` names our blocks
+    READING     reads are posted as chunks are announced       every block is in
+    CONFIRMING  Confirm is sent and repeated                   P says ok
+    CONFIRMED   the bytes are good                             the first tokens are known
+    DONE        LoadDone is out, the lease released            -
+    DRAINING    LoadFailed is out, the lease left              the last read is terminal
+    DRAINED     LoadDrained is out                             -
+
+Inputs may be lost, repeated or late; `now` is any monotonic clock. A higher generation (P took its blocks back) voids
+what was read before. A load that holds blocks of ours then fails, rather than sit on them until P has computed them
+again; one that holds none follows.
+
+Deadlines, by name: `deadline_s` (the whole load), `silence_s` (a Renew without any answer), `read_s` (one read),
+`confirm_s` (the last read to the confirmation).
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from pd_connectors.base import Event, FirstTokens, LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec
+from pd_connectors.protocol.errors import LoadFailure
+from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseState, Release, Renew
+from pd_connectors.protocol.ticket import Ticket
+from pd_connectors.transport import PeerKey
+
+RENEWALS_PER_TTL = 4  # three in a row may be lost
+
+
+@dataclass(frozen=True, slots=True)
+class PullLimits:
+    """Times in seconds."""
+
+    renew_every_s: float = 2.5  # at most; P's own ttl may ask for more
+    silence_s: float = 5.0
+    read_s: float = 10.0
+    confirm_s: float = 5.0
+    confirm_every_s: float = 0.25
+    max_blocks_per_read: int = 256  # a longer read is cut, so that one load does not keep the others waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send this to the lease's owner."""
+
+    message: Renew | Confirm | Release
+
+
+@dataclass(frozen=True, slots=True)
+class PostRead:
+    """Read P's blocks `remote` into our blocks `local`, in this order; answer with `read_ended(number, ...)`."""
+
+    number: int
+    remote: tuple[int, ...]
+    local: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Tell the engine."""
+
+    event: Event
+
+
+Action = Send | PostRead | Emit
+
+
+class Phase(Enum):
+    """See the module's table."""
+
+    ATTACHING = auto()
+    ANNOUNCED = auto()
+    READING = auto()
+    CONFIRMING = auto()
+    CONFIRMED = auto()
+    DONE = auto()
+    DRAINING = auto()
+    DRAINED = auto()
+
+
+_LIVE = frozenset({Phase.ATTACHING, Phase.ANNOUNCED, Phase.READING, Phase.CONFIRMING, Phase.CONFIRMED})
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    num_blocks: int
+    deadline: float
+
+
+class Pull:
+    """One load. Call an input, then carry out what `take_actions` returns."""
+
+    def __init__(self, load_id: str, ticket: Ticket, deadline_s: float, limits: PullLimits, now: float) -> None:
+        self.load_id = load_id
+        self.ticket = ticket
+        self.phase = Phase.ATTACHING
+        self.failure: LoadFailure | None = None
+        self.failed_at = 0.0
+        self.endpoint: PeerKey | None = None  # where its reads go, once that is up
+        self._limits = limits
+        self._deadline = now + deadline_s
+        self._spec: LoadSpec | None = None
+        self._state: LeaseState | None = None  # the newest
+        self._next_block = 0  # prompt blocks before this one need no further read
+        self._reads: dict[int, _Read] = {}
+        self._num_reads = 0
+        self._num_blocks_read = 0
+        self._first_read_at: float | None = None
+        self._is_accepted = False  # the owner was greeted, and its KV means the same as ours
+        self._first_tokens_out = False
+        self._renew_every_s = limits.renew_every_s
+        self._renew_at = now
+        self._unanswered_since: float | None = None
+        self._nonce = 0
+        self._confirm_at = 0.0
+        self._confirm_deadline = 0.0
+        self._actions: list[Action] = []
+        self.tick(now)
+
+    # what it says
+
+    @property
+    def is_live(self) -> bool:
+        """Neither done nor failed."""
+        return self.phase in _LIVE
+
+    @property
+    def is_over(self) -> bool:
+        """Terminal: nothing more will come out of it."""
+        return self.phase in (Phase.DONE, Phase.DRAINED)
+
+    @property
+    def num_blocks_in_flight(self) -> int:
+        """Blocks that a posted read may still write."""
+        return sum(read.num_blocks for read in self._reads.values())
+
+    def take_actions(self) -> list[Action]:
+        """What to do now, in order."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    def next_timer(self) -> float:
+        """When to call `tick`. inf: never."""
+        if not self.is_live:
+            return float("inf")
+        timers = [self._deadline, self._renew_at, *(read.deadline for read in self._reads.values())]
+        if self._unanswered_since is not None:
+            timers.append(self._unanswered_since + self._limits.silence_s)
+        if self.phase is Phase.CONFIRMING:
+            timers += [self._confirm_at, self._confirm_deadline]
+        return min(timers)
+
+    # inputs
+
+    def accepted(self, now: float) -> None:
+        """The owner of the lease answered our greeting, and matches. Nothing of P is believed before that."""
+        self._is_accepted = True
+        self._advance(now)
+
+    def connected(self, endpoint: PeerKey, now: float) -> None:
+        """The endpoint of the lease's owner is up. Once; a load does not outlive its endpoint."""
+        self.endpoint = endpoint
+        self._advance(now)
+
+    def lease_state(self, state: LeaseState, now: float) -> None:
+        """A snapshot arrived."""
+        self._unanswered_since = None
+        if not self.is_live:
+            return
+        if state.ended is not None:
+            self.fail(LoadFailure.LEASE_ENDED, f"the prefill node ended the lease: {state.ended}", now)
+            return
+        if self._state is not None and state.version <= self._state.version:
+            return
+        holds_blocks = self.phase in (Phase.READING, Phase.CONFIRMING)
+        if holds_blocks and self._state is not None and state.generation != self._state.generation:
+            self.fail(LoadFailure.LEASE_ENDED, "the prefill node took its blocks back", now)
+            return
+        self._state = state
+        if state.ttl_s > 0:
+            self._renew_every_s = min(self._limits.renew_every_s, state.ttl_s / RENEWALS_PER_TTL)
+            self._renew_at = min(self._renew_at, now + self._renew_every_s)
+        self._advance(now)
+
+    def reserve(self, spec: LoadSpec, now: float) -> None:
+        """Our blocks. Ignored when the load has failed meanwhile."""
+        if self.phase is not Phase.ANNOUNCED:
+            assert not self.is_live, f"{self.load_id} was not ready, or has its blocks already"
+            return
+        self._spec = spec
+        if spec.num_tokens != self.ticket.num_tokens:
+            detail = f"the ticket promises {self.ticket.num_tokens} tokens, the prompt has {spec.num_tokens}"
+            self.fail(LoadFailure.REJECTED, detail, now)
+            return
+        self._next_block = spec.first_block
+        self.phase = Phase.READING
+        self._advance(now)
+
+    def read_ended(self, number: int, error: str, now: float) -> None:
+        """A read is terminal."""
+        read = self._reads.pop(number, None)
+        if read is None:
+            return
+        if self.phase is Phase.DRAINING and not self._reads:
+            self._drained()
+        if not self.is_live:
+            return
+        if error:
+            self.fail(LoadFailure.READ_FAILED, error, now)
+        else:
+            self._num_blocks_read += read.num_blocks
+        self._advance(now)
+
+    def confirm_reply(self, reply: ConfirmReply, now: float) -> None:
+        """P vouches for the bytes, or does not."""
+        self._unanswered_since = None
+        if self.phase is not Phase.CONFIRMING or reply.nonce != self._nonce:
+            return
+        if reply.ok:
+            self.phase = Phase.CONFIRMED
+            self._advance(now)
+        else:
+            self._renew_at = now  # the lease ended or moved on; its state says which
+            self._confirm_at = self._confirm_deadline
+
+    def fail(self, reason: LoadFailure, detail: str, now: float) -> None:
+        """Give up. LoadDrained follows as soon as nothing can land any more."""
+        if not self.is_live:
+            return
+        self.failure = reason
+        self.failed_at = now
+        self._emit(LoadFailed(self.load_id, reason, detail))
+        self._actions.append(Send(Release(self.ticket.lease, done=False)))
+        self.phase = Phase.DRAINING
+        if not self._reads:
+            self._drained()
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        if not self.is_live:
+            return
+        if now >= self._deadline:
+            self.fail(LoadFailure.DEADLINE, f"the load's deadline passed while {self.phase.name.lower()}", now)
+        elif self._unanswered_since is not None and now - self._unanswered_since >= self._limits.silence_s:
+            self.fail(LoadFailure.UNREACHABLE, f"no answer for {self._limits.silence_s:g} s", now)
+        elif any(now >= read.deadline for read in self._reads.values()):
+            self.fail(LoadFailure.READ_FAILED, f"a read took longer than {self._limits.read_s:g} s", now)
+        elif self.phase is Phase.CONFIRMING and now >= self._confirm_deadline:
+            self.fail(LoadFailure.NOT_CONFIRMED, f"not confirmed within {self._limits.confirm_s:g} s", now)
+        if not self.is_live:
+            return
+        if now >= self._renew_at:
+            self._renew_at = now + self._renew_every_s
+            self._ask(Renew(self.ticket.lease), now)
+        if self.phase is Phase.CONFIRMING and now >= self._confirm_at:
+            self._send_confirm(now)
+
+    # steps
+
+    def _advance(self, now: float) -> None:
+        """Go as far as what is known allows."""
+        state, spec = self._state, self._spec
+        if not self.is_live or state is None:
+            return
+        if self._is_accepted and state.first_tokens and not self._first_tokens_out:
+            self._first_tokens_out = True
+            self._emit(FirstTokens(self.load_id, state.first_tokens))
+        if self.phase is Phase.ATTACHING and self.endpoint is not None and state.num_tokens_readable > 0:
+            self.phase = Phase.ANNOUNCED
+            self._emit(LoadReady(self.load_id, self.ticket.num_tokens))
+        if self.phase is Phase.READING and spec is not None:
+            self._read_on(state, spec, now)
+        if self.phase is Phase.CONFIRMED and self._first_tokens_out:
+            self._finish(now)
+
+    def _read_on(self, state: LeaseState, spec: LoadSpec, now: float) -> None:
+        if not spec.block_ids:
+            self.phase = Phase.CONFIRMED  # nothing is read, so there is nothing to vouch for
+            return
+        self._post_reads(state, spec, now)
+        last_block = spec.first_block + len(spec.block_ids)
+        if self.phase is Phase.READING and self._next_block == last_block and not self._reads:
+            self.phase = Phase.CONFIRMING
+            self._nonce = secrets.randbits(63)  # after the last read: an answer to it vouches for every read
+            self._confirm_deadline = now + self._limits.confirm_s
+            self._send_confirm(now)
+
+    def _post_reads(self, state: LeaseState, spec: LoadSpec, now: float) -> None:
+        block_size = self.ticket.geometry.block_size
+        whole = state.num_tokens_readable >= spec.num_tokens
+        readable = -(-spec.num_tokens // block_size) if whole else state.num_tokens_readable // block_size
+        if len(state.block_ids) < readable:
+            self.fail(LoadFailure.REJECTED, "the prefill node announced more tokens than blocks", now)
+            return
+        while self._next_block < readable:
+            start, stop = self._next_block, min(readable, self._next_block + self._limits.max_blocks_per_read)
+            local = spec.block_ids[start - spec.first_block : stop - spec.first_block]
+            self._reads[self._num_reads] = _Read(stop - start, now + self._limits.read_s)
+            self._actions.append(PostRead(self._num_reads, state.block_ids[start:stop], local))
+            self._num_reads += 1
+            self._next_block = stop
+            if self._first_read_at is None:
+                self._first_read_at = now
+
+    def _finish(self, now: float) -> None:
+        num_bytes = self._num_blocks_read * self.ticket.geometry.block_bytes
+        started = self._first_read_at
+        self.phase = Phase.DONE
+        self._emit(LoadDone(self.load_id, num_bytes, now - started if started is not None else 0.0))
+        self._actions.append(Send(Release(self.ticket.lease, done=True)))
+
+    def _send_confirm(self, now: float) -> None:
+        assert self._spec is not None
+        assert self._state is not None
+        self._confirm_at = now + self._limits.confirm_every_s
+        generation, num_tokens = self._state.generation, self._spec.num_tokens
+        self._ask(Confirm(self.ticket.lease, generation, num_tokens, self._nonce), now)
+
+    def _ask(self, message: Renew | Confirm, now: float) -> None:
+        if self._unanswered_since is None:
+            self._unanswered_since = now
+        self._actions.append(Send(message))
+
+    def _drained(self) -> None:
+        self.phase = Phase.DRAINED
+        self._emit(LoadDrained(self.load_id))
+
+    def _emit(self, event: Event) -> None:
+        self._actions.append(Emit(event))

@@ -1,0 +1,371 @@
+"""D's half of a peer-to-peer exchange: all loads, and the peers they come from. No IO of its own, no threads.
+
+A peer is known by its address. Its *endpoint* (the transport's connection) belongs to one boot epoch of it: a ticket of
+another epoch, or word that another one lives there now, leads to a new greeting, and if that confirms it, to the old
+endpoint being torn down and its loads failing as PEER_RESTARTED.
+
+    greeting   Hello sent and repeated              -> HelloReply checked, or `connect_s` over: loads fail
+    endpoint   transport.connect called             -> ready, or failed, or `connect_s` over: loads fail
+    ready      loads read                           -> broken read, restart, drain deadline over, or idle: torn down
+
+A load that failed while reads were in flight drains when they are terminal. If the peer has fallen silent, or after
+`drain_deadline_s`, the endpoint is torn down, which makes them terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from pd_connectors.base import ConnectorContext, Event, LoadDone, LoadDrained, LoadFailed, LoadSpec
+from pd_connectors.handshake import check_reply, check_ticket
+from pd_connectors.protocol.errors import HandshakeError, LoadFailure
+from pd_connectors.protocol.messages import ConfirmReply, Hello, HelloReply, LeaseState, ToOwner, ToReader
+from pd_connectors.protocol.ticket import LeaseRef, Ticket
+from pd_connectors.pull import Emit, PostRead, Pull, PullLimits, Send
+from pd_connectors.transport import (
+    Address,
+    Completion,
+    Connected,
+    ConnectFailed,
+    PeerKey,
+    ReadEnded,
+    ReadId,
+    Transport,
+)
+
+HELLO_EVERY_S = 0.5
+PEER_IDLE_S = 300.0  # an endpoint that nobody used for so long is torn down
+
+
+@dataclass(slots=True)
+class _Greeting:
+    nonce: bytes
+    hello_at: float
+    deadline: float
+
+
+@dataclass(slots=True)
+class _Endpoint:
+    key: PeerKey
+    deadline: float
+    ready: bool = False
+
+    def serves(self, lease: LeaseRef) -> bool:
+        return (self.key.engine_id, self.key.epoch) == (lease.engine_id, lease.epoch)
+
+
+@dataclass(slots=True)
+class _Peer:
+    address: Address
+    idle_since: float
+    greeting: _Greeting | None = None
+    endpoint: _Endpoint | None = None
+    pulls: dict[str, Pull] = field(default_factory=dict)  # live and draining
+
+
+class Reader:
+    """Owned by the control thread.
+
+    ask: sends a message to an address. emit: hands an event to the engine. forget: closes the way to an address.
+    """
+
+    def __init__(
+        self,
+        context: ConnectorContext,
+        limits: PullLimits,
+        transport: Transport,
+        ask: Callable[[Address, ToOwner], None],
+        emit: Callable[[Event], None],
+        forget: Callable[[Address], None],
+    ) -> None:
+        self._context = context
+        self._limits = limits
+        self._transport = transport
+        self._ask = ask
+        self._emit = emit
+        self._forget = forget
+        self._peers: dict[Address, _Peer] = {}
+        self._home: dict[str, _Peer] = {}  # load id -> its peer
+        self._by_lease: dict[str, list[Pull]] = {}
+        self._num_attempts = 0
+        self.loads_failed = dict.fromkeys(LoadFailure, 0)
+        self.loads_done = 0
+        self.num_bytes = 0
+        self.transfer_s = 0.0
+
+    # from the engine
+
+    def begin(self, load_id: str, ticket: Ticket, deadline_s: float, now: float) -> None:
+        """See SchedulerHalf.begin_load. A ticket that must not be read fails the load; nothing is raised."""
+        try:
+            check_ticket(ticket, self._context.fingerprint, self._context.geometry)
+        except HandshakeError as error:
+            self._count(LoadFailed(load_id, LoadFailure.REJECTED, f"{type(error).__name__}: {error}"))
+            self._count(LoadDrained(load_id))
+            return
+        address = (ticket.host, ticket.port)
+        peer = self._peers.setdefault(address, _Peer(address, now))
+        pull = Pull(load_id, ticket, deadline_s, self._limits, now)
+        peer.pulls[load_id] = pull
+        self._home[load_id] = peer
+        self._by_lease.setdefault(ticket.lease.lease_id, []).append(pull)
+        endpoint = peer.endpoint
+        if endpoint is None or not endpoint.serves(ticket.lease):
+            self._greet(peer, now)
+        else:
+            pull.accepted(now)
+            if endpoint.ready:
+                pull.connected(endpoint.key, now)
+        self._carry_out(peer, pull)
+
+    def reserve(self, spec: LoadSpec, now: float) -> None:
+        """See WorkerHalf.recv_before. A load that failed meanwhile is left alone: its events are out."""
+        self._with_pull(spec.load_id, lambda pull: pull.reserve(spec, now))
+
+    def cancel(self, load_id: str, now: float) -> None:
+        """See SchedulerHalf.cancel_load."""
+        self._with_pull(load_id, lambda pull: pull.fail(LoadFailure.CANCELLED, "cancelled", now))
+
+    def cancel_all(self, now: float) -> None:
+        """Shutdown: fail every load, release its lease and tear its endpoint down."""
+        for peer in list(self._peers.values()):
+            for load_id in list(peer.pulls):
+                self.cancel(load_id, now)
+            self._disconnect(peer)
+
+    # from the peers
+
+    def on_message(self, owner: Address, message: ToReader, now: float) -> None:
+        """A message from `owner`, in any order, possibly repeated."""
+        peer = self._peers.get(owner)
+        if peer is None:
+            return
+        match message:
+            case HelloReply():
+                self._on_hello_reply(peer, message, now)
+            case LeaseState():
+                self._for_lease(peer, message.lease, lambda pull: pull.lease_state(message, now))
+            case ConfirmReply():
+                self._for_lease(peer, message.lease, lambda pull: pull.confirm_reply(message, now))
+
+    def on_completion(self, completion: Completion, now: float) -> None:
+        """The transport's word."""
+        match completion:
+            case Connected(key):
+                peer = self._peers.get(key.address)
+                if peer is not None and peer.endpoint is not None and peer.endpoint.key == key:
+                    self._on_connected(peer, peer.endpoint, now)
+            case ConnectFailed(key, detail):
+                peer = self._peers.get(key.address)
+                if peer is not None and peer.endpoint is not None and peer.endpoint.key == key:
+                    detail = f"no data connection: {detail}"
+                    self._tear_down(peer, peer.endpoint, LoadFailure.UNREACHABLE, detail, now)
+            case ReadEnded(read_id, error, broken):
+                self._on_read_ended(read_id, error, broken, now)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        for peer in list(self._peers.values()):
+            for pull in list(peer.pulls.values()):
+                pull.tick(now)
+                self._carry_out(peer, pull)
+            self._tick_greeting(peer, now)
+            self._tick_endpoint(peer, now)
+            if not peer.pulls and now - peer.idle_since >= PEER_IDLE_S:
+                self._drop(peer)
+
+    def next_timer(self) -> float:
+        """When to call `tick`. inf: never."""
+        timers = [float("inf")]
+        for peer in self._peers.values():
+            if not peer.pulls:
+                timers.append(peer.idle_since + PEER_IDLE_S)
+            for pull in peer.pulls.values():
+                if pull.is_live:
+                    timers.append(pull.next_timer())
+                elif peer.endpoint is not None and pull.endpoint == peer.endpoint.key:
+                    timers.append(pull.failed_at + self._context.drain_deadline_s)
+            if peer.greeting is not None:
+                timers += [peer.greeting.hello_at, peer.greeting.deadline]
+            if peer.endpoint is not None and not peer.endpoint.ready:
+                timers.append(peer.endpoint.deadline)
+        return min(timers)
+
+    # for stats
+
+    @property
+    def num_loads(self) -> int:
+        """Live and draining."""
+        return len(self._home)
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Blocks of failed loads that a read may still write."""
+        return sum(pull.num_blocks_in_flight for pull in self._pulls() if not pull.is_live)
+
+    @property
+    def num_quarantined_loads(self) -> int:
+        """Failed loads that have not drained."""
+        return sum(not pull.is_live for pull in self._pulls())
+
+    # inside
+
+    def _pulls(self) -> list[Pull]:
+        return [pull for peer in list(self._peers.values()) for pull in list(peer.pulls.values())]
+
+    def _with_pull(self, load_id: str, act: Callable[[Pull], None]) -> None:
+        peer = self._home.get(load_id)
+        if peer is not None:
+            pull = peer.pulls[load_id]
+            act(pull)
+            self._carry_out(peer, pull)
+
+    def _for_lease(self, peer: _Peer, lease: LeaseRef, act: Callable[[Pull], None]) -> None:
+        for pull in list(self._by_lease.get(lease.lease_id, ())):
+            if pull.ticket.lease == lease and peer.pulls.get(pull.load_id) is pull:
+                act(pull)
+                self._carry_out(peer, pull)
+
+    def _carry_out(self, peer: _Peer, pull: Pull) -> None:
+        for action in pull.take_actions():
+            match action:
+                case Send(message):
+                    self._ask(peer.address, message)
+                case PostRead(number, remote, local):
+                    assert pull.endpoint is not None, "a pull reads only once it is connected"
+                    self._transport.read(pull.endpoint, (pull.load_id, number), remote, local)
+                case Emit(event):
+                    self._count(event)
+        if pull.is_over and peer.pulls.pop(pull.load_id, None) is not None:
+            del self._home[pull.load_id]
+            same_lease = self._by_lease[pull.ticket.lease.lease_id]
+            same_lease.remove(pull)
+            if not same_lease:
+                del self._by_lease[pull.ticket.lease.lease_id]
+
+    def _count(self, event: Event) -> None:
+        match event:
+            case LoadFailed(_, reason, _):
+                self.loads_failed[reason] += 1
+            case LoadDone(_, num_bytes, transfer_s):
+                self.loads_done += 1
+                self.num_bytes += num_bytes
+                self.transfer_s += transfer_s
+        self._emit(event)
+
+    def _fail(self, peer: _Peer, reason: LoadFailure, detail: str, now: float, which: Callable[[Pull], bool]) -> None:
+        for pull in [pull for pull in peer.pulls.values() if which(pull)]:
+            pull.fail(reason, detail, now)
+            self._carry_out(peer, pull)
+
+    # greeting
+
+    def _greet(self, peer: _Peer, now: float) -> None:
+        if peer.greeting is not None:
+            return
+        self._num_attempts += 1
+        me = f"{self._context.engine_id}/{self._context.epoch}/{self._num_attempts}"
+        nonce = blake2b(me.encode(), digest_size=8).digest()
+        peer.greeting = _Greeting(nonce, now, now + self._context.connect_deadline_s)
+        self._tick_greeting(peer, now)
+
+    def _tick_greeting(self, peer: _Peer, now: float) -> None:
+        greeting = peer.greeting
+        if greeting is None:
+            return
+        if now >= greeting.deadline:
+            peer.greeting = None
+            detail = f"no answer to a greeting within {self._context.connect_deadline_s:g} s"
+            self._fail(peer, LoadFailure.UNREACHABLE, detail, now, lambda pull: pull.endpoint is None)
+        elif now >= greeting.hello_at:
+            greeting.hello_at = now + HELLO_EVERY_S
+            context = self._context
+            hello = Hello(context.engine_id, context.epoch, context.fingerprint, context.geometry, greeting.nonce)
+            self._ask(peer.address, hello)
+
+    def _on_hello_reply(self, peer: _Peer, reply: HelloReply, now: float) -> None:
+        greeting = peer.greeting
+        if greeting is None or reply.nonce != greeting.nonce:
+            # Unasked, it is only a hint (it may be old) that another epoch lives there now: ask.
+            lives_there = (reply.engine_id, reply.epoch)
+            if any(lives_there != _owner(pull) for pull in peer.pulls.values() if pull.is_live):
+                self._greet(peer, now)
+            return
+        peer.greeting = None
+        try:
+            check_reply(reply, self._context.fingerprint, self._context.geometry)
+        except HandshakeError as error:
+            detail = f"{type(error).__name__}: {error}"
+            self._fail(peer, LoadFailure.REJECTED, detail, now, lambda pull: True)
+            self._disconnect(peer)
+            return
+        there = (reply.engine_id, reply.epoch)
+        detail = f"engine {reply.engine_id} epoch {reply.epoch} lives at {peer.address[0]}:{peer.address[1]} now"
+        self._fail(peer, LoadFailure.PEER_RESTARTED, detail, now, lambda pull: _owner(pull) != there)
+        for pull in list(peer.pulls.values()):
+            pull.accepted(now)
+            self._carry_out(peer, pull)
+        if peer.endpoint is not None:
+            if (peer.endpoint.key.engine_id, peer.endpoint.key.epoch) == there:
+                return
+            self._disconnect(peer)
+        self._num_attempts += 1
+        key = PeerKey(peer.address, reply.engine_id, reply.epoch, self._num_attempts)
+        peer.endpoint = _Endpoint(key, now + self._context.connect_deadline_s)
+        self._transport.connect(key, reply.transport)
+
+    # endpoint
+
+    def _on_connected(self, peer: _Peer, endpoint: _Endpoint, now: float) -> None:
+        endpoint.ready = True
+        for pull in list(peer.pulls.values()):
+            if endpoint.serves(pull.ticket.lease):
+                pull.connected(endpoint.key, now)
+                self._carry_out(peer, pull)
+
+    def _on_read_ended(self, read_id: ReadId, error: str, broken: bool, now: float) -> None:
+        peer = self._home.get(read_id[0])
+        if peer is None:
+            return
+        pull = peer.pulls[read_id[0]]
+        pull.read_ended(read_id[1], error, now)
+        self._carry_out(peer, pull)
+        if broken and peer.endpoint is not None and peer.endpoint.key == pull.endpoint:
+            self._tear_down(peer, peer.endpoint, LoadFailure.READ_FAILED, f"the data connection broke: {error}", now)
+
+    def _tick_endpoint(self, peer: _Peer, now: float) -> None:
+        endpoint = peer.endpoint
+        if endpoint is None:
+            return
+        if not endpoint.ready and now >= endpoint.deadline:
+            detail = f"no data connection within {self._context.connect_deadline_s:g} s"
+            self._tear_down(peer, endpoint, LoadFailure.UNREACHABLE, detail, now)
+            return
+        for pull in peer.pulls.values():
+            if pull.is_live or pull.endpoint != endpoint.key:
+                continue
+            if pull.failure is LoadFailure.UNREACHABLE or now - pull.failed_at >= self._context.drain_deadline_s:
+                detail = f"reads of {peer.address[0]}:{peer.address[1]} did not end"
+                self._tear_down(peer, endpoint, LoadFailure.READ_FAILED, detail, now)
+                return
+
+    def _tear_down(self, peer: _Peer, endpoint: _Endpoint, reason: LoadFailure, detail: str, now: float) -> None:
+        """End the endpoint and fail what uses or waits for it. Its reads come back as terminal."""
+        self._fail(peer, reason, detail, now, lambda pull: endpoint.serves(pull.ticket.lease))
+        self._disconnect(peer)
+
+    def _disconnect(self, peer: _Peer) -> None:
+        if peer.endpoint is not None:
+            key, peer.endpoint = peer.endpoint.key, None
+            self._transport.disconnect(key)
+
+    def _drop(self, peer: _Peer) -> None:
+        self._disconnect(peer)
+        self._forget(peer.address)
+        del self._peers[peer.address]
+
+
+def _owner(pull: Pull) -> tuple[str, int]:
+    return pull.ticket.lease.engine_id, pull.ticket.lease.epoch

@@ -1,0 +1,34 @@
+"""Connectors by name. Backends are imported only when asked for: they are optional and slow to load."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from pd_connectors.base import Connector, ConnectorContext
+from pd_connectors.protocol.errors import ConnectorUnavailable
+
+CONNECTORS = {
+    "nixl": "pd_connectors.nixl.connector:NixlConnector",
+    "loopback": "pd_connectors.loopback:LoopbackConnector",
+    "none": "pd_connectors.null:NullConnector",
+}
+
+
+def create_connector(name: str, context: ConnectorContext) -> Connector:
+    """The connector `name`: one of CONNECTORS, or `package.module:Class` (called with the context).
+
+    Raises ConnectorUnavailable when there is no such connector, or its backend is missing or does not start.
+    """
+    path = CONNECTORS.get(name, name)
+    module_name, colon, class_name = path.partition(":")
+    if not colon:
+        known = ", ".join(CONNECTORS)
+        raise ConnectorUnavailable(f"no connector is called {name!r}; known: {known}, or package.module:Class")
+    try:
+        factory = getattr(import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ConnectorUnavailable(f"cannot import connector {path!r}: {error}") from error
+    connector = factory(context)
+    if not isinstance(connector, Connector):
+        raise ConnectorUnavailable(f"{path!r} is no Connector but a {type(connector).__name__}")
+    return connector

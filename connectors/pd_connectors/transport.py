@@ -1,0 +1,93 @@
+"""The data plane under a peer-to-peer connector: reads of a peer's blocks into our own. No torch, no policy.
+
+A transport never blocks its caller and never raises for what a peer does: everything comes back through `poll`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pd_connectors.base import CacheDescription
+
+Address = tuple[str, int]
+ReadId = tuple[str, int]  # load id, number of the read within the load
+
+
+@dataclass(frozen=True, slots=True)
+class PeerKey:
+    """One endpoint. A restarted peer, or a second attempt at the same peer, has another key."""
+
+    address: Address
+    engine_id: str
+    epoch: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The endpoint is ready for reads."""
+
+    peer: PeerKey
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectFailed:
+    """The endpoint could not be set up; nothing of it remains."""
+
+    peer: PeerKey
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """The read is terminal: from now on nothing of it can land. `error` is "" when every byte is in."""
+
+    read_id: ReadId
+    error: str = ""
+    endpoint_broken: bool = False  # no further read of this peer will succeed before a new handshake
+
+
+Completion = Connected | ConnectFailed | ReadEnded
+
+
+class Transport(ABC):
+    """Owned by the control thread, which makes every call but `set_waker`."""
+
+    @abstractmethod
+    def register(self, cache: CacheDescription) -> None:
+        """Make the cache readable by peers and writable by reads. Called once, first.
+
+        Raises ConnectorUnavailable when the backend does not start."""
+
+    @abstractmethod
+    def describe(self) -> bytes:
+        """What a peer needs to read from here. Opaque to all but the peer's transport."""
+
+    @abstractmethod
+    def connect(self, peer: PeerKey, description: bytes) -> None:
+        """Set an endpoint up. Connected or ConnectFailed follows, unless `disconnect` comes first."""
+
+    @abstractmethod
+    def read(self, peer: PeerKey, read_id: ReadId, remote: Sequence[int], local: Sequence[int]) -> None:
+        """Start reading the peer's blocks `remote` into our blocks `local`.
+
+        Exactly one ReadEnded follows, however long it takes; `disconnect` makes it come.
+        """
+
+    @abstractmethod
+    def disconnect(self, peer: PeerKey) -> None:
+        """Tear the endpoint down. Its reads end with an error. Unknown peers are ignored."""
+
+    @abstractmethod
+    def poll(self) -> list[Completion]:
+        """What happened since the last call."""
+
+    @abstractmethod
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        """`wake` is called from any thread after a completion becomes available to `poll`."""
+
+    @abstractmethod
+    def close(self, deadline_s: float) -> None:
+        """Tear everything down; gives up on calls that hang after `deadline_s`. Idempotent."""

@@ -1,0 +1,199 @@
+"""A prefill node in a process of its own, driven through a pipe. Its blocks hold recognisable bytes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import psutil
+import torch
+
+from pd_connectors.base import CacheDescription, Connector, ConnectorContext, Event, PublishSpec
+from pd_connectors.protocol.errors import LeaseEnd
+from pd_connectors.protocol.messages import SampledToken
+from pd_connectors.protocol.ticket import Geometry, Ticket
+from pd_connectors.registry import create_connector
+
+GEOMETRY = Geometry(block_size=16, num_kv_heads=2, num_layers=2, head_dim=16, dtype="float32")
+KEY = b"k" * 32
+PATIENCE_S = 20.0
+
+
+def context(engine_id: str, epoch: int = 1, **changes: Any) -> ConnectorContext:
+    """Short deadlines, so that failure tests are quick."""
+    plain = ConnectorContext(
+        engine_id=engine_id,
+        epoch=epoch,
+        fingerprint="weights-a",
+        geometry=GEOMETRY,
+        cluster_key=KEY,
+        host="127.0.0.1",
+        port=0,
+        lease_ttl_s=2.0,
+        connect_deadline_s=2.0,
+        confirm_deadline_s=2.0,
+        drain_deadline_s=1.0,
+    )
+    return replace(plain, **changes)
+
+
+def make_cache(geometry: Geometry, num_blocks: int) -> CacheDescription:
+    """A cache of zeros."""
+    shape = (num_blocks, geometry.num_kv_heads, geometry.num_layers, 2, geometry.block_size, geometry.head_dim)
+    return CacheDescription(torch.zeros(shape), geometry, num_blocks)
+
+
+def stamp(cache: CacheDescription, block_id: int, version: int) -> None:
+    """Fill a block with bytes that only (block id, version) has."""
+    size = cache.tensor[block_id].numel()
+    cache.tensor[block_id].view(-1).copy_(torch.arange(size) + 1000.0 * block_id + 1e6 * version)
+
+
+def stamped(cache: CacheDescription, block_id: int, version: int) -> torch.Tensor:
+    """What `stamp` writes."""
+    size = cache.tensor[block_id].numel()
+    values = torch.arange(size) + 1000.0 * block_id + 1e6 * version
+    return values.view(cache.tensor[block_id].shape)
+
+
+@dataclass
+class Node:
+    """A connector with its cache, and every event that came out of it."""
+
+    connector: Connector
+    cache: CacheDescription
+    events: list[Event] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, connector_name: str, settings: ConnectorContext, num_blocks: int) -> Node:
+        connector = create_connector(connector_name, settings)
+        try:
+            cache = make_cache(settings.geometry, num_blocks)
+            connector.register_kv_cache(cache)
+        except BaseException:
+            connector.close()
+            raise
+        return cls(connector, cache)
+
+    def wait_for(self, kind: type[Event], load_or_lease: str, patience_s: float = PATIENCE_S) -> Any:
+        """The event of that kind; fails the test when it does not come."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            self.events += self.connector.poll()
+            for event in self.events:
+                name = getattr(event, "load_id", None) or getattr(event, "lease_id", None)
+                if isinstance(event, kind) and name == load_or_lease:
+                    return event
+            assert time.monotonic() < deadline, f"no {kind.__name__} of {load_or_lease} but {self.events}"
+            time.sleep(0.002)
+
+    def kinds(self, load_id: str) -> list[str]:
+        """Names of the load's events so far, in order."""
+        self.events += self.connector.poll()
+        return [type(event).__name__ for event in self.events if getattr(event, "load_id", None) == load_id]
+
+
+@dataclass
+class RemoteNode:
+    """The test's end of the pipe."""
+
+    process: BaseProcess
+    pipe: Connection
+    port: int
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Run one of `_COMMANDS` there."""
+        self.pipe.send((name, args))
+        assert self.pipe.poll(PATIENCE_S), f"{name} did not return"
+        return self.pipe.recv()
+
+    def open(self, num_tokens: int, *, hold: bool = False) -> Ticket:
+        ticket = self.call("open", num_tokens, hold)
+        assert isinstance(ticket, Ticket)
+        return ticket
+
+    def publish(self, lease_id: str, block_ids: tuple[int, ...], num_tokens: int, generation: int = 0) -> None:
+        self.call("publish", PublishSpec(lease_id, block_ids, num_tokens, generation))
+
+    def finish(self, lease_id: str, token_id: int = 7) -> None:
+        self.call("finish", lease_id, (SampledToken(token_id, -0.5),))
+
+    def kill(self) -> None:
+        """SIGKILL, whatever it is doing (or if it is stopped)."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self.process.join(PATIENCE_S)
+
+
+@contextmanager
+def remote_node(connector_name: str, settings: ConnectorContext, num_blocks: int = 64) -> Iterator[RemoteNode]:
+    """A prefill node in another process; killed at the end."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_serve, args=(theirs, connector_name, settings, num_blocks), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(60.0), "the remote node did not start"
+        node = RemoteNode(process, ours, ours.recv())
+        yield node
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid or 0, signal.SIGKILL)
+        process.join(PATIENCE_S)
+        ours.close()
+
+
+def _serve(pipe: Connection, connector_name: str, settings: ConnectorContext, num_blocks: int) -> None:
+    torch.set_num_threads(1)
+    node = Node.start(connector_name, settings, num_blocks)
+    for block_id in range(num_blocks):
+        stamp(node.cache, block_id, 0)
+    pipe.send(node.connector.control_port)
+    try:
+        while True:
+            name, args = pipe.recv()
+            pipe.send(_COMMANDS[name](node, *args))
+    except EOFError:
+        node.connector.close()
+
+
+def _open(node: Node, num_tokens: int, hold: bool) -> Ticket:
+    return node.connector.open_lease("r", list(range(num_tokens)), "", 1, hold=hold)
+
+
+def _events(node: Node) -> list[Event]:
+    node.events += node.connector.poll()
+    return node.events
+
+
+def _cpu_s(node: Node) -> float:
+    times = psutil.Process().cpu_times()
+    return float(times.user + times.system)
+
+
+_COMMANDS: dict[str, Callable[..., Any]] = {
+    "open": _open,
+    "publish": lambda node, publish: node.connector.send_after([publish]),
+    "finish": lambda node, lease_id, tokens: node.connector.finish_lease(lease_id, tokens),
+    "retract": lambda node, lease_id: node.connector.retract(lease_id),
+    "end": lambda node, lease_id: node.connector.end_lease(lease_id, LeaseEnd.REVOKED),
+    "stamp": lambda node, block_id, version: stamp(node.cache, block_id, version),
+    "events": _events,
+    "stats": lambda node: node.connector.stats(),
+    "cpu_s": _cpu_s,
+    "close": lambda node: node.connector.close(),
+}
