@@ -28,9 +28,11 @@ class InvalidRequest(PdError):
     kind = "invalid_request_error"
     code = "invalid_value"
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str = "") -> None:
         super().__init__(message)
         self.param = param
+        if code:
+            self.code = code
 
 
 class ModelNotFound(PdError):
@@ -75,3 +77,11 @@ class DeadlineExceeded(PdError):
 
 class StartupError(PdError):
     """The node cannot start as configured; the message says what to change."""
+
+
+def error_named(name: str, message: str) -> PdError:
+    """The error that another process named by its class; a plain PdError when there is no such class here."""
+    kinds: list[type[PdError]] = [PdError]
+    for kind in kinds:
+        kinds.extend(kind.__subclasses__())
+    return next((kind for kind in kinds if kind.__name__ == name), PdError)(message)

@@ -1,0 +1,128 @@
+"""The node's HTTP API. `create_app` builds it over a `NodeState`; its lifespan owns what it opens itself."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import uuid
+from functools import partial
+from typing import TYPE_CHECKING
+
+import aiohttp
+from fastapi import FastAPI
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request  # noqa: TC002 (FastAPI reads the annotation)
+from starlette.responses import Response
+
+from pd_cluster import __version__
+from pd_cluster.errors import PdError
+from pd_cluster.server.admin import admin_routes
+from pd_cluster.server.exchange import Exchange, error_body, json_response
+from pd_cluster.server.generate import Caller, chat_completions, completions
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from pd_cluster.server.state import NodeState
+
+logger = logging.getLogger("pd_cluster.server")
+
+CONNECT_DEADLINE_S = 3.0  # to a prefill node
+MAX_REQUEST_ID_CHARS = 128
+
+
+def create_app(state: NodeState) -> FastAPI:
+    """One app per state. Serve it with the lifespan on."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_DEADLINE_S)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as state.peers:
+            try:
+                yield
+            finally:
+                state.tokenizer.close()
+        state.peers = None
+
+    app = FastAPI(title="pd-cluster node", version=__version__, lifespan=lifespan)
+    state.metrics.add_engine(lambda: state.engine.stats, partial(_node_info, state))
+    app.add_middleware(RequestIdMiddleware)
+    app.add_exception_handler(PdError, _on_pd_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
+    app.include_router(admin_routes(state))
+
+    @app.post("/v1/chat/completions", response_class=Response)
+    async def chat_route(request: Request) -> Response:
+        return Exchange(state, "chat", partial(chat_completions, state, _caller(request)))
+
+    @app.post("/v1/completions", response_class=Response)
+    async def completions_route(request: Request) -> Response:
+        return Exchange(state, "completions", partial(completions, state, _caller(request)))
+
+    return app
+
+
+def _caller(request: Request) -> Caller:
+    wants_stream = request.headers.get("x-pd-ticket") == "stream"
+    return Caller(request.state.request_id, wants_stream, time.monotonic())
+
+
+def _node_info(state: NodeState) -> dict[str, str] | None:
+    ready = state.engine.ready
+    if ready is None:
+        return None
+    server = state.config.server
+    return {
+        "node_id": state.node_id,
+        "role": server.role,
+        "model": state.model_name,
+        "engine_id": ready.engine_id,
+        "connector": ready.connector,
+        "version": __version__,
+    }
+
+
+async def _on_pd_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, PdError)
+    return json_response(error_body(error), error.status)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = {404: f"there is no {request.url.path} here", 405: f"{request.method} is not for {request.url.path}"}
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    body = {"message": message.get(error.status_code, str(error.detail)), "type": kind, "param": None, "code": None}
+    return json_response({"error": body}, error.status_code, error.headers)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    logger.error("%s: a bug", request.url.path, exc_info=error)
+    return json_response(error_body(PdError("internal error")), 500)
+
+
+class RequestIdMiddleware:
+    """Every answer carries `x-request-id`: the caller's own when fit for a header and a log line, else a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        usable = 0 < len(given) <= MAX_REQUEST_ID_CHARS and given.isascii() and given.isprintable()
+        request_id = given if usable else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

@@ -1,0 +1,171 @@
+"""/v1/chat/completions: messages in, role and content out."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import orjson
+
+from pd_cluster.errors import InvalidRequest
+from pd_cluster.server.logprobs import chat_logprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd_cluster.server.answer import Collected
+    from pd_cluster.server.detokenizer import Vocabulary
+    from pd_cluster.server.generation import Delta
+    from pd_cluster.server.schema import ChatBody, TokenizeBody
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def chat_num_logprobs(body: ChatBody) -> int | None:
+    """How many alternatives each token is to have; None for no logprobs. Raises InvalidRequest."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def chosen_tools(body: ChatBody) -> list[dict[str, Any]] | None:
+    """The tools for the chat template. Raises InvalidRequest for a choice that would need constrained decoding."""
+    choice = body.tool_choice
+    if choice not in (None, "none", "auto"):
+        raise InvalidRequest(
+            "tool_choice must be none or auto: the model cannot be forced to call a tool", "tool_choice"
+        )
+    if choice == "auto" and not body.tools:
+        raise InvalidRequest("tool_choice auto needs tools", "tool_choice")
+    return body.tools if body.tools and choice != "none" else None
+
+
+def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
+    """What the chat template is called with, beside messages and tools. Raises InvalidRequest."""
+    add = body.add_generation_prompt is not False
+    if body.continue_final_message and body.add_generation_prompt:
+        raise InvalidRequest("continue_final_message excludes add_generation_prompt", "continue_final_message")
+    options = dict(body.chat_template_kwargs or {})
+    if reserved := options.keys() & {"tokenize", "chat_template", "conversation", "tools", "return_tensors"}:
+        raise InvalidRequest(f"chat_template_kwargs must not contain {sorted(reserved)[0]}", "chat_template_kwargs")
+    if body.continue_final_message:
+        return options | {"add_generation_prompt": False, "continue_final_message": True}
+    return options | {"add_generation_prompt": add}
+
+
+def normal_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Checked, and in the form that chat templates expect: text as one string, tool arguments as objects.
+
+    Raises InvalidRequest naming the place.
+    """
+    if not messages:
+        raise InvalidRequest("messages must not be empty", "messages")
+    return [_normal_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _normal_message(message: dict[str, Any], place: str) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in _ROLES:
+        raise InvalidRequest(f"{place}.role must be one of {', '.join(_ROLES)}", "messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(_part_text(part, f"{place}.content[{i}]") for i, part in enumerate(content))
+    elif content is not None and not isinstance(content, str):
+        raise InvalidRequest(f"{place}.content must be a string or a list of parts", "messages")
+    calls = message.get("tool_calls")
+    if content is None and not calls:
+        if role != "assistant":
+            raise InvalidRequest(f"{place}.content is required", "messages")
+        content = ""
+    normal = message | {"content": content}
+    if calls:
+        normal["tool_calls"] = _normal_calls(calls, f"{place}.tool_calls")
+    return normal
+
+
+def _part_text(part: Any, place: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text":
+        raise InvalidRequest(f"{place}: only parts of type text are supported", "messages", "unsupported_value")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{place}.text must be a string", "messages")
+    return text
+
+
+def _normal_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    """Clients send a call's arguments as JSON text; templates write them out as an object."""
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    ):
+        raise InvalidRequest(f"{place} must be a list of function calls", "messages")
+    normal = []
+    for call in calls:
+        function = call["function"]
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
+            except msgspec.DecodeError as error:
+                raise InvalidRequest(f"{place}: arguments is not valid JSON", "messages") from error
+        normal.append(call | {"function": function | {"arguments": arguments}})
+    return normal
+
+
+class ChatShape:
+    """`chat.completion` and its chunks. The constant part of a chunk is encoded once."""
+
+    def __init__(
+        self, request_id: str, model: str, vocabulary: Vocabulary, *, with_logprobs: bool, include_usage: bool
+    ) -> None:
+        self._head = {
+            "id": f"chatcmpl-{request_id}",
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._vocabulary = vocabulary
+        self._with_logprobs = with_logprobs
+        self._spoken: set[int] = set()  # choices whose role is out
+        self._before = (
+            b"data: " + orjson.dumps(self._head)[:-1].replace(b"%", b"%%") + b',"choices":[{"index":%d,"delta":'
+        )
+        self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+
+    def chunk(self, index: int, delta: Delta) -> bytes:
+        parts = []
+        if index not in self._spoken:
+            self._spoken.add(index)
+            parts.append(self._event(index, b'{"role":"assistant","content":""}'))
+        show_logprobs = self._with_logprobs and delta.tokens
+        if delta.text or show_logprobs:
+            logprobs = orjson.dumps(chat_logprobs(self._vocabulary, delta.tokens)) if show_logprobs else b"null"
+            parts.append(self._event(index, b'{"content":%s}' % orjson.dumps(delta.text), logprobs))
+        if delta.finish_reason is not None:
+            end = b'"%s","stop_reason":%s' % (delta.finish_reason.encode(), orjson.dumps(delta.stop_reason))
+            parts.append(self._event(index, b"{}", finish_reason=end))
+        return b"".join(parts)
+
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
+        return b"data: " + orjson.dumps(self._head | {"choices": [], "usage": usage}) + b"\n\n"
+
+    def body(self, choices: Sequence[Collected], usage: dict[str, Any]) -> dict[str, Any]:
+        return self._head | {
+            "object": "chat.completion",
+            "choices": [
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+                    "logprobs": chat_logprobs(self._vocabulary, choice.tokens) if self._with_logprobs else None,
+                    "finish_reason": choice.finish_reason,
+                    "stop_reason": choice.stop_reason,
+                }
+                for index, choice in enumerate(choices)
+            ],
+            "usage": usage,
+        }
+
+    def _event(self, index: int, delta: bytes, logprobs: bytes = b"null", finish_reason: bytes = b"null") -> bytes:
+        rest = b'%s,"logprobs":%s,"finish_reason":%s%s' % (delta, logprobs, finish_reason, self._after)
+        return self._before % index + rest

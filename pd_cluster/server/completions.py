@@ -1,0 +1,106 @@
+"""/v1/completions: one prompt or several, as text or as token ids."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from pd_cluster.errors import InvalidRequest
+from pd_cluster.server.logprobs import completion_logprobs
+from pd_cluster.server.schema import MAX_PROMPTS, CompletionBody, decode_value
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd_cluster.server.answer import Collected
+    from pd_cluster.server.detokenizer import Vocabulary
+    from pd_cluster.server.generation import Delta
+
+Prompt = str | list[int]
+
+
+def prompts_of(body: CompletionBody, vocab_size: int) -> list[Prompt]:
+    """At least one. Raises InvalidRequest."""
+    raw = bytes(body.prompt).lstrip()
+    inside = raw[1:].lstrip()
+    prompts: list[Prompt]
+    if raw.startswith(b'"'):
+        prompts = [decode_value(raw, str, "prompt")]
+    elif not raw.startswith(b"["):
+        raise InvalidRequest(
+            "prompt must be a string, an array of strings, an array of token ids, or an array of those", "prompt"
+        )
+    elif inside.startswith(b'"'):
+        prompts = decode_value(raw, list[str], "prompt")
+    elif inside.startswith(b"["):
+        prompts = decode_value(raw, list[list[int]], "prompt")
+    else:
+        prompts = [decode_value(raw, list[int], "prompt")]
+    if len(prompts) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt has {len(prompts)} entries; {MAX_PROMPTS} are allowed", "prompt")
+    for prompt in prompts:
+        if not prompt:
+            raise InvalidRequest("prompt must not be empty", "prompt")
+        if not isinstance(prompt, str) and not (min(prompt) >= 0 and max(prompt) < vocab_size):
+            raise InvalidRequest(f"prompt has token ids outside the vocabulary 0..{vocab_size - 1}", "prompt")
+    return prompts
+
+
+def check_best_of(body: CompletionBody) -> None:
+    """Raises InvalidRequest: sequences are not ranked here, so best_of may only repeat n."""
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidRequest("best_of must equal n: sequences are not ranked", "best_of", "unsupported_value")
+
+
+class CompletionShape:
+    """`text_completion` and its chunks. The constant part of a chunk is encoded once."""
+
+    def __init__(
+        self, request_id: str, model: str, vocabulary: Vocabulary, *, with_logprobs: bool, include_usage: bool
+    ) -> None:
+        self._head = {
+            "id": f"cmpl-{request_id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._vocabulary = vocabulary
+        self._with_logprobs = with_logprobs
+        self._offsets: dict[int, int] = {}  # choice -> characters so far
+        self._before = (
+            b"data: " + orjson.dumps(self._head)[:-1].replace(b"%", b"%%") + b',"choices":[{"index":%d,"text":'
+        )
+        self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+
+    def chunk(self, index: int, delta: Delta) -> bytes:
+        logprobs = b"null"
+        if self._with_logprobs and delta.tokens:
+            shaped, self._offsets[index] = completion_logprobs(
+                self._vocabulary, delta.tokens, self._offsets.get(index, 0)
+            )
+            logprobs = orjson.dumps(shaped)
+        elif not delta.text and delta.finish_reason is None:
+            return b""
+        end = b"null"
+        if delta.finish_reason is not None:
+            end = b'"%s","stop_reason":%s' % (delta.finish_reason.encode(), orjson.dumps(delta.stop_reason))
+        rest = b'%s,"logprobs":%s,"finish_reason":%s%s' % (orjson.dumps(delta.text), logprobs, end, self._after)
+        return self._before % index + rest
+
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
+        return b"data: " + orjson.dumps(self._head | {"choices": [], "usage": usage}) + b"\n\n"
+
+    def body(self, choices: Sequence[Collected], usage: dict[str, Any]) -> dict[str, Any]:
+        def shaped(index: int, choice: Collected) -> dict[str, Any]:
+            logprobs = completion_logprobs(self._vocabulary, choice.tokens, 0)[0] if self._with_logprobs else None
+            return {
+                "index": index,
+                "text": "".join(choice.text),
+                "logprobs": logprobs,
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+            }
+
+        return self._head | {"choices": [shaped(i, choice) for i, choice in enumerate(choices)], "usage": usage}

@@ -1,0 +1,175 @@
+"""POST /v1/chat/completions and /v1/completions: from a body to jobs, and the right way to answer them."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pd_cluster.engine.messages import Work
+from pd_cluster.errors import EngineUnavailable, InvalidRequest
+from pd_cluster.server.answer import Shape, answer_stream, answer_whole
+from pd_cluster.server.chat import ChatShape, chat_num_logprobs, chosen_tools, normal_messages, template_options
+from pd_cluster.server.completions import CompletionShape, Prompt, check_best_of, prompts_of
+from pd_cluster.server.generation import Generation
+from pd_cluster.server.handoff import Tokenize, check_prefill_leg, plan_handoff
+from pd_cluster.server.job import Job, Plan
+from pd_cluster.server.prefill_leg import answer_prefill_stream, answer_prefill_whole
+from pd_cluster.server.sampling import sampling_params, text_options
+from pd_cluster.server.schema import ChatBody, CompletionBody, GenerationBody, KvTransferParams, decode_body
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd_cluster.server.exchange import Reply
+    from pd_cluster.server.state import NodeState
+
+logger = logging.getLogger("pd_cluster.server")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What the request's headers say."""
+
+    request_id: str
+    wants_ticket_stream: bool
+    started_s: float  # monotonic
+
+
+async def chat_completions(state: NodeState, caller: Caller, reply: Reply, raw: bytes) -> None:
+    """Raises PdError."""
+    body, num_unknown = decode_body(raw, ChatBody)
+    state.metrics.unknown_fields.inc(num_unknown)
+    logprobs = chat_num_logprobs(body)
+    messages, tools, options = normal_messages(body.messages), chosen_tools(body), template_options(body)
+
+    async def tokenize() -> list[int]:
+        return await state.tokenizer.encode_chat(messages, tools, options)
+
+    shape = ChatShape(
+        caller.request_id,
+        state.model_name,
+        state.tokenizer,
+        with_logprobs=logprobs is not None,
+        include_usage=_include_usage(body),
+    )
+    await _generate(state, caller, reply, body, [tokenize], logprobs, shape, echo_ids=True)
+
+
+async def completions(state: NodeState, caller: Caller, reply: Reply, raw: bytes) -> None:
+    """Raises PdError."""
+    body, num_unknown = decode_body(raw, CompletionBody)
+    state.metrics.unknown_fields.inc(num_unknown)
+    check_best_of(body)
+    prompts = prompts_of(body, state.tokenizer.vocab_size)
+
+    async def tokenize(prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        return await state.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+
+    shape = CompletionShape(
+        caller.request_id,
+        state.model_name,
+        state.tokenizer,
+        with_logprobs=body.logprobs is not None,
+        include_usage=_include_usage(body),
+    )
+    tokenizers = [partial(tokenize, prompt) for prompt in prompts]
+    echo_ids = any(isinstance(prompt, str) for prompt in prompts)
+    await _generate(state, caller, reply, body, tokenizers, body.logprobs, shape, echo_ids=echo_ids)
+
+
+async def _generate(
+    state: NodeState,
+    caller: Caller,
+    reply: Reply,
+    body: GenerationBody,
+    prompts: Sequence[Tokenize],
+    logprobs: int | None,
+    shape: Shape,
+    *,
+    echo_ids: bool,
+) -> None:
+    if state.draining:
+        raise EngineUnavailable("this node is shutting down")
+    state.check_model(body.model)
+    _check_common(body)
+    params = body.kv_transfer_params
+    is_prefill_leg = params is not None and bool(params.do_remote_decode)
+    if is_prefill_leg:
+        check_prefill_leg(len(prompts))
+    jobs = [await _job(state, caller, body, i, prompts, logprobs) for i in range(len(prompts))]
+    generations = [Generation(state, job, caller.started_s) for job in jobs]
+    if is_prefill_leg and caller.wants_ticket_stream:
+        await answer_prefill_stream(state, reply, generations[0], echo_ids=echo_ids)
+    elif is_prefill_leg:
+        await answer_prefill_whole(state, reply, generations[0], shape, echo_ids=echo_ids)
+    elif body.stream:
+        await answer_stream(state, reply, generations, shape, include_usage=_include_usage(body))
+    else:
+        await answer_whole(state, reply, generations, shape)
+
+
+async def _job(
+    state: NodeState,
+    caller: Caller,
+    body: GenerationBody,
+    index: int,
+    prompts: Sequence[Tokenize],
+    logprobs: int | None,
+) -> Job:
+    params, salt, num_samples = body.kv_transfer_params, body.cache_salt or "", body.n or 1
+    if params is not None and params.do_remote_decode:
+        prompt = await prompts[index]()
+        plan = Plan(Work.PREFILL, hold_lease=not caller.wants_ticket_stream)
+    else:
+        if (
+            params is not None and len(prompts) > 1
+        ):  # a ticket is for one prompt; each asks the offer's nodes for its own
+            params = KvTransferParams(do_remote_prefill=params.do_remote_prefill, offer=params.offer)
+        prompt, plan = await plan_handoff(state, params, prompts[index], salt, num_samples)
+    if not prompt:
+        raise InvalidRequest("the prompt has no tokens", "prompt")
+    if plan.work is Work.PREFILL:
+        body.max_tokens, body.max_completion_tokens = 1, None  # whatever the caller wants of D
+    sampling = sampling_params(
+        body,
+        state.defaults,
+        logprobs=logprobs,
+        num_prompt_tokens=len(prompt),
+        max_model_len=state.ready.max_model_len,
+    )
+    sampling.validate(state.tokenizer.vocab_size)
+    return Job(
+        request_id=uuid.uuid4().hex,
+        client_request_id=caller.request_id,
+        prompt=prompt,
+        sampling=sampling,
+        text=text_options(body),
+        priority=body.priority or 0,
+        salt=salt,
+        plan=plan,
+    )
+
+
+def _include_usage(body: GenerationBody) -> bool:
+    return bool(body.stream and body.stream_options and body.stream_options.include_usage)
+
+
+def _check_common(body: GenerationBody) -> None:
+    """Raises InvalidRequest."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream: true", "stream_options")
+    if body.response_format is not None and body.response_format.type != "text":
+        raise InvalidRequest(
+            f"response_format {body.response_format.type} is not supported: output cannot be constrained",
+            "response_format",
+            "unsupported_value",
+        )
+    if not -(1 << 31) <= (body.priority or 0) < 1 << 31:
+        raise InvalidRequest("priority must fit into 32 bits", "priority")
+    if body.n is not None and not 1 <= body.n <= 128:
+        raise InvalidRequest(f"n must be between 1 and 128, not {body.n}", "n")

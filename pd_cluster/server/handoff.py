@@ -1,0 +1,191 @@
+"""D's side of a handoff, as policy: which ticket to trust, whom to ask next, when to prefill here, when to give up.
+
+kv_transfer_params of the request         the prompt's KV comes from
+do_remote_decode                          here, for another node (the P leg)
+ticket, verified                          that ticket's lease (P-first)
+do_remote_prefill and an offer            this engine's cache, else the offer's nodes, best first (D-first)
+none, or nothing that can be trusted      here
+
+after a failed load, `on_load_failure`:   any: the offer's next node, else here   remote: the next node, else an error
+                                          local: here                             fail: an error
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from pd_cluster.engine.messages import NeedsPrefill, PrefillLocally, UseTicket, Work
+from pd_cluster.errors import InvalidRequest, PrefillUnavailable
+from pd_cluster.server.job import Job, Plan
+from pd_cluster.server.peer import PREFILL_PARAMS, PeerError, PeerFault, PrefillLeg
+from pd_cluster.server.sampling import api_fields
+from pd_connectors.protocol.errors import BadSignature, TicketError, TicketExpired
+from pd_connectors.protocol.hashing import prompt_digest
+from pd_connectors.protocol.ticket import PROTOCOL_VERSION, Offer, Paper, Ticket, verify
+
+if TYPE_CHECKING:
+    from pd_cluster.server.schema import KvTransferParams
+    from pd_cluster.server.state import NodeState
+
+Tokenize = Callable[[], Awaitable[list[int]]]
+
+logger = logging.getLogger("pd_cluster.server")
+
+TICKET_DEADLINE_S = 5.0  # P answers at admission, before it computes: a node that takes longer is in trouble
+
+
+class Untrusted(Exception):
+    """A ticket or offer that must not be acted on; `reason` is what it is counted under."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def trusted_ticket(state: NodeState, token: str, prompt: list[int], salt: str, num_samples: int) -> Ticket:
+    """The ticket inside `token`, when it is this cluster's and promises this prompt. Raises Untrusted."""
+    ticket = _verified(state, token, Ticket)
+    if ticket.fingerprint != state.ready.fingerprint:
+        raise Untrusted("fingerprint_mismatch")
+    if ticket.num_tokens != len(prompt) or ticket.prompt_digest != prompt_digest(prompt, salt):
+        raise Untrusted("prompt_mismatch")
+    if ticket.num_samples != num_samples:
+        raise Untrusted("samples_mismatch")
+    return ticket
+
+
+def _verified(state: NodeState, token: str, kind: type[Paper]) -> Paper:
+    try:
+        paper = verify(state.key, token, kind, time.time())
+    except BadSignature as error:
+        raise Untrusted("bad_signature") from error
+    except TicketExpired as error:
+        raise Untrusted("expired") from error
+    except TicketError as error:
+        raise Untrusted("malformed") from error
+    if paper.version != PROTOCOL_VERSION:
+        raise Untrusted("protocol_mismatch")
+    return paper
+
+
+async def plan_handoff(
+    state: NodeState, params: KvTransferParams | None, tokenize: Tokenize, salt: str, num_samples: int
+) -> tuple[list[int], Plan]:
+    """The prompt's ids and where its KV comes from. P's ids are taken when its ticket vouches for them.
+
+    Raises PrefillUnavailable when nothing in `params` can be trusted and this node may not prefill by itself.
+    """
+    if params is None or not params.do_remote_prefill:
+        return await tokenize(), Plan()
+    faults: list[str] = []
+    urls: tuple[str, ...] = ()
+    if params.offer:
+        try:
+            urls = _verified(state, params.offer, Offer).prefill_urls
+        except Untrusted as error:
+            faults.append(f"offer_{error.reason}")
+    if params.ticket:
+        given = _plausible_ids(state, params.prompt_token_ids)
+        prompt = await tokenize() if given is None else given
+        try:
+            return prompt, Plan(Work.TAKE_OVER, trusted_ticket(state, params.ticket, prompt, salt, num_samples), urls)
+        except Untrusted as error:
+            faults.append(f"ticket_{error.reason}")
+    elif not urls and not faults:
+        faults.append("no_ticket")
+    for fault in faults:
+        state.metrics.fallbacks.labels(fault).inc()
+    policy = state.config.handoff.on_load_failure
+    if urls and (not params.ticket or policy in ("any", "remote")):
+        return await tokenize(), Plan(Work.TAKE_OVER, None, urls)
+    if policy in ("remote", "fail"):
+        raise PrefillUnavailable(f"no usable ticket ({', '.join(faults)}), and this node may not prefill by itself")
+    logger.info("prefilling here: %s", ", ".join(faults))
+    return await tokenize(), Plan()
+
+
+def _plausible_ids(state: NodeState, ids: list[int] | None) -> list[int] | None:
+    if not ids or min(ids) < 0 or max(ids) >= state.tokenizer.vocab_size:
+        return None
+    return ids
+
+
+class PrefillSearch:
+    """Answers one request's NeedsPrefill, and stays connected to the node that prefills. Close it with the request."""
+
+    def __init__(self, state: NodeState, job: Job) -> None:
+        self._state = state
+        self._job = job
+        self._urls = list(job.plan.prefill_urls)
+        self._ends_s = time.monotonic() + state.config.handoff.load_deadline_s
+        self._legs: list[PrefillLeg] = []
+        ticket = job.plan.ticket
+        self.prefill_node = state.node_id if ticket is None else ticket.lease.engine_id
+
+    async def answer(self, needs: NeedsPrefill) -> UseTicket | PrefillLocally:
+        """Raises PrefillUnavailable."""
+        policy = self._state.config.handoff.on_load_failure
+        reason = needs.reason
+        if reason:
+            self._fell_back(reason)
+        while self._urls and (not reason or policy in ("any", "remote")):
+            left_s = self._ends_s - time.monotonic()
+            if left_s <= 0:
+                reason = "deadline"
+                self._fell_back(reason)
+                break
+            try:
+                ticket = await self._ask(self._urls.pop(0), left_s)
+            except PeerError as error:
+                reason = error.fault
+                self._fell_back(reason, str(error))
+                continue
+            self.prefill_node = ticket.lease.engine_id
+            return UseTicket(self._job.request_id, ticket, max(self._ends_s - time.monotonic(), 0.001))
+        if policy in ("any", "local"):
+            self.prefill_node = self._state.node_id
+            return PrefillLocally(self._job.request_id)
+        raise PrefillUnavailable(
+            f"no prefill node could serve the request ({reason}), and this node may not do it itself"
+        )
+
+    async def close(self) -> None:
+        """Hang up on every prefill node asked. Idempotent."""
+        while self._legs:
+            await self._legs.pop().close()
+
+    async def _ask(self, url: str, left_s: float) -> Ticket:
+        assert self._state.peers is not None, "the app's lifespan has not begun"
+        job = self._job
+        body = {
+            "prompt": job.prompt,
+            "max_tokens": 1,
+            "stream": False,
+            "priority": job.priority,
+            "cache_salt": job.salt or None,
+            "kv_transfer_params": PREFILL_PARAMS,
+        } | api_fields(job.sampling)
+        headers = {"x-request-id": job.client_request_id}
+        leg = await PrefillLeg.open(self._state.peers, url, body, headers, min(left_s, TICKET_DEADLINE_S))
+        self._legs.append(leg)
+        try:
+            return trusted_ticket(self._state, leg.ticket, job.prompt, job.salt, job.sampling.n)
+        except Untrusted as error:
+            raise PeerError(PeerFault.BAD_ANSWER, f"{url}: {error.reason}") from error
+
+    def _fell_back(self, reason: str, detail: str = "") -> None:
+        self._state.metrics.fallbacks.labels(reason).inc()
+        logger.info("request %s: %s", self._job.request_id, detail or reason)
+
+
+def check_prefill_leg(num_prompts: int) -> None:
+    """Raises InvalidRequest: a ticket is for one prompt. Several are served D-first, where each asks for its own."""
+    if num_prompts != 1:
+        raise InvalidRequest(
+            f"a prefill leg takes one prompt, not {num_prompts}; send such requests D-first",
+            "prompt",
+            "one_prompt_per_ticket",
+        )

@@ -1,0 +1,61 @@
+"""Logprobs in the shapes of the two APIs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pd_cluster.server.detokenizer import Vocabulary
+    from pd_connectors.protocol.messages import SampledToken
+
+_LOWEST = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
+
+
+def chat_logprobs(vocabulary: Vocabulary, tokens: Iterable[SampledToken]) -> dict[str, Any]:
+    """`choices[].logprobs` of chat completions; one entry a token, the one that ended the sequence included."""
+
+    def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
+        raw = vocabulary.token_bytes(token_id)
+        return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
+
+    return {
+        "content": [
+            entry(token.token_id, token.logprob)
+            | {"top_logprobs": [entry(one.token_id, one.logprob) for one in token.top]}
+            for token in tokens
+        ]
+    }
+
+
+def completion_logprobs(
+    vocabulary: Vocabulary, tokens: Iterable[SampledToken], offset: int
+) -> tuple[dict[str, Any], int]:
+    """`choices[].logprobs` of legacy completions, and the text offset behind it. `offset`: characters before."""
+    names: list[str] = []
+    offsets: list[int] = []
+    tops: list[dict[str, float]] = []
+    values: list[float] = []
+    for token in tokens:
+        name = _name(vocabulary, token.token_id)
+        names.append(name)
+        values.append(_finite(token.logprob))
+        offsets.append(offset)
+        offset += len(vocabulary.token_bytes(token.token_id).decode(errors="replace"))
+        top = {_name(vocabulary, one.token_id): _finite(one.logprob) for one in token.top}
+        tops.append({name: values[-1]} | top)
+    return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}, offset
+
+
+def _name(vocabulary: Vocabulary, token_id: int) -> str:
+    """The token's text; a part of a character is spelled out, as OpenAI does, so that two parts never look alike."""
+    raw = vocabulary.token_bytes(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _finite(logprob: float | None) -> float:
+    return _LOWEST if logprob is None or not logprob >= _LOWEST else logprob

@@ -1,0 +1,78 @@
+"""P's side of a handoff: answering the leg that only prefills.
+
+With the header `x-pd-ticket: stream` the ticket goes out at admission, before anything is computed:
+
+    event: ticket    data: {"kv_transfer_params": {...}}
+    event: done      data: {"usage": {...}}                     the whole prompt's KV can be read
+    event: error     data: {"error": {...}, "status": 503}      instead of done
+
+Other routers wait for one JSON completion, with the same kv_transfer_params in it. Either way P gives up
+when the caller hangs up before the end.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from pd_cluster.errors import PdError
+from pd_cluster.server.answer import Shape, collect, usage_of
+from pd_cluster.server.exchange import Reply, error_body
+from pd_connectors.protocol.ticket import sign
+
+if TYPE_CHECKING:
+    from pd_cluster.server.generation import Generation
+    from pd_cluster.server.state import NodeState
+
+
+def transfer_params(state: NodeState, generation: Generation, *, echo_ids: bool) -> dict[str, Any]:
+    """What D needs. Only the signed ticket counts for our own D; the rest is what vLLM's connector writes.
+
+    `echo_ids` is False when the caller brought the ids itself.
+    """
+    ticket = generation.ticket
+    if ticket is None:
+        raise PdError("the engine prefilled without opening a lease")
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": ticket.lease.engine_id,
+        "remote_block_ids": [],
+        "remote_host": ticket.host,
+        "remote_port": ticket.port,
+        "ticket": sign(state.key, ticket),
+    }
+    return params | {"prompt_token_ids": generation.job.prompt} if echo_ids else params
+
+
+async def answer_prefill_stream(state: NodeState, reply: Reply, generation: Generation, *, echo_ids: bool) -> None:
+    """The ticket at once, then silence until the prefill is over."""
+    async with generation:
+        async for _ in generation:
+            if not reply.started:
+                params = transfer_params(state, generation, echo_ids=echo_ids)
+                await reply.start_events({"x-pd-prefill": state.node_id}, _error_event)
+                await reply.write(_event("ticket", {"kv_transfer_params": params}))
+        await reply.end(_event("done", {"usage": usage_of([generation])}))
+        await generation.settle()
+
+
+async def answer_prefill_whole(
+    state: NodeState, reply: Reply, generation: Generation, shape: Shape, *, echo_ids: bool
+) -> None:
+    """One completion with the first token as its text."""
+    async with generation:
+        choices = await collect([generation])
+        params = transfer_params(state, generation, echo_ids=echo_ids)
+        body = shape.body(choices, usage_of([generation])) | {"kv_transfer_params": params}
+        await reply.json(200, body, {"x-pd-prefill": state.node_id})
+        await generation.settle()
+
+
+def _event(name: str, data: dict[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
+
+
+def _error_event(error: PdError) -> bytes:
+    return _event("error", error_body(error) | {"status": error.status})

@@ -1,0 +1,137 @@
+"""From the API's sampling fields to `SamplingParams`, and back for the request that D sends to P."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.errors import InvalidRequest, StartupError
+from pd_cluster.server.schema import MAX_STOP_CHARS, MAX_STOP_STRINGS, GenerationBody
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_SEED_LIMIT = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What a request gets that does not say: OpenAI's values, unless the model's generation_config.json has its own."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def load(cls, model_dir: Path) -> SamplingDefaults:
+        """Raises StartupError when generation_config.json is there but cannot be read."""
+        path = model_dir / "generation_config.json"
+        if not path.is_file():
+            return cls()
+        try:
+            given = json.loads(path.read_text())
+            known = {f.name: given[f.name] for f in fields(cls) if given.get(f.name) is not None}
+            return replace(cls(), **{name: type(getattr(cls(), name))(value) for name, value in known.items()})
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise StartupError(f"{path} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How tokens become the client's text; the engine knows nothing of it."""
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special: bool = True
+
+
+def text_options(body: GenerationBody) -> TextOptions:
+    """Raises InvalidRequest."""
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop has {len(stop)} strings; {MAX_STOP_STRINGS} are allowed", "stop")
+    if any(not text for text in stop):
+        raise InvalidRequest("stop must not contain an empty string", "stop")
+    if any(len(text) > MAX_STOP_CHARS for text in stop):
+        raise InvalidRequest(f"a stop string may have {MAX_STOP_CHARS} characters", "stop")
+    return TextOptions(stop, bool(body.include_stop_str_in_output), body.skip_special_tokens is not False)
+
+
+def sampling_params(
+    body: GenerationBody,
+    defaults: SamplingDefaults,
+    *,
+    logprobs: int | None,
+    num_prompt_tokens: int,
+    max_model_len: int,
+) -> SamplingParams:
+    """Ranges are not yet checked: see `SamplingParams.validate`. Raises InvalidRequest when the context is too short.
+
+    Without max_tokens the output may fill what the prompt leaves of `max_model_len`.
+    """
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise InvalidRequest(
+            f"the prompt has {num_prompt_tokens} tokens; this model's maximum context length is {max_model_len}, "
+            "of which at least one must be left for the output",
+            "messages" if hasattr(body, "messages") else "prompt",
+            "context_length_exceeded",
+        )
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    wanted: int | None = getattr(body, name)
+    if wanted is not None and wanted > room:
+        raise InvalidRequest(
+            f"the prompt has {num_prompt_tokens} tokens and {name} asks for {wanted} more; "
+            f"this model's maximum context length is {max_model_len} tokens",
+            name,
+            "context_length_exceeded",
+        )
+    seed = body.seed
+    if seed is not None and not -_SEED_LIMIT <= seed < _SEED_LIMIT:
+        raise InvalidRequest("seed must fit into 64 bits", "seed")
+    top_k = _or(body.top_k, defaults.top_k)
+    return SamplingParams(
+        max_tokens=room if wanted is None else wanted,
+        n=_or(body.n, 1),
+        temperature=_or(body.temperature, defaults.temperature),
+        top_p=_or(body.top_p, defaults.top_p),
+        top_k=0 if top_k == -1 else top_k,
+        min_p=_or(body.min_p, defaults.min_p),
+        repetition_penalty=_or(body.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        seed=seed,
+        logit_bias=body.logit_bias or {},
+        min_tokens=_or(body.min_tokens, 0),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+    )
+
+
+def api_fields(sampling: SamplingParams) -> dict[str, Any]:
+    """The /v1/completions fields that make another node arrive at the same `sampling`, max_tokens aside."""
+    return {
+        "n": sampling.n,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "seed": sampling.seed,
+        "logit_bias": {str(token_id): bias for token_id, bias in sampling.logit_bias.items()},
+        "min_tokens": sampling.min_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "logprobs": sampling.logprobs,
+    }
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

@@ -1,0 +1,75 @@
+"""What the node's HTTP side is made of. Built once, handed to `create_app`; nothing of it is global."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pd_cluster.errors import EngineUnavailable, ModelNotFound, StartupError
+from pd_cluster.metrics import Metrics
+from pd_cluster.server.sampling import SamplingDefaults
+from pd_cluster.server.tokenizer import Tokenizer
+from pd_connectors.protocol.keys import load_cluster_key
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from pd_cluster.config import NodeConfig
+    from pd_cluster.engine.client import EngineClient
+    from pd_cluster.engine.messages import EngineReady
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeState:
+    """Fixed for the node's life, except `draining` (set by whoever stops the node) and `num_in_flight`."""
+
+    config: NodeConfig  # with model directory, served name and node id filled in
+    engine: EngineClient
+    tokenizer: Tokenizer
+    key: bytes  # the cluster's
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    metrics: Metrics = field(default_factory=Metrics)
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    num_in_flight: int = 0
+    peers: aiohttp.ClientSession | None = None  # to prefill nodes; the app's lifespan opens and closes it
+
+    @classmethod
+    def load(cls, config: NodeConfig, engine: EngineClient) -> NodeState:
+        """Reads the tokenizer, the sampling defaults and the cluster's key (seconds). Raises StartupError."""
+        model_dir = Path(config.model.model)
+        try:
+            key = load_cluster_key(config.handoff.cluster_key_file)
+        except (OSError, ValueError) as error:
+            raise StartupError(f"the cluster key cannot be read: {error}") from error
+        return cls(
+            config=config,
+            engine=engine,
+            tokenizer=Tokenizer.load(model_dir),
+            key=key,
+            defaults=SamplingDefaults.load(model_dir),
+        )
+
+    @property
+    def model_name(self) -> str:
+        return self.config.model.served_model_name or Path(self.config.model.model).name
+
+    @property
+    def node_id(self) -> str:
+        server = self.config.server
+        return server.node_id or f"{server.role}-{server.host}-{server.port}"
+
+    @property
+    def ready(self) -> EngineReady:
+        """Raises EngineUnavailable while the engine starts and after it died."""
+        ready = self.engine.ready
+        if ready is None or not self.engine.alive:
+            raise EngineUnavailable("the engine is still starting" if ready is None else "the engine is gone")
+        return ready
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ModelNotFound. A request without a model gets the one there is."""
+        if name and name not in (self.model_name, self.config.model.model):
+            raise ModelNotFound(f"the model `{name}` does not exist: this node serves `{self.model_name}`")

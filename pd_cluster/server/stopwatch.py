@@ -1,0 +1,51 @@
+"""When a request's tokens were delivered, for the latency histograms."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from pd_cluster.metrics import Metrics
+
+
+class Stopwatch:
+    """`started_s` and all times are of the monotonic clock."""
+
+    def __init__(self, started_s: float) -> None:
+        self._started_s = started_s
+        self._first_s: float | None = None
+        self._second_s: float | None = None
+        self._last_s = started_s
+        self._gaps_s: list[float] = []
+        self.num_deliveries = 0
+
+    def delivered(self, deltas: Collection[object], num_lead_tokens: int) -> None:
+        """`num_lead_tokens`: how many the first of the n sequences has now."""
+        self.num_deliveries += 1
+        if not deltas:
+            return
+        now_s = time.monotonic()
+        if self._first_s is None:
+            self._first_s = now_s
+        else:
+            self._gaps_s.append(now_s - self._last_s)
+        if self._second_s is None and num_lead_tokens > 1:
+            self._second_s = now_s
+        self._last_s = now_s
+
+    def observe(self, metrics: Metrics, num_tokens: int, *, complete: bool) -> None:
+        """`num_tokens`: of the longest sequence. `complete`: the client did not leave before the end."""
+        if self._first_s is None:
+            return
+        metrics.ttft.observe(self._first_s - self._started_s)
+        if self._second_s is not None:
+            metrics.second_token.observe(self._second_s - self._started_s)
+        for gap_s in self._gaps_s:
+            metrics.itl.observe(gap_s)
+        if complete:
+            metrics.e2e.observe(self._last_s - self._started_s)
+            if num_tokens > 1:
+                metrics.tpot.observe((self._last_s - self._first_s) / (num_tokens - 1))

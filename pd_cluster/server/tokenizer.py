@@ -1,0 +1,148 @@
+"""Text to token ids and back. What is slow runs in a thread of its own, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jinja2
+
+from pd_cluster.errors import InvalidRequest, StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+Result = TypeVar("Result")
+_SENTENCEPIECE_SPACE = "▁"
+
+
+class Tokenizer:
+    """A model's Hugging Face tokenizer. Close it to end its thread.
+
+    `vocab_size` is the model's (its embedding may have more rows than the tokenizer has entries).
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = max(vocab_size, len(tokenizer))
+        self._special = frozenset(tokenizer.all_special_ids)
+        self._bytes = _token_bytes(tokenizer)
+        # one thread: fast tokenizers keep padding and truncation settings and refuse to be entered twice
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+
+    @classmethod
+    def load(cls, model_dir: Path) -> Tokenizer:
+        """Raises StartupError."""
+        from transformers import AutoTokenizer  # two seconds of imports that only nodes need
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+            config = model_dir / "config.json"
+            vocab_size = int(json.loads(config.read_text()).get("vocab_size", 0)) if config.is_file() else 0
+        except (OSError, ValueError, KeyError) as error:
+            raise StartupError(f"the tokenizer in {model_dir} cannot be loaded: {error}") from error
+        return cls(tokenizer, vocab_size)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The token's share of the text; b"" for rows of the embedding that stand for nothing."""
+        return self._bytes[token_id] if token_id < len(self._bytes) else b""
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return await self._run(lambda: self._encode(text, add_special_tokens))
+
+    async def encode_chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]
+    ) -> list[int]:
+        """The conversation through the model's chat template, as ids. Raises InvalidRequest."""
+        if not self._tokenizer.chat_template:
+            raise InvalidRequest("this model has no chat template: use /v1/completions", "messages", "no_chat_template")
+        return await self._run(lambda: self._encode_chat(messages, tools, options))
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of these ids, special tokens included."""
+        return await self._run(lambda: b"".join(map(self.token_bytes, token_ids)).decode(errors="replace"))
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def _encode_chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]
+    ) -> list[int]:
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+            raise InvalidRequest(
+                f"the chat template refuses these messages: {error}", "messages", "chat_template"
+            ) from error
+        return self._encode(text, add_special_tokens=False)
+
+    async def _run(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _token_bytes(tokenizer: Any) -> list[bytes]:
+    """token id -> bytes: any split of a character over tokens is exact, and detokenizing is one lookup a token."""
+    pieces: list[str] = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    added = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()}
+    decoder = _decoder_name(tokenizer)
+    table = []
+    for token_id, piece in enumerate(pieces):
+        if piece is None:
+            table.append(b"")
+        elif token_id in added:
+            table.append(added[token_id].encode())
+        elif decoder == "byte_level":
+            table.append(_byte_level(piece))
+        elif decoder == "sentencepiece":
+            table.append(_sentencepiece(piece))
+        else:
+            table.append(_by_difference(tokenizer, token_id))
+    return table
+
+
+def _decoder_name(tokenizer: Any) -> str:
+    """ "byte_level" (GPT-2 and its heirs), "sentencepiece" (Llama 2, Mistral, Gemma), or "" for others."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = repr(backend.decoder) if backend is not None else ""
+    if "ByteLevel" in decoder:
+        return "byte_level"
+    return "sentencepiece" if _SENTENCEPIECE_SPACE in decoder else ""
+
+
+def _printable_bytes() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, the others are moved up from 256."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(moved)}
+
+
+_PRINTABLE_BYTES = _printable_bytes()
+
+
+def _byte_level(piece: str) -> bytes:
+    try:
+        return bytes(_PRINTABLE_BYTES[char] for char in piece)
+    except KeyError:  # not written in that alphabet: a plain word that was added without being marked as such
+        return piece.encode()
+
+
+def _sentencepiece(piece: str) -> bytes:
+    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        return bytes([int(piece[3:5], 16)])
+    return piece.replace(_SENTENCEPIECE_SPACE, " ").encode()
+
+
+def _by_difference(tokenizer: Any, token_id: int) -> bytes:
+    """For decoders that are not known here: what the token adds behind another one. Split characters stay U+FFFD."""
+    anchor: str = tokenizer.decode([token_id])
+    both: str = tokenizer.decode([token_id, token_id])
+    return both[len(anchor) :].encode()

@@ -1,0 +1,80 @@
+"""A real uvicorn in the test's own event loop, on a port that the OS chose."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import uvicorn
+from fastapi import FastAPI
+
+import pd_cluster
+from pd_cluster.config import HandoffConfig, ModelConfig, NodeConfig, ServerConfig
+from pd_cluster.server.app import create_app
+from pd_cluster.server.state import NodeState
+from pd_cluster.server.tokenizer import Tokenizer
+from tests.server.fake_engine import FakeEngine
+
+KEY = b"k" * 32
+MODEL_DIR = Path(pd_cluster.__file__).parent / "demo_model"
+START_S = 10.0
+
+
+def make_state(
+    engine: FakeEngine, *, role: str = "mixed", node_id: str = "node", handoff: HandoffConfig | None = None
+) -> NodeState:
+    config = NodeConfig(
+        model=ModelConfig(model=str(MODEL_DIR), served_model_name="demo"),
+        server=ServerConfig(role=role, node_id=node_id),
+        handoff=handoff or HandoffConfig(),
+    )
+    return NodeState(config=config, engine=engine, tokenizer=Tokenizer.load(MODEL_DIR), key=KEY)
+
+
+class Node:
+    """A running node: its address, its state, and a client session."""
+
+    def __init__(self, url: str, state: NodeState, engine: FakeEngine, session: aiohttp.ClientSession) -> None:
+        self.url = url
+        self.state = state
+        self.engine = engine
+        self.session = session
+
+    def metric(self, line: str) -> float:
+        """The value of one sample of /metrics, named as there; 0 when it is missing."""
+        for text in self.state.metrics.render().decode().splitlines():
+            if text.startswith(f"{line} "):
+                return float(text.rsplit(" ", 1)[1])
+        return 0.0
+
+
+@contextlib.asynccontextmanager
+async def serving(app: FastAPI) -> AsyncIterator[str]:
+    """The app's URL while it is served."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=5))
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+    task = asyncio.create_task(server.serve([listener]))
+    try:
+        async with asyncio.timeout(START_S):
+            while not server.started and not task.done():
+                await asyncio.sleep(0)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        async with asyncio.timeout(START_S):
+            await task
+
+
+@contextlib.asynccontextmanager
+async def running(engine: FakeEngine, *, node_id: str = "node", handoff: HandoffConfig | None = None) -> AsyncIterator[Node]:
+    """A node over `engine`."""
+    state = make_state(engine, node_id=node_id, handoff=handoff)
+    async with serving(create_app(state)) as url, aiohttp.ClientSession() as session:
+        yield Node(url, state, engine, session)
+    await engine.close()
