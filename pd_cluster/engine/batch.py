@@ -1,16 +1,18 @@
 """One step's decision and its result, as named values. The scheduler makes a Batch, the worker makes a StepResult.
 
 A batch is a *delta*: the worker keeps a row per live sequence (tokens, block table, sampling state), so a decode step
-names only what changed. That is also what lets step n+1 be prepared while step n runs: sampled tokens stay with the worker.
+names only what changed. That also lets step n+1 be prepared while step n runs: sampled tokens stay with the worker.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from pd_cluster.engine.sampling_params import SamplingParams
-from pd_connectors.base import LoadSpec, PublishSpec
-from pd_connectors.protocol.messages import SampledToken
+if TYPE_CHECKING:
+    from pd_cluster.engine.sampling_params import SamplingParams
+    from pd_connectors.base import LoadSpec, PublishSpec
+    from pd_connectors.protocol.messages import SampledToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,12 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to do: whoever waits, waits for memory that a lease, a load or a quarantine holds."""
+        copies = self.copies.swap_out or self.copies.swap_in or self.copies.copy_on_write
+        return not (self.chunks or self.departures or self.loads or copies)
 
 
 @dataclass(frozen=True, slots=True)

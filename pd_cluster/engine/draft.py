@@ -1,0 +1,95 @@
+"""A batch while it is being made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pd_cluster.engine.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
+from pd_cluster.engine.sequence import sequence_seed
+from pd_connectors.base import LoadSpec, PublishSpec
+
+if TYPE_CHECKING:
+    from pd_cluster.engine.block_manager import BlockManager, BlockTable
+    from pd_cluster.engine.sequence import Sequence
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft:
+    """One step's parts, and what is left of its token budget."""
+
+    step: int
+    budget: int  # tokens left
+    starts: list[SequenceStart] = field(default_factory=list)
+    chunks: list[SequenceChunk] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    copy_on_write: list[tuple[int, int]] = field(default_factory=list)
+    publishes: list[PublishSpec] = field(default_factory=list)
+    preempted: bool = False
+
+    def batch(self, departures: list[int], loads: list[LoadSpec]) -> Batch:
+        return Batch(
+            step=self.step,
+            starts=tuple(self.starts),
+            chunks=tuple(self.chunks),
+            departures=tuple(departures),
+            copies=BlockCopies(tuple(self.swap_out), tuple(self.swap_in), tuple(self.copy_on_write)),
+            loads=tuple(loads),
+            publishes=tuple(self.publishes),
+        )
+
+    def add_chunk(self, seq: Sequence, blocks: BlockManager) -> None:
+        """As many of the sequence's tokens as the budget allows. Its blocks exist, or can be had."""
+        table, start, num_remaining = seq.table, seq.num_scheduled_tokens, seq.num_remaining_tokens
+        assert table is not None
+        num_tokens = min(num_remaining, self.budget)
+        end = start + num_tokens
+        first_block = 0
+        new_block_ids: tuple[int, ...] = ()
+        if end > table.capacity:
+            growth = blocks.grow(table, start, end)
+            if growth.copy is not None:
+                self.copy_on_write.append(growth.copy)
+            first_block, new_block_ids = growth.first_block, growth.block_ids
+        if not seq.in_worker:
+            first_block, new_block_ids = 0, ()  # the start names them all
+            self._add_start(seq, table)
+        num_samples = 0
+        if num_tokens == num_remaining:
+            num_samples = seq.num_samples
+            seq.num_pending += 1
+        seq.num_scheduled_tokens = end
+        seq.num_in_flight += 1
+        seq.planned_step = self.step
+        self.budget -= num_tokens
+        self.chunks.append(SequenceChunk(seq.seq_id, start, num_tokens, first_block, new_block_ids, num_samples))
+        if seq.request.lease_id is not None:
+            self._announce(seq, table, seq.request.lease_id, blocks)
+
+    def _add_start(self, seq: Sequence, table: BlockTable) -> None:
+        seq.in_worker = True
+        seeds: tuple[int, ...] = ()
+        if seq.num_samples > 1:
+            seeds = tuple(sequence_seed(seq.request.seed, index) for index in range(seq.num_samples))
+        self.starts.append(
+            SequenceStart(
+                seq_id=seq.seq_id,
+                token_ids=tuple(seq.token_ids),
+                num_prompt_tokens=seq.num_prompt_tokens,
+                block_ids=tuple(table.ids),
+                sampling=seq.request.sampling,
+                seed=seq.seed,
+                num_sample_seeds=seeds,
+            )
+        )
+
+    def _announce(self, seq: Sequence, table: BlockTable, lease_id: str, blocks: BlockManager) -> None:
+        """Once this step has retired, the lease's reader may read every whole block, or the whole prompt."""
+        num_tokens = seq.num_scheduled_tokens
+        if num_tokens < seq.num_prompt_tokens:
+            num_tokens -= num_tokens % blocks.block_size
+        if num_tokens > seq.num_announced_tokens:
+            seq.num_announced_tokens = num_tokens
+            block_ids = tuple(table.ids[: blocks.blocks_for(num_tokens)])
+            self.publishes.append(PublishSpec(lease_id, block_ids, num_tokens, seq.request.lease_generation))

@@ -1,0 +1,284 @@
+"""What the next step computes. There is no prefill phase and no decode phase: every sequence has tokens left.
+
+    1  running sequences with one token left (decodes), best rank first; short of memory, the worst rank is preempted
+    2  running sequences with more (prefill chunks), while the token budget lasts
+    3  unless something was preempted: sequences that wait, while slots, memory and budget last
+
+Who gets memory: running sequences take it from parked prefix pins, then from the worst-ranked holder. Those that wait
+(admissions here, reservations for loads) hold nothing and are served strictly by rank, so that no stream of small ones
+can starve a large one. Holders that cannot be preempted (leases, loads) end within a deadline of their own.
+Nothing here reads a sampled token: a step can be planned while the one before it runs.
+"""
+
+from __future__ import annotations
+
+from heapq import merge
+from typing import TYPE_CHECKING
+
+from pd_cluster.engine.batch import SequenceChunk
+from pd_cluster.engine.draft import Draft
+from pd_cluster.engine.ranked_queue import RankedQueue
+from pd_cluster.engine.sequence import KvArrival, Request, Sequence, SequenceStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_cluster.config import SchedulerConfig
+    from pd_cluster.engine.batch import Batch
+    from pd_cluster.engine.block_manager import BlockManager
+    from pd_connectors.base import LoadSpec
+
+RUNNING, SWAPPED = SequenceStatus.RUNNING, SequenceStatus.SWAPPED
+
+
+class Planner:
+    """The queues, and the plan of one step over them. `Scheduler` decides what enters and leaves the queues."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        on_preempt: Callable[[Sequence], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.running: RankedQueue[Sequence] = RankedQueue()
+        self.waiting: RankedQueue[Sequence] = RankedQueue()  # hold no device blocks
+        self.loaded: RankedQueue[Sequence] = RankedQueue()  # hold their prompt's KV and wait for a slot
+        self.parked: RankedQueue[Request] = RankedQueue()  # wait for remote KV; until reserved they hold a prefix pin
+        self.reserving: RankedQueue[Request] = RankedQueue()  # parked, and refused blocks for want of memory
+        self.loads: list[LoadSpec] = []  # for the next batch
+        self.departures: list[int] = []  # for the next batch
+        self.counters = dict.fromkeys(
+            (
+                "preemptions_recompute_total",
+                "preemptions_swap_total",
+                "prefix_cache_queried_tokens_total",
+                "prefix_cache_hit_tokens_total",
+            ),
+            0.0,
+        )
+        self._config = config
+        self._blocks = blocks
+        self._on_preempt = on_preempt
+        self._clock = clock
+        self._num_slots_used = 0
+        self._short_of_memory: Sequence | None = None  # the waiting sequence that the last step had no blocks for
+        self._watermark = max(1, blocks.num_blocks // 100)  # kept for those that run already
+        self._next_step = 0
+
+    # queues
+
+    def run(self, seq: Sequence) -> None:
+        """Give the sequence its slots."""
+        seq.status = RUNNING
+        self.running.add(seq)
+        self._num_slots_used += seq.num_slots
+
+    def remove(self, seq: Sequence) -> None:
+        """Take the sequence out of whichever queue it is in, and its row out of the worker."""
+        if self.running.discard(seq):
+            self._num_slots_used -= seq.num_slots
+        elif not self.waiting.discard(seq):
+            self.loaded.discard(seq)
+        if seq.in_worker:
+            seq.in_worker = False
+            self.departures.append(seq.seq_id)
+
+    def give_slots_back(self, seq: Sequence, *, keep: int) -> None:
+        """A running lead no longer stands for its whole request."""
+        self._num_slots_used -= seq.num_slots - keep
+        seq.num_slots = keep
+
+    # memory
+
+    def may_reserve(self, request: Request) -> bool:
+        """Whether nobody of better rank is waiting for memory."""
+        first, short = self.reserving.first, self._short_of_memory
+        if first is not None and first.rank < request.rank:
+            return False
+        return short is None or short not in self.waiting or request.rank < short.rank
+
+    def make_room(self, num_blocks: int, claimant: Request | None) -> bool:
+        """Whether somebody who waits may take `num_blocks`; drops the pins of others for it, worst rank first."""
+        spare = self._watermark if self.running or self.loaded else 0
+        while self._blocks.num_available < num_blocks + spare:
+            if not self._drop_pin(claimant):
+                return False
+        return True
+
+    def _drop_pin(self, keep: Request | None = None) -> bool:
+        """Let a parked request's prefix become evictable. What is left of it is pinned again when it reserves."""
+        for request in reversed(self.parked):
+            table = request.table
+            if request is not keep and request.kv is KvArrival.ABSENT and table is not None and table.ids:
+                self._blocks.close(table)
+                request.table = self._blocks.open_table()
+                return True
+        return False
+
+    def _victim(self, step: int) -> Sequence | None:
+        """The worst-ranked holder of blocks that this step has not planned and no running step touches."""
+        worst = self.loaded.last
+        for seq in reversed(self.running):
+            if worst is not None and worst.rank > seq.rank:
+                break
+            if seq.planned_step != step and not seq.num_in_flight:
+                return seq
+        return worst
+
+    def _preempt(self, seq: Sequence, draft: Draft) -> None:
+        """Take the sequence's blocks. Its reader, if it has a lease, is told first."""
+        request, table, blocks = seq.request, seq.table, self._blocks
+        assert table is not None
+        assert not seq.num_in_flight
+        if request.lease_id is not None:
+            self._on_preempt(seq)
+        self.remove(seq)
+        num_held = blocks.blocks_for(seq.num_computed_tokens)
+        if request.lease_id is None and 0 < num_held <= blocks.num_host_free:
+            pairs = blocks.swap_out(table, num_held)
+            draft.swap_out += pairs
+            seq.host_block_ids = [host for _, host in pairs]
+            seq.status = SWAPPED
+            self.counters["preemptions_swap_total"] += 1
+        else:
+            blocks.close(table)
+            seq.num_computed_tokens = 0
+            seq.status = SequenceStatus.PREEMPTED
+            self.counters["preemptions_recompute_total"] += 1
+        seq.table = None
+        seq.num_scheduled_tokens = seq.num_computed_tokens
+        seq.num_announced_tokens = 0
+        self.waiting.add(seq)
+        draft.preempted = True
+
+    # planning
+
+    def plan(self) -> Batch:
+        """The next step's batch. It counts as running until `Scheduler.update` has seen its result."""
+        draft = Draft(step=self._next_step, budget=self._config.max_num_batched_tokens)
+        self._next_step += 1
+        for seq in self._plan_decodes(draft):
+            if seq.status is RUNNING and draft.budget:
+                draft.add_chunk(seq, self._blocks)
+        if not draft.preempted and (self.waiting or self.loaded):
+            self._admit(draft)
+        batch = draft.batch(self.departures, self.loads)
+        self.departures, self.loads = [], []
+        return batch
+
+    def _plan_decodes(self, draft: Draft) -> list[Sequence]:
+        """Plan every decode; return the running sequences that have more than one token left."""
+        step, chunks, prefills = draft.step, draft.chunks, []
+        for seq in tuple(self.running):
+            num_known = len(seq.token_ids) + seq.num_pending
+            start = seq.num_scheduled_tokens
+            if num_known - start > 1:
+                prefills.append(seq)
+            elif num_known >= seq.max_len or (seq.num_samples > 1 and seq.num_pending) or seq.status is not RUNNING:
+                continue  # its last token, or its first ones, are being sampled; or it was preempted just now
+            elif start < seq.table.capacity and seq.in_worker and start >= seq.num_prompt_tokens:  # type: ignore[union-attr]
+                seq.num_scheduled_tokens = num_known
+                seq.num_pending += 1
+                seq.num_in_flight += 1
+                seq.planned_step = step
+                chunks.append(SequenceChunk(seq.seq_id, start, 1, 0, (), 1))
+                draft.budget -= 1
+            elif self._make_writable(seq, draft):
+                draft.add_chunk(seq, self._blocks)
+        return prefills
+
+    def _make_writable(self, seq: Sequence, draft: Draft) -> bool:
+        """Preempt until the sequence can write its next token, or it is its own turn to yield."""
+        while not self._can_write(seq):
+            if self._drop_pin():
+                continue
+            victim = self._victim(draft.step)
+            if victim is None or victim.rank < seq.rank:
+                return False  # a step that still runs touches it: next time
+            self._preempt(victim, draft)
+            if victim is seq:
+                return False
+        return True
+
+    def _can_write(self, seq: Sequence) -> bool:
+        table, start = seq.table, seq.num_scheduled_tokens
+        assert table is not None
+        return start < table.capacity or self._blocks.can_grow(table, start, start + 1)
+
+    # admission
+
+    def _admit(self, draft: Draft) -> None:
+        """Best rank first. Short of slots nobody passes; short of memory only those may that hold theirs already."""
+        self._short_of_memory = None
+        for seq in merge(tuple(self.loaded), tuple(self.waiting), key=lambda s: s.rank):
+            if not draft.budget or draft.preempted or self._num_slots_used + seq.num_slots > self._config.max_num_seqs:
+                return
+            if seq.table is not None:
+                self._enter_loaded(seq, draft)
+            elif self._short_of_memory is None and not self._awaits_sibling(seq):
+                if self._find_memory(seq, draft):
+                    self.waiting.discard(seq)
+                    self.run(seq)
+                    draft.add_chunk(seq, self._blocks)
+                else:
+                    self._short_of_memory = seq
+            if self._short_of_memory is not None and not self.loaded:
+                return
+
+    def _enter_loaded(self, seq: Sequence, draft: Draft) -> None:
+        """Its KV is here; it needs room for one token. With nobody running, worse-ranked ones make room."""
+        while not self._can_write(seq):
+            if self._drop_pin():
+                continue
+            victim = self.loaded.last
+            if self.running or victim is None or victim is seq:
+                return
+            self._preempt(victim, draft)
+        self.loaded.discard(seq)
+        self.run(seq)
+        if seq.request.marks.decode_scheduled_s is None:
+            seq.request.marks.decode_scheduled_s = self._clock()
+        draft.add_chunk(seq, self._blocks)
+
+    def _awaits_sibling(self, seq: Sequence) -> bool:
+        """Sequences of one request compute its prompt one after the other, so that the rest find it cached."""
+        request = seq.request
+        if not request.first_tokens or not self._blocks.prefix_caching:
+            return False
+        return any(s.status is RUNNING and s.num_computed_tokens < s.num_prompt_tokens for s in request.sequences)
+
+    def _find_memory(self, seq: Sequence, draft: Draft) -> bool:
+        """All blocks that the sequence's tokens need, so that no prompt is preempted for want of its own end.
+
+        One token at least is left to compute: somebody has to produce the logits.
+        """
+        claimant = self.reserving.first
+        if claimant is not None and claimant.rank < seq.rank:
+            return False
+        blocks, num_tokens = self._blocks, len(seq.token_ids)
+        table = blocks.open_table()
+        reusable = seq.num_computed_tokens if seq.status is SWAPPED else num_tokens - 1
+        hashes = seq.hash_blocks(reusable // blocks.block_size, blocks.block_size)
+        num_cached = blocks.match(table, hashes)
+        if not self.make_room(blocks.blocks_for(num_tokens) - num_cached, seq.request):
+            blocks.close(table)
+            return False
+        if seq.status is SWAPPED:
+            draft.swap_in += blocks.swap_in(table, seq.host_block_ids)
+            seq.host_block_ids = []
+        else:
+            seq.num_computed_tokens = seq.num_scheduled_tokens = num_cached * blocks.block_size
+            self._count_hit(seq)
+        blocks.grow(table, seq.num_scheduled_tokens, num_tokens)
+        seq.table = table
+        return True
+
+    def _count_hit(self, seq: Sequence) -> None:
+        """A request's hit is what it found when it first came; what it finds after a preemption is its own."""
+        marks = seq.request.marks
+        if marks.scheduled_s is None and marks.loaded_s is None:
+            marks.scheduled_s = self._clock()
+            seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+            self.counters["prefix_cache_queried_tokens_total"] += seq.num_prompt_tokens
+            self.counters["prefix_cache_hit_tokens_total"] += seq.num_cached_tokens
