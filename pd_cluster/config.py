@@ -23,8 +23,14 @@ class ModelConfig:
 
     model: str = setting("", "Model directory or hub id. Default: the demo model inside the package.")
     served_model_name: str = setting("", "Name in the API. Default: the model directory's name.")
-    dtype: str = setting("auto", "Weights and KV dtype. auto: the model's own, float32 on CPU.", choices=("auto", "float32", "bfloat16", "float16"))
-    device: str = setting("auto", "Where the engine runs. auto: cuda when there is one.", choices=("auto", "cpu", "cuda"))
+    dtype: str = setting(
+        "auto",
+        "Weights and KV dtype. auto: the model's own, float32 on CPU.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    device: str = setting(
+        "auto", "Where the engine runs. auto: cuda when there is one.", choices=("auto", "cpu", "cuda")
+    )
     max_model_len: int = setting(0, "Longest prompt + output in tokens. 0: the model's own limit.")
     load_format: str = setting("auto", "dummy: random weights from the config alone.", choices=("auto", "dummy"))
     seed: int = setting(0, "Seeds dummy weights and requests that bring no seed.")
@@ -38,7 +44,9 @@ class CacheConfig:
     block_size: int = setting(0, "Tokens per block, a multiple of 16. 0: 16 on CPU, 64 on GPUs.")
     num_blocks: int = setting(0, "Blocks in the cache. 0: from kv_cache_gb (CPU) or gpu_memory_utilization.")
     kv_cache_gb: float = setting(1.0, "Cache size on CPU in GB, when num_blocks is 0.")
-    gpu_memory_utilization: float = setting(0.9, "Share of the GPU's memory that weights, activations and cache may fill.")
+    gpu_memory_utilization: float = setting(
+        0.9, "Share of the GPU's memory that weights, activations and cache may fill."
+    )
     swap_gb: float = setting(0.0, "Host memory for preempted sequences in GB. 0: preemption recomputes.")
     prefix_caching: bool = setting(True, "Reuse the blocks of equal prefixes.")
 
@@ -63,7 +71,9 @@ class HandoffConfig:
     """How KV moves between nodes."""
 
     connector: str = setting("nixl", "nixl, loopback, none, or package.module:Class.")
-    advertise_host: str = setting("127.0.0.1", "Address under which other nodes reach this one.", env="PD_ADVERTISE_HOST")
+    advertise_host: str = setting(
+        "127.0.0.1", "Address under which other nodes reach this one.", env="PD_ADVERTISE_HOST"
+    )
     control_port: int = setting(0, "Port for handoff control messages. 0: chosen by the OS.")
     lease_ttl_s: float = setting(10.0, "Seconds after the last renewal until P frees a lease's blocks.")
     load_deadline_s: float = setting(30.0, "Seconds D waits for a request's KV before it falls back.")
@@ -72,7 +82,9 @@ class HandoffConfig:
         choices=("any", "remote", "local", "fail"),
     )  # fmt: skip
     min_remote_tokens: int = setting(64, "D-first: prompts that lack less KV than this are prefilled on D.")
-    cluster_key_file: str = setting("", "File with the cluster's shared key. Default: $PD_CLUSTER_KEY, else one per user.")
+    cluster_key_file: str = setting(
+        "", "File with the cluster's shared key. Default: $PD_CLUSTER_KEY, else one per user."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +93,13 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(0, "HTTP port. 0: chosen by the OS and printed.")
-    role: str = setting("mixed", "Policy, not capability: every engine can do both.", choices=("prefill", "decode", "mixed"))
+    role: str = setting(
+        "mixed", "Policy, not capability: every engine can do both.", choices=("prefill", "decode", "mixed")
+    )
     node_id: str = setting("", "Name in headers, logs and tickets. Default: role-host-port.")
-    start_deadline_s: float = setting(600.0, "Seconds until the engine must be ready (weights loaded, cache allocated).")
+    start_deadline_s: float = setting(
+        600.0, "Seconds until the engine must be ready (weights loaded, cache allocated)."
+    )
     drain_s: float = setting(30.0, "Seconds a stopping node gives its running requests.")
     log_level: str = setting("info", "Log level.", choices=("debug", "info", "warning", "error"))
 

@@ -1,1 +1,1 @@
-"""The engine: which tokens to compute when, in which blocks. Pure Python over ids, except `core`, which drives a worker."""
+"""The engine: which tokens to compute when, in which blocks. Pure Python over ids; only `core` drives a worker."""

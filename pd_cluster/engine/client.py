@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import zmq
@@ -22,10 +21,13 @@ from pd_cluster.engine.messages import (
     RequestFailed,
     StartupProgress,
     TicketOpened,
-    TokensOut,
     ToEngine,
+    TokensOut,
 )
 from pd_cluster.errors import EngineUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
 
 RequestMessage = TicketOpened | TokensOut | NeedsPrefill | RequestFailed
 
@@ -138,10 +140,13 @@ class ZmqEngineClient:
             raise EngineUnavailable(self._death or "the engine is still starting")
         if request.request_id in self._streams:
             raise AssertionError(f"request id {request.request_id} is in use")
-        stream = RequestStream(request.request_id, self.send, lambda key: self._streams.pop(key, None) and None)
+        stream = RequestStream(request.request_id, self.send, self._forget)
         self._streams[request.request_id] = stream
         self.send(request)
         return stream
+
+    def _forget(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
 
     def send(self, message: ToEngine) -> None:
         if self._death:

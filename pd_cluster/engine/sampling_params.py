@@ -47,7 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest(f"logprobs must be between 0 and {MAX_TOP_LOGPROBS}, not {self.logprobs}", "logprobs")
         for token_id, bias in self.logit_bias.items():
             if not 0 <= token_id < vocab_size:
-                raise InvalidRequest(f"logit_bias has token id {token_id}; the vocabulary is 0..{vocab_size - 1}", "logit_bias")
+                raise InvalidRequest(f"logit_bias: token id {token_id} is not in 0..{vocab_size - 1}", "logit_bias")
             if not -100 <= bias <= 100:
                 raise InvalidRequest(f"logit_bias must be between -100 and 100, not {bias:g}", "logit_bias")
         if any(not 0 <= token_id < vocab_size for token_id in self.stop_token_ids):

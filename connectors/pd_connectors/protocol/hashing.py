@@ -8,8 +8,11 @@ agree on every hash. blake2b, never Python's `hash`: a collision would hand one 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 HASH_UNIT_TOKENS = 16
 DIGEST_BYTES = 16

@@ -18,6 +18,7 @@ from pd_connectors.protocol.errors import BadSignature, TicketError, TicketExpir
 
 PROTOCOL_VERSION = 1
 MAC_BYTES = 16
+TICKET_LIFETIME_S = 600.0  # far above any clock skew between nodes
 
 
 class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,7 +51,7 @@ class Ticket(msgspec.Struct, frozen=True, tag=True):
     request_id: str
     lease: LeaseRef
     generation: int
-    expires_at_s: float  # wall clock, seconds since 1970; bounds how long a leaked ticket is worth anything
+    expires_at_s: float  # wall clock; bounds a leaked ticket's worth in minutes. The lease's own life is P's business
     fingerprint: str
     geometry: Geometry
     prompt_digest: bytes
@@ -94,7 +95,9 @@ def verify(key: bytes, token: str, kind: type[Paper], now_s: float) -> Paper:
         raise TicketError("not base64") from error
     signature, payload = raw[:MAC_BYTES], raw[MAC_BYTES:]
     if not hmac.compare_digest(signature, mac(key, payload)):
-        raise BadSignature(f"the {kind.__name__.lower()} was not signed with this cluster's key (do all nodes share one key?)")
+        raise BadSignature(
+            f"the {kind.__name__.lower()} was not signed with this cluster's key (do all nodes share one key?)"
+        )
     try:
         paper = msgspec.msgpack.decode(payload, type=kind)
     except msgspec.MsgspecError as error:

@@ -1,0 +1,220 @@
+"""The engine's step loop: messages in, one step, tokens out.
+
+One turn, in this order, so that nothing is decided on old news:
+
+    messages from the API process  ->  connector events  ->  reserve blocks for loads  ->  schedule
+    ->  recv_before  ->  the step  ->  send_after  ->  update  ->  tokens, finished leases, statistics out
+
+Everything here runs on one thread. With nothing to do it sleeps on the mailbox, which messages and events wake.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from typing import TYPE_CHECKING
+
+from pd_cluster.engine.block_manager import BlockManager
+from pd_cluster.engine.handoffs import Handoffs, admit, refusal
+from pd_cluster.engine.messages import (
+    Abort,
+    AddRequest,
+    EngineStats,
+    PrefillLocally,
+    ReleaseLease,
+    ToEngine,
+    TokensOut,
+    UseTicket,
+    Work,
+)
+from pd_cluster.engine.scheduler import Scheduler, Update
+from pd_cluster.errors import PdError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_cluster.config import NodeConfig
+    from pd_cluster.engine.batch import Batch
+    from pd_cluster.engine.mailbox import Mailbox
+    from pd_cluster.engine.sequence import Request
+    from pd_cluster.worker.executor import Executor
+    from pd_connectors.base import Connector
+
+logger = logging.getLogger("pd_cluster.engine")
+
+IDLE_WAIT_S = 1.0  # upper bound of one sleep; wake-ups make it shorter
+STATS_EVERY_S = 0.1  # while busy; always before sleeping
+
+
+class EngineCore:
+    """Owns the scheduler and the live requests; drives the executor and the connector, which its builder closes."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        executor: Executor,
+        connector: Connector,
+        mailbox: Mailbox,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._executor = executor
+        self._connector = connector
+        self._mailbox = mailbox
+        self._clock = clock
+        self._blocks = BlockManager(
+            executor.num_blocks,
+            executor.block_size,
+            num_host_blocks=executor.num_host_blocks,
+            prefix_caching=config.cache.prefix_caching,
+        )
+        self._handoffs = Handoffs(connector, mailbox.send, self._report)
+        self._scheduler = Scheduler(
+            config.scheduler,
+            self._blocks,
+            max_model_len=executor.model.max_model_len,
+            eos_token_ids=executor.model.eos_token_ids,
+            on_preempt=self._handoffs.on_preempt,
+            clock=clock,
+        )
+        self._requests: dict[str, Request] = {}
+        self._random = random.SystemRandom()
+        self._stopping = False
+        self._stats: EngineStats | None = None
+        self._stats_sent_at = -STATS_EVERY_S
+        self._num_steps = 0
+        self._num_tokens = 0
+        self._step_s = 0.0
+        connector.set_waker(mailbox.wake)
+
+    def stop(self) -> None:
+        """End `run` after the current step. May be called from a signal handler or another thread."""
+        self._stopping = True
+        self._mailbox.wake()
+
+    def run(self) -> None:
+        """Until `stop`. Whatever this raises is a bug of ours or a broken device."""
+        while not self._stopping:
+            if not self.turn():
+                self._settle()
+                self._mailbox.wait(IDLE_WAIT_S)
+        logger.info("stopping with %d requests", len(self._requests))
+
+    def turn(self) -> bool:
+        """One turn. False when there was nothing to compute: only a message or an event can change that."""
+        scheduler, connector = self._scheduler, self._connector
+        for message in self._mailbox.receive():
+            self._take(message)
+        self._handoffs.take_events(scheduler)
+        self._handoffs.reserve(scheduler)
+        if not scheduler.has_work:
+            return False
+        batch = scheduler.schedule()
+        connector.recv_before(batch.loads)
+        if _is_empty(batch):
+            return False
+        started = self._clock()
+        result = self._executor.execute(batch)
+        self._step_s += self._clock() - started
+        self._num_steps += 1
+        self._num_tokens += batch.num_tokens
+        connector.send_after(batch.publishes)
+        for update in scheduler.update(batch, result):
+            if update.request.work is Work.PREFILL:
+                self._handoffs.finish_lease(update)
+            self._report(update)
+        if self._clock() - self._stats_sent_at >= STATS_EVERY_S:
+            self._send_stats()
+        return True
+
+    # messages
+
+    def _take(self, message: ToEngine) -> None:
+        match message:
+            case AddRequest():
+                self._add(message)
+            case UseTicket():
+                self._handoffs.use_ticket(message.request_id, message.ticket, message.load_deadline_s, self._scheduler)
+            case PrefillLocally():
+                self._handoffs.prefill_locally(message.request_id, self._scheduler)
+            case Abort():
+                self._abort(message)
+            case ReleaseLease():
+                self._handoffs.release(message.lease_id, self._scheduler)
+
+    def _add(self, message: AddRequest) -> None:
+        try:
+            seed = self._random.getrandbits(63)
+            request = admit(message, self._handoffs, self._scheduler, seed, self._executor.model.vocab_size)
+        except PdError as error:
+            self._mailbox.send(refusal(message, error))
+        else:
+            if not request.finished:
+                self._requests[message.request_id] = request
+
+    def _abort(self, message: Abort) -> None:
+        request = self._requests.get(message.request_id)
+        if request is None:
+            return
+        if message.index is None or request.num_live == 1:
+            self._handoffs.revoke(request)
+        update = self._scheduler.abort(request, message.index, message.reason)
+        if update is not None:
+            self._report(update)
+
+    # replies
+
+    def _report(self, update: Update) -> None:
+        """Send what happened to a request; let go of it when that was all."""
+        request = update.request
+        if update.finished:
+            self._handoffs.forget(request)
+            self._requests.pop(request.request_id, None)
+        self._mailbox.send(
+            TokensOut(
+                request_id=request.request_id,
+                sequences=update.sequences,
+                finished=update.finished,
+                num_cached_tokens=request.num_cached_tokens,
+                num_external_tokens=request.num_external_tokens,
+                timeline=request.timeline() if update.finished else None,
+            )
+        )
+
+    def _settle(self) -> None:
+        """Before sleeping: prove that no block is lost, and say how things stand."""
+        if self._scheduler.idle and not self._requests:
+            self._blocks.check()
+        self._send_stats()
+
+    def _send_stats(self) -> None:
+        scheduler = self._scheduler
+        counters = {
+            "engine_steps_total": float(self._num_steps),
+            "engine_step_tokens_total": float(self._num_tokens),
+            "engine_step_seconds_total": self._step_s,
+            **scheduler.counters,
+            **self._handoffs.counters,
+        }
+        gauges = {"orphaned_loads": float(self._handoffs.num_orphans)}
+        for name, value in self._connector.stats().items():
+            (counters if name.partition("|")[0].endswith("_total") else gauges)[name] = value
+        stats = EngineStats(
+            kv=self._blocks.stats(),
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_waiting_for_remote_kv=scheduler.num_waiting_for_remote_kv,
+            counters=counters,
+            gauges=gauges,
+        )
+        self._stats_sent_at = self._clock()
+        if stats != self._stats:
+            self._stats = stats
+            self._mailbox.send(stats)
+
+
+def _is_empty(batch: Batch) -> bool:
+    copies = batch.copies
+    return not (
+        batch.chunks or batch.starts or batch.departures or copies.swap_out or copies.swap_in or copies.copy_on_write
+    )

@@ -1,0 +1,64 @@
+"""The engine's end of the line to its API process, and the bell that other threads ring."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+import zmq
+
+from pd_cluster.engine.messages import FromEngine, ToEngine
+
+
+class Mailbox:
+    """Receives and sends on the step loop's thread; `wake` may be called from any thread.
+
+    `address` is the prefix of the two ipc sockets that the API process has bound.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self._in = context.socket(zmq.PULL)
+        self._in.set_hwm(0)
+        self._in.connect(f"{address}.in")
+        self._out = context.socket(zmq.PUSH)
+        self._out.set_hwm(0)
+        self._out.setsockopt(zmq.LINGER, 1000)  # ms: the last words get out, and an absent reader cannot hold us
+        self._out.connect(f"{address}.out")
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._in, zmq.POLLIN)
+        self._poller.register(self._bell, zmq.POLLIN)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+        self._closed = False
+
+    def wake(self) -> None:
+        """End the current or the next `wait`."""
+        if not self._closed:
+            os.eventfd_write(self._bell, 1)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when there is something to `receive`, when woken, or after `timeout_s`."""
+        if any(source == self._bell for source, _ in self._poller.poll(int(timeout_s * 1000))):
+            os.eventfd_read(self._bell)
+
+    def receive(self) -> list[ToEngine]:
+        """Everything that has arrived. Never blocks."""
+        messages: list[ToEngine] = []
+        while True:
+            try:
+                messages.append(self._decoder.decode(self._in.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return messages
+
+    def send(self, message: FromEngine) -> None:
+        """Queue a message; without a high-water mark this cannot block."""
+        self._out.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._in.close(linger=0)
+            self._out.close()
+            os.close(self._bell)

@@ -1,0 +1,129 @@
+"""The engine process: how the API process starts one, and what runs in it.
+
+The configuration travels on the child's standard input, which then stays open for as long as the API process lives: its
+end is how the engine learns that it was orphaned, whatever killed the parent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from pd_cluster.config import NodeConfig
+from pd_cluster.engine.core import EngineCore
+from pd_cluster.engine.mailbox import Mailbox
+from pd_cluster.engine.messages import EngineDied, EngineReady, StartupProgress
+from pd_cluster.errors import PdError
+from pd_connectors.base import ConnectorContext
+from pd_connectors.protocol.errors import HandoffError
+from pd_connectors.protocol.keys import load_cluster_key
+from pd_connectors.registry import create_connector
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+logger = logging.getLogger("pd_cluster.engine")
+
+ORPHAN_EXIT_CODE = 3
+SWITCH_INTERVAL_S = 0.0005  # CPython's 5 ms would let the step loop hold up a confirmation for longer than a handover
+
+
+def spawn_engine(config: NodeConfig, address: str) -> subprocess.Popen[bytes]:
+    """Start an engine that connects to the ipc sockets `{address}.in` and `{address}.out`.
+
+    The caller keeps the returned process's `stdin` open for as long as the engine shall live.
+    """
+    process = subprocess.Popen([sys.executable, "-m", "pd_cluster.engine.process", address], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    try:
+        process.stdin.write(msgspec.json.encode(config) + b"\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        pass  # it died at once; the caller, who watches the process, reports that
+    return process
+
+
+def _exit_with_parent() -> None:
+    """Runs in a thread: leaves no orphan behind when the API process goes without a word."""
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(ORPHAN_EXIT_CODE)
+
+
+def _build(config: NodeConfig, mailbox: Mailbox, cleanup: ExitStack) -> tuple[EngineCore, EngineReady]:
+    from pd_cluster.worker.executor import Executor  # torch: only here, so that the errors above come fast
+
+    executor = Executor(config, lambda text: mailbox.send(StartupProgress(text)))
+    cleanup.callback(executor.close)
+    geometry = executor.cache.geometry
+    epoch = secrets.randbits(63)
+    context = ConnectorContext(
+        engine_id=config.server.node_id or f"engine-{secrets.token_hex(4)}",
+        epoch=epoch,
+        fingerprint=executor.model.fingerprint,
+        geometry=geometry,
+        cluster_key=load_cluster_key(config.handoff.cluster_key_file),
+        host=config.handoff.advertise_host,
+        port=config.handoff.control_port,
+        lease_ttl_s=config.handoff.lease_ttl_s,
+    )
+    connector = create_connector(config.handoff.connector, context)
+    cleanup.callback(connector.close)
+    connector.register_kv_cache(executor.cache)
+    core = EngineCore(config, executor, connector, mailbox)
+    ready = EngineReady(
+        engine_id=context.engine_id,
+        epoch=epoch,
+        num_blocks=executor.num_blocks,
+        block_size=geometry.block_size,
+        max_model_len=executor.model.max_model_len,
+        fingerprint=context.fingerprint,
+        connector=config.handoff.connector,
+        control_port=connector.control_port,
+    )
+    return core, ready
+
+
+def main() -> int:
+    """Entry point of the child: `python -m pd_cluster.engine.process ADDRESS` with a NodeConfig on standard input."""
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=NodeConfig)
+    logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API process decides
+    threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    context = zmq.Context()
+    mailbox = Mailbox(context, sys.argv[1])
+    try:
+        with ExitStack() as cleanup:
+            core, ready = _build(config, mailbox, cleanup)
+
+            def stop(signum: int, frame: FrameType | None) -> None:
+                core.stop()
+
+            signal.signal(signal.SIGTERM, stop)
+            mailbox.send(ready)
+            core.run()
+    except Exception as error:
+        expected = isinstance(error, PdError | HandoffError | OSError)
+        if not expected:
+            logger.exception("the engine died")
+        mailbox.send(EngineDied(str(error) if expected else f"{type(error).__name__}: {error}"))
+        return 1
+    finally:
+        mailbox.close()
+        context.term()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
