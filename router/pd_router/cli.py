@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
+import signal
 import socket
 import sys
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from pd_connectors.protocol.keys import load_cluster_key
 
+from pd_connectors.protocol.keys import load_cluster_key
 from pd_router.app import create_app
 from pd_router.config import RouterConfig
 from pd_router.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _PARSERS = {"int": int, "float": float, "str": str}
 
@@ -43,7 +48,10 @@ def config_from(args: argparse.Namespace) -> RouterConfig:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM. The exit code: 0, or 2 with a message when the router cannot start as told."""
+    """Serve until SIGINT or SIGTERM. The exit code: 0, or 2 with a message when the router cannot start as told.
+
+    Call it from the main thread.
+    """
     try:
         config = config_from(args)
         try:
@@ -56,8 +64,9 @@ def run(args: argparse.Namespace) -> int:
         return 2
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with listener:
-        make_server(config, key).run(sockets=[listener])
-    return 0
+        server = make_server(config, key)
+        server.run(sockets=[listener])
+    return 0 if server.started else 1
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -96,7 +105,17 @@ def make_server(config: RouterConfig, key: bytes) -> uvicorn.Server:
 
 
 class _Server(uvicorn.Server):
-    """Says on stdout where it serves, once it does."""
+    """Says on stdout where it serves, once it does. To be ended by a signal in good order is no failure."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Unlike uvicorn's, does not raise the signal again at the end: that would make the exit code -15."""
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

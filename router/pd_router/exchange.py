@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import orjson
-from pd_connectors.protocol.ticket import Offer, sign
 
+from pd_connectors.protocol.ticket import Offer, sign
 from pd_router import policy
 from pd_router.client import JSON_TYPE, Reply
 from pd_router.config import Order, RouterConfig

@@ -44,6 +44,7 @@ class PrefillLeg:
         self._upstream = upstream
         self._charge = charge
         self._parser = SseParser()
+        self._after_ticket: list[Event] = []  # a short prompt's "done" may come together with its ticket
         self._response: aiohttp.ClientResponse | None = None
 
     async def open(self, path: str, headers: Mapping[str, str], body: bytes, ticket_timeout_s: float) -> Handoff:
@@ -67,8 +68,10 @@ class PrefillLeg:
         if response.content_type != EVENT_STREAM:
             return self._read_params(await response.read())  # an engine without tickets: it has prefilled by now
         while chunk := await response.content.readany():
-            for event in self._parser.feed(chunk):
+            events = self._parser.feed(chunk)
+            for i, event in enumerate(events):
                 if event.name == "ticket":
+                    self._after_ticket = events[i + 1 :]
                     return self._read_params(event.data)
                 if event.name == "error":
                     raise _failure_in(self.node, event)
@@ -99,11 +102,16 @@ class PrefillLeg:
     async def _read_to_end(self, response: aiohttp.ClientResponse) -> None:
         done = False
         failure: LegFailed | None = None
-        while chunk := await response.content.readany():
-            for event in self._parser.feed(chunk):
+        events = self._after_ticket
+        while True:
+            for event in events:
                 done = done or event.name == "done"
                 if event.name == "error":
                     failure = _failure_in(self.node, event)
+            chunk = await response.content.readany()
+            if not chunk:
+                break
+            events = self._parser.feed(chunk)
         if failure is not None:
             raise failure
         if not done:

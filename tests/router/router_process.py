@@ -1,0 +1,82 @@
+"""The real router on a real port, inside the test's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import aiohttp
+import uvicorn
+
+from pd_router.app import create_app
+from pd_router.cli import listen
+from pd_router.config import RouterConfig
+from tests.router.fake_nodes import WAIT_S
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from pd_router.exchange import Services
+    from tests.router.fake_nodes import FakeNode
+
+KEY = b"k" * 32
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the event loop run until `condition` holds; fails after WAIT_S."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
+            await asyncio.sleep(0)
+
+
+class Router:
+    """Its address, its parts, and a client session towards it."""
+
+    def __init__(self, url: str, services: Services, session: aiohttp.ClientSession) -> None:
+        self.url = url
+        self.services = services
+        self.session = session
+
+    def count(self, name: str, **labels: str) -> float:
+        """A sample of the router's metrics; 0 when nothing was counted."""
+        return self.services.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    async def idle(self) -> None:
+        """Until what requests left behind is done; then no charge may be left."""
+        await until(lambda: not len(self.services.background))
+        assert set(self.outstanding()) == {(0, 0)}
+
+    def outstanding(self) -> list[tuple[int, int]]:
+        return [(n.prefill_bytes, n.decode_sequences) for n in self.services.table.nodes]
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    prefill: list[FakeNode] | None = None,
+    decode: list[FakeNode] | None = None,
+    mixed: list[FakeNode] | None = None,
+    **settings: object,
+) -> AsyncIterator[Router]:
+    """Starts the router over nodes that run already. Health is polled once, then only when a test asks."""
+    config = RouterConfig(
+        prefill=tuple(n.url for n in prefill or []),
+        decode=tuple(n.url for n in decode or []),
+        mixed=tuple(n.url for n in mixed or []),
+        **{"health_interval_s": 3600.0, "connect_timeout_s": 2.0, **settings},  # type: ignore[arg-type]
+    )
+    app = create_app(config, KEY)
+    listener = listen("127.0.0.1", 0)
+    server = uvicorn.Server(
+        uvicorn.Config(app, http="httptools", log_config=None, access_log=False, timeout_graceful_shutdown=1)
+    )
+    serving_task = asyncio.ensure_future(server.serve(sockets=[listener]))
+    try:
+        await until(lambda: server.started or serving_task.done())
+        assert server.started, "the router did not start"
+        async with aiohttp.ClientSession() as session:
+            yield Router(f"http://127.0.0.1:{listener.getsockname()[1]}", app.state.services, session)
+    finally:
+        server.should_exit = True
+        await serving_task
+        listener.close()

@@ -1,0 +1,143 @@
+"""Bad input, missing nodes, the small endpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from tests.router import fake_nodes as fakes
+from tests.router.fake_nodes import FakeNode, running
+from tests.router.router_process import serving
+
+pytestmark = pytest.mark.anyio
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'"x"', b"\xff", b'{"model": nope}', b"{} x"])
+async def test_malformed_json_is_a_400(path: str, raw: bytes) -> None:
+    d = FakeNode("decode", fakes.decode)
+    async with running(d), serving(None, [d]) as router:
+        async with router.session.post(router.url + path, data=raw) as answer:
+            error = (await answer.json())["error"]
+            assert answer.status == 400
+            assert error["type"] == "invalid_request_error"
+            assert error.keys() == {"message", "type", "param", "code"}
+            assert answer.headers["x-request-id"].startswith("req-")
+        assert d.seen == []
+
+
+async def test_an_unknown_model_is_a_404_and_a_known_one_goes_where_it_is() -> None:
+    d, e = FakeNode("decode", fakes.decode, node_id="d"), FakeNode("decode", fakes.decode, ("other",), node_id="e")
+    async with running(d, e), serving(None, [d, e]) as router:
+        async with router.session.post(router.url + CHAT, json=BODY | {"model": "nope"}) as answer:
+            assert answer.status == 404
+            assert (await answer.json())["error"]["code"] == "model_not_found"
+        for _ in range(3):
+            async with router.session.post(router.url + CHAT, json=BODY | {"model": "other"}) as answer:
+                assert (answer.status, answer.headers["x-pd-decode"]) == (200, "e")
+        assert d.seen == []
+
+
+async def test_too_large_a_body_is_a_413() -> None:
+    d = FakeNode("decode", fakes.decode)
+    big = BODY | {"x": "y" * 2000}
+    async with (
+        running(d),
+        serving(None, [d], max_body_mb=0.001) as router,
+        router.session.post(router.url + CHAT, json=big) as answer,
+    ):
+        assert answer.status == 413
+        assert (await answer.json())["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status"), [("/nope", "GET", 404), (CHAT, "GET", 405), ("/health", "POST", 405)]
+)
+async def test_unknown_paths_answer_in_the_same_shape(path: str, method: str, status: int) -> None:
+    d = FakeNode("decode", fakes.decode)
+    async with (
+        running(d),
+        serving(None, [d]) as router,
+        router.session.request(method, router.url + path) as answer,
+    ):
+        assert answer.status == status
+        assert (await answer.json())["error"].keys() == {"message", "type", "param", "code"}
+
+
+async def test_mixed_nodes_serve_alone_and_before_decode_nodes() -> None:
+    d, m = FakeNode("decode", fakes.decode, node_id="d"), FakeNode("mixed", fakes.decode, node_id="m")
+    async with running(d, m), serving(None, [d], [m]) as router:
+        for _ in range(3):
+            async with router.session.post(router.url + CHAT, json=BODY, headers={"x-pd-route": "p-first"}) as answer:
+                assert answer.headers["x-pd-route"] == "direct; reason=no-prefill-node"
+                assert answer.headers["x-pd-prefill"] == answer.headers["x-pd-decode"] == "m"
+        assert d.seen == []
+        assert router.count("pd_router_requests_total", order="direct", reason="no-prefill-node", outcome="ok") == 3
+
+
+async def test_no_node_that_decodes_is_a_503() -> None:
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode)
+    d.is_up = False
+    async with running(p, d), serving([p], [d]) as router:
+        async with router.session.post(router.url + CHAT, json=BODY) as answer:
+            assert answer.status == 503
+            assert (await answer.json())["error"]["code"] == "no_healthy_node"
+        async with router.session.get(router.url + "/health") as answer:
+            assert (answer.status, (await answer.json())["healthy"]) == (503, {"prefill": 1, "decode": 0})
+        assert p.seen == []
+
+
+async def test_what_the_router_tells_about_itself() -> None:
+    p, d = FakeNode("prefill", fakes.prefill, node_id="p7"), FakeNode("decode", fakes.decode)
+    async with running(p, d), serving([p], [d]) as router:
+        async with router.session.get(router.url + "/health") as answer:
+            assert (answer.status, (await answer.json())["status"]) == (200, "ok")
+        async with router.session.get(router.url + "/nodes") as answer:
+            told = (await answer.json())["nodes"]
+        assert told[0] == {
+            "node_id": "p7", "role": "prefill", "url": p.url, "healthy": True, "epoch": 7, "models": ["demo"],
+            "outstanding": {"prefill_bytes": 0, "sequences": 0},
+        }  # fmt: skip
+        async with router.session.post(router.url + CHAT, json=BODY):
+            pass
+        async with router.session.get(router.url + "/metrics") as answer:
+            text = await answer.text()
+        assert 'pd_router_requests_total{order="p-first",outcome="ok",reason="default"} 1.0' in text
+        assert 'pd_router_node_healthy{node="p7",role="prefill"} 1.0' in text
+        assert "pd_router_ticket_seconds_count 1.0" in text
+
+
+async def test_models_and_tokenize_are_any_nodes_business() -> None:
+    async def tokenize(node: FakeNode, request: Any, seen: fakes.Seen) -> Any:
+        from aiohttp import web
+
+        return web.json_response({"tokens": [1], "path": seen.path, "auth": seen.headers["authorization"]})
+
+    p, d = FakeNode("prefill", tokenize), FakeNode("decode", fakes.decode)
+    async with running(p, d), serving([p], [d]) as router:
+        async with router.session.get(router.url + "/v1/models") as answer:
+            assert [entry["id"] for entry in (await answer.json())["data"]] == ["demo"]
+        for path in ("/tokenize", "/detokenize"):
+            headers = {"authorization": "Bearer x"}
+            async with router.session.post(
+                router.url + path, json={"model": "demo", "prompt": "x"}, headers=headers
+            ) as answer:
+                assert orjson.loads(await answer.read()) == {"tokens": [1], "path": path, "auth": "Bearer x"}
+        await p.stop()  # the next one answers
+        async with router.session.get(router.url + "/v1/models") as answer:
+            assert answer.status == 200
+
+
+async def test_a_nodes_answer_to_a_bad_tokenize_passes() -> None:
+    p, d = FakeNode("prefill", fakes.refuse(400)), FakeNode("decode", fakes.decode)
+    async with (
+        running(p, d),
+        serving([p], [d]) as router,
+        router.session.post(router.url + "/tokenize", json={}) as answer,
+    ):
+        assert answer.status == 400
+        assert (await answer.json())["error"]["message"] == "no (fake-prefill)"

@@ -1,0 +1,291 @@
+"""What happens when a node refuses, breaks, keeps silent or is not there."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+
+from tests.router import fake_nodes as fakes
+from tests.router.fake_nodes import FakeNode, running
+from tests.router.router_process import Router, serving
+
+pytestmark = pytest.mark.anyio
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def post(router: Router, *, stream: bool = False, order: str | None = None) -> tuple[int, dict[str, str], bytes]:
+    headers = {"x-pd-route": order} if order else {}
+    async with router.session.post(router.url + CHAT, json=BODY | {"stream": stream}, headers=headers) as answer:
+        return answer.status, {k.lower(): v for k, v in answer.headers.items()}, await answer.read()
+
+
+async def test_a_refusal_of_p_reaches_the_client_as_it_is() -> None:
+    p, d = FakeNode("prefill", fakes.refuse(400)), FakeNode("decode", fakes.decode)
+    async with running(p, d), serving([p], [d]) as router:
+        status, headers, body = await post(router)
+        assert status == 400
+        assert orjson.loads(body)["error"]["message"] == "no (fake-prefill)"
+        assert headers["x-pd-route"] == "p-first; reason=default"
+        assert d.seen == []
+        assert router.services.table.nodes[0].failures_in_row == 0
+        await router.idle()
+
+
+@pytest.mark.parametrize(
+    "script", [fakes.refuse(503), fakes.refuse(500), fakes.hang_up, fakes.prefill_error_first, fakes.decode]
+)
+async def test_another_p_is_tried(script: fakes.Script) -> None:
+    bad, good = FakeNode("prefill", script, node_id="bad"), FakeNode("prefill", fakes.prefill, node_id="good")
+    d = FakeNode("decode", fakes.decode)
+    async with running(bad, good, d), serving([bad, good], [d]) as router:
+        for _ in range(2):  # one of the two begins with the bad one
+            status, headers, _body = await post(router)
+            assert (status, headers["x-pd-route"]) == (200, "p-first; reason=default")
+            assert headers["x-pd-prefill"] == "good"
+        assert len(bad.seen) >= 1
+        await router.idle()
+
+
+async def test_without_any_answering_p_the_decode_node_prefills() -> None:
+    p, d = FakeNode("prefill", fakes.refuse(503)), FakeNode("decode", fakes.decode)
+    async with running(p, d), serving([p], [d]) as router:
+        status, headers, _ = await post(router)
+        assert (status, headers["x-pd-route"]) == (200, "direct; reason=prefill-failed")
+        assert headers["x-pd-prefill"] == headers["x-pd-decode"] == "fake-decode"
+        assert "kv_transfer_params" not in d.seen[0].body
+        assert router.count("pd_router_requests_total", order="direct", reason="prefill-failed", outcome="ok") == 1
+        assert router.count("pd_router_leg_failures_total", leg="prefill", node="fake-prefill", kind="refused") == 1
+        await router.idle()
+
+
+async def test_local_prefill_can_be_forbidden() -> None:
+    p, d = FakeNode("prefill", fakes.refuse(503)), FakeNode("decode", fakes.decode)
+    async with running(p, d), serving([p], [d], on_prefill_failure="fail") as router:
+        status, _, body = await post(router)
+        assert status == 502
+        assert orjson.loads(body)["error"]["code"] == "node_failed"
+        assert d.seen == []
+        await router.idle()
+
+
+async def test_a_silent_p_is_given_up_and_its_leg_closed() -> None:
+    p, d = FakeNode("prefill", fakes.silent), FakeNode("decode", fakes.decode)
+    async with running(p, d), serving([p], [d], ticket_timeout_s=0.2) as router:
+        status, headers, _ = await post(router)
+        assert (status, headers["x-pd-route"]) == (200, "direct; reason=prefill-failed")
+        await asyncio.wait_for(p.seen[0].gone.wait(), fakes.WAIT_S)
+        assert router.count("pd_router_leg_failures_total", leg="prefill", node="fake-prefill", kind="timeout") == 1
+
+
+async def test_a_dead_p_is_left_out_until_its_health_is_good_again() -> None:
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode)
+    async with running(p, d), serving([p], [d]) as router:
+        await p.stop()
+        _, headers, _ = await post(router)
+        assert headers["x-pd-route"] == "direct; reason=prefill-failed"
+        _, headers, _ = await post(router)
+        assert headers["x-pd-route"] == "direct; reason=no-prefill-node"
+        await p.start()
+        _, headers, _ = await post(router)
+        assert headers["x-pd-route"] == "direct; reason=no-prefill-node"
+        await poll(router)
+        _, headers, _ = await post(router)
+        assert headers["x-pd-route"] == "p-first; reason=default"
+
+
+async def collect(answer: aiohttp.ClientResponse, into: bytearray) -> None:
+    while piece := await answer.content.readany():
+        into += piece
+
+
+async def poll(router: Router) -> None:
+    from pd_router.health import HealthPoller
+
+    services = router.services
+    await HealthPoller(services.config, services.table, services.upstream).poll_all()
+
+
+async def test_an_error_of_p_after_the_ticket_is_counted_and_d_goes_on() -> None:
+    p, d = FakeNode("prefill", fakes.prefill_error_after_ticket), FakeNode("decode", fakes.decode)
+    async with running(p, d), serving([p], [d]) as router:
+        status, _, body = await post(router, stream=True)
+        assert (status, body) == (200, fakes.WHOLE_STREAM)
+        await router.idle()
+        name = "pd_router_leg_failures_total"
+        assert router.count(name, leg="prefill_after_ticket", node="fake-prefill", kind="refused") == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("script", [fakes.refuse(503), fakes.refuse(500), fakes.hang_up])
+async def test_another_d_takes_over_with_the_same_ticket(script: fakes.Script, stream: bool) -> None:
+    p = FakeNode("prefill", fakes.prefill)
+    bad, good = FakeNode("decode", script, node_id="bad"), FakeNode("decode", fakes.decode, node_id="good")
+    async with running(p, bad, good), serving([p], [bad, good]) as router:
+        for _ in range(2):
+            status, headers, _ = await post(router, stream=stream)
+            assert (status, headers["x-pd-decode"]) == (200, "good")
+        assert len(p.seen) == 2
+        assert bad.seen
+        given = {leg.body["kv_transfer_params"]["ticket"] for leg in good.seen}
+        assert given == {"ticket-1", "ticket-2"}
+        assert {leg.body["kv_transfer_params"]["ticket"] for leg in bad.seen} <= given
+        await router.idle()
+        assert p.released == []
+
+
+@pytest.mark.parametrize(("answer", "status"), [(503, 503), (500, 502), (504, 504), (429, 429), (404, 404)])
+async def test_a_ticket_that_no_d_takes_is_released_once(answer: int, status: int) -> None:
+    p, d = FakeNode("prefill", fakes.prefill_until_told), FakeNode("decode", fakes.refuse(answer))
+    async with running(p, d), serving([p], [d]) as router:
+        got, _, body = await post(router)
+        assert got == status
+        assert orjson.loads(body)["error"]["message"] == "no (fake-decode)"
+        await router.idle()
+        assert p.released == ["ticket-1"]
+        await asyncio.wait_for(p.seen[0].gone.wait(), fakes.WAIT_S)
+        assert router.count("pd_router_ticket_releases_total", result="ok") == 1
+
+
+async def test_d_gone_between_the_legs_gives_502_and_releases() -> None:
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode)
+    async with running(p, d), serving([p], [d]) as router:
+        await d.stop()
+        status, _, body = await post(router, stream=True)
+        assert status == 502
+        assert orjson.loads(body)["error"]["code"] == "node_failed"
+        await router.idle()
+        assert p.released == ["ticket-1"]
+        status, headers, body = await post(router)  # D is known to be down now
+        assert status == 503
+        assert headers["retry-after"] == "1"
+        async with router.session.get(router.url + "/health") as answer:
+            assert answer.status == 503
+
+
+async def test_a_failed_release_is_counted() -> None:
+    p, d = FakeNode("prefill", fakes.prefill_until_told), FakeNode("decode", fakes.refuse(503))
+    async with running(p, d), serving([p], [d]) as router:
+        d.script = _stop_then_refuse(p)
+        status, _, _ = await post(router)
+        assert status == 503
+        await router.idle()
+        assert router.count("pd_router_ticket_releases_total", result="failed") == 1
+
+
+def _stop_then_refuse(p: FakeNode) -> fakes.Script:
+    async def script(node: FakeNode, request: Any, seen: fakes.Seen) -> Any:
+        await p.stop()
+        return await fakes.refuse(503)(node, request, seen)
+
+    return script
+
+
+@pytest.mark.parametrize("order", ["p-first", "d-first"])
+async def test_a_stream_that_breaks_ends_visibly_broken(order: str) -> None:
+    p, d = FakeNode("prefill", fakes.prefill_until_told), FakeNode("decode", fakes.decode_dies)
+    other = FakeNode("decode", fakes.decode, node_id="other")
+    async with running(p, d, other), serving([p], [d]) as router:
+        got = bytearray()
+        headers = {"x-pd-route": order}
+        async with router.session.post(router.url + CHAT, json=BODY | {"stream": True}, headers=headers) as answer:
+            got += await answer.content.readany()
+            d.go_on.set()
+            with pytest.raises(aiohttp.ClientPayloadError):  # the connection ends before the answer does
+                await collect(answer, got)
+        events = got.split(b"\n\n")
+        assert events[0] + b"\n\n" == fakes.chunk("a")
+        assert events[1] == b'data: {"choi'
+        assert orjson.loads(events[2].removeprefix(b"data: "))["error"]["code"] == "stream_interrupted"
+        assert b"[DONE]" not in got
+        if order == "p-first":
+            await asyncio.wait_for(p.seen[0].gone.wait(), fakes.WAIT_S)
+        await router.idle()
+        outcome = {"order": order, "reason": "header", "outcome": "broken"}
+        assert router.count("pd_router_requests_total", **outcome) == 1
+
+
+async def test_a_json_answer_that_breaks_is_a_502() -> None:
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode_dies)
+    d.go_on.set()
+    async with running(p, d), serving([p], [d]) as router:
+        status, _, body = await post(router)
+        assert status == 502
+        assert "broken" in orjson.loads(body)["error"]["message"]
+        await router.idle()
+        assert p.released == ["ticket-1"]
+
+
+async def test_a_json_answer_that_breaks_is_made_again_by_another_d() -> None:
+    p, bad = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode_dies, node_id="bad")
+    good = FakeNode("decode", fakes.decode, node_id="good")
+    bad.go_on.set()
+    async with running(p, bad, good), serving([p], [bad, good]) as router:
+        answers = [await post(router) for _ in range(2)]
+        assert [(status, headers["x-pd-decode"]) for status, headers, _ in answers] == [(200, "good")] * 2
+        assert len(bad.seen) == 1
+
+
+async def test_a_stream_without_done_is_not_taken_for_a_whole_one() -> None:
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode_forgets_done)
+    async with running(p, d), serving([p], [d]) as router:
+        async with router.session.post(router.url + CHAT, json=BODY | {"stream": True}) as answer:
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await answer.read()
+        assert router.count("pd_router_requests_total", order="p-first", reason="default", outcome="broken") == 1
+
+
+async def test_a_nodes_own_error_event_passes_without_a_second_one() -> None:
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode_tells_error)
+    async with running(p, d), serving([p], [d]) as router:
+        _, _, body = await post(router, stream=True)
+        assert body.count(b"error") == 1
+
+
+async def test_a_stream_that_stands_still_is_ended() -> None:
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode_until_told)
+    async with running(p, d), serving([p], [d], idle_timeout_s=0.2) as router:
+        async with router.session.post(router.url + CHAT, json=BODY | {"stream": True}) as answer:
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await answer.read()
+        await asyncio.wait_for(d.seen[0].gone.wait(), fakes.WAIT_S)
+        assert router.count("pd_router_leg_failures_total", leg="stream", node="fake-decode", kind="timeout") == 1
+
+
+async def test_d_that_never_begins_is_given_up() -> None:
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.silent)
+    async with running(p, d), serving([p], [d], first_byte_timeout_s=0.2) as router:
+        status, _, body = await post(router, stream=True)
+        assert (status, orjson.loads(body)["error"]["code"]) == (502, "node_failed")
+        await asyncio.wait_for(d.seen[0].gone.wait(), fakes.WAIT_S)
+
+
+async def test_three_failures_in_a_row_put_a_node_out_for_a_while() -> None:
+    p, d = FakeNode("prefill", fakes.hang_up), FakeNode("decode", fakes.decode)
+    async with running(p, d), serving([p], [d], eject_after=3, eject_s=3600.0) as router:
+        routes = [(await post(router))[1]["x-pd-route"] for _ in range(4)]
+        assert routes == ["direct; reason=prefill-failed"] * 3 + ["direct; reason=no-prefill-node"]
+        await poll(router)  # /health alone does not bring it back
+        assert (await post(router))[1]["x-pd-route"] == "direct; reason=no-prefill-node"
+
+
+async def test_busy_is_not_ill() -> None:
+    p, d = FakeNode("prefill", fakes.refuse(503)), FakeNode("decode", fakes.decode)
+    async with running(p, d), serving([p], [d], eject_after=1) as router:
+        routes = [(await post(router))[1]["x-pd-route"] for _ in range(3)]
+        assert routes == ["direct; reason=prefill-failed"] * 3
+
+
+async def test_a_kept_connection_that_the_node_has_closed_costs_no_request() -> None:
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode)
+    async with running(p, d), serving([p], [d]) as router:
+        assert (await post(router))[0] == 200
+        for node in (p, d):  # the same addresses, new processes as it were: every kept connection is stale
+            await node.stop()
+            await node.start()
+        status, headers, _ = await post(router)
+        assert (status, headers["x-pd-route"]) == (200, "p-first; reason=default")
