@@ -62,7 +62,8 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1 or self.max_num_batched_tokens < self.max_num_seqs:
             raise StartupError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}), and that at least 1"
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), and that at least 1"
             )
 
 
@@ -78,7 +79,7 @@ class HandoffConfig:
     lease_ttl_s: float = setting(10.0, "Seconds after the last renewal until P frees a lease's blocks.")
     load_deadline_s: float = setting(30.0, "Seconds D waits for a request's KV before it falls back.")
     on_load_failure: str = setting(
-        "any", "What D may do when a load fails: another prefill node, then local prefill (any); one of them; or neither.",
+        "any", "When a load fails, D may prefill on another node, then locally (any); only one of these; or fail.",
         choices=("any", "remote", "local", "fail"),
     )  # fmt: skip
     min_remote_tokens: int = setting(64, "D-first: prompts that lack less KV than this are prefilled on D.")

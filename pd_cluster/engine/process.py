@@ -13,8 +13,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -29,12 +29,11 @@ from pd_connectors.protocol.errors import HandoffError
 from pd_connectors.protocol.keys import load_cluster_key
 from pd_connectors.registry import create_connector
 
-if TYPE_CHECKING:
-    from types import FrameType
-
 logger = logging.getLogger("pd_cluster.engine")
 
 ORPHAN_EXIT_CODE = 3
+STOP_GRACE_S = 8.0  # to end leases and loads once told to stop; then by force
+EPOCH_BITS = 52  # epochs survive JSON readers whose numbers are doubles
 SWITCH_INTERVAL_S = 0.0005  # CPython's 5 ms would let the step loop hold up a confirmation for longer than a handover
 
 
@@ -53,11 +52,20 @@ def spawn_engine(config: NodeConfig, address: str) -> subprocess.Popen[bytes]:
     return process
 
 
-def _exit_with_parent() -> None:
-    """Runs in a thread: leaves no orphan behind when the API process goes without a word."""
-    while os.read(sys.stdin.fileno(), 1):
-        pass
-    os._exit(ORPHAN_EXIT_CODE)
+class ParentWatch:
+    """A thread that reads standard input to its end, which means: stop. The parent wants it, or is gone."""
+
+    def __init__(self) -> None:
+        self.core: EngineCore | None = None  # while there is none, there is nothing to put in order
+        threading.Thread(target=self._run, name="parent-watch", daemon=True).start()
+
+    def _run(self) -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        if self.core is not None:
+            self.core.stop()
+            time.sleep(STOP_GRACE_S)
+        os._exit(ORPHAN_EXIT_CODE)
 
 
 def _build(config: NodeConfig, mailbox: Mailbox, cleanup: ExitStack) -> tuple[EngineCore, EngineReady]:
@@ -66,7 +74,7 @@ def _build(config: NodeConfig, mailbox: Mailbox, cleanup: ExitStack) -> tuple[En
     executor = Executor(config, lambda text: mailbox.send(StartupProgress(text)))
     cleanup.callback(executor.close)
     geometry = executor.cache.geometry
-    epoch = secrets.randbits(63)
+    epoch = secrets.randbits(EPOCH_BITS)
     context = ConnectorContext(
         engine_id=config.server.node_id or f"engine-{secrets.token_hex(4)}",
         epoch=epoch,
@@ -98,19 +106,16 @@ def main() -> int:
     """Entry point of the child: `python -m pd_cluster.engine.process ADDRESS` with a NodeConfig on standard input."""
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=NodeConfig)
     logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API process decides
-    threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
+    for signum in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the API process decides
+        signal.signal(signum, signal.SIG_IGN)
+    watch = ParentWatch()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     context = zmq.Context()
     mailbox = Mailbox(context, sys.argv[1])
     try:
         with ExitStack() as cleanup:
             core, ready = _build(config, mailbox, cleanup)
-
-            def stop(signum: int, frame: FrameType | None) -> None:
-                core.stop()
-
-            signal.signal(signal.SIGTERM, stop)
+            watch.core = core
             mailbox.send(ready)
             core.run()
     except Exception as error:

@@ -6,34 +6,37 @@ import asyncio
 import contextlib
 import logging
 import os
-from typing import TYPE_CHECKING
-
-from pd_cluster.engine.process import spawn_engine
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from pd_cluster.config import NodeConfig
     from pd_cluster.engine.client import ZmqEngineClient
 
+    SpawnEngine: TypeAlias = Callable[[NodeConfig, str], subprocess.Popen[bytes]]
+
 logger = logging.getLogger("pd_cluster.node")
 
-ENGINE_STOP_S = 10.0  # SIGTERM to SIGKILL
+ENGINE_STOP_S = 10.0  # the word to stop, to SIGKILL
 LAST_WORDS_S = 0.5  # a dead engine's last messages are read within this
 
 
 @contextlib.asynccontextmanager
-async def running_engine(config: NodeConfig, address: str) -> AsyncIterator[subprocess.Popen[bytes]]:
+async def running_engine(
+    spawn: SpawnEngine, config: NodeConfig, address: str
+) -> AsyncIterator[subprocess.Popen[bytes]]:
     """An engine process for the length of the block. `address`: the ipc prefix that a ZmqEngineClient has bound."""
-    process = spawn_engine(config, address)
+    process = spawn(config, address)
     try:
         yield process
-        process.terminate()
+        assert process.stdin is not None
+        process.stdin.close()  # that is how an engine is told to stop
         try:
             await asyncio.wait_for(exit_of(process), ENGINE_STOP_S)
         except TimeoutError:
-            logger.warning("the engine did not stop within %g s of SIGTERM: killing it", ENGINE_STOP_S)
+            logger.warning("the engine did not stop within %g s of being told: killing it", ENGINE_STOP_S)
     finally:
         process.kill()
         process.wait()
