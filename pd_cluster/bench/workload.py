@@ -71,7 +71,7 @@ def read_trace(path: Path, num_requests: int) -> list[Arrival]:
     try:
         with path.open(newline="") as lines:
             rows = list(itertools.islice(readers[path.suffix](lines), num_requests or None))
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise StartupError(f"{path} is no trace that can be read: {type(error).__name__}: {error}") from error
     except OSError as error:
         raise StartupError(f"the trace {path} cannot be read: {error.strerror}") from error

@@ -82,9 +82,10 @@ def _add(
 
 def _node(namespace: argparse.Namespace) -> int:
     config = config_from(namespace)
+    from pd_cluster.engine.process import spawn_engine
     from pd_cluster.launch.node import run_node
 
-    return run_node(config)
+    return run_node(config, spawn_engine)
 
 
 def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

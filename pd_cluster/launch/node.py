@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import threading
 
     from pd_cluster.config import NodeConfig
+    from pd_cluster.launch.engine_process import SpawnEngine
 
 logger = logging.getLogger("pd_cluster.node")
 
@@ -44,8 +45,11 @@ FLUSH_S = 2.0  # requests that were cut get their last bytes out within this
 LEASE_POLL_S = 0.05
 
 
-def run_node(config: NodeConfig) -> int:
-    """Run a node until it is told to stop or its engine dies. Returns the exit status. Raises StartupError."""
+def run_node(config: NodeConfig, spawn: SpawnEngine) -> int:
+    """Run a node until it is told to stop or its engine dies. Returns the exit status. Raises StartupError.
+
+    spawn: starts the engine process, see `pd_cluster.engine.process.spawn_engine`.
+    """
     logging.basicConfig(
         level=config.server.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -53,7 +57,7 @@ def run_node(config: NodeConfig) -> int:
     )
     orphaned = hold_lifeline()
     with contextlib.closing(listen(config.server.host, config.server.port)) as listener:
-        node = Node(complete(config, port_of(listener)), listener, orphaned)
+        node = Node(complete(config, port_of(listener)), listener, orphaned, spawn)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(node.run())
 
@@ -73,10 +77,13 @@ def complete(config: NodeConfig, port: int) -> NodeConfig:
 class Node:
     """Owns the engine process, the client to it, and the HTTP server. `run` is called once."""
 
-    def __init__(self, config: NodeConfig, listener: socket.socket, orphaned: threading.Event) -> None:
+    def __init__(
+        self, config: NodeConfig, listener: socket.socket, orphaned: threading.Event, spawn: SpawnEngine
+    ) -> None:
         self._config = config
         self._listener = listener
         self._orphaned = orphaned
+        self._spawn = spawn
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -91,7 +98,7 @@ class Node:
                 address = f"ipc://{directory}/engine"
                 client = ZmqEngineClient(context, address, lambda text: logger.info("engine: %s", text))
                 try:
-                    async with running_engine(self._config, address) as process:
+                    async with running_engine(self._spawn, self._config, address) as process:
                         return await self._serve(client, process)
                 finally:
                     client.close()
@@ -138,7 +145,7 @@ class Node:
             return
         except TimeoutError as error:
             raise StartupError(
-                f"the engine was not ready after {deadline_s:.0f} s: give it longer with --start-deadline-s"
+                f"the engine was not ready after {deadline_s:g} s: give it longer with --start-deadline-s"
             ) from error
         role, node_id = self._config.server.role, self._config.server.node_id
         sys.stdout.write(

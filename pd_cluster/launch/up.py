@@ -7,6 +7,7 @@ import json
 import math
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -219,7 +220,7 @@ def curl_line(url: str, model: str, demo: bool) -> str:
     """A request to try, quoted for a shell."""
     content = QUESTION if demo else "Tell me about the sea."
     body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 32, "temperature": 0}
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
 
 
 def _url_in(line: str) -> str:

@@ -1,0 +1,198 @@
+"""Real `pd-cluster` processes for tests: on ports that the OS chose, awaited by their ready lines, ended by id.
+
+with Launcher() as launcher:
+    prefill = launcher.node("prefill")
+    decode = launcher.node("decode", "--block-size=16")
+    router = launcher.router(prefill=[prefill], decode=[decode])
+    httpx.post(f"{router.url}/v1/completions", ...)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = os.pathsep.join(str(ROOT / part) for part in (".", "router", "connectors", "kernels"))
+CLI = (sys.executable, "-m", "pd_cluster.launch.cli")
+READY_DEADLINE_S = 60.0
+STOP_DEADLINE_S = 30.0
+GONE_DEADLINE_S = 10.0
+POLL_S = 0.02
+TEST_KEY = "a key that only tests know"
+
+
+class LaunchFailed(AssertionError):
+    """A process ended, or a deadline passed, before what a test waited for. The message holds its output."""
+
+
+class Launched:
+    """One process whose output is collected by a thread."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], cwd: Path) -> None:
+        self.name = name
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self._ended = False
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, **environment}, cwd=cwd, process_group=0,
+        )  # fmt: skip
+        self._family: dict[int, psutil.Process] = {}
+        self._reader = threading.Thread(target=self._read, name=f"read {name}", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    @property
+    def output(self) -> str:
+        with self._changed:
+            return "\n".join(self.lines)
+
+    @property
+    def url(self) -> str:
+        """The address in its ready line."""
+        found = re.search(r"http://\S+", self.wait_line("ready"))
+        assert found, self.output
+        return found.group()
+
+    def wait_line(self, marker: str, deadline_s: float = READY_DEADLINE_S) -> str:
+        """The first line that contains `marker`. Raises LaunchFailed when the process ends without it."""
+        end_s = time.monotonic() + deadline_s
+        seen = 0
+        with self._changed:
+            while True:
+                for line in self.lines[seen:]:
+                    if marker in line:
+                        return line
+                seen = len(self.lines)
+                if self._ended or not self._changed.wait(end_s - time.monotonic()):
+                    raise LaunchFailed(f"{self.name} did not write {marker!r}; it wrote:\n" + "\n".join(self.lines))
+
+    def family(self) -> list[psutil.Process]:
+        """This process and all its descendants so far, dead ones included."""
+        try:
+            for process in psutil.Process(self.pid).children(recursive=True):
+                self._family.setdefault(process.pid, process)
+        except psutil.NoSuchProcess:
+            pass  # it is gone; what was seen before still counts
+        return list(self._family.values())
+
+    def send(self, signum: signal.Signals) -> None:
+        self.family()
+        self._process.send_signal(signum)
+
+    def wait(self, deadline_s: float = STOP_DEADLINE_S) -> int:
+        """Its exit status. Raises LaunchFailed after `deadline_s`."""
+        try:
+            status = self._process.wait(deadline_s)
+        except subprocess.TimeoutExpired as error:
+            raise LaunchFailed(f"{self.name} is still running; it wrote:\n{self.output}") from error
+        self._reader.join(GONE_DEADLINE_S)
+        return status
+
+    def stop(self, signum: signal.Signals = signal.SIGTERM, deadline_s: float = STOP_DEADLINE_S) -> int:
+        """Signal it, wait, and return its exit status. Killed when it does not end in time (and LaunchFailed)."""
+        if self.returncode is None:
+            self.send(signum)
+        try:
+            return self.wait(deadline_s)
+        except LaunchFailed:
+            self._process.kill()
+            self._process.wait()
+            raise
+
+    def leftovers(self, deadline_s: float = GONE_DEADLINE_S) -> list[psutil.Process]:
+        """Descendants that still live `deadline_s` after this process's end."""
+        _, alive = psutil.wait_procs(self.family(), timeout=deadline_s)
+        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as stream:
+            for line in stream:
+                with self._changed:
+                    self.lines.append(line.rstrip("\n"))
+                    self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+class Launcher:
+    """Starts processes and, at its end, stops them all and asserts that none of their descendants is left."""
+
+    def __init__(self, cwd: Path = ROOT) -> None:
+        self._cwd = cwd
+        self._launched: list[Launched] = []
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Launched:
+        """Any command, with this source tree importable."""
+        path = os.pathsep.join(part for part in (SOURCES, os.environ.get("PYTHONPATH", "")) if part)
+        base = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "PD_CLUSTER_KEY": TEST_KEY}
+        launched = Launched(name, command, {**base, **(environment or {})}, self._cwd)
+        self._launched.append(launched)
+        return launched
+
+    def command(self, *arguments: str, environment: Mapping[str, str] | None = None) -> Launched:
+        """`pd-cluster` with these arguments."""
+        return self.start(arguments[0], [*CLI, *arguments], environment)
+
+    def node(self, role: str, *flags: str, environment: Mapping[str, str] | None = None, wait: bool = True) -> Launched:
+        """A node on a free port; ready when this returns, unless `wait` is false."""
+        node = self.command(role, "--port=0", "--num-threads=1", "--device=cpu", *flags, environment=environment)
+        if wait:
+            node.wait_line("ready: ")
+        return node
+
+    def router(
+        self,
+        *flags: str,
+        prefill: Iterable[Launched] = (),
+        decode: Iterable[Launched] = (),
+        mixed: Iterable[Launched] = (),
+    ) -> Launched:
+        """A router on a free port before these nodes; it serves when this returns."""
+        roles = {"prefill": prefill, "decode": decode, "mixed": mixed}
+        urls = [f"--{role}={node.url}" for role, nodes in roles.items() for node in nodes]
+        router = self.command("router", "--port=0", *urls, *flags)
+        router.wait_line("router ready on ")
+        return router
+
+    def close(self) -> None:
+        """Idempotent. The last started is stopped first."""
+        failures: list[str] = []
+        while self._launched:
+            launched = self._launched.pop()
+            try:
+                launched.stop()
+            except LaunchFailed as error:
+                failures.append(str(error))
+            for process in launched.leftovers():
+                failures.append(f"{launched.name} left {process.pid} {' '.join(process.cmdline())}")
+                process.kill()
+        assert not failures, "\n".join(failures)

@@ -1,0 +1,75 @@
+"""Load-test statistics on numbers that can be checked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from pd_cluster.bench.statistics import RequestRecord, meets, spread, summarize
+
+
+def record(sent_s: float, chunks_s: list[float], num_output: int, **changes: object) -> RequestRecord:
+    found = RequestRecord(0, sent_s, sent_s, 10, num_output, chunks_s, chunks_s[-1] if chunks_s else sent_s)
+    for name, value in changes.items():
+        setattr(found, name, value)
+    return found
+
+
+def test_one_request() -> None:
+    one = record(1.0, [1.2, 1.3, 1.5, 1.6], num_output=5)
+    assert one.ttft_s == pytest.approx(0.2)
+    assert one.ttst_s == pytest.approx(0.3)
+    assert one.itl_s == pytest.approx([0.1, 0.2, 0.1])
+    assert one.tpot_s == pytest.approx(0.4 / 4), "tokens count, not chunks: two came in one chunk"
+    assert one.e2e_s == pytest.approx(0.6)
+
+
+def test_a_single_token_has_no_gaps() -> None:
+    one = record(0.0, [0.5], num_output=1)
+    assert (one.ttst_s, one.tpot_s, one.itl_s) == (None, None, [])
+
+
+def test_percentiles_interpolate() -> None:
+    found = spread([value / 1000 for value in range(1, 101)])
+    assert found is not None
+    assert (found.count, found.p50_ms, found.p90_ms, found.p99_ms) == pytest.approx((100, 50.5, 90.1, 99.01))
+    assert (found.mean_ms, found.max_ms) == pytest.approx((50.5, 100.0))
+    assert spread([]) is None
+
+
+@pytest.mark.parametrize(
+    ("objectives", "met"),
+    [({"ttft": 200.0}, True), ({"ttft": 199.0}, False), ({"ttft": 200.0, "tpot": 99.0}, False), ({"e2e": 601.0}, True)],
+)
+def test_objectives(objectives: dict[str, float], met: bool) -> None:
+    assert meets(record(0.0, [0.2, 0.3, 0.4, 0.6], num_output=5), objectives) is met
+
+
+def test_a_failed_request_meets_nothing() -> None:
+    assert not meets(record(0.0, [0.1], 1, error="HTTP 503"), {"ttft": 1000.0})
+    assert not meets(record(0.0, [], 0), {"ttft": 1000.0})
+
+
+def test_summary() -> None:
+    records = [
+        record(0.0, [0.1, 0.2], 2, route="p-first; reason=default", num_cached=5),
+        record(1.0, [1.3, 1.4], 2, route="p-first; reason=default"),
+        record(2.0, [2.1], 1, error="the stream broke off", end_s=4.0),
+        record(3.0, [], 0, end_s=3.0),
+    ]
+    found = summarize(records, {"ttft": 200.0})
+    assert (found.num_requests, found.num_ok, found.duration_s) == (4, 2, 4.0)
+    assert found.errors == {"the stream broke off": 1, "no output": 1}
+    assert found.routes == {"p-first; reason=default": 2}
+    assert (found.input_tokens, found.output_tokens, found.output_rate) == (20, 4, 1.0)
+    assert found.cached_share == 0.25
+    assert found.spreads["ttft"].p50_ms == pytest.approx(200.0)
+    assert found.goodput == pytest.approx(0.25), "one good answer in four seconds"
+    assert found.attainment == 0.25, "failures count in the denominator"
+
+
+def test_without_objectives_there_is_no_goodput() -> None:
+    found = summarize([record(0.0, [0.1], 1)], {})
+    assert (found.goodput, found.attainment) == (None, None)
+    assert not math.isnan(found.request_rate)

@@ -1,0 +1,98 @@
+"""What a person at the keyboard meets: help, wrong flags, taken ports."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pd_cluster.launch.cli import main
+from pd_cluster.launch.sockets import listen, port_of
+from tests.cluster import CLI, ROOT, SOURCES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+COMMANDS = (["up"], ["prefill"], ["decode"], ["mixed"], ["router"], ["check"], ["bench", "serve"], ["bench", "engine"])
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--help"])
+    assert stop.value.code == 0
+    assert f"usage: pd-cluster {' '.join(command)}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["decode", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["decode", "--port", "many"], "argument --port: invalid int value: 'many'"),
+        (["decode", "--role", "prefill"], "unrecognized arguments: --role prefill"),
+        (["mixed", "--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
+        (["up", "--prefill", "-1"], "argument --prefill: must be 0 or more"),
+        (["bench", "serve", "--goodput", "ttft"], "argument --goodput: 'ttft': write NAME:MILLISECONDS"),
+        (["bench", "serve", "--input-len", "9:3"], "argument --input-len: '9:3': write 128, or 100:1024"),
+        (["bench", "serve", "--rate", "0"], "argument --rate: must be above 0"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+)
+def test_wrong_flags(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["mixed", "--max-num-seqs=0"], "max_num_batched_tokens (2048) must be at least max_num_seqs (0)"),
+        (["mixed", "--model=/no/such/model"], "there is no model directory /no/such/model"),
+        (["mixed", "--host=203.0.113.1"], "this machine has no address 203.0.113.1"),
+        (["up", "--decode=0"], "--decode or --mixed must be at least 1"),
+        (["up", "--port=0", "--model=/no/such/model"], "there is no model directory /no/such/model"),
+    ],
+)
+def test_what_cannot_work_is_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.startswith("pd-cluster: error: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["mixed", "up", "router"])
+def test_a_taken_port(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.closing(listen("127.0.0.1", 0)) as listener:
+        extra = ["--decode=http://127.0.0.1:1"] if command == "router" else []
+        assert main([command, f"--port={port_of(listener)}", *extra]) == 2
+        assert "another --port" in capsys.readouterr().err
+
+
+def test_a_directory_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mixed", f"--model={tmp_path}"]) == 2
+    assert f"{tmp_path} is no model directory: it has no config.json" in capsys.readouterr().err
+
+
+def test_help_and_router_start_without_torch() -> None:
+    block = "import sys; sys.modules.update({'torch': None, 'transformers': None}); "
+    run = "from pd_cluster.launch.cli import main; sys.exit(main(sys.argv[1:]))"
+    for arguments in (["--help"], ["router", "--port=0"]):
+        done = subprocess.run(
+            [sys.executable, "-c", block + run, *arguments], capture_output=True, text=True, timeout=60, cwd=ROOT,
+            env={"PYTHONPATH": SOURCES, "PATH": ""},
+        )  # fmt: skip
+        assert "ModuleNotFoundError" not in done.stderr, done.stderr
+        assert done.returncode == (0 if arguments == ["--help"] else 2), done.stderr  # a router needs a node
+
+
+def test_as_a_program() -> None:
+    done = subprocess.run(
+        [*CLI, "--version"], capture_output=True, text=True, timeout=60, check=True, env={"PYTHONPATH": SOURCES}
+    )
+    assert done.stdout.startswith("pd-cluster ")

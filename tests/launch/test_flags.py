@@ -1,0 +1,68 @@
+"""The command line is generated from the configuration, and back."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+
+import pytest
+
+from pd_cluster.config import NodeConfig
+from pd_cluster.errors import StartupError
+from pd_cluster.launch.flags import add_config_flags, config_from, flag_of, given_flags
+
+
+def parse(*arguments: str, skip: frozenset[str] = frozenset()) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_config_flags(parser, skip)
+    return parser.parse_args(arguments)
+
+
+def test_every_setting_has_a_flag_with_its_default() -> None:
+    assert config_from(parse(), {}) == NodeConfig()
+    names = [item.name for kind in NodeConfig.sections().values() for item in fields(kind)]
+    assert len(names) == len(set(names)), "flags share one namespace, so field names must differ between sections"
+
+
+def test_every_setting_can_be_given_and_forwarded() -> None:
+    arguments: list[str] = []
+    expected: dict[str, object] = {}
+    for kind in NodeConfig.sections().values():
+        for item in fields(kind):
+            value = item.default
+            if isinstance(value, bool):
+                arguments.append(f"--no-{flag_of(item)}" if value else f"--{flag_of(item)}")
+                expected[item.name] = not value
+            else:
+                new = item.metadata["choices"][-1] if "choices" in item.metadata else type(value)(4096)
+                arguments.append(f"--{flag_of(item)}={new}")
+                expected[item.name] = new
+    namespace = parse(*arguments)
+    config = config_from(namespace, {})
+    found = {item.name: getattr(getattr(config, section), item.name)
+             for section, kind in NodeConfig.sections().items() for item in fields(kind)}  # fmt: skip
+    assert found == expected
+    assert config_from(parse(*given_flags(namespace)), {}) == config
+
+
+def test_only_given_flags_are_forwarded() -> None:
+    namespace = parse("--block-size=32", "--no-prefix-caching", "--port=1")
+    assert given_flags(namespace, skip=("port",)) == ["--block-size=32", "--no-prefix-caching"]
+
+
+def test_environment_counts_when_the_flag_is_absent() -> None:
+    environ = {"PD_ADVERTISE_HOST": "10.0.0.7"}
+    assert config_from(parse(), environ).handoff.advertise_host == "10.0.0.7"
+    assert config_from(parse("--advertise-host=h"), environ).handoff.advertise_host == "h"
+
+
+def test_contradicting_values_are_refused() -> None:
+    with pytest.raises(StartupError, match="max_num_batched_tokens"):
+        config_from(parse("--max-num-batched-tokens=8", "--max-num-seqs=9"), {})
+
+
+def test_skipped_fields_have_no_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse("--role=prefill", skip=frozenset({"role"}))
+    assert stop.value.code == 2
+    assert "unrecognized arguments: --role=prefill" in capsys.readouterr().err

@@ -1,0 +1,127 @@
+"""Children of `pd-cluster up`: awaited, watched, ended in time."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from pd_cluster.errors import StartupError
+from pd_cluster.launch.supervise import Supervisor, describe_death
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+READY = "import sys, threading; sys.stdout.write('x ready: now\\n'); sys.stdout.flush(); "
+WAIT = "threading.Event().wait()"
+POLITE = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); " + READY + WAIT
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + READY + WAIT
+DEADLINE_S = 30.0
+
+
+def run(test: Coroutine[None, None, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, DEADLINE_S))
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_ready_lines_and_output() -> None:
+    shown: list[tuple[str, str]] = []
+
+    async def test() -> None:
+        async with Supervisor(lambda name, line: shown.append((name, line))) as supervisor:
+            children = [await supervisor.start(name, python("import sys; " + POLITE), "ready: ", {}) for name in "ab"]
+            await supervisor.wait_ready(children, DEADLINE_S)
+            assert [child.ready.result() for child in children] == ["x ready: now"] * 2
+            assert await supervisor.stop(children, DEADLINE_S) == []
+            assert [child.process.returncode for child in children] == [0, 0]
+
+    run(test())
+    assert sorted(shown) == [("a", "x ready: now"), ("b", "x ready: now")]
+
+
+def test_a_child_that_dies_before_it_is_ready() -> None:
+    shown: list[str] = []
+
+    async def test() -> None:
+        async with Supervisor(lambda name, line: shown.append(line)) as supervisor:
+            code = "import sys; sys.stderr.write('no such device\\n'); sys.exit(7)"
+            child = await supervisor.start("a", python(code), "ready: ", {})
+            with pytest.raises(StartupError, match="a exited with status 7 before it was ready"):
+                await supervisor.wait_ready([child], DEADLINE_S)
+
+    run(test())
+    assert shown == ["no such device"]
+
+
+def test_a_child_that_is_not_ready_in_time() -> None:
+    async def test() -> None:
+        async with Supervisor(lambda name, line: None) as supervisor:
+            child = await supervisor.start("slow", python("import threading; " + WAIT), "ready: ", {})
+            with pytest.raises(StartupError, match=r"not ready after 0\.05 s: slow"):
+                await supervisor.wait_ready([child], 0.05)
+
+    run(test())
+
+
+def test_the_first_death_is_reported() -> None:
+    async def test() -> None:
+        async with Supervisor(lambda name, line: None) as supervisor:
+            children = [await supervisor.start(name, python("import sys; " + POLITE), "ready: ", {}) for name in "ab"]
+            await supervisor.wait_ready(children, DEADLINE_S)
+            children[1].process.send_signal(signal.SIGKILL)
+            dead = await supervisor.first_death()
+            assert dead is children[1]
+            assert describe_death(dead) == "b was killed by SIGKILL"
+
+    run(test())
+
+
+@pytest.mark.parametrize("in_a_hurry", [False, True])
+def test_what_does_not_stop_is_killed(in_a_hurry: bool) -> None:
+    async def test() -> None:
+        hurry = asyncio.Event()
+        if in_a_hurry:
+            hurry.set()
+        async with Supervisor(lambda name, line: None) as supervisor:
+            child = await supervisor.start("a", python("import sys; " + STUBBORN), "ready: ", {})
+            await supervisor.wait_ready([child], DEADLINE_S)
+            killed = await supervisor.stop([child], 1000 if in_a_hurry else 0.05, hurry)
+            assert killed == [child]
+            assert describe_death(child) == "a was killed by SIGKILL"
+
+    run(test())
+
+
+def test_leaving_the_block_ends_everybody() -> None:
+    pids: list[int] = []
+
+    async def fail() -> None:
+        async with Supervisor(lambda name, line: None) as supervisor:
+            child = await supervisor.start("a", python("import sys; " + STUBBORN), "ready: ", {})
+            pids.append(child.pid)
+            raise RuntimeError("our own bug")
+
+    with pytest.raises(RuntimeError, match="our own bug"):
+        run(fail())
+    assert not psutil.pid_exists(pids[0])
+
+
+def test_an_endless_line_does_not_stop_the_others() -> None:
+    shown: list[str] = []
+
+    async def test() -> None:
+        async with Supervisor(lambda name, line: shown.append(line[:20])) as supervisor:
+            code = "import sys; sys.stdout.write('y' * (3 << 20) + '\\n'); " + POLITE
+            child = await supervisor.start("a", python("import sys; " + code), "ready: ", {})
+            await supervisor.wait_ready([child], DEADLINE_S)
+
+    run(test())
+    assert shown[-1] == "x ready: now"
+    assert "(a line of more than" in shown

@@ -1,0 +1,68 @@
+"""How `pd-cluster up` deals out a machine, and that everything ends with it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pd_cluster.config import NodeConfig
+from pd_cluster.launch.up import curl_line, plan_nodes, visible_gpus
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+COUNTS = {"prefill": 2, "decode": 1, "mixed": 0}
+
+
+def test_cores_are_divided() -> None:
+    plans = plan_nodes(COUNTS, ["--block-size=32"], NodeConfig(), [], 8)
+    assert [(plan.name, plan.role, plan.devices) for plan in plans] == [
+        ("prefill-0", "prefill", None),
+        ("prefill-1", "prefill", None),
+        ("decode-0", "decode", None),
+    ]
+    assert plans[0].flags == ("--block-size=32", "--num-threads=2", "--drain-s=5", "--node-id=prefill-0")
+
+
+def test_there_is_always_one_thread() -> None:
+    assert "--num-threads=1" in plan_nodes(COUNTS, [], NodeConfig(), [], 2)[0].flags
+
+
+def test_what_the_user_gave_stays() -> None:
+    flags = ["--num-threads=7", "--drain-s=1"]
+    assert plan_nodes(COUNTS, flags, NodeConfig(), [], 8)[0].flags == (*flags, "--node-id=prefill-0")
+
+
+def test_gpus_are_dealt_and_shared() -> None:
+    plans = plan_nodes(COUNTS, [], NodeConfig(), ["GPU-a", "GPU-b"], 8)
+    assert [plan.devices for plan in plans] == ["GPU-a", "GPU-b", "GPU-a"]
+    assert plans[0].flags[0] == "--gpu-memory-utilization=0.45", "two of the three nodes share a GPU"
+    alone = plan_nodes({"prefill": 1, "decode": 1, "mixed": 0}, [], NodeConfig(), ["GPU-a", "GPU-b"], 8)
+    assert alone[1].flags[0] == "--gpu-memory-utilization=0.9"
+
+
+@pytest.mark.parametrize(("chosen", "gpus"), [("", []), ("-1", []), ("3", ["3"]), ("GPU-x, 1", ["GPU-x", "1"])])
+def test_the_environment_decides_which_gpus_there_are(chosen: str, gpus: list[str]) -> None:
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": chosen}) == gpus
+
+
+def test_gpus_are_asked_for_by_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf 'GPU-1\\nGPU-2\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert visible_gpus({}) == ["GPU-1", "GPU-2"]
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert visible_gpus({}) == [], "a tool without a driver is no GPU"
+
+
+@pytest.mark.parametrize("demo", [True, False])
+def test_the_curl_line_is_valid_shell(demo: bool) -> None:
+    words = shlex.split(curl_line("http://127.0.0.1:8000", "it's", demo))
+    assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
+    body = json.loads(words[words.index("-d") + 1])
+    assert body["model"] == "it's"
+    assert body["messages"][0]["role"] == "user"
