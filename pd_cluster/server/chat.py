@@ -24,7 +24,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 def chat_num_logprobs(body: ChatBody) -> int | None:
     """How many alternatives each token is to have; None for no logprobs. Raises InvalidRequest."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
 

@@ -11,7 +11,7 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from pd_cluster.errors import InvalidRequest, PdError
+from pd_cluster.errors import EngineUnavailable, InvalidRequest, PdError
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -46,8 +46,9 @@ ErrorEvent = Callable[[PdError], bytes]
 class Reply:
     """The answering side of an exchange. Either `json` once, or `start_events`, `write`..., `end`."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, endpoint: str = "") -> None:
         self._send = send
+        self.endpoint = endpoint  # what it is counted under
         self.started = False
         self.ended = False  # every byte is on its way: a disconnect is then no news
         self.status = 0
@@ -103,7 +104,7 @@ class Exchange(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(send)
+        reply = Reply(send, self._endpoint)
         self._state.num_in_flight += 1
         self._state.metrics.in_flight.inc()
         try:
@@ -111,7 +112,7 @@ class Exchange(Response):
         finally:
             self._state.num_in_flight -= 1
             self._state.metrics.in_flight.dec()
-        self._state.metrics.requests.labels(self._endpoint, outcome).inc()
+        self._state.metrics.requests.labels(reply.endpoint, outcome).inc()
 
     async def _run(self, reply: Reply, scope: Scope, receive: Receive) -> str:
         try:
@@ -128,6 +129,11 @@ class Exchange(Response):
             if not work.done() and not reply.ended:
                 return "disconnected"
             await work
+        except asyncio.CancelledError:  # the node stops and could not wait
+            work.cancel()
+            await asyncio.wait({work})
+            await reply.fail(EngineUnavailable("this node is shutting down"))
+            raise
         finally:
             for task in (work, leave):
                 task.cancel()

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pd_cluster.engine.messages import Work
 from pd_cluster.errors import EngineUnavailable, InvalidRequest
 from pd_cluster.server.answer import Shape, answer_stream, answer_whole
@@ -18,7 +20,7 @@ from pd_cluster.server.handoff import Tokenize, check_prefill_leg, plan_handoff
 from pd_cluster.server.job import Job, Plan
 from pd_cluster.server.prefill_leg import answer_prefill_stream, answer_prefill_whole
 from pd_cluster.server.sampling import sampling_params, text_options
-from pd_cluster.server.schema import ChatBody, CompletionBody, GenerationBody, KvTransferParams, decode_body
+from pd_cluster.server.schema import Body, ChatBody, CompletionBody, GenerationBody, KvTransferParams, decode_body
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,8 +42,7 @@ class Caller:
 
 async def chat_completions(state: NodeState, caller: Caller, reply: Reply, raw: bytes) -> None:
     """Raises PdError."""
-    body, num_unknown = decode_body(raw, ChatBody)
-    state.metrics.unknown_fields.inc(num_unknown)
+    body = _decoded(state, raw, ChatBody)
     logprobs = chat_num_logprobs(body)
     messages, tools, options = normal_messages(body.messages), chosen_tools(body), template_options(body)
 
@@ -60,8 +61,7 @@ async def chat_completions(state: NodeState, caller: Caller, reply: Reply, raw: 
 
 async def completions(state: NodeState, caller: Caller, reply: Reply, raw: bytes) -> None:
     """Raises PdError."""
-    body, num_unknown = decode_body(raw, CompletionBody)
-    state.metrics.unknown_fields.inc(num_unknown)
+    body = _decoded(state, raw, CompletionBody)
     check_best_of(body)
     prompts = prompts_of(body, state.tokenizer.vocab_size)
 
@@ -100,6 +100,7 @@ async def _generate(
     params = body.kv_transfer_params
     is_prefill_leg = params is not None and bool(params.do_remote_decode)
     if is_prefill_leg:
+        reply.endpoint = "prefill"
         check_prefill_leg(len(prompts))
     jobs = [await _job(state, caller, body, i, prompts, logprobs) for i in range(len(prompts))]
     generations = [Generation(state, job, caller.started_s) for job in jobs]
@@ -134,7 +135,7 @@ async def _job(
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", "prompt")
     if plan.work is Work.PREFILL:
-        body.max_tokens, body.max_completion_tokens = 1, None  # whatever the caller wants of D
+        body = msgspec.structs.replace(body, max_tokens=1, max_completion_tokens=None)  # whatever D is to generate
     sampling = sampling_params(
         body,
         state.defaults,
@@ -153,6 +154,14 @@ async def _job(
         salt=salt,
         plan=plan,
     )
+
+
+def _decoded(state: NodeState, raw: bytes, kind: type[Body]) -> Body:
+    body, unknown = decode_body(raw, kind)
+    if unknown:
+        state.metrics.unknown_fields.inc(len(unknown))
+        logger.debug("ignored fields: %s", ", ".join(sorted(unknown)))
+    return body
 
 
 def _include_usage(body: GenerationBody) -> bool:

@@ -55,6 +55,7 @@ class _Choice:
         self.index = index
         self.finished = False
         self._include_stop = text.include_stop
+        self._stop_token_ids = job.sampling.stop_token_ids
         self.detokenizer = Detokenizer(
             state.tokenizer,
             text.stop,
@@ -72,7 +73,9 @@ class _Choice:
             parts.append(detokenizer.push(token.token_id, hidden=ends_it and not self._include_stop))
             if detokenizer.stop is not None:
                 break
-        reason, stop = new.finish_reason, new.stop_token_id
+        reason = new.finish_reason
+        # the model's own end token needs no word
+        stop = new.stop_token_id if new.stop_token_id in self._stop_token_ids else None
         if detokenizer.stop is None and reason is not None:
             parts.append(detokenizer.flush())
         if detokenizer.stop is not None:
@@ -94,6 +97,7 @@ class Generation:
         self.stopwatch = Stopwatch(started_s)
         self._choices = [_Choice(i, job, state) for i in range(job.sampling.n)]
         self._stream: RequestStream | None = None
+        self._failure: PdError | None = None  # raised once the tokens before it are delivered
         self.ticket: Ticket | None = None  # PREFILL: what P hands out
         self.num_cached_tokens = 0
         self.num_external_tokens = 0
@@ -138,11 +142,18 @@ class Generation:
         A PREFILL's first item may be empty: `ticket` is there. Raises PdError when the engine or the handoff fails."""
         stream = self._admitted
         while not self.finished:
+            if self._failure is not None:
+                raise self._failure
             message = await anext(stream, None)
             if message is None:
                 raise EngineUnavailable("the engine ended the request early")
             ready = [message, *stream.drain_ready()]
-            deltas = [delta for one in ready for delta in await self._take(one)]
+            deltas: list[Delta] = []
+            try:
+                for one in ready:
+                    deltas.extend(await self._take(one))
+            except PdError as error:
+                self._failure = error
             if deltas or isinstance(message, TicketOpened):
                 self.stopwatch.delivered(deltas, self._choices[0].detokenizer.num_tokens)
                 return _merged(deltas) if len(ready) > 1 else deltas

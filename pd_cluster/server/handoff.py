@@ -131,6 +131,7 @@ class PrefillSearch:
         reason = needs.reason
         if reason:
             self._fell_back(reason)
+        await self.close()  # the node whose load failed
         while self._urls and (not reason or policy in ("any", "remote")):
             left_s = self._ends_s - time.monotonic()
             if left_s <= 0:
@@ -174,6 +175,7 @@ class PrefillSearch:
         try:
             return trusted_ticket(self._state, leg.ticket, job.prompt, job.salt, job.sampling.n)
         except Untrusted as error:
+            await self.close()
             raise PeerError(PeerFault.BAD_ANSWER, f"{url}: {error.reason}") from error
 
     def _fell_back(self, reason: str, detail: str = "") -> None:

@@ -141,8 +141,8 @@ class ReleaseBody(msgspec.Struct, kw_only=True):
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-def decode_body(raw: bytes, kind: type[Body]) -> tuple[Body, int]:
-    """The body, and how many fields it has that nobody reads. Raises InvalidRequest naming the field."""
+def decode_body(raw: bytes, kind: type[Body]) -> tuple[Body, set[str]]:
+    """The body, and the names of its fields that nobody reads. Raises InvalidRequest naming the field."""
     names = _field_names(raw)
     try:
         body = msgspec.json.decode(raw, type=kind)
@@ -154,7 +154,7 @@ def decode_body(raw: bytes, kind: type[Body]) -> tuple[Body, int]:
     for name in _REFUSED.keys() & unknown:
         if bytes(names[name]).strip() not in _NOTHING:
             raise InvalidRequest(_REFUSED[name], name, "unsupported_parameter")
-    return body, len(unknown)
+    return body, unknown
 
 
 def decode_value(raw: bytes, kind: Any, param: str) -> Any:

@@ -18,8 +18,8 @@ from pd_cluster.engine.messages import (
     SequenceTokens,
     TicketOpened,
     Timeline,
-    TokensOut,
     ToEngine,
+    TokensOut,
     UseTicket,
     Work,
 )
@@ -139,7 +139,9 @@ class FakeEngine:
         top = tuple(TopLogprob(i, -1.0 - i) for i in range(request.sampling.logprobs))
         return SampledToken(token_id, -0.5, top)
 
-    def make_ticket(self, prompt: Sequence[int], salt: str = "", num_samples: int = 1, expires_at_s: float = 9e9) -> Ticket:
+    def make_ticket(
+        self, prompt: Sequence[int], salt: str = "", num_samples: int = 1, expires_at_s: float = 9e9
+    ) -> Ticket:
         assert self.ready is not None
         return Ticket(
             request_id="on-p",

@@ -4,35 +4,73 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import uvicorn
-from fastapi import FastAPI
+from transformers import AutoTokenizer
 
 import pd_cluster
 from pd_cluster.config import HandoffConfig, ModelConfig, NodeConfig, ServerConfig
 from pd_cluster.server.app import create_app
 from pd_cluster.server.state import NodeState
 from pd_cluster.server.tokenizer import Tokenizer
-from tests.server.fake_engine import FakeEngine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from fastapi import FastAPI
+
+    from tests.server.fake_engine import FakeEngine
 
 KEY = b"k" * 32
 MODEL_DIR = Path(pd_cluster.__file__).parent / "demo_model"
 START_S = 10.0
 
 
+@functools.cache
+def _hugging_face() -> Any:
+    return AutoTokenizer.from_pretrained(str(MODEL_DIR))
+
+
+def demo_tokenizer() -> Tokenizer:
+    """The demo model's, with a thread of its own; the vocabulary is read from disk once."""
+    return Tokenizer(_hugging_face())
+
+
 def make_state(
-    engine: FakeEngine, *, role: str = "mixed", node_id: str = "node", handoff: HandoffConfig | None = None
+    engine: FakeEngine,
+    *,
+    role: str = "mixed",
+    node_id: str = "node",
+    handoff: HandoffConfig | None = None,
+    model_name: str = "demo",
 ) -> NodeState:
     config = NodeConfig(
-        model=ModelConfig(model=str(MODEL_DIR), served_model_name="demo"),
+        model=ModelConfig(model=str(MODEL_DIR), served_model_name=model_name),
         server=ServerConfig(role=role, node_id=node_id),
         handoff=handoff or HandoffConfig(),
     )
-    return NodeState(config=config, engine=engine, tokenizer=Tokenizer.load(MODEL_DIR), key=KEY)
+    return NodeState(config=config, engine=engine, tokenizer=demo_tokenizer(), key=KEY)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals alone and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
 
 
 class Node:
@@ -57,13 +95,11 @@ async def serving(app: FastAPI) -> AsyncIterator[str]:
     """The app's URL while it is served."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=5))
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+    server = _Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=5))
     task = asyncio.create_task(server.serve([listener]))
     try:
         async with asyncio.timeout(START_S):
-            while not server.started and not task.done():
-                await asyncio.sleep(0)
+            await server.up.wait()
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
@@ -72,9 +108,11 @@ async def serving(app: FastAPI) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def running(engine: FakeEngine, *, node_id: str = "node", handoff: HandoffConfig | None = None) -> AsyncIterator[Node]:
+async def running(
+    engine: FakeEngine, *, node_id: str = "node", handoff: HandoffConfig | None = None, model_name: str = "demo"
+) -> AsyncIterator[Node]:
     """A node over `engine`."""
-    state = make_state(engine, node_id=node_id, handoff=handoff)
+    state = make_state(engine, node_id=node_id, handoff=handoff, model_name=model_name)
     async with serving(create_app(state)) as url, aiohttp.ClientSession() as session:
         yield Node(url, state, engine, session)
     await engine.close()

@@ -1,0 +1,121 @@
+"""/v1/completions against a scripted engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from pd_cluster.engine.messages import FinishReason
+from tests.server.fake_engine import FakeEngine, Line, says
+from tests.server.live_server import Node, running
+from tests.server.sse import post_events
+
+pytestmark = pytest.mark.anyio
+
+
+async def post(node: Node, body: dict[str, Any]) -> dict[str, Any]:
+    async with node.session.post(f"{node.url}/v1/completions", json=body) as response:
+        answer: dict[str, Any] = await response.json()
+        assert response.status == 200, answer
+        return answer
+
+
+def echo(line: Line) -> None:
+    """Says the last prompt token, n times over."""
+    n = line.request.sampling.n
+    for index in range(n):
+        last = line.request.prompt_token_ids[-1]
+        line.tokens([last], index=index, finish=FinishReason.LENGTH, finished=index == n - 1, num_cached=1)
+
+
+async def echo_script(line: Line) -> None:
+    echo(line)
+
+
+async def test_every_form_of_prompt() -> None:
+    async with running(FakeEngine(echo_script)) as node:
+        hello, there = [await node.state.tokenizer.encode(text) for text in ("Hello", " there")]
+        one = await post(node, {"prompt": "Hello"})
+        several = await post(node, {"prompt": ["Hello", " there"]})
+        ids = await post(node, {"prompt": there})
+        lists = await post(node, {"prompt": [hello, there], "n": 2})
+        prompts = [request.prompt_token_ids for request in node.engine.requests]
+    assert [choice["text"] for choice in one["choices"]] == ["Hello"]
+    assert [choice["text"] for choice in several["choices"]] == ["Hello", " there"]
+    assert [choice["text"] for choice in ids["choices"]] == [" there"]
+    assert [choice["text"] for choice in lists["choices"]] == ["Hello", "Hello", " there", " there"]
+    assert [choice["index"] for choice in lists["choices"]] == [0, 1, 2, 3]
+    assert prompts == [hello, hello, there, there, hello, there]
+    usage = lists["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(hello) + len(there), 4)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+async def test_stream_of_several_prompts() -> None:
+    async with running(FakeEngine(echo_script)) as node:
+        body = {"prompt": ["Hello", " there"], "stream": True, "stream_options": {"include_usage": True}}
+        events = await post_events(node.session, f"{node.url}/v1/completions", body)
+    texts = {c["index"]: c["text"] for _, data in events if data != "[DONE]" for c in data["choices"]}
+    assert texts == {0: "Hello", 1: " there"}
+    assert events[-2][1]["usage"]["completion_tokens"] == 2
+    assert events[-1][1] == "[DONE]"
+
+
+async def test_one_failing_prompt_fails_the_request_and_aborts_the_others() -> None:
+    async def script(line: Line) -> None:
+        if line.request is line.engine.requests[0]:
+            await line.heard()
+        else:
+            line.tokens([], finish=FinishReason.ABORT)
+
+    async with running(FakeEngine(script)) as node:
+        async with node.session.post(f"{node.url}/v1/completions", json={"prompt": ["a", "b"]}) as response:
+            assert response.status == 503
+        assert node.engine.aborts.get_nowait().request_id == node.engine.requests[0].request_id
+
+
+async def test_logprobs_in_the_legacy_shape_through_the_openai_client() -> None:
+    async with running(FakeEngine(says([]))) as node:
+        ids = await node.state.tokenizer.encode("Hello there.")
+        node.engine.script = says(ids)
+        async with openai.AsyncOpenAI(base_url=f"{node.url}/v1", api_key="none") as client:
+            answer = await client.completions.create(model="demo", prompt="hi", logprobs=1)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["Hello", " there", "."]
+    assert logprobs.token_logprobs == [-0.5] * 3
+    assert logprobs.text_offset == [0, 5, 11]
+    assert logprobs.top_logprobs == [{token: -0.5, "<|endoftext|>": -1.0} for token in logprobs.tokens]
+
+
+async def test_streamed_offsets_continue() -> None:
+    async with running(FakeEngine(says([]))) as node:
+        node.engine.script = says(await node.state.tokenizer.encode("Hello there."))
+        body = {"prompt": "hi", "logprobs": 0, "stream": True}
+        events = await post_events(node.session, f"{node.url}/v1/completions", body)
+    shaped = [c["logprobs"] for _, data in events if data != "[DONE]" for c in data["choices"]]
+    assert [offset for one in shaped for offset in one["text_offset"]] == [0, 5, 11]
+    assert [list(top) for one in shaped for top in one["top_logprobs"]] == [["Hello"], [" there"], ["."]]
+
+
+async def test_backlog_is_coalesced_without_losing_a_token() -> None:
+    async with running(FakeEngine(says([]))) as node:
+        ids = await node.state.tokenizer.encode("Hello there. " * 20)
+        node.engine.script = says(ids)
+        body = {"prompt": "hi", "stream": True, "stream_options": {"include_usage": True}}
+        events = await post_events(node.session, f"{node.url}/v1/completions", body)
+    choices = [c for _, data in events if data != "[DONE]" for c in data["choices"]]
+    assert "".join(choice["text"] for choice in choices) == "Hello there. " * 20
+    assert len(choices) < len(ids)
+    assert events[-2][1]["usage"]["completion_tokens"] == len(ids)
+
+
+async def test_split_character_is_spelled_out_in_logprobs() -> None:
+    async with running(FakeEngine(says([]))) as node:
+        table = {node.state.tokenizer.token_bytes(i): i for i in range(node.state.tokenizer.vocab_size)}
+        node.engine.script = says([table[bytes([byte])] for byte in "é".encode()])
+        answer = await post(node, {"prompt": "hi", "logprobs": 0})
+    assert answer["choices"][0]["text"] == "é"
+    assert answer["choices"][0]["logprobs"]["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]

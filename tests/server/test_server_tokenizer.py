@@ -1,0 +1,89 @@
+"""Token bytes agree with the tokenizer's own decoding, for the decoders that LLMs use."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from pd_cluster.errors import InvalidRequest, StartupError
+from pd_cluster.server.tokenizer import Tokenizer
+from tests.server.live_server import MODEL_DIR
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.anyio
+
+
+def sentencepiece_like() -> PreTrainedTokenizerFast:
+    """Llama 2's decoder over a handful of pieces."""
+    pieces = ["<unk>", "▁he", "llo", "▁wor", "ld", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "▁"]
+    backend = Backend(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+def wordpiece_like() -> PreTrainedTokenizerFast:
+    """A decoder that is not known by name: bytes come by difference."""
+    backend = Backend(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+
+
+def test_byte_level_bytes_are_the_tokenizers_own() -> None:
+    tokenizer = Tokenizer.load(MODEL_DIR)
+    reference = AutoTokenizer.from_pretrained(str(MODEL_DIR))
+    for token_id in range(len(reference)):
+        assert tokenizer.token_bytes(token_id).decode(errors="replace") == reference.decode([token_id])
+    text = 'Mira 4831. "Où est 🙂?"\n\tdéjà-vu <|im_end|>'
+    ids = reference.encode(text)
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+
+
+def test_sentencepiece_bytes_spell_spaces_and_byte_fallback() -> None:
+    tokenizer = Tokenizer(sentencepiece_like())
+    assert b"".join(map(tokenizer.token_bytes, [1, 2, 3, 4])) == b" hello world"
+    assert b"".join(map(tokenizer.token_bytes, [5, 6, 7, 8])).decode() == "🙂"
+
+
+def test_other_decoders_are_read_by_difference() -> None:
+    tokenizer = Tokenizer(wordpiece_like())
+    assert tokenizer.token_bytes(1) == b" play"
+    assert tokenizer.token_bytes(2) == b"ing"
+
+
+def test_rows_beyond_the_tokenizer_stand_for_nothing() -> None:
+    tokenizer = Tokenizer(sentencepiece_like(), vocab_size=64)
+    assert tokenizer.vocab_size == 64
+    assert tokenizer.token_bytes(63) == b""
+
+
+async def test_chat_template_failures_are_the_clients() -> None:
+    backend = sentencepiece_like()
+    message = [{"role": "user", "content": "hi"}]
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        await Tokenizer(backend).encode_chat(message, None, {})
+    backend.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        await Tokenizer(backend).encode_chat(message, None, {})
+
+
+async def test_text_survives_the_round_trip() -> None:
+    tokenizer = Tokenizer.load(MODEL_DIR)
+    try:
+        ids = await tokenizer.encode("naïve 🙂 text")
+        assert await tokenizer.decode(ids) == "naïve 🙂 text"
+    finally:
+        tokenizer.close()
+
+
+def test_missing_tokenizer_is_a_startup_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 8}))
+    with pytest.raises(StartupError, match="tokenizer"):
+        Tokenizer.load(tmp_path)
