@@ -46,6 +46,9 @@ class Kernels:
     plan_attention: PlanAttention
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     gumbel_sample: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    truncated_sample: Callable[
+        [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+    ]
 
 
 TORCH = Kernels(
@@ -58,6 +61,7 @@ TORCH = Kernels(
     plan_attention=torch_attention.plan_attention,
     copy_blocks=torch_ops.copy_blocks,
     gumbel_sample=sampling.gumbel_sample,
+    truncated_sample=sampling.truncated_sample,
 )
 
 BACKENDS: dict[str, Kernels] = {"cpu": TORCH, "cuda": TORCH}  # device type -> what runs there

@@ -137,7 +137,10 @@ def _plan_decodes(packed: PackedSequences, cache: torch.Tensor, window: int) -> 
         tiles = _tile_index(blocks.long().gather(1, columns.to(cache.device)), cache)
         buckets.append(
             DecodeBucket(
-                None if whole else index.to(cache.device), len(rows), tiles, mask.to(cache.device)[:, None, None]
+                rows=None if whole else index.to(cache.device),
+                num_rows=len(rows),
+                tiles=tiles,
+                mask=mask.to(cache.device)[:, None, None],
             )
         )
     return tuple(buckets)

@@ -33,7 +33,6 @@ class StepInputs:
     sample_rows: torch.Tensor | None  # int64 [R] into T; None: all tokens, in order
     sampling: SamplingInputs
     samples: tuple[SampleRow, ...]  # per sampling sequence, in the order of the logits rows
-    batch_rows: Ints  # row of each logits row
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,7 @@ class InputBatch:
         blocks = self._blocks[row_of_token, positions // self._block_size].astype(np.int64)
         slots = blocks * self._block_size + positions % self._block_size
         samples = self._plan_samples(chunks, rows, ends)
-        sample_rows, batch_rows, inputs = self._prepare_sampling(chunks, samples, query_starts)
+        sample_rows, inputs = self._prepare_sampling(chunks, samples, query_starts)
         return StepInputs(
             token_ids=token_ids,
             positions=self._move(positions),
@@ -113,12 +112,10 @@ class InputBatch:
             sample_rows=sample_rows,
             sampling=inputs,
             samples=samples,
-            batch_rows=batch_rows,
         )
 
     def note_launched(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
         """The step will sample `token_ids` (int64 [R], on the device): later steps may build on them."""
-        self._sampling.count_sampled(inputs.batch_rows, token_ids)
         firsts, rows, at = [], [], 0
         for sample in inputs.samples:
             firsts.append(at)
@@ -126,6 +123,7 @@ class InputBatch:
             at += sample.num_samples
         chosen = token_ids if at == len(firsts) else token_ids[self._move(np.array(firsts))]
         self._last_tokens.index_copy_(0, self._move(np.array(rows)), chosen)
+        self._sampling.count_sampled(np.array(rows), chosen)
         self._num_tokens[rows] += 1
 
     def note_result(self, sample: SampleRow, token_id: int) -> None:
@@ -174,15 +172,15 @@ class InputBatch:
 
     def _prepare_sampling(
         self, chunks: tuple[SequenceChunk, ...], samples: tuple[SampleRow, ...], query_starts: Ints
-    ) -> tuple[torch.Tensor | None, Ints, SamplingInputs]:
+    ) -> tuple[torch.Tensor | None, SamplingInputs]:
         counts = [sample.num_samples for sample in samples]
         rows = np.repeat(np.array([sample.row for sample in samples], np.int64), counts)
         lengths = np.repeat(np.array([sample.position for sample in samples], np.int64), counts)
         inputs = self._sampling.prepare(rows, lengths, counts)
         if len(counts) == query_starts[-1] and len(rows) == len(counts):
-            return None, rows, inputs  # every token is a decode that samples
+            return None, inputs  # every token is a decode that samples
         num_samples = np.array([chunk.num_samples for chunk in chunks])
-        return self._move(np.repeat(query_starts[1:] - 1, num_samples)), rows, inputs
+        return self._move(np.repeat(query_starts[1:] - 1, num_samples)), inputs
 
     def _move(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)

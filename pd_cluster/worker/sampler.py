@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from pd_connectors.protocol.messages import SampledToken, TopLogprob
-from pd_kernels import sampling
 
 if TYPE_CHECKING:
     from pd_cluster.worker.sampling_state import SamplingInputs
@@ -56,13 +55,12 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, kernels: Kernels) -> Sa
         raw = logits.log_softmax(-1)
     _adjust(logits, inputs)
     token_ids = _argmax(logits)
-    if inputs.draws is not None:
-        draws = inputs.draws
+    for draws in inputs.draws:
         chosen = logits[draws.rows].div_(draws.temperature[:, None])
-        if draws.truncation is not None:
-            cut = draws.truncation
-            chosen[cut.rows] = sampling.truncate(chosen[cut.rows], cut.top_k, cut.top_p, cut.min_p)
-        token_ids[draws.rows] = kernels.gumbel_sample(chosen, draws.seeds, draws.positions)
+        if draws.limits is None:
+            token_ids[draws.rows] = kernels.gumbel_sample(chosen, draws.seeds, draws.positions)
+        else:
+            token_ids[draws.rows] = kernels.truncated_sample(chosen, *draws.limits, draws.seeds, draws.positions)
     if raw is None:
         return Sampled(token_ids)
     top = raw.topk(inputs.num_logprobs, dim=-1)
@@ -72,12 +70,7 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, kernels: Kernels) -> Sa
 def _adjust(logits: torch.Tensor, inputs: SamplingInputs) -> None:
     """What changes greedy choices too, in place."""
     if inputs.penalties is not None:
-        some = inputs.penalties
-        part = logits[some.rows]
-        sampling.apply_penalties(
-            part, some.prompt_seen, some.output_counts, some.repetition, some.presence, some.frequency
-        )
-        logits[some.rows] = part
+        inputs.penalties.apply(logits)
     if inputs.bias is not None:
         row, token, amount = inputs.bias
         logits.index_put_((row, token), amount, accumulate=True)
