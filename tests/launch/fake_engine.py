@@ -55,7 +55,7 @@ class FakeEngine:
         self._release = threading.Event()
         self._stop = threading.Event()
         signal.signal(signal.SIGUSR1, lambda *_: self._release.set())
-        signal.signal(signal.SIGTERM, lambda *_: behaviour != "stubborn" and self._stop.set())
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "stubborn" else lambda *_: self._stop.set())
 
     def run(self) -> None:
         self._mailbox.send(StartupProgress(f"fake engine {os.getpid()}"))

@@ -11,6 +11,8 @@ from pd_cluster.config import NodeConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.flags import add_config_flags, config_from, flag_of, given_flags
 
+NUMBERS: dict[type, object] = {int: 4096, float: 4096.0, str: "4096"}
+
 
 def parse(*arguments: str, skip: frozenset[str] = frozenset()) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -29,12 +31,12 @@ def test_every_setting_can_be_given_and_forwarded() -> None:
     expected: dict[str, object] = {}
     for kind in NodeConfig.sections().values():
         for item in fields(kind):
-            value = item.default
+            value: object = item.default
             if isinstance(value, bool):
                 arguments.append(f"--no-{flag_of(item)}" if value else f"--{flag_of(item)}")
                 expected[item.name] = not value
             else:
-                new = item.metadata["choices"][-1] if "choices" in item.metadata else type(value)(4096)
+                new = item.metadata["choices"][-1] if "choices" in item.metadata else NUMBERS[type(value)]
                 arguments.append(f"--{flag_of(item)}={new}")
                 expected[item.name] = new
     namespace = parse(*arguments)

@@ -1,0 +1,203 @@
+"""The load client against a small server that streams like ours, and the command around it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+
+from pd_cluster.bench.load import Target, run_load
+from pd_cluster.bench.workload import Arrival
+from pd_cluster.launch.cli import main
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pd_cluster.bench.statistics import RequestRecord
+
+START_DEADLINE_S = 20.0
+
+
+class FakeServer:
+    """Answers every streamed completion with `max_tokens` words. Special prompts misbehave, by their first id."""
+
+    REFUSE, BREAK, ERROR, COALESCE = 9001, 9002, 9003, 9004
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.url = ""
+        self.refuse_all = False
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/v1/completions", self._complete)
+        return app
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "fake-model"}]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        return web.json_response({"tokens": [5, 6, 7, 8, 8, 5]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        first = body["prompt"][0]
+        if self.refuse_all or first == self.REFUSE:
+            return web.json_response({"error": {"message": "the queue is full"}}, status=503)
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "x-pd-route": "p-first; reason=default"}
+        )
+        await response.prepare(request)
+        events: list[dict[str, Any]] = [{"choices": [{"text": f"w{index} "}]} for index in range(body["max_tokens"])]
+        if first == self.COALESCE:
+            events = [{"choices": [{"text": "everything"}]}]
+        elif first == self.BREAK:
+            events = events[:1]
+        elif first == self.ERROR:
+            events = [events[0], {"error": {"message": "the decode node died"}}]
+        if first in (self.BREAK, self.ERROR):
+            await response.write(_frames(events))
+            return response
+        usage = {"completion_tokens": body["max_tokens"], "prompt_tokens_details": {"cached_tokens": 2}}
+        whole = _frames([*events, {"choices": [], "usage": usage}]) + b"data: [DONE]\n\n"
+        for at in range(0, len(whole), 7):  # frames arrive in pieces
+            await response.write(whole[at : at + 7])
+        return response
+
+
+def _frames(events: list[dict[str, Any]]) -> bytes:
+    return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+
+
+@contextmanager
+def serving() -> Iterator[FakeServer]:
+    """The fake on a free port, in a thread with its own loop."""
+    server, started, loop = FakeServer(), threading.Event(), asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def serve() -> None:
+        runner = web.AppRunner(server.app(), shutdown_timeout=1.0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        server.url = "http://{}:{}".format(*runner.addresses[0][:2])
+        started.set()
+        await stop.wait()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        assert started.wait(START_DEADLINE_S)
+        yield server
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(START_DEADLINE_S)
+        loop.close()
+
+
+def load(server: FakeServer, *first_ids: int, num_output: int = 4) -> list[RequestRecord]:
+    requests = [(Arrival(0.0, 3, num_output), [first, 1, 2]) for first in first_ids]
+    return asyncio.run(run_load(Target(server.url, "fake-model", route="p-first", api_key="k"), requests))
+
+
+def test_complete_answers() -> None:
+    with serving() as server:
+        records = load(server, 1, 1, 1)
+    assert [record.error for record in records] == ["", "", ""]
+    assert [record.index for record in records] == [0, 1, 2]
+    for record in records:
+        assert record.ok
+        assert (record.num_output, len(record.chunk_times_s), record.num_cached) == (4, 4, 2)
+        assert record.route == "p-first; reason=default"
+        assert record.scheduled_s <= record.sent_s < record.chunk_times_s[0] <= record.chunk_times_s[-1] <= record.end_s
+    assert server.bodies[0]["max_tokens"] == 4
+    assert server.bodies[0]["ignore_eos"] is True
+    assert server.headers[0]["x-pd-route"] == "p-first"
+    assert server.headers[0]["Authorization"] == "Bearer k"
+
+
+def test_tokens_are_counted_by_the_server() -> None:
+    with serving() as server:
+        (record,) = load(server, FakeServer.COALESCE)
+    assert (record.num_output, len(record.chunk_times_s)) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("first_id", "error"),
+    [
+        (FakeServer.REFUSE, "HTTP 503: the queue is full"),
+        (FakeServer.BREAK, "the stream broke off"),
+        (FakeServer.ERROR, "error in the stream: the decode node died"),
+    ],
+)
+def test_failures_are_told_apart(first_id: int, error: str) -> None:
+    with serving() as server:
+        bad, good = load(server, first_id, 1)
+    assert (bad.error, bad.ok, good.ok) == (error, False, True)
+
+
+def test_a_server_that_is_not_there() -> None:
+    with serving() as server:
+        url = server.url
+    target = Target(url, "m")
+    (record,) = asyncio.run(run_load(target, [(Arrival(0.0, 1, 1), [1])]))
+    assert "ClientConnectorError" in record.error
+
+
+def test_arrival_times_are_kept() -> None:
+    gaps = [0.0, 0.05, 0.1]
+    with serving() as server:
+        requests = [(Arrival(at_s, 1, 1), [1]) for at_s in gaps]
+        records = asyncio.run(run_load(Target(server.url, "m"), requests))
+    assert all(record.sent_s >= record.scheduled_s for record in records)
+    assert [record.scheduled_s for record in records] == gaps
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, plot = tmp_path / "deep" / "out.json", tmp_path / "plot.png"
+    with serving() as server:
+        arguments = (
+            f"bench serve --url {server.url}/ --rate inf --num-requests 8 --input-len 4:9 --output-len 3 --seed 3"
+        )
+        arguments += f" --goodput ttft:20000 tpot:20000 --json {out} --plot {plot}"
+        assert main(arguments.split()) == 0
+    shown = capsys.readouterr().out
+    assert "8 of 8 requests" in shown
+    assert "100.0% of all within ttft 20000 ms, tpot 20000 ms" in shown
+    record = json.loads(out.read_text())
+    assert record["config"]["model"] == "fake-model"
+    assert "api_key" not in record["config"]
+    assert record["summary"]["num_ok"] == 8
+    assert record["summary"]["output_tokens"] == 24
+    assert len(record["requests"]) == 8
+    assert record["environment"]["num_cores"] >= 1
+    prompts = [body["prompt"] for body in server.bodies]
+    assert len(prompts) == 8 + 2, "two to warm up"
+    assert {token for prompt in prompts for token in prompt} <= {5, 6, 7, 8}, "ids that /tokenize named"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_fails_when_requests_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving() as server:
+        server.refuse_all = True
+        arguments = f"bench serve --url {server.url} --rate inf --num-requests 2 --output-len 3 --warmup 0"
+        assert main(arguments.split()) == 1
+    assert "2 failed: HTTP 503: the queue is full" in capsys.readouterr().out
+
+
+def test_the_command_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving() as server:
+        url = server.url
+    assert main(["bench", "serve", "--url", url]) == 2
+    assert f"{url}/v1/models does not answer as expected" in capsys.readouterr().err
