@@ -99,6 +99,7 @@ def make_server(config: RouterConfig, key: bytes) -> uvicorn.Server:
             access_log=False,
             server_header=False,
             backlog=2048,
+            timeout_keep_alive=round(config.client_keepalive_s),
             timeout_graceful_shutdown=max(1, round(config.drain_s)),
         )
     )

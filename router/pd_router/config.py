@@ -60,6 +60,7 @@ class RouterConfig:
     keepalive_s: float = setting(
         4.0, "Idle connections to nodes are dropped after this; keep it below the nodes' own limit."
     )
+    client_keepalive_s: float = setting(75.0, "Idle connections of clients are kept this long.")
     health_interval_s: float = setting(1.0, "Between two looks at a node's /health.")
     health_timeout_s: float = setting(3.0, "Until /health must have answered.")
     eject_after: int = setting(
