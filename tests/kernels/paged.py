@@ -1,0 +1,65 @@
+"""A paged cache with known contents, for kernel tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pd_kernels.packed import PackedSequences
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention problem."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    query_lens: tuple[int, ...]  # decodes (ones) first
+    seq_lens: tuple[int, ...]
+    num_decodes: int
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Layer views of a block-first cache whose blocks are scattered, and the queries."""
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    packed: PackedSequences
+
+
+def make_paged(shape: Shape, dtype: torch.dtype = torch.float64, seed: int = 0, num_layers: int = 3) -> Paged:
+    """Random keys and values in layer 1 of `num_layers`; everything outside the sequences is NaN-free but huge."""
+    generator = torch.Generator().manual_seed(seed)
+    per_seq = [-(-length // shape.block_size) for length in shape.seq_lens]
+    num_blocks = sum(per_seq) + 3
+    size = (num_blocks, shape.num_kv_heads, num_layers, 2, shape.block_size, shape.head_dim)
+    cache = torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+    order = torch.randperm(num_blocks, generator=generator).to(torch.int32)
+    tables = torch.full((len(per_seq), max(per_seq) + 1), num_blocks - 1, dtype=torch.int32)
+    at = 0
+    for row, count in enumerate(per_seq):
+        tables[row, :count] = order[at : at + count]
+        at += count
+    query = torch.randn(
+        sum(shape.query_lens), shape.num_heads, shape.head_dim, generator=generator, dtype=torch.float64
+    )
+    packed = PackedSequences(
+        num_decodes=shape.num_decodes,
+        query_starts=torch.tensor(np.concatenate(([0], np.cumsum(shape.query_lens))), dtype=torch.int32),
+        seq_lens=torch.tensor(shape.seq_lens, dtype=torch.int32),
+        block_tables=tables,
+        host_query_lens=np.array(shape.query_lens),
+        host_seq_lens=np.array(shape.seq_lens),
+    )
+    return Paged(query.to(dtype), cache[:, :, 1, 0], cache[:, :, 1, 1], packed)
+
+
+def widened(paged: Paged) -> Paged:
+    """The same in float64, still strided like a layer of a block-first cache."""
+    return Paged(paged.query.double(), paged.key_cache.double(), paged.value_cache.double(), paged.packed)

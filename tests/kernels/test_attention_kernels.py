@@ -1,0 +1,141 @@
+"""Paged attention against a float64 oracle that is written without paging."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pd_kernels import reference
+from pd_kernels.torch_attention import MERGE_BYTES, bucket_rows, plan_attention
+from tests.kernels.paged import Paged, Shape, make_paged
+
+SHAPES = {
+    "mha-64": Shape(4, 4, 64, 16, (1, 1, 1, 5, 33), (1, 16, 47, 5, 40), 3),
+    "gqa-80": Shape(6, 2, 80, 16, (1, 1, 17), (129, 7, 17), 2),
+    "mqa-96": Shape(5, 1, 96, 32, (1, 64, 64, 3), (33, 64, 64, 200), 1),
+    "gqa-128": Shape(8, 4, 128, 128, (1, 1, 130, 1), (128, 129, 300, 77), 2),
+    "only-decodes": Shape(8, 2, 64, 16, (1,) * 9, (1, 2, 15, 16, 17, 31, 33, 250, 600), 9),
+    "only-prefill": Shape(4, 2, 64, 64, (300, 70), (300, 400), 0),
+}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def by_hand(paged: Paged, window: int) -> torch.Tensor:
+    """One query token and one head at a time, in float64."""
+    packed, scale = paged.packed, 1 / math.sqrt(paged.query.shape[2])
+    _, num_kv_heads, block_size, _ = paged.key_cache.shape
+    out = torch.zeros(paged.query.shape, dtype=torch.float64)
+    row = 0
+    for seq, (num_queries, length) in enumerate(zip(packed.host_query_lens, packed.host_seq_lens, strict=True)):
+        table = packed.block_tables[seq].tolist()
+        places = [(table[position // block_size], position % block_size) for position in range(length)]
+        for position in range(length - num_queries, length):
+            first = max(0, position - window + 1) if window else 0
+            for head in range(paged.query.shape[1]):
+                group = head * num_kv_heads // paged.query.shape[1]
+                seen = places[first : position + 1]
+                key = torch.stack([paged.key_cache[block, group, offset] for block, offset in seen]).double()
+                value = torch.stack([paged.value_cache[block, group, offset] for block, offset in seen]).double()
+                weights = (key @ paged.query[row, head].double() * scale).softmax(0)
+                out[row, head] = weights @ value
+            row += 1
+    return out
+
+
+@pytest.mark.parametrize("window", [0, 1, 20, 64])
+@pytest.mark.parametrize("name", ["mha-64", "gqa-80", "mqa-96"])
+def test_reference_equals_attention_by_hand(name: str, window: int) -> None:
+    paged = make_paged(SHAPES[name])
+    packed = paged.packed
+    found = reference.prefill_attention(
+        paged.query,
+        paged.key_cache,
+        paged.value_cache,
+        packed.block_tables,
+        packed.query_starts,
+        packed.seq_lens,
+        paged.query.shape[2] ** -0.5,
+        window,
+    )
+    assert torch.allclose(found, by_hand(paged, window), atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("window", [0, 20, 100])
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_torch_attention_equals_the_reference(name: str, window: int, dtype: torch.dtype) -> None:
+    paged = make_paged(SHAPES[name], dtype)
+    packed, scale = paged.packed, paged.query.shape[2] ** -0.5
+    expected = reference.prefill_attention(
+        paged.query.double(),
+        paged.key_cache.double(),
+        paged.value_cache.double(),
+        packed.block_tables,
+        packed.query_starts,
+        packed.seq_lens,
+        scale,
+        window,
+    )
+    plan = plan_attention(packed, paged.key_cache, window)
+    found = plan.run(paged.query, paged.key_cache, paged.value_cache, scale)
+    assert found.dtype == dtype
+    assert (found.double() - expected).abs().max() < TOLERANCE[dtype]
+
+
+def test_decode_attention_is_prefill_of_one_token() -> None:
+    paged = make_paged(SHAPES["only-decodes"])
+    packed, scale = paged.packed, paged.query.shape[2] ** -0.5
+    found = reference.decode_attention(
+        paged.query, paged.key_cache, paged.value_cache, packed.block_tables, packed.seq_lens, scale
+    )
+    assert torch.allclose(found, by_hand(paged, 0), atol=1e-12)
+
+
+def test_other_sequences_blocks_do_not_matter() -> None:
+    """Padding of a bucket reads the row's own blocks: NaN elsewhere in the cache stays elsewhere."""
+    paged = make_paged(SHAPES["only-decodes"], torch.float32)
+    scale = paged.query.shape[2] ** -0.5
+    before = plan_attention(paged.packed, paged.key_cache).run(paged.query, paged.key_cache, paged.value_cache, scale)
+    longest = paged.packed.block_tables[8, :38].long()
+    paged.key_cache[longest] = torch.nan
+    paged.value_cache[longest] = torch.nan
+    after = plan_attention(paged.packed, paged.key_cache).run(paged.query, paged.key_cache, paged.value_cache, scale)
+    assert torch.equal(before[:8], after[:8])
+    assert after[8].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: (p.query.float(), p.key_cache, p.value_cache), "query is torch.float32"),
+        (lambda p: (p.query[:-1], p.key_cache, p.value_cache), "query must be"),
+        (lambda p: (p.query[:, :3], p.key_cache, p.value_cache), "not a multiple"),
+        (lambda p: (p.query, p.key_cache.contiguous(), p.value_cache), "differ in dtype or stride"),
+        (lambda p: (p.query, p.key_cache[:, :, ::2], p.value_cache[:, :, ::2]), "not a layer of a block-first cache"),
+    ],
+)
+def test_bad_arguments_are_refused(change: object, message: str) -> None:
+    paged = make_paged(SHAPES["gqa-80"])
+    plan = plan_attention(paged.packed, paged.key_cache)
+    assert callable(change)
+    with pytest.raises(ValueError, match=message):
+        plan.run(*change(paged), 1.0)
+
+
+@given(
+    st.lists(st.integers(1, 3000), min_size=1, max_size=80),
+    st.sampled_from([1 << 10, 1 << 13, 1 << 16, 1 << 20]),
+)
+@settings(max_examples=200, deadline=None)
+def test_buckets_hold_every_row_once_and_pad_little(num_blocks: list[int], block_bytes: int) -> None:
+    sizes = np.array(num_blocks)
+    groups = bucket_rows(sizes, block_bytes)
+    assert sorted(np.concatenate(groups).tolist()) == list(range(len(sizes)))
+    for group in groups:
+        longest, own = sizes[group].max(), sizes[group].sum()
+        assert longest * len(group) <= 2 * own + MERGE_BYTES / block_bytes

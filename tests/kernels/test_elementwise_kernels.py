@@ -1,0 +1,106 @@
+"""Norms, RoPE, activation and cache writes of the torch backend against the reference and closed forms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pd_kernels import reference, torch_ops
+from pd_kernels.backends import BACKENDS, select_kernels
+from tests.kernels.paged import Shape, make_paged
+
+DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
+@pytest.mark.parametrize("shape", [(1, 7), (5, 80), (3, 4, 96)])
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
+    wide = x.double()
+    expected = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    for function in (reference.rms_norm, torch_ops.rms_norm):
+        found = function(x, weight, 1e-5)
+        assert found.dtype == dtype
+        assert (found.double() - expected).abs().max() < 5 * DTYPES[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
+def test_add_rms_norm_gives_norm_and_sum(dtype: torch.dtype) -> None:
+    x, residual, weight = (random(5, 33, dtype=dtype, seed=seed) for seed in range(3))
+    normed, total = reference.add_rms_norm(x, residual, weight[0], 1e-6)
+    found_normed, found_total = torch_ops.add_rms_norm(x, residual.clone(), weight[0], 1e-6)
+    assert torch.equal(found_total, x + residual)
+    assert torch.equal(total, found_total)
+    assert (found_normed.double() - normed.double()).abs().max() < 5 * DTYPES[dtype]
+
+
+@pytest.mark.parametrize("head_dim", [2, 64, 80, 96])
+def test_rope_is_a_rotation_of_pairs(head_dim: int) -> None:
+    x, angles = random(6, 3, head_dim, dtype=torch.float64), random(6, head_dim // 2, dtype=torch.float64, seed=1)
+    pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    expected = torch.cat((pairs.real, pairs.imag), dim=-1)
+    for function in (reference.rope, torch_ops.rope):
+        assert torch.allclose(function(x, angles.cos(), angles.sin()), expected, atol=1e-12)
+
+
+def test_silu_and_mul() -> None:
+    x = random(4, 2 * 37, dtype=torch.float64)
+    gate, up = x[:, :37], x[:, 37:]
+    expected = gate / (1 + (-gate).exp()) * up
+    for function in (reference.silu_and_mul, torch_ops.silu_and_mul):
+        assert torch.allclose(function(x), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_write_cache_writes_its_slots_and_nothing_else(block_size: int) -> None:
+    shape = Shape(4, 3, 80, block_size, (1,), (5 * block_size,), 1)
+    paged, twin = make_paged(shape), make_paged(shape)
+    slots = torch.tensor([0, 3 * block_size - 1, block_size + 5, 6 * block_size])
+    key, value = (random(4, 3, 80, dtype=torch.float64, seed=seed) for seed in (7, 8))
+    torch_ops.write_cache(key, value, paged.key_cache, paged.value_cache, slots)
+    for cache, original, update in (
+        (paged.key_cache, twin.key_cache, key),
+        (paged.value_cache, twin.value_cache, value),
+    ):
+        for block in range(cache.shape[0]):
+            for offset in range(block_size):
+                written = (slots == block * block_size + offset).nonzero()
+                expected = update[written[0, 0]] if len(written) else original[block, :, offset]
+                assert torch.equal(cache[block, :, offset], expected)
+    reference.write_cache(key, value, twin.key_cache, twin.value_cache, slots)
+    assert torch.equal(paged.key_cache, twin.key_cache)
+    assert torch.equal(paged.value_cache, twin.value_cache)
+
+
+@pytest.mark.parametrize(
+    ("key_shape", "dtype", "slots", "message"),
+    [
+        ((2, 3, 80), torch.float64, torch.tensor([1]), "key and value must be"),
+        ((1, 3, 80), torch.float64, torch.tensor([1], dtype=torch.int32), "int64"),
+        ((1, 3, 80), torch.float32, torch.tensor([1]), "the cache's dtype"),
+    ],
+)
+def test_write_cache_refuses_bad_arguments(
+    key_shape: tuple[int, ...], dtype: torch.dtype, slots: torch.Tensor, message: str
+) -> None:
+    paged = make_paged(Shape(4, 3, 80, 16, (1,), (16,), 1))
+    update = torch.zeros(key_shape, dtype=dtype)
+    with pytest.raises(ValueError, match=message):
+        torch_ops.write_cache(update, update, paged.key_cache, paged.value_cache, slots)
+
+
+def test_copy_blocks_reads_all_before_it_writes() -> None:
+    blocks = random(5, 2, 3, dtype=torch.float32)
+    original = blocks.clone()
+    torch_ops.copy_blocks(blocks, blocks, torch.tensor([[0, 1], [1, 2], [4, 0]]))
+    assert torch.equal(blocks, original[[4, 0, 1, 3, 4]])
+
+
+def test_every_device_type_has_kernels_and_others_are_named() -> None:
+    assert {select_kernels(torch.device(name)).name for name in BACKENDS} == {"torch"}
+    with pytest.raises(ValueError, match="no kernels for device meta"):
+        select_kernels(torch.device("meta"))
