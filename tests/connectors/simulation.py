@@ -1,0 +1,395 @@
+"""Several engines over a faulty network in virtual time, with the checks that every schedule must pass.
+
+Each engine is prefill and decode node at once. It is as hostile as an engine may be: it overwrites a block in the very
+moment in which it becomes free, and checks that nobody else ever writes one.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from pd_connectors.base import (
+    CacheDescription,
+    ConnectorContext,
+    Event,
+    FirstTokens,
+    LeaseEnded,
+    LoadDone,
+    LoadDrained,
+    LoadFailed,
+    LoadReady,
+    LoadSpec,
+    PublishSpec,
+)
+from pd_connectors.exchange import Exchange
+from pd_connectors.loopback import LoopbackChannel, LoopbackNetwork, LoopbackNode, LoopbackTransport
+from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
+from pd_connectors.protocol.hashing import prompt_digest
+from pd_connectors.protocol.messages import SampledToken
+from pd_connectors.protocol.ticket import Geometry, LeaseRef, Ticket
+from pd_connectors.pull import PullLimits
+
+GEOMETRY = Geometry(block_size=16, num_kv_heads=1, num_layers=1, head_dim=1, dtype="float32")
+NUM_BLOCKS = 24
+MAX_PROMPT_BLOCKS = 6
+FREE = -7.0  # what a free block holds
+LOAD_DEADLINE_S = 6.0
+CONTEXT = ConnectorContext(
+    engine_id="",
+    epoch=0,
+    fingerprint="f",
+    geometry=GEOMETRY,
+    cluster_key=b"k",
+    host="sim",
+    port=0,
+    lease_ttl_s=2.0,
+    connect_deadline_s=1.5,
+    confirm_deadline_s=1.0,
+    drain_deadline_s=1.0,
+)
+
+
+class VirtualClock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Prompt:
+    """What the KV of block i of a prompt is: a number that no other (prompt, block) has."""
+
+    number: int
+    num_tokens: int
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_tokens // GEOMETRY.block_size)
+
+    def content(self, block: int) -> float:
+        return 1000.0 * self.number + block
+
+
+@dataclass
+class Prefill:
+    """A request on P. Its blocks are taken at once."""
+
+    prompt: Prompt
+    lease: LeaseRef
+    blocks: list[int]
+    generation: int = 0
+    num_computed: int = 0
+    is_finished: bool = False
+
+
+@dataclass
+class Load:
+    """A request on D, and what the connector said about it."""
+
+    prompt: Prompt
+    begun_at: float
+    first_block: int
+    events: list[Event] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    failed_at: float | None = None
+    is_over: bool = False
+    waits_for_blocks: bool = False
+
+
+class Engine:
+    """One node: an Exchange and the model of an engine around it."""
+
+    def __init__(self, network: LoopbackNetwork, clock: VirtualClock, port: int, epoch: int) -> None:
+        self.clock = clock
+        self.network = network
+        self.node: LoopbackNode = network.attach("sim", port)
+        self.context = replace(CONTEXT, engine_id=f"engine-{port}", epoch=epoch, port=port)
+        shape = (NUM_BLOCKS, 1, 1, 2, GEOMETRY.block_size, 1)
+        self.cache = CacheDescription(torch.full(shape, FREE), GEOMETRY, NUM_BLOCKS)
+        transport = LoopbackTransport(self.node)
+        transport.register(self.cache)
+        limits = PullLimits(
+            renew_every_s=0.5, silence_s=1.5, read_s=2.0, confirm_s=1.0, confirm_every_s=0.2, max_blocks_per_read=2
+        )
+        self.exchange = Exchange(self.context, transport, LoopbackChannel(self.node), clock, limits)
+        self.exchange.open()
+        self.free = list(range(NUM_BLOCKS))
+        self.prefills: dict[str, Prefill] = {}
+        self.loads: dict[str, Load] = {}
+        self.next_turn = clock.now
+        self.paused_until = 0.0
+        self.paused_s = 0.0
+        self.failures: list[LoadFailure] = []
+        self.num_done = 0
+
+    # blocks
+
+    def take(self, count: int) -> list[int]:
+        taken, self.free = self.free[:count], self.free[count:]
+        for block in taken:
+            assert bool((self.cache.tensor[block] == FREE).all()), "something landed in a free block"
+        return taken
+
+    def give(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.cache.tensor[block].fill_(FREE)
+        self.free += blocks
+
+    def check_free_blocks(self) -> None:
+        assert bool((self.cache.tensor[self.free] == FREE).all()), "something landed in a free block"
+
+    # as P
+
+    def admit(self, prompt: Prompt, *, hold: bool) -> Ticket | None:
+        if len(self.free) < prompt.num_blocks:
+            return None
+        lease = self.exchange.leases.open(prompt.num_tokens, hold=hold)
+        self.prefills[lease.lease_id] = Prefill(prompt, lease, self.take(prompt.num_blocks))
+        return Ticket(
+            request_id="r",
+            lease=lease,
+            generation=0,
+            expires_at_s=1e12,
+            fingerprint=self.context.fingerprint,
+            geometry=GEOMETRY,
+            prompt_digest=prompt_digest(range(prompt.num_tokens)),
+            num_tokens=prompt.num_tokens,
+            num_samples=1,
+            host="sim",
+            port=self.context.port,
+        )
+
+    def compute(self, num_blocks: int, *, sample: bool) -> None:
+        """A step: the oldest unfinished prefill goes on by so many blocks. `sample`: its token comes with the last."""
+        request = next((request for request in self.prefills.values() if not request.is_finished), None)
+        if request is None:
+            return
+        prompt, start = request.prompt, request.num_computed // GEOMETRY.block_size
+        stop = min(prompt.num_blocks, start + num_blocks)
+        for block in range(start, stop):
+            self.cache.tensor[request.blocks[block]].fill_(prompt.content(block))
+        request.num_computed = min(prompt.num_tokens, stop * GEOMETRY.block_size)
+        blocks = tuple(request.blocks[:stop])
+        publish = PublishSpec(request.lease.lease_id, blocks, request.num_computed, request.generation)
+        self.exchange.leases.announce(publish)
+        if stop == prompt.num_blocks and (start == stop or sample):
+            request.is_finished = True
+            self.exchange.leases.finish(request.lease.lease_id, (SampledToken(prompt.number),))
+
+    def preempt(self) -> None:
+        """Take the blocks of the oldest unfinished prefill back, and others for it."""
+        request = next((request for request in self.prefills.values() if not request.is_finished), None)
+        if request is None or len(self.free) < request.prompt.num_blocks:
+            return
+        stale = PublishSpec(
+            request.lease.lease_id, tuple(request.blocks), request.prompt.num_tokens, request.generation
+        )
+        generation = self.exchange.leases.retract(request.lease.lease_id)
+        self.exchange.leases.announce(stale)  # of a step that was in flight: must be void
+        self.give(request.blocks)
+        request.blocks = self.take(request.prompt.num_blocks)
+        request.num_computed = 0
+        if generation is not None:
+            request.generation = generation
+
+    def revoke(self) -> None:
+        """End the oldest prefill's lease and reuse its blocks."""
+        if self.prefills:
+            lease_id = next(iter(self.prefills))
+            self.exchange.leases.end(lease_id, LeaseEnd.REVOKED)
+            self.give(self.prefills.pop(lease_id).blocks)
+
+    # as D
+
+    def begin(self, load_id: str, ticket: Ticket, prompt: Prompt, first_block: int) -> None:
+        self.loads[load_id] = Load(prompt, self.clock.now, first_block)
+        self.submit(lambda reader, now: reader.begin(load_id, ticket, LOAD_DEADLINE_S, now))
+
+    def cancel(self) -> None:
+        """Cancel the youngest load, whatever its state."""
+        if self.loads:
+            load_id = list(self.loads)[-1]
+            self.submit(lambda reader, now: reader.cancel(load_id, now))
+
+    def submit(self, command: object) -> None:
+        assert callable(command)
+        self.exchange.submit([command])
+        self.next_turn = self.clock.now
+
+    # turns
+
+    def turn(self) -> None:
+        self.next_turn = self.clock.now + self.exchange.turn()
+        for event in self.exchange.take_events():
+            self.on_event(event)
+        for load_id, load in self.loads.items():
+            if load.waits_for_blocks and not load.is_over:
+                self.reserve(load_id, load)
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, LeaseEnded):
+            self.give(self.prefills.pop(event.lease_id).blocks)
+            return
+        load = self.loads[event.load_id]
+        assert not load.is_over, f"{event} after {load.events}"
+        earlier = {type(previous) for previous in load.events}
+        assert type(event) not in earlier, f"{event} twice"
+        load.events.append(event)
+        match event:
+            case LoadReady(load_id):
+                assert LoadFailed not in earlier
+                self.reserve(load_id, load)
+            case FirstTokens(_, tokens):
+                assert LoadFailed not in earlier
+                assert tokens == (SampledToken(load.prompt.number),)
+            case LoadDone():
+                assert {LoadReady, FirstTokens} <= earlier
+                assert LoadFailed not in earlier
+                self.check_bytes(load)
+                self.num_done += 1
+                self.end(load)
+            case LoadFailed(_, reason, _):
+                assert self.clock.now <= load.begun_at + LOAD_DEADLINE_S + self.paused_s + 0.01, "past its deadline"
+                load.failed_at = self.clock.now
+                load.waits_for_blocks = False
+                self.failures.append(reason)
+            case LoadDrained():
+                assert load.failed_at is not None
+                grace_s = CONTEXT.drain_deadline_s + self.network.faults.max_delay_s + self.paused_s + 0.01
+                assert self.clock.now <= load.failed_at + grace_s, "drained too late"
+                self.end(load)
+
+    def reserve(self, load_id: str, load: Load) -> None:
+        first_block = min(load.first_block, load.prompt.num_blocks)
+        count = load.prompt.num_blocks - first_block
+        load.waits_for_blocks = len(self.free) < count
+        if not load.waits_for_blocks:
+            load.blocks = self.take(count)
+            spec = LoadSpec(load_id, first_block, tuple(load.blocks), load.prompt.num_tokens)
+            self.submit(lambda reader, now: reader.reserve(spec, now))
+
+    def check_bytes(self, load: Load) -> None:
+        first_block = load.prompt.num_blocks - len(load.blocks)
+        for i, block in enumerate(load.blocks):
+            wanted = load.prompt.content(first_block + i)
+            assert bool((self.cache.tensor[block] == wanted).all()), f"stale bytes in {load}"
+
+    def end(self, load: Load) -> None:
+        self.give(load.blocks)
+        load.blocks = []
+        load.is_over = True
+
+
+class Simulation:
+    """`ports` engines. Operations may come in any order and at any time."""
+
+    def __init__(self, network: LoopbackNetwork, clock: VirtualClock, ports: int) -> None:
+        self.network = network
+        self.clock = clock
+        self.engines = [Engine(network, clock, port + 1, epoch=1) for port in range(ports)]
+        self.num_prompts = 0
+        self.num_loads = 0
+        self.failures: list[LoadFailure] = []
+        self.num_done = 0
+
+    def request(self, prefill: int, decodes: list[int], num_tokens: int, first_block: int, *, hold: bool) -> None:
+        """The router's work: P admits, a D gets the ticket (or several do, one after another or at once)."""
+        self.num_prompts += 1
+        prompt = Prompt(self.num_prompts, num_tokens)
+        ticket = self.engines[prefill].admit(prompt, hold=hold)
+        if ticket is None:
+            return
+        for decode in decodes:
+            self.num_loads += 1
+            self.engines[decode].begin(f"load-{self.num_loads}", ticket, prompt, first_block)
+
+    def crash(self, which: int) -> None:
+        """A node dies and is back at once, as another epoch under the same address."""
+        old = self.engines[which]
+        self._count(old)
+        self.network.detach(old.node)
+        self.engines[which] = Engine(self.network, self.clock, old.context.port, old.context.epoch + 1)
+
+    def pause(self, which: int, duration_s: float) -> None:
+        """SIGSTOP: the node does nothing, its memory can still be read."""
+        engine = self.engines[which]
+        engine.paused_until = max(engine.paused_until, self.clock.now + duration_s)
+        engine.paused_s += duration_s
+
+    def advance(self, duration_s: float) -> None:
+        """Let time pass, turning every node whenever something is due there."""
+        until = self.clock.now + duration_s
+        for _ in range(200_000):
+            due, engine = min(((self._due(engine), engine) for engine in self.engines), key=lambda pair: pair[0])
+            if due > until:
+                self.clock.now = until
+                return
+            self.clock.now = max(self.clock.now, due)
+            engine.turn()
+            engine.check_free_blocks()
+        raise AssertionError("the nodes spin")
+
+    def settle(self) -> None:
+        """Finish all work; then nothing may be left."""
+        for _ in range(200):
+            for engine in self.engines:
+                if engine.paused_until <= self.clock.now:
+                    engine.compute(MAX_PROMPT_BLOCKS, sample=True)
+                    engine.next_turn = self.clock.now
+            self.advance(0.1)
+        for engine in self.engines:
+            left = [load for load in engine.loads.values() if not load.is_over]
+            assert not left, f"loads that never ended: {left}"
+            assert not engine.prefills, f"leases that never ended: {engine.prefills}"
+            assert len(engine.exchange.leases) == 0
+            assert sorted(engine.free) == list(range(NUM_BLOCKS)), "blocks are missing"
+            stats = engine.exchange.stats()
+            assert stats["loads_open"] == stats["quarantined_blocks"] == 0
+            self._count(engine)
+
+    def _due(self, engine: Engine) -> float:
+        return max(engine.paused_until, min(engine.next_turn, engine.node.next_due()))
+
+    def _count(self, engine: Engine) -> None:
+        self.failures += engine.failures
+        self.num_done += engine.num_done
+
+
+def random_operation(simulation: Simulation, rng: random.Random) -> None:
+    """Do something. Requests and steps are much more frequent than disasters."""
+    engines = range(len(simulation.engines))
+    which = rng.choice(engines)
+    engine = simulation.engines[which]
+    kind = rng.choices(
+        ("request", "compute", "preempt", "revoke", "cancel", "crash", "pause"), (30, 40, 8, 8, 6, 2, 4)
+    )[0]
+    if engine.paused_until > simulation.clock.now and kind != "crash":
+        return
+    match kind:
+        case "request":
+            num_tokens = rng.randint(1, MAX_PROMPT_BLOCKS * GEOMETRY.block_size)
+            first_block = rng.choice((0, 0, 0, rng.randint(0, MAX_PROMPT_BLOCKS)))
+            decodes = [rng.choice(engines) for _ in range(rng.choice((1, 1, 1, 2)))]
+            simulation.request(which, decodes, num_tokens, first_block, hold=rng.random() < 0.2)
+        case "compute":
+            engine.compute(rng.randint(1, 3), sample=rng.random() < 0.7)
+            engine.next_turn = simulation.clock.now
+        case "preempt":
+            engine.preempt()
+            engine.next_turn = simulation.clock.now
+        case "revoke":
+            engine.revoke()
+            engine.next_turn = simulation.clock.now
+        case "cancel":
+            engine.cancel()
+        case "crash":
+            simulation.crash(which)
+        case "pause":
+            simulation.pause(which, rng.uniform(0.1, 4.0))
