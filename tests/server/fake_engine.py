@@ -108,6 +108,7 @@ class FakeEngine:
         )
         self.requests: list[AddRequest] = []
         self.sent: list[ToEngine] = []
+        self.released = asyncio.Event()  # for scripts that wait for their test
         self.aborts: asyncio.Queue[Abort] = asyncio.Queue()
         self._lines: dict[str, Line] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,14 +74,25 @@ class _Server(uvicorn.Server):
         self.up.set()
 
 
+@dataclass(frozen=True)
+class Served:
+    url: str
+    uvicorn: uvicorn.Server
+
+
 class Node:
     """A running node: its address, its state, and a client session."""
 
-    def __init__(self, url: str, state: NodeState, engine: FakeEngine, session: aiohttp.ClientSession) -> None:
-        self.url = url
+    def __init__(self, server: Served, state: NodeState, engine: FakeEngine, session: aiohttp.ClientSession) -> None:
+        self.url = server.url
+        self._server = server
         self.state = state
         self.engine = engine
         self.session = session
+
+    def http_tasks(self) -> list[asyncio.Task[None]]:
+        """uvicorn's tasks of the requests being answered."""
+        return list(self._server.uvicorn.server_state.tasks)
 
     def metric(self, line: str) -> float:
         """The value of one sample of /metrics, named as there; 0 when it is missing."""
@@ -93,14 +105,23 @@ class Node:
 @contextlib.asynccontextmanager
 async def serving(app: FastAPI) -> AsyncIterator[str]:
     """The app's URL while it is served."""
+    async with _served(app) as server:
+        yield server.url
+
+
+@contextlib.asynccontextmanager
+async def _served(app: FastAPI) -> AsyncIterator[Served]:
     listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+    )  # inherited; asyncio sets it only when proto is given
     port = listener.getsockname()[1]
     server = _Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=5))
     task = asyncio.create_task(server.serve([listener]))
     try:
         async with asyncio.timeout(START_S):
             await server.up.wait()
-        yield f"http://127.0.0.1:{port}"
+        yield Served(f"http://127.0.0.1:{port}", server)
     finally:
         server.should_exit = True
         async with asyncio.timeout(START_S):
@@ -113,6 +134,6 @@ async def running(
 ) -> AsyncIterator[Node]:
     """A node over `engine`."""
     state = make_state(engine, node_id=node_id, handoff=handoff, model_name=model_name)
-    async with serving(create_app(state)) as url, aiohttp.ClientSession() as session:
-        yield Node(url, state, engine, session)
+    async with _served(create_app(state)) as server, aiohttp.ClientSession() as session:
+        yield Node(server, state, engine, session)
     await engine.close()

@@ -106,7 +106,8 @@ async def test_wrong_fields_are_named(path: str) -> None:
             error = answer["error"]
             assert error["param"] == param, (wrong, error)
             assert error["type"] == "invalid_request_error"
-            assert error["message"] and error["code"]
+            assert error["message"]
+            assert error["code"]
         assert node.engine.requests == []
 
 
@@ -125,7 +126,8 @@ async def test_what_is_too_long_says_both_numbers() -> None:
         async with node.session.post(f"{node.url}/v1/completions", json={"prompt": [5] * 40}) as response:
             error = (await response.json())["error"]
         assert error["code"] == "context_length_exceeded"
-        assert "40" in error["message"] and "32" in error["message"]
+        assert "40" in error["message"]
+        assert "32" in error["message"]
         async with node.session.post(
             f"{node.url}/v1/completions", json={"prompt": [5] * 20, "max_tokens": 13}
         ) as response:
@@ -148,7 +150,14 @@ async def test_unknown_model_path_and_method() -> None:
 
 
 async def test_null_and_harmless_fields_are_accepted() -> None:
-    body = {"prompt": "a", "temperature": None, "stop": None, "echo": False, "suffix": None, "stop_token_ids": []}
+    body: dict[str, Any] = {
+        "prompt": "a",
+        "temperature": None,
+        "stop": None,
+        "echo": False,
+        "suffix": None,
+        "stop_token_ids": [],
+    }
     async with (
         running(FakeEngine(says([5]))) as node,
         node.session.post(f"{node.url}/v1/completions", json=body) as response,

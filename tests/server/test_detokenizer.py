@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,7 +65,7 @@ def test_released_text_is_the_whole_text(ids: list[int]) -> None:
 def test_any_split_of_utf8_gives_the_same_text_and_no_half_characters(text: str, cuts: list[int]) -> None:
     raw = text.encode()
     edges = sorted({0, len(raw), *(cut for cut in cuts if cut < len(raw))})
-    pieces = [raw[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [raw[a:b] for a, b in pairwise(edges)]
     shown = spell(pieces)
     assert "".join(shown) == text
     assert all("�" not in part or "�" in text for part in shown)
