@@ -56,8 +56,11 @@ def _distribution(axes: Any, values_s: list[float], label: str, colour: str) -> 
 def _finish_distribution(axes: Any, label: str, objective_ms: float | None) -> None:
     if objective_ms is not None:
         axes.axvline(objective_ms, color=RED, linestyle="--", linewidth=1, label=f"objective {objective_ms:g}")
+    from matplotlib.ticker import LogFormatter
+
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.5)))
     axes.set(xlabel=label, ylabel="share of requests or gaps", ylim=(0, 1.02))
     axes.grid(alpha=0.3, which="both")
     if axes.get_legend_handles_labels()[0]:
@@ -69,7 +72,9 @@ def _course(axes: Any, records: list[RequestRecord]) -> None:
     good = [record for record in records if record.ok]
     bad = [record for record in records if not record.ok]
     axes.scatter([r.sent_s for r in good], [r.ttft_s * 1e3 for r in good], s=12, color=BLUE, label="TTFT, ms")
-    axes.scatter([r.sent_s for r in bad], [0.0] * len(bad), s=24, marker="x", color=RED, label=f"failed ({len(bad)})")
+    if bad:
+        times, label = [r.sent_s for r in bad], f"failed ({len(bad)})"
+        axes.scatter(times, [0.0] * len(bad), s=24, marker="x", color=RED, clip_on=False, label=label)
     changes = sorted([(r.sent_s, 1) for r in records] + [(r.end_s, -1) for r in records])
     times, open_now = [at_s for at_s, _ in changes], np.cumsum([change for _, change in changes])
     right = axes.twinx()

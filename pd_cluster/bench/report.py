@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pd_cluster.bench.statistics import RequestRecord, Summary
 
 SCHEMA = 1
+FILE_WIDTH = 120
 QUERY_DEADLINE_S = 20.0
 PACKAGES = ("torch", "transformers", "vllm", "nixl-cu13")
 _TITLES = {
@@ -76,9 +77,15 @@ def append_json_line(path: Path, record: dict[str, Any]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
+def report_console() -> Console:
+    """Standard output; as wide as the terminal, or wide enough for any report in a file."""
+    console = Console(file=sys.stdout, highlight=False)
+    return console if console.is_terminal else Console(file=sys.stdout, highlight=False, width=FILE_WIDTH)
+
+
 def print_summary(summary: Summary) -> None:
     """The load test's tables on standard output."""
-    console = Console(file=sys.stdout, highlight=False)
+    console = report_console()
     console.print(
         f"{summary.num_ok} of {summary.num_requests} requests in {summary.duration_s:.1f} s: "
         f"{summary.request_rate:.2f} requests/s, {summary.output_rate:.0f} output tokens/s, "

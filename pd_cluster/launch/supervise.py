@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 MAX_LINE_BYTES = 1 << 20
+HURRY_S = 5.0  # an end "at once" still closes sockets and stops engines
 KILL_WAIT_S = 5.0  # a killed process is gone within this, unless the kernel holds it
 OUTPUT_TAIL_S = 1.0  # after a child's end, what it wrote last is read within this
 
@@ -106,11 +107,18 @@ class Supervisor:
     async def stop(
         self, children: Iterable[Child], deadline_s: float, hurry: asyncio.Event | None = None
     ) -> list[Child]:
-        """SIGTERM, up to `deadline_s` (or `hurry`) for an orderly end, then SIGKILL. Returns those that were killed."""
+        """SIGTERM and up to `deadline_s` for an orderly end; a second signal after `hurry`; in the end SIGKILL.
+
+        Returns those that were killed.
+        """
         running = [child for child in children if child.process.returncode is None]
         if deadline_s > 0:
             _signal(running, signal.SIGTERM)
             await _all([child.exited for child in running], deadline_s, hurry)
+            if hurry is not None and hurry.is_set():
+                # "at once": nodes count signals, and uvicorn (the router) takes only SIGINT for a second one
+                _signal([child for child in running if child.process.returncode is None], signal.SIGINT)
+                await _all([child.exited for child in running], min(deadline_s, HURRY_S), None)
         killed = [child for child in running if child.process.returncode is None]
         _signal(killed, signal.SIGKILL)
         await _all([child.exited for child in killed], KILL_WAIT_S, None)

@@ -52,10 +52,10 @@ def test_wrong_flags(arguments: list[str], says: str, capsys: pytest.CaptureFixt
     ("arguments", "says"),
     [
         (["mixed", "--max-num-seqs=0"], "max_num_batched_tokens (2048) must be at least max_num_seqs (0)"),
-        (["mixed", "--model=/no/such/model"], "there is no model directory /no/such/model"),
+        (["mixed", "--model=/no/such/model"], "model '/no/such/model' is neither a directory nor a hub id"),
         (["mixed", "--host=203.0.113.1"], "this machine has no address 203.0.113.1"),
         (["up", "--decode=0"], "--decode or --mixed must be at least 1"),
-        (["up", "--port=0", "--model=/no/such/model"], "there is no model directory /no/such/model"),
+        (["up", "--port=0", "--model=/no/such/model"], "model '/no/such/model' is neither a directory nor a hub id"),
     ],
 )
 def test_what_cannot_work_is_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

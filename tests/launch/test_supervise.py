@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 READY = "import sys, threading; sys.stdout.write('x ready: now\\n'); sys.stdout.flush(); "
 WAIT = "threading.Event().wait()"
 POLITE = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); " + READY + WAIT
-STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + READY + WAIT
+STUBBORN = "import signal; [signal.signal(s, signal.SIG_IGN) for s in (signal.SIGTERM, signal.SIGINT)]; " + READY + WAIT
 DEADLINE_S = 30.0
 
 
@@ -92,7 +92,7 @@ def test_what_does_not_stop_is_killed(in_a_hurry: bool) -> None:
         async with Supervisor(lambda name, line: None) as supervisor:
             child = await supervisor.start("a", python("import sys; " + STUBBORN), "ready: ", {})
             await supervisor.wait_ready([child], DEADLINE_S)
-            killed = await supervisor.stop([child], 1000 if in_a_hurry else 0.05, hurry)
+            killed = await supervisor.stop([child], 0.5 if in_a_hurry else 0.05, hurry)
             assert killed == [child]
             assert describe_death(child) == "a was killed by SIGKILL"
 
