@@ -44,7 +44,7 @@ class Metrics:
         self.unknown_fields = counter("unknown_fields", "Fields of request bodies that nobody reads.")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self.generation_tokens = counter("generation_tokens", "Tokens generated and given to clients.")
-        self.cached_tokens = counter("prefix_cache_hit_tokens", "Prompt tokens found in this node's prefix cache.")
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens of requests, found in this node's prefix cache.")
         self.external_tokens = counter("external_tokens", "Prompt tokens whose KV came from another node.")
         self.handoffs = counter("handoffs", "Requests taken over, by who computed the prompt.", "prefill")
         self.fallbacks = counter("handoff_fallbacks", "Handoffs that did not go as asked, by reason.", "reason")

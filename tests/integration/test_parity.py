@@ -1,0 +1,253 @@
+"""Greedy decoding gives transformers' tokens on every path, whatever the cache, the scheduler and memory do meanwhile.
+
+Every test sends all its prompts at once. Figures are logged: `pytest -o log_cli=true --log-cli-level=INFO`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.integration.reference import NUM_NEW_TOKENS, TIE, DemoModel, Reference
+from tests.integration.system import BLOCK_BYTES, BLOCK_SIZE, Answer, Path, System, running_system
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+logger = logging.getLogger(__name__)
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+LOGPROB_TOLERANCE = 1e-4
+MOST_TIES = 0.02  # of the prompts of one run may leave the reference at a tie
+CHUNK_TOKENS = 48
+SUBSET_LENGTH = 300  # longest prompt of the runs in a small cache
+SUBSET_SIZE = 80
+CONVERSATIONS = (
+    "Mira 4831. Oskar 2210. Lena 7745. Oskar?", "Hello!", "Who are you?", "Tell me a short story about a fox.",
+    "Mira is 4831. Oskar is 2210. What is the number of Mira?", "What is the capital of France?",
+)  # fmt: skip
+
+
+@dataclass
+class Tally:
+    """What a run has compared."""
+
+    num_prompts: int = 0
+    num_tokens: int = 0
+    num_ties: int = 0
+    worst_logprob: float = 0.0
+
+
+@pytest.fixture(scope="module")
+def system() -> Iterator[System]:
+    """Room for every prompt of a path beside its output, so that a second run finds the first one's blocks."""
+    with running_system("--kv-cache-gb=0.75", "--load-deadline-s=200", own_mixed=True) as system:
+        yield system
+
+
+@pytest.mark.parametrize("path", Path)
+def test_cold_then_warm(path: Path, system: System, references: list[Reference], demo_model: DemoModel) -> None:
+    node, size = system.node_of(path), BLOCK_SIZE
+    lengths = [len(reference.prompt) for reference in references]
+    assert len(lengths) >= 200
+
+    before = system.metrics(node)
+    answers = run(system, path, references, demo_model, salt=f"warm {path}")
+    assert [answer.num_cached_tokens for answer in answers] == [0] * len(answers)
+    assert {answer.headers["x-pd-prefill"] for answer in answers} == {system.prefiller_of(path)}
+    assert {answer.headers["x-pd-decode"] for answer in answers} == {node}
+    cold = system.metrics(node)
+    num_blocks = 0 if path is Path.MIXED else sum(-(-length // size) for length in lengths)
+    assert _grown(before, cold, "pd_kv_transfer_bytes_total") == num_blocks * BLOCK_BYTES
+
+    answers = run(system, path, references, demo_model, salt=f"warm {path}")
+    whole = [length // size * size if path is not Path.MIXED else (length - 1) // size * size for length in lengths]
+    warm = system.metrics(node)
+    if path is Path.D_FIRST:  # with nothing missing D does not ask: it computes the last block's last token again
+        local = [length % size == 0 for length in lengths]
+        nodes = [node if alone else "prefill" for alone in local]
+        assert [answer.headers["x-pd-prefill"] for answer in answers] == nodes
+        whole = [length - size if alone else hit for length, alone, hit in zip(lengths, local, whole, strict=True)]
+    assert [answer.num_cached_tokens for answer in answers] == whole
+    num_blocks = 0 if path is Path.MIXED else sum(length % size != 0 for length in lengths)
+    assert _grown(cold, warm, "pd_kv_transfer_bytes_total") == num_blocks * BLOCK_BYTES
+    assert _grown(before, warm, "pd_preemptions_recompute_total") == 0
+
+
+@pytest.mark.parametrize("path", Path)
+def test_chat(path: Path, system: System, demo_model: DemoModel) -> None:
+    conversations = [[{"role": "user", "content": text}] for text in CONVERSATIONS]
+    references = demo_model.generate([demo_model.chat_prompt(messages) for messages in conversations])
+    bodies = [
+        {"messages": messages, "max_tokens": NUM_NEW_TOKENS, "temperature": 0, "logprobs": True}
+        for messages in conversations
+    ]
+    answers = system.ask_all(path, [(CHAT, body) for body in bodies])
+    tally = Tally()
+    for answer, reference in zip(answers, references, strict=True):
+        choice = answer.choices[0]
+        entries = choice["logprobs"]["content"]
+        logprobs = {
+            "tokens": [bytes(entry["bytes"]).decode() for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+        }
+        plain = choice | {"text": choice["message"]["content"], "logprobs": logprobs}
+        compare(Answer(answer.body | {"choices": [plain]}, answer.headers), _expected(reference, demo_model, 0),
+                demo_model, tally)  # fmt: skip
+    assert tally.num_ties <= 1
+
+
+@pytest.fixture(scope="module")
+def subset(references: list[Reference]) -> list[Reference]:
+    """Prompts for the runs in a small cache."""
+    short = [reference for reference in references if len(reference.prompt) <= SUBSET_LENGTH]
+    return short[:SUBSET_SIZE]
+
+
+@pytest.fixture(scope="module")
+def chunking_system() -> Iterator[System]:
+    """Steps so small that nearly every prompt takes several."""
+    flags = ("--max-num-seqs=16", f"--max-num-batched-tokens={CHUNK_TOKENS}", "--kv-cache-gb=0.4")
+    with running_system(*flags, "--load-deadline-s=200") as system:
+        yield system
+
+
+@pytest.mark.parametrize("path", Path)
+def test_chunking(path: Path, chunking_system: System, subset: list[Reference], demo_model: DemoModel) -> None:
+    check_chunking(path, chunking_system, subset, demo_model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", Path)
+def test_chunking_all(path: Path, chunking_system: System, references: list[Reference], demo_model: DemoModel) -> None:
+    check_chunking(path, chunking_system, references, demo_model)
+
+
+def check_chunking(path: Path, system: System, references: Sequence[Reference], model: DemoModel) -> None:
+    """Parity, and that the prompts went through in many small steps."""
+    prefiller = "decode" if path is Path.MIXED else "prefill"
+    before = system.metrics(prefiller)
+    run(system, path, references, model, salt=f"chunks {path} {len(references)}")
+    after = system.metrics(prefiller)
+    num_prompt_tokens = sum(len(reference.prompt) for reference in references)
+    num_steps = _grown(before, after, "pd_engine_steps_total")
+    assert num_steps >= num_prompt_tokens / CHUNK_TOKENS
+    assert _grown(before, after, "pd_engine_step_tokens_total") / num_steps <= CHUNK_TOKENS
+    assert num_steps > len(references) / 2
+
+
+@pytest.fixture(scope="module", params=["recompute", "swap"])
+def short_of_memory(request: pytest.FixtureRequest) -> Iterator[tuple[str, System]]:
+    """A cache that cannot hold the sequences that run. Yields what a preempted one does, and the system."""
+    flags = ["--num-blocks=48", "--load-deadline-s=200"]
+    if request.param == "swap":
+        flags.append("--swap-gb=0.05")
+    with running_system(*flags) as system:
+        yield request.param, system
+
+
+@pytest.mark.parametrize("path", Path)
+def test_preemption(
+    path: Path, short_of_memory: tuple[str, System], subset: list[Reference], demo_model: DemoModel
+) -> None:
+    kind, system = short_of_memory
+    check_preemption(path, system, kind, subset, demo_model)
+
+
+@pytest.fixture(scope="module", params=["recompute", "swap"])
+def barely_enough_memory(request: pytest.FixtureRequest) -> Iterator[tuple[str, System]]:
+    """The same for the longest prompts: one of them nearly fills the cache."""
+    flags = ["--num-blocks=225", "--load-deadline-s=400"]
+    if request.param == "swap":
+        flags.append("--swap-gb=0.1")
+    with running_system(*flags) as system:
+        yield request.param, system
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", Path)
+def test_preemption_all(
+    path: Path, barely_enough_memory: tuple[str, System], references: list[Reference], demo_model: DemoModel
+) -> None:
+    kind, system = barely_enough_memory
+    check_preemption(path, system, kind, references, demo_model)
+
+
+def check_preemption(path: Path, system: System, kind: str, references: Sequence[Reference], model: DemoModel) -> None:
+    """Parity, and that sequences were preempted on the node that generates."""
+    before = system.metrics("decode")
+    answers = run(system, path, references, model, salt=f"{kind} {path}")
+    after = system.metrics("decode")
+    assert {answer.headers["x-pd-prefill"] for answer in answers} == {system.prefiller_of(path)}
+    preemptions = _grown(before, after, f"pd_preemptions_{kind}_total")
+    logger.info("%s: %d preemptions by %s", path, preemptions, kind)
+    assert preemptions > 0
+
+
+# a run
+
+
+def run(system: System, path: Path, references: Sequence[Reference], model: DemoModel, *, salt: str) -> list[Answer]:
+    """Send every prompt at once and compare the answers. Every second one may end with the turn."""
+    expected = [_expected(reference, model, index) for index, reference in enumerate(references)]
+    requests = [
+        (COMPLETIONS, _body(one, model, ignore_eos=len(one.tokens) == NUM_NEW_TOKENS, salt=salt)) for one in expected
+    ]
+    answers = system.ask_all(path, requests)
+    tally = Tally()
+    for answer, one in zip(answers, expected, strict=True):
+        compare(answer, one, model, tally)
+    logger.info("%s, %s: %s", path, salt, tally)
+    assert tally.num_prompts == len(references)
+    assert tally.num_ties <= MOST_TIES * len(references)
+    system.settle()
+    return answers
+
+
+def _expected(reference: Reference, model: DemoModel, index: int) -> Reference:
+    """Every second prompt stops where its turn ends, unless that is at once: then no KV would have to be moved."""
+    eos = model.eos_token_id
+    return reference if index % 2 or reference.tokens[0] == eos else reference.until(eos)
+
+
+def _body(expected: Reference, model: DemoModel, *, ignore_eos: bool, salt: str) -> dict[str, Any]:
+    return {
+        "prompt": list(expected.prompt),
+        "max_tokens": NUM_NEW_TOKENS,
+        "temperature": 0,
+        "logprobs": 0,
+        "ignore_eos": ignore_eos,
+        "cache_salt": salt,
+    }
+
+
+def compare(answer: Answer, expected: Reference, model: DemoModel, tally: Tally) -> None:
+    """Token by token, until the reference itself could have gone either way."""
+    choice = answer.choices[0]
+    tokens = model.token_ids(choice["logprobs"]["tokens"])
+    logprobs = choice["logprobs"]["token_logprobs"]
+    assert len(tokens) == len(logprobs) == answer.body["usage"]["completion_tokens"]
+    tally.num_prompts += 1
+    pairs = zip(tokens, expected.tokens, expected.gaps, logprobs, expected.logprobs, strict=False)
+    for position, (token, wanted, gap, logprob, wanted_logprob) in enumerate(pairs):
+        if token != wanted:
+            where = f"token {position} behind {len(expected.prompt)} prompt tokens"
+            assert gap < TIE, f"{where} is {token}, not {wanted}; the two best logits are {gap} apart"
+            tally.num_ties += 1
+            return
+        assert logprob == pytest.approx(wanted_logprob, abs=LOGPROB_TOLERANCE)
+        tally.worst_logprob = max(tally.worst_logprob, abs(logprob - wanted_logprob))
+        tally.num_tokens += 1
+    assert len(tokens) == len(expected.tokens)
+    ended = len(tokens) < NUM_NEW_TOKENS or (tokens[-1] == model.eos_token_id and choice["finish_reason"] == "stop")
+    assert choice["finish_reason"] == ("stop" if ended else "length")
+    assert choice["text"] == model.text(tokens)
+    assert answer.body["usage"]["prompt_tokens"] == len(expected.prompt)
+
+
+def _grown(before: dict[str, float], after: dict[str, float], name: str) -> float:
+    return after[name] - before[name]
