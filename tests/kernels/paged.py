@@ -34,7 +34,7 @@ class Paged:
 
 
 def make_paged(shape: Shape, dtype: torch.dtype = torch.float64, seed: int = 0, num_layers: int = 3) -> Paged:
-    """Random keys and values in layer 1 of `num_layers`; everything outside the sequences is NaN-free but huge."""
+    """Random keys and values in layer 1 of `num_layers`; blocks and other layers that are nobody's are random too."""
     generator = torch.Generator().manual_seed(seed)
     per_seq = [-(-length // shape.block_size) for length in shape.seq_lens]
     num_blocks = sum(per_seq) + 3
@@ -58,8 +58,3 @@ def make_paged(shape: Shape, dtype: torch.dtype = torch.float64, seed: int = 0, 
         host_seq_lens=np.array(shape.seq_lens),
     )
     return Paged(query.to(dtype), cache[:, :, 1, 0], cache[:, :, 1, 1], packed)
-
-
-def widened(paged: Paged) -> Paged:
-    """The same in float64, still strided like a layer of a block-first cache."""
-    return Paged(paged.query.double(), paged.key_cache.double(), paged.value_cache.double(), paged.packed)

@@ -35,7 +35,7 @@ def test_bits_are_those_of_exact_integer_arithmetic(seed: int, position: int, to
     found = sampling.random_bits(
         torch.tensor([seed]), torch.tensor([position]), torch.tensor([token_id], dtype=torch.int32)
     )
-    assert found.item() & 0xFFFFFFFF == bits_by_hand(seed, position, token_id)
+    assert int(found.item()) & 0xFFFFFFFF == bits_by_hand(seed, position, token_id)
 
 
 def test_draws_follow_the_distribution() -> None:

@@ -1,0 +1,126 @@
+"""Tiny random models of every family, in transformers' own format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.worker.driver import make_executor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pd_cluster.worker.executor import Executor
+
+VOCAB_SIZE = 320
+COMMON = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.15, "eos_token_id": 2,
+}  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-llama3-rope-biases": (
+        "Llama",
+        {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    ),
+    "llama-mha-linear-rope-tied": (
+        "Llama",
+        {
+            "num_key_value_heads": 6,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4},
+        },
+    ),
+    "mistral-window": ("Mistral", {"sliding_window": 24, "head_dim": 8}),
+    "mistral-mqa": ("Mistral", {"sliding_window": None, "num_key_value_heads": 1, "head_dim": 20}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-some-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 19, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3-some-windows": (
+        "Qwen3",
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 33, "max_window_layers": 2},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model directory and the transformers model that was saved there."""
+
+    directory: Path
+    model: Any
+
+    def generate(self, prompt: list[int], num_tokens: int) -> list[int]:
+        """Greedy continuation by transformers."""
+        ids = torch.tensor([prompt])
+        out = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, min_new_tokens=num_tokens,
+            do_sample=False, pad_token_id=0, eos_token_id=None,
+        )  # fmt: skip
+        found: list[int] = out[0, len(prompt) :].tolist()
+        return found
+
+    def logprobs(self, ids: list[int]) -> torch.Tensor:
+        """Log-softmax at every position, [len(ids), V]."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self.model(torch.tensor([ids])).logits[0]
+        return logits.float().log_softmax(-1)
+
+
+def save_model(kind: str, directory: Path, options: dict[str, Any], seed: int = 0) -> SavedModel:
+    """A random model of transformers' `{kind}ForCausalLM`, norms and biases random too."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**{**COMMON, **options})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0.0, 0.2)
+    model.save_pretrained(directory)
+    return SavedModel(directory, model)
+
+
+class ModelStore:
+    """Makes each model once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._made: dict[str, SavedModel] = {}
+
+    def get(self, name: str) -> SavedModel:
+        if name not in self._made:
+            kind, options = MODELS[name]
+            self._made[name] = save_model(kind, self._root / name, options)
+        return self._made[name]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> ModelStore:
+    return ModelStore(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def demo_directory() -> Path:
+    import pd_cluster
+
+    return Path(pd_cluster.__file__).parent / "demo_model"
+
+
+@pytest.fixture
+def executor(models: ModelStore) -> Iterator[Executor]:
+    """A fresh executor of the small Qwen3."""
+    executor = make_executor(models.get("qwen3").directory)
+    yield executor
+    executor.close()

@@ -1,0 +1,99 @@
+"""From a node's config to tensors: sizes, dtypes, dummy weights, refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig
+from pd_cluster.errors import StartupError
+from pd_cluster.worker.executor import Executor
+from tests.worker.driver import Driver, make_executor
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.worker.conftest import ModelStore
+
+
+def build(model: Path | str, cache: CacheConfig, **options: Any) -> tuple[Executor, list[str]]:
+    lines: list[str] = []
+    return Executor(
+        NodeConfig(model=ModelConfig(model=str(model), device="cpu", **options), cache=cache), lines.append
+    ), lines
+
+
+def test_the_cache_is_block_first_and_as_large_as_asked(models: ModelStore) -> None:
+    executor, lines = build(models.get("qwen3").directory, CacheConfig(kv_cache_gb=0.004, swap_gb=0.001))
+    tensor, geometry = executor.cache.tensor, executor.cache.geometry
+    assert tensor.shape == (executor.num_blocks, 2, 3, 2, 16, 16)
+    assert tensor.is_contiguous()
+    assert tensor[0].nbytes == geometry.block_bytes == executor.cache.block_bytes
+    assert 0.004e9 - geometry.block_bytes < tensor.nbytes <= 0.004e9
+    assert executor.num_host_blocks == 0.001e9 // geometry.block_bytes
+    assert not tensor.any(), "the warm-up must leave nothing behind"
+    assert lines[0] == "weights 1/1"
+    assert lines[-1] == "warm-up"
+    assert (executor.block_size, executor.model.dtype, executor.model.eos_token_ids) == (16, "float32", frozenset({2}))
+    executor.close()
+    executor.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs_close_to_float32(models: ModelStore, dtype: str) -> None:
+    directory = models.get("llama").directory
+    prompt = [3, 5, 7, 11, 13]
+    logprobs = []
+    for name in ("float32", dtype):
+        driver = Driver(make_executor(directory, dtype=name))
+        assert driver.executor.cache.tensor.dtype == getattr(torch, name)
+        generation = driver.add(prompt)
+        driver.step()
+        logprobs.append(generation.tokens[0].token_id)
+        driver.leave()
+    assert logprobs[0] == logprobs[1]
+
+
+def test_dummy_weights_follow_the_seed(models: ModelStore, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((models.get("qwen3").directory / "config.json").read_text())
+    outputs, prints = [], []
+    for seed in (1, 1, 2):
+        executor = make_executor(tmp_path, load_format="dummy", seed=seed)
+        driver = Driver(executor)
+        driver.add([4, 5, 6, 7])
+        outputs.append(driver.run())
+        prints.append(executor.model.fingerprint)
+    assert outputs[0] == outputs[1] != outputs[2]
+    assert prints[0] == prints[1] != prints[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "cache", "message"),
+    [
+        ({"max_model_len": 513}, CacheConfig(num_blocks=9), "exceeds the model's own limit of 512"),
+        ({}, CacheConfig(num_blocks=9, block_size=24), "not a multiple of 16"),
+        ({}, CacheConfig(kv_cache_gb=1e-6), "room for 0 blocks"),
+        ({}, CacheConfig(num_blocks=10**12), "cannot allocate"),
+    ],
+)
+def test_impossible_settings_are_refused(
+    models: ModelStore, options: dict[str, Any], cache: CacheConfig, message: str
+) -> None:
+    with pytest.raises(StartupError, match=message):
+        build(models.get("qwen3").directory, cache, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_cuda_without_a_device_is_refused(models: ModelStore) -> None:
+    with pytest.raises(StartupError, match="torch finds no CUDA device"):
+        make_executor(models.get("qwen3").directory, device="cuda")
+
+
+def test_a_worker_needs_no_transformers() -> None:
+    """Importing it costs 0.8 s, and the engine process starts without."""
+    code = "import sys, pd_cluster.worker.executor; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

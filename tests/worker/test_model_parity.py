@@ -1,0 +1,105 @@
+"""The same tokens and logits as transformers, whatever the batch looks like."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pd_cluster.engine.sampling_params import SamplingParams
+from tests.worker.conftest import MODELS, VOCAB_SIZE, ModelStore, SavedModel
+from tests.worker.driver import Driver, make_executor, random_prompts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NUM_TOKENS = 12
+LENGTHS = (1, 15, 16, 17, 70, 40)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_greedy_tokens_equal_transformers(models: ModelStore, name: str) -> None:
+    """Chunks of 23 tokens beside decodes, blocks in random order, prompts around the block size and over the window."""
+    saved = models.get(name)
+    prompts = random_prompts(LENGTHS, VOCAB_SIZE)
+    driver = Driver(make_executor(saved.directory), budget=23)
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
+    for prompt in prompts:
+        driver.add(prompt, params)
+    assert driver.run() == [saved.generate(prompt, NUM_TOKENS) for prompt in prompts]
+    assert driver.executor._runner._rows.num_rows_in_use == 0
+
+
+@pytest.mark.parametrize("budget", [1, 16, 512])
+@pytest.mark.parametrize("name", ["llama-llama3-rope-biases", "mistral-window", "qwen3"])
+def test_logprobs_equal_transformers(models: ModelStore, name: str, budget: int) -> None:
+    """float32 log-softmax within 2e-4 at the first and at every later token, prompt in one piece or token by token."""
+    saved = models.get(name)
+    driver = Driver(make_executor(saved.directory), budget=budget)
+    generation = driver.add(
+        random_prompts([45], VOCAB_SIZE)[0], SamplingParams(max_tokens=6, temperature=0.0, logprobs=5)
+    )
+    driver.run()
+    expected = saved.logprobs(generation.all_ids)
+    for index, token in enumerate(generation.tokens):
+        row = expected[44 + index]
+        assert token.logprob == pytest.approx(row[token.token_id].item(), abs=2e-4)
+        best = row.topk(5)
+        assert [entry.token_id for entry in token.top] == best.indices.tolist()
+        assert [entry.logprob for entry in token.top] == pytest.approx(best.values.tolist(), abs=2e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-some-windows"])
+def test_a_cached_prefix_gives_the_same_tokens(models: ModelStore, name: str) -> None:
+    """A second request reads the first one's blocks, generated ones included, while that one still decodes."""
+    saved = models.get(name)
+    prompt = random_prompts([50], VOCAB_SIZE)[0]
+    driver = Driver(make_executor(saved.directory), budget=64)
+    first = driver.add(prompt, SamplingParams(max_tokens=30, temperature=0.0))
+    for _ in range(20):
+        driver.step()
+    longer = driver.add([*first.all_ids[:66], 5, 9], prefix_of=first)
+    same = driver.add(prompt, prefix_of=first)
+    assert (longer.computed, same.computed) == (64, 48)
+    outputs = driver.run()
+    assert outputs[0] == saved.generate(prompt, 30)
+    assert outputs[1] == saved.generate(longer.prompt, 12)
+    assert outputs[2] == outputs[0][:12]
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 128])
+def test_block_size_does_not_change_tokens(models: ModelStore, block_size: int) -> None:
+    saved = models.get("qwen3-some-windows")
+    prompt = random_prompts([100], VOCAB_SIZE)[0]
+    driver = Driver(make_executor(saved.directory, block_size=block_size, num_blocks=40), budget=48)
+    driver.add(prompt)
+    assert driver.run() == [saved.generate(prompt, 12)]
+
+
+def test_the_demo_model_equals_transformers(demo_directory: Path) -> None:
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(demo_directory, dtype=torch.float32).eval()
+    saved = SavedModel(demo_directory, model)
+    prompts = random_prompts([30, 200, 77], 3000)
+    driver = Driver(make_executor(""), budget=100)
+    for prompt in prompts:
+        driver.add(prompt)
+    assert driver.run() == [saved.generate(prompt, 12) for prompt in prompts]
+
+
+def test_arrivals_departures_and_preemption_leave_the_others_alone(models: ModelStore) -> None:
+    saved = models.get("llama")
+    prompts = random_prompts([20, 60, 33, 5], VOCAB_SIZE, seed=4)
+    driver = Driver(make_executor(saved.directory, max_num_seqs=4), budget=40)
+    generations = [
+        driver.add(prompt, SamplingParams(max_tokens=4 + 5 * i, temperature=0.0)) for i, prompt in enumerate(prompts)
+    ]
+    for _ in range(7):
+        driver.step()
+    driver.preempt(generations[2])
+    late = driver.add(prompts[0][::-1])
+    outputs = driver.run()
+    for generation, output in zip([*generations, late], outputs, strict=True):
+        assert output == saved.generate(generation.prompt, generation.params.max_tokens)
