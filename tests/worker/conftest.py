@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 320
 COMMON = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.15, "eos_token_id": 2,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "initializer_range": 0.15, "eos_token_id": 2,
 }  # fmt: skip
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
