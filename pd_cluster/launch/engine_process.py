@@ -31,8 +31,7 @@ async def running_engine(
     process = spawn(config, address)
     try:
         yield process
-        assert process.stdin is not None
-        process.stdin.close()  # that is how an engine is told to stop
+        _hang_up(process)
         try:
             await asyncio.wait_for(exit_of(process), ENGINE_STOP_S)
         except TimeoutError:
@@ -40,9 +39,14 @@ async def running_engine(
     finally:
         process.kill()
         process.wait()
-        if process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it died before it had read its configuration
-                process.stdin.close()
+        _hang_up(process)
+
+
+def _hang_up(process: subprocess.Popen[bytes]) -> None:
+    """End its standard input: that is how an engine is told to stop. Idempotent."""
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):  # it died before it had read its configuration
+            process.stdin.close()
 
 
 async def exit_of(process: subprocess.Popen[bytes]) -> int:

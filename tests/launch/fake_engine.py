@@ -2,7 +2,7 @@
 
 Run as a program it is the engine process; `spawn_fake` starts it and has the signature of `spawn_engine`.
 `$FAKE_ENGINE` says how it behaves: "" (well), "silent" (never ready), "refuse" (cannot start), "crash" (exits without a
-word on the first request), "slow" (tokens only after SIGUSR1), "stubborn" (ignores SIGTERM).
+word on the first request), "slow" (tokens only after SIGUSR1), "stubborn" (does not stop when told to).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pd_cluster.engine.messages import (
     StartupProgress,
     TokensOut,
 )
+from pd_cluster.engine.process import ParentWatch
 from pd_connectors.protocol.messages import SampledToken
 
 CRASH_STATUS = 77
@@ -53,9 +54,8 @@ class FakeEngine:
         self._behaviour = behaviour
         self._held: list[AddRequest] = []
         self._release = threading.Event()
-        self._stop = threading.Event()
         signal.signal(signal.SIGUSR1, lambda *_: self._release.set())
-        signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "stubborn" else lambda *_: self._stop.set())
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def run(self) -> None:
         self._mailbox.send(StartupProgress(f"fake engine {os.getpid()}"))
@@ -65,7 +65,7 @@ class FakeEngine:
         if self._behaviour != "silent":
             self._mailbox.send(EngineReady("fake", 1, 8, 16, 256, "f", "none", 0))
             self._mailbox.send(EngineStats(KvStats(8, 8, 0, 0, 0, 0), 0, 0, 0, {}, {}))
-        while not self._stop.is_set():
+        while True:
             self._mailbox.wait(POLL_S)
             for message in self._mailbox.receive():
                 if isinstance(message, AddRequest):
@@ -90,16 +90,12 @@ def main() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     mailbox = Mailbox(context, sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    FakeEngine(mailbox, os.environ.get("FAKE_ENGINE", "")).run()
+    behaviour = os.environ.get("FAKE_ENGINE", "")
+    if behaviour != "stubborn":
+        ParentWatch()
+    FakeEngine(mailbox, behaviour).run()
     mailbox.close()
     context.term()
-
-
-def _exit_with_parent() -> None:
-    while os.read(sys.stdin.fileno(), 1):
-        pass
-    os._exit(3)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ pytestmark = pytest.mark.integration
 
 NODE = """
 import sys
-from pd_cluster.launch import cli
+from pd_cluster.launch import cli, engine_process
 from pd_cluster.launch.node import run_node
 from pd_cluster.launch.flags import config_from
 from pd_cluster.errors import StartupError
 from tests.launch.fake_engine import spawn_fake
+engine_process.ENGINE_STOP_S = 0.5
 arguments = cli.build_parser().parse_args(["mixed", "--port=0", "--node-id=n", *sys.argv[1:]])
 try:
     sys.exit(run_node(config_from(arguments), spawn_fake))
@@ -146,9 +147,17 @@ def test_the_engine_takes_too_long(launcher: Launcher) -> None:
 
 
 def test_no_engine_outlives_a_killed_api_process(launcher: Launcher) -> None:
-    node = start(launcher, "stubborn")
+    node = start(launcher, "slow")
     engine = engine_of(node)
     node.send(signal.SIGKILL)
     assert node.wait() == -signal.SIGKILL
     engine.wait(timeout=TIMEOUT_S)
+    assert not engine.is_running()
+
+
+def test_an_engine_that_does_not_stop_is_killed(launcher: Launcher) -> None:
+    node = start(launcher, "stubborn")
+    engine = engine_of(node)
+    assert node.stop(signal.SIGTERM) == 0
+    assert "the engine did not stop within 0.5 s" in node.output
     assert not engine.is_running()
