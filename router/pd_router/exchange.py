@@ -14,7 +14,7 @@ from pd_connectors.protocol.ticket import Offer, sign
 from pd_router import policy
 from pd_router.client import JSON_TYPE, Reply
 from pd_router.config import Order, RouterConfig
-from pd_router.errors import NodeFailed, NoNode
+from pd_router.errors import NodeFailed, NoNode, RouterError
 from pd_router.headers import ROUTE, TICKET, Headers
 from pd_router.legs import DecodeLeg, Handoff, PrefillLeg
 from pd_router.nodes import Charge, Node, NodeTable
@@ -82,6 +82,9 @@ class Exchange:
         except Refused as refusal:
             self.outcome = "refused"
             await self._pass_on(refusal.answer, refusal.answer.status)
+        except RouterError:
+            self._name_route()
+            raise
 
     # --- orders
 

@@ -67,7 +67,7 @@ class _NodeCollector(Collector):
         self._table = table
 
     def collect(self) -> Iterator[Metric]:
-        labels = ["node", "role"]
+        labels = ["node", "url", "role"]  # two nodes may carry one name, and samples must differ
         healthy = GaugeMetricFamily("pd_router_node_healthy", "1 when requests may go there.", labels=labels)
         sequences = GaugeMetricFamily(
             "pd_router_node_outstanding_sequences", "Generations not finished.", labels=labels
@@ -77,7 +77,7 @@ class _NodeCollector(Collector):
         )
         now_s = self._table.clock()
         for node in self._table.nodes:
-            names = [node.node_id, node.role.value]
+            names = [node.node_id, node.url, node.role.value]
             healthy.add_metric(names, float(node.is_healthy(now_s)))
             sequences.add_metric(names, node.decode_sequences)
             prompts.add_metric(names, node.prefill_bytes)

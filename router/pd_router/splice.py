@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from pd_router.client import ClientGone
 from pd_router.errors import error_body
 from pd_router.headers import DECODE_BY, PREFILL_BY, RawHeaders, answered
 from pd_router.upstream import FailureKind, LegFailed
@@ -21,7 +22,7 @@ _REFRESH_SHARE = 0.1
 async def send_answer(leg: DecodeLeg, reply: Reply, prefill_by: Node, idle_timeout_s: float) -> None:
     """Send all of `leg`'s answer. `prefill_by`: who prefilled, unless the node says so itself.
 
-    Raises LegFailed when a stream breaks off. The client then has an error event and no end of the stream: the server
+    Raises ClientGone, or LegFailed when a stream breaks off. The client then has an error event and no end of the stream: the server
     closes a connection whose answer was not completed.
     """
     if leg.whole is not None:
@@ -40,15 +41,21 @@ async def send_answer(leg: DecodeLeg, reply: Reply, prefill_by: Node, idle_timeo
 
 
 async def _splice(leg: DecodeLeg, reply: Reply, idle_timeout_s: float, tail: list[bytes]) -> None:
-    """Copy until the stream ends; `tail` holds the last two chunks. Raises LegFailed."""
+    """Copy until the stream ends; `tail` holds the last two chunks.
+
+    Raises LegFailed, or ClientGone when it is the client that does not take its bytes.
+    """
     loop = asyncio.get_running_loop()
     refresh_s = idle_timeout_s * _REFRESH_SHARE
     chunk = leg.first_chunk
+    sending = True
     try:
         async with asyncio.timeout(idle_timeout_s) as limit:
             refresh_at = loop.time() + refresh_s
             while chunk:
+                sending = True
                 await reply.chunk(chunk)
+                sending = False
                 tail[0], tail[1] = tail[1], chunk
                 now = loop.time()
                 if now >= refresh_at:
@@ -56,6 +63,8 @@ async def _splice(leg: DecodeLeg, reply: Reply, idle_timeout_s: float, tail: lis
                     refresh_at = now + refresh_s
                 chunk = await leg.read()
     except TimeoutError as error:
+        if sending:
+            raise ClientGone from error
         raise LegFailed(leg.node, FailureKind.TIMEOUT, f"the stream stood still for {idle_timeout_s} s") from error
 
 

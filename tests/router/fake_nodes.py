@@ -270,6 +270,13 @@ async def decode_dies(node: FakeNode, request: web.Request, seen: Seen) -> web.S
     return await hang_up(node, request, seen)
 
 
+async def decode_floods(node: FakeNode, request: web.Request, seen: Seen) -> web.StreamResponse:
+    """More than any buffer holds."""
+    response = await _open_stream(request)
+    while True:
+        await response.write(chunk("x" * (1 << 16)))
+
+
 async def decode_forgets_done(node: FakeNode, request: web.Request, seen: Seen) -> web.StreamResponse:
     response = await _open_stream(request)
     await response.write(chunk("[DONE]"))

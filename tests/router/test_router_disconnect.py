@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
+from pd_router.nodes import Role
 
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import WAIT_S, FakeNode, running
@@ -80,6 +81,17 @@ async def test_in_the_middle_of_a_stream() -> None:
         await gone(d)
         await settled(router, "stream")
         assert p.released == []  # D had it
+
+
+async def test_a_client_that_stops_reading_holds_a_node_no_longer_than_the_idle_timeout() -> None:
+    d = FakeNode("decode", fakes.decode_floods)
+    async with running(d), serving(None, [d], idle_timeout_s=0.3, eject_after=1) as router:
+        async with client(router, stream=True) as reader:
+            await asyncio.wait_for(reader.readuntil(b"xx"), WAIT_S)
+            await gone(d)
+        await settled(router, "stream")
+        assert router.services.table.nodes[0].failures_in_row == 0  # not the node's fault
+        assert router.services.table.healthy((Role.DECODE,), None)
 
 
 async def test_while_an_unstreamed_answer_is_made() -> None:

@@ -107,7 +107,7 @@ async def test_what_the_router_tells_about_itself() -> None:
         async with router.session.get(router.url + "/metrics") as answer:
             text = await answer.text()
         assert 'pd_router_requests_total{order="p-first",outcome="ok",reason="default"} 1.0' in text
-        assert 'pd_router_node_healthy{node="p7",role="prefill"} 1.0' in text
+        assert f'pd_router_node_healthy{{node="p7",role="prefill",url="{p.url}"}} 1.0' in text
         assert "pd_router_ticket_seconds_count 1.0" in text
 
 

@@ -155,11 +155,12 @@ async def test_d_gone_between_the_legs_gives_502_and_releases() -> None:
     p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode)
     async with running(p, d), serving([p], [d]) as router:
         await d.stop()
-        status, _, body = await post(router, stream=True)
+        status, headers, body = await post(router, stream=True)
         assert status == 502
         assert orjson.loads(body)["error"]["code"] == "node_failed"
         await router.idle()
         assert p.released == ["ticket-1"]
+        assert headers["x-pd-route"] == "p-first; reason=default"
         status, headers, body = await post(router)  # D is known to be down now
         assert status == 503
         assert headers["retry-after"] == "1"
