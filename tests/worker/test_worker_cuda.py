@@ -1,0 +1,101 @@
+"""The worker on a GPU against the worker on the CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
+from pd_cluster.engine.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
+from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.worker.executor import Executor
+from pd_kernels import sampling
+from tests.worker.conftest import MODELS, VOCAB_SIZE, ModelStore
+from tests.worker.driver import Driver, make_executor, random_prompts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+LENGTHS = (1, 15, 16, 17, 70, 40)
+
+
+def cuda_executor(model: Path | str, **options: Any) -> Executor:
+    config = NodeConfig(
+        model=ModelConfig(model=str(model), device="cuda", **{"dtype": "float32", **options}),
+        cache=CacheConfig(num_blocks=256, block_size=16, swap_gb=0.001),
+        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
+    )
+    return Executor(config, lambda _: None)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_greedy_tokens_equal_the_cpus(models: ModelStore, name: str) -> None:
+    saved, outputs = models.get(name), []
+    for executor in (make_executor(saved.directory), cuda_executor(saved.directory)):
+        driver = Driver(executor, budget=23)
+        for prompt in random_prompts(LENGTHS, VOCAB_SIZE):
+            driver.add(prompt)
+        outputs.append(driver.run())
+    assert outputs[0] == outputs[1]
+
+
+def test_seeded_tokens_equal_the_cpus(models: ModelStore) -> None:
+    directory, outputs = models.get("qwen3").directory, []
+    wanted = [
+        SamplingParams(max_tokens=12),
+        SamplingParams(max_tokens=12, temperature=1.3, top_k=30, frequency_penalty=0.5, logprobs=2),
+        SamplingParams(max_tokens=12, top_p=0.7, repetition_penalty=1.2),
+        SamplingParams(max_tokens=12, min_p=0.02, logit_bias={5: 3.0}, min_tokens=4),
+    ]
+    for executor in (make_executor(directory), cuda_executor(directory)):
+        driver = Driver(executor)
+        for seed, params in enumerate(wanted):
+            driver.add(random_prompts([30], VOCAB_SIZE)[0], params, seed)
+        outputs.append(driver.run())
+    assert outputs[0] == outputs[1]
+
+
+def test_random_bits_equal_the_cpus() -> None:
+    seeds = torch.tensor([0, 1, -5, 2**63 - 1, -(2**63)])
+    positions, tokens = torch.tensor([0, 7, 100_000, 1, 2]), torch.arange(150_000, dtype=torch.int32)
+    on_gpu = sampling.random_bits(seeds.cuda(), positions.cuda(), tokens.cuda())
+    assert torch.equal(sampling.random_bits(seeds, positions, tokens), on_gpu.cpu())
+
+
+def test_steps_launched_ahead_and_swaps(models: ModelStore) -> None:
+    executor = cuda_executor(models.get("llama").directory)
+    params = SamplingParams(max_tokens=10, temperature=0.9, frequency_penalty=0.8)
+    prompt = random_prompts([20], VOCAB_SIZE)[0]
+    driver = Driver(executor)
+    driver.add(prompt, params)
+    expected = driver.run()[0]
+    start = SequenceStart(0, tuple(prompt), 20, (3, 4), params, 0)
+    batches = [Batch(0, (start,), (SequenceChunk(0, 0, 20, num_samples=1),))]
+    batches += [Batch(step, (), (SequenceChunk(0, 19 + step, 1, num_samples=1),)) for step in range(1, 6)]
+    pending = [executor.launch(batch) for batch in batches]
+    tokens = [step.result().samples[0][0].token_id for step in pending]
+    assert tokens == expected[:6]
+    executor.execute(Batch(6, departures=(0,), copies=BlockCopies(swap_out=((3, 1), (4, 0)))))
+    executor.cache.tensor.fill_(torch.nan)
+    back = SequenceStart(0, (*prompt, *tokens), 20, (9, 8), params, 0)
+    chunk = SequenceChunk(0, 25, 1, num_samples=1)
+    samples = executor.execute(Batch(7, (back,), (chunk,), copies=BlockCopies(swap_in=((1, 9), (0, 8))))).samples
+    assert samples[0][0].token_id == expected[6]
+
+
+def test_the_cache_takes_the_share_of_memory_that_is_asked_for(models: ModelStore) -> None:
+    config = NodeConfig(
+        model=ModelConfig(model=str(models.get("qwen3").directory), device="cuda"),
+        cache=CacheConfig(gpu_memory_utilization=0.3),
+    )
+    executor = Executor(config, lambda _: None)
+    assert executor.block_size == 64
+    free, total = torch.cuda.mem_get_info()
+    assert 0.25 < 1 - free / total < 0.31
+    executor.close()
