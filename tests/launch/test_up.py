@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 from typing import TYPE_CHECKING
 
+import httpx
+import psutil
 import pytest
 
 from pd_cluster.config import NodeConfig
@@ -13,6 +17,8 @@ from pd_cluster.launch.up import curl_line, plan_nodes, visible_gpus
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.cluster import Launched, Launcher
 
 COUNTS = {"prefill": 2, "decode": 1, "mixed": 0}
 
@@ -66,3 +72,48 @@ def test_the_curl_line_is_valid_shell(demo: bool) -> None:
     body = json.loads(words[words.index("-d") + 1])
     assert body["model"] == "it's"
     assert body["messages"][0]["role"] == "user"
+
+
+def up(launcher: Launcher) -> Launched:
+    flags = ("--port=0", "--device=cpu", "--num-threads=1", "--max-model-len=512", "--kv-cache-gb=0.05")
+    cluster = launcher.command("up", *flags)
+    cluster.wait_line("Ctrl-C stops everything")
+    return cluster
+
+
+def url_of(cluster: Launched) -> str:
+    return cluster.wait_line("ready: http://").split()[1]
+
+
+@pytest.mark.integration
+def test_up_answers_and_stops(launcher: Launcher) -> None:
+    cluster = up(launcher)
+    line = cluster.wait_line("curl ")
+    words = shlex.split(line)
+    assert words[1].startswith(url_of(cluster))
+    answer = httpx.post(words[1], content=words[words.index("-d") + 1], headers={"Content-Type": "application/json"})
+    assert answer.json()["choices"][0]["message"]["content"] == "Oskar 2210"
+    assert (answer.headers["x-pd-prefill"], answer.headers["x-pd-decode"]) == ("prefill-0", "decode-0")
+    assert cluster.stop(signal.SIGINT) == 0
+    assert cluster.lines[-1] == "stopped"
+    assert cluster.leftovers() == []
+
+
+@pytest.mark.integration
+def test_a_node_that_dies_ends_the_cluster(launcher: Launcher) -> None:
+    cluster = up(launcher)
+    nodes = [process for process in psutil.Process(cluster.pid).children() if "decode" in process.cmdline()]
+    cluster.family()
+    os.kill(nodes[0].pid, signal.SIGKILL)
+    assert cluster.wait() == 1
+    assert "decode-0 was killed by SIGKILL: stopping the cluster" in cluster.output
+    assert cluster.leftovers() == []
+
+
+@pytest.mark.integration
+def test_nobody_outlives_a_killed_up(launcher: Launcher) -> None:
+    cluster = up(launcher)
+    cluster.send(signal.SIGKILL)
+    assert cluster.wait() == -signal.SIGKILL
+    assert len(cluster.family()) >= 5, "up, two nodes, two engines, the router"
+    assert cluster.leftovers(20) == []
