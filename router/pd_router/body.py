@@ -16,6 +16,7 @@ RawObject = dict[str, msgspec.Raw]
 _OBJECT = msgspec.json.Decoder(RawObject)
 _NO_TOKENS = frozenset({"max_tokens", "max_completion_tokens", "stream_options"})
 _KV = "kv_transfer_params"
+_GLANCE_BYTES = 64  # of a prompt, behind which its kind is known unless it begins with more blanks than that
 _ASK_TICKET = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -66,6 +67,15 @@ class RequestBody:
     @property
     def num_samples(self) -> int:
         return max(1, self.get("n", int) or 1)
+
+    @property
+    def has_several_prompts(self) -> bool:
+        """Whether `prompt` is an array of texts or of arrays of token ids, be it of one. Looks at its first bytes."""
+        raw = self._fields.get("prompt")
+        if raw is None:
+            return False
+        beginning = bytes(memoryview(raw)[:_GLANCE_BYTES]).lstrip()
+        return beginning.startswith(b"[") and beginning[1:].lstrip()[:1] in (b'"', b"[")
 
     def plain(self) -> bytes:
         """For a node that does everything."""

@@ -21,14 +21,23 @@ class Plan:
     """
 
     order: Order
-    reason: str  # default | header | no-prefill-node | prefill-failed
+    reason: str  # default | header | several-prompts | no-prefill-node | prefill-failed
     prefills: tuple[Node, ...]
     decodes: tuple[Node, ...]
 
 
-def make_plan(table: NodeTable, model: str | None, default: Order, asked: Order | None, turn: int) -> Plan:
+def make_plan(
+    table: NodeTable,
+    model: str | None,
+    default: Order,
+    asked: Order | None,
+    turn: int,
+    *,
+    several_prompts: bool = False,
+) -> Plan:
     """Plan one request. `turn` is any counter: it breaks ties, so that equally loaded nodes take turns.
 
+    A ticket is for one prompt, so several are never sent P-first: D asks for a ticket for each.
     Raises ModelNotFound, NoNode.
     """
     if model is not None and not table.knows_model(model):
@@ -42,6 +51,8 @@ def make_plan(table: NodeTable, model: str | None, default: Order, asked: Order 
     if not prefills:
         return Plan(Order.DIRECT, "no-prefill-node", (), decodes)
     order, reason = (default, "default") if asked is None else (asked, "header")
+    if several_prompts and order is Order.P_FIRST:
+        order, reason = Order.D_FIRST, "several-prompts"
     return Plan(order, reason, prefills, decodes)
 
 

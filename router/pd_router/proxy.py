@@ -39,7 +39,10 @@ class Proxy:
             with s.metrics.in_flight.track_inprogress():
                 asked = rules.asked_order(given)
                 body = RequestBody(await read_body(receive, s.config.max_body_bytes))
-                plan = make_plan(s.table, body.model, s.config.default_order, asked, next(self._turns))
+                plan = make_plan(
+                    s.table, body.model, s.config.default_order, asked, next(self._turns),
+                    several_prompts=body.has_several_prompts,
+                )  # fmt: skip
                 headers = rules.forwarded(scope["headers"], request_id)
                 exchange = Exchange(s, scope["path"], body, headers, plan, reply, arrived_at)
                 with DisconnectWatch(receive, reply):

@@ -78,21 +78,13 @@ class System:
 
     def ask_all(self, path: Path, requests: Iterable[tuple[str, dict[str, Any]]]) -> list[Answer]:
         """All at once; answers in the order of the requests. Asserts that each is a 200."""
-        return asyncio.run(self._ask_all(path, list(requests)))
-
-    async def _ask_all(self, path: Path, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[Answer]:
         url = self.urls[self.mixed] if path is Path.MIXED else self._router
         headers = {} if path is Path.MIXED else {"x-pd-route": path.value}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        async with httpx.AsyncClient(timeout=ANSWER_DEADLINE_S, limits=limits, trust_env=False) as client:
+        return asyncio.run(_ask_all(url, headers, list(requests)))
 
-            async def one(endpoint: str, body: dict[str, Any]) -> Answer:
-                response = await client.post(f"{url}{endpoint}", json=body, headers=headers)
-                assert response.status_code == 200, f"{path}: {response.status_code} {response.text}"
-                whole = _joined(response.content) if body.get("stream") else response.json()
-                return Answer(whole, response.headers)
-
-            return await asyncio.gather(*(one(*request) for request in requests))
+    def ask_node(self, node: str, endpoint: str, body: dict[str, Any]) -> Answer:
+        """One request that this node serves alone."""
+        return asyncio.run(_ask_all(self.urls[node], {}, [(endpoint, body)]))[0]
 
     # what nodes say
 
@@ -130,6 +122,19 @@ def running_system(*flags: str, own_mixed: bool = False) -> Iterator[System]:
         system = System(launcher, *flags, own_mixed=own_mixed)
         yield system
         system.settle()
+
+
+async def _ask_all(url: str, headers: dict[str, str], requests: Sequence[tuple[str, dict[str, Any]]]) -> list[Answer]:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(timeout=ANSWER_DEADLINE_S, limits=limits, trust_env=False) as client:
+
+        async def one(endpoint: str, body: dict[str, Any]) -> Answer:
+            response = await client.post(f"{url}{endpoint}", json=body, headers=headers)
+            assert response.status_code == 200, f"{endpoint} {headers}: {response.status_code} {response.text}"
+            whole = _joined(response.content) if body.get("stream") else response.json()
+            return Answer(whole, response.headers)
+
+        return await asyncio.gather(*(one(*request) for request in requests))
 
 
 def wait_until(condition: Callable[[], bool], explain: Callable[[], str]) -> None:

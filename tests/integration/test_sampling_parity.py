@@ -1,0 +1,223 @@
+"""Sampling, its edges and its logprobs come out of P and D as they come out of one node, streamed or not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.integration.system import Answer, Path, System, running_system
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.integration.reference import DemoModel
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+LOGPROB_TOLERANCE = 1e-4
+STORY = "Mira 4831. Oskar 2210. Once upon a time there was a"  # what follows is open
+FACTS = "Mira 4831. Oskar 2210. Lena 7745. Anton 1902. Oskar?"
+EOS = 2
+HANDOFFS = (Path.P_FIRST, Path.D_FIRST)
+
+# name -> what is added to a completion of STORY
+SETTINGS: dict[str, dict[str, Any]] = {
+    "seed": {"seed": 1, "temperature": 1.0, "logprobs": 5},
+    "hot": {"seed": -7, "temperature": 2.0, "logprobs": 20, "ignore_eos": True},
+    "n": {"seed": 3, "n": 2, "temperature": 1.2, "logprobs": 2},
+    "n of different lengths": {"seed": 5, "n": 5, "temperature": 1.5, "logprobs": 0, "logit_bias": {str(EOS): 4}},
+    "n greedy": {"n": 3, "temperature": 0, "logprobs": 1},
+    "n streams of one token": {"seed": 4, "n": 4, "temperature": 1.5, "max_tokens": 1, "logprobs": 1},
+    "presence": {"seed": 6, "temperature": 1.0, "presence_penalty": 1.5, "logprobs": 1},
+    "frequency": {"seed": 6, "temperature": 0.8, "frequency_penalty": 2.0, "ignore_eos": True, "logprobs": 1},
+    "repetition": {"temperature": 0, "repetition_penalty": 1.3, "ignore_eos": True, "logprobs": 1},
+    "all penalties, n": {"seed": 8, "n": 3, "temperature": 1.1, "presence_penalty": -1.0, "frequency_penalty": 0.7,
+                         "repetition_penalty": 1.1, "ignore_eos": True, "logprobs": 1},
+    "bias": {"seed": 9, "temperature": 1.0, "logit_bias": {"1000": 8, "1001": 7.5, "17": -100}, "logprobs": 3},
+    "top_k": {"seed": 10, "temperature": 1.5, "top_k": 4, "ignore_eos": True, "logprobs": 1},
+    "top_p": {"seed": 11, "temperature": 1.5, "top_p": 0.7, "ignore_eos": True, "logprobs": 1},
+    "min_p": {"seed": 12, "temperature": 1.8, "min_p": 0.05, "ignore_eos": True, "logprobs": 1},
+    "all limits": {"seed": 13, "n": 2, "temperature": 1.7, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "logprobs": 1},
+    "min_tokens": {"seed": 14, "temperature": 1.0, "min_tokens": 6, "logit_bias": {str(EOS): 100}, "logprobs": 1},
+    "one token": {"seed": 15, "temperature": 1.0, "max_tokens": 1, "logprobs": 4},
+    "two tokens": {"seed": 15, "temperature": 1.0, "max_tokens": 2, "logprobs": 4},
+    "eos first": {"temperature": 0, "logit_bias": {str(EOS): 100}, "logprobs": 1},
+    "eos first, n": {"seed": 16, "n": 2, "temperature": 1.0, "logit_bias": {str(EOS): 100}, "logprobs": 1},
+    "eos ignored": {"temperature": 0, "logit_bias": {str(EOS): 100}, "ignore_eos": True, "logprobs": 1},
+    "eos included": {"temperature": 0, "logit_bias": {str(EOS): 100}, "include_stop_str_in_output": True,
+                     "skip_special_tokens": False, "logprobs": 0},
+    "stop token first": {"temperature": 0, "logit_bias": {"77": 100}, "stop_token_ids": [77], "logprobs": 1},
+    "no logprobs": {"seed": 17, "temperature": 1.3, "n": 2},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def system() -> Iterator[System]:
+    with running_system("--kv-cache-gb=0.1", own_mixed=True) as system:
+        yield system
+
+
+@pytest.fixture(scope="module")
+def mixed_answers() -> dict[str, Answer]:
+    """By setting: asked once, compared with both orders, streamed or not."""
+    return {}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", HANDOFFS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings(name: str, path: Path, stream: bool, system: System, mixed_answers: dict[str, Answer]) -> None:
+    body = {"prompt": STORY, "max_tokens": 12} | SETTINGS[name]
+    if name not in mixed_answers:
+        mixed_answers[name] = system.ask(Path.MIXED, COMPLETIONS, body)
+    check_same(system, path, COMPLETIONS, body, mixed_answers[name], stream=stream)
+
+
+def check_same(
+    system: System, path: Path, endpoint: str, body: dict[str, Any], mixed: Answer, *, stream: bool
+) -> Answer:
+    """The handoff's answer is the mixed node's, and the prompt was computed on P. Cold on P and on D."""
+    body = body | {"cache_salt": f"{path} {stream} {body}"}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    answer = system.ask(path, endpoint, body)
+    assert answer.headers["x-pd-prefill"].split(",")[0] == "prefill"
+    assert answer.headers["x-pd-decode"] == "decode"
+    assert answer.body["usage"] == mixed.body["usage"] | {"prompt_tokens_details": {"cached_tokens": 0}}
+    assert len(answer.choices) == len(mixed.choices)
+    for ours, theirs in zip(answer.choices, mixed.choices, strict=True):
+        assert ours["index"] == theirs["index"]
+        assert ours.get("text") == theirs.get("text")
+        assert (ours.get("message") or {}).get("content") == (theirs.get("message") or {}).get("content")
+        assert ours["finish_reason"] == theirs["finish_reason"]
+        assert ours.get("stop_reason") == theirs.get("stop_reason")
+        _same_numbers(ours.get("logprobs"), theirs.get("logprobs"))
+    return answer
+
+
+def _same_numbers(ours: Any, theirs: Any) -> None:
+    """Equal, floats to the tolerance; keys in any order, since near ties may swap."""
+    if isinstance(theirs, dict):
+        assert isinstance(ours, dict)
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            _same_numbers(ours[key], value)
+    elif isinstance(theirs, list):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            _same_numbers(one, other)
+    elif isinstance(theirs, float):
+        assert ours == pytest.approx(theirs, abs=LOGPROB_TOLERANCE)
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("path", Path)
+def test_every_logprob_is_there_once(path: Path, system: System, demo_model: DemoModel) -> None:
+    body = {"prompt": STORY, "max_tokens": 12, "temperature": 0, "logprobs": 1, "ignore_eos": True}
+    body |= {"stream": True, "stream_options": {"include_usage": True}, "cache_salt": "once"}
+    answer = system.ask(path, COMPLETIONS, body)
+    logprobs = answer.choices[0]["logprobs"]
+    [reference] = demo_model.generate([demo_model.encode(STORY)], 12)
+    assert demo_model.token_ids(logprobs["tokens"]) == list(reference.tokens)
+    assert logprobs["token_logprobs"] == pytest.approx(list(reference.logprobs), abs=LOGPROB_TOLERANCE)
+    assert logprobs["text_offset"] == sorted(set(logprobs["text_offset"]))
+    assert answer.body["usage"]["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", HANDOFFS)
+@pytest.mark.parametrize("where", ["in the first token", "over the border", "behind the border", "in none"])
+def test_stop_strings(where: str, path: Path, stream: bool, system: System, demo_model: DemoModel) -> None:
+    """The border: P samples the first token, D the second."""
+    prompt = demo_model.encode(STORY)
+    [reference] = demo_model.generate([prompt], 12)
+    first, second, third = (demo_model.text([token]) for token in reference.tokens[:3])
+    stop, text = {
+        "in the first token": (first, ""),
+        "over the border": (first[-1] + second[0], first[:-1]),
+        "behind the border": (second + third, first),
+        "in none": ("no such text", demo_model.text(reference.until(EOS).tokens)),
+    }[where]
+    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "stop": [stop, "another"], "logprobs": 1}
+    mixed = system.ask(Path.MIXED, COMPLETIONS, body)
+    assert mixed.choices[0]["text"] == text
+    if where != "in none":
+        assert mixed.choices[0]["stop_reason"] == stop
+    check_same(system, path, COMPLETIONS, body, mixed, stream=stream)
+
+
+@pytest.mark.parametrize("path", HANDOFFS)
+def test_the_first_tokens_of_some_sequences_end_them(path: Path, system: System, demo_model: DemoModel) -> None:
+    """One sequence's first token completes a stop string, others go on."""
+    body = {"prompt": STORY, "max_tokens": 8, "seed": 21, "n": 4, "temperature": 2.0, "logprobs": 0}
+    plain = system.ask(Path.MIXED, COMPLETIONS, body)
+    firsts = [choice["logprobs"]["tokens"][0] for choice in plain.choices]
+    assert len(set(firsts)) > 1, "the seed must make them differ"
+    body["stop"] = firsts[1]
+    mixed = system.ask(Path.MIXED, COMPLETIONS, body)
+    assert mixed.choices[1]["text"] == ""
+    assert {choice["finish_reason"] for choice in mixed.choices} == {"stop", "length"}
+    check_same(system, path, COMPLETIONS, body, mixed, stream=False)
+    check_same(system, path, COMPLETIONS, body, mixed, stream=True)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", HANDOFFS)
+def test_a_turn_that_is_over_at_once(path: Path, stream: bool, system: System, demo_model: DemoModel) -> None:
+    """Greedy decoding itself yields the end of the turn as the first token."""
+    [reference] = demo_model.generate([demo_model.chat_prompt([{"role": "user", "content": FACTS}])])
+    turn = reference.until(EOS).tokens
+    assert turn[-1] == EOS
+    body = {"prompt": [*reference.prompt, *turn[:-1]], "max_tokens": 12, "temperature": 0, "logprobs": 1}
+    mixed = system.ask(Path.MIXED, COMPLETIONS, body)
+    [choice] = mixed.choices
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+    assert demo_model.token_ids(choice["logprobs"]["tokens"]) == [EOS]
+    check_same(system, path, COMPLETIONS, body, mixed, stream=stream)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", HANDOFFS)
+def test_chat(path: Path, stream: bool, system: System) -> None:
+    messages = [{"role": "system", "content": "You are a helpful assistant."}, {"role": "user", "content": FACTS}]
+    body = {"messages": messages, "max_completion_tokens": 12, "seed": 30, "n": 2, "temperature": 1.4}
+    body |= {"logprobs": True, "top_logprobs": 3, "ignore_eos": True}
+    mixed = system.ask(Path.MIXED, CHAT, body)
+    assert all(len(choice["logprobs"]["content"]) == 12 for choice in mixed.choices)
+    check_same(system, path, CHAT, body, mixed, stream=stream)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", HANDOFFS)
+def test_several_prompts(path: Path, stream: bool, system: System, demo_model: DemoModel) -> None:
+    """A ticket is for one prompt, so that the router sends these D-first whatever was asked for."""
+    prompts = [demo_model.encode(STORY), demo_model.encode("Zoe 1234. Zoe?"), demo_model.encode("Hello! " * 40)]
+    body = {"prompt": prompts, "max_tokens": 9, "seed": 31, "n": 2, "temperature": 1.2, "logprobs": 1}
+    mixed = system.ask(Path.MIXED, COMPLETIONS, body)
+    assert len(mixed.choices) == 6
+    answer = check_same(system, path, COMPLETIONS, body, mixed, stream=stream)
+    assert answer.headers["x-pd-route"].startswith("d-first")
+
+
+def test_seeds_matter(system: System) -> None:
+    body = {"prompt": STORY, "max_tokens": 12, "temperature": 1.5, "ignore_eos": True}
+    texts = [system.ask(Path.P_FIRST, COMPLETIONS, body | {"seed": seed}).choices[0]["text"] for seed in (1, 2, 1)]
+    assert texts[0] == texts[2] != texts[1]
+
+
+@pytest.mark.parametrize("path", HANDOFFS)
+def test_many_settings_at_once(path: Path, system: System, mixed_answers: dict[str, Answer]) -> None:
+    """A sequence's tokens do not depend on its batch."""
+    bodies = {name: {"prompt": STORY, "max_tokens": 12} | setting for name, setting in SETTINGS.items()}
+    for name, body in bodies.items():
+        if name not in mixed_answers:
+            mixed_answers[name] = system.ask(Path.MIXED, COMPLETIONS, body)
+    together = [(COMPLETIONS, body | {"cache_salt": f"together {path}"}) for body in bodies.values()]
+    for (name, _), answer in zip(bodies.items(), system.ask_all(path, together), strict=True):
+        for ours, theirs in zip(answer.choices, mixed_answers[name].choices, strict=True):
+            assert ours["text"] == theirs["text"], name
+            assert ours["finish_reason"] == theirs["finish_reason"], name
+            _same_numbers(ours["logprobs"], theirs["logprobs"])
