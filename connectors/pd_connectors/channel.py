@@ -41,7 +41,14 @@ class FromOwner:
     message: ToReader
 
 
-Incoming = FromReader | FromOwner
+@dataclass(frozen=True, slots=True)
+class OwnerLost:
+    """The connection to an owner broke, or was refused. It is tried again; who lives answers within a moment."""
+
+    owner: Address
+
+
+Incoming = FromReader | FromOwner | OwnerLost
 
 
 class Channel(ABC):
@@ -97,6 +104,7 @@ class ZmqChannel(Channel):
         self._key = key
         self._context = zmq.Context(io_threads=1)
         self._owners: dict[Address, zmq.Socket[bytes]] = {}
+        self._monitors: dict[Address, zmq.Socket[bytes]] = {}
         self._poller = zmq.Poller()
         self._awake, self._waker = socket.socketpair()
         self._counters = {"bad_frames_total": 0.0, "frames_dropped_total": 0.0}
@@ -153,12 +161,18 @@ class ZmqChannel(Channel):
                     incoming.append(FromOwner(owner, message))
                 elif message is not None:
                     self._counters["bad_frames_total"] += 1
+            if self._drain(self._monitors[owner]):
+                incoming.append(OwnerLost(owner))
         return incoming
 
     def forget(self, owner: Address) -> None:
         dealer = self._owners.pop(owner, None)
         if dealer is not None:
             self._poller.unregister(dealer)
+            monitor = self._monitors.pop(owner)
+            self._poller.unregister(monitor)
+            dealer.disable_monitor()
+            monitor.close(linger=0)
             dealer.close(linger=0)
 
     def wait(self, timeout_s: float) -> None:
@@ -181,7 +195,9 @@ class ZmqChannel(Channel):
         if self._closed:
             return
         self._closed = True
-        for dealer in self._owners.values():
+        for owner, dealer in self._owners.items():
+            dealer.disable_monitor()
+            self._monitors[owner].close(linger=0)
             dealer.close(linger=200)  # milliseconds: the last Release gets a chance
         self._router.close(linger=200)
         self._context.term()
@@ -191,9 +207,12 @@ class ZmqChannel(Channel):
     def _connect(self, owner: Address) -> zmq.Socket[bytes]:
         dealer = self._context.socket(zmq.DEALER)
         self._configure(dealer)
+        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
         dealer.connect(f"tcp://{_url_host(owner[0])}:{owner[1]}")
         self._owners[owner] = dealer
         self._poller.register(dealer, zmq.POLLIN)
+        self._monitors[owner] = monitor
+        self._poller.register(monitor, zmq.POLLIN)
         return dealer
 
     def _configure(self, sock: zmq.Socket[bytes]) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from pd_connectors.base import ConnectorContext, Event
-from pd_connectors.channel import Channel, FromOwner, FromReader
+from pd_connectors.channel import Channel, FromOwner, FromReader, OwnerLost
 from pd_connectors.lease import LeaseTable
 from pd_connectors.owner import Owner
 from pd_connectors.protocol.errors import LeaseEnd
@@ -150,6 +150,8 @@ class Exchange:
                         self._owner.on_message(who, message)
                     case FromOwner(owner, reply):
                         self._reader.on_message(owner, reply, self._clock())
+                    case OwnerLost(owner):
+                        self._reader.on_lost(owner, self._clock())
         return True
 
     def shut_down(self, deadline_s: float) -> None:

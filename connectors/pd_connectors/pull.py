@@ -31,6 +31,7 @@ from pd_connectors.protocol.ticket import Ticket
 from pd_connectors.transport import PeerKey
 
 RENEWALS_PER_TTL = 4  # three in a row may be lost
+LOST_GRACE_S = 1.0  # for an answer over a new connection, after the old one broke or none could be made
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class Pull:
         self._first_tokens_out = False
         self._renew_every_s = limits.renew_every_s
         self._renew_at = now
-        self._unanswered_since: float | None = None
+        self._answer_due: float | None = None  # None: nothing is unanswered
         self._nonce = 0
         self._confirm_at = 0.0
         self._confirm_deadline = 0.0
@@ -150,8 +151,8 @@ class Pull:
         if not self.is_live:
             return float("inf")
         timers = [self._deadline, self._renew_at, *(read.deadline for read in self._reads.values())]
-        if self._unanswered_since is not None:
-            timers.append(self._unanswered_since + self._limits.silence_s)
+        if self._answer_due is not None:
+            timers.append(self._answer_due)
         if self.phase is Phase.CONFIRMING:
             timers += [self._confirm_at, self._confirm_deadline]
         return min(timers)
@@ -170,7 +171,7 @@ class Pull:
 
     def lease_state(self, state: LeaseState, now: float) -> None:
         """A snapshot arrived."""
-        self._unanswered_since = None
+        self._answer_due = None
         if not self.is_live:
             return
         if state.ended is not None:
@@ -219,7 +220,7 @@ class Pull:
 
     def confirm_reply(self, reply: ConfirmReply, now: float) -> None:
         """P vouches for the bytes, or does not."""
-        self._unanswered_since = None
+        self._answer_due = None
         if self.phase is not Phase.CONFIRMING or reply.nonce != self._nonce:
             return
         if reply.ok:
@@ -228,6 +229,13 @@ class Pull:
         else:
             self._renew_at = now  # the lease ended or moved on; its state says which
             self._confirm_at = self._confirm_deadline
+
+    def lost(self, now: float) -> None:
+        """The way to P broke. Ask at once whether it is still there."""
+        if self.is_live:
+            self._answer_due = min(self._answer_due or now + LOST_GRACE_S, now + LOST_GRACE_S)
+            self._renew_at = now
+            self.tick(now)
 
     def fail(self, reason: LoadFailure, detail: str, now: float) -> None:
         """Give up. LoadDrained follows as soon as nothing can land any more."""
@@ -247,8 +255,8 @@ class Pull:
             return
         if now >= self._deadline:
             self.fail(LoadFailure.DEADLINE, f"the load's deadline passed while {self.phase.name.lower()}", now)
-        elif self._unanswered_since is not None and now - self._unanswered_since >= self._limits.silence_s:
-            self.fail(LoadFailure.UNREACHABLE, f"no answer for {self._limits.silence_s:g} s", now)
+        elif self._answer_due is not None and now >= self._answer_due:
+            self.fail(LoadFailure.UNREACHABLE, "the prefill node does not answer", now)
         elif any(now >= read.deadline for read in self._reads.values()):
             self.fail(LoadFailure.READ_FAILED, f"a read took longer than {self._limits.read_s:g} s", now)
         elif self.phase is Phase.CONFIRMING and now >= self._confirm_deadline:
@@ -323,8 +331,8 @@ class Pull:
         self._ask(Confirm(self.ticket.lease, generation, num_tokens, self._nonce), now)
 
     def _ask(self, message: Renew | Confirm, now: float) -> None:
-        if self._unanswered_since is None:
-            self._unanswered_since = now
+        if self._answer_due is None:
+            self._answer_due = now + self._limits.silence_s
         self._actions.append(Send(message))
 
     def _drained(self) -> None:

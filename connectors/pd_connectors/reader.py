@@ -23,7 +23,7 @@ from pd_connectors.handshake import check_reply, check_ticket
 from pd_connectors.protocol.errors import HandshakeError, LoadFailure
 from pd_connectors.protocol.messages import ConfirmReply, Hello, HelloReply, LeaseState, ToOwner, ToReader
 from pd_connectors.protocol.ticket import LeaseRef, Ticket
-from pd_connectors.pull import Emit, PostRead, Pull, PullLimits, Send
+from pd_connectors.pull import LOST_GRACE_S, Emit, PostRead, Pull, PullLimits, Send
 from pd_connectors.transport import (
     Address,
     Completion,
@@ -149,6 +149,17 @@ class Reader:
                 self._for_lease(peer, message.lease, lambda pull: pull.lease_state(message, now))
             case ConfirmReply():
                 self._for_lease(peer, message.lease, lambda pull: pull.confirm_reply(message, now))
+
+    def on_lost(self, owner: Address, now: float) -> None:
+        """The connection to `owner` broke or was refused: who lives reconnects within a moment."""
+        peer = self._peers.get(owner)
+        if peer is None:
+            return
+        if peer.greeting is not None:
+            peer.greeting.deadline = min(peer.greeting.deadline, now + LOST_GRACE_S)
+        for pull in list(peer.pulls.values()):
+            pull.lost(now)
+            self._carry_out(peer, pull)
 
     def on_completion(self, completion: Completion, now: float) -> None:
         """The transport's word."""
@@ -277,7 +288,7 @@ class Reader:
             return
         if now >= greeting.deadline:
             peer.greeting = None
-            detail = f"no answer to a greeting within {self._context.connect_deadline_s:g} s"
+            detail = "no answer to a greeting"
             self._fail(peer, LoadFailure.UNREACHABLE, detail, now, lambda pull: pull.endpoint is None)
         elif now >= greeting.hello_at:
             greeting.hello_at = now + HELLO_EVERY_S

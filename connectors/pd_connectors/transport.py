@@ -73,12 +73,13 @@ class Transport(ABC):
     def read(self, peer: PeerKey, read_id: ReadId, remote: Sequence[int], local: Sequence[int]) -> None:
         """Start reading the peer's blocks `remote` into our blocks `local`.
 
-        Exactly one ReadEnded follows, however long it takes; `disconnect` makes it come.
+        Exactly one ReadEnded follows, however long it takes.
         """
 
     @abstractmethod
     def disconnect(self, peer: PeerKey) -> None:
-        """Tear the endpoint down. Its reads end with an error. Unknown peers are ignored."""
+        """Give the endpoint up. Its reads end as soon as nothing of them can land any more: at once where tearing down
+        is a fence, else when they are terminal by themselves. Unknown peers are ignored."""
 
     @abstractmethod
     def poll(self) -> list[Completion]:

@@ -82,16 +82,19 @@ class NixlAgent:
         return bytes(self._agent.getLocalMD())
 
     def connect(self, metadata: bytes, region: Region) -> Remote:
-        """Load another agent. Raises NixlError."""
+        """Load another agent, or this one itself (a node that reads its own lease). Raises NixlError."""
         try:
-            name = self._agent.loadRemoteMD(metadata)
-            name = name.decode() if isinstance(name, bytes) else str(name)
+            name = self.name
+            if metadata != self.metadata():
+                name = self._agent.loadRemoteMD(metadata).decode()
             return Remote(name, region, self._list_blocks(name, region))
         except Exception as error:
             raise NixlError(f"connect: {type(error).__name__}: {error}") from error
 
     def disconnect(self, name: str) -> None:
         """Forget another agent; UCX closes its endpoint. Raises NixlError."""
+        if name == self.name:
+            return
         try:
             self._agent.invalidateRemoteMD(name)
         except Exception as error:

@@ -1,7 +1,12 @@
 """NIXL as a Transport: one thread makes every NIXL call, because any of them may block.
 
-The thread sleeps on its queue while no read is in flight and polls every `POLL_S` while one is. An endpoint is torn
-down by removing the remote agent; reads in flight then become terminal inside NIXL, and only then are reported.
+The thread sleeps on its queue while no read is in flight and polls every `POLL_S` while one is.
+
+Only a terminal handle ends a read. Removing the remote agent, or releasing the handle, is *no fence*: with UCX over
+TCP, and the peer stopped (SIGSTOP) in the middle of a read, both return at once, NIXL forgets the handle, and when the
+peer goes on its bytes still land in our blocks (NIXL 1.5.1, measured: 496 of 512 blocks). So `disconnect` only retires
+an endpoint; it is removed when its last read is terminal. Reads of a stopped peer stay in flight until it goes on or
+dies. Over shared memory a stopped peer does not hold a read up at all.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from pd_connectors.nixl.agent import NixlAgent, NixlError, Region, Remote
 from pd_connectors.transport import Completion, Connected, ConnectFailed, PeerKey, ReadEnded, ReadId, Transport
 
 POLL_S = 0.0005
+RETIRED_POLL_S = 0.02  # nobody waits for these but the block pool
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +33,7 @@ logger = logging.getLogger(__name__)
 class _Description(msgspec.Struct, frozen=True):
     """What `describe` puts on the wire."""
 
+    agent: str
     metadata: bytes
     region: Region
 
@@ -36,7 +43,12 @@ class _Peer:
     key: PeerKey
     remote: Remote
     warm_up: int | None  # NIXL's handle until the endpoint is ready
-    reads: dict[ReadId, int] = field(default_factory=dict)  # -> NIXL's handle
+    reads: dict[ReadId, int] = field(default_factory=dict)  # -> NIXL's handle; never released before it is terminal
+
+    @property
+    def is_busy(self) -> bool:
+        """Something of it may still land."""
+        return bool(self.reads) or self.warm_up is not None
 
 
 class NixlTransport(Transport):
@@ -44,13 +56,13 @@ class NixlTransport(Transport):
 
     def __init__(self, agent_name: str) -> None:
         self._agent_name = agent_name
-        self._agent: NixlAgent | None = None
+        self._left_behind: NixlAgent | None = None
         self._description = b""
         self._calls: queue.SimpleQueue[Callable[[NixlAgent], None] | None] = queue.SimpleQueue()
         self._completions: deque[Completion] = deque()
         self._wake: Callable[[], None] = _nobody
         self._peers: dict[PeerKey, _Peer] = {}  # the thread's
-        self._closing: list[_Peer] = []  # the thread's: torn down, with reads that are not terminal
+        self._retired: list[_Peer] = []  # the thread's: disconnected, with something in flight
         self._started = threading.Event()
         self._start_error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -99,28 +111,30 @@ class NixlTransport(Transport):
     def _run(self, cache: CacheDescription) -> None:
         try:
             agent = NixlAgent(self._agent_name, cache.tensor, cache.num_blocks, cache.block_bytes)
-            self._description = msgspec.msgpack.encode(_Description(agent.metadata(), agent.region))
+            self._description = msgspec.msgpack.encode(_Description(agent.name, agent.metadata(), agent.region))
         except Exception as error:
             self._start_error = error
             return
         finally:
             self._started.set()
         while True:
-            busy = bool(self._closing) or any(peer.reads or peer.warm_up is not None for peer in self._peers.values())
+            busy = any(peer.is_busy for peer in self._peers.values())
+            pause_s = POLL_S if busy else RETIRED_POLL_S if self._retired else None
             try:
-                call = self._calls.get(timeout=POLL_S if busy else None)
+                call = self._calls.get(timeout=pause_s)
             except queue.Empty:
                 call = _nothing
             if call is None:
                 break
             call(agent)
             self._check(agent)
-        for key in list(self._peers):
-            self._disconnect(agent, key)
+        self._leave(agent)
 
     def _connect(self, agent: NixlAgent, key: PeerKey, description: bytes) -> None:
         try:
             there = msgspec.msgpack.decode(description, type=_Description)
+            if any(there.agent == peer.remote.name for peer in self._retired):
+                raise NixlError("reads over its previous endpoint are still in flight")
             if there.region.block_bytes != agent.region.block_bytes:
                 raise NixlError(f"its blocks have {there.region.block_bytes} bytes, ours {agent.region.block_bytes}")
             remote = agent.connect(there.metadata, there.region)
@@ -142,37 +156,36 @@ class NixlTransport(Transport):
 
     def _disconnect(self, agent: NixlAgent, key: PeerKey) -> None:
         peer = self._peers.pop(key, None)
-        if peer is None:
-            return
-        _attempt(agent.disconnect, peer.remote.name)
-        _attempt(agent.forget_blocks, peer.remote)
-        if peer.warm_up is not None:
-            _attempt(agent.release, peer.warm_up)
-        if peer.reads:
-            self._closing.append(peer)
+        if peer is not None and peer.is_busy:
+            self._retired.append(peer)
+        elif peer is not None:
+            _remove(agent, peer)
 
     def _check(self, agent: NixlAgent) -> None:
         """Look at everything in flight once."""
-        for peer in list(self._peers.values()):
+        for peer in [*self._peers.values(), *self._retired]:
             self._check_warm_up(agent, peer)
             self._check_reads(agent, peer)
-        for peer in self._closing:
-            self._check_reads(agent, peer)
-        self._closing = [peer for peer in self._closing if peer.reads]
+        for peer in self._retired:
+            if not peer.is_busy:
+                _remove(agent, peer)
+        self._retired = [peer for peer in self._retired if peer.is_busy]
 
     def _check_warm_up(self, agent: NixlAgent, peer: _Peer) -> None:
         if peer.warm_up is None:
             return
+        completion: Completion = Connected(peer.key)
         try:
             if not agent.is_done(peer.warm_up):
                 return
         except NixlError as error:
-            self._disconnect(agent, peer.key)
-            self._tell(ConnectFailed(peer.key, str(error)))
-            return
+            completion = ConnectFailed(peer.key, str(error))
         _attempt(agent.release, peer.warm_up)
         peer.warm_up = None
-        self._tell(Connected(peer.key))
+        if self._peers.get(peer.key) is peer:
+            if isinstance(completion, ConnectFailed):
+                self._disconnect(agent, peer.key)
+            self._tell(completion)
 
     def _check_reads(self, agent: NixlAgent, peer: _Peer) -> None:
         for read_id, handle in list(peer.reads.items()):
@@ -186,9 +199,20 @@ class NixlTransport(Transport):
             _attempt(agent.release, handle)
             self._tell(ended)
 
+    def _leave(self, agent: NixlAgent) -> None:
+        """Shutdown. With a read in flight the agent must outlive the thread: its destructor would wait, or worse."""
+        for key in list(self._peers):
+            self._disconnect(agent, key)
+        self._left_behind = agent if self._retired else None
+
     def _tell(self, completion: Completion) -> None:
         self._completions.append(completion)
         self._wake()
+
+
+def _remove(agent: NixlAgent, peer: _Peer) -> None:
+    _attempt(agent.disconnect, peer.remote.name)
+    _attempt(agent.forget_blocks, peer.remote)
 
 
 def _attempt(call: Callable[..., None], *args: object) -> None:

@@ -1,0 +1,190 @@
+"""P's lease table: who may read what, until when, and what it answers when asked."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pd_connectors.base import LeaseEnded, PublishSpec
+from pd_connectors.lease import ABANDON_GRACE_S, LeaseTable
+from pd_connectors.protocol.errors import LeaseEnd
+from pd_connectors.protocol.messages import Confirm, SampledToken
+from pd_connectors.protocol.ticket import LeaseRef
+from tests.connectors.simulation import VirtualClock
+
+TTL_S = 10.0
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock()
+
+
+@pytest.fixture
+def table(clock: VirtualClock) -> LeaseTable:
+    return LeaseTable("P", 1, 16, TTL_S, clock)
+
+
+def confirm(table: LeaseTable, ref: LeaseRef, num_tokens: int, generation: int = 0) -> bool:
+    return table.confirm(Confirm(ref, generation, num_tokens, nonce=1)).ok
+
+
+def test_confirm_covers_what_was_announced_and_nothing_else(table: LeaseTable) -> None:
+    ref = table.open(40, hold=False)
+    assert not confirm(table, ref, 16)
+    table.announce(PublishSpec(ref.lease_id, (4, 5), 32, 0))
+    assert confirm(table, ref, 32)
+    assert not confirm(table, ref, 40)
+    assert not confirm(table, ref, 0)
+    assert not confirm(table, ref, 32, generation=1)
+
+
+def test_retract_voids_and_raises_the_generation(table: LeaseTable) -> None:
+    ref = table.open(32, hold=False)
+    table.announce(PublishSpec(ref.lease_id, (4,), 16, 0))
+    assert table.retract(ref.lease_id) == 1
+    assert not confirm(table, ref, 16)
+    state = table.renew(ref)
+    assert (state.generation, state.num_tokens_readable, state.block_ids) == (1, 0, ())
+    table.announce(PublishSpec(ref.lease_id, (4, 5), 32, 0))  # of a step planned before the retraction
+    assert table.renew(ref).num_tokens_readable == 0
+    table.announce(PublishSpec(ref.lease_id, (8, 9), 32, 1))
+    assert confirm(table, ref, 32, generation=1)
+    assert not confirm(table, ref, 32, generation=0)
+
+
+@pytest.mark.parametrize("how", ["release", "expire", "end"])
+def test_an_ended_lease_confirms_nothing(table: LeaseTable, clock: VirtualClock, how: str) -> None:
+    ref = table.open(16, hold=False)
+    table.announce(PublishSpec(ref.lease_id, (4,), 16, 0))
+    match how:
+        case "release":
+            table.release(ref)
+        case "expire":
+            clock.now += TTL_S
+        case "end":
+            table.end(ref.lease_id, LeaseEnd.REVOKED)
+    assert not confirm(table, ref, 16)
+    reasons = {"release": LeaseEnd.RELEASED, "expire": LeaseEnd.EXPIRED, "end": LeaseEnd.REVOKED}
+    assert table.renew(ref).ended == reasons[how]
+    assert table.take_ended() == ([] if how == "end" else [LeaseEnded(ref.lease_id, reasons[how])])
+    assert table.retract(ref.lease_id) is None
+    assert len(table) == 0
+
+
+def test_ending_a_lease_swallows_its_pending_event(table: LeaseTable) -> None:
+    ref = table.open(16, hold=False)
+    table.release(ref)
+    table.end(ref.lease_id, LeaseEnd.REVOKED)
+    assert table.take_ended() == []
+
+
+def test_renewals_keep_a_lease_alive(table: LeaseTable, clock: VirtualClock) -> None:
+    ref = table.open(16, hold=False)
+    for _ in range(5):
+        clock.now += TTL_S * 0.9
+        assert table.renew(ref).ended is None
+    assert table.expire() == clock.now + TTL_S
+    clock.now += TTL_S
+    assert table.expire() == float("inf")
+    assert table.take_ended() == [LeaseEnded(ref.lease_id, LeaseEnd.EXPIRED)]
+
+
+def test_the_clock_of_a_held_lease_starts_when_it_is_finished(table: LeaseTable, clock: VirtualClock) -> None:
+    ref = table.open(16, hold=True)
+    clock.now += 100 * TTL_S
+    assert table.expire() == float("inf")
+    table.announce(PublishSpec(ref.lease_id, (4,), 16, 0))
+    table.finish(ref.lease_id, (SampledToken(3),))
+    assert table.expire() == clock.now + TTL_S
+    assert table.renew(ref).first_tokens == (SampledToken(3),)
+
+
+def test_an_abandoned_lease_ends_soon_unless_somebody_comes(table: LeaseTable, clock: VirtualClock) -> None:
+    left, rescued = table.open(16, hold=False), table.open(16, hold=False)
+    table.abandon(left)
+    table.abandon(rescued)
+    clock.now += ABANDON_GRACE_S / 2
+    table.renew(rescued)
+    clock.now += ABANDON_GRACE_S / 2
+    table.expire()
+    assert table.take_ended() == [LeaseEnded(left.lease_id, LeaseEnd.EXPIRED)]
+
+
+def test_strangers_get_expired_and_change_nothing(table: LeaseTable) -> None:
+    ref = table.open(16, hold=False)
+    other_epoch = LeaseRef(ref.engine_id, ref.epoch + 1, ref.lease_id)
+    for stranger in (other_epoch, LeaseRef("P", 1, "unheard-of")):
+        assert table.renew(stranger).ended == LeaseEnd.EXPIRED
+        table.release(stranger)
+        assert not confirm(table, stranger, 16)
+    assert len(table) == 1
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """Random lives of one lease against a model: who confirmed must have been right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = VirtualClock()
+        self.table = LeaseTable("P", 1, 16, TTL_S, self.clock)
+        self.ref = self.table.open(80, hold=False)
+        self.generation = 0
+        self.readable = 0
+        self.ended = False
+        self.expires_at = self.clock.now + TTL_S
+        self.version = 0
+
+    @rule(num_blocks=st.integers(1, 5))
+    def announce(self, num_blocks: int) -> None:
+        if num_blocks * 16 >= self.readable:
+            self.table.announce(
+                PublishSpec(self.ref.lease_id, tuple(range(num_blocks)), num_blocks * 16, self.generation)
+            )
+            self.readable = num_blocks * 16
+
+    @rule()
+    def retract(self) -> None:
+        generation = self.table.retract(self.ref.lease_id)
+        if generation is not None:
+            assert generation == self.generation + 1
+            self.generation, self.readable = generation, 0
+
+    @rule(seconds=st.floats(0, TTL_S))
+    def wait(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @rule()
+    def renew(self) -> None:
+        state = self.table.renew(self.ref)
+        self.ended = self.ended or self.clock.now >= self.expires_at
+        assert (state.ended is not None) == self.ended
+        if not self.ended:
+            self.expires_at = self.clock.now + TTL_S
+            assert state.version >= self.version
+            self.version = state.version
+
+    @precondition(lambda self: not self.ended)
+    @rule(release=st.booleans())
+    def end(self, release: bool) -> None:
+        if release:
+            self.table.release(self.ref)
+        else:
+            self.table.end(self.ref.lease_id, LeaseEnd.REVOKED)
+        self.ended = True
+
+    @rule(num_tokens=st.integers(1, 80), generation=st.integers(0, 3))
+    def confirm(self, num_tokens: int, generation: int) -> None:
+        self.ended = self.ended or self.clock.now >= self.expires_at
+        right = not self.ended and generation == self.generation and num_tokens <= self.readable
+        assert confirm(self.table, self.ref, num_tokens, generation) == right
+
+    @invariant()
+    def at_most_one(self) -> None:
+        assert len(self.table) <= 1
+
+
+TestLeaseMachine = LeaseMachine.TestCase
+TestLeaseMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)

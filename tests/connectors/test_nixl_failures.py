@@ -1,0 +1,232 @@
+"""NIXL between two processes when the other one dies, stops, restarts, lies or is misconfigured."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from pd_connectors.base import LeaseEnded, LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec
+from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
+from pd_connectors.protocol.ticket import Geometry, Ticket
+from tests.connectors.remote_node import GEOMETRY, Node, RemoteNode, context, remote_node, stamped
+
+pytest.importorskip("nixl_cu13")
+pytestmark = pytest.mark.integration
+
+NUM_BLOCKS = 64
+NUM_TOKENS = 40 * 16
+
+
+@pytest.fixture(scope="module")
+def decode() -> Iterator[Node]:
+    """One node for all tests: every failure must leave it able to work with the next peer."""
+    node = Node.start("nixl", context("D"), NUM_BLOCKS)
+    yield node
+    assert node.connector.stats()["quarantined_blocks"] == 0
+    assert node.connector.stats()["loads_open"] == 0
+    node.connector.close()
+
+
+def start_reading(prefill: RemoteNode, decode: Node, load_id: str, num_blocks_announced: int = 2) -> Ticket:
+    """A load that has read its first chunk and waits for the rest."""
+    ticket = prefill.open(NUM_TOKENS)
+    decode.connector.begin_load(load_id, ticket, 10.0)
+    blocks = tuple(range(num_blocks_announced))
+    prefill.publish(ticket.lease.lease_id, blocks, num_blocks_announced * 16)
+    decode.wait_for(LoadReady, load_id)
+    decode.cache.tensor[:40] = 0.0
+    decode.connector.recv_before([LoadSpec(load_id, 0, tuple(range(40)), NUM_TOKENS)])
+    deadline = time.monotonic() + 10
+    while not torch.equal(decode.cache.tensor[0], stamped(decode.cache, 0, 0)):
+        assert time.monotonic() < deadline, "the first chunk did not come"
+    return ticket
+
+
+def load_whole(prefill: RemoteNode, decode: Node, load_id: str) -> None:
+    """A load that must succeed."""
+    ticket = prefill.open(32)
+    decode.connector.begin_load(load_id, ticket, 20.0)
+    prefill.publish(ticket.lease.lease_id, (3, 4), 32)
+    prefill.finish(ticket.lease.lease_id)
+    decode.wait_for(LoadReady, load_id)
+    decode.connector.recv_before([LoadSpec(load_id, 0, (60, 61), 32)])
+    decode.wait_for(LoadDone, load_id)
+    assert torch.equal(decode.cache.tensor[61], stamped(decode.cache, 4, 0))
+
+
+def assert_nothing_lands(decode: Node, act: Callable[[], None]) -> None:
+    """Once drained, the blocks are ours: whatever the peer does now, they do not change."""
+    decode.cache.tensor[:40] = -3.0
+    act()
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline:
+        assert bool((decode.cache.tensor[:40] == -3.0).all())
+
+
+def test_killed_while_it_is_read(decode: Node) -> None:
+    with remote_node("nixl", context("P-killed")) as prefill:
+        start_reading(prefill, decode, "killed")
+        killed_at = time.monotonic()
+        prefill.kill()
+        failed = decode.wait_for(LoadFailed, "killed")
+        assert failed.reason in (LoadFailure.UNREACHABLE, LoadFailure.READ_FAILED)
+        decode.wait_for(LoadDrained, "killed")
+        assert time.monotonic() - killed_at < 1.8, "a broken connection is noticed before the silence is"
+        assert_nothing_lands(decode, lambda: None)
+
+
+def test_stopped(decode: Node) -> None:
+    """A stopped peer is only silent. The load fails and drains all the same."""
+    with remote_node("nixl", context("P-stopped")) as prefill:
+        start_reading(prefill, decode, "stopped")
+        os.kill(prefill.pid, signal.SIGSTOP)
+        failed = decode.wait_for(LoadFailed, "stopped")
+        assert failed.reason is LoadFailure.UNREACHABLE
+        decode.wait_for(LoadDrained, "stopped")
+        assert_nothing_lands(decode, lambda: os.kill(prefill.pid, signal.SIGCONT))
+
+
+def test_stopped_before_the_first_read_then_continued(decode: Node) -> None:
+    """A peer stopped for less than every deadline costs only time."""
+    with remote_node("nixl", context("P-paused")) as prefill:
+        load_whole(prefill, decode, "before-pause")
+        ticket = prefill.open(16)
+        prefill.publish(ticket.lease.lease_id, (7,), 16)
+        prefill.finish(ticket.lease.lease_id)
+        os.kill(prefill.pid, signal.SIGSTOP)
+        decode.connector.begin_load("paused", ticket, 20.0)
+        time.sleep(1.0)
+        os.kill(prefill.pid, signal.SIGCONT)
+        decode.wait_for(LoadReady, "paused")
+        decode.connector.recv_before([LoadSpec("paused", 0, (62,), 16)])
+        decode.wait_for(LoadDone, "paused")
+        assert torch.equal(decode.cache.tensor[62], stamped(decode.cache, 7, 0))
+
+
+def test_restarted_under_the_same_address(decode: Node) -> None:
+    with remote_node("nixl", context("P-again", epoch=1)) as first:
+        port = first.port
+        load_whole(first, decode, "first-life")
+        old = start_reading(first, decode, "cut-short")
+        first.kill()
+    with remote_node("nixl", context("P-again", epoch=2, port=port)) as second:
+        assert second.port == port
+        load_whole(second, decode, "second-life")
+        failed = decode.wait_for(LoadFailed, "cut-short")
+        assert failed.reason in (LoadFailure.PEER_RESTARTED, LoadFailure.UNREACHABLE, LoadFailure.READ_FAILED)
+        decode.wait_for(LoadDrained, "cut-short")
+        decode.connector.begin_load("late", old, 10.0)
+        assert decode.wait_for(LoadFailed, "late").reason is LoadFailure.PEER_RESTARTED
+        load_whole(second, decode, "third-load")
+
+
+def test_nobody_listens(decode: Node) -> None:
+    with remote_node("nixl", context("P-gone")) as prefill:
+        ticket = prefill.open(32)
+        prefill.kill()
+    decode.connector.begin_load("gone", ticket, 10.0)
+    assert decode.wait_for(LoadFailed, "gone").reason is LoadFailure.UNREACHABLE
+    assert decode.kinds("gone") == ["LoadFailed", "LoadDrained"]
+
+
+def test_another_cluster_key(decode: Node) -> None:
+    """Its frames are counted and dropped, on both sides; the load fails as if nobody lived there."""
+    with remote_node("nixl", context("P-key", cluster_key=b"another" * 4)) as prefill:
+        ticket = prefill.open(32)
+        decode.connector.begin_load("key", ticket, 10.0)
+        assert decode.wait_for(LoadFailed, "key").reason is LoadFailure.UNREACHABLE
+        assert prefill.call("stats")["bad_frames_total"] >= 2
+        assert LeaseEnded(ticket.lease.lease_id, LeaseEnd.RELEASED) not in prefill.call("events")
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"fingerprint": "weights-b"}, "FingerprintMismatch"),
+        ({"geometry": GEOMETRY.__class__(32, 2, 2, 16, "float32")}, "GeometryMismatch"),
+    ],
+)
+def test_a_ticket_of_other_kv(decode: Node, changes: dict[str, Any], word: str) -> None:
+    with remote_node("nixl", context("P-other", **changes)) as prefill:
+        ticket = prefill.open(32)
+        load_id = f"other-{word}"
+        decode.connector.begin_load(load_id, ticket, 10.0)
+        failed = decode.wait_for(LoadFailed, load_id)
+        assert failed.reason is LoadFailure.REJECTED
+        assert word in failed.detail
+        assert decode.kinds(load_id) == ["LoadFailed", "LoadDrained"]
+
+
+def test_cancelled_while_reading(decode: Node) -> None:
+    with remote_node("nixl", context("P-cancel")) as prefill:
+        ticket = start_reading(prefill, decode, "cancelled")
+        decode.connector.cancel_load("cancelled")
+        assert decode.wait_for(LoadFailed, "cancelled").reason is LoadFailure.CANCELLED
+        decode.wait_for(LoadDrained, "cancelled")
+        lease_id = ticket.lease.lease_id
+        assert_nothing_lands(decode, lambda: prefill.publish(lease_id, tuple(range(40)), NUM_TOKENS))
+
+
+def test_closing_the_peer_ends_its_loads_at_once(decode: Node) -> None:
+    with remote_node("nixl", context("P-closes")) as prefill:
+        start_reading(prefill, decode, "closed")
+        began = time.monotonic()
+        prefill.call("close")
+        assert decode.wait_for(LoadFailed, "closed").reason is LoadFailure.LEASE_ENDED
+        decode.wait_for(LoadDrained, "closed")
+        assert time.monotonic() - began < 1.5
+
+
+def stop_within_a_read(prefill: RemoteNode, decode: Node, num_blocks: int) -> None:
+    """SIGSTOP when the first bytes of a long read have landed."""
+    ticket = prefill.open(num_blocks * 16)
+    prefill.publish(ticket.lease.lease_id, tuple(range(num_blocks)), num_blocks * 16)
+    decode.connector.begin_load("hung", ticket, 30.0)
+    decode.wait_for(LoadReady, "hung")
+    decode.connector.recv_before([LoadSpec("hung", 0, tuple(range(num_blocks)), num_blocks * 16)])
+    deadline = time.monotonic() + 10
+    while not bool(decode.cache.tensor[0].any()):
+        assert time.monotonic() < deadline
+    os.kill(prefill.pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("then", [signal.SIGCONT, signal.SIGKILL])
+def test_stopped_within_a_read_over_tcp(monkeypatch: pytest.MonkeyPatch, then: signal.Signals) -> None:
+    """Over TCP such a read hangs, and goes on with the peer: its blocks stay quarantined until it is terminal."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    geometry = Geometry(block_size=16, num_kv_heads=8, num_layers=8, head_dim=64, dtype="float32")
+    num_blocks = 192  # of 512 KiB
+    settings = context("P-hung", geometry=geometry)
+    decode = Node.start("nixl", context("D-hung", geometry=geometry, drain_deadline_s=0.2), num_blocks)
+    try:
+        with remote_node("nixl", settings, num_blocks) as prefill:
+            stop_within_a_read(prefill, decode, num_blocks)
+            assert decode.wait_for(LoadFailed, "hung").reason is LoadFailure.UNREACHABLE
+            assert decode.connector.stats()["quarantined_blocks"] > 0
+            time.sleep(0.5)  # beyond the drain deadline: the endpoint is retired
+            assert "LoadDrained" not in decode.kinds("hung")
+            os.kill(prefill.pid, then)
+            decode.wait_for(LoadDrained, "hung")
+            assert decode.connector.stats()["quarantined_blocks"] == 0
+            decode.cache.tensor.fill_(-3.0)
+            time.sleep(0.5)
+            assert bool((decode.cache.tensor == -3.0).all()), "bytes landed after LoadDrained"
+    finally:
+        decode.connector.close()
+
+
+def test_failures_are_counted_by_reason(decode: Node) -> None:
+    before = decode.connector.stats()
+    with remote_node("nixl", context("P-count", fingerprint="weights-c")) as prefill:
+        decode.connector.begin_load("counted", prefill.open(32), 10.0)
+        decode.wait_for(LoadFailed, "counted")
+    after = decode.connector.stats()
+    name = "loads_failed_total|reason=rejected"
+    assert after[name] == before[name] + 1
+    assert after["loads_done_total"] == before["loads_done_total"]

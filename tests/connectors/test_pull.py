@@ -1,0 +1,230 @@
+"""D's state machine of one load, input by input."""
+
+from __future__ import annotations
+
+import pytest
+
+from pd_connectors.base import FirstTokens, LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec
+from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
+from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseState, Release, Renew, SampledToken
+from pd_connectors.protocol.ticket import Geometry, LeaseRef, Ticket
+from pd_connectors.pull import Action, Emit, PostRead, Pull, PullLimits, Send
+from pd_connectors.transport import PeerKey
+
+GEOMETRY = Geometry(block_size=16, num_kv_heads=1, num_layers=1, head_dim=1, dtype="float32")
+LEASE = LeaseRef("P", 1, "lease")
+PEER = PeerKey(("h", 1), "P", 1, 1)
+TICKET = Ticket("r", LEASE, 0, 1e12, "f", GEOMETRY, b"d", 40, 1, "h", 1)
+SPEC = LoadSpec("load", 0, (10, 11, 12), 40)
+LIMITS = PullLimits(renew_every_s=1.0, silence_s=3.0, read_s=4.0, confirm_s=2.0, confirm_every_s=0.5)
+TOKEN = SampledToken(9)
+
+
+def new_pull(deadline_s: float = 30.0) -> Pull:
+    return Pull("load", TICKET, deadline_s, LIMITS, now=0.0)
+
+
+def state(version: int, num_tokens: int = 0, *, generation: int = 0, tokens: bool = False) -> LeaseState:
+    blocks = tuple(range(-(-num_tokens // 16)))
+    return LeaseState(LEASE, generation, version, num_tokens, blocks, (TOKEN,) if tokens else (), ttl_s=10.0)
+
+
+def reading(num_tokens: int = 40, *, tokens: bool = False) -> Pull:
+    """A pull with reads posted for what is announced."""
+    pull = new_pull()
+    pull.accepted(0.0)
+    pull.connected(PEER, 0.0)
+    pull.lease_state(state(1, num_tokens, tokens=tokens), 0.0)
+    pull.reserve(SPEC, 0.0)
+    return pull
+
+
+def confirming(*, tokens: bool = True) -> tuple[Pull, Confirm]:
+    pull = reading(tokens=tokens)
+    pull.read_ended(0, "", 1.0)
+    question = sent(pull.take_actions())[-1]
+    assert isinstance(question, Confirm)
+    return pull, question
+
+
+def sent(actions: list[Action]) -> list[Renew | Confirm | Release]:
+    return [action.message for action in actions if isinstance(action, Send)]
+
+
+def events(actions: list[Action]) -> list[object]:
+    return [action.event for action in actions if isinstance(action, Emit)]
+
+
+def reads(actions: list[Action]) -> list[PostRead]:
+    return [action for action in actions if isinstance(action, PostRead)]
+
+
+def test_happy_path_in_order() -> None:
+    pull = new_pull()
+    assert sent(pull.take_actions()) == [Renew(LEASE)]
+    pull.accepted(0.0)
+    pull.connected(PEER, 0.0)
+    pull.lease_state(state(2, 16), 0.1)
+    assert events(pull.take_actions()) == [LoadReady("load", 40)]
+    pull.reserve(SPEC, 0.2)
+    assert reads(pull.take_actions()) == [PostRead(0, (0,), (10,))]
+    pull.lease_state(state(3, 40), 0.3)
+    assert reads(pull.take_actions()) == [PostRead(1, (1, 2), (11, 12))]
+    pull.read_ended(1, "", 0.4)
+    pull.read_ended(0, "", 0.5)
+    question = sent(pull.take_actions())[0]
+    assert isinstance(question, Confirm)
+    assert (question.generation, question.num_tokens) == (0, 40)
+    pull.confirm_reply(ConfirmReply(LEASE, 0, 40, question.nonce, True), 0.6)
+    assert not pull.is_over, "the first token is not here"
+    pull.lease_state(state(4, 40, tokens=True), 0.7)
+    actions = pull.take_actions()
+    token, done = events(actions)
+    assert token == FirstTokens("load", (TOKEN,))
+    assert isinstance(done, LoadDone)
+    assert done.num_bytes == 3 * GEOMETRY.block_bytes
+    assert done.transfer_s == pytest.approx(0.5)
+    assert sent(actions) == [Release(LEASE, done=True)]
+    assert pull.is_over
+
+
+def test_nothing_of_an_unknown_peer_is_believed() -> None:
+    pull = new_pull()
+    pull.lease_state(state(1, 40, tokens=True), 0.0)
+    assert events(pull.take_actions()) == []
+    pull.accepted(0.1)
+    assert events(pull.take_actions()) == [FirstTokens("load", (TOKEN,))]
+    pull.connected(PEER, 0.2)
+    assert events(pull.take_actions()) == [LoadReady("load", 40)]
+
+
+def test_old_and_repeated_snapshots_change_nothing() -> None:
+    pull = reading(16)
+    pull.take_actions()
+    pull.lease_state(state(1, 40), 0.1)
+    pull.lease_state(state(0, 40), 0.1)
+    assert pull.take_actions() == []
+
+
+def test_only_the_answer_to_this_question_confirms() -> None:
+    pull, question = confirming()
+    pull.confirm_reply(ConfirmReply(LEASE, 0, 40, question.nonce ^ 1, True), 1.1)
+    assert not pull.is_over
+    pull.confirm_reply(ConfirmReply(LEASE, 0, 40, question.nonce, True), 1.2)
+    assert events(pull.take_actions())[-1] == LoadDone("load", 3 * GEOMETRY.block_bytes, 1.2)
+
+
+def test_a_refused_confirmation_asks_for_the_state_and_fails() -> None:
+    pull, question = confirming()
+    pull.confirm_reply(ConfirmReply(LEASE, 0, 40, question.nonce, False), 1.1)
+    pull.tick(pull.next_timer())
+    assert Renew(LEASE) in sent(pull.take_actions())
+    pull.lease_state(LeaseState(LEASE, 0, 0, 0, (), ended=LeaseEnd.EXPIRED), 1.2)
+    assert events(pull.take_actions())[:1] == [
+        LoadFailed("load", LoadFailure.LEASE_ENDED, "the prefill node ended the lease: expired")
+    ]
+    assert pull.is_over
+
+
+def test_confirmation_is_repeated_until_its_deadline() -> None:
+    pull, question = confirming()
+    repeats = 0
+    while pull.is_live:
+        now = pull.next_timer()
+        pull.tick(now)
+        repeats += sent(pull.take_actions()).count(question)
+        pull.lease_state(state(1, 40), now)  # P answers renewals, so it is not silent
+    assert repeats == 3
+    assert pull.failure is LoadFailure.NOT_CONFIRMED
+
+
+def test_failure_drains_only_when_no_read_can_land() -> None:
+    pull = reading()
+    pull.take_actions()
+    pull.fail(LoadFailure.CANCELLED, "cancelled", 1.0)
+    actions = pull.take_actions()
+    assert events(actions) == [LoadFailed("load", LoadFailure.CANCELLED, "cancelled")]
+    assert sent(actions) == [Release(LEASE, done=False)]
+    assert pull.num_blocks_in_flight == 3
+    pull.lease_state(state(5, 40, tokens=True), 1.1)
+    pull.fail(LoadFailure.CANCELLED, "again", 1.1)
+    assert pull.take_actions() == []
+    pull.read_ended(0, "error", 1.2)
+    assert events(pull.take_actions()) == [LoadDrained("load")]
+    assert pull.is_over
+
+
+def test_blocks_taken_back_fail_a_load_that_holds_blocks() -> None:
+    pull = reading(16)
+    pull.lease_state(state(2, 0, generation=1), 1.0)
+    assert pull.failure is LoadFailure.LEASE_ENDED
+    assert not pull.is_over, "a read is in flight"
+
+
+def test_blocks_taken_back_before_any_were_reserved_are_forgotten() -> None:
+    pull = new_pull()
+    pull.accepted(0.0)
+    pull.connected(PEER, 0.0)
+    pull.lease_state(state(1, 16), 0.0)
+    pull.lease_state(state(2, 0, generation=1), 0.1)
+    pull.reserve(SPEC, 0.2)
+    assert reads(pull.take_actions()) == []
+    pull.lease_state(state(3, 40, generation=1), 0.3)
+    assert len(reads(pull.take_actions())) == 1
+
+
+def test_silence_is_measured_from_an_unanswered_question() -> None:
+    pull = reading()
+    pull.take_actions()
+    pull.tick(29.0)  # this process was away: nobody was asked meanwhile
+    assert pull.failure is not LoadFailure.UNREACHABLE  # (its read has a deadline of its own)
+    quiet = new_pull()
+    quiet.tick(LIMITS.silence_s)
+    assert quiet.failure is LoadFailure.UNREACHABLE
+
+
+def test_every_wait_has_a_deadline() -> None:
+    slow = reading()
+    slow.lease_state(state(2, 40), 3.9)
+    slow.tick(4.0)
+    assert slow.failure is LoadFailure.READ_FAILED
+    late = new_pull(deadline_s=2.0)
+    late.tick(2.0)
+    assert late.failure is LoadFailure.DEADLINE
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        LeaseState(LEASE, 0, 9, 40, (1,)),
+        LeaseState(LEASE, 0, 9, 1 << 40, ()),
+    ],
+)
+def test_a_peer_that_announces_nonsense_is_refused(nonsense: LeaseState) -> None:
+    pull = new_pull()
+    pull.accepted(0.0)
+    pull.connected(PEER, 0.0)
+    pull.lease_state(state(1, 16), 0.0)
+    pull.reserve(LoadSpec("load", 1, (11, 12), 40), 0.0)
+    pull.lease_state(nonsense, 0.1)
+    assert pull.failure is LoadFailure.REJECTED
+
+
+def test_a_ticket_for_another_prompt_length_is_refused() -> None:
+    pull = new_pull()
+    pull.accepted(0.0)
+    pull.connected(PEER, 0.0)
+    pull.lease_state(state(1, 16), 0.0)
+    pull.reserve(LoadSpec("load", 0, (11,), 10), 0.0)
+    assert pull.failure is LoadFailure.REJECTED
+    assert reads(pull.take_actions()) == []
+
+
+def test_long_reads_are_cut() -> None:
+    limits = PullLimits(max_blocks_per_read=2)
+    pull = Pull("load", TICKET, 30.0, limits, now=0.0)
+    pull.accepted(0.0)
+    pull.connected(PEER, 0.0)
+    pull.lease_state(state(1, 40), 0.0)
+    pull.reserve(SPEC, 0.0)
+    assert [read.local for read in reads(pull.take_actions())] == [(10, 11), (12,)]
