@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 
 from pd_connectors.base import Connector, ConnectorContext
@@ -25,10 +26,10 @@ def create_connector(name: str, context: ConnectorContext) -> Connector:
         known = ", ".join(CONNECTORS)
         raise ConnectorUnavailable(f"no connector is called {name!r}; known: {known}, or package.module:Class")
     try:
-        factory = getattr(import_module(module_name), class_name)
+        kind = getattr(import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise ConnectorUnavailable(f"cannot import connector {path!r}: {error}") from error
-    connector = factory(context)
-    if not isinstance(connector, Connector):
-        raise ConnectorUnavailable(f"{path!r} is no Connector but a {type(connector).__name__}")
-    return connector
+    if not (isinstance(kind, type) and issubclass(kind, Connector)):
+        raise ConnectorUnavailable(f"{path!r} is no subclass of pd_connectors.base.Connector")
+    build: Callable[[ConnectorContext], Connector] = kind  # a subclass may take nothing but the context
+    return build(context)

@@ -1,0 +1,144 @@
+"""The ZeroMQ channel: what it delivers, what it drops, and that it sleeps and wakes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from pd_connectors.channel import Channel, FromOwner, FromReader, Incoming, OwnerLost, ZmqChannel
+from pd_connectors.protocol.errors import ConnectorUnavailable
+from pd_connectors.protocol.messages import LeaseState, Release, Renew, seal
+from pd_connectors.protocol.ticket import LeaseRef
+
+KEY = b"k" * 32
+LEASE = LeaseRef("P", 1, "lease")
+STATE = LeaseState(LEASE, 0, 1, 0, ())
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., ZmqChannel]]:
+    channels: list[ZmqChannel] = []
+
+    def build(key: bytes = KEY, port: int = 0) -> ZmqChannel:
+        channels.append(ZmqChannel(key, "127.0.0.1", port))
+        return channels[-1]
+
+    yield build
+    for channel in channels:
+        channel.close()
+
+
+def receive(channel: Channel, kind: type[Incoming], patience_s: float = 5.0) -> Incoming:
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        for incoming in channel.receive():
+            if isinstance(incoming, kind):
+                return incoming
+        channel.wait(0.05)
+    raise AssertionError(f"no {kind.__name__} came")
+
+
+def test_question_and_answer(make: Callable[..., ZmqChannel]) -> None:
+    owner, reader = make(), make()
+    reader.ask(("127.0.0.1", owner.port), Renew(LEASE))
+    question = receive(owner, FromReader)
+    assert isinstance(question, FromReader)
+    assert question.message == Renew(LEASE)
+    owner.reply(question.reader, STATE)
+    assert receive(reader, FromOwner) == FromOwner(("127.0.0.1", owner.port), STATE)
+
+
+def test_a_restarted_owner_is_reached_again_and_its_loss_is_told(make: Callable[..., ZmqChannel]) -> None:
+    owner, reader = make(), make()
+    address = ("127.0.0.1", owner.port)
+    reader.ask(address, Renew(LEASE))
+    receive(owner, FromReader)
+    owner.close()
+    assert receive(reader, OwnerLost) == OwnerLost(address)
+    again = make(port=address[1])
+    reader.ask(address, Release(LEASE, done=True))
+    received = receive(again, FromReader)
+    assert isinstance(received, FromReader)
+    assert received.message == Release(LEASE, done=True)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"garbage"],
+        [b"\0\1" + b"m" * 16 + b"body"],
+        [b"\x7f\x7f" + seal(KEY, Renew(LEASE))[2:]],
+        [seal(b"another key", Renew(LEASE))],
+        [seal(KEY, Renew(LEASE))[:-1] + b"\0"],
+        [seal(KEY, STATE)],
+        [seal(KEY, Renew(LEASE)), b"more"],
+    ],
+    ids=["empty", "garbage", "bad-mac", "other-version", "other-key", "flipped", "wrong-direction", "two-frames"],
+)
+def test_bad_frames_are_counted_and_dropped(make: Callable[..., ZmqChannel], frames: list[bytes]) -> None:
+    owner = make()
+    context = zmq.Context()
+    try:
+        with context.socket(zmq.DEALER) as dealer:
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.connect(f"tcp://127.0.0.1:{owner.port}")
+            dealer.send_multipart(frames)
+            dealer.send(seal(KEY, Renew(LEASE)))
+            good = receive(owner, FromReader)
+    finally:
+        context.term()
+    assert isinstance(good, FromReader)
+    assert good.message == Renew(LEASE)
+    assert owner.stats()["bad_frames_total"] == 1
+
+
+def test_an_answer_to_a_reader_that_left_is_counted(make: Callable[..., ZmqChannel]) -> None:
+    owner = make()
+    owner.reply(b"nobody", STATE)
+    assert owner.stats()["frames_dropped_total"] == 1
+
+
+def test_wait_ends_on_wake_from_another_thread(make: Callable[..., ZmqChannel]) -> None:
+    channel = make()
+    started = time.monotonic()
+    waker = threading.Timer(0.05, channel.wake)
+    waker.start()
+    channel.wait(10.0)
+    waker.join()
+    assert time.monotonic() - started < 5.0
+    channel.wake()
+    channel.wait(10.0)  # woken before it slept: the wake is not lost
+    assert time.monotonic() - started < 5.0
+
+
+def test_wait_sleeps_its_time(make: Callable[..., ZmqChannel]) -> None:
+    started = time.monotonic()
+    make().wait(0.1)
+    assert time.monotonic() - started >= 0.09
+
+
+def test_a_taken_port_is_said(make: Callable[..., ZmqChannel]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConnectorUnavailable, match="cannot listen"):
+            make(port=taken.getsockname()[1])
+
+
+def test_forgetting_and_closing_are_idempotent(make: Callable[..., ZmqChannel]) -> None:
+    owner, reader = make(), make()
+    address = ("127.0.0.1", owner.port)
+    reader.ask(address, Renew(LEASE))
+    reader.forget(address)
+    reader.forget(address)
+    reader.ask(address, Renew(LEASE))
+    assert isinstance(receive(owner, FromReader), FromReader)
+    reader.close()
+    reader.close()
+    reader.wake()

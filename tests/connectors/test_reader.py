@@ -1,0 +1,271 @@
+"""D's half over a fake transport: greetings, endpoints, and who fails when they break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from pd_connectors.base import CacheDescription, Event, FirstTokens, LoadDrained, LoadFailed, LoadReady, LoadSpec
+from pd_connectors.handshake import transport_checksum
+from pd_connectors.protocol.errors import LoadFailure
+from pd_connectors.protocol.messages import Hello, HelloReply, LeaseState, Renew, SampledToken, ToOwner
+from pd_connectors.protocol.ticket import LeaseRef, Ticket
+from pd_connectors.pull import LOST_GRACE_S, PullLimits
+from pd_connectors.reader import PEER_IDLE_S, Reader
+from pd_connectors.transport import Address, Completion, Connected, ConnectFailed, PeerKey, ReadEnded, ReadId, Transport
+from tests.connectors.simulation import CONTEXT, GEOMETRY
+
+OWNER = ("owner", 1)
+
+
+class FakeTransport(Transport):
+    """Records the calls; the tests answer them."""
+
+    def __init__(self) -> None:
+        self.connects: list[PeerKey] = []
+        self.reads: list[tuple[PeerKey, ReadId]] = []
+        self.disconnects: list[PeerKey] = []
+
+    def register(self, cache: CacheDescription) -> None: ...
+
+    def describe(self) -> bytes:
+        return b""
+
+    def connect(self, peer: PeerKey, description: bytes) -> None:
+        self.connects.append(peer)
+
+    def read(self, peer: PeerKey, read_id: ReadId, remote: Sequence[int], local: Sequence[int]) -> None:
+        self.reads.append((peer, read_id))
+
+    def disconnect(self, peer: PeerKey) -> None:
+        self.disconnects.append(peer)
+
+    def poll(self) -> list[Completion]:
+        return []
+
+    def set_waker(self, wake: Callable[[], None]) -> None: ...
+
+    def close(self, deadline_s: float) -> None: ...
+
+
+class Bench:
+    """A reader with everything around it in plain lists."""
+
+    def __init__(self) -> None:
+        self.transport = FakeTransport()
+        self.sent: list[ToOwner] = []
+        self.events: list[Event] = []
+        self.forgotten: list[Address] = []
+        self.reader = Reader(
+            replace(CONTEXT, engine_id="D", epoch=1),
+            PullLimits(),
+            self.transport,
+            lambda owner, message: self.sent.append(message),
+            self.events.append,
+            self.forgotten.append,
+        )
+
+    def begin(self, load_id: str, epoch: int = 1) -> Ticket:
+        lease = LeaseRef("P", epoch, f"lease-{load_id}")
+        ticket = Ticket("r", lease, 0, 1e12, "f", GEOMETRY, b"d", 32, 1, *OWNER)
+        self.reader.begin(load_id, ticket, 30.0, 0.0)
+        return ticket
+
+    def hello(self) -> Hello:
+        return [message for message in self.sent if isinstance(message, Hello)][-1]
+
+    def answer(self, epoch: int = 1, **changes: object) -> None:
+        reply = HelloReply("P", epoch, "f", GEOMETRY, b"there", transport_checksum(b"there"), self.hello().nonce)
+        self.reader.on_message(OWNER, replace_struct(reply, changes), 0.0)
+
+    def up(self) -> PeerKey:
+        """The endpoint asked for last is connected."""
+        key = self.transport.connects[-1]
+        self.reader.on_completion(Connected(key), 0.0)
+        return key
+
+    def announce(self, ticket: Ticket) -> None:
+        state = LeaseState(ticket.lease, 0, 5, 32, (1, 2), (SampledToken(1),))
+        self.reader.on_message(OWNER, state, 0.0)
+
+    def reading(self, load_id: str, epoch: int = 1) -> Ticket:
+        """A load with a read in flight over an endpoint that is up."""
+        ticket = self.begin(load_id, epoch)
+        if not self.transport.connects:
+            self.answer(epoch)
+            self.up()
+        self.announce(ticket)
+        self.reader.reserve(LoadSpec(load_id, 0, (8, 9), 32), 0.0)
+        return ticket
+
+    def outcome(self, load_id: str) -> list[object]:
+        """Failure reasons, and the names of all other events."""
+        mine = [event for event in self.events if getattr(event, "load_id", None) == load_id]
+        return [event.reason if isinstance(event, LoadFailed) else type(event) for event in mine]
+
+
+def replace_struct(reply: HelloReply, changes: dict[str, object]) -> HelloReply:
+    return msgspec.structs.replace(reply, **changes)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_renewal_and_greeting_go_out_together(bench: Bench) -> None:
+    ticket = bench.begin("a")
+    assert Renew(ticket.lease) in bench.sent
+    assert bench.hello().engine_id == "D"
+    bench.reader.tick(1.0)
+    assert len([message for message in bench.sent if isinstance(message, Hello)]) == 2
+
+
+def test_loads_of_one_peer_share_greeting_and_endpoint(bench: Bench) -> None:
+    first, second = bench.begin("a"), bench.begin("b")
+    bench.answer()
+    bench.up()
+    bench.announce(first)
+    bench.announce(second)
+    assert len(bench.transport.connects) == 1
+    assert bench.outcome("a") == bench.outcome("b") == [FirstTokens, LoadReady]
+
+
+def test_the_first_token_does_not_wait_for_the_endpoint_but_for_the_greeting(bench: Bench) -> None:
+    ticket = bench.begin("a")
+    bench.announce(ticket)
+    assert bench.events == []
+    bench.answer()
+    assert bench.outcome("a") == [FirstTokens]
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"transport": b"thers"}, "damaged"),
+        ({"fingerprint": "other"}, "FingerprintMismatch"),
+        ({"geometry": GEOMETRY.__class__(32, 1, 1, 1, "float32")}, "block_size"),
+        ({"geometry": GEOMETRY.__class__(16, 1, 1, 1, "float16")}, "GeometryMismatch"),
+    ],
+)
+def test_a_reply_that_does_not_match_is_refused(bench: Bench, changes: dict[str, Any], word: str) -> None:
+    ticket = bench.begin("a")
+    bench.announce(ticket)
+    bench.answer(**changes)
+    failed = bench.events[0]
+    assert isinstance(failed, LoadFailed)
+    assert failed.reason is LoadFailure.REJECTED
+    assert word in failed.detail
+    assert bench.outcome("a") == [LoadFailure.REJECTED, LoadDrained]
+    assert bench.transport.connects == []
+
+
+def test_another_epoch_fails_the_old_loads_and_serves_the_new(bench: Bench) -> None:
+    bench.reading("old", epoch=1)
+    old_key = bench.transport.connects[0]
+    bench.begin("new", epoch=2)
+    bench.answer(epoch=2)
+    assert bench.outcome("old")[-1] is LoadFailure.PEER_RESTARTED
+    assert bench.transport.disconnects == [old_key]
+    bench.reader.on_completion(ReadEnded(("old", 0), "torn down"), 0.0)
+    assert bench.outcome("old")[-1] is LoadDrained
+    assert bench.up().epoch == 2
+
+
+def test_an_unasked_reply_is_only_a_reason_to_ask(bench: Bench) -> None:
+    """It may be a delayed one of a dead predecessor: nothing is torn down on its word."""
+    bench.reading("a")
+    hellos = len(bench.sent)
+    reply = HelloReply("P", 9, "f", GEOMETRY, b"there", transport_checksum(b"there"), b"")
+    bench.reader.on_message(OWNER, reply, 0.0)
+    assert bench.transport.disconnects == []
+    assert isinstance(bench.sent[hellos], Hello)
+    bench.answer(epoch=1)
+    assert LoadFailed not in [type(event) for event in bench.events]
+    assert len(bench.transport.connects) == 1
+
+
+def test_a_broken_endpoint_fails_its_loads_and_the_next_load_greets_again(bench: Bench) -> None:
+    bench.reading("a")
+    bench.reading("b")
+    bench.reader.on_completion(ReadEnded(("a", 0), "gone", endpoint_broken=True), 0.0)
+    assert bench.outcome("a")[-2:] == [LoadFailure.READ_FAILED, LoadDrained]
+    assert bench.outcome("b")[-1] is LoadFailure.READ_FAILED, "drained only when its own read is terminal"
+    bench.begin("c")
+    bench.answer()
+    assert len(bench.transport.connects) == 2
+
+
+def test_a_failed_read_alone_leaves_the_endpoint(bench: Bench) -> None:
+    bench.reading("a")
+    bench.reading("b")
+    bench.reader.on_completion(ReadEnded(("a", 0), "no such block"), 0.0)
+    assert bench.outcome("b") == [FirstTokens, LoadReady]
+    assert bench.transport.disconnects == []
+
+
+def test_no_endpoint_in_time(bench: Bench) -> None:
+    bench.begin("a")
+    bench.answer()
+    bench.reader.tick(CONTEXT.connect_deadline_s)
+    assert bench.outcome("a") == [LoadFailure.UNREACHABLE, LoadDrained]
+    bench.reader.on_completion(Connected(bench.transport.connects[0]), 2.0)
+    bench.begin("b")
+    bench.answer()
+    bench.reader.on_completion(ConnectFailed(bench.transport.connects[1], "refused"), 0.0)
+    assert bench.outcome("b") == [LoadFailure.UNREACHABLE, LoadDrained]
+
+
+def test_a_lost_connection_shortens_the_wait(bench: Bench) -> None:
+    bench.reading("a")
+    bench.reader.on_lost(OWNER, 0.0)
+    bench.reader.tick(LOST_GRACE_S)
+    assert bench.outcome("a")[-1] is LoadFailure.UNREACHABLE
+
+
+def test_a_lost_connection_that_comes_back_costs_nothing(bench: Bench) -> None:
+    ticket = bench.reading("a")
+    bench.reader.on_lost(OWNER, 0.0)
+    assert isinstance(bench.sent[-1], Renew)
+    bench.announce(ticket)
+    bench.reader.tick(LOST_GRACE_S)
+    assert LoadFailed not in [type(event) for event in bench.events]
+
+
+def test_a_read_that_hangs_costs_the_endpoint(bench: Bench) -> None:
+    bench.reading("a")
+    bench.reader.cancel("a", 0.0)
+    assert bench.reader.num_quarantined_blocks == 2
+    assert bench.reader.next_timer() == CONTEXT.drain_deadline_s
+    bench.reader.tick(CONTEXT.drain_deadline_s)
+    assert len(bench.transport.disconnects) == 1
+    assert bench.outcome("a")[-1] is LoadFailure.CANCELLED
+    assert bench.reader.next_timer() == float("inf"), "only the transport's word ends it now"
+    bench.reader.on_completion(ReadEnded(("a", 0), "torn down"), 9.0)
+    assert bench.outcome("a")[-1] is LoadDrained
+    assert bench.reader.num_quarantined_blocks == 0
+
+
+def test_idle_peers_are_forgotten(bench: Bench) -> None:
+    bench.reading("a")
+    bench.reader.cancel("a", 0.0)
+    bench.reader.on_completion(ReadEnded(("a", 0)), 0.0)
+    bench.reader.tick(PEER_IDLE_S)
+    assert bench.forgotten == [OWNER]
+    assert len(bench.transport.disconnects) == 1
+
+
+def test_unknown_peers_loads_and_leases_are_ignored(bench: Bench) -> None:
+    bench.reading("a")
+    before = list(bench.events)
+    bench.reader.on_message(("elsewhere", 1), LeaseState(LeaseRef("P", 1, "x"), 0, 1, 0, ()), 0.0)
+    bench.reader.on_message(OWNER, LeaseState(LeaseRef("P", 1, "x"), 0, 1, 0, ()), 0.0)
+    bench.reader.on_completion(ReadEnded(("nobody", 3)), 0.0)
+    bench.reader.reserve(LoadSpec("nobody", 0, (), 0), 0.0)
+    bench.reader.cancel("nobody", 0.0)
+    bench.reader.on_lost(("elsewhere", 1), 0.0)
+    assert bench.events == before
