@@ -29,6 +29,8 @@ class Draft:
     preempted: bool = False
 
     def batch(self, departures: list[int], loads: list[LoadSpec]) -> Batch:
+        if self.starts:  # what entered last may be a decode
+            self.chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
         return Batch(
             step=self.step,
             starts=tuple(self.starts),
