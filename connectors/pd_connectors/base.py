@@ -17,16 +17,17 @@ Who may touch a block, as seen by the engine (the connector must keep the right-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
-from pd_connectors.protocol.messages import SampledToken
-from pd_connectors.protocol.ticket import Geometry, Ticket
-
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import torch
+
+    from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
+    from pd_connectors.protocol.messages import SampledToken
+    from pd_connectors.protocol.ticket import Geometry, Ticket
 
 
 @dataclass(frozen=True, slots=True)

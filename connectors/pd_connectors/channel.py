@@ -10,14 +10,16 @@ import math
 import socket
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TypeGuard, get_args
+from typing import TYPE_CHECKING, TypeGuard, get_args
 
 import msgspec
 import zmq
 
 from pd_connectors.protocol.errors import BadSignature, ConnectorUnavailable, ProtocolMismatch
 from pd_connectors.protocol.messages import ToOwner, ToReader, open_sealed, seal
-from pd_connectors.transport import Address
+
+if TYPE_CHECKING:
+    from pd_connectors.transport import Address
 
 MAX_FRAME_BYTES = 8 << 20  # a snapshot of a 1M-token lease with 16-token blocks has 0.3 MB
 MAX_PER_TURN = 256  # frames taken from one socket before timers get their turn

@@ -6,16 +6,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from pd_connectors.base import ConnectorContext, Event
 from pd_connectors.channel import Channel, FromOwner, FromReader, OwnerLost
 from pd_connectors.lease import LeaseTable
 from pd_connectors.owner import Owner
 from pd_connectors.protocol.errors import LeaseEnd
 from pd_connectors.pull import RENEWALS_PER_TTL, PullLimits
 from pd_connectors.reader import Reader
-from pd_connectors.transport import Transport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pd_connectors.base import ConnectorContext, Event
+    from pd_connectors.transport import Transport
 
 MAX_SLEEP_S = 60.0
 MAX_ROUNDS = 64  # of reading all sockets, before timers get their turn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 from pd_connectors.protocol.errors import (
     FingerprintMismatch,
@@ -10,8 +11,10 @@ from pd_connectors.protocol.errors import (
     HandshakeError,
     ProtocolMismatch,
 )
-from pd_connectors.protocol.messages import HelloReply
 from pd_connectors.protocol.ticket import PROTOCOL_VERSION, Geometry, Ticket
+
+if TYPE_CHECKING:
+    from pd_connectors.protocol.messages import HelloReply
 
 
 def transport_checksum(transport: bytes) -> bytes:

@@ -24,13 +24,16 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pd_connectors.base import LeaseEnded, PublishSpec
 from pd_connectors.protocol.errors import LeaseEnd
 from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseState, SampledToken
 from pd_connectors.protocol.ticket import LeaseRef
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MAX_TOMBSTONES = 4096
 ABANDON_GRACE_S = 2.0  # time for the router to send another D, before P stops computing for nobody

@@ -16,17 +16,15 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from pd_connectors.base import CacheDescription, ConnectorContext
 from pd_connectors.channel import Channel, FromOwner, FromReader, Incoming
 from pd_connectors.p2p import PeerToPeerConnector
 from pd_connectors.protocol.errors import ConnectorUnavailable
-from pd_connectors.protocol.messages import ToOwner, ToReader
 from pd_connectors.transport import (
     Address,
     Completion,
@@ -37,6 +35,12 @@ from pd_connectors.transport import (
     ReadId,
     Transport,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pd_connectors.base import CacheDescription, ConnectorContext
+    from pd_connectors.protocol.messages import ToOwner, ToReader
 
 FIRST_PORT = 20_000
 

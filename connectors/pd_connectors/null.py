@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from pd_connectors.base import (
     CacheDescription,
@@ -15,8 +15,12 @@ from pd_connectors.base import (
     PublishSpec,
 )
 from pd_connectors.protocol.errors import ConnectorUnavailable, LeaseEnd, LoadFailure
-from pd_connectors.protocol.messages import SampledToken
-from pd_connectors.protocol.ticket import Ticket
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pd_connectors.protocol.messages import SampledToken
+    from pd_connectors.protocol.ticket import Ticket
 
 
 class NullConnector(Connector):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from pd_connectors.base import ConnectorContext
 from pd_connectors.handshake import transport_checksum
-from pd_connectors.lease import LeaseTable
 from pd_connectors.protocol.messages import (
     Confirm,
     Hello,
@@ -16,7 +14,13 @@ from pd_connectors.protocol.messages import (
     ToOwner,
     ToReader,
 )
-from pd_connectors.protocol.ticket import LeaseRef
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_connectors.base import ConnectorContext
+    from pd_connectors.lease import LeaseTable
+    from pd_connectors.protocol.ticket import LeaseRef
 
 
 class Owner:

@@ -10,18 +10,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from pd_connectors.base import CacheDescription, Connector, ConnectorContext, Event, LoadSpec, PublishSpec
-from pd_connectors.channel import Channel
 from pd_connectors.exchange import Exchange
 from pd_connectors.protocol.errors import ConnectorUnavailable, LeaseEnd
 from pd_connectors.protocol.hashing import prompt_digest
-from pd_connectors.protocol.messages import SampledToken
 from pd_connectors.protocol.ticket import TICKET_LIFETIME_S, Ticket
 from pd_connectors.pull import RENEWALS_PER_TTL, PullLimits
-from pd_connectors.reader import Reader
-from pd_connectors.transport import Transport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pd_connectors.channel import Channel
+    from pd_connectors.protocol.messages import SampledToken
+    from pd_connectors.reader import Reader
+    from pd_connectors.transport import Transport
 
 logger = logging.getLogger(__name__)
 

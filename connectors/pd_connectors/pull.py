@@ -23,12 +23,15 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from pd_connectors.base import Event, FirstTokens, LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec
 from pd_connectors.protocol.errors import LoadFailure
 from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseState, Release, Renew
-from pd_connectors.protocol.ticket import Ticket
-from pd_connectors.transport import PeerKey
+
+if TYPE_CHECKING:
+    from pd_connectors.protocol.ticket import Ticket
+    from pd_connectors.transport import PeerKey
 
 RENEWALS_PER_TTL = 4  # three in a row may be lost
 LOST_GRACE_S = 1.0  # for an answer over a new connection, after the old one broke or none could be made

@@ -14,15 +14,14 @@ A load that failed while reads were in flight drains when they are terminal. If 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 from pd_connectors.base import ConnectorContext, Event, LoadDone, LoadDrained, LoadFailed, LoadSpec
 from pd_connectors.handshake import check_reply, check_ticket
 from pd_connectors.protocol.errors import HandshakeError, LoadFailure
 from pd_connectors.protocol.messages import ConfirmReply, Hello, HelloReply, LeaseState, ToOwner, ToReader
-from pd_connectors.protocol.ticket import LeaseRef, Ticket
 from pd_connectors.pull import LOST_GRACE_S, Emit, PostRead, Pull, PullLimits, Send
 from pd_connectors.transport import (
     Address,
@@ -34,6 +33,11 @@ from pd_connectors.transport import (
     ReadId,
     Transport,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_connectors.protocol.ticket import LeaseRef, Ticket
 
 HELLO_EVERY_S = 0.5
 PEER_IDLE_S = 300.0  # an endpoint that nobody used for so long is torn down

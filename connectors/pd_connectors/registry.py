@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from pd_connectors.base import Connector, ConnectorContext
 from pd_connectors.protocol.errors import ConnectorUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CONNECTORS = {
     "nixl": "pd_connectors.nixl.connector:NixlConnector",

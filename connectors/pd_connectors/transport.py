@@ -6,10 +6,13 @@ A transport never blocks its caller and never raises for what a peer does: every
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from pd_connectors.base import CacheDescription
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pd_connectors.base import CacheDescription
 
 Address = tuple[str, int]
 ReadId = tuple[str, int]  # load id, number of the read within the load

@@ -6,12 +6,9 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -21,6 +18,11 @@ from pd_connectors.protocol.errors import LeaseEnd
 from pd_connectors.protocol.messages import SampledToken
 from pd_connectors.protocol.ticket import Geometry, Ticket
 from pd_connectors.registry import create_connector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
 
 GEOMETRY = Geometry(block_size=16, num_kv_heads=2, num_layers=2, head_dim=16, dtype="float32")
 KEY = b"k" * 32

@@ -6,8 +6,8 @@ moment in which it becomes free, and checks that nobody else ever writes one.
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,6 +31,9 @@ from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.messages import SampledToken
 from pd_connectors.protocol.ticket import Geometry, LeaseRef, Ticket
 from pd_connectors.pull import PullLimits
+
+if TYPE_CHECKING:
+    import random
 
 GEOMETRY = Geometry(block_size=16, num_kv_heads=1, num_layers=1, head_dim=1, dtype="float32")
 NUM_BLOCKS = 24

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import zmq
@@ -14,6 +14,9 @@ from pd_connectors.channel import Channel, FromOwner, FromReader, Incoming, Owne
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.protocol.messages import LeaseState, Release, Renew, seal
 from pd_connectors.protocol.ticket import LeaseRef
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 KEY = b"k" * 32
 LEASE = LeaseRef("P", 1, "lease")

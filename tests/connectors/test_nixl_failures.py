@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,6 +14,9 @@ from pd_connectors.base import LeaseEnded, LoadDone, LoadDrained, LoadFailed, Lo
 from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
 from pd_connectors.protocol.ticket import Geometry, Ticket
 from tests.connectors.remote_node import GEOMETRY, Node, RemoteNode, context, remote_node, stamped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 pytest.importorskip("nixl_cu13")
 pytestmark = pytest.mark.integration

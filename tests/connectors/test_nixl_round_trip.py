@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -13,6 +13,9 @@ from pd_connectors.base import FirstTokens, LeaseEnded, LoadDone, LoadReady, Loa
 from pd_connectors.protocol.errors import LeaseEnd
 from pd_connectors.protocol.messages import SampledToken
 from tests.connectors.remote_node import Node, RemoteNode, context, remote_node, stamped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytest.importorskip("nixl_cu13")
 pytestmark = pytest.mark.integration

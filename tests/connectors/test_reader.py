@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -18,6 +17,9 @@ from pd_connectors.pull import LOST_GRACE_S, PullLimits
 from pd_connectors.reader import PEER_IDLE_S, Reader
 from pd_connectors.transport import Address, Completion, Connected, ConnectFailed, PeerKey, ReadEnded, ReadId, Transport
 from tests.connectors.simulation import CONTEXT, GEOMETRY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 OWNER = ("owner", 1)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from pd_connectors.base import ConnectorContext
+from typing import TYPE_CHECKING
+
 from pd_connectors.channel import ZmqChannel
 from pd_connectors.nixl.transfer import NixlTransport
 from pd_connectors.p2p import PeerToPeerConnector
+
+if TYPE_CHECKING:
+    from pd_connectors.base import ConnectorContext
 
 
 class NixlConnector(PeerToPeerConnector):

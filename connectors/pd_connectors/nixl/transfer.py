@@ -15,14 +15,18 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from pd_connectors.base import CacheDescription
 from pd_connectors.nixl.agent import NixlAgent, NixlError, Region, Remote
 from pd_connectors.transport import Completion, Connected, ConnectFailed, PeerKey, ReadEnded, ReadId, Transport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pd_connectors.base import CacheDescription
 
 POLL_S = 0.0005
 RETIRED_POLL_S = 0.02  # nobody waits for these but the block pool
