@@ -61,8 +61,8 @@ def usage_of(generations: Sequence[Generation]) -> dict[str, Any]:
 
 
 def node_headers(state: NodeState, generations: Sequence[Generation]) -> dict[str, str]:
-    """Who computed the prompt and who generated."""
-    prefill = dict.fromkeys(one.prefill_node for one in generations)
+    """Who computed the prompt and who generated. Of several prompts, those are named for which it is settled."""
+    prefill = dict.fromkeys(one.prefill_node for one in generations if one.prefill_node is not None)
     return {"x-pd-prefill": ",".join(prefill), "x-pd-decode": state.node_id}
 
 

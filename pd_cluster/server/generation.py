@@ -103,8 +103,8 @@ class Generation:
         self.num_external_tokens = 0
 
     @property
-    def prefill_node(self) -> str:
-        """Who computes the prompt, as known now."""
+    def prefill_node(self) -> str | None:
+        """Who computes the prompt, as known now. None: not settled yet."""
         return self._search.prefill_node
 
     @property
@@ -171,6 +171,7 @@ class Generation:
     async def _take(self, message: RequestMessage) -> Iterable[Delta]:
         match message:
             case TokensOut():
+                self._search.has_tokens()
                 self.num_cached_tokens = max(self.num_cached_tokens, message.num_cached_tokens)
                 self.num_external_tokens = max(self.num_external_tokens, message.num_external_tokens)
                 if message.timeline is not None:
@@ -201,7 +202,7 @@ class Generation:
         metrics.cached_tokens.inc(self.num_cached_tokens)
         metrics.external_tokens.inc(self.num_external_tokens)
         metrics.generation_tokens.inc(self.num_generated_tokens)
-        if job.plan.work is Work.TAKE_OVER:
+        if job.plan.work is Work.TAKE_OVER and self.prefill_node is not None:
             metrics.handoffs.labels("local" if self.prefill_node == self._state.node_id else "remote").inc()
         if job.plan.work is not Work.PREFILL:  # that one's times are not the client's
             longest = max(choice.detokenizer.num_tokens for choice in self._choices)

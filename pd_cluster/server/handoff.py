@@ -122,8 +122,9 @@ class PrefillSearch:
         self._urls = list(job.plan.prefill_urls)
         self._ends_s = time.monotonic() + state.config.handoff.load_deadline_s
         self._legs: list[PrefillLeg] = []
-        ticket = job.plan.ticket
-        self.prefill_node = state.node_id if ticket is None else ticket.lease.engine_id
+        ticket, is_open = job.plan.ticket, job.plan.work is Work.TAKE_OVER
+        # None: not settled, the engine may still ask or do it itself
+        self.prefill_node: str | None = ticket.lease.engine_id if ticket else None if is_open else state.node_id
 
     async def answer(self, needs: NeedsPrefill) -> UseTicket | PrefillLocally:
         """Raises PrefillUnavailable."""
@@ -152,6 +153,11 @@ class PrefillSearch:
         raise PrefillUnavailable(
             f"no prefill node could serve the request ({reason}), and this node may not do it itself"
         )
+
+    def has_tokens(self) -> None:
+        """The engine has generated. If it never asked, it has prefilled by itself."""
+        if self.prefill_node is None:
+            self.prefill_node = self._state.node_id
 
     async def close(self) -> None:
         """Hang up on every prefill node asked. Idempotent."""

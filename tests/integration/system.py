@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import orjson
 
-from tests.cluster import Launcher
+from tests.cluster import Launched, Launcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from tests.cluster import Launched
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = 4 * 6 * 2 * BLOCK_SIZE * 64 * 4  # KV heads, layers, K and V, tokens, head size, float32
@@ -58,9 +57,15 @@ class System:
         roles = ("prefill", "decode", "mixed") if own_mixed else ("prefill", "decode")
         common = ("--min-remote-tokens=1", *flags)
         nodes = {role: launcher.node(role, f"--node-id={role}", *common, wait=False) for role in roles}
+        self._nodes = list(nodes.values())
         self.urls = {role: _url(node) for role, node in nodes.items()}
         self.mixed = "mixed" if own_mixed else "decode"
         self._router = launcher.router(prefill=[nodes["prefill"]], decode=[nodes["decode"]]).url
+
+    def stop(self) -> None:
+        """End all nodes at once. Asserts that each ends well."""
+        with ThreadPoolExecutor() as pool:
+            assert set(pool.map(Launched.stop, self._nodes)) == {0}
 
     def node_of(self, path: Path) -> str:
         """The node that generates."""
@@ -122,6 +127,7 @@ def running_system(*flags: str, own_mixed: bool = False) -> Iterator[System]:
         system = System(launcher, *flags, own_mixed=own_mixed)
         yield system
         system.settle()
+        system.stop()
 
 
 async def _ask_all(url: str, headers: dict[str, str], requests: Sequence[tuple[str, dict[str, Any]]]) -> list[Answer]:
