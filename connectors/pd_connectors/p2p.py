@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from pd_connectors.reader import Reader
     from pd_connectors.transport import Transport
 
+READ_BYTES = 64 << 20  # large enough for full bandwidth (32 MiB is), small enough to share the link fairly
+
 logger = logging.getLogger(__name__)
 
 
@@ -52,6 +54,7 @@ class PeerToPeerConnector(Connector):
             silence_s=context.connect_deadline_s,
             read_s=read_deadline_s,
             confirm_s=context.confirm_deadline_s,
+            max_blocks_per_read=max(1, READ_BYTES // context.geometry.block_bytes),
         )
         self._exchange = Exchange(context, transport, channel, clock, limits)
         self._num_blocks = 0

@@ -142,7 +142,7 @@ class Pull:
     @property
     def num_blocks_in_flight(self) -> int:
         """Blocks that a posted read may still write."""
-        return sum(read.num_blocks for read in self._reads.values())
+        return sum(read.num_blocks for read in list(self._reads.values()))  # a copy: stats come from other threads
 
     def take_actions(self) -> list[Action]:
         """What to do now, in order."""
