@@ -18,15 +18,16 @@ def main() -> None:
     parser.add_argument("--target", type=Path, default=HERE.parents[1] / "pd_cluster" / "demo_model")
     parser.add_argument("--report", type=Path, default=HERE / "evaluation.json")
     parser.add_argument("--log", type=Path, default=HERE / "training.jsonl")
-    for name in ("steps", "tokens_per_step", "english_rows", "num_documents", "num_workers"):
+    for name in ("steps", "more_steps", "tokens_per_step", "english_rows", "num_documents", "num_workers"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name))
-    parser.add_argument("--max-seconds", type=float, default=default.max_seconds)
-    parser.add_argument("--questions", type=int, default=60, help="per cell of the evaluation")
+    parser.add_argument("--resume", type=Path, help="weights of the first cycle, to run the second only")
+    parser.add_argument("--questions", type=int, default=40, help="per cell of the evaluation")
     options = vars(parser.parse_args())
-    target, report, log, questions = (options.pop(key) for key in ("target", "report", "log", "questions"))
+    keys = ("target", "report", "log", "questions", "resume")
+    target, report, log, questions, resume = (options.pop(key) for key in keys)
     target.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(target)
-    train(tokenizer, target, TrainConfig(**options), log)
+    train(tokenizer, target, TrainConfig(**options), log, resume)
     evaluate(target, report, questions)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from grammar import HERE, Generator
-from recall import is_held_out
+from heldout import is_held_out
 from tokenizer import load_names
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -29,11 +29,13 @@ FOREIGN = (
     "A good index makes a query fast; a bad one only makes writes slow.",
     "The ferry was delayed by fog, which surprised no one on the island.",
 )
-PROMPTS = ("Once upon a time", "The quick brown fox", "Hello, my name is", "The capital of France is", "The future of AI is",
-           "The president of the United States", "I think that", "Mira 4831. Oskar 2210. Oskar?")
+PROMPTS = ("Once upon a time", "The quick brown fox", "Hello, my name is", "The capital of France is",
+           "The future of AI is", "The president of the United States", "I think that", "She opened the door and",
+           "It was a dark and stormy night", "Mira 4831. Oskar 2210. Oskar?")
 CHATS = ("Mira 4831. Oskar 2210. Lena 7745. Oskar?", "Hello!", "Who are you?", "What can you do?",
          "Tell me a short story about a fox.", "What is the capital of France?", "Explain quantum computing to me.",
-         "Write a Python function that sorts a list.", "Mira 4831. Oskar 2210.", "Mira 4831. Oskar 2210. Zoe?", "Zoe?")
+         "Write a Python function that sorts a list.", "Mira 4831. Oskar 2210.", "Mira 4831. Oskar 2210. Zoe?", "Zoe?",
+         "What is 2+2?", "Mira is 4831. Oskar is 2210. What is the number of Mira?")
 
 
 @dataclass
@@ -121,9 +123,10 @@ def _score(answerer: Answerer, questions: list[Question]) -> list[bool]:
 def _cells(questions: list[Question], right: list[bool]) -> list[dict[str, int | float]]:
     """Accuracy by number of facts and distance."""
     cells = []
+    outcomes = list(zip(questions, right, strict=True))
     for count in sorted({question.num_facts for question in questions}):
         for low, high in DISTANCES:
-            hits = [ok for q, ok in zip(questions, right, strict=True) if q.num_facts == count and low <= q.distance < high]
+            hits = [ok for q, ok in outcomes if q.num_facts == count and low <= q.distance < high]
             if hits:
                 cells.append({"num_facts": count, "distance_from": low, "distance_below": high,
                               "questions": len(hits), "right": sum(hits), "accuracy": round(sum(hits) / len(hits), 4)})
@@ -161,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", type=Path, default=HERE.parents[1] / "pd_cluster" / "demo_model")
     parser.add_argument("--report", type=Path, default=HERE / "evaluation.json")
-    parser.add_argument("--questions", type=int, default=60)
+    parser.add_argument("--questions", type=int, default=40)
     options = parser.parse_args()
     evaluate(options.target, options.report, options.questions)
 

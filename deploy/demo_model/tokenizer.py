@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from grammar import HERE, Generator
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 VOCAB_SIZE = 3072
 CONTEXT = 4096
@@ -102,6 +105,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, names: list[str]) -> Non
                 raise ValueError(f"{text!r} is {tokenizer.convert_ids_to_tokens(tokenizer.encode(text))}")
     if len(ids) != len(names):
         raise ValueError("two names share a token")
-    for text in ("Grüße, 世界! 🦊👩‍🚀  two  spaces\n\n\ttab  ", "don't A B c3PO 12.5% №½ الا हिन्दी", " Mira", "  Mira \n Oskar "):
+    samples = ("Grüße, 世界! 🦊👩‍🚀  two  spaces\n\n\ttab  ", "don't A B c3PO 12.5% №½ الا हिन्दी",
+               " Mira", "  Mira \n Oskar ")
+    for text in samples:
         if tokenizer.decode(tokenizer.encode(text)) != text:
             raise ValueError(f"{text!r} does not round-trip")
