@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
 NUM_CHUNKS = 64
-STEP_S = 0.004  # a decode step: every running stream gets its chunk at the same moment, as from a real engine
+STEP_MS = 4.0  # a decode step: every running stream gets its chunk at the same moment, as from a real engine
 PROMPT = "word " * 200
 READY_S = 20.0
 
@@ -51,7 +51,8 @@ _DONE = b'event: done\ndata: {"usage": {"prompt_tokens": 400}}\n\n'
 class Steps:
     """Decode steps of one fake node: each writes one chunk to every running stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
         self._running: dict[FakeNodeProtocol, int] = {}
 
     def add(self, stream: FakeNodeProtocol) -> None:
@@ -59,7 +60,7 @@ class Steps:
         self._running[stream] = NUM_CHUNKS - 1
 
     def step(self) -> None:
-        asyncio.get_running_loop().call_later(STEP_S, self.step)
+        asyncio.get_running_loop().call_later(self._step_s, self.step)
         for stream, left in list(self._running.items()):
             stream.send(_CHUNK)
             self._running[stream] = left - 1
@@ -93,7 +94,7 @@ class FakeNodeProtocol(asyncio.Protocol):
         elif b"x-pd-ticket" in head.lower():
             self._stream_head()
             self.send(_TICKET)
-            asyncio.get_running_loop().call_later(STEP_S, self.end, _DONE)
+            asyncio.get_running_loop().call_later(STEP_MS / 1e3, self.end, _DONE)
         elif b'"stream":true' in rest or b'"stream": true' in rest:
             self._stream_head()
             self._steps.add(self)
@@ -122,10 +123,10 @@ def _fields(head: bytes) -> Iterator[tuple[bytes, bytes]]:
         yield name.lower(), value.strip()
 
 
-async def serve_fake_nodes(count: int) -> None:
+async def serve_fake_nodes(count: int, step_s: float) -> None:
     loop = asyncio.get_running_loop()
     servers = []
-    for steps in [Steps() for _ in range(count)]:
+    for steps in [Steps(step_s) for _ in range(count)]:
         steps.step()
         servers.append(await loop.create_server(functools.partial(FakeNodeProtocol, steps), "127.0.0.1", 0))
     sys.stdout.write("nodes " + " ".join(str(s.sockets[0].getsockname()[1]) for s in servers) + "\n")
@@ -218,9 +219,9 @@ async def measure(
     return Row(legs, kind, concurrency, count, cpu_s / count * 1e6, count / took_s, statistics.median(added) * 1e3)
 
 
-def measure_all(num_json: int, num_streams: int) -> list[Row]:
+def measure_all(num_json: int, num_streams: int, step_ms: float) -> list[Row]:
     rows = []
-    with started(sys.executable, __file__, "--fake-nodes", "2") as (_, line):
+    with started(sys.executable, __file__, "--fake-nodes", "2", "--step-ms", str(step_ms)) as (_, line):
         p_url, d_url = (f"http://127.0.0.1:{port}" for port in line.split()[1:])
         layouts = {
             "one leg": ["--mixed", d_url],
@@ -240,13 +241,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=2000, help="unstreamed requests per case")
     parser.add_argument("--streams", type=int, default=300, help="streams per case")
+    parser.add_argument(
+        "--step-ms", type=float, default=STEP_MS, help="between chunks; 0: as fast as they can be written"
+    )
     parser.add_argument("--json", default="", help="also write the figures to this file")
     parser.add_argument("--fake-nodes", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.fake_nodes:
-        asyncio.run(serve_fake_nodes(args.fake_nodes))
+        asyncio.run(serve_fake_nodes(args.fake_nodes, args.step_ms / 1e3))
         return
-    rows = measure_all(args.requests, args.streams)
+    rows = measure_all(args.requests, args.streams, args.step_ms)
     sys.stdout.write("| legs | kind | c | CPU us/request | requests/s | added p50 ms (c=1) |\n")
     sys.stdout.write("|---|---|---|---|---|---|\n")
     for row in rows:
