@@ -41,7 +41,7 @@ def make_paged(shape: Shape, dtype: torch.dtype = torch.float64, seed: int = 0, 
     size = (num_blocks, shape.num_kv_heads, num_layers, 2, shape.block_size, shape.head_dim)
     cache = torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
     order = torch.randperm(num_blocks, generator=generator).to(torch.int32)
-    tables = torch.full((len(per_seq), max(per_seq) + 1), num_blocks - 1, dtype=torch.int32)
+    tables = torch.full((len(per_seq), max(per_seq) + 1), int(order[-1]), dtype=torch.int32)  # padding: nobody's block
     at = 0
     for row, count in enumerate(per_seq):
         tables[row, :count] = order[at : at + count]

@@ -128,6 +128,14 @@ def test_candidates_draw_what_the_whole_row_would(
     assert torch.equal(sampling.truncated_sample(logits.clone(), *bounds, seeds, positions), expected)
 
 
+def test_ties_beyond_the_candidates_can_be_drawn() -> None:
+    """All 2000 tokens tie with the 40th best, so all are in the set of every row."""
+    bounds = limits([(40, 1.0, 0.0)] * 50, 2000)
+    seeds, positions = torch.arange(50), torch.zeros(50, dtype=torch.int64)
+    expected = sampling.gumbel_sample(torch.zeros(50, 2000), seeds, positions)
+    assert torch.equal(sampling.truncated_sample(torch.zeros(50, 2000), *bounds, seeds, positions), expected)
+
+
 def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
     vocab_size, count = 5000, 24
     logits = torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(0))

@@ -38,6 +38,7 @@ VARIED = (
     params(repetition_penalty=1.3, presence_penalty=0.4, top_k=100, top_p=0.95),
     params(temperature=0.0),
     params(temperature=0.0, repetition_penalty=1.5, logprobs=3),
+    params(temperature=0.0, logit_bias={7: 6.0}, frequency_penalty=1.5),
     params(logit_bias={7: 5.0, 8: -100.0}, min_tokens=9, logprobs=0),
 )
 
@@ -45,7 +46,7 @@ VARIED = (
 def test_tokens_do_not_depend_on_the_batch(models: ModelStore) -> None:
     """Every setting alone, all together, and all together in chunks, in another order and with strangers."""
     executor = make_executor(models.get("qwen3").directory)
-    prompts = random_prompts([37, 5, 16, 60, 33, 20, 41, 37], VOCAB_SIZE, seed=2)
+    prompts = random_prompts([37, 5, 16, 60, 33, 20, 41, 29, 37], VOCAB_SIZE, seed=2)
     expected = [alone(executor, VARIED[i], 100 + i, prompts[i]) for i in range(len(VARIED))]
     for budget, shuffle in ((512, 0), (21, 1), (70, 2)):
         order = random.Random(shuffle).sample(range(len(VARIED)), len(VARIED))
@@ -75,23 +76,25 @@ def test_seeds_and_positions_change_tokens(executor: Executor) -> None:
 
 
 def test_several_first_tokens_are_those_of_their_seeds(executor: Executor) -> None:
-    """The n first tokens that one prefill samples equal the first tokens of n separate sequences."""
+    """The n first tokens that one prefill samples equal the first tokens of n separate sequences.
+
+    The sequence goes on with the first of them, also when the next step is launched before they are read.
+    """
     seeds, wanted = (11, 12, 13, 14), params(temperature=1.8, logprobs=1)
-    expected = [alone(executor, params(temperature=1.8, max_tokens=1), seed)[0] for seed in seeds]
+    expected = [alone(executor, params(temperature=1.8), seed) for seed in (*seeds, 99)]
+    alone(executor, params(temperature=0.0), 0, PROMPT[::-1])  # its tokens are what the rows hold before
     start = SequenceStart(0, tuple(PROMPT), len(PROMPT), (1, 2, 3), wanted, seeds[0], seeds)
     neighbour = SequenceStart(1, tuple(PROMPT), len(PROMPT), (4, 5, 6), params(temperature=1.8), 99)
     chunks = (SequenceChunk(0, 0, 37, num_samples=4), SequenceChunk(1, 0, 37, num_samples=1))
-    samples = executor.execute(Batch(0, (start, neighbour), chunks)).samples
-    assert [token.token_id for token in samples[0]] == expected
+    pending = executor.launch(Batch(0, (start, neighbour), chunks))
+    chunks = (SequenceChunk(0, 37, 1, num_samples=1), SequenceChunk(1, 37, 1, num_samples=1))
+    following = executor.launch(Batch(1, (), chunks))
+    samples, next_samples = pending.result().samples, following.result().samples
+    assert [token.token_id for token in samples[0]] == [tokens[0] for tokens in expected[:4]]
     assert all(token.logprob is not None and len(token.top) == 1 for token in samples[0])
-    assert samples[1][0].logprob is None
-    following = executor.execute(Batch(1, (), (SequenceChunk(0, 37, 1, num_samples=1),))).samples
-    assert following[0][0].token_id == alone_second(executor, seeds[0])
-
-
-def alone_second(executor: Executor, seed: int) -> int:
-    executor.execute(Batch(2, departures=(0, 1)))
-    return alone(executor, params(temperature=1.8, max_tokens=2), seed)[1]
+    assert (samples[1][0].token_id, samples[1][0].logprob) == (expected[4][0], None)
+    assert next_samples[0][0].token_id == expected[0][1]
+    assert next_samples[1][0].token_id == expected[4][1]
 
 
 def reference_greedy(saved: SavedModel, wanted: SamplingParams, eos: int) -> list[int]:

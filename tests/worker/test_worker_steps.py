@@ -35,6 +35,9 @@ def test_steps_launched_ahead_give_the_same_tokens(executor: Executor) -> None:
     """Step n + 1 is launched before the result of step n is read, with penalties that depend on it."""
     params = SamplingParams(max_tokens=10, temperature=0.9, frequency_penalty=0.8, repetition_penalty=1.2, seed=0)
     expected = expected_tokens(executor, params)
+    other = Driver(executor)
+    other.add(PROMPT[::-1], LONG)
+    other.run()  # the row that the sequence will have holds other tokens now
     start = SequenceStart(0, tuple(PROMPT), 20, (3, 4, 5), params, 0)
     pending = executor.launch(Batch(0, (start,), (SequenceChunk(0, 0, 20, num_samples=1),)))
     tokens = []
