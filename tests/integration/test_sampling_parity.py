@@ -223,3 +223,22 @@ def test_many_settings_at_once(path: Path, system: System, mixed_answers: dict[s
             assert ours["text"] == theirs["text"], name
             assert ours["finish_reason"] == theirs["finish_reason"], name
             _same_numbers(ours["logprobs"], theirs["logprobs"])
+
+
+@pytest.mark.parametrize("name", ["n", "bias", "min_tokens", "no logprobs"])
+def test_a_router_that_knows_no_tickets(name: str, system: System, mixed_answers: dict[str, Answer]) -> None:
+    """As vLLM's routers do it: P's whole answer first, then its dict to D, with an address that they made up."""
+    body = {"prompt": STORY, "max_tokens": 12} | SETTINGS[name]
+    if name not in mixed_answers:
+        mixed_answers[name] = system.ask(Path.MIXED, COMPLETIONS, body)
+    asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+             "remote_host": None, "remote_port": None}  # fmt: skip
+    body["cache_salt"] = f"foreign {name}"
+    given = system.ask_node("prefill", COMPLETIONS, body | {"max_tokens": 1, "kv_transfer_params": asked})
+    params = given.body["kv_transfer_params"] | {"remote_host": "192.0.2.1", "unknown": 1}
+    answer = system.ask_node("decode", COMPLETIONS, body | {"kv_transfer_params": params})
+    assert answer.headers["x-pd-prefill"] == "prefill"
+    for ours, theirs in zip(answer.choices, mixed_answers[name].choices, strict=True):
+        assert ours["text"] == theirs["text"]
+        assert ours["finish_reason"] == theirs["finish_reason"]
+        _same_numbers(ours["logprobs"], theirs["logprobs"])
