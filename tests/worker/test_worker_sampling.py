@@ -81,10 +81,11 @@ def test_several_first_tokens_are_those_of_their_seeds(executor: Executor) -> No
     The sequence goes on with the first of them, also when the next step is launched before they are read.
     """
     seeds, wanted = (11, 12, 13, 14), params(temperature=1.8, logprobs=1)
-    expected = [alone(executor, params(temperature=1.8), seed) for seed in (*seeds, 99)]
+    expected = [alone(executor, params(temperature=1.8), seed) for seed in seeds]
+    expected.append(alone(executor, params(temperature=0.0), 0))
     alone(executor, params(temperature=0.0), 0, PROMPT[::-1])  # its tokens are what the rows hold before
     start = SequenceStart(0, tuple(PROMPT), len(PROMPT), (1, 2, 3), wanted, seeds[0], seeds)
-    neighbour = SequenceStart(1, tuple(PROMPT), len(PROMPT), (4, 5, 6), params(temperature=1.8), 99)
+    neighbour = SequenceStart(1, tuple(PROMPT), len(PROMPT), (4, 5, 6), params(temperature=0.0), 0)
     chunks = (SequenceChunk(0, 0, 37, num_samples=4), SequenceChunk(1, 0, 37, num_samples=1))
     pending = executor.launch(Batch(0, (start, neighbour), chunks))
     chunks = (SequenceChunk(0, 37, 1, num_samples=1), SequenceChunk(1, 37, 1, num_samples=1))
