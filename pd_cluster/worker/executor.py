@@ -25,6 +25,7 @@ from pd_kernels.backends import select_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from pd_cluster.config import NodeConfig
     from pd_connectors.base import CacheDescription
@@ -77,12 +78,7 @@ class Executor:
             device=str(device),
             fingerprint=fingerprint(spec, dummy_name if dummy else directory),
         )
-        self._llama = Llama(spec, self._kernels, self.model.max_model_len, DTYPES[dtype], device)
-        if dummy:
-            fill_at_random(self._llama, config.model.seed)
-        else:
-            load_weights(self._llama, directory, spec.tied_embeddings, progress)
-        self._llama.finish_loading()
+        self._llama = self._load_model(None if dummy else directory, progress)
         self.block_size = _resolve_block_size(config.cache.block_size, device)
         geometry = Geometry(self.block_size, spec.num_kv_heads, spec.num_layers, spec.head_dim, dtype)
         num_blocks = self._size_cache(geometry)
@@ -114,6 +110,20 @@ class Executor:
         """Wait for the device. The tensors live as long as someone (a transport) refers to them. Idempotent."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+    def _load_model(self, directory: Path | None, progress: Callable[[str], None]) -> Llama:
+        """The model with its weights from `directory`; None: random ones. Raises StartupError."""
+        spec = self.model.spec
+        try:
+            model = Llama(spec, self._kernels, self.model.max_model_len, DTYPES[self.model.dtype], self._device)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            raise StartupError(f"the weights of {spec.architecture} do not fit on {self._device}: {error}") from error
+        if directory is None:
+            fill_at_random(model, self._config.model.seed)
+        else:
+            load_weights(model, directory, spec.tied_embeddings, progress)
+        model.finish_loading()
+        return model
 
     def _make_runner(self, cache: KVCache, max_len: int) -> ModelRunner:
         num_rows = self._config.scheduler.max_num_seqs
@@ -188,6 +198,8 @@ def _resolve_dtype(name: str, checkpoint: str, device: torch.device) -> str:
 
 
 def _resolve_max_len(wanted: int, limit: int) -> int:
+    if wanted and wanted < 2:
+        raise StartupError(f"--max-model-len {wanted} has no room for a prompt and an output token")
     if wanted > limit:
         raise StartupError(f"--max-model-len {wanted} exceeds the model's own limit of {limit} tokens")
     return wanted or limit

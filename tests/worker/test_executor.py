@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,8 @@ def test_dummy_weights_follow_the_seed(models: ModelStore, tmp_path: Path) -> No
     ("options", "cache", "message"),
     [
         ({"max_model_len": 513}, CacheConfig(num_blocks=9), "exceeds the model's own limit of 512"),
+        ({"max_model_len": 1}, CacheConfig(num_blocks=9), "no room for a prompt and an output token"),
+        ({"max_model_len": -5}, CacheConfig(num_blocks=9), "no room for a prompt and an output token"),
         ({}, CacheConfig(num_blocks=9, block_size=24), "not a multiple of 16"),
         ({}, CacheConfig(kv_cache_gb=1e-6), "room for 0 blocks"),
         ({}, CacheConfig(num_blocks=10**12), "cannot allocate"),
@@ -85,6 +88,13 @@ def test_impossible_settings_are_refused(
 ) -> None:
     with pytest.raises(StartupError, match=message):
         build(models.get("qwen3").directory, cache, **options)
+
+
+def test_a_model_that_does_not_fit_is_refused(models: ModelStore, tmp_path: Path) -> None:
+    config = json.loads((models.get("qwen3").directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 10**15}))
+    with pytest.raises(StartupError, match="weights of Qwen3ForCausalLM do not fit on cpu"):
+        make_executor(tmp_path, load_format="dummy")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
