@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pd_cluster.config import NodeConfig
     from pd_connectors.base import CacheDescription
 
+CUDA_CONTEXT_BYTES = 0.7e9  # the driver's and the libraries' own, which no allocator statistic shows
 _BLOCK_SIZE_STEP = 16  # the hash unit: blocks are whole numbers of it
 
 
@@ -146,7 +147,10 @@ class Executor:
         return num_blocks
 
     def _measure_free_bytes(self, geometry: Geometry) -> float:
-        """What `gpu_memory_utilization` leaves for the cache after weights and the largest step's activations."""
+        """What `gpu_memory_utilization` leaves for the cache after weights and the largest step's activations.
+
+        The share is of this process: nodes that share a GPU each get theirs, whoever allocates first.
+        """
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
@@ -158,7 +162,8 @@ class Executor:
         del scratch
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
-        return free - total * (1 - self._config.cache.gpu_memory_utilization) - peak
+        own = torch.cuda.memory_reserved(self._device) + CUDA_CONTEXT_BYTES
+        return min(total * self._config.cache.gpu_memory_utilization - own, free) - peak
 
     def _run_largest_step(self, runner: ModelRunner, budget: int) -> None:
         """A step with the whole token budget in as many sequences as may run, each with every sampling feature."""
