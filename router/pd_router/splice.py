@@ -22,8 +22,8 @@ _REFRESH_SHARE = 0.1
 async def send_answer(leg: DecodeLeg, reply: Reply, prefill_by: Node, idle_timeout_s: float) -> None:
     """Send all of `leg`'s answer. `prefill_by`: who prefilled, unless the node says so itself.
 
-    Raises ClientGone, or LegFailed when a stream breaks off. The client then has an error event and no end of the stream: the server
-    closes a connection whose answer was not completed.
+    Raises ClientGone, or LegFailed when a stream breaks off. After that the client has an error event and no end of
+    the stream: the server closes a connection whose answer was not completed.
     """
     if leg.whole is not None:
         headers = _with_nodes(leg.whole.headers, prefill_by, leg.node)
