@@ -76,12 +76,13 @@ def test_tenants_with_different_salts_share_nothing() -> None:
 
 
 def test_nothing_is_cached_before_the_step_that_computes_it_has_retired() -> None:
-    world = World(depth=2)
-    world.submit(message("a", prompt(40), max_tokens=3))
+    world = World(depth=2, max_num_batched_tokens=16)
+    world.submit(message("a", prompt(33), max_tokens=3))
     world.start_step()
+    world.start_step()  # the first has retired, this one runs
     late = world.submit(message("b", prompt(40), max_tokens=3))
     world.start_step()
-    assert late.num_cached_tokens == 0
+    assert late.num_cached_tokens == 16
     world.run_until_idle()
     world.check_empty()
 
@@ -227,18 +228,20 @@ def test_priority_decides_who_is_preempted() -> None:
 
 
 def test_nothing_is_admitted_in_a_step_that_preempts() -> None:
-    """A block swapped out for a victim must not be swapped in for another in the same step."""
-    world = World(num_blocks=6, num_host_blocks=6)
-    for index, name in enumerate("abc"):
-        world.submit(message(name, prompt(30, index), max_tokens=40))
-    seen = 0
-    while world.scheduler.has_work:
+    """What it freed may still be the source of a copy of this step."""
+    world = World(num_blocks=8, num_host_blocks=8)
+    world.submit(message("a", prompt(30), max_tokens=40))
+    world.submit(message("victim", prompt(70, 1), max_tokens=40, priority=1))
+    world.start_step()
+    world.start_step()
+    waiting = world.submit(message("b", prompt(20, 2), max_tokens=4))
+    batch = world.start_step()
+    while not batch.copies.swap_out:
+        assert waiting.sequences[0].status is SequenceStatus.WAITING
         batch = world.start_step()
-        if batch.copies.swap_out:
-            seen += 1
-            assert not batch.copies.swap_in
-            assert not batch.starts
-    assert seen
+    assert batch.starts == ()
+    assert waiting.sequences[0].seq_id in [start.seq_id for start in world.start_step().starts]
+    world.run_until_idle()
     world.check_empty()
 
 

@@ -43,8 +43,10 @@ def test_a_preempted_prefill_is_retracted_before_its_blocks_go() -> None:
     while not runner.first_tokens:
         world.start_step()
     prefill = world.submit(message("p", prompt(78, 1), work=Work.PREFILL, priority=1))
+    announced = []
     while not prefill.finished:
-        world.start_step()
+        announced += [(publish.generation, publish.num_tokens) for publish in world.start_step().publishes]
+    assert (1, 64) in announced  # after the preemption it starts over, with what the cache still has
     assert [seq.request for seq in world.preempted] == [prefill]
     assert world.published["lease-p"].generation == 1
     assert world.scheduler.counters["preemptions_swap_total"] == 0

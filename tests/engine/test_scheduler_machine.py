@@ -221,7 +221,7 @@ def test_many_random_operations_leak_nothing_and_change_no_token() -> None:
 
 
 def random_walk(seed: int, num_steps: int) -> int:
-    """The machine, driven by a plain generator: less clever than hypothesis, but busier. Returns how many were admitted."""
+    """The machine, driven by a plain generator: less clever than hypothesis, but busier. Returns how many came in."""
     rng = random.Random(seed)
     machine = SchedulerMachine()
     machine.boot(
