@@ -25,7 +25,7 @@ class SequenceStart:
     block_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int  # resolved: the request's, or drawn at admission; differs per index of n
-    num_sample_seeds: tuple[int, ...] = ()  # n > 1 before the fork: the seeds of all n first tokens; the row keeps the first
+    num_sample_seeds: tuple[int, ...] = ()  # n > 1 before the fork: of all n first tokens; the row keeps the first
 
 
 @dataclass(frozen=True, slots=True)
