@@ -54,7 +54,10 @@ class Linear:
 
 def _packs(dtype: torch.dtype) -> bool:
     """Whether this CPU's oneDNN takes prepacked weights of `dtype`."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    operators = ("_reorder_linear_weight", "_linear_pointwise")  # torch's own compiler uses them; no public name yet
+    if not torch.backends.mkldnn.is_available() or not all(  # type: ignore[no-untyped-call]
+        hasattr(torch.ops.mkldnn, name) for name in operators
+    ):
         return False
     half = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
