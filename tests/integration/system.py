@@ -60,7 +60,7 @@ class System:
         self._nodes = list(nodes.values())
         self.urls = {role: _url(node) for role, node in nodes.items()}
         self.mixed = "mixed" if own_mixed else "decode"
-        self._router = launcher.router(prefill=[nodes["prefill"]], decode=[nodes["decode"]]).url
+        self.router_url = launcher.router(prefill=[nodes["prefill"]], decode=[nodes["decode"]]).url
 
     def stop(self) -> None:
         """End all nodes at once. Asserts that each ends well."""
@@ -83,7 +83,7 @@ class System:
 
     def ask_all(self, path: Path, requests: Iterable[tuple[str, dict[str, Any]]]) -> list[Answer]:
         """All at once; answers in the order of the requests. Asserts that each is a 200."""
-        url = self.urls[self.mixed] if path is Path.MIXED else self._router
+        url = self.urls[self.mixed] if path is Path.MIXED else self.router_url
         headers = {} if path is Path.MIXED else {"x-pd-route": path.value}
         return asyncio.run(_ask_all(url, headers, list(requests)))
 

@@ -1,0 +1,262 @@
+"""OpenAI's own Python client against the router: what it parses, raises and streams, by both orders.
+
+The answers are those of the decode node alone, asked by the same client. Its types are checked by the client itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+
+from tests.integration.system import Path, System, running_system
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+MODEL = "demo_model"
+TIMEOUT_S = 60.0
+STORY = "Mira 4831. Oskar 2210. Once upon a time there was a"  # what follows is open
+QUESTION = [{"role": "user", "content": "Mira 4831. Oskar 2210. Lena 7745. Oskar?"}]
+ROUTES = (Path.P_FIRST, Path.D_FIRST)
+Arguments = dict[str, Any]
+
+# what is added to a completion of STORY
+COMPLETIONS: dict[str, Arguments] = {
+    "greedy": {"temperature": 0},
+    "logprobs": {"temperature": 0, "logprobs": 2},
+    "n": {"temperature": 1.2, "seed": 11, "n": 2},
+    "n, logprobs": {"temperature": 1.2, "seed": 12, "n": 2, "logprobs": 0},
+    "stop": {"temperature": 0, "stop": [".", "?"]},
+    "seed": {"temperature": 1.0, "seed": 13},
+    "bias": {"temperature": 0, "logit_bias": {"1000": 100}},
+    "penalties": {"temperature": 1.0, "seed": 14, "presence_penalty": 1.0, "frequency_penalty": 0.5, "top_p": 0.9},
+    "ids": {"temperature": 0, "prompt": [70, 80, 90, 100, 110]},
+    "several prompts": {"temperature": 0, "prompt": [STORY, "Oskar 2210. Oskar?", "It was cold and"]},
+    "other fields": {"temperature": 0, "extra_body": {"ignore_eos": True, "min_tokens": 16, "top_k": 5}},
+}
+# what is added to a chat about QUESTION
+CHATS: dict[str, Arguments] = {
+    "greedy": {"temperature": 0},
+    "logprobs": {"temperature": 0, "logprobs": True, "top_logprobs": 3},
+    "n": {"temperature": 1.2, "seed": 21, "n": 2, "max_completion_tokens": 12},
+    "stop": {"temperature": 0, "stop": "2"},
+    "seed": {"temperature": 1.5, "seed": 22},
+    "system": {"temperature": 0, "messages": [{"role": "system", "content": "Be short."}, *QUESTION]},
+}
+
+
+class Clients:
+    """One client per order, and one that talks to the decode node alone."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self._mixed = _client(system.urls[system.mixed], {})
+        self._routed = {path: _client(system.router_url, {"x-pd-route": path.value}) for path in ROUTES}
+        self._answers: dict[str, Any] = {}
+
+    def __getitem__(self, path: Path) -> Any:
+        return self._mixed if path is Path.MIXED else self._routed[path]
+
+    def mixed_answer(self, kind: str, name: str, arguments: Arguments) -> Any:
+        """What the decode node answers, asked once and not streamed."""
+        key = f"{kind} {name}"
+        if key not in self._answers:
+            self._answers[key] = plain(ask(self._mixed, kind, arguments))
+        return self._answers[key]
+
+    def close(self) -> None:
+        """Their connections."""
+        for client in (self._mixed, *self._routed.values()):
+            client.close()
+
+
+def _client(url: str, headers: dict[str, str]) -> Any:
+    http = openai.DefaultHttpxClient(trust_env=False)
+    return openai.OpenAI(
+        base_url=f"{url}/v1", api_key="nobody checks it", default_headers=headers, max_retries=0,
+        timeout=TIMEOUT_S, http_client=http,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def clients() -> Iterator[Clients]:
+    with running_system("--kv-cache-gb=0.1") as system:
+        clients = Clients(system)
+        yield clients
+        clients.close()
+
+
+def completion(arguments: Arguments) -> Arguments:
+    return {"model": MODEL, "prompt": STORY, "max_tokens": 16} | arguments
+
+
+def chat(arguments: Arguments) -> Arguments:
+    return {"model": MODEL, "messages": QUESTION, "max_tokens": 16} | arguments
+
+
+def ask(client: Any, kind: str, arguments: Arguments) -> Any:
+    """One request, streamed if `arguments` say so."""
+    return (client.completions if kind == "completions" else client.chat.completions).create(**arguments)
+
+
+def plain(answer: Any) -> dict[str, Any]:
+    """What must not depend on the way: everything but ids and times. Cached tokens do."""
+    body: dict[str, Any] = answer.model_dump(exclude_none=True)
+    for name in ("id", "created"):
+        assert body.pop(name)
+    body["usage"].pop("prompt_tokens_details", None)
+    return body
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("name", COMPLETIONS)
+def test_completion(name: str, path: Path, clients: Clients) -> None:
+    arguments = completion(COMPLETIONS[name])
+    expected = clients.mixed_answer("completions", name, arguments)
+    assert plain(ask(clients[path], "completions", arguments)) == expected
+    chunks = list(ask(clients[path], "completions", arguments | {"stream": True}))
+    for choice in expected["choices"]:
+        parts = [part for chunk in chunks for part in chunk.choices if part.index == choice["index"]]
+        assert "".join(part.text for part in parts) == choice["text"]
+        assert [part.finish_reason for part in parts if part.finish_reason] == [choice["finish_reason"]]
+        if "logprobs" in choice:
+            told = [part.logprobs for part in parts if part.logprobs]
+            assert [token for one in told for token in one.tokens] == choice["logprobs"]["tokens"]
+            logprobs = [logprob for one in told for logprob in one.token_logprobs]
+            assert logprobs == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("name", CHATS)
+def test_chat(name: str, path: Path, clients: Clients) -> None:
+    arguments = chat(CHATS[name])
+    expected = clients.mixed_answer("chat", name, arguments)
+    assert plain(ask(clients[path], "chat", arguments)) == expected
+    chunks = list(ask(clients[path], "chat", arguments | {"stream": True}))
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk.id for chunk in chunks}) == 1
+    for choice in expected["choices"]:
+        parts = [part for chunk in chunks for part in chunk.choices if part.index == choice["index"]]
+        assert [part.delta.role for part in parts if part.delta.role] == ["assistant"]
+        assert "".join(part.delta.content or "" for part in parts) == choice["message"]["content"]
+        assert [part.finish_reason for part in parts if part.finish_reason] == [choice["finish_reason"]]
+        if "logprobs" in choice:
+            tokens = [entry.token for part in parts if part.logprobs for entry in part.logprobs.content]
+            assert tokens == [entry["token"] for entry in choice["logprobs"]["content"]]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_logprobs_say_what_was_written(path: Path, clients: Clients) -> None:
+    choice = ask(clients[path], "chat", chat(CHATS["logprobs"])).choices[0]
+    entries = choice.logprobs.content
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode().startswith(choice.message.content)
+    for entry in entries:
+        assert [top.logprob for top in entry.top_logprobs] == sorted(
+            (t.logprob for t in entry.top_logprobs), reverse=True
+        )
+        assert entry.token == entry.top_logprobs[0].token, "greedy"
+        assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob)
+        assert sum(math.exp(top.logprob) for top in entry.top_logprobs) <= 1 + 1e-5
+        assert len(entry.top_logprobs) == 3
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_samples_differ_and_their_seed_repeats_them(path: Path, clients: Clients) -> None:
+    client = clients[path]
+
+    def texts(seed: int) -> list[str]:
+        answer = ask(client, "completions", completion({"temperature": 1.5, "n": 2, "seed": seed}))
+        assert [choice.index for choice in answer.choices] == [0, 1]
+        return [choice.text for choice in answer.choices]
+
+    assert len({*texts(1), *texts(2)}) == 4
+    assert texts(1) == texts(1)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_end_it_and_are_not_shown(stream: bool, path: Path, clients: Clients) -> None:
+    text = ask(clients[path], "completions", completion({"temperature": 0})).choices[0].text
+    stop = text[6:8]
+    arguments = completion({"temperature": 0, "stop": stop, "stream": stream})
+    answer = ask(clients[path], "completions", arguments)
+    parts = [chunk.choices[0] for chunk in answer] if stream else [answer.choices[0]]
+    assert "".join(part.text for part in parts) == text[: text.index(stop)]
+    assert parts[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_usage_ends_a_stream_that_asks_for_it(path: Path, clients: Clients) -> None:
+    arguments = chat({"temperature": 0, "stream": True, "stream_options": {"include_usage": True}})
+    *chunks, last = ask(clients[path], "chat", arguments)
+    assert last.choices == []
+    assert all(chunk.usage is None for chunk in chunks)
+    whole = clients.mixed_answer("chat", "greedy", chat(CHATS["greedy"]))["usage"]
+    assert {name: getattr(last.usage, name) for name in whole} == whole
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_headers_tell_the_way(path: Path, clients: Clients) -> None:
+    salt = {"extra_body": {"cache_salt": f"headers {path}"}}  # or D has it cached
+    raw = clients[path].chat.completions.with_raw_response.create(**chat(salt))
+    assert raw.headers["x-pd-route"] == f"{path.value}; reason=header"
+    assert (raw.headers["x-pd-prefill"], raw.headers["x-pd-decode"]) == ("prefill", "decode")
+    assert raw.headers["x-request-id"]
+    assert raw.parse().choices[0].message.content
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_mistakes_are_the_clients_own_exceptions(path: Path, clients: Clients) -> None:
+    client = clients[path]
+    with pytest.raises(openai.NotFoundError) as missing:
+        ask(client, "chat", chat({"model": "gpt-4"}))
+    assert (missing.value.status_code, missing.value.code) == (404, "model_not_found")
+    for wrong, param in (({"temperature": -1}, "temperature"), ({"n": 0}, "n"), ({"max_tokens": 10**6}, "max_tokens")):
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as bad:
+                ask(client, "completions", completion({**wrong, "stream": stream}))
+            assert (bad.value.param, bad.value.type) == (param, "invalid_request_error")
+
+
+def test_models_are_listed(clients: Clients) -> None:
+    for path in Path:
+        assert [model.id for model in clients[path].models.list()] == [MODEL]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_stream_that_is_closed_early_ends_everywhere(path: Path, clients: Clients) -> None:
+    arguments = completion({"max_tokens": 3000, "stream": True, "extra_body": {"ignore_eos": True}})
+    with ask(clients[path], "completions", arguments) as stream:
+        assert next(iter(stream)).choices[0].text is not None
+    clients.system.settle()
+    generated = clients.system.metric("decode", "pd_generation_tokens_total")
+    assert clients.system.metric("decode", "pd_num_running") == 0
+    assert generated < 3000
+
+
+def test_many_at_once(clients: Clients) -> None:
+    """The asynchronous client, 24 requests over both orders, streamed and not."""
+    expected = clients.mixed_answer("completions", "greedy", completion(COMPLETIONS["greedy"]))["choices"][0]["text"]
+
+    async def one(client: Any, index: int) -> str:
+        headers = {"x-pd-route": ROUTES[index % 2].value}
+        arguments = completion({"temperature": 0, "extra_headers": headers, "stream": index % 4 < 2})
+        answer = await client.completions.create(**arguments)
+        if index % 4 < 2:
+            return "".join([chunk.choices[0].text async for chunk in answer])
+        return str(answer.choices[0].text)
+
+    async def everyone() -> list[str]:
+        http = openai.DefaultAsyncHttpxClient(trust_env=False)
+        async with openai.AsyncOpenAI(
+            base_url=f"{clients.system.router_url}/v1", api_key="-", max_retries=0, timeout=TIMEOUT_S, http_client=http
+        ) as client:
+            return await asyncio.gather(*(one(client, index) for index in range(24)))
+
+    assert asyncio.run(everyone()) == [expected] * 24
