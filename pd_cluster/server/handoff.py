@@ -131,7 +131,7 @@ class PrefillSearch:
         policy = self._state.config.handoff.on_load_failure
         reason = needs.reason
         if reason:
-            self._fell_back(reason)
+            self._fell_back(reason.partition(":")[0], reason)  # the rest is words; a label has few values
         await self.close()  # the node whose load failed
         while self._urls and (not reason or policy in ("any", "remote")):
             left_s = self._ends_s - time.monotonic()

@@ -254,7 +254,7 @@ async def test_offer_that_cannot_be_trusted_contacts_nobody(key: bytes, expires_
 
 
 async def test_failed_load_moves_on_to_the_offer_and_then_here() -> None:
-    script = decodes([5, 6], failures=["lease_ended", "read_failed"])
+    script = decodes([5, 6], failures=["lease_ended: p says so", "read_failed: read: it broke"])
     async with running(engine_of_p(), node_id="p") as p, decode_node(script) as d:
         ticket = engine_of_p().make_ticket(await ids_of(d))
         status, _, headers = await complete(d, {"ticket": sign(KEY, ticket), "offer": make_offer(p.url)})
