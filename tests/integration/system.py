@@ -53,10 +53,15 @@ class Answer:
 class System:
     """P, D, a node for the mixed path, and a router before P and D. `mixed` is D itself unless one is asked for."""
 
-    def __init__(self, launcher: Launcher, *flags: str, own_mixed: bool) -> None:
+    def __init__(
+        self, launcher: Launcher, *flags: str, own_mixed: bool, role_flags: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
         roles = ("prefill", "decode", "mixed") if own_mixed else ("prefill", "decode")
         common = ("--min-remote-tokens=1", *flags)
-        nodes = {role: launcher.node(role, f"--node-id={role}", *common, wait=False) for role in roles}
+        own = role_flags or {}
+        nodes = {
+            role: launcher.node(role, f"--node-id={role}", *common, *own.get(role, ()), wait=False) for role in roles
+        }
         self._nodes = list(nodes.values())
         self.urls = {role: _url(node) for role, node in nodes.items()}
         self.mixed = "mixed" if own_mixed else "decode"
@@ -89,7 +94,11 @@ class System:
 
     def ask_node(self, node: str, endpoint: str, body: dict[str, Any]) -> Answer:
         """One request that this node serves alone."""
-        return asyncio.run(_ask_all(self.urls[node], {}, [(endpoint, body)]))[0]
+        return self.ask_node_all(node, [(endpoint, body)])[0]
+
+    def ask_node_all(self, node: str, requests: Iterable[tuple[str, dict[str, Any]]]) -> list[Answer]:
+        """All at once."""
+        return asyncio.run(_ask_all(self.urls[node], {}, list(requests)))
 
     # what nodes say
 
@@ -121,10 +130,12 @@ class System:
 
 
 @contextmanager
-def running_system(*flags: str, own_mixed: bool = False) -> Iterator[System]:
+def running_system(
+    *flags: str, own_mixed: bool = False, role_flags: Mapping[str, Sequence[str]] | None = None
+) -> Iterator[System]:
     """A cluster for a `with` statement. At its end no node holds a block, and no process is left."""
     with Launcher() as launcher:
-        system = System(launcher, *flags, own_mixed=own_mixed)
+        system = System(launcher, *flags, own_mixed=own_mixed, role_flags=role_flags)
         yield system
         system.settle()
         system.stop()

@@ -16,6 +16,7 @@ from tests.integration.system import BLOCK_BYTES, BLOCK_SIZE, Answer, Path, Syst
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 logger = logging.getLogger(__name__)
@@ -140,13 +141,16 @@ def check_chunking(path: Path, system: System, references: Sequence[Reference], 
     assert num_steps > len(references) / 2
 
 
+def d_short_of_memory(kind: str, num_blocks: int, swap_gb: float) -> AbstractContextManager[System]:
+    """D's cache cannot hold the sequences that run there; P's holds everything."""
+    decode = [f"--num-blocks={num_blocks}", *([f"--swap-gb={swap_gb}"] if kind == "swap" else [])]
+    return running_system("--load-deadline-s=400", role_flags={"decode": decode, "prefill": ["--kv-cache-gb=0.75"]})
+
+
 @pytest.fixture(scope="module", params=["recompute", "swap"])
 def short_of_memory(request: pytest.FixtureRequest) -> Iterator[tuple[str, System]]:
-    """A cache that cannot hold the sequences that run. Yields what a preempted one does, and the system."""
-    flags = ["--num-blocks=48", "--load-deadline-s=200"]
-    if request.param == "swap":
-        flags.append("--swap-gb=0.05")
-    with running_system(*flags) as system:
+    """What a preempted sequence does, and the system."""
+    with d_short_of_memory(request.param, 48, 0.05) as system:
         yield request.param, system
 
 
@@ -161,10 +165,7 @@ def test_preemption(
 @pytest.fixture(scope="module", params=["recompute", "swap"])
 def barely_enough_memory(request: pytest.FixtureRequest) -> Iterator[tuple[str, System]]:
     """The same for the longest prompts: one of them nearly fills the cache."""
-    flags = ["--num-blocks=225", "--load-deadline-s=400"]
-    if request.param == "swap":
-        flags.append("--swap-gb=0.1")
-    with running_system(*flags) as system:
+    with d_short_of_memory(request.param, 225, 0.1) as system:
         yield request.param, system
 
 
@@ -178,14 +179,41 @@ def test_preemption_all(
 
 
 def check_preemption(path: Path, system: System, kind: str, references: Sequence[Reference], model: DemoModel) -> None:
-    """Parity, and that sequences were preempted on the node that generates."""
+    """Parity, and that sequences were preempted on the node that generates.
+
+    P has read every prompt before, so that they reach D faster than it generates, on any machine.
+    """
+    salt = f"{kind} {path}"
+    if path is not Path.MIXED:
+        system.ask_node_all("prefill", [(COMPLETIONS, _body(one, ignore_eos=True, salt=salt) | {"max_tokens": 1})
+                                        for one in references])  # fmt: skip
     before = system.metrics("decode")
-    answers = run(system, path, references, model, salt=f"{kind} {path}")
+    answers = run(system, path, references, model, salt=salt)
     after = system.metrics("decode")
     assert {answer.headers["x-pd-prefill"] for answer in answers} == {system.prefiller_of(path)}
     preemptions = _grown(before, after, f"pd_preemptions_{kind}_total")
     logger.info("%s: %d preemptions by %s", path, preemptions, kind)
     assert preemptions > 0
+
+
+@pytest.fixture(scope="module")
+def p_short_of_memory() -> Iterator[System]:
+    """P's cache holds a handful of the prompts that it has promised."""
+    with running_system("--load-deadline-s=400", role_flags={"prefill": ["--num-blocks=48"]}) as system:
+        yield system
+
+
+@pytest.mark.parametrize("path", [Path.P_FIRST, Path.D_FIRST])
+def test_leases_that_wait_for_memory(
+    path: Path, p_short_of_memory: System, subset: list[Reference], demo_model: DemoModel
+) -> None:
+    """P computes each prompt as the blocks of earlier ones are released."""
+    system = p_short_of_memory
+    num_blocks = sum(-(-len(reference.prompt) // BLOCK_SIZE) for reference in subset)
+    assert num_blocks > 3 * system.kv("prefill")["num_blocks"]
+    answers = run(system, path, subset, demo_model, salt=path)
+    assert {answer.headers["x-pd-prefill"] for answer in answers} == {"prefill"}
+    assert system.metric("prefill", "pd_prefix_cache_evicted_blocks_total") > 0
 
 
 # a run
@@ -194,9 +222,7 @@ def check_preemption(path: Path, system: System, kind: str, references: Sequence
 def run(system: System, path: Path, references: Sequence[Reference], model: DemoModel, *, salt: str) -> list[Answer]:
     """Send every prompt at once and compare the answers. Every second one may end with the turn."""
     expected = [_expected(reference, model, index) for index, reference in enumerate(references)]
-    requests = [
-        (COMPLETIONS, _body(one, model, ignore_eos=len(one.tokens) == NUM_NEW_TOKENS, salt=salt)) for one in expected
-    ]
+    requests = [(COMPLETIONS, _body(one, ignore_eos=len(one.tokens) == NUM_NEW_TOKENS, salt=salt)) for one in expected]
     answers = system.ask_all(path, requests)
     tally = Tally()
     for answer, one in zip(answers, expected, strict=True):
@@ -214,7 +240,7 @@ def _expected(reference: Reference, model: DemoModel, index: int) -> Reference:
     return reference if index % 2 or reference.tokens[0] == eos else reference.until(eos)
 
 
-def _body(expected: Reference, model: DemoModel, *, ignore_eos: bool, salt: str) -> dict[str, Any]:
+def _body(expected: Reference, *, ignore_eos: bool, salt: str) -> dict[str, Any]:
     return {
         "prompt": list(expected.prompt),
         "max_tokens": NUM_NEW_TOKENS,
