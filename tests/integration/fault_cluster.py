@@ -1,0 +1,407 @@
+"""Nodes that tests kill, stop and start again under their old address, and requests that are left on the way.
+
+Every test drives one request into a phase that it can see in the nodes' own words (`/metrics`, `/kv`), then acts.
+P computes in steps of 16 tokens, so that a long prompt keeps it busy for seconds while D reads what is there already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import orjson
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+
+    from tests.cluster import Launched, Launcher
+
+logger = logging.getLogger(__name__)
+
+LEASE_TTL_S = 2.0
+LOAD_DEADLINE_S = 8.0
+SLACK_S = 2.0  # what a busy machine may add to a deadline
+REQUEST_DEADLINE_S = 45.0  # no request may take longer, whatever happens to the nodes
+PHASE_DEADLINE_S = 15.0  # until a request is where a test wants it
+CLEAN_DEADLINE_S = LEASE_TTL_S + 4.0  # until nothing of a request is left on any node
+START_DEADLINE_S = 180.0  # four nodes at once
+POLL_S = 0.02
+CONNECT_DEADLINE_S = 5.0
+BROKEN = "connection_broken"  # code of an Outcome whose connection ended before it did
+COMPLETIONS = "/v1/completions"
+VOCABULARY = range(3, 3072)  # the demo model's, without special tokens
+NUM_TOKENS = 12
+P0_BLOCKS = 200  # one prompt of 3,000 tokens, and the next one overwrites it
+DECODE_FLAGS = ("--max-num-seqs=32", "--max-num-batched-tokens=512", "--min-remote-tokens=1")
+ROLES = {"p": "prefill", "d": "decode", "s": "decode"}
+COMMON_FLAGS = ("--kv-cache-gb=0.15", f"--lease-ttl-s={LEASE_TTL_S:g}", f"--load-deadline-s={LOAD_DEADLINE_S:g}")
+FLAGS = {
+    "p0": ("--max-num-seqs=8", "--max-num-batched-tokens=16", f"--num-blocks={P0_BLOCKS}"),
+    "p1": ("--max-num-batched-tokens=512",),
+    "d0": DECODE_FLAGS,
+    "strict": (*DECODE_FLAGS, "--on-load-failure=fail", "--load-deadline-s=30"),
+}
+
+
+class Part(StrEnum):
+    """One of a node's two processes."""
+
+    API = "api"
+    ENGINE = "engine"
+
+
+class Member:
+    """A node with a name and, from its first start on, an address that it keeps."""
+
+    def __init__(self, launcher: Launcher, name: str, role: str, *flags: str) -> None:
+        self.name = name
+        self.url = ""
+        self._launcher = launcher
+        self._role = role
+        self._flags = (f"--node-id={name}", *COMMON_FLAGS, *flags)
+        self._ports: tuple[str, ...] = ()
+        self._process: Launched | None = None
+
+    @property
+    def process(self) -> Launched:
+        assert self._process is not None, f"{self.name} was not started"
+        return self._process
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    def begin(self) -> None:
+        """Start it, under its old address when it had one. `wait_ready` follows."""
+        assert not self.is_running, f"{self.name} runs already"
+        self._process = self._launcher.node(self._role, *self._flags, *self._ports, wait=False)
+
+    def wait_ready(self) -> None:
+        """Until it serves. The first time this also fixes its ports."""
+        self.process.wait_line("ready: ", START_DEADLINE_S)
+        if not self.url:
+            self.url = self.process.url
+            self._ports = (f"--port={self.url.rpartition(':')[2]}", f"--control-port={self._control_port()}")
+
+    def _control_port(self) -> int:
+        """A ticket tells it."""
+        body = {"prompt": [5], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        answer = httpx.post(self.url + COMPLETIONS, json=body, trust_env=False).json()["kv_transfer_params"]
+        httpx.post(f"{self.url}/pd/release", json={"ticket": answer["ticket"]}, trust_env=False).raise_for_status()
+        return int(answer["remote_port"])
+
+    # faults
+
+    async def kill(self, part: Part) -> None:
+        """SIGKILL to one process. Asserts that the other one then ends by itself, as it must."""
+        psutil.Process(self._pid(part)).kill()
+        await asyncio.to_thread(self._wait_killed, part)
+
+    def _wait_killed(self, part: Part) -> None:
+        status = self.process.wait()
+        assert status == (-signal.SIGKILL if part is Part.API else 1), self.process.output
+        assert self.process.leftovers() == []
+
+    def stop(self) -> None:
+        """SIGSTOP to both processes, the engine first."""
+        for part in (Part.ENGINE, Part.API):
+            psutil.Process(self._pid(part)).suspend()
+
+    def go_on(self) -> None:
+        """SIGCONT to both. Harmless when they run."""
+        for part in (Part.API, Part.ENGINE):
+            psutil.Process(self._pid(part)).resume()
+
+    def _pid(self, part: Part) -> int:
+        family = self.process.family()  # seen while it lives, or its leftovers could not be found
+        if part is Part.API:
+            return self.process.pid
+        return next(int(p.pid) for p in family if "pd_cluster.engine.process" in " ".join(p.cmdline()))
+
+    # what it says
+
+    async def kv(self) -> dict[str, int]:
+        """GET /kv."""
+        return dict((await fetch(f"{self.url}/kv")).json())
+
+    async def metrics(self) -> dict[str, float]:
+        """GET /metrics: sample with its labels, as it is written -> value."""
+        return parse_metrics((await fetch(f"{self.url}/metrics")).text)
+
+    async def metric(self, name: str) -> float:
+        """One sample; 0 before it is first counted."""
+        return (await self.metrics()).get(name, 0.0)
+
+    async def is_reading(self) -> bool:
+        """A load has blocks reserved and is not done."""
+        told = await self.metrics()
+        return told["pd_num_waiting_for_remote_kv"] > 0 and told['pd_kv_blocks{state="in_use"}'] > 0
+
+    async def is_busy(self) -> bool:
+        """A sequence runs."""
+        return await self.metric("pd_num_running") > 0
+
+    async def held(self) -> dict[str, float]:
+        """All that is not zero of what an idle node must not have."""
+        told, kv = await self.metrics(), await self.kv()
+        names = ("num_running", "num_waiting", "num_waiting_for_remote_kv", "requests_in_flight", "orphaned_loads",
+                 "loads_open", "leases_open")  # fmt: skip
+        found = {name: told[f"pd_{name}"] for name in names}
+        found |= {name: float(kv[name]) for name in ("in_use", "leased", "quarantined")}
+        assert kv["num_blocks"] == kv["free"] + kv["cached"] + kv["in_use"], kv
+        return {name: value for name, value in found.items() if value}
+
+
+class RouterMember:
+    """A router that can be started again on its port."""
+
+    def __init__(self, launcher: Launcher, prefill: Iterable[Member], decode: Iterable[Member], *flags: str) -> None:
+        self._launcher = launcher
+        urls = [f"--prefill={node.url}" for node in prefill] + [f"--decode={node.url}" for node in decode]
+        self._arguments = ("router", *urls, "--health-interval-s=0.2", "--health-timeout-s=1", *flags)
+        self.process = self._start("--port=0")
+        self.url = self.process.url
+
+    def start_again(self) -> None:
+        """On the same port, once its process has ended."""
+        assert self.process.returncode is not None, "the router still runs"
+        self.process = self._start(f"--port={self.url.rpartition(':')[2]}")
+
+    def _start(self, port: str) -> Launched:
+        process = self._launcher.command(*self._arguments, port)
+        process.wait_line("router ready on ")
+        return process
+
+    async def wait_healthy(self, node: Member, healthy: bool = True) -> None:
+        """Until it thinks so of `node`."""
+
+        async def agrees() -> bool:
+            nodes = (await fetch(f"{self.url}/nodes")).json()["nodes"]
+            return any(one["url"] == node.url and one["healthy"] is healthy for one in nodes)
+
+        await until(agrees, f"the router thinks that {node.name} is {'' if healthy else 'not '}healthy")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a request ended: as an answer or as an error, never both."""
+
+    status: int = 0
+    text: str = ""
+    finish_reason: str | None = None
+    error: dict[str, Any] | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def check(self, expected: Outcome) -> None:
+        """Asserts that it is the answer that `expected` is."""
+        assert (self.status, self.error) == (200, None)
+        assert (self.text, self.finish_reason) == (expected.text, expected.finish_reason)
+
+
+class Call:
+    """One request, under way in a task from the start."""
+
+    def __init__(self, url: str, body: dict[str, Any], route: str = "") -> None:
+        self.has_text = asyncio.Event()  # a streamed answer has begun to be told
+        self._url = url + COMPLETIONS
+        self._body = body
+        self._headers = {"x-pd-route": route} if route else {}
+        self._outcome = Outcome()
+        self._task = asyncio.create_task(self._run())
+
+    @property
+    def done(self) -> bool:
+        return self._task.done()
+
+    async def outcome(self) -> Outcome:
+        """Its end. Asserts that it comes in time."""
+        done, _ = await asyncio.wait({self._task}, timeout=REQUEST_DEADLINE_S)
+        assert done, f"no end within {REQUEST_DEADLINE_S:g} s; so far {self._outcome}"
+        return self._task.result()
+
+    async def leave(self) -> None:
+        """Close the connection in the middle of it."""
+        assert not self._task.done(), f"it was over already: {self._task.result()}"
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> Outcome:
+        outcome, started_s = self._outcome, time.monotonic()
+        try:
+            await self._stream()
+        except httpx.TransportError as error:
+            if outcome.error is None:  # else its last words are the better explanation
+                outcome.error = {"message": repr(error), "code": BROKEN}
+        outcome.seconds = time.monotonic() - started_s
+        return outcome
+
+    async def _stream(self) -> None:
+        outcome = self._outcome
+        timeout = httpx.Timeout(REQUEST_DEADLINE_S, connect=CONNECT_DEADLINE_S)
+        async with (
+            httpx.AsyncClient(timeout=timeout, trust_env=False) as client,
+            client.stream("POST", self._url, json=self._body, headers=self._headers) as response,
+        ):
+            outcome.status, outcome.headers = response.status_code, response.headers
+            if response.headers["content-type"].startswith("text/event-stream"):
+                async for line in response.aiter_lines():
+                    if line.startswith("data: ") and line != "data: [DONE]":
+                        self._take(orjson.loads(line[6:]))
+            else:
+                self._take(orjson.loads(await response.aread()))
+
+    def _take(self, told: dict[str, Any]) -> None:
+        self._outcome.error = told.get("error", self._outcome.error)
+        for choice in told.get("choices", ()):
+            self._outcome.text += choice["text"]
+            self._outcome.finish_reason = choice["finish_reason"]
+            self.has_text.set()
+
+
+class FaultCluster:
+    """Nodes by name, see FLAGS; started together, ended by `launcher`. `router` knows only p0 and d0.
+
+    p0 is slow. p1 is not, so that what falls back to it is done before the deadline. strict reports every failed load.
+    """
+
+    def __init__(self, launcher: Launcher, *names: str) -> None:
+        self.launcher = launcher
+        self.nodes = {name: Member(launcher, name, ROLES[name[0]], *FLAGS[name]) for name in names}
+        start(list(self.nodes.values()))
+        self._routers: list[RouterMember] = []
+        self.router = self.new_router(["p0"], ["d0"])
+        self._salts = count()
+        self._expected: dict[int, Outcome] = {}
+
+    @property
+    def p0(self) -> Member:
+        return self.nodes["p0"]
+
+    @property
+    def d0(self) -> Member:
+        return self.nodes["d0"]
+
+    def stop(self) -> None:
+        """End all processes at once. Asserts that nodes end well; what they leave behind is found by `launcher`."""
+        with ThreadPoolExecutor() as pool:
+            stopping = [pool.submit(router.process.stop) for router in self._routers]
+            statuses = list(pool.map(lambda node: node.process.stop(), self.nodes.values()))
+        assert statuses == [0] * len(statuses)
+        assert {one.result() for one in stopping} <= {0, -signal.SIGKILL}
+
+    def new_router(self, prefill: Sequence[str], decode: Sequence[str], *flags: str) -> RouterMember:
+        """A router before these nodes. Its first request goes to the first node of each role."""
+        prefills, decodes = ([self.nodes[name] for name in names] for names in (prefill, decode))
+        router = RouterMember(self.launcher, prefills, decodes, *flags)
+        self._routers.append(router)
+        return router
+
+    def body(self, length: int, *, num_tokens: int = NUM_TOKENS, stream: bool = False) -> dict[str, Any]:
+        """A greedy request. Prompts of one length are equal, but under another salt each, so that nothing is cached."""
+        return {
+            "prompt": make_prompt(length),
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": stream,
+            "cache_salt": f"salt {next(self._salts)}",
+        }
+
+    async def expected(self, length: int) -> Outcome:
+        """What d0 alone makes of the prompt of this length, with nothing going wrong."""
+        if length not in self._expected:
+            self._expected[length] = await Call(self.d0.url, self.body(length)).outcome()
+            assert self._expected[length].error is None
+        return self._expected[length]
+
+    def call(
+        self, length: int, route: str, *, stream: bool = False, num_tokens: int = NUM_TOKENS, url: str = ""
+    ) -> Call:
+        """A request to `url`, by default that of `router`."""
+        return Call(url or self.router.url, self.body(length, num_tokens=num_tokens, stream=stream), route)
+
+    async def check_transfer(self, length: int, route: str = "p-first") -> None:
+        """A request through the router is right, and its KV came from p0 to d0."""
+        before = await self.d0.metric("pd_kv_transfer_bytes_total")
+        outcome = await self.call(length, route).outcome()
+        outcome.check(await self.expected(length))
+        assert (outcome.headers["x-pd-prefill"], outcome.headers["x-pd-decode"]) == ("p0", "d0")
+        assert await self.d0.metric("pd_kv_transfer_bytes_total") > before
+
+    async def check_clean(self, *members: Member) -> float:
+        """Wait until no node of `members` (default: all) has anything left. Returns the seconds that took."""
+        return max(await asyncio.gather(*(wait_clean(member) for member in members or self.nodes.values())))
+
+    async def restore(self) -> None:
+        """Start what is dead, so that the next test finds the cluster whole. A test's own end comes first."""
+        for node in self.nodes.values():
+            if node.is_running:
+                node.go_on()
+        await asyncio.to_thread(start, [node for node in self.nodes.values() if not node.is_running])
+        for node in (self.p0, self.d0):
+            await self.router.wait_healthy(node)
+
+
+def start(members: Sequence[Member]) -> None:
+    """All at once; they are ready when this returns."""
+    for member in members:
+        member.begin()
+    for member in members:
+        member.wait_ready()
+
+
+async def wait_clean(member: Member) -> float:
+    """Until `member` is idle and holds nothing. Returns the seconds that took."""
+    found: dict[str, float] = {}
+
+    async def is_clean() -> bool:
+        found.clear()
+        found.update(await member.held())
+        return not found
+
+    return await until(is_clean, f"{member.name} holds nothing", CLEAN_DEADLINE_S, lambda: str(found))
+
+
+async def until(
+    probe: Callable[[], Awaitable[bool]],
+    what: str,
+    deadline_s: float = PHASE_DEADLINE_S,
+    explain: Callable[[], str] = str,
+) -> float:
+    """Poll until `probe` is true. Returns the seconds that took; AssertionError after the deadline."""
+    started_s = time.monotonic()
+    while not await probe():
+        assert time.monotonic() < started_s + deadline_s, f"not within {deadline_s:g} s: {what}; {explain()}"
+        await asyncio.sleep(POLL_S)
+    return time.monotonic() - started_s
+
+
+async def fetch(url: str) -> httpx.Response:
+    """GET. Asserts that it is a 200."""
+    async with httpx.AsyncClient(timeout=CONNECT_DEADLINE_S, trust_env=False) as client:
+        response = await client.get(url)
+    assert response.status_code == 200, response.text
+    return response
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Prometheus' text format."""
+    samples = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
+    return {name: float(value) for name, value in samples}
+
+
+def make_prompt(length: int) -> list[int]:
+    """Any tokens, the same ones for the same length."""
+    rng = random.Random(length)
+    return [rng.choice(VOCABULARY) for _ in range(length)]

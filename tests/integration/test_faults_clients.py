@@ -1,0 +1,180 @@
+"""Clients that leave in every phase of a request, and routers that end under load: nobody works for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.cluster import Launcher
+from tests.integration.fault_cluster import BROKEN, Call, FaultCluster, RouterMember, fetch, parse_metrics, until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.timeout(300)]
+logger = logging.getLogger(__name__)
+
+SHORT, LONG = 200, 3000  # prompt tokens; p0 computes the long one for seconds
+ENDLESS = 2500  # tokens; seconds of decoding
+P_FIRST, D_FIRST = "p-first", "d-first"
+ROUTES = (P_FIRST, D_FIRST)
+NUM_STREAMS = 6
+
+
+class Phase(StrEnum):
+    """Where a request is when its client leaves."""
+
+    QUEUE = "queue"  # P computes another one first
+    PREFILL = "prefill"  # P computes
+    LOAD = "load"  # D reads, while P computes on
+    DECODE = "decode"  # D generates
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[FaultCluster]:
+    with Launcher() as launcher:
+        cluster = FaultCluster(launcher, "p0", "d0")
+        yield cluster
+        cluster.stop()
+
+
+@pytest.fixture
+async def cluster(nodes: FaultCluster) -> AsyncIterator[FaultCluster]:
+    """The cluster, its router running. All of it is clean when the test is over."""
+    yield nodes
+    if nodes.router.process.returncode is not None:
+        nodes.router.start_again()
+    await nodes.check_clean()
+
+
+async def in_phase(cluster: FaultCluster, phase: Phase, call: Call) -> None:
+    """Wait until `call`, the only request but for one that it may queue behind, is there."""
+    p0, d0 = cluster.p0, cluster.d0
+
+    async def queues() -> bool:
+        return await p0.metric("pd_num_waiting") > 0
+
+    if phase is Phase.DECODE:
+        await until(d0.is_busy, "d0 generates")
+    else:
+        probe = {Phase.QUEUE: queues, Phase.PREFILL: p0.is_busy, Phase.LOAD: d0.is_reading}[phase]
+        await until(probe, f"the request is in {phase}")
+    assert not call.done
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("phase", Phase)
+async def test_client_leaves(phase: Phase, route: str, stream: bool, cluster: FaultCluster) -> None:
+    calls = []
+    if phase is Phase.QUEUE:
+        calls.append(cluster.call(LONG, route))
+        await until(cluster.p0.is_busy, "p0 computes the first one")
+    if phase is Phase.DECODE:
+        calls.append(cluster.call(SHORT, route, stream=stream, num_tokens=ENDLESS))
+    else:
+        calls.append(cluster.call(LONG, route, stream=stream))
+    await in_phase(cluster, phase, calls[-1])
+    if phase is Phase.DECODE and stream:
+        await calls[-1].has_text.wait()
+    computed = await cluster.p0.metric("pd_engine_step_tokens_total")
+    for call in reversed(calls):
+        await call.leave()
+    clean_s = await cluster.check_clean()
+    logger.info("%s, %s: clean %.2f s after the client left", phase, route, clean_s)
+    if phase is not Phase.DECODE:
+        assert await cluster.p0.metric("pd_engine_step_tokens_total") - computed < LONG, "the prefill was broken off"
+    assert await cluster.d0.metric('pd_requests_total{endpoint="completions",outcome="disconnected"}') > 0
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_after_all_that_left(route: str, cluster: FaultCluster) -> None:
+    await cluster.check_transfer(SHORT, route)
+
+
+async def under_load(cluster: FaultCluster, num_tokens: int) -> list[Call]:
+    """Streams that have begun, by both orders, and a long prompt under way."""
+    calls = [cluster.call(SHORT, ROUTES[index % 2], stream=True, num_tokens=num_tokens) for index in range(NUM_STREAMS)]
+    await asyncio.gather(*(call.has_text.wait() for call in calls))
+    calls.append(cluster.call(LONG, P_FIRST))
+    await until(cluster.d0.is_reading, "d0 reads the long one")
+    assert not any(call.done for call in calls)
+    return calls
+
+
+async def test_router_killed_under_load(cluster: FaultCluster) -> None:
+    """Its requests are gone, and nobody works for them; its successor needs nothing that it knew."""
+    calls = await under_load(cluster, ENDLESS)
+    await asyncio.to_thread(cluster.router.process.stop, signal.SIGKILL)
+    for outcome in await asyncio.gather(*(call.outcome() for call in calls)):
+        assert outcome.error is not None
+        assert outcome.error["code"] == BROKEN
+    logger.info("clean %.2f s after the router was killed", await cluster.check_clean())
+    await asyncio.to_thread(cluster.router.start_again)
+    for route in ROUTES:
+        await cluster.check_transfer(SHORT, route)
+
+
+async def test_router_restarted_under_load(cluster: FaultCluster) -> None:
+    """Told to stop, it sees through what it has."""
+    calls = await under_load(cluster, 400)
+    expected = await cluster.expected(LONG)
+    stopping = asyncio.create_task(asyncio.to_thread(cluster.router.process.stop))
+    *streams, long = await asyncio.gather(*(call.outcome() for call in calls))
+    long.check(expected)
+    for one in streams:
+        assert (one.status, one.error, one.finish_reason) == (200, None, "length")
+    assert len({one.text for one in streams}) == 1
+    assert await stopping == 0
+    await asyncio.to_thread(cluster.router.start_again)
+    await cluster.check_transfer(SHORT, P_FIRST)
+
+
+async def test_router_without_prefill_nodes(cluster: FaultCluster) -> None:
+    router = cluster.new_router([], ["d0"])
+    for route in ("", *ROUTES):
+        outcome = await cluster.call(SHORT, route, url=router.url).outcome()
+        outcome.check(await cluster.expected(SHORT))
+        assert outcome.headers["x-pd-route"] == "direct; reason=no-prefill-node"
+        assert (outcome.headers["x-pd-prefill"], outcome.headers["x-pd-decode"]) == ("d0", "d0")
+    assert await cluster.p0.metric("pd_num_running") == 0
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_router_without_decode_nodes(stream: bool, cluster: FaultCluster) -> None:
+    """Prefill nodes do not generate. P is not even asked."""
+    admitted = await cluster.p0.metric("pd_prompt_tokens_total")
+    router = RouterMember(cluster.launcher, [cluster.p0], [], "--decode=http://127.0.0.1:1")
+    for route in ROUTES:
+        outcome = await cluster.call(SHORT, route, stream=stream, url=router.url).outcome()
+        assert outcome.error is not None
+        assert (outcome.status, outcome.error["code"], outcome.text) == (503, "no_healthy_node", "")
+    assert await cluster.p0.metric("pd_prompt_tokens_total") == admitted
+
+
+async def test_the_router_counts_who_left(cluster: FaultCluster) -> None:
+    call = cluster.call(LONG, P_FIRST)
+    await until(cluster.d0.is_reading, "d0 reads")
+    name = 'pd_router_client_disconnects_total{phase="decode"}'
+
+    async def count() -> float:
+        return parse_metrics((await fetch(f"{cluster.router.url}/metrics")).text).get(name, 0.0)
+
+    before = await count()
+    await call.leave()
+
+    async def is_counted() -> bool:
+        return await count() == before + 1
+
+    await until(is_counted, "the router counts it")
+    assert await count() == before + 1

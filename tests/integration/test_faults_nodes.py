@@ -1,0 +1,236 @@
+"""Nodes that are killed, stopped and started again while a request's KV is on its way between them.
+
+Every request ends: right, token for token, or with an error that says why, within the configured deadlines. Nobody who
+lives keeps a block. What comes afterwards is served. Times are logged: `pytest -o log_cli=true --log-cli-level=INFO`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.cluster import Launcher
+from tests.integration.fault_cluster import (
+    LEASE_TTL_S,
+    LOAD_DEADLINE_S,
+    SLACK_S,
+    Call,
+    FaultCluster,
+    Member,
+    Outcome,
+    Part,
+    until,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.timeout(300)]
+logger = logging.getLogger(__name__)
+
+SHORT, LONG = 200, 3000  # prompt tokens; p0 computes the long one for seconds
+P_FIRST, D_FIRST = "p-first", "d-first"
+DETECT_S = 3.0  # who is killed is missed sooner than who is silent
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[FaultCluster]:
+    with Launcher() as launcher:
+        cluster = FaultCluster(launcher, "p0", "p1", "d0", "strict")
+        yield cluster
+        cluster.stop()
+
+
+@pytest.fixture
+async def cluster(nodes: FaultCluster) -> AsyncIterator[FaultCluster]:
+    """The whole cluster, whatever the test before has left of it. All of it is clean again when the test is over."""
+    await nodes.restore()
+    yield nodes
+    await nodes.restore()
+    await nodes.check_clean()
+
+
+async def reading(cluster: FaultCluster, by: str, url: str = "", route: str = P_FIRST, *, stream: bool = False) -> Call:
+    """A request with a long prompt, whose first blocks node `by` is reading while p0 computes the others."""
+    call = cluster.call(LONG, route, stream=stream, url=url)
+    await until(cluster.nodes[by].is_reading, f"{by} reads")
+    assert not call.done
+    assert await cluster.p0.is_busy()
+    return call
+
+
+async def wait_fallback(node: Member, before: float, deadline_s: float, what: str) -> None:
+    """Until `node` has counted another failed load."""
+
+    async def has_failed() -> bool:
+        return await failed_loads(node) > before
+
+    logger.info("%s: noticed after %.2f s of %.1f s", what, await until(has_failed, what, deadline_s), deadline_s)
+
+
+async def failed_loads(node: Member) -> float:
+    told = await node.metrics()
+    return sum(value for name, value in told.items() if name.startswith("pd_loads_failed_total"))
+
+
+@pytest.mark.parametrize(
+    ("part", "route", "stream"), [(Part.ENGINE, P_FIRST, True), (Part.API, D_FIRST, False)], ids=["engine", "api"]
+)
+async def test_p_killed_while_d_reads(part: Part, route: str, stream: bool, cluster: FaultCluster) -> None:
+    """D computes the prompt by itself. P comes back under its old address and is read again."""
+    long, short = await cluster.expected(LONG), await cluster.expected(SHORT)
+    failed = await failed_loads(cluster.d0)
+    call = await reading(cluster, "d0", route=route, stream=stream)
+    await asyncio.gather(
+        cluster.p0.kill(part), wait_fallback(cluster.d0, failed, DETECT_S + SLACK_S, f"{part} of p0 killed")
+    )
+    outcome = await call.outcome()
+    outcome.check(long)
+    assert outcome.headers["x-pd-prefill"] == "d0"
+    logger.info("answered after %.2f s, d0 clean after %.2f s", outcome.seconds, await cluster.check_clean(cluster.d0))
+
+    await cluster.router.wait_healthy(cluster.p0, False)
+    alone = await cluster.call(SHORT, route).outcome()
+    alone.check(short)
+    assert alone.headers["x-pd-route"] == "direct; reason=no-prefill-node"
+
+    await cluster.restore()
+    await cluster.check_transfer(SHORT, route)
+    await cluster.check_clean()
+
+
+@pytest.mark.parametrize(("part", "route"), [(Part.API, P_FIRST), (Part.ENGINE, D_FIRST)])
+async def test_p_killed_another_p_lives(part: Part, route: str, cluster: FaultCluster) -> None:
+    """D asks the next prefill node that it was offered."""
+    long = await cluster.expected(LONG)
+    router = cluster.new_router(["p0", "p1"], ["d0"])
+    call = await reading(cluster, "d0", router.url, route)
+    moved = await cluster.d0.metric("pd_kv_transfer_bytes_total")
+    await cluster.p0.kill(part)
+    outcome = await call.outcome()
+    outcome.check(long)
+    assert (outcome.headers["x-pd-prefill"], outcome.headers["x-pd-decode"]) == ("p1", "d0")
+    assert await cluster.d0.metric("pd_kv_transfer_bytes_total") > moved
+    logger.info("answered after %.2f s by p1 and d0", outcome.seconds)
+    await cluster.check_clean(cluster.d0, cluster.nodes["p1"])
+
+
+async def test_p_killed_and_d_may_not_prefill(cluster: FaultCluster) -> None:
+    """The client hears why, with a status: nothing was streamed yet."""
+    strict = cluster.nodes["strict"]
+    router = cluster.new_router(["p0"], ["strict"])
+    call = await reading(cluster, "strict", router.url, stream=True)
+    killed_s = time.monotonic()
+    await cluster.p0.kill(Part.ENGINE)
+    outcome = await call.outcome()
+    logger.info("an error after %.2f s: %s", time.monotonic() - killed_s, outcome.error)
+    assert time.monotonic() - killed_s < DETECT_S + SLACK_S
+    check_error(outcome, 502, "prefill_unavailable")
+    await cluster.check_clean(strict)
+    alone = await cluster.call(SHORT, P_FIRST, url=strict.url).outcome()
+    alone.check(await cluster.expected(SHORT))
+
+
+@pytest.mark.parametrize("route", [P_FIRST, D_FIRST])
+async def test_p_stopped_while_d_reads(route: str, cluster: FaultCluster) -> None:
+    """Silence is no death: D waits for it to pass, but not beyond its deadline. What P does later harms nobody."""
+    long, short = await cluster.expected(LONG), await cluster.expected(SHORT)
+    failed = await failed_loads(cluster.d0)
+    call = await reading(cluster, "d0", route=route)
+    cluster.p0.stop()
+    await wait_fallback(cluster.d0, failed, LOAD_DEADLINE_S + SLACK_S, "p0 stopped")
+    outcome = await call.outcome()
+    outcome.check(long)
+    assert outcome.headers["x-pd-prefill"] == "d0"
+    await cluster.check_clean(cluster.d0)
+    await cluster.router.wait_healthy(cluster.p0, False)
+    alone = await cluster.call(SHORT, route).outcome()
+    alone.check(short)
+
+    cluster.p0.go_on()
+    await cluster.router.wait_healthy(cluster.p0)
+    logger.info(
+        "answered after %.2f s; all clean %.2f s after p0 went on", outcome.seconds, await cluster.check_clean()
+    )
+    await cluster.check_transfer(SHORT, route)
+
+
+@pytest.mark.parametrize("route", [P_FIRST, D_FIRST])
+async def test_d_stopped_while_it_reads(route: str, cluster: FaultCluster) -> None:
+    """P's lease runs out, and its blocks go to others; D, going on, believes nothing that it has read."""
+    long = await cluster.expected(LONG)
+    call = await reading(cluster, "d0", route=route)
+    cluster.d0.stop()
+    clean_s = await cluster.check_clean(cluster.p0)
+    logger.info("p0 clean %.2f s after its reader was stopped, with a ttl of %.1f s", clean_s, LEASE_TTL_S)
+    other = await cluster.call(LONG + 1, "", num_tokens=1, url=cluster.p0.url).outcome()
+    assert other.error is None, "it overwrites what p0 has freed"
+    cluster.d0.go_on()
+    outcome = await call.outcome()
+    outcome.check(long)
+    assert outcome.headers["x-pd-prefill"] == "d0"
+    await cluster.check_clean()
+    await cluster.check_transfer(SHORT, route)
+
+
+@pytest.mark.parametrize("part", Part)
+async def test_d_killed_while_it_reads(part: Part, cluster: FaultCluster) -> None:
+    """No other decode node is there: the client hears that at once, and P lets go."""
+    route = P_FIRST if part is Part.ENGINE else D_FIRST
+    call = await reading(cluster, "d0", route=route, stream=part is Part.API)
+    killed_s = time.monotonic()
+    await cluster.d0.kill(part)
+    outcome = await call.outcome()
+    assert outcome.seconds < time.monotonic() - killed_s + LOAD_DEADLINE_S
+    check_error(outcome, *((503, "engine_unavailable") if part is Part.ENGINE else (502, "node_failed")))
+    logger.info("%s; p0 clean after %.2f s", outcome.error, await cluster.check_clean(cluster.p0))
+
+    await cluster.router.wait_healthy(cluster.d0, False)
+    check_error(await cluster.call(SHORT, route).outcome(), 503, "no_healthy_node")
+    await cluster.restore()
+    await cluster.check_transfer(SHORT, route)
+    await cluster.check_clean()
+
+
+@pytest.mark.parametrize(("part", "route"), [(Part.API, P_FIRST), (Part.ENGINE, D_FIRST)])
+async def test_d_killed_another_d_lives(part: Part, route: str, cluster: FaultCluster) -> None:
+    """It takes the request over: P-first with the same ticket, while P goes on computing."""
+    long = await cluster.expected(LONG)
+    router = cluster.new_router(["p0"], ["d0", "strict"])
+    call = await reading(cluster, "d0", router.url, route)
+    await cluster.d0.kill(part)
+    outcome = await call.outcome()
+    outcome.check(long)
+    assert (outcome.headers["x-pd-prefill"], outcome.headers["x-pd-decode"]) == ("p0", "strict")
+    logger.info("answered after %.2f s by p0 and strict", outcome.seconds)
+    await cluster.check_clean(cluster.p0, cluster.nodes["strict"])
+
+
+async def test_d_killed_in_the_middle_of_a_stream(cluster: FaultCluster) -> None:
+    """What the client has cannot be taken back; it is told that more will not come."""
+    call = cluster.call(SHORT, P_FIRST, stream=True, num_tokens=3000)
+    await call.has_text.wait()
+    await cluster.d0.kill(Part.API)
+    outcome = await call.outcome()
+    assert outcome.status == 200
+    assert outcome.text
+    assert outcome.finish_reason is None
+    assert outcome.error is not None
+    assert outcome.error["code"] == "stream_interrupted"
+    await cluster.check_clean(cluster.p0)
+
+
+def check_error(outcome: Outcome, status: int, code: str) -> None:
+    """Asserts that it is an error of OpenAI's shape that says something, and no answer."""
+    assert outcome.error is not None
+    assert (outcome.status, outcome.error["code"], outcome.text) == (status, code, "")
+    assert outcome.error["message"]
