@@ -53,11 +53,16 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """What one step may hold."""
+    """What one step may hold, and how steps follow each other."""
 
     max_num_seqs: int = setting(64, "Sequences that run at once.")
     max_num_batched_tokens: int = setting(2048, "Token budget of one step; longer prompts are cut into chunks.")
     max_waiting: int = setting(1024, "Requests that may queue before new ones get 503.")
+    async_scheduling: str = setting(
+        "auto", "Plan and launch a step while the one before it runs. auto: on GPUs.", choices=("auto", "on", "off")
+    )
+    cuda_graphs: bool = setting(True, "On GPUs, replay decode steps as captured graphs.")
+    max_graph_batch: int = setting(256, "Largest decode batch that is captured as a graph (at most max_num_seqs).")
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1 or self.max_num_batched_tokens < self.max_num_seqs:
@@ -65,6 +70,13 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}), and that at least 1"
             )
+        if self.max_graph_batch < 1:
+            raise StartupError(f"max_graph_batch is {self.max_graph_batch}; --no-cuda-graphs turns graphs off")
+
+    def depth_on(self, device: str) -> int:
+        """How many steps may be under way at once on this device ("cpu", "cuda:0", ...)."""
+        overlap = device != "cpu" if self.async_scheduling == "auto" else self.async_scheduling == "on"
+        return 2 if overlap else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

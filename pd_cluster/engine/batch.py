@@ -58,7 +58,7 @@ class Batch:
     chunks: tuple[SequenceChunk, ...] = ()  # decodes first, then prefill chunks
     departures: tuple[int, ...] = ()  # seq_ids whose rows end (finished or preempted); applied before starts
     copies: BlockCopies = field(default_factory=BlockCopies)
-    loads: tuple[LoadSpec, ...] = ()  # for recv_before
+    loads: tuple[LoadSpec, ...] = ()  # for recv_before, once every step before this one has retired
     publishes: tuple[PublishSpec, ...] = ()  # for send_after, once the step has retired
 
     @property
@@ -66,10 +66,15 @@ class Batch:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
     @property
+    def moves_worker(self) -> bool:
+        """Whether the worker has anything to do. A start comes with its first chunk."""
+        copies = self.copies
+        return bool(self.chunks or self.departures or copies.swap_out or copies.swap_in or copies.copy_on_write)
+
+    @property
     def is_empty(self) -> bool:
         """Nothing to do: whoever waits, waits for memory that a lease, a load or a quarantine holds."""
-        copies = self.copies.swap_out or self.copies.swap_in or self.copies.copy_on_write
-        return not (self.chunks or self.departures or self.loads or copies)
+        return not (self.moves_worker or self.loads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,11 @@
 
 One turn, in this order, so that nothing is decided on old news:
 
-    messages from the API process  ->  connector events  ->  reserve blocks for loads  ->  schedule
-    ->  recv_before  ->  the step  ->  send_after  ->  update  ->  tokens, finished leases, statistics out
+    messages from the API process  ->  connector events  ->  reserve blocks for loads  ->  schedule  ->  launch
+    ->  retire the oldest step  ->  update  ->  tokens, finished leases, statistics out
 
+On a GPU the step that is launched is the one after the step that is retired (`pipeline`), so that all of the above runs
+while the device computes. A sequence that ends is then in one more step; what that samples is dropped.
 Everything here runs on one thread. With nothing to do it sleeps on the mailbox, which messages and events wake.
 """
 
@@ -28,6 +30,7 @@ from pd_cluster.engine.messages import (
     UseTicket,
     Work,
 )
+from pd_cluster.engine.pipeline import Pipeline
 from pd_cluster.engine.scheduler import Scheduler, Update
 from pd_cluster.errors import PdError
 
@@ -35,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.config import NodeConfig
-    from pd_cluster.engine.batch import Batch
     from pd_cluster.engine.mailbox import Mailbox
     from pd_cluster.engine.sequence import Request
     from pd_cluster.worker.executor import Executor
@@ -58,7 +60,7 @@ class EngineCore:
         mailbox: Mailbox,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._executor = executor
+        self._model = executor.model
         self._connector = connector
         self._mailbox = mailbox
         self._clock = clock
@@ -77,6 +79,7 @@ class EngineCore:
             on_preempt=self._handoffs.on_preempt,
             clock=clock,
         )
+        self._pipeline = Pipeline(executor, connector, config.scheduler.depth_on(executor.model.device), clock)
         self._requests: dict[str, Request] = {}
         self._random = random.SystemRandom()
         self._stopping = False
@@ -84,7 +87,6 @@ class EngineCore:
         self._stats_sent_at = -STATS_EVERY_S
         self._num_steps = 0
         self._num_tokens = 0
-        self._step_s = 0.0
         connector.set_waker(mailbox.wake)
 
     def stop(self) -> None:
@@ -98,34 +100,35 @@ class EngineCore:
             if not self.turn():
                 self._settle()
                 self._mailbox.wait(IDLE_WAIT_S)
+        while len(self._pipeline):
+            self._retire()
         logger.info("stopping with %d requests", len(self._requests))
 
     def turn(self) -> bool:
         """One turn. False when there was nothing to compute: only a message or an event can change that."""
-        scheduler, connector = self._scheduler, self._connector
+        scheduler, pipeline = self._scheduler, self._pipeline
         for message in self._mailbox.receive():
             self._take(message)
         self._handoffs.take_events(scheduler)
         self._handoffs.reserve(scheduler)
-        if not scheduler.has_work:
+        launched = scheduler.has_work and pipeline.launch(scheduler.schedule())
+        if pipeline.is_full or (len(pipeline) and not launched):
+            self._retire()
+        elif not launched:
             return False
-        batch = scheduler.schedule()
-        connector.recv_before(batch.loads)
-        if _is_empty(batch):
-            return False
-        started = self._clock()
-        result = self._executor.execute(batch)
-        self._step_s += self._clock() - started
-        self._num_steps += 1
-        self._num_tokens += batch.num_tokens
-        connector.send_after(batch.publishes)
-        for update in scheduler.update(batch, result):
-            if update.request.work is Work.PREFILL:
-                self._handoffs.finish_lease(update)
-            self._report(update)
         if self._clock() - self._stats_sent_at >= STATS_EVERY_S:
             self._send_stats()
         return True
+
+    def _retire(self) -> None:
+        """The oldest step's result, to whom it concerns."""
+        batch, result = self._pipeline.retire()
+        self._num_steps += 1
+        self._num_tokens += batch.num_tokens
+        for update in self._scheduler.update(batch, result):
+            if update.request.work is Work.PREFILL:
+                self._handoffs.finish_lease(update)
+            self._report(update)
 
     # messages
 
@@ -145,7 +148,7 @@ class EngineCore:
     def _add(self, message: AddRequest) -> None:
         try:
             seed = self._random.getrandbits(63)
-            request = admit(message, self._handoffs, self._scheduler, seed, self._executor.model.vocab_size)
+            request = admit(message, self._handoffs, self._scheduler, seed, self._model.vocab_size)
         except PdError as error:
             self._mailbox.send(refusal(message, error))
         else:
@@ -192,7 +195,7 @@ class EngineCore:
         counters = {
             "engine_steps_total": float(self._num_steps),
             "engine_step_tokens_total": float(self._num_tokens),
-            "engine_step_seconds_total": self._step_s,
+            "engine_step_seconds_total": self._pipeline.busy_s,
             **scheduler.counters,
             **self._handoffs.counters,
         }
@@ -211,10 +214,3 @@ class EngineCore:
         if stats != self._stats:
             self._stats = stats
             self._mailbox.send(stats)
-
-
-def _is_empty(batch: Batch) -> bool:
-    copies = batch.copies
-    return not (
-        batch.chunks or batch.starts or batch.departures or copies.swap_out or copies.swap_in or copies.copy_on_write
-    )

@@ -2,7 +2,9 @@
 
     add ───────────────────────────────► waiting ──► running ──► finished
     park ──► reserve ──► admit_loaded ──► loaded ──►    │ ▲           (a PREFILL's blocks: held until end_lease)
-      └──────── fall_back_to_local ──────► waiting ◄────┘ preempted or swapped
+    │  ▲ └► reserve a prefix ─┐                         │ │
+    │  └──── admit_prefix ────┘                         │ │
+    └──────── fall_back_to_local ────────► waiting ◄────┘ preempted or swapped
 
 `schedule` decides a step and `update` takes its result; another step may be scheduled in between. Every method is safe
 to call on a request that has finished. A request is finished by exactly one Update with `finished` true, whether that
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from pd_cluster.config import SchedulerConfig
     from pd_cluster.engine.batch import Batch, StepResult
     from pd_cluster.engine.block_manager import BlockManager
+    from pd_connectors.base import CachedBlock
     from pd_connectors.protocol.messages import SampledToken
 
 __all__ = ["Scheduler", "Update"]
@@ -55,6 +58,7 @@ class Scheduler:
         self._clock = clock
         self._planner = Planner(config, blocks, on_preempt, clock)
         self._life = Lifecycle(self._planner, blocks, clock, eos_token_ids, max_model_len)
+        self._news: list[CachedBlock] = []
 
     # gauges
 
@@ -122,15 +126,18 @@ class Scheduler:
         self._planner.waiting.add(request.sequences[0])
 
     def park(self, request: Request) -> int:
-        """Keep a TAKE_OVER request until its KV comes. Raises Overloaded.
-
-        Returns how many of its prompt's tokens this engine's cache holds. They are pinned; when memory runs short
-        before `reserve`, the pin is given up and `reserve` takes what is left.
-        """
+        """Keep a request until its KV comes, from another node or from a pool. Raises Overloaded. Returns `pin`'s."""
         self._begin(request)
         request.sequences[0].status = SequenceStatus.WAITING_FOR_REMOTE_KV
         request.table = self._blocks.open_table()
         self._planner.parked.add(request)
+        return self.pin(request)
+
+    def pin(self, request: Request) -> int:
+        """How many of a parked prompt's tokens this engine's cache holds.
+
+        They are pinned; when memory runs short before `reserve`, the pin is given up and `reserve` takes what is left.
+        """
         return self._pin(request) * self._blocks.block_size
 
     def _begin(self, request: Request) -> None:
@@ -148,8 +155,21 @@ class Scheduler:
 
     # remote KV
 
-    def reserve(self, request: Request) -> LoadSpec | None:
-        """Blocks for what the cache lacks of a parked prompt, for the load `request.load_id`.
+    def missing(self, request: Request) -> tuple[list[bytes], int]:
+        """What a pool may be asked for: the hashes of a parked prompt's whole blocks, and how many of them are here.
+
+        Without the block of its last token, which somebody must compute for the logits. ([], 0): ask for nothing.
+        """
+        size = self._blocks.block_size
+        num_whole = (len(request.prompt_token_ids) - 1) // size
+        num_here = self._pin(request)
+        if num_here >= num_whole or not self._blocks.prefix_caching:
+            return [], 0
+        return request.sequences[0].hash_blocks(num_whole, size)[:], num_here
+
+    def reserve(self, request: Request, prefix: int | None = None) -> LoadSpec | None:
+        """Blocks for what the cache lacks of a parked prompt, or of its first `prefix` tokens (whole blocks), for the
+        load `request.load_id`.
 
         The LoadSpec is part of the next Batch. None: memory is short, or somebody of better rank waits for it; ask
         again after the next step. Until then nobody of worse rank is given memory, so a request must not be forgotten
@@ -160,20 +180,37 @@ class Scheduler:
             return None
         assert request.load_id is not None
         assert table is not None
-        num_tokens = len(request.prompt_token_ids)
+        num_tokens = len(request.prompt_token_ids) if prefix is None else prefix
         first_block = self._pin(request)
-        num_new = self._blocks.blocks_for(num_tokens) - first_block
+        num_new = max(0, self._blocks.blocks_for(num_tokens) - first_block)
         planner.reserving.discard(request)
         if not planner.may_reserve(request) or not planner.make_room(num_new, request):
             planner.reserving.add(request)
             return None
         self._blocks.grow(table, first_block * self._blocks.block_size, num_tokens)
         request.kv = KvArrival.WRITING
-        request.marks.reserved_s = self._clock()
+        if prefix is None:
+            request.marks.reserved_s = self._clock()
         request.sequences[0].num_cached_tokens = first_block * self._blocks.block_size
         load = LoadSpec(request.load_id, first_block, tuple(table.ids[first_block:]), num_tokens)
         planner.loads.append(load)
         return load
+
+    def admit_prefix(self, request: Request, num_tokens: int) -> None:
+        """The load of a prefix is over: its first `num_tokens` are here and cached, the rest of its blocks are free.
+
+        The request stays parked. Harmless when nothing was reserved.
+        """
+        self._planner.reserving.discard(request)
+        if request not in self._planner.parked or request.kv is not KvArrival.WRITING:
+            return
+        assert request.table is not None
+        lead, size = request.sequences[0], self._blocks.block_size
+        request.kv = KvArrival.ABSENT
+        num_blocks = max(lead.num_cached_tokens, num_tokens) // size
+        self._blocks.truncate(request.table, num_blocks)
+        self._blocks.publish(request.table, lead.hash_blocks(num_blocks, size))
+        lead.num_cached_tokens = 0  # counted when it is scheduled, or loaded
 
     def drop_load(self, request: Request) -> None:
         """The load failed. Its blocks are quarantined until `drain(load_id)`; the request stays parked."""
@@ -251,7 +288,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Decide the next step. May be called while the step before it runs; results come back in order.
 
-        A batch with `loads` is started only when every step before it has retired: transfers are not ordered with them.
+        A batch's `loads` are started only when every step before it has retired: transfers are not ordered with them.
         """
         return self._planner.plan()
 
@@ -294,7 +331,13 @@ class Scheduler:
     def _publish(self, seq: Sequence) -> None:
         assert seq.table is not None
         size = self._blocks.block_size
-        self._blocks.publish(seq.table, seq.hash_blocks(seq.num_computed_tokens // size, size))
+        self._news += self._blocks.publish(seq.table, seq.hash_blocks(seq.num_computed_tokens // size, size))
+
+    def take_news(self) -> list[CachedBlock]:
+        """Blocks that steps have computed and the cache did not know, since the last call. What they hold is certain
+        only until the next `schedule` or `reserve`."""
+        news, self._news = self._news, []
+        return news
 
     # ends
 

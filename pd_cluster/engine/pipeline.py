@@ -1,0 +1,80 @@
+"""Steps on their way through the device, in order.
+
+    depth 1   launch n, wait for n                      nothing overlaps: a CPU that computes has no time to plan
+    depth 2   launch n + 1, then wait for n             the device never waits for the host between two steps
+
+What a step touches, and who is told when:
+
+    loads of step n       `recv_before` once every step before n has retired; n itself writes none of their blocks
+    publishes of step n   `send_after` once n has retired
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_cluster.engine.batch import Batch, StepResult
+    from pd_cluster.worker.executor import Executor
+    from pd_cluster.worker.model_runner import PendingStep
+    from pd_connectors.base import LoadSpec, WorkerHalf
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was launched and has not retired."""
+
+    batch: Batch
+    pending: PendingStep
+    launched_s: float
+    loads_behind: list[LoadSpec] = field(default_factory=list)  # they start when this step has retired
+
+
+class Pipeline:
+    """Launches steps and retires them, oldest first. `depth`: how many may be under way while the host waits."""
+
+    def __init__(self, executor: Executor, connector: WorkerHalf, depth: int, clock: Callable[[], float]) -> None:
+        assert depth >= 1
+        self.depth = depth
+        self.busy_s = 0.0  # total time with at least one step under way
+        self._executor = executor
+        self._connector = connector
+        self._clock = clock
+        self._flights: deque[Flight] = deque()
+        self._retired_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the oldest step should be retired before another is planned."""
+        return len(self._flights) >= self.depth
+
+    def launch(self, batch: Batch) -> bool:
+        """Start a batch, or as much of it as there is. False when it holds nothing for the worker."""
+        if self._flights:
+            self._flights[-1].loads_behind.extend(batch.loads)
+        else:
+            self._connector.recv_before(batch.loads)
+        if not batch.moves_worker:
+            return False
+        started_s = self._clock()
+        self._flights.append(Flight(batch, self._executor.launch(batch), started_s))
+        return True
+
+    def retire(self) -> tuple[Batch, StepResult]:
+        """Wait for the oldest step, and let others read and write what it leaves behind."""
+        flight = self._flights.popleft()
+        result = flight.pending.result()
+        now_s = self._clock()
+        self.busy_s += now_s - max(flight.launched_s, self._retired_s)
+        self._retired_s = now_s
+        if flight.loads_behind:
+            self._connector.recv_before(flight.loads_behind)
+        self._connector.send_after(flight.batch.publishes)
+        return flight.batch, result

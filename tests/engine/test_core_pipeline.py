@@ -1,0 +1,293 @@
+"""The engine core with the real worker on CPU: steps that overlap give the tokens of steps that do not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+import pd_cluster
+from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
+from pd_cluster.engine.core import EngineCore
+from pd_cluster.engine.messages import (
+    Abort,
+    AddRequest,
+    EngineStats,
+    FinishReason,
+    FromEngine,
+    NeedsPrefill,
+    PrefillLocally,
+    ReleaseLease,
+    RequestFailed,
+    TicketOpened,
+    ToEngine,
+    TokensOut,
+    Work,
+)
+from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.worker.executor import Executor
+from pd_connectors.base import Connector, ConnectorContext
+from pd_connectors.registry import create_connector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pd_cluster.engine.mailbox import Mailbox
+
+DEADLINE_S = 60.0
+CONFIG = NodeConfig(
+    model=ModelConfig(
+        model=str(Path(pd_cluster.__file__).parent / "demo_model"), device="cpu", dtype="float32", num_threads=1
+    ),
+    cache=CacheConfig(num_blocks=14, block_size=16, swap_gb=0.002),
+    scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48),
+    handoff=HandoffConfig(connector="loopback"),
+)
+PROMPTS = tuple([(7 * i + j * j) % 200 + 5 for j in range(length)] for i, length in enumerate((60, 3, 33, 17, 80, 16)))
+SAMPLINGS = (
+    SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=50, temperature=0.8, seed=5),
+    SamplingParams(max_tokens=30, temperature=1.0, seed=6, n=3, top_k=20),
+    SamplingParams(max_tokens=45, temperature=1.2, seed=7, frequency_penalty=0.5, logprobs=2, ignore_eos=True),
+    SamplingParams(max_tokens=50, temperature=0.0, min_tokens=20),
+    SamplingParams(max_tokens=1, temperature=0.0),
+)
+
+
+@dataclass
+class FakeMailbox:
+    """Messages as objects, and the bell."""
+
+    inbox: deque[ToEngine] = field(default_factory=deque)
+    outbox: list[FromEngine] = field(default_factory=list)
+    bell: threading.Event = field(default_factory=threading.Event)
+
+    def wake(self) -> None:
+        self.bell.set()
+
+    def wait(self, timeout_s: float) -> None:
+        self.bell.wait(timeout_s)
+        self.bell.clear()
+
+    def receive(self) -> list[ToEngine]:
+        messages = list(self.inbox)
+        self.inbox.clear()
+        return messages
+
+    def send(self, message: FromEngine) -> None:
+        self.outbox.append(message)
+
+
+class Bench:
+    """One core, driven turn by turn, and what its clients have seen."""
+
+    def __init__(
+        self, executor: Executor, connector: Connector, mode: str, prefix_caching: bool = True, max_num_seqs: int = 6
+    ) -> None:
+        self.mailbox = FakeMailbox()
+        config = replace(
+            CONFIG,
+            scheduler=replace(CONFIG.scheduler, async_scheduling=mode, max_num_seqs=max_num_seqs),
+            cache=replace(CONFIG.cache, prefix_caching=prefix_caching),
+        )
+        self.core = EngineCore(config, executor, connector, cast("Mailbox", self.mailbox))
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.reasons: dict[tuple[str, int], FinishReason] = {}
+        self.open: set[str] = set()
+        self.stats: EngineStats | None = None
+        self.on_ticket: Callable[[TicketOpened], None] = lambda message: None
+
+    def send(self, message: ToEngine) -> None:
+        if isinstance(message, AddRequest):
+            self.open.add(message.request_id)
+        self.mailbox.inbox.append(message)
+
+    def run(self, on_turn: Callable[[], None] = lambda: None) -> None:
+        """Until everybody has a terminal reply, and the engine found all its blocks again."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            busy = self.core.turn()
+            if not busy:
+                self.core._settle()
+            self._collect()
+            on_turn()
+            if not busy and not self.open and self.stats is not None and not self.stats.kv.in_use:
+                return
+            assert time.monotonic() < deadline, f"still open: {self.open}, {self.stats}"
+            if not busy:
+                self.mailbox.wait(0.05)
+
+    def _collect(self) -> None:
+        for message in self.mailbox.outbox:
+            match message:
+                case TokensOut():
+                    assert message.request_id in self.open, "a reply after the terminal one"
+                    for part in message.sequences:
+                        key = message.request_id, part.index
+                        assert key not in self.reasons, "tokens after the end"
+                        self.tokens.setdefault(key, []).extend(token.token_id for token in part.tokens)
+                        if part.finish_reason is not None:
+                            self.reasons[key] = part.finish_reason
+                    if message.finished:
+                        self.open.remove(message.request_id)
+                case TicketOpened():
+                    self.on_ticket(message)
+                case NeedsPrefill():
+                    self.send(PrefillLocally(message.request_id))
+                case RequestFailed():
+                    raise AssertionError(message)
+                case EngineStats():
+                    self.stats = message
+        self.mailbox.outbox.clear()
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[Executor]:
+    executor = Executor(CONFIG, lambda text: None)
+    yield executor
+    executor.close()
+
+
+@pytest.fixture(scope="module")
+def roomy_executor() -> Iterator[Executor]:
+    executor = Executor(replace(CONFIG, cache=replace(CONFIG.cache, num_blocks=64)), lambda text: None)
+    yield executor
+    executor.close()
+
+
+@pytest.fixture
+def connector(executor: Executor) -> Iterator[Connector]:
+    yield from make_connector(executor)
+
+
+@pytest.fixture
+def roomy_connector(roomy_executor: Executor) -> Iterator[Connector]:
+    yield from make_connector(roomy_executor)
+
+
+def make_connector(executor: Executor) -> Iterator[Connector]:
+    context = ConnectorContext(
+        engine_id="bench", epoch=1, fingerprint=executor.model.fingerprint, geometry=executor.cache.geometry,
+        cluster_key=b"k" * 32, host="127.0.0.1", port=0,
+    )  # fmt: skip
+    connector = create_connector("loopback", context)
+    connector.register_kv_cache(executor.cache)
+    yield connector
+    connector.close()
+
+
+def generate(bench: Bench, on_turn: Callable[[], None] = lambda: None) -> dict[tuple[str, int], list[int]]:
+    for index, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
+        bench.send(AddRequest(f"r{index}", list(prompt), sampling))
+    bench.run(on_turn)
+    return bench.tokens
+
+
+@pytest.fixture
+def expected(executor: Executor, connector: Connector) -> dict[tuple[str, int], list[int]]:
+    """One request after the other: nothing is preempted, nothing overlaps."""
+    return generate(Bench(executor, connector, "off", max_num_seqs=3))
+
+
+def test_depth_follows_the_device() -> None:
+    config = SchedulerConfig()
+    assert (config.depth_on("cpu"), config.depth_on("cuda:0")) == (1, 2)
+    assert replace(config, async_scheduling="on").depth_on("cpu") == 2
+    assert replace(config, async_scheduling="off").depth_on("cuda:0") == 1
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_tokens_do_not_depend_on_overlap(
+    executor: Executor, connector: Connector, expected: dict[tuple[str, int], list[int]], mode: str
+) -> None:
+    bench = Bench(executor, connector, mode)
+    assert generate(bench) == expected
+    assert bench.stats is not None
+    preempted = sum(bench.stats.counters[f"preemptions_{kind}_total"] for kind in ("recompute", "swap"))
+    assert bench.stats.counters["preemptions_swap_total"] > 0, "the cache was meant to be too small"
+    assert preempted > 1
+    assert {len(tokens) for key, tokens in bench.tokens.items() if key[0] == "r0"} == {40}
+
+
+def test_overlap_keeps_a_step_under_way(executor: Executor, connector: Connector) -> None:
+    bench = Bench(executor, connector, "on")
+    bench.send(AddRequest("r", PROMPTS[1], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)))
+    depths = []
+    bench.run(lambda: depths.append(len(bench.core._pipeline)))
+    assert depths[:8] == [1] * 8  # after each turn the newest step is still out
+    assert depths[-1] == 0
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_aborts_of_steps_under_way(
+    executor: Executor, connector: Connector, expected: dict[tuple[str, int], list[int]], mode: str
+) -> None:
+    bench = Bench(executor, connector, mode)
+    turns = iter(range(10_000))
+    plan = {3: Abort("r4"), 12: Abort("r2", 1), 14: Abort("r0"), 17: Abort("r2", reason=FinishReason.STOP)}
+
+    def abort() -> None:
+        message = plan.get(next(turns))
+        if message is not None:
+            bench.send(message)
+
+    generate(bench, abort)
+    for key, tokens in bench.tokens.items():
+        whole = bench.reasons[key] is not FinishReason.ABORT and key[0] != "r2"
+        assert tokens == (expected[key] if whole else expected[key][: len(tokens)])
+    assert bench.reasons["r0", 0] is FinishReason.ABORT
+    assert len(bench.tokens["r0", 0]) < 40
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_handoffs_between_overlapping_steps(
+    roomy_executor: Executor, roomy_connector: Connector, expected: dict[tuple[str, int], list[int]], mode: str
+) -> None:
+    """The node reads its own leases while it decodes: every request is prefilled under one and taken over."""
+    bench = Bench(
+        roomy_executor, roomy_connector, mode, prefix_caching=False
+    )  # or it would find its own prefill cached
+
+    def take_over(message: TicketOpened) -> None:
+        index = int(message.request_id[1:])
+        bench.send(AddRequest(f"d{index}", PROMPTS[index], SAMPLINGS[index], Work.TAKE_OVER, message.ticket))
+
+    bench.on_ticket = take_over
+    for index in range(5):
+        bench.send(AddRequest(f"p{index}", PROMPTS[index], SAMPLINGS[index], Work.PREFILL))
+    bench.run()
+    assert bench.stats is not None
+    assert bench.stats.counters["prefills_remote_total"] == 5
+    for (request_id, index), tokens in expected.items():
+        if request_id != "r5":
+            assert bench.tokens[f"d{request_id[1:]}", index] == tokens
+            assert bench.tokens[f"p{request_id[1:]}", index] == tokens[:1]
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_a_lease_that_ends_while_its_prompt_is_computed(executor: Executor, connector: Connector, mode: str) -> None:
+    bench = Bench(executor, connector, mode)
+    bench.on_ticket = lambda message: bench.send(ReleaseLease(message.ticket.lease.lease_id))
+    bench.send(AddRequest("p", PROMPTS[4], SAMPLINGS[0], Work.PREFILL))  # two steps long
+    bench.run()
+    assert bench.reasons == {("p", 0): FinishReason.ABORT}
+
+
+def test_stop_retires_what_is_under_way(executor: Executor, connector: Connector) -> None:
+    bench = Bench(executor, connector, "on")
+    bench.send(AddRequest("r", PROMPTS[0], SAMPLINGS[0]))
+    for _ in range(4):
+        bench.core.turn()
+    assert len(bench.core._pipeline) == 1
+    bench.core.stop()
+    bench.core.run()
+    assert len(bench.core._pipeline) == 0
+    bench.core._stopping = False  # leave the shared executor without rows
+    bench.send(Abort("r"))
+    bench.open.add("r")
+    bench.run()
