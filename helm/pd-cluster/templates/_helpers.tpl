@@ -1,0 +1,173 @@
+{{- define "pd-cluster.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Selectors of everything in the release. Takes the root. */ -}}
+{{- define "pd-cluster.releaseLabels" -}}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- /* Selectors of one component. Takes (list root component). */ -}}
+{{- define "pd-cluster.selectorLabels" -}}
+{{ include "pd-cluster.releaseLabels" (index . 0) }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end -}}
+
+{{- /* Labels of an object. Takes (list root component). */ -}}
+{{- define "pd-cluster.labels" -}}
+{{ include "pd-cluster.selectorLabels" . }}
+{{- with index . 0 }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
+{{- end -}}
+
+{{- define "pd-cluster.image" -}}
+{{- with .Values.image -}}
+{{- if .digest -}}{{ .repository }}@{{ .digest }}{{- else -}}{{ .repository }}:{{ default $.Chart.AppVersion .tag }}{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "pd-cluster.keySecret" -}}
+{{- default (printf "%s-key" (include "pd-cluster.fullname" .)) .Values.clusterKey.existingSecret -}}
+{{- end -}}
+
+{{- /* Role name -> its settings on top of nodeDefaults. Read it with fromYaml. */ -}}
+{{- define "pd-cluster.roles" -}}
+{{- range $name, $role := .Values.roles }}
+{{ $name }}:
+  {{- mergeOverwrite (deepCopy $.Values.nodeDefaults) $role | toYaml | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- /* How many pods of a role there can be. Takes the role. */ -}}
+{{- define "pd-cluster.mostReplicas" -}}
+{{- int (ternary .autoscaling.maxReplicas .replicas .autoscaling.enabled) -}}
+{{- end -}}
+
+{{- /* The router's nodes: one URL per pod that may exist. One that does not exist is an unhealthy node, and costs nothing. */ -}}
+{{- define "pd-cluster.nodeFlags" -}}
+{{- $full := include "pd-cluster.fullname" . -}}
+{{- range $name, $role := include "pd-cluster.roles" . | fromYaml }}
+{{- range $i := until (include "pd-cluster.mostReplicas" $role | int) }}
+- --{{ $role.kind }}=http://{{ $full }}-{{ $name }}-{{ $i }}.{{ $full }}-{{ $name }}:{{ int $.Values.nodePorts.http }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- /* A map of flags as arguments: true -> --flag, false -> --no-flag. */ -}}
+{{- define "pd-cluster.flags" -}}
+{{- range $flag, $value := . }}
+{{- if kindIs "bool" $value }}
+- --{{ if not $value }}no-{{ end }}{{ $flag }}
+{{- else if kindIs "string" $value }}
+- {{ printf "--%s=%s" $flag $value | quote }}
+{{- else }}
+- --{{ $flag }}={{ toJson $value }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "pd-cluster.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- /* Takes whether the container is root for IPC_LOCK. */ -}}
+{{- define "pd-cluster.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+{{- if . }}
+runAsNonRoot: false
+runAsUser: 0
+{{- end }}
+capabilities:
+  drop: [ALL]
+  {{- if . }}
+  add: [IPC_LOCK]
+  {{- end }}
+{{- end -}}
+
+{{- /* Takes (list root component entries): the selectors are the component's own. */ -}}
+{{- define "pd-cluster.topologySpread" -}}
+{{- $labels := include "pd-cluster.selectorLabels" . -}}
+{{- range index . 2 }}
+- {{- toYaml . | nindent 2 }}
+  labelSelector:
+    matchLabels:
+      {{- $labels | nindent 6 }}
+{{- end }}
+{{- end -}}
+
+{{- /* A role's resources with its devices. Kubernetes takes an extended resource's request from its limit. */ -}}
+{{- define "pd-cluster.nodeResources" -}}
+{{- $resources := deepCopy .resources -}}
+{{- $limits := default dict $resources.limits -}}
+{{- if .gpus.count }}{{ $_ := set $limits .gpus.resource (.gpus.count | int | toString) }}{{ end -}}
+{{- if .rdma.enabled }}{{ $_ := set $limits .rdma.resource (.rdma.count | int | toString) }}{{ end -}}
+{{- set $resources "limits" $limits | toYaml -}}
+{{- end -}}
+
+{{- /* Where a role's pod may run: the same for its nodes and its preflight. */ -}}
+{{- define "pd-cluster.placement" -}}
+{{- with .nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{- /* What every pod of ours says. Takes the root. */ -}}
+{{- define "pd-cluster.podCommon" -}}
+# a Service called pd-... would put PD_... variables into the environment
+enableServiceLinks: false
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  {{- include "pd-cluster.podSecurity" . | nindent 2 }}
+{{- end -}}
+
+{{- define "pd-cluster.modelVolume" -}}
+name: models
+{{- if .Values.model.existingClaim }}
+persistentVolumeClaim: {claimName: {{ .Values.model.existingClaim }}}
+{{- else if .Values.model.claim.create }}
+persistentVolumeClaim: {claimName: {{ include "pd-cluster.fullname" . }}-models}
+{{- else }}
+emptyDir: {sizeLimit: {{ .Values.model.emptyDirSize }}}
+{{- end }}
+{{- end -}}
+
+{{- define "pd-cluster.keyVolume" -}}
+name: cluster-key
+secret:
+  secretName: {{ include "pd-cluster.keySecret" . }}
+  defaultMode: 0440
+  items: [{key: {{ .Values.clusterKey.key }}, path: cluster-key}]
+{{- end -}}
