@@ -5,16 +5,17 @@ A new backend adds a row: a `Kernels` with the functions that it has, the others
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from pd_kernels import sampling, torch_attention, torch_ops
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
+    from pd_kernels.head_norms import HeadNorms
     from pd_kernels.packed import PackedSequences
 
 
@@ -33,6 +34,21 @@ class PlanAttention(Protocol):
     def __call__(self, packed: PackedSequences, key_cache: torch.Tensor, window: int = 0) -> AttentionPlan: ...
 
 
+class NormRopeWrite(Protocol):
+    """What stands between the QKV product and attention."""
+
+    def __call__(
+        self,
+        heads: torch.Tensor,
+        norms: HeadNorms | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """One implementation of every function; their meaning is in `reference` and `sampling`."""
@@ -40,11 +56,11 @@ class Kernels:
     name: str
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
-    rope: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
-    write_cache: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+    norm_rope_write: NormRopeWrite
     plan_attention: PlanAttention
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+    argmax: Callable[[torch.Tensor], torch.Tensor]
     gumbel_sample: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     truncated_sample: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
@@ -55,21 +71,32 @@ TORCH = Kernels(
     name="torch",
     rms_norm=torch_ops.rms_norm,
     add_rms_norm=torch_ops.add_rms_norm,
-    rope=torch_ops.rope,
     silu_and_mul=torch_ops.silu_and_mul,
-    write_cache=torch_ops.write_cache,
+    norm_rope_write=torch_ops.norm_rope_write,
     plan_attention=torch_attention.plan_attention,
     copy_blocks=torch_ops.copy_blocks,
+    argmax=sampling.argmax,
     gumbel_sample=sampling.gumbel_sample,
     truncated_sample=sampling.truncated_sample,
 )
 
-BACKENDS: dict[str, Kernels] = {"cpu": TORCH, "cuda": TORCH}  # device type -> what runs there
+
+def _for_cuda() -> Kernels:
+    """Triton where it is installed; it is imported only now, for it takes long and needs no place on a CPU node."""
+    if importlib.util.find_spec("triton") is None:
+        return TORCH
+    from pd_kernels.triton_backend import TRITON
+
+    return TRITON
+
+
+BACKENDS: dict[str, Callable[[], Kernels]] = {"cpu": lambda: TORCH, "cuda": _for_cuda}  # device type -> what runs there
 
 
 def select_kernels(device: torch.device) -> Kernels:
     """The implementation for a device. Raises ValueError for a device type without one."""
     try:
-        return BACKENDS[device.type]
+        make = BACKENDS[device.type]
     except KeyError:
         raise ValueError(f"no kernels for device {device}; there are some for {', '.join(BACKENDS)}") from None
+    return make()

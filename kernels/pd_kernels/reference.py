@@ -6,7 +6,12 @@ A layer's cache views are `[N, G, B, D]`; slot `s` is token `s % B` of block `s 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from pd_kernels.head_norms import HeadNorms
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -52,6 +57,28 @@ def write_cache(
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
     key_cache[blocks, :, offsets] = key
     value_cache[blocks, :, offsets] = value
+
+
+def norm_rope_write(
+    heads: torch.Tensor,
+    norms: HeadNorms | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """From `heads` [T, H + 2G, D] (queries, keys, values) to the rotated queries [T, H, D].
+
+    Queries and keys are normed where the model has `norms`, then rotated (`cos`, `sin`: [T, D/2]); keys and values are
+    stored at `slot_mapping` (int64 [T]).
+    """
+    num_kv_heads = key_cache.shape[1]
+    query, key, value = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+    if norms is not None:
+        query, key = rms_norm(query, norms.query, norms.eps), rms_norm(key, norms.key, norms.eps)
+    write_cache(rope(key, cos, sin), value, key_cache, value_cache, slot_mapping)
+    return rope(query, cos, sin)
 
 
 def read_cache(cache: torch.Tensor, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:

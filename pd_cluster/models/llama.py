@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from pd_cluster.models.layers import Linear, RopeTable, make_rope_table
+from pd_kernels.head_norms import HeadNorms
 
 if TYPE_CHECKING:
     from pd_cluster.models.spec import ModelSpec
@@ -33,8 +34,7 @@ class DecoderLayer:
     window: int
     input_norm: torch.Tensor  # [hidden]
     qkv: Linear  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
-    query_norm: torch.Tensor | None  # [head_dim]
-    key_norm: torch.Tensor | None
+    head_norms: HeadNorms | None
     out: Linear  # [hidden, num_heads * head_dim]
     post_norm: torch.Tensor
     gate_up: Linear  # [2 * intermediate, hidden]
@@ -107,17 +107,11 @@ class Llama:
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
     ) -> torch.Tensor:
-        spec, kernels = self.spec, self._kernels
-        num_tokens, num_rotated = hidden.shape[0], spec.num_heads + spec.num_kv_heads
-        heads = layer.qkv(hidden).view(num_tokens, num_rotated + spec.num_kv_heads, spec.head_dim)
-        if layer.query_norm is None or layer.key_norm is None:
-            rotated = kernels.rope(heads[:, :num_rotated], *angles)
-        else:
-            query = kernels.rms_norm(heads[:, : spec.num_heads], layer.query_norm, spec.norm_eps)
-            key = kernels.rms_norm(heads[:, spec.num_heads : num_rotated], layer.key_norm, spec.norm_eps)
-            rotated = kernels.rope(torch.cat((query, key), dim=1), *angles)
-        query, key, value = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :], heads[:, num_rotated:]
-        kernels.write_cache(key, value, key_cache, value_cache, inputs.slot_mapping)
+        spec, num_tokens = self.spec, hidden.shape[0]
+        heads = layer.qkv(hidden).view(num_tokens, -1, spec.head_dim)
+        query = self._kernels.norm_rope_write(
+            heads, layer.head_norms, *angles, key_cache, value_cache, inputs.slot_mapping
+        )
         attended = inputs.plans[layer.window].run(query, key_cache, value_cache, self._scale)
         return layer.out(attended.view(num_tokens, -1))
 
@@ -139,6 +133,11 @@ class Llama:
             start += rows
         return Linear(weight, offsets)
 
+    def _head_norms(self, prefix: str) -> HeadNorms:
+        size = self.spec.head_dim
+        query, key = (self._tensor(f"{prefix}.{name}.weight", size) for name in ("q_norm", "k_norm"))
+        return HeadNorms(query, key, self.spec.norm_eps)
+
     def _make_layer(self, prefix: str, window: int) -> DecoderLayer:
         spec, attention, mlp = self.spec, f"{prefix}.self_attn", f"{prefix}.mlp"
         query_size, key_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -148,8 +147,7 @@ class Llama:
             window=window,
             input_norm=self._tensor(f"{prefix}.input_layernorm.weight", spec.hidden_size),
             qkv=self._linear(attention, qkv, spec.hidden_size, spec.qkv_bias),
-            query_norm=self._tensor(f"{attention}.q_norm.weight", spec.head_dim) if spec.qk_norm else None,
-            key_norm=self._tensor(f"{attention}.k_norm.weight", spec.head_dim) if spec.qk_norm else None,
+            head_norms=self._head_norms(attention) if spec.qk_norm else None,
             out=self._linear(attention, {"o_proj": spec.hidden_size}, query_size, spec.out_bias),
             post_norm=self._tensor(f"{prefix}.post_attention_layernorm.weight", spec.hidden_size),
             gate_up=self._linear(mlp, gate_up, spec.hidden_size, spec.mlp_bias),

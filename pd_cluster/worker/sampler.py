@@ -54,7 +54,7 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, kernels: Kernels) -> Sa
     if inputs.num_logprobs >= 0:
         raw = logits.log_softmax(-1)
     _adjust(logits, inputs)
-    token_ids = _argmax(logits)
+    token_ids = kernels.argmax(logits)
     for draws in inputs.draws:
         chosen = logits[draws.rows].div_(draws.temperature[:, None])
         if draws.limits is None:
@@ -77,10 +77,3 @@ def _adjust(logits: torch.Tensor, inputs: SamplingInputs) -> None:
     if inputs.banned is not None:
         row, token = inputs.banned
         logits[row, token] = -torch.inf
-
-
-def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Per row, the first of equals. On CPU numpy's is vectorised: 0.06 ms for 32 x 32000 where torch takes 0.58."""
-    if logits.is_cuda:
-        return logits.argmax(-1)
-    return torch.from_numpy(logits.numpy().argmax(-1))

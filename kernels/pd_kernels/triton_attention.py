@@ -1,0 +1,74 @@
+"""One step's attention in Triton: decodes in one pair of launches, prefill chunks in another launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from pd_kernels.checks import check_cache_views, check_query
+from pd_kernels.triton_decode import DecodeTiling, decode_attention, decode_tiling, plan_decode
+from pd_kernels.triton_prefill import PrefillTiling, plan_prefill, prefill_attention, prefill_tiling
+
+if TYPE_CHECKING:
+    from pd_kernels.packed import PackedSequences
+
+
+@dataclass(frozen=True, slots=True)
+class TritonAttentionPlan:
+    """One step's attention for every layer with the same window.
+
+    A plan of decodes alone depends on no length: captured in a CUDA graph (plan and run), a replay reads the lengths
+    and tables that `packed`'s tensors hold by then. Its other host arrays are void there.
+    """
+
+    packed: PackedSequences
+    num_tokens: int
+    window: int
+    decode: DecodeTiling
+    prefill: PrefillTiling
+    ends: torch.Tensor | None  # of plan_decode; None without decodes
+    tiles: dict[int, torch.Tensor] = field(default_factory=dict)  # of plan_prefill, by query heads per KV head
+
+    def run(
+        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """`query` [T, H, D] over one layer's cache views [N, G, B, D] -> [T, H, D]. Raises ValueError."""
+        check_cache_views(key_cache, value_cache)
+        check_query(query, key_cache, self.num_tokens)
+        if query.stride(1) != query.shape[2]:
+            raise ValueError(f"a token's query heads must be contiguous, not of stride {query.stride(1)}")
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        packed = self.packed
+        if self.ends is not None:
+            rows = slice(0, packed.num_decodes)
+            decode_attention(
+                query[rows], key_cache, value_cache, packed.block_tables, packed.seq_lens, self.ends, out[rows],
+                scale, self.window, self.decode,
+            )  # fmt: skip
+        if packed.num_decodes < packed.num_seqs:
+            group = query.shape[1] // key_cache.shape[1]
+            if group not in self.tiles:
+                self.tiles[group] = plan_prefill(packed, group, self.prefill, query.device)
+            prefill_attention(
+                query, key_cache, value_cache, packed, self.tiles[group], out, scale, self.window, self.prefill
+            )
+        return out
+
+
+def plan_attention(
+    packed: PackedSequences,
+    key_cache: torch.Tensor,
+    window: int = 0,
+    decode: DecodeTiling | None = None,
+    prefill: PrefillTiling | None = None,
+) -> TritonAttentionPlan:
+    """`key_cache`: any layer's view, for shape and dtype. The tilings are for measurements."""
+    _, _, block_size, head_dim = key_cache.shape
+    decode = decode or decode_tiling(key_cache.dtype, head_dim)
+    prefill = prefill or prefill_tiling(key_cache.dtype, head_dim, block_size)
+    count = packed.num_decodes
+    ends = plan_decode(packed.seq_lens[:count], window, decode.tile) if count else None
+    num_tokens = int(packed.host_query_lens.sum())
+    return TritonAttentionPlan(packed, num_tokens, window, decode, prefill, ends)

@@ -1,0 +1,90 @@
+"""RMSNorm, alone and fused with the residual sum before it. One read and one write of each tensor.
+
+Rounding follows `reference`: the normed value is rounded to the tensor's dtype before the weight multiplies it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_TILE = 4096  # elements a program holds: one row of a large model, many heads of a small tensor
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, weight, out, num_rows, num_heads, token_stride, head_stride, eps,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < SIZE)[None, :]
+    source = x + (row // num_heads * token_stride + row % num_heads * head_stride)[:, None] + column[None, :]
+    value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)
+    gain = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    normed = (value * scale[:, None]).to(out.dtype.element_ty).to(tl.float32) * gain[None, :]
+    tl.store(out + row[:, None] * SIZE + column[None, :], normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x, residual, weight, num_rows, x_stride, residual_stride, eps,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < SIZE)[None, :]
+    x_at = x + row[:, None] * x_stride + column[None, :]
+    residual_at = residual + row[:, None] * residual_stride + column[None, :]
+    added = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    total = (added + tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
+    tl.store(residual_at, total, mask=inside)
+    value = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)
+    gain = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    normed = (value * scale[:, None]).to(x.dtype.element_ty).to(tl.float32) * gain[None, :]
+    tl.store(x_at, normed.to(x.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See reference.rms_norm. `x` [T, size] or [T, heads, size], unit last stride. -> contiguous."""
+    if x.dim() not in (2, 3) or x.stride(-1) != 1:
+        raise ValueError(f"x must be [T, size] or [T, heads, size] with unit last stride, not {tuple(x.shape)}")
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    size, num_heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
+    num_rows = x.shape[0] * num_heads
+    if num_rows:
+        columns, rows, num_warps = _shape(size, num_rows)
+        head_stride = x.stride(1) if x.dim() == 3 else 0
+        _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+            x, weight, out, num_rows, num_heads, x.stride(0), head_stride, eps, size, columns, rows,
+            num_warps=num_warps,
+        )  # fmt: skip
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See reference.add_rms_norm. [T, size] each, unit last stride. Overwrites and returns both arguments."""
+    if x.dim() != 2 or x.shape != residual.shape or x.stride(1) != 1 or residual.stride(1) != 1:
+        raise ValueError(f"x and residual must be [T, size] with unit last stride, not {x.shape} and {residual.shape}")
+    if x.dtype != residual.dtype:
+        raise ValueError(f"x is {x.dtype}, the residual {residual.dtype}")
+    num_rows, size = x.shape
+    if num_rows:
+        columns, rows, num_warps = _shape(size, num_rows)
+        _add_rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+            x, residual, weight, num_rows, x.stride(0), residual.stride(0), eps, size, columns, rows,
+            num_warps=num_warps,
+        )  # fmt: skip
+    return x, residual
+
+
+def _shape(size: int, num_rows: int) -> tuple[int, int, int]:
+    """Columns, rows and warps of a program: 16 elements a thread, fewer rows while the device is not full."""
+    columns = triton.next_power_of_2(size)
+    rows = max(min(_TILE // columns, triton.next_power_of_2(triton.cdiv(num_rows, 512))), 1)
+    return columns, rows, min(max(rows * columns // 512, 1), 16)

@@ -1,0 +1,110 @@
+"""What stands between the QKV product and attention, in one launch: QK norm, RoPE, the KV cache write.
+
+Reads the product once, writes the rotated queries once and each key and value once, straight into its cache block.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from pd_kernels.checks import check_cache_views
+
+if TYPE_CHECKING:
+    from pd_kernels.head_norms import HeadNorms
+
+_HEADS = 16  # of one program at most
+
+
+@triton.jit
+def _rotated(first, second, cos, sin, norm, column, inside, eps, SIZE: tl.constexpr, NORM: tl.constexpr):
+    """Both halves [heads, half] of a tile of heads, normed if asked, rotated. Float32 in and out."""
+    if NORM:
+        dtype = norm.dtype.element_ty
+        total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        scale = tl.rsqrt(total / SIZE + eps)[:, None]
+        low = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        high = tl.load(norm + SIZE // 2 + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        first = ((first * scale).to(dtype).to(tl.float32) * low).to(dtype).to(tl.float32)
+        second = ((second * scale).to(dtype).to(tl.float32) * high).to(dtype).to(tl.float32)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _norm_rope_write_kernel(
+    heads, query_norm, key_norm, cos, sin, query, key_cache, value_cache, slot_mapping,
+    heads_stride, block_stride, head_stride, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HALF: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    column = tl.arange(0, HALF)
+    inside = column < SIZE // 2
+    cosine = tl.load(cos + token * (SIZE // 2) + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sine = tl.load(sin + token * (SIZE // 2) + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    query_parts: tl.constexpr = (NUM_HEADS + TILE - 1) // TILE
+    source = heads + token * heads_stride
+    if part < query_parts:
+        head = part * TILE + tl.arange(0, TILE)
+        mask = (head < NUM_HEADS)[:, None] & inside[None, :]
+        at = head[:, None] * SIZE + column[None, :]
+        first = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(source + SIZE // 2 + at, mask=mask, other=0.0).to(tl.float32)
+        first, second = _rotated(first, second, cosine, sine, query_norm, column, inside, eps, SIZE, NORM)
+        target = query + token * NUM_HEADS * SIZE + at
+        tl.store(target, first.to(query.dtype.element_ty), mask=mask)
+        tl.store(target + SIZE // 2, second.to(query.dtype.element_ty), mask=mask)
+    else:
+        slot = tl.load(slot_mapping + token)
+        head = (part - query_parts) * TILE + tl.arange(0, TILE)
+        mask = (head < NUM_KV_HEADS)[:, None] & inside[None, :] & (slot >= 0)
+        source += NUM_HEADS * SIZE
+        at = head[:, None] * SIZE + column[None, :]
+        first = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(source + SIZE // 2 + at, mask=mask, other=0.0).to(tl.float32)
+        first, second = _rotated(first, second, cosine, sine, key_norm, column, inside, eps, SIZE, NORM)
+        place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * SIZE
+        to = place + head.to(tl.int64)[:, None] * head_stride + column[None, :]
+        tl.store(key_cache + to, first.to(query.dtype.element_ty), mask=mask)
+        tl.store(key_cache + to + SIZE // 2, second.to(query.dtype.element_ty), mask=mask)
+        source += NUM_KV_HEADS * SIZE
+        tl.store(value_cache + to, tl.load(source + at, mask=mask), mask=mask)
+        tl.store(value_cache + to + SIZE // 2, tl.load(source + SIZE // 2 + at, mask=mask), mask=mask)
+
+
+def norm_rope_write(
+    heads: torch.Tensor,
+    norms: HeadNorms | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """See reference.norm_rope_write. A token whose slot is negative is stored nowhere (padding of a CUDA graph)."""
+    check_cache_views(key_cache, value_cache)
+    _, num_kv_heads, block_size, size = key_cache.shape
+    num_tokens, num_heads = heads.shape[0], heads.shape[1] - 2 * num_kv_heads
+    if heads.dim() != 3 or heads.shape[2] != size or heads.stride(1) != size or heads.stride(2) != 1 or num_heads < 1:
+        raise ValueError(f"heads must be [T, query + 2 * {num_kv_heads}, {size}], rows contiguous, not {heads.shape}")
+    if heads.dtype != key_cache.dtype or len(slot_mapping) != num_tokens:
+        raise ValueError(f"{heads.dtype} of {num_tokens} tokens into {key_cache.dtype} at {len(slot_mapping)} slots")
+    if cos.shape != (num_tokens, size // 2) or not cos.is_contiguous() or not sin.is_contiguous():
+        raise ValueError(f"cos and sin must be contiguous [{num_tokens}, {size // 2}], not {tuple(cos.shape)}")
+    query = torch.empty((num_tokens, num_heads, size), dtype=heads.dtype, device=heads.device)
+    if num_tokens:
+        tile = min(triton.next_power_of_2(max(num_heads, num_kv_heads)), _HEADS)
+        grid = (num_tokens, triton.cdiv(num_heads, tile) + triton.cdiv(num_kv_heads, tile))
+        query_norm, key_norm = (heads, heads) if norms is None else (norms.query, norms.key)
+        eps = 0.0 if norms is None else norms.eps
+        _norm_rope_write_kernel[grid](
+            heads, query_norm, key_norm, cos, sin, query, key_cache, value_cache, slot_mapping,
+            heads.stride(0), key_cache.stride(0), key_cache.stride(1), eps,
+            num_heads, num_kv_heads, size, block_size, triton.next_power_of_2(size // 2), tile, norms is not None,
+            num_warps=4,
+        )  # fmt: skip
+    return query

@@ -1,0 +1,221 @@
+"""Time the GPU kernels on the shape of an 8B model and compare with what the machine's memory and matrix units can do.
+
+    python -m pd_cluster.bench.kernels
+
+Every call is in a CUDA graph that goes round several layers of one cache, so that no launch waits for Python and the
+second-level cache holds nothing that it would not hold in a model. Bytes and FLOPs are those that must be moved and
+done, whatever the kernel does; ceilings are measured in the same run (a copy, read plus written; a matrix product).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from pd_kernels.backends import TORCH, Kernels, select_kernels
+from pd_kernels.head_norms import HeadNorms
+from pd_kernels.packed import PackedSequences
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, VOCAB, BLOCK = 32, 8, 128, 4096, 14336, 128256, 64
+DECODES = [(batch, context) for context in (1024, 4096) for batch in (1, 32, 128, 256)]
+PREFILLS = [(1, 1024), (1, 4096), (4, 15000)]
+CACHE_BYTES = 8 << 30  # of the layers that a measurement goes round
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Of this machine, measured."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement."""
+
+    name: str
+    seconds: float
+    num_bytes: float
+    flops: float
+
+    def ratio(self, ceilings: Ceilings) -> float:
+        """Share of the ceiling that binds."""
+        floor = max(self.num_bytes / ceilings.bytes_per_s, self.flops / ceilings.flops_per_s)
+        return floor / self.seconds
+
+    def text(self, ceilings: Ceilings) -> str:
+        rate = f"{self.flops / self.seconds / 1e12:7.0f} TFLOP/s" if self.flops else " " * 15
+        return (
+            f"{self.name:34} {self.seconds * 1e6:10.1f} us {self.num_bytes / self.seconds / 1e12:7.2f} TB/s {rate} "
+            f"{self.ratio(ceilings):6.1%}\n"
+        )
+
+
+def seconds_of(calls: list[Callable[[], object]], rounds: int = 5) -> float:
+    """Median seconds of one call, all captured in one graph."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(rounds + 1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / len(calls))
+    return sorted(times[1:])[rounds // 2]
+
+
+def measure_ceilings() -> Ceilings:
+    source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    copied = 4 * source.numel() / seconds_of([lambda: target.copy_(source)] * 3)
+    left, right = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+    return Ceilings(copied, 2 * 8192**3 / seconds_of([lambda: left @ right] * 10))
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention problem over several layers of one cache."""
+
+    packed: PackedSequences
+    query: torch.Tensor
+    views: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def make_attention(num_seqs: int, context: int, query_len: int, block_size: int = BLOCK) -> Attention:
+    """Sequences of `context` tokens of which the last `query_len` are this step's; their blocks are scattered."""
+    per_seq = -(-context // block_size)
+    layer_bytes = num_seqs * per_seq * KV_HEADS * 2 * block_size * HEAD_DIM * 2
+    num_layers = int(np.clip(CACHE_BYTES // layer_bytes, 2, 32))
+    shape = (num_seqs * per_seq, KV_HEADS, num_layers, 2, block_size, HEAD_DIM)
+    cache = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_()
+    tables = torch.randperm(num_seqs * per_seq, device="cuda").to(torch.int32).view(num_seqs, per_seq)
+    lens, query_lens = np.full(num_seqs, context), np.full(num_seqs, query_len)
+    packed = PackedSequences(
+        num_seqs if query_len == 1 else 0,
+        torch.arange(num_seqs + 1, device="cuda", dtype=torch.int32) * query_len,
+        torch.from_numpy(lens.astype(np.int32)).cuda(),
+        tables,
+        query_lens,
+        lens,
+    )
+    query = torch.randn(num_seqs * query_len, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    return Attention(packed, query, [(cache[:, :, layer, 0], cache[:, :, layer, 1]) for layer in range(num_layers)])
+
+
+def decode_bytes(num_seqs: int, context: int) -> float:
+    return num_seqs * (context * KV_HEADS * 2 + 2 * HEADS) * HEAD_DIM * 2
+
+
+def prefill_flops(num_seqs: int, length: int) -> float:
+    """Two products of length x length / 2 (causal) a head."""
+    return num_seqs * 2 * length * (length + 1) * HEADS * HEAD_DIM
+
+
+def attention_rows(kernels: Kernels) -> Iterator[Row]:
+    """Decode and prefill."""
+    scale = HEAD_DIM**-0.5
+    for name, shapes in (("decode", DECODES), ("prefill", PREFILLS)):
+        for num_seqs, length in shapes:
+            problem = make_attention(num_seqs, length, 1 if name == "decode" else length)
+            plan = kernels.plan_attention(problem.packed, problem.views[0][0])
+            run, query = plan.run, problem.query
+            calls = [lambda view=view, run=run, query=query: run(query, *view, scale) for view in problem.views]
+            flops = prefill_flops(num_seqs, length) if name == "prefill" else 0
+            yield Row(f"{name} {num_seqs} x {length}", seconds_of(calls), decode_bytes(num_seqs, length), flops)
+
+
+def elementwise_rows(kernels: Kernels, num_tokens: int) -> Iterator[Row]:
+    """Everything between the matrix products, for a step of `num_tokens`."""
+    copies = max(min((1 << 31) // (num_tokens * INTERMEDIATE * 4), 32), 2)  # together larger than the cache
+    numbers = {"device": "cuda", "dtype": torch.bfloat16}
+    x, residual = torch.randn(2, copies, num_tokens, HIDDEN, **numbers)  # type: ignore[call-overload]
+    weight = torch.ones(HIDDEN, **numbers)  # type: ignore[call-overload]
+    size = 2.0 * num_tokens
+    calls: list[Callable[[], object]] = [
+        lambda i=i: kernels.add_rms_norm(x[i], residual[i], weight, 1e-5) for i in range(copies)
+    ]
+    yield Row(f"add + rms_norm {num_tokens}", seconds_of(calls), 4 * size * HIDDEN, 0)
+    gate_up = torch.randn(copies, num_tokens, 2 * INTERMEDIATE, **numbers)  # type: ignore[call-overload]
+    calls = [lambda i=i: kernels.silu_and_mul(gate_up[i]) for i in range(copies)]
+    yield Row(f"silu_and_mul {num_tokens}", seconds_of(calls), 3 * size * INTERMEDIATE, 0)
+    heads = torch.randn(copies, num_tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, **numbers)  # type: ignore[call-overload]
+    angles = torch.randn(2, num_tokens, HEAD_DIM // 2, **numbers)  # type: ignore[call-overload]
+    norms = HeadNorms(torch.ones(HEAD_DIM, **numbers), torch.ones(HEAD_DIM, **numbers), 1e-6)  # type: ignore[call-overload]
+    shape = (num_tokens // BLOCK + 1, KV_HEADS, copies, 2, BLOCK, HEAD_DIM)
+    cache = torch.zeros(shape, **numbers)  # type: ignore[call-overload]
+    slots = torch.randperm(num_tokens, device="cuda")
+    calls = [
+        lambda i=i: kernels.norm_rope_write(heads[i], norms, *angles, cache[:, :, i, 0], cache[:, :, i, 1], slots)
+        for i in range(copies)
+    ]
+    yield Row(f"norm_rope_write {num_tokens}", seconds_of(calls), 2 * size * (HEADS + 2 * KV_HEADS) * HEAD_DIM, 0)
+
+
+def sampling_rows(kernels: Kernels, num_rows: int) -> Iterator[Row]:
+    """Greedy and drawn tokens."""
+    copies = max((1 << 28) // (num_rows * VOCAB * 4), 2)
+    logits = torch.randn(copies, num_rows, VOCAB, device="cuda")
+    seeds = torch.randint(0, 1 << 62, (num_rows,), device="cuda")
+    calls: list[Callable[[], object]] = [lambda i=i: kernels.argmax(logits[i]) for i in range(copies)]
+    yield Row(f"argmax {num_rows}", seconds_of(calls), 4.0 * num_rows * VOCAB, 0)
+    calls = [lambda i=i: kernels.gumbel_sample(logits[i], seeds, seeds) for i in range(copies)]
+    yield Row(f"gumbel_sample {num_rows}", seconds_of(calls), 4.0 * num_rows * VOCAB, 0)
+
+
+def copy_rows(kernels: Kernels) -> Iterator[Row]:
+    """Eight blocks of an 8B model on the device."""
+    blocks = torch.randn(64, 4 << 20, device="cuda", dtype=torch.bfloat16).view(64, KV_HEADS, 32, 2, BLOCK, HEAD_DIM)
+    pairs = torch.stack((torch.arange(8), torch.arange(8) + 32), dim=1).cuda()
+    target = torch.empty_like(blocks)
+    calls: list[Callable[[], object]] = [lambda: kernels.copy_blocks(blocks, target, pairs)] * 10
+    yield Row("copy_blocks 8 x 8 MiB", seconds_of(calls), 2.0 * 8 * (8 << 20), 0)
+
+
+def rows(kernels: Kernels) -> Iterator[Row]:
+    """The whole table."""
+    yield from attention_rows(kernels)
+    for num_tokens in (1, 32, 256, 4096):
+        yield from elementwise_rows(kernels, num_tokens)
+    for num_rows in (1, 32, 256):
+        yield from sampling_rows(kernels, num_rows)
+    yield from copy_rows(kernels)
+
+
+def main() -> int:
+    """Print the table of the GPU's own kernels. Returns the process's exit status."""
+    if not torch.cuda.is_available():
+        sys.stderr.write("pd_cluster.bench.kernels: no CUDA device here\n")
+        return 2
+    kernels = select_kernels(torch.device("cuda"))
+    if kernels is TORCH:
+        sys.stderr.write("pd_cluster.bench.kernels: triton is not installed, library calls run instead\n")
+        return 2
+    ceilings = measure_ceilings()
+    sys.stdout.write(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, kernels: {kernels.name}\n"
+        f"copy {ceilings.bytes_per_s / 1e12:.2f} TB/s, matrix product {ceilings.flops_per_s / 1e12:.0f} TFLOP/s\n"
+    )
+    with torch.inference_mode():
+        for row in rows(kernels):
+            sys.stdout.write(row.text(ceilings))
+            sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

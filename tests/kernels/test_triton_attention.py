@@ -1,0 +1,178 @@
+"""Triton's paged attention against the float64 oracle: in the interpreter on small shapes, on a GPU on real ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the Triton kernels need triton")
+
+from pd_kernels import reference
+from pd_kernels.packed import PackedSequences
+from pd_kernels.triton_attention import plan_attention
+from pd_kernels.triton_decode import DecodeTiling
+from pd_kernels.triton_prefill import PrefillTiling
+from tests.kernels.paged import Paged, Shape, make_paged
+
+# Triton's interpreter on numpy
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # largest difference; values are O(1)
+SMALL_DECODE = DecodeTiling(tile=16, num_warps=4, num_stages=2, programs_per_processor=2)
+SMALL_PREFILL = PrefillTiling(rows=16, keys=16, num_warps=4, num_stages=2)
+SHAPES = {
+    "mha-64": Shape(2, 2, 64, 16, (1, 1, 1, 5, 19), (1, 16, 47, 5, 40), 3),
+    "gqa-80": Shape(6, 2, 80, 16, (1, 1, 17), (69, 7, 17), 2),
+    "mqa-96": Shape(5, 1, 96, 32, (1, 34, 3), (33, 34, 60), 1),
+    "gqa-128": Shape(8, 4, 128, 128, (1, 1, 20, 1), (128, 129, 150, 77), 2),
+    "gqa-256": Shape(4, 2, 256, 64, (1, 9), (65, 70), 1),
+    "only-decodes": Shape(4, 2, 64, 16, (1,) * 7, (1, 2, 15, 16, 17, 33, 130), 7),
+    "only-prefill": Shape(4, 2, 64, 64, (40, 30), (40, 100), 0),
+}
+REAL = {
+    "8b": Shape(32, 8, 128, 64, (1,) * 40 + (700, 1024, 3), tuple(range(1, 3000, 75)) + (700, 2500, 4000), 40),
+    "8b-block-16": Shape(32, 8, 128, 16, (1, 1, 333), (1025, 4000, 1111), 2),
+    "8b-block-128": Shape(32, 8, 128, 128, (1, 1, 333), (1025, 4000, 1111), 2),
+    "head-64": Shape(32, 8, 64, 32, (1, 1, 500), (1025, 2000, 700), 2),
+    "head-80": Shape(28, 4, 80, 64, (1, 1, 500), (1025, 2000, 700), 2),
+    "head-96": Shape(32, 32, 96, 64, (1, 1, 500), (1025, 2000, 700), 2),
+    "head-256": Shape(8, 1, 256, 64, (1, 1, 500), (1025, 2000, 700), 2),
+    "many": Shape(4, 1, 64, 16, (1,) * 300, tuple(np.random.default_rng(0).integers(1, 300, 300).tolist()), 300),
+}
+
+
+def on_device(paged: Paged) -> Paged:
+    packed = paged.packed
+    return Paged(
+        paged.query.to(DEVICE),
+        *whole_cache(paged),
+        PackedSequences(
+            packed.num_decodes,
+            packed.query_starts.to(DEVICE),
+            packed.seq_lens.to(DEVICE),
+            packed.block_tables.to(DEVICE),
+            packed.host_query_lens,
+            packed.host_seq_lens,
+        ),
+    )
+
+
+def whole_cache(paged: Paged) -> tuple[torch.Tensor, torch.Tensor]:
+    """The views on the device, still strided within a whole cache."""
+    key = paged.key_cache
+    if DEVICE.type == "cpu":
+        return key, paged.value_cache
+    num_blocks, num_kv_heads, block_size, head_dim = key.shape
+    num_layers = key.stride(1) // (2 * block_size * head_dim)
+    cache = torch.zeros(num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim, dtype=key.dtype, device=DEVICE)
+    cache[:, :, 1, 0], cache[:, :, 1, 1] = key.to(DEVICE), paged.value_cache.to(DEVICE)
+    return cache[:, :, 1, 0], cache[:, :, 1, 1]
+
+
+def expected(paged: Paged, window: int) -> torch.Tensor:
+    packed = paged.packed
+    return reference.prefill_attention(
+        paged.query.double(),
+        paged.key_cache.double(),
+        paged.value_cache.double(),
+        packed.block_tables,
+        packed.query_starts,
+        packed.seq_lens,
+        paged.query.shape[2] ** -0.5,
+        window,
+    )
+
+
+def check(paged: Paged, window: int, decode: DecodeTiling | None, prefill: PrefillTiling | None) -> None:
+    plan = plan_attention(paged.packed, paged.key_cache, window, decode, prefill)
+    found = plan.run(paged.query, paged.key_cache, paged.value_cache, paged.query.shape[2] ** -0.5)
+    difference = (found.double() - expected(paged, window)).abs().max()
+    assert difference < TOLERANCE[paged.query.dtype]
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_small_tiles_equal_the_oracle(name: str, window: int) -> None:
+    """Tiles far smaller than the sequences: every loop runs, shares end within heads, parts are merged."""
+    check(on_device(make_paged(SHAPES[name], torch.float32)), window, SMALL_DECODE, SMALL_PREFILL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])], ids=str)
+@pytest.mark.parametrize("name", ["gqa-80", "gqa-128"])
+def test_short_dtypes_and_default_tiles(name: str, dtype: torch.dtype) -> None:
+    """Not bfloat16 in the interpreter, whose dot takes its bits for integers (Triton 3.6)."""
+    check(on_device(make_paged(SHAPES[name], dtype)), 0, None, None)
+
+
+@pytest.mark.parametrize("descriptors", [False, True])
+@pytest.mark.parametrize("window", [0, 1, 30])
+def test_tiles_by_pointer_and_by_descriptor(window: int, descriptors: bool) -> None:
+    paged = on_device(make_paged(SHAPES["only-prefill"], torch.float16))
+    check(paged, window, None, replace(SMALL_PREFILL, keys=32, descriptors=descriptors))
+
+
+def test_nobodys_memory_does_not_matter() -> None:
+    """NaN in every slot that no sequence fills, those of its own last block too."""
+    paged = on_device(make_paged(SHAPES["gqa-80"], torch.float32))
+    before = expected(paged, 0)
+    _, _, block_size, _ = paged.key_cache.shape
+    owned = torch.zeros(paged.key_cache.shape[0], block_size, dtype=torch.bool)
+    for row, length in enumerate(paged.packed.host_seq_lens.tolist()):
+        for position in range(length):
+            owned[paged.packed.block_tables[row, position // block_size].item(), position % block_size] = True
+    for cache in (paged.key_cache, paged.value_cache):
+        cache.masked_fill_(~owned[:, None, :, None].to(DEVICE), torch.nan)
+    plan = plan_attention(paged.packed, paged.key_cache, 0, SMALL_DECODE, SMALL_PREFILL)
+    found = plan.run(paged.query, paged.key_cache, paged.value_cache, paged.query.shape[2] ** -0.5)
+    assert (found.double() - before).abs().max() < TOLERANCE[torch.float32]
+
+
+def test_an_empty_sequence_gives_zeros() -> None:
+    """Padding rows of a CUDA graph, in the middle and at the end."""
+    paged = on_device(make_paged(SHAPES["only-decodes"], torch.float32))
+    packed, scale = paged.packed, paged.query.shape[2] ** -0.5
+    before = expected(paged, 0)
+    packed.seq_lens[torch.tensor([2, 6])] = 0
+    plan = plan_attention(packed, paged.key_cache, 0, SMALL_DECODE)
+    found = plan.run(paged.query, paged.key_cache, paged.value_cache, scale)
+    assert (found[[2, 6]] == 0).all()
+    others = [0, 1, 3, 4, 5]
+    assert (found[others].double() - before[others]).abs().max() < TOLERANCE[torch.float32]
+
+
+def test_a_query_of_scattered_heads_is_refused() -> None:
+    paged = on_device(make_paged(SHAPES["only-decodes"], torch.float32))
+    plan = plan_attention(paged.packed, paged.key_cache)
+    scattered = paged.query.transpose(0, 1).contiguous().transpose(0, 1)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        plan.run(scattered, paged.key_cache, paged.value_cache, 1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("name", list(REAL))
+def test_real_shapes_equal_the_oracle(name: str, window: int, dtype: torch.dtype) -> None:
+    check(on_device(make_paged(REAL[name], dtype)), window, None, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+def test_a_captured_decode_follows_new_lengths() -> None:
+    paged = on_device(make_paged(REAL["many"], torch.bfloat16))
+    packed, scale = paged.packed, paged.query.shape[2] ** -0.5
+
+    def run() -> torch.Tensor:
+        return plan_attention(packed, paged.key_cache).run(paged.query, paged.key_cache, paged.value_cache, scale)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    packed.seq_lens.copy_((packed.seq_lens + 1) // 2)
+    graph.replay()
+    assert (found.double() - expected(paged, 0)).abs().max() < TOLERANCE[torch.bfloat16]
