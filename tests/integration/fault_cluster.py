@@ -12,14 +12,14 @@ import random
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import orjson
 import psutil
+
+from tests.integration.calls import COMPLETIONS, CONNECT_DEADLINE_S, Call, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -31,24 +31,22 @@ logger = logging.getLogger(__name__)
 LEASE_TTL_S = 2.0
 LOAD_DEADLINE_S = 8.0
 SLACK_S = 2.0  # what a busy machine may add to a deadline
-REQUEST_DEADLINE_S = 45.0  # no request may take longer, whatever happens to the nodes
 PHASE_DEADLINE_S = 15.0  # until a request is where a test wants it
 CLEAN_DEADLINE_S = LEASE_TTL_S + 4.0  # until nothing of a request is left on any node
 START_DEADLINE_S = 180.0  # four nodes at once
 POLL_S = 0.02
-CONNECT_DEADLINE_S = 5.0
-BROKEN = "connection_broken"  # code of an Outcome whose connection ended before it did
-COMPLETIONS = "/v1/completions"
 VOCABULARY = range(3, 3072)  # the demo model's, without special tokens
 NUM_TOKENS = 12
 P0_BLOCKS = 200  # one prompt of 3,000 tokens, and the next one overwrites it
+BLOCK_SIZE = 16
+D0_BLOCKS = 400  # two long prompts do not fit
 DECODE_FLAGS = ("--max-num-seqs=32", "--max-num-batched-tokens=512", "--min-remote-tokens=1")
 ROLES = {"p": "prefill", "d": "decode", "s": "decode"}
 COMMON_FLAGS = ("--kv-cache-gb=0.15", f"--lease-ttl-s={LEASE_TTL_S:g}", f"--load-deadline-s={LOAD_DEADLINE_S:g}")
 FLAGS = {
     "p0": ("--max-num-seqs=8", "--max-num-batched-tokens=16", f"--num-blocks={P0_BLOCKS}"),
     "p1": ("--max-num-batched-tokens=512",),
-    "d0": DECODE_FLAGS,
+    "d0": (*DECODE_FLAGS, f"--num-blocks={D0_BLOCKS}"),
     "strict": (*DECODE_FLAGS, "--on-load-failure=fail", "--load-deadline-s=30"),
 }
 
@@ -63,8 +61,11 @@ class Part(StrEnum):
 class Member:
     """A node with a name and, from its first start on, an address that it keeps."""
 
-    def __init__(self, launcher: Launcher, name: str, role: str, *flags: str) -> None:
+    def __init__(
+        self, launcher: Launcher, name: str, role: str, *flags: str, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.name = name
+        self._environment = environment
         self.url = ""
         self._launcher = launcher
         self._role = role
@@ -84,7 +85,9 @@ class Member:
     def begin(self) -> None:
         """Start it, under its old address when it had one. `wait_ready` follows."""
         assert not self.is_running, f"{self.name} runs already"
-        self._process = self._launcher.node(self._role, *self._flags, *self._ports, wait=False)
+        self._process = self._launcher.node(
+            self._role, *self._flags, *self._ports, environment=self._environment, wait=False
+        )
 
     def wait_ready(self) -> None:
         """Until it serves. The first time this also fixes its ports."""
@@ -192,92 +195,17 @@ class RouterMember:
         await until(agrees, f"the router thinks that {node.name} is {'' if healthy else 'not '}healthy")
 
 
-@dataclass(slots=True)
-class Outcome:
-    """How a request ended: as an answer or as an error, never both."""
-
-    status: int = 0
-    text: str = ""
-    finish_reason: str | None = None
-    error: dict[str, Any] | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    def check(self, expected: Outcome) -> None:
-        """Asserts that it is the answer that `expected` is."""
-        assert (self.status, self.error) == (200, None)
-        assert (self.text, self.finish_reason) == (expected.text, expected.finish_reason)
-
-
-class Call:
-    """One request, under way in a task from the start."""
-
-    def __init__(self, url: str, body: dict[str, Any], route: str = "") -> None:
-        self.has_text = asyncio.Event()  # a streamed answer has begun to be told
-        self._url = url + COMPLETIONS
-        self._body = body
-        self._headers = {"x-pd-route": route} if route else {}
-        self._outcome = Outcome()
-        self._task = asyncio.create_task(self._run())
-
-    @property
-    def done(self) -> bool:
-        return self._task.done()
-
-    async def outcome(self) -> Outcome:
-        """Its end. Asserts that it comes in time."""
-        done, _ = await asyncio.wait({self._task}, timeout=REQUEST_DEADLINE_S)
-        assert done, f"no end within {REQUEST_DEADLINE_S:g} s; so far {self._outcome}"
-        return self._task.result()
-
-    async def leave(self) -> None:
-        """Close the connection in the middle of it."""
-        assert not self._task.done(), f"it was over already: {self._task.result()}"
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _run(self) -> Outcome:
-        outcome, started_s = self._outcome, time.monotonic()
-        try:
-            await self._stream()
-        except httpx.TransportError as error:
-            if outcome.error is None:  # else its last words are the better explanation
-                outcome.error = {"message": repr(error), "code": BROKEN}
-        outcome.seconds = time.monotonic() - started_s
-        return outcome
-
-    async def _stream(self) -> None:
-        outcome = self._outcome
-        timeout = httpx.Timeout(REQUEST_DEADLINE_S, connect=CONNECT_DEADLINE_S)
-        async with (
-            httpx.AsyncClient(timeout=timeout, trust_env=False) as client,
-            client.stream("POST", self._url, json=self._body, headers=self._headers) as response,
-        ):
-            outcome.status, outcome.headers = response.status_code, response.headers
-            if response.headers["content-type"].startswith("text/event-stream"):
-                async for line in response.aiter_lines():
-                    if line.startswith("data: ") and line != "data: [DONE]":
-                        self._take(orjson.loads(line[6:]))
-            else:
-                self._take(orjson.loads(await response.aread()))
-
-    def _take(self, told: dict[str, Any]) -> None:
-        self._outcome.error = told.get("error", self._outcome.error)
-        for choice in told.get("choices", ()):
-            self._outcome.text += choice["text"]
-            self._outcome.finish_reason = choice["finish_reason"]
-            self.has_text.set()
-
-
 class FaultCluster:
     """Nodes by name, see FLAGS; started together, ended by `launcher`. `router` knows only p0 and d0.
 
     p0 is slow. p1 is not, so that what falls back to it is done before the deadline. strict reports every failed load.
     """
 
-    def __init__(self, launcher: Launcher, *names: str) -> None:
+    def __init__(self, launcher: Launcher, *names: str, environment: Mapping[str, str] | None = None) -> None:
         self.launcher = launcher
-        self.nodes = {name: Member(launcher, name, ROLES[name[0]], *FLAGS[name]) for name in names}
+        self.nodes = {
+            name: Member(launcher, name, ROLES[name[0]], *FLAGS[name], environment=environment) for name in names
+        }
         start(list(self.nodes.values()))
         self._routers: list[RouterMember] = []
         self.router = self.new_router(["p0"], ["d0"])
@@ -387,10 +315,10 @@ async def until(
     return time.monotonic() - started_s
 
 
-async def fetch(url: str) -> httpx.Response:
-    """GET. Asserts that it is a 200."""
+async def fetch(url: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    """GET, or POST a body. Asserts that it is a 200."""
     async with httpx.AsyncClient(timeout=CONNECT_DEADLINE_S, trust_env=False) as client:
-        response = await client.get(url)
+        response = await (client.get(url) if body is None else client.post(url, json=body))
     assert response.status_code == 200, response.text
     return response
 

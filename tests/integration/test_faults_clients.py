@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cluster import Launcher
-from tests.integration.fault_cluster import BROKEN, Call, FaultCluster, RouterMember, fetch, parse_metrics, until
+from tests.integration.calls import BROKEN, Call
+from tests.integration.fault_cluster import FaultCluster, RouterMember, fetch, parse_metrics, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cluster import Launcher
+from tests.integration.calls import COMPLETIONS, Call, Outcome
 from tests.integration.fault_cluster import (
+    BLOCK_SIZE,
+    D0_BLOCKS,
     LEASE_TTL_S,
     LOAD_DEADLINE_S,
     SLACK_S,
-    Call,
     FaultCluster,
     Member,
-    Outcome,
     Part,
+    fetch,
     until,
 )
 
@@ -34,6 +36,10 @@ logger = logging.getLogger(__name__)
 
 SHORT, LONG = 200, 3000  # prompt tokens; p0 computes the long one for seconds
 P_FIRST, D_FIRST = "p-first", "d-first"
+TICKET_TIMEOUT_S = 2.0  # of the router
+TICKET_DEADLINE_S = 5.0  # of D: `pd_cluster.server.handoff.TICKET_DEADLINE_S`
+# As between machines: over shared memory a reader needs no help of the other process, so nothing could be late.
+NETWORK = {"UCX_TLS": "tcp"}
 DETECT_S = 3.0  # who is killed is missed sooner than who is silent
 
 
@@ -45,7 +51,7 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[FaultCluster]:
     with Launcher() as launcher:
-        cluster = FaultCluster(launcher, "p0", "p1", "d0", "strict")
+        cluster = FaultCluster(launcher, "p0", "p1", "d0", "strict", environment=NETWORK)
         yield cluster
         cluster.stop()
 
@@ -122,6 +128,104 @@ async def test_p_killed_another_p_lives(part: Part, route: str, cluster: FaultCl
     assert await cluster.d0.metric("pd_kv_transfer_bytes_total") > moved
     logger.info("answered after %.2f s by p1 and d0", outcome.seconds)
     await cluster.check_clean(cluster.d0, cluster.nodes["p1"])
+
+
+async def told_but_not_loading(cluster: FaultCluster) -> tuple[Call, Call]:
+    """A call whose client has p1's first token, while d0 has no room for its KV; and the call that takes the room."""
+    fills = cluster.call(D0_BLOCKS * BLOCK_SIZE - LONG, "", stream=True, num_tokens=680, url=cluster.d0.url)
+    await fills.has_text.wait()
+    call = cluster.call(LONG, P_FIRST, stream=True, url=cluster.new_router(["p1"], ["d0"]).url)
+    await call.has_text.wait()
+    assert await cluster.d0.metric("pd_num_waiting_for_remote_kv") == 1
+    assert not fills.done
+    return call, fills
+
+
+async def test_p_killed_after_its_first_token(cluster: FaultCluster) -> None:
+    """D goes on behind that token, by itself."""
+    long = await cluster.expected(LONG)
+    call, fills = await told_but_not_loading(cluster)
+    failed = await failed_loads(cluster.d0)
+    await cluster.nodes["p1"].kill(Part.ENGINE)
+    await wait_fallback(cluster.d0, failed, DETECT_S + SLACK_S, "p1 killed")
+    assert not fills.done
+    await fills.leave()
+    outcome = await call.outcome()
+    outcome.check(long)
+    assert outcome.headers["x-pd-prefill"] == "p1", "as it was when the stream began"
+    logger.info("answered after %.2f s", outcome.seconds)
+    await cluster.check_clean(cluster.d0, cluster.p0)
+
+
+@pytest.mark.parametrize("goes_on", [True, False], ids=["goes on", "dies"])
+async def test_bytes_that_come_late(goes_on: bool, cluster: FaultCluster) -> None:
+    """D reads from a stopped P. Blocks that such a read may still write are nobody's until it cannot any more."""
+    long, d0, p1 = await cluster.expected(LONG), cluster.d0, cluster.nodes["p1"]
+    call, fills = await told_but_not_loading(cluster)
+    failed = await failed_loads(d0)
+    p1.stop()
+    await fills.leave()
+    await until(d0.is_reading, "d0 reads")
+    await wait_fallback(d0, failed, LOAD_DEADLINE_S + SLACK_S, "p1 stopped")
+    (await call.outcome()).check(long)
+    num_blocks = -(-LONG // BLOCK_SIZE)
+    assert await d0.held() == {
+        "orphaned_loads": 1, "loads_open": 1, "in_use": num_blocks, "quarantined": num_blocks,
+    }  # fmt: skip
+    (await cluster.call(SHORT, "", url=d0.url).outcome()).check(await cluster.expected(SHORT))
+    if goes_on:
+        p1.go_on()
+        logger.info("all clean %.2f s after p1 went on", await cluster.check_clean())
+    else:
+        await p1.kill(Part.API)
+        logger.info("d0 clean %.2f s after p1 died", await cluster.check_clean(d0))
+
+
+async def test_tickets_that_nobody_took_in_time(cluster: FaultCluster) -> None:
+    """As with a router that is not ours: P's blocks are free after the ttl, and the old ticket leads nowhere wrong."""
+    short = await cluster.expected(SHORT)
+    expired, outlived = cluster.body(SHORT), cluster.body(SHORT)
+    for body in (expired, outlived):
+        prefill = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        answer = await fetch(cluster.p0.url + COMPLETIONS, prefill)
+        body["kv_transfer_params"] = answer.json()["kv_transfer_params"]
+        assert (await cluster.p0.kv())["leased"] > 0
+    logger.info("p0 clean %.2f s after nobody came, ttl %.1f s", await cluster.check_clean(cluster.p0), LEASE_TTL_S)
+
+    for body, reason in ((expired, "lease_ended"), (outlived, "peer_restarted")):
+        if body is outlived:
+            await cluster.p0.kill(Part.API)
+            await cluster.restore()
+        name = f'pd_handoff_fallbacks_total{{reason="{reason}"}}'
+        before = await cluster.d0.metric(name)
+        outcome = await Call(cluster.d0.url, body).outcome()
+        outcome.check(short)
+        assert await cluster.d0.metric(name) == before + 1
+    await cluster.check_transfer(SHORT)
+
+
+async def test_p_stopped_before_it_is_asked(cluster: FaultCluster) -> None:
+    """Nobody knows yet. The router, and a D that asks by itself, wait for a ticket no longer than they are told."""
+    short = await cluster.expected(SHORT)
+    router = cluster.new_router(["p0"], ["d0"], "--health-interval-s=600", f"--ticket-timeout-s={TICKET_TIMEOUT_S:g}")
+    cluster.p0.stop()
+    first, second, leaves = (cluster.call(SHORT, route, url=router.url) for route in (P_FIRST, D_FIRST, D_FIRST))
+
+    async def both_ask() -> bool:
+        return await cluster.d0.metric("pd_num_waiting_for_remote_kv") == 2
+
+    await until(both_ask, "d0 asks p0 for two tickets")
+    await leaves.leave()
+    for call, route, deadline_s in ((first, "direct; reason=prefill-failed", TICKET_TIMEOUT_S),
+                                    (second, "d-first; reason=header", TICKET_DEADLINE_S)):  # fmt: skip
+        outcome = await call.outcome()
+        outcome.check(short)
+        logger.info("%s: answered after %.2f s, deadline %.1f s", route, outcome.seconds, deadline_s)
+        assert outcome.headers["x-pd-route"] == route
+        assert deadline_s <= outcome.seconds < deadline_s + SLACK_S
+    await cluster.check_clean(cluster.d0)
+    cluster.p0.go_on()
+    logger.info("all clean %.2f s after p0 went on", await cluster.check_clean())
 
 
 async def test_p_killed_and_d_may_not_prefill(cluster: FaultCluster) -> None:

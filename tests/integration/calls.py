@@ -1,0 +1,96 @@
+"""One request under way in a task, and how it ended: an answer, an error, or a connection that broke."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+COMPLETIONS = "/v1/completions"
+REQUEST_DEADLINE_S = 45.0  # no request may take longer, whatever happens to the nodes
+CONNECT_DEADLINE_S = 5.0
+BROKEN = "connection_broken"  # code of an Outcome whose connection ended before it did
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a request ended: as an answer or as an error, never both."""
+
+    status: int = 0
+    text: str = ""
+    finish_reason: str | None = None
+    error: dict[str, Any] | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def check(self, expected: Outcome) -> None:
+        """Asserts that it is the answer that `expected` is."""
+        assert (self.status, self.error) == (200, None)
+        assert (self.text, self.finish_reason) == (expected.text, expected.finish_reason)
+
+
+class Call:
+    """One request, under way in a task from the start."""
+
+    def __init__(self, url: str, body: dict[str, Any], route: str = "") -> None:
+        self.has_text = asyncio.Event()  # a streamed answer has begun to be told
+        self._url = url + COMPLETIONS
+        self._body = body
+        self._headers = {"x-pd-route": route} if route else {}
+        self._outcome = Outcome()
+        self._task = asyncio.create_task(self._run())
+
+    @property
+    def done(self) -> bool:
+        return self._task.done()
+
+    async def outcome(self) -> Outcome:
+        """Its end. Asserts that it comes in time."""
+        done, _ = await asyncio.wait({self._task}, timeout=REQUEST_DEADLINE_S)
+        assert done, f"no end within {REQUEST_DEADLINE_S:g} s; so far {self._outcome}"
+        return self._task.result()
+
+    async def leave(self) -> None:
+        """Close the connection in the middle of it."""
+        assert not self._task.done(), f"it was over already: {self._task.result()}"
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> Outcome:
+        outcome, started_s = self._outcome, time.monotonic()
+        try:
+            await self._stream()
+        except httpx.TransportError as error:
+            if outcome.error is None:  # else its last words are the better explanation
+                outcome.error = {"message": repr(error), "code": BROKEN}
+        outcome.seconds = time.monotonic() - started_s
+        return outcome
+
+    async def _stream(self) -> None:
+        outcome = self._outcome
+        timeout = httpx.Timeout(REQUEST_DEADLINE_S, connect=CONNECT_DEADLINE_S)
+        async with (
+            httpx.AsyncClient(timeout=timeout, trust_env=False) as client,
+            client.stream("POST", self._url, json=self._body, headers=self._headers) as response,
+        ):
+            outcome.status, outcome.headers = response.status_code, response.headers
+            if response.headers["content-type"].startswith("text/event-stream"):
+                async for line in response.aiter_lines():
+                    if line.startswith("data: ") and line != "data: [DONE]":
+                        self._take(orjson.loads(line[6:]))
+            else:
+                self._take(orjson.loads(await response.aread()))
+
+    def _take(self, told: dict[str, Any]) -> None:
+        self._outcome.error = told.get("error", self._outcome.error)
+        for choice in told.get("choices", ()):
+            self._outcome.text += choice["text"]
+            self._outcome.finish_reason = choice["finish_reason"]
+            self.has_text.set()
