@@ -103,7 +103,7 @@ capabilities:
 {{- define "pd-cluster.topologySpread" -}}
 {{- $labels := include "pd-cluster.selectorLabels" . -}}
 {{- range index . 2 }}
-- {{- toYaml . | nindent 2 }}
+- {{ toYaml . | indent 2 | trim }}
   labelSelector:
     matchLabels:
       {{- $labels | nindent 6 }}
@@ -134,10 +134,10 @@ affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
@@ -156,7 +156,7 @@ securityContext:
 {{- define "pd-cluster.modelVolume" -}}
 name: models
 {{- if .Values.model.existingClaim }}
-persistentVolumeClaim: {claimName: {{ .Values.model.existingClaim }}}
+persistentVolumeClaim: {claimName: {{ .Values.model.existingClaim | quote }}}
 {{- else if .Values.model.claim.create }}
 persistentVolumeClaim: {claimName: {{ include "pd-cluster.fullname" . }}-models}
 {{- else }}
@@ -167,7 +167,7 @@ emptyDir: {sizeLimit: {{ .Values.model.emptyDirSize }}}
 {{- define "pd-cluster.keyVolume" -}}
 name: cluster-key
 secret:
-  secretName: {{ include "pd-cluster.keySecret" . }}
+  secretName: {{ include "pd-cluster.keySecret" . | quote }}
   defaultMode: 0440
   items: [{key: {{ .Values.clusterKey.key }}, path: cluster-key}]
 {{- end -}}
