@@ -10,8 +10,13 @@ Who may touch a block, as seen by the engine (the connector must keep the right-
 
     block of ...                  is the connector's from ... until ...
     a load                        `recv_before(load)`     LoadDone or LoadDrained: nothing can land in it any more
+    a prefix from a pool          `recv_before(load)`     PrefixLoaded: nothing can land in it any more
     a lease                       `send_after(publish)`   LeaseEnded, or the return of `retract` / `end_lease`:
                                                           no read of it can be confirmed any more
+
+A connector may also have a *pool*: a store, shared by all nodes, of whole blocks by content hash. The engine gives it
+what its steps computed (`Pool.store`) and asks it for the prefix of a prompt that it is about to compute (`Pool.find`).
+A pool promises nothing: whatever is missing, late or damaged there ends as a shorter prefix.
 """
 
 from __future__ import annotations
@@ -45,12 +50,12 @@ class CacheDescription:
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """Read tokens [first_block * block_size, num_tokens) of a prompt into `block_ids`."""
+    """Read tokens [first_block * block_size, num_tokens) of a prompt into `block_ids`. They may be none."""
 
     load_id: str
     first_block: int  # blocks before this one are in D's prefix cache and are never sent
     block_ids: tuple[int, ...]  # D's blocks for prompt blocks first_block, first_block + 1, ...
-    num_tokens: int  # the whole prompt's length; the last block may be partial
+    num_tokens: int  # the whole prompt's length (the last block may be partial), or a prefix's, in whole blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,14 @@ class PublishSpec:
     block_ids: tuple[int, ...]
     num_tokens: int  # a multiple of the block size, or the whole prompt
     generation: int  # of the lease when the step was planned; void when the lease has been retracted since
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """A whole block whose content is final: the tokens that its chained hash covers."""
+
+    hash: bytes
+    block_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +127,25 @@ class LeaseEnded:
     reason: LeaseEnd
 
 
-Event = LoadReady | FirstTokens | LoadDone | LoadFailed | LoadDrained | LeaseEnded
+@dataclass(frozen=True, slots=True)
+class PrefixFound:
+    """The pool has more of the prompt than the engine: reserve blocks up to `num_tokens` and call `recv_before`.
+    At most once a search, before its PrefixLoaded."""
+
+    load_id: str
+    num_tokens: int  # from the prompt's start, in whole blocks
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLoaded:
+    """The search is over. Of the blocks that `recv_before` named, those up to `num_tokens` are whole; nothing can land
+    in any of them any more. Terminal; once a search, whatever happens."""
+
+    load_id: str
+    num_tokens: int  # from the prompt's start; 0 when nothing was loaded
+
+
+Event = LoadReady | FirstTokens | LoadDone | LoadFailed | LoadDrained | LeaseEnded | PrefixFound | PrefixLoaded
 
 
 class SchedulerHalf(ABC):
@@ -173,8 +204,9 @@ class WorkerHalf(ABC):
 
     @abstractmethod
     def recv_before(self, loads: Sequence[LoadSpec]) -> None:
-        """Before a step's forward: start these loads. Every step that may touch their blocks has retired. A load that
-        has failed meanwhile is skipped: its LoadFailed is on the way, or was polled, and its blocks stay untouched."""
+        """Start these loads. Every step that may touch their blocks has retired; a later one may be running. A load
+        that has failed meanwhile is skipped: its LoadFailed is on the way, or was polled, and its blocks stay
+        untouched."""
 
     @abstractmethod
     def send_after(self, publishes: Sequence[PublishSpec]) -> None:
@@ -183,6 +215,30 @@ class WorkerHalf(ABC):
     @abstractmethod
     def close(self) -> None:
         """End every lease and load and free the transport. Idempotent; returns within `close_deadline_s`."""
+
+
+class Pool(ABC):
+    """Blocks by content, shared by all nodes. Called from the step loop; nothing here waits for a server.
+
+    What was found is loaded by `Connector.recv_before`, and events come out of its `poll`.
+    """
+
+    @abstractmethod
+    def find(self, load_id: str, block_hashes: Sequence[bytes], first_block: int) -> None:
+        """Search for the blocks of a prompt from `first_block` on; `block_hashes` name them all, from its start.
+
+        PrefixFound may, PrefixLoaded will follow, within a deadline of the pool's own, not counting the engine's time
+        from PrefixFound to `recv_before`. `load_id` is never reused, not for loads either.
+        """
+
+    @abstractmethod
+    def cancel(self, load_id: str) -> None:
+        """Give a search up. Its PrefixLoaded comes soon, unless it has come already."""
+
+    @abstractmethod
+    def store(self, blocks: Sequence[CachedBlock]) -> None:
+        """Offer blocks that steps computed which have retired. Their content is copied before anything that is ordered
+        with the device's later steps, or begins with a later `recv_before`, can change it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +269,11 @@ class Connector(SchedulerHalf, WorkerHalf):
     def control_port(self) -> int:
         """Port under which peers reach this node; known from construction on. 0: nobody can read from it."""
         return 0
+
+    @property
+    def pool(self) -> Pool | None:
+        """The pool beside the handoff, in connectors that have one."""
+        return None
 
     @abstractmethod
     def stats(self) -> dict[str, float]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from pd_cluster.engine.messages import KvStats
 from pd_cluster.engine.prefix_cache import PrefixCache
+from pd_connectors.base import CachedBlock
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +103,7 @@ class BlockManager:
     def close(self, table: BlockTable) -> None:
         """Let go of everything the table holds. Closing twice is harmless."""
         self._tables.discard(table)
-        self._truncate(table, 0)
+        self.truncate(table, 0)
 
     def can_grow(self, table: BlockTable, start: int, end: int) -> bool:
         """Whether there are blocks to make positions [start, end) writable."""
@@ -133,8 +134,8 @@ class BlockManager:
         index = position // self.block_size
         return index < len(table.ids) and self._refs[table.ids[index]] > 1
 
-    def _truncate(self, table: BlockTable, num_blocks: int) -> None:
-        """Tail first: that is what keeps eviction at the leaves."""
+    def truncate(self, table: BlockTable, num_blocks: int) -> None:
+        """Let go of all but the table's first blocks. Tail first: that is what keeps eviction at the leaves."""
         ids, path = table.ids, table.path
         for index in range(len(ids) - 1, num_blocks - 1, -1):
             self._drop(ids[index])
@@ -184,19 +185,25 @@ class BlockManager:
                 table.path.append(block_id)
         return len(table.ids)
 
-    def publish(self, table: BlockTable, hashes: list[bytes]) -> None:
-        """Cache the table's first len(hashes) blocks: full, computed, and the step that computed them has retired."""
+    def publish(self, table: BlockTable, hashes: list[bytes]) -> list[CachedBlock]:
+        """Cache the table's first len(hashes) blocks: full, computed, and the step that computed them has retired.
+
+        Returns those whose content was news to the cache.
+        """
+        news: list[CachedBlock] = []
         if not self.prefix_caching:
-            return
+            return news
         ids, path = table.ids, table.path
         for index in range(len(path), len(hashes)):
             cached = self._cache.find(hashes[index])
             if cached is None:
                 self._cache.insert(hashes[index], ids[index], path[-1] if path else None)
                 cached = ids[index]
+                news.append(CachedBlock(hashes[index], cached))
             else:
                 self._acquire(cached)
             path.append(cached)
+        return news
 
     # leases, quarantine
 

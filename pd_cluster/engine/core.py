@@ -70,7 +70,7 @@ class EngineCore:
             num_host_blocks=executor.num_host_blocks,
             prefix_caching=config.cache.prefix_caching,
         )
-        self._handoffs = Handoffs(connector, mailbox.send, self._report)
+        self._handoffs = Handoffs(connector, mailbox.send, self._report, connector.pool)
         self._scheduler = Scheduler(
             config.scheduler,
             self._blocks,
@@ -129,6 +129,9 @@ class EngineCore:
             if update.request.work is Work.PREFILL:
                 self._handoffs.finish_lease(update)
             self._report(update)
+        news = self._scheduler.take_news()
+        if news and self._connector.pool is not None:
+            self._connector.pool.store(news)
 
     # messages
 

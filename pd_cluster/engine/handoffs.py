@@ -3,16 +3,20 @@
 A TAKE_OVER request, as a table:
 
     state     means                                     event            becomes
+    recalling its prefix comes from the pool (recall)   PrefixLoaded     asking, or (an ordinary request)
     asking    NeedsPrefill is out, nothing is loading   UseTicket        loading
                                                         PrefillLocally   (an ordinary request)
     loading   a load is under way                       LoadReady        loading, wants blocks (`reserve`)
                                                         FirstTokens      loading, the client has them
                                                         LoadDone         (an ordinary request)
                                                         LoadFailed       asking, its blocks quarantined
-    either                                              abort            gone, its load cancelled
+    any                                                 abort            gone, its load cancelled
 
 A load outlives its request: after a cancel or a failure it is an *orphan*, which holds quarantined blocks until
 LoadDrained. A load that was already done when it was cancelled reports LoadDone instead, which means the same.
+
+Whoever computes a prompt looks into its own cache, then into the pool: P before it prefills, D before it asks a P, and
+before it prefills for want of one. A ticket is followed without that: its P has looked.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pd_cluster.engine.messages import FromEngine, NeedsPrefill, RequestFailed, TicketOpened, Work
+from pd_cluster.engine.recall import Recalls
 from pd_cluster.engine.sequence import Request, Sequence
 from pd_cluster.errors import InvalidRequest, PdError, PrefillUnavailable
 from pd_connectors.base import (
@@ -31,6 +36,9 @@ from pd_connectors.base import (
     LoadDrained,
     LoadFailed,
     LoadReady,
+    Pool,
+    PrefixFound,
+    PrefixLoaded,
     SchedulerHalf,
 )
 from pd_connectors.protocol.errors import HandoffError, LeaseEnd, LoadFailure
@@ -49,6 +57,7 @@ class Intake:
 
     request: Request
     num_attempts: int = 0
+    has_recalled: bool = False  # the pool was asked
     load_id: str | None = None  # None: asking
     is_ready: bool = False  # P has announced blocks; ours are reserved as soon as there are any
 
@@ -60,9 +69,14 @@ class Handoffs:
     """
 
     def __init__(
-        self, connector: SchedulerHalf, reply: Callable[[FromEngine], None], report: Callable[[Update], None]
+        self,
+        connector: SchedulerHalf,
+        reply: Callable[[FromEngine], None],
+        report: Callable[[Update], None],
+        pool: Pool | None = None,
     ) -> None:
         self._connector = connector
+        self._recalls = Recalls(pool)
         self._reply = reply
         self._report = report
         self._intakes: dict[str, Intake] = {}  # by request id
@@ -72,7 +86,11 @@ class Handoffs:
     @property
     def num_orphans(self) -> int:
         """Loads whose request is gone or went another way, and whose blocks may still be written."""
-        return sum(intake is None for intake in self._loads.values())
+        return sum(intake is None for intake in self._loads.values()) + self._recalls.num_orphans
+
+    def generate(self, request: Request, scheduler: Scheduler) -> None:
+        """Admit a GENERATE. Raises Overloaded."""
+        self._recalls.admit(request, scheduler)
 
     # P
 
@@ -87,7 +105,7 @@ class Handoffs:
             raise PrefillUnavailable(str(error)) from error
         request.lease_id = ticket.lease.lease_id
         try:
-            scheduler.add(request)
+            self._recalls.admit(request, scheduler)
         except BaseException:
             self._connector.end_lease(ticket.lease.lease_id, LeaseEnd.REVOKED)
             raise
@@ -129,13 +147,22 @@ class Handoffs:
 
     def take_over(self, request: Request, scheduler: Scheduler) -> None:
         """Admit a TAKE_OVER: load what its ticket promises, or ask where to prefill, or see that it is not worth it."""
-        num_cached = scheduler.park(request)
+        scheduler.park(request)
         intake = Intake(request)
         self._intakes[request.request_id] = intake
         message = request.message
         if message.ticket is not None:
             self._load(intake, message.ticket, message.load_deadline_s, scheduler)
-        elif len(request.prompt_token_ids) - num_cached < max(1, message.min_remote_tokens):
+            return
+        intake.has_recalled = True
+        if not self._recalls.start(request, scheduler, lambda _: self._choose(intake, scheduler)):
+            self._choose(intake, scheduler)
+
+    def _choose(self, intake: Intake, scheduler: Scheduler) -> None:
+        """What is missing is computed by some P, or here when that is not worth it."""
+        request = intake.request
+        num_cached = scheduler.pin(request)
+        if len(request.prompt_token_ids) - num_cached < max(1, request.message.min_remote_tokens):
             self.prefill_locally(request.request_id, scheduler)
         else:
             self._reply(NeedsPrefill(request.request_id, num_cached))
@@ -152,7 +179,9 @@ class Handoffs:
         if intake is not None and intake.load_id is None:
             del self._intakes[request_id]
             self.counters["prefills_local_total"] += 1
-            scheduler.fall_back_to_local(intake.request)
+            request, go_on = intake.request, scheduler.fall_back_to_local
+            if intake.has_recalled or not self._recalls.start(request, scheduler, go_on):
+                go_on(request)
 
     def _load(self, intake: Intake, ticket: Ticket, deadline_s: float, scheduler: Scheduler) -> None:
         request = intake.request
@@ -181,9 +210,11 @@ class Handoffs:
         for intake in sorted(wanting, key=lambda intake: intake.request.rank):
             if scheduler.reserve(intake.request) is not None:
                 intake.is_ready = False
+        self._recalls.reserve(scheduler)
 
     def forget(self, request: Request) -> None:
         """The request has ended. Its load, if there is one, is cancelled and becomes an orphan. Idempotent."""
+        self._recalls.forget(request)
         intake = self._intakes.pop(request.request_id, None)
         if intake is not None and intake.load_id is not None:
             self._loads[intake.load_id] = None
@@ -199,6 +230,9 @@ class Handoffs:
     def _handle(self, event: Event, scheduler: Scheduler) -> None:
         if isinstance(event, LeaseEnded):
             self._end_lease(event.lease_id, scheduler)
+            return
+        if isinstance(event, PrefixFound | PrefixLoaded):
+            self._recalls.take(event, scheduler)
             return
         intake = self._loads.get(event.load_id)
         match event:
@@ -244,7 +278,7 @@ def admit(message: AddRequest, handoffs: Handoffs, scheduler: Scheduler, drawn_s
     scheduler.validate(request)
     match message.work:
         case Work.GENERATE:
-            scheduler.add(request)
+            handoffs.generate(request, scheduler)
         case Work.PREFILL:
             handoffs.open_lease(request, scheduler)
         case Work.TAKE_OVER:
