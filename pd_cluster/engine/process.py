@@ -84,6 +84,11 @@ def _build(config: NodeConfig, mailbox: Mailbox, cleanup: ExitStack) -> tuple[En
         host=config.handoff.advertise_host,
         port=config.handoff.control_port,
         lease_ttl_s=config.handoff.lease_ttl_s,
+        options=(
+            ("pool_url", config.handoff.pool_url),
+            ("pool_deadline_s", config.handoff.pool_deadline_s),
+            ("handoff", config.handoff.pool_handoff),
+        ),
     )
     connector = create_connector(config.handoff.connector, context)
     cleanup.callback(connector.close)

@@ -1,0 +1,85 @@
+"""LMCache's server with what a shared pool needs and it does not bring: a bound, and whole objects only.
+
+LMCache 0.5.6's `python -m lmcache.v1.server HOST PORT` works as well, but keeps everything for ever, stores an empty
+object when a client dies in the middle of one, and cannot take its port again for a minute after it was killed. The
+protocol, the connections and the objects are LMCache's; its store is replaced by one that evicts.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from pd_connectors.protocol.errors import ConnectorUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def serve(host: str, port: int, max_bytes: int, on_ready: Callable[[str, int], None]) -> None:
+    """Serve for ever. `port` 0: chosen by the OS. `on_ready` hears the address.
+
+    Raises ConnectorUnavailable when LMCache is not installed, OSError when the port is taken.
+    """
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
+    os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+    try:
+        from lmcache.v1.server.__main__ import LMCacheServer
+        from lmcache.v1.server.storage_backend.local_backend import LMSLocalBackend
+    except ImportError as error:
+        raise ConnectorUnavailable(f"the pool needs LMCache: pip install 'pd-cluster[lmcache]' ({error})") from error
+
+    class BoundedBackend(LMSLocalBackend):  # type: ignore[misc]
+        """Evicts the least recently used objects."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._puts = threading.Lock()
+            self._num_bytes = 0
+
+        def put(self, client_meta: Any, kv_chunk_bytes: bytearray | None) -> None:
+            if kv_chunk_bytes is None or len(kv_chunk_bytes) != client_meta.length:
+                return  # its sender died
+            with self._puts:
+                with self.lock:
+                    old = self.dict.pop(client_meta.key, None)
+                super().put(client_meta, kv_chunk_bytes)
+                self._num_bytes += len(kv_chunk_bytes) - (0 if old is None else len(old.data))
+                with self.lock:
+                    while self._num_bytes > max_bytes:
+                        _, oldest = self.dict.popitem(last=False)
+                        self._num_bytes -= len(oldest.data)
+
+        def contains(self, key: Any) -> bool:
+            with self.lock:
+                return self._use(key)
+
+        def get(self, key: Any) -> Any:
+            with self.lock:
+                return self.dict[key] if self._use(key) else None
+
+        def _use(self, key: Any) -> bool:
+            if key not in self.dict:
+                return False
+            self.dict.move_to_end(key)
+            return True
+
+    class Server(LMCacheServer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.host, self.port = host, port
+            self.data_store = BoundedBackend()
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self.server_socket = socket.create_server((host, port), family=family)  # sets SO_REUSEADDR
+
+        def handle_client(self, client_socket: socket.socket) -> None:
+            try:
+                super().handle_client(client_socket)
+            except OSError as error:  # the client is gone; its thread ends
+                sys.stderr.write(f"a client left: {error}\n")
+
+    server = Server()
+    on_ready(*server.server_socket.getsockname()[:2])
+    server.run()

@@ -1,0 +1,367 @@
+"""A pool over any KVStore: searches and stores on threads of their own, so that no step waits for a server.
+
+A search, as a table (its PrefixLoaded is emitted once, on the way to `over`):
+
+    state     who has it          ends with
+    queued    a loading thread    reached too late, or cancelled                          -> over
+    probing   a loading thread    nothing stored, the store is gone                       -> over
+                                  PrefixFound                                             -> found
+    found     the engine          `load`                                                  -> queued, then reading
+                                  `cancel`                                                -> over
+    reading   a loading thread    every block read, or the first that is lost or damaged,
+                                  a deadline, a cancel, the store is gone                 -> over
+
+A block is written into the cache only after its digest was checked, so what is over is known to the last block.
+
+Stores: what a step computed is copied at once (`staging`) and sent later by one thread. The backlog is bounded; what
+does not fit is not stored, which costs somebody a prefill and nothing else.
+
+A store that fails is left alone for `retry_s`: meanwhile every search is a miss at once, and every store is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from contextlib import closing
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from itertools import takewhile
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from pd_connectors.base import CachedBlock, Event, LoadSpec, Pool, PrefixFound, PrefixLoaded
+from pd_connectors.staging import Gathered, Inlet, Staging
+from pd_connectors.store import HEADER_BYTES, KVStore, ObjectName, Sealer, StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pd_connectors.base import CacheDescription, ConnectorContext
+
+logger = logging.getLogger(__name__)
+
+NUM_LOADERS = 2  # searches at once: one waits for the network while the other checks digests
+PROBE_BATCH = 64  # names asked about at once: a miss near the start ends a search early
+STORE_BATCH_BYTES = 32 << 20
+
+
+class Miss(StrEnum):
+    """Why a search brought less than it was asked for. Each search that did is counted under one of these."""
+
+    ABSENT = "absent"  # nobody stored the next block, or it was evicted long ago
+    LOST = "lost"  # it was there when we looked, and gone when we read
+    DAMAGED = "damaged"  # its digest is wrong
+    UNAVAILABLE = "unavailable"  # the store is down
+    LATE = "late"  # the deadline passed
+    CANCELLED = "cancelled"  # the request ended
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """`deadline_s`: of one search's time in this pool's hands, so of what a miss can cost a request."""
+
+    deadline_s: float = 5.0
+    retry_s: float = 1.0
+    backlog_bytes: int = 256 << 20
+    close_s: float = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class _Search:
+    load_id: str
+    names: list[ObjectName]
+    first_block: int
+    due_s: float
+    spec: LoadSpec | None = None  # None until `load`
+    miss: Miss | None = None  # why it will bring less than all
+    is_queued: bool = True  # or in a thread's hands
+    is_cancelled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    names: list[ObjectName]
+    blocks: Gathered
+    num_bytes: int
+
+
+class StorePool(Pool):
+    """`open_store` is called once for each thread. Events are for the connector's `poll`."""
+
+    def __init__(
+        self,
+        context: ConnectorContext,
+        open_store: Callable[[], KVStore],
+        limits: PoolLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._context = context
+        self._sealer = Sealer(context)
+        self._open_store = open_store
+        self._limits = limits
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._searches: dict[str, _Search] = {}  # not over
+        self._jobs: SimpleQueue[_Search | None] = SimpleQueue()
+        self._parcels: SimpleQueue[_Parcel | None] = SimpleQueue()
+        self._events: deque[Event] = deque()
+        self._wake: Callable[[], None] = _nobody
+        self._retry_at_s = clock()
+        self._num_backlog_bytes = 0
+        self._counts: defaultdict[str, float] = defaultdict(float)
+        self._staging: Staging | None = None
+        self._threads: list[threading.Thread] = []
+        self._closing = threading.Event()
+
+    def open(self, cache: CacheDescription) -> None:
+        """Start the threads. Raises what `open_store` raises."""
+        self._staging = Staging(cache)
+        for index in range(NUM_LOADERS):
+            self._start_thread(f"pd-pool-load-{index}", partial(self._run_loader, self._open_store(), Inlet(cache)))
+        self._start_thread("pd-pool-store", partial(self._run_storer, self._open_store()))
+
+    def close(self) -> None:
+        """End every search, drop what was not sent, join the threads. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        with self._lock:
+            load_ids = list(self._searches)
+        for load_id in load_ids:
+            self.cancel(load_id)
+        for _ in range(NUM_LOADERS):
+            self._jobs.put(None)
+        self._parcels.put(None)
+        end_s = time.monotonic() + self._limits.close_s
+        for thread in self._threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
+            if thread.is_alive():
+                logger.error("%s did not end within %g s", thread.name, self._limits.close_s)
+
+    # the step loop's side
+
+    def find(self, load_id: str, block_hashes: Sequence[bytes], first_block: int) -> None:
+        names = [self._sealer.name(block_hash) for block_hash in block_hashes]
+        search = _Search(load_id, names, first_block, self._clock() + self._limits.deadline_s)
+        with self._lock:
+            self._searches[load_id] = search
+            self._counts["pool_lookups_total"] += 1
+        if self._is_down() or self._closing.is_set():
+            self._end(search, 0, Miss.UNAVAILABLE)
+        else:
+            self._jobs.put(search)
+
+    def load(self, spec: LoadSpec) -> bool:
+        """Read what was found into reserved blocks. False when this is no search of ours, or one that is over."""
+        with self._lock:
+            search = self._searches.get(spec.load_id)
+            if search is None:
+                return False
+            assert search.spec is None, spec
+            search.spec = spec
+            search.due_s = self._clock() + self._limits.deadline_s
+            search.is_queued = True
+        self._jobs.put(search)
+        return True
+
+    def cancel(self, load_id: str) -> None:
+        with self._lock:
+            search = self._searches.get(load_id)
+            if search is None:
+                return
+            search.is_cancelled = True
+            if search.is_queued:
+                return  # the thread that gets it, or has it, sees that
+        self._end(search, 0, Miss.CANCELLED)
+
+    def store(self, blocks: Sequence[CachedBlock]) -> None:
+        assert self._staging is not None, "the cache was not registered"
+        num_bytes = len(blocks) * (self._context.geometry.block_bytes + HEADER_BYTES)
+        with self._lock:
+            reason = "unavailable" if self._is_down() else "backlog"
+            if self._is_down() or self._num_backlog_bytes + num_bytes > self._limits.backlog_bytes:
+                self._counts[f"pool_blocks_dropped_total|reason={reason}"] += len(blocks)
+                return
+            self._num_backlog_bytes += num_bytes
+        gathered = self._staging.gather([block.block_id for block in blocks])
+        self._parcels.put(_Parcel([self._sealer.name(block.hash) for block in blocks], gathered, num_bytes))
+
+    def settle(self) -> None:
+        """Until nothing reads the cache for an earlier `store`."""
+        if self._staging is not None:
+            self._staging.settle()
+
+    def take_events(self) -> list[Event]:
+        """What happened since the last call."""
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        """See SchedulerHalf.set_waker."""
+        self._wake = wake
+
+    def stats(self) -> dict[str, float]:
+        """See Connector.stats."""
+        with self._lock:
+            gauges = {"pool_searches": float(len(self._searches)), "pool_backlog_bytes": float(self._num_backlog_bytes)}
+            return {**_ZEROS, **self._counts, **gauges, "pool_up": float(not self._is_down())}
+
+    # threads
+
+    def _start_thread(self, name: str, run: Callable[[], None]) -> None:
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _is_down(self) -> bool:
+        return self._clock() < self._retry_at_s
+
+    def _went_down(self, error: StoreUnavailable) -> None:
+        if not self._is_down():
+            logger.warning("the pool is unavailable, trying again in %g s: %s", self._limits.retry_s, error)
+        self._retry_at_s = self._clock() + self._limits.retry_s
+
+    def _count(self, name: str, number: int) -> None:
+        with self._lock:
+            self._counts[name] += number
+
+    def _run_loader(self, store: KVStore, inlet: Inlet) -> None:
+        with closing(store):
+            while (search := self._jobs.get()) is not None:
+                try:
+                    if search.spec is None:
+                        self._probe(search, store)
+                    else:
+                        self._read(search, search.spec, store, inlet)
+                except Exception:  # a bug of ours or of the store's client must not leave the request waiting
+                    logger.exception("a search of the pool failed")
+                    self._end(search, 0, Miss.UNAVAILABLE)
+
+    def _hopeless(self, search: _Search) -> Miss | None:
+        """Why there is no point in going on."""
+        if search.is_cancelled or self._closing.is_set():
+            return Miss.CANCELLED
+        if self._clock() >= search.due_s:
+            return Miss.LATE
+        return Miss.UNAVAILABLE if self._is_down() else None
+
+    def _probe(self, search: _Search, store: KVStore) -> None:
+        num_found, miss = search.first_block, search.miss
+        try:
+            while num_found < len(search.names) and miss is None:
+                miss = self._hopeless(search)
+                if miss is None:
+                    batch = search.names[num_found : num_found + PROBE_BATCH]
+                    num_there = sum(1 for _ in takewhile(bool, store.contains(batch)))
+                    num_found += num_there
+                    miss = Miss.ABSENT if num_there < len(batch) else None
+        except StoreUnavailable as error:
+            self._went_down(error)
+            miss = Miss.UNAVAILABLE
+        if num_found == search.first_block or miss not in (None, Miss.ABSENT):
+            self._end(search, 0, miss)
+            return
+        with self._lock:
+            search.miss = miss
+            search.is_queued = False
+            is_cancelled = search.is_cancelled
+            if not is_cancelled:
+                self._events.append(PrefixFound(search.load_id, num_found * self._context.geometry.block_size))
+        if is_cancelled:
+            self._end(search, 0, Miss.CANCELLED)
+        self._wake()
+
+    def _read(self, search: _Search, spec: LoadSpec, store: KVStore, inlet: Inlet) -> None:
+        started_s = self._clock()
+        names = search.names[spec.first_block : spec.first_block + len(spec.block_ids)]
+        num_read, miss = 0, self._hopeless(search)
+        if miss is None and names:
+            try:
+                with closing(store.get(names)) as objects:
+                    for name, block_id, sealed in zip(names, spec.block_ids, objects, strict=True):
+                        block = None if sealed is None else self._sealer.open(name, sealed)
+                        miss = self._hopeless(search)
+                        if block is None:
+                            miss = Miss.LOST if sealed is None else Miss.DAMAGED
+                        if block is None or miss is not None:
+                            break
+                        inlet.write(block_id, block)
+                        num_read += 1
+            except StoreUnavailable as error:
+                self._went_down(error)
+                miss = Miss.UNAVAILABLE
+            inlet.flush()
+        size, block_bytes = self._context.geometry.block_size, self._context.geometry.block_bytes
+        with self._lock:
+            self._counts["pool_hit_tokens_total"] += num_read * size
+            self._counts["pool_read_bytes_total"] += num_read * block_bytes
+            self._counts["pool_read_seconds_total"] += self._clock() - started_s
+        self._end(search, (spec.first_block + num_read) * size, miss)
+
+    def _run_storer(self, store: KVStore) -> None:
+        with closing(store):
+            while (parcel := self._parcels.get()) is not None:
+                try:
+                    if not self._closing.is_set():
+                        self._send(parcel, store)
+                except StoreUnavailable as error:
+                    self._went_down(error)
+                    self._count("pool_blocks_dropped_total|reason=unavailable", len(parcel.names))
+                except Exception:  # as in _run_loader
+                    logger.exception("storing into the pool failed")
+                    self._count("pool_blocks_dropped_total|reason=error", len(parcel.names))
+                finally:
+                    with self._lock:
+                        self._num_backlog_bytes -= parcel.num_bytes
+
+    def _send(self, parcel: _Parcel, store: KVStore) -> None:
+        """What the store has already is not sent again: content is never news under a known name."""
+        if self._is_down():
+            self._count("pool_blocks_dropped_total|reason=unavailable", len(parcel.names))
+            return
+        parcel.blocks.wait()
+        known = store.contains(parcel.names)
+        self._count("pool_blocks_known_total", sum(known))
+        new = [index for index, is_known in enumerate(known) if not is_known]
+        for batch in _batches(new, max(1, STORE_BATCH_BYTES // self._context.geometry.block_bytes)):
+            names = [parcel.names[index] for index in batch]
+            blocks = map(parcel.blocks.block, batch)
+            objects = [(name, self._sealer.seal(name, block)) for name, block in zip(names, blocks, strict=True)]
+            num_stored = store.put(objects)
+            self._count("pool_blocks_stored_total", num_stored)
+            self._count("pool_blocks_dropped_total|reason=refused", len(batch) - num_stored)
+
+    def _end(self, search: _Search, num_tokens: int, miss: Miss | None) -> None:
+        """Once a search, whoever is first."""
+        with self._lock:
+            if self._searches.pop(search.load_id, None) is None:
+                return
+            if miss is not None or search.miss is not None:
+                self._counts[f"pool_misses_total|reason={miss or search.miss}"] += 1
+            self._events.append(PrefixLoaded(search.load_id, num_tokens))
+        self._wake()
+
+
+_ZEROS = {
+    **{f"pool_misses_total|reason={miss}": 0.0 for miss in Miss},
+    **{
+        f"pool_{name}_total": 0.0
+        for name in ("lookups", "hit_tokens", "read_bytes", "read_seconds", "blocks_stored", "blocks_known")
+    },
+    **{f"pool_blocks_dropped_total|reason={reason}": 0.0 for reason in ("backlog", "unavailable", "refused", "error")},
+}
+
+
+def _batches(indices: list[int], size: int) -> Iterator[list[int]]:
+    for start in range(0, len(indices), size):
+        yield indices[start : start + size]
+
+
+def _nobody() -> None:
+    """Before the engine has set its waker, nobody sleeps."""

@@ -1,0 +1,97 @@
+"""A connector with a pool: another connector's handoff, and a StorePool beside it.
+
+The two share no state. Prefill hands a running request's KV to decode through the handoff, because only that is ordered
+with the request (first token, chunk by chunk, fenced); what any later request may want again goes through the pool.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pd_connectors.base import CacheDescription, Connector, ConnectorContext, Event, LoadSpec, Pool, PublishSpec
+from pd_connectors.pool import PoolLimits, StorePool
+from pd_connectors.registry import create_connector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pd_connectors.protocol.errors import LeaseEnd
+    from pd_connectors.protocol.messages import SampledToken
+    from pd_connectors.protocol.ticket import Ticket
+    from pd_connectors.store import KVStore
+
+
+class PooledConnector(Connector):
+    """options: `handoff` ("nixl"), the connector that hands requests over; `pool_deadline_s` (5), of one search.
+
+    open_store: makes a client; called on the threads that will use it. Raises what the handoff's connector raises.
+    """
+
+    name = "pooled"
+
+    def __init__(self, context: ConnectorContext, open_store: Callable[[], KVStore]) -> None:
+        options = dict(context.options)
+        limits = PoolLimits(deadline_s=float(options.get("pool_deadline_s", PoolLimits().deadline_s)))
+        self._handoff = create_connector(str(options.get("handoff", "nixl")), context)
+        self._pool = StorePool(context, open_store, limits)
+
+    @property
+    def pool(self) -> Pool:
+        return self._pool
+
+    @property
+    def control_port(self) -> int:
+        return self._handoff.control_port
+
+    # the handoff's
+
+    def open_lease(
+        self, request_id: str, prompt_token_ids: Sequence[int], salt: str, num_samples: int, *, hold: bool
+    ) -> Ticket:
+        return self._handoff.open_lease(request_id, prompt_token_ids, salt, num_samples, hold=hold)
+
+    def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...]) -> None:
+        self._handoff.finish_lease(lease_id, first_tokens)
+
+    def retract(self, lease_id: str) -> int | None:
+        return self._handoff.retract(lease_id)
+
+    def end_lease(self, lease_id: str, reason: LeaseEnd) -> None:
+        self._handoff.end_lease(lease_id, reason)
+
+    def begin_load(self, load_id: str, ticket: Ticket, deadline_s: float) -> None:
+        self._handoff.begin_load(load_id, ticket, deadline_s)
+
+    def cancel_load(self, load_id: str) -> None:
+        self._handoff.cancel_load(load_id)
+
+    def send_after(self, publishes: Sequence[PublishSpec]) -> None:
+        self._handoff.send_after(publishes)
+
+    # both
+
+    def poll(self) -> list[Event]:
+        return self._handoff.poll() + self._pool.take_events()
+
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        self._handoff.set_waker(wake)
+        self._pool.set_waker(wake)
+
+    def register_kv_cache(self, cache: CacheDescription) -> None:
+        self._handoff.register_kv_cache(cache)
+        self._pool.open(cache)
+
+    def recv_before(self, loads: Sequence[LoadSpec]) -> None:
+        if loads:
+            self._pool.settle()  # no stream orders what the handoff or a loading thread will write
+            handed_over = [load for load in loads if not self._pool.load(load)]
+            self._handoff.recv_before(handed_over)
+
+    def close(self) -> None:
+        try:
+            self._pool.close()
+        finally:
+            self._handoff.close()
+
+    def stats(self) -> dict[str, float]:
+        return {**self._handoff.stats(), **self._pool.stats()}

@@ -1,0 +1,106 @@
+"""The key-value store under a pool, and what is stored in it.
+
+One object is one whole KV block. Its *name* is its content's: fingerprint and geometry (together the scope) and the
+chained hash of all tokens up to its end (`protocol.hashing`, the tenant's salt in the root). So equal names mean equal
+bytes, any node may write any object at any time, and nobody ever has to invalidate one.
+
+    object   magic (16)   digest (16)   the block's bytes, as they lie in the cache
+
+The digest is keyed with the cluster's key and covers the name, so that a damaged object, another object under this name
+and one that a stranger wrote are all refused: a store need not be trusted with more than not to lose everything.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from hashlib import blake2b
+from hmac import compare_digest
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pd_connectors.protocol.errors import HandoffError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from pd_connectors.base import ConnectorContext
+
+OBJECT_MAGIC = b"pd-kv-object/1\0\0"  # the format's; it is part of the scope too
+DIGEST_BYTES = 16
+HEADER_BYTES = len(OBJECT_MAGIC) + DIGEST_BYTES
+
+
+class StoreUnavailable(HandoffError):
+    """The store's server cannot be reached, has gone, or does not answer in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectName:
+    """What one block is stored under."""
+
+    scope: str  # hex; never equal for two nodes whose KV differs in meaning, shape or key
+    hash: bytes  # of the prompt up to the block's end
+
+    def __str__(self) -> str:
+        return f"pd-{self.scope}-{self.hash.hex()}"
+
+
+class KVStore(ABC):
+    """One client's way to the store. Not thread-safe; each thread opens its own.
+
+    Connects when it is first used, and again after it has failed. Every method may raise StoreUnavailable, within a
+    deadline of the implementation's; none hangs.
+    """
+
+    @abstractmethod
+    def contains(self, names: Sequence[ObjectName]) -> list[bool]:
+        """Whether each is stored now. One that is may be evicted at any time."""
+
+    @abstractmethod
+    def get(self, names: Sequence[ObjectName]) -> Generator[bytearray | None, None, None]:
+        """The objects, in this order, as they come; None for one that is not stored. Close it if it is left early."""
+
+    @abstractmethod
+    def put(self, objects: Sequence[tuple[ObjectName, bytes]]) -> int:
+        """Store these; each becomes visible when it is whole. Returns how many are visible now."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Idempotent."""
+
+
+class Sealer:
+    """Names, seals and opens the objects of one engine."""
+
+    def __init__(self, context: ConnectorContext) -> None:
+        self._key = context.cluster_key
+        self._block_bytes = context.geometry.block_bytes
+        scope = blake2b(digest_size=16, person=b"pd-pool-scope")
+        key_id = blake2b(context.cluster_key, digest_size=16, person=b"pd-pool-key-id").digest()
+        for part in (OBJECT_MAGIC, context.fingerprint.encode(), msgspec.json.encode(context.geometry), key_id):
+            scope.update(len(part).to_bytes(8, "little") + part)
+        self._scope = scope.hexdigest()
+
+    def name(self, block_hash: bytes) -> ObjectName:
+        """The name of the block that this chained hash names."""
+        return ObjectName(self._scope, block_hash)
+
+    def seal(self, name: ObjectName, block: memoryview) -> bytes:
+        """The object that holds `block` (its bytes)."""
+        return b"".join((OBJECT_MAGIC, self._digest(name, block), block))
+
+    def open(self, name: ObjectName, sealed: bytearray) -> memoryview | None:
+        """The block's bytes; None unless this is, to the last bit, what some node of this cluster sealed as `name`."""
+        view = memoryview(sealed)
+        if len(view) != HEADER_BYTES + self._block_bytes or view[: len(OBJECT_MAGIC)] != OBJECT_MAGIC:
+            return None
+        block = view[HEADER_BYTES:]
+        return block if compare_digest(view[len(OBJECT_MAGIC) : HEADER_BYTES], self._digest(name, block)) else None
+
+    def _digest(self, name: ObjectName, block: memoryview) -> bytes:
+        digest = blake2b(digest_size=DIGEST_BYTES, key=self._key, person=b"pd-pool-object")
+        digest.update(name.scope.encode() + name.hash)
+        digest.update(block)
+        return digest.digest()

@@ -1,0 +1,283 @@
+"""What a pool promises, over a store in memory and over LMCache's server."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+import torch
+
+from pd_connectors.base import CachedBlock, LoadSpec, PrefixFound, PrefixLoaded
+from pd_connectors.lmcache import LMCacheProtocol, LMCacheStore
+from pd_connectors.pool import PoolLimits
+from pd_connectors.store import HEADER_BYTES, Sealer
+from tests.connectors.pool_bench import GEOMETRY, POOL_CONTEXT, MemoryStore, Shelf, hashes_of, nodes
+from tests.connectors.store_server import StoreServer, needs_lmcache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pd_connectors.base import ConnectorContext
+    from pd_connectors.store import KVStore
+
+SIZE = GEOMETRY.block_size
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[StoreServer]:
+    with StoreServer() as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", pytest.param("lmcache", marks=[needs_lmcache, pytest.mark.integration])])
+def open_store(request: pytest.FixtureRequest) -> Callable[[], KVStore]:
+    """What each thread calls. Every test has prompts of its own, so they may share the server."""
+    if request.param == "memory":
+        shelf = Shelf()
+        return lambda: MemoryStore(shelf)
+    port, protocol = request.getfixturevalue("server").port, LMCacheProtocol()
+    return lambda: LMCacheStore(("127.0.0.1", port), protocol)
+
+
+# over both stores
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_another_node_gets_every_bit_into_other_blocks(open_store: Callable[[], KVStore], dtype: str) -> None:
+    context = replace(POOL_CONTEXT, geometry=msgspec.structs.replace(GEOMETRY, dtype=dtype))
+    hashes = hashes_of(5, seed=1)
+    with nodes(open_store, context, context) as (p, d):
+        before = d.cache.clone()
+        p.store(hashes, [3, 9, 1, 0, 7])
+        assert p.stat("pool_blocks_stored_total") == 5
+        assert d.recall(hashes, [8, 2, 15, 4, 6]) == 5 * SIZE
+        assert torch.equal(d.cache[[8, 2, 15, 4, 6]], p.cache[[3, 9, 1, 0, 7]])
+        others = [i for i in range(16) if i not in (8, 2, 15, 4, 6)]
+        assert torch.equal(d.cache[others], before[others])
+        assert d.stat("pool_hit_tokens_total") == 5 * SIZE
+        assert d.misses() == {}
+
+
+def test_the_longest_stored_prefix_is_found(open_store: Callable[[], KVStore]) -> None:
+    hashes = hashes_of(6, seed=2)
+    with nodes(open_store, POOL_CONTEXT, POOL_CONTEXT) as (p, d):
+        p.store(hashes[:3] + hashes[4:], [0, 1, 2, 4, 5])  # the fourth is missing
+        assert d.recall(hashes, [8, 9, 10], name="whole") == 3 * SIZE
+        assert d.recall(hashes, [11], first_block=2, name="rest") == 3 * SIZE
+        assert torch.equal(d.cache[[8, 9, 10, 11]], p.cache[[0, 1, 2, 2]])
+        assert d.recall(hashes, [], first_block=3, name="nothing") == 0
+        assert d.misses() == {"absent": 3}
+
+
+def test_what_is_known_is_not_sent_again(open_store: Callable[[], KVStore]) -> None:
+    hashes = hashes_of(2, seed=3)
+    with nodes(open_store, POOL_CONTEXT, POOL_CONTEXT) as (p, d):
+        p.store(hashes[:1], [0])
+        d.store(hashes, [0, 1])
+        assert d.stat("pool_blocks_known_total") == 1
+        assert d.stat("pool_blocks_stored_total") == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(POOL_CONTEXT, fingerprint="other weights"),
+        replace(POOL_CONTEXT, geometry=msgspec.structs.replace(GEOMETRY, dtype="bfloat16")),
+        replace(POOL_CONTEXT, cluster_key=b"another cluster"),
+    ],
+    ids=["fingerprint", "geometry", "key"],
+)
+def test_nodes_whose_kv_differs_never_meet(open_store: Callable[[], KVStore], other: ConnectorContext) -> None:
+    hashes = hashes_of(1, seed=4)
+    with nodes(open_store, POOL_CONTEXT, other) as (p, d):
+        p.store(hashes, [0])
+        assert d.recall(hashes, []) == 0
+        assert d.misses() == {"absent": 1}
+
+
+def test_tenants_never_meet(open_store: Callable[[], KVStore]) -> None:
+    with nodes(open_store, POOL_CONTEXT) as (node,):
+        node.store(hashes_of(1, "alice", seed=5), [0])
+        assert node.recall(hashes_of(1, "bob", seed=5), []) == 0
+
+
+def test_a_flipped_bit_ends_the_prefix_before_it(open_store: Callable[[], KVStore]) -> None:
+    hashes = hashes_of(3, seed=6)
+    name = Sealer(POOL_CONTEXT).name(hashes[1])
+    store = open_store()
+    with nodes(open_store, POOL_CONTEXT, POOL_CONTEXT) as (p, d):
+        p.store(hashes, [0, 1, 2])
+        before = d.cache.clone()
+        for number, position in enumerate((0, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + GEOMETRY.block_bytes - 1)):
+            sealed = bytearray(next(store.get([name])) or b"")
+            sealed[position] ^= 4
+            assert store.put([(name, bytes(sealed))]) == 1
+            assert d.recall(hashes, [8, 9, 10], name=f"r{number}") == SIZE
+            sealed[position] ^= 4
+            assert store.put([(name, bytes(sealed))]) == 1
+        assert d.misses() == {"damaged": 4}
+        assert torch.equal(d.cache[9:11], before[9:11])
+        assert d.recall(hashes, [8, 9, 10], name="mended") == 3 * SIZE
+    store.close()
+
+
+def test_an_object_under_anothers_name_is_refused(open_store: Callable[[], KVStore]) -> None:
+    hashes = hashes_of(2, seed=7)
+    sealer = Sealer(POOL_CONTEXT)
+    store = open_store()
+    with nodes(open_store, POOL_CONTEXT) as (node,):
+        node.store(hashes, [0, 1])
+        second = bytes(next(store.get([sealer.name(hashes[1])])) or b"")
+        store.put([(sealer.name(hashes[0]), second)])
+        assert node.recall(hashes, [8, 9]) == 0
+        assert node.misses() == {"damaged": 1}
+    store.close()
+
+
+# over the one in memory
+
+
+def test_a_store_that_is_down_is_asked_once_a_second() -> None:
+    shelf = Shelf()
+    hashes = hashes_of(1)
+    with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT) as (node,):
+        node.store(hashes, [0])
+        shelf.is_up = False
+        assert node.recall(hashes, [8], name="a") == 0
+        num_calls = shelf.num_calls
+        assert node.recall(hashes, [8], name="b") == 0
+        node.store(hashes, [0])
+        assert shelf.num_calls == num_calls
+        assert node.stat("pool_up") == 0
+        assert node.stat("pool_blocks_dropped_total|reason=unavailable") == 1
+        shelf.is_up = True
+        node.now_s += 1.0
+        assert node.recall(hashes, [8], name="c") == SIZE
+        assert node.misses() == {"unavailable": 2}
+
+
+def test_a_store_that_dies_between_two_blocks_leaves_the_first() -> None:
+    shelf = Shelf()
+    hashes = hashes_of(3)
+    with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT) as (node,):
+        node.store(hashes, [0, 1, 2])
+        shelf.gate.clear()
+        node.pool.find("r", hashes, 0)
+        shelf.gate.set()
+        assert node.event() == PrefixFound("r", 3 * SIZE)
+        shelf.is_up = False
+        assert node.pool.load(LoadSpec("r", 0, (8, 9, 10), 3 * SIZE))
+        assert node.event() == PrefixLoaded("r", 0)
+        assert node.misses() == {"unavailable": 1}
+
+
+def test_what_is_evicted_after_it_was_found_is_lost() -> None:
+    shelf = Shelf()
+    hashes = hashes_of(3)
+    with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT) as (node,):
+        node.store(hashes, [0, 1, 2])
+        node.pool.find("r", hashes, 0)
+        assert node.event() == PrefixFound("r", 3 * SIZE)
+        del shelf.objects[Sealer(POOL_CONTEXT).name(hashes[1])]
+        assert node.pool.load(LoadSpec("r", 0, (8, 9, 10), 3 * SIZE))
+        assert node.event() == PrefixLoaded("r", SIZE)
+        assert node.misses() == {"lost": 1}
+
+
+def test_a_search_that_takes_too_long_is_over() -> None:
+    shelf = Shelf()
+    hashes = hashes_of(1)
+    with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT, limits=PoolLimits(deadline_s=3.0)) as (node,):
+        node.store(hashes, [0])
+        node.pool.find("r", hashes, 0)
+        assert node.event() == PrefixFound("r", SIZE)
+        node.now_s += 10.0  # the engine's own time does not count
+        shelf.gate.clear()
+        assert node.pool.load(LoadSpec("r", 0, (8,), SIZE))
+        node.now_s += 3.0
+        shelf.gate.set()
+        assert node.event() == PrefixLoaded("r", 0)
+        assert node.misses() == {"late": 1}
+
+
+def test_a_search_is_cancelled_in_any_state() -> None:
+    shelf = Shelf()
+    hashes = hashes_of(2)
+    with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT) as (node,):
+        node.store(hashes, [0, 1])
+        shelf.gate.clear()
+        node.pool.find("probing", hashes, 0)
+        node.pool.cancel("probing")
+        shelf.gate.set()
+        assert node.event() == PrefixLoaded("probing", 0)
+        node.pool.find("found", hashes, 0)
+        assert isinstance(node.event(), PrefixFound)
+        node.pool.cancel("found")
+        assert node.event() == PrefixLoaded("found", 0)
+        assert not node.pool.load(LoadSpec("found", 0, (8, 9), 2 * SIZE))
+        node.pool.find("reading", hashes, 0)
+        assert isinstance(node.event(), PrefixFound)
+        shelf.gate.clear()
+        assert node.pool.load(LoadSpec("reading", 0, (8, 9), 2 * SIZE))
+        node.pool.cancel("reading")
+        shelf.gate.set()
+        assert node.event() == PrefixLoaded("reading", 0)
+        node.pool.cancel("reading")
+        assert node.pool.take_events() == []
+        assert node.misses() == {"cancelled": 3}
+
+
+def test_a_load_of_nothing_ends() -> None:
+    """Somebody else cached the prefix between the search and the reservation."""
+    shelf = Shelf()
+    hashes = hashes_of(2)
+    with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT) as (node,):
+        node.store(hashes, [0, 1])
+        node.pool.find("r", hashes, 0)
+        assert isinstance(node.event(), PrefixFound)
+        assert node.pool.load(LoadSpec("r", 2, (), 2 * SIZE))
+        assert node.event() == PrefixLoaded("r", 2 * SIZE)
+
+
+def test_a_block_may_be_overwritten_once_it_was_offered() -> None:
+    shelf = Shelf()
+    hashes = hashes_of(1)
+    with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT) as (node,):
+        content = node.cache[0].clone()
+        shelf.gate.clear()
+        node.pool.store([CachedBlock(hashes[0], 0)])
+        node.pool.settle()
+        node.cache[0] = 7.0
+        shelf.gate.set()
+        node.wait_sent()
+        assert node.recall(hashes, [8]) == SIZE
+        assert torch.equal(node.cache[8], content)
+
+
+def test_a_backlog_is_bounded() -> None:
+    shelf = Shelf()
+    one = GEOMETRY.block_bytes + HEADER_BYTES
+    with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT, limits=PoolLimits(backlog_bytes=2 * one)) as (node,):
+        shelf.gate.clear()
+        for block_hash in hashes_of(3):
+            node.pool.store([CachedBlock(block_hash, 0)])
+        assert node.stat("pool_backlog_bytes") == 2 * one
+        shelf.gate.set()
+        node.wait_sent()
+        assert node.stat("pool_blocks_stored_total") == 2
+        assert node.stat("pool_blocks_dropped_total|reason=backlog") == 1
+
+
+def test_closing_ends_what_waits_for_the_engine() -> None:
+    shelf = Shelf()
+    hashes = hashes_of(1)
+    with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT) as (node,):
+        node.store(hashes, [0])
+        node.pool.find("r", hashes, 0)
+        assert isinstance(node.event(), PrefixFound)
+        node.pool.close()
+        assert node.event() == PrefixLoaded("r", 0)
+        node.pool.find("after", hashes, 0)
+        assert node.event() == PrefixLoaded("after", 0)
