@@ -1,0 +1,66 @@
+"""Schemas of the custom resources that the chart makes, as far as it uses them. Unknown fields are refused.
+
+Written from the resources' API references: Prometheus operator v0.7x, Gateway API v1.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema
+
+_TEXT = {"type": "string", "minLength": 1}
+_LABELS = {"type": "object", "additionalProperties": {"type": "string"}}
+_DURATION = {"type": "string", "pattern": r"^(0|([0-9]+(ms|s|m|h|d))+)$"}
+
+
+def _closed(required: list[str], **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "required": required, "properties": properties}
+
+
+def _list(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "minItems": 1, "items": items}
+
+
+_SELECTOR = _closed(["matchLabels"], matchLabels=_LABELS)
+_ENDPOINT = _closed(["port"], port=_TEXT, path={"type": "string", "pattern": "^/"}, interval=_DURATION)
+_ALERT = _closed(
+    ["alert", "expr", "labels", "annotations"],
+    alert={"type": "string", "pattern": "^[A-Z][A-Za-z]+$"},
+    expr=_TEXT,
+    **{"for": _DURATION},
+    labels=_closed(["severity"], severity={"enum": ["critical", "warning"]}),
+    annotations=_closed(["summary", "description"], summary=_TEXT, description=_TEXT),
+)
+_PARENT = _closed(["name"], group=_TEXT, kind=_TEXT, name=_TEXT, namespace=_TEXT, sectionName=_TEXT)
+_GATEWAY_DURATION = {"type": "string", "pattern": r"^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
+_ROUTE_RULE = _closed(
+    ["backendRefs"],
+    matches=_list(_closed(["path"], path=_closed(["type", "value"], type={"enum": ["PathPrefix"]}, value=_TEXT))),
+    timeouts=_closed([], request=_GATEWAY_DURATION, backendRequest=_GATEWAY_DURATION),
+    backendRefs=_list(_closed(["name", "port"], name=_TEXT, port={"type": "integer", "minimum": 1, "maximum": 65535})),
+)
+_SPECS = {
+    ("monitoring.coreos.com/v1", "PodMonitor"): _closed(
+        ["selector", "podMetricsEndpoints"],
+        selector=_SELECTOR, podTargetLabels=_list(_TEXT), podMetricsEndpoints=_list(_ENDPOINT),
+    ),
+    ("monitoring.coreos.com/v1", "ServiceMonitor"): _closed(
+        ["selector", "endpoints"], selector=_SELECTOR, endpoints=_list(_ENDPOINT)
+    ),
+    ("monitoring.coreos.com/v1", "PrometheusRule"): _closed(
+        ["groups"], groups=_list(_closed(["name", "rules"], name=_TEXT, rules=_list(_ALERT)))
+    ),
+    ("gateway.networking.k8s.io/v1", "HTTPRoute"): _closed(
+        ["parentRefs", "rules"], parentRefs=_list(_PARENT), hostnames=_list(_TEXT), rules=_list(_ROUTE_RULE)
+    ),
+}  # fmt: skip
+
+
+def check_custom_resource(found: dict[str, Any]) -> list[str]:
+    """What is wrong with it, in words."""
+    spec = _SPECS.get((found["apiVersion"], found["kind"]))
+    if spec is None:
+        return [f"no schema for {found['apiVersion']} {found['kind']}"]
+    errors = jsonschema.Draft202012Validator(spec).iter_errors(found["spec"])
+    return [f"{'/'.join(map(str, error.absolute_path))}: {error.message}" for error in errors]

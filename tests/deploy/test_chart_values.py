@@ -1,0 +1,193 @@
+"""What values do: the ones that are refused, the key that stays, and the switches."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+import helm_python
+import pytest
+import yaml
+
+from pd_cluster.launch import engine_process, node
+from tests.deploy import invariants
+from tests.deploy.chart import CHART, NAMESPACE, load_chart, objects_of, of_kind, one, render
+from tests.deploy.fake_api import api_server
+
+KEY_PATH = f"/api/v1/namespaces/{NAMESPACE}/secrets/demo-pd-cluster-key"
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"rolez": {}}, "rolez"),
+    ({"image": {"tagg": "x"}}, "tagg"),
+    ({"image": {"digest": "sha256:123"}}, "digest"),
+    ({"roles": {"decode": {"replica": 2}}}, "replica"),
+    ({"roles": {"decode": {"kind": "decoder"}}}, "kind"),
+    ({"roles": {"Upper": {"kind": "decode"}}}, "Upper"),
+    ({"roles": {"decode": {"args": {"port": 9}}}}, "port"),
+    ({"nodeDefaults": {"resources": {"limits": {"memory": "lots"}}}}, "memory"),
+    ({"router": {"route": "sideways"}}, "route"),
+    ({"router": {"httpRoute": {"enabled": True}}}, "parentRefs"),
+    ({"env": [{"name": "A"}]}, "env"),
+    ({"nodePorts": {"http": 80}}, "http"),
+    ({"roles": {"decode": None}}, "no role can decode"),
+    ({"roles": {"router": {"kind": "decode"}}}, "name is taken"),
+    ({"roles": {"decode": {"args": {"block-size": 32}}}}, "block-size differs"),
+    ({"roles": {"prefill": {"args": {"dtype": "float16"}}}}, "dtype differs"),
+    ({"roles": {"decode": {"autoscaling": {"minReplicas": 5}}}}, "is above maxReplicas"),
+    ({"router": {"autoscaling": {"minReplicas": 9}}}, "is above maxReplicas"),
+    ({"model": {"existingClaim": "a", "claim": {"create": True}}}, "exclude each other"),
+    ({"monitoring": {"podMonitor": {"enabled": True}}}, "networkPolicy.metricsFrom"),
+    ({"nodePorts": {"http": 8100, "control": 8100}}, "must differ"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED, ids=[row[1] + str(i) for i, row in enumerate(REFUSED)])
+def test_values_are_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=message):
+        render(values)
+
+
+def test_schema_describes_every_default() -> None:
+    """values.yaml and the schema list the same names, at every depth."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    missing: list[str] = []
+
+    def compare(value: Any, rule: dict[str, Any], path: str) -> None:
+        if "$ref" in rule:
+            rule = schema["$defs"][rule["$ref"].rsplit("/", 1)[1]]
+        if isinstance(value, dict) and "properties" in rule:
+            missing.extend(
+                f"{path}.{name} has no default" for name in rule["properties"].keys() - value.keys() - {"global"}
+            )
+            missing.extend(f"{path}.{name} is not in the schema" for name in value.keys() - rule["properties"].keys())
+            for name in value.keys() & rule["properties"].keys():
+                compare(value[name], rule["properties"][name], f"{path}.{name}")
+
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    compare(defaults, schema, "")
+    assert missing == []
+
+
+def test_upgrade_keeps_the_key() -> None:
+    [made] = of_kind(render(), "Secret")
+    asked: list[str] = []
+    with api_server({KEY_PATH: made}, asked) as url:
+        upgraded = render_in_cluster(url)
+    assert KEY_PATH in asked
+    assert one(upgraded, "Secret", "-key")["data"] == made["data"]
+
+
+def test_install_makes_a_key_when_the_cluster_has_none() -> None:
+    asked: list[str] = []
+    with api_server({}, asked) as url:
+        first, second = (one(render_in_cluster(url), "Secret", "-key")["data"]["cluster-key"] for _ in range(2))
+    assert KEY_PATH in asked
+    assert first != second
+    assert len(first) >= 64
+
+
+def render_in_cluster(url: str) -> list[dict[str, Any]]:
+    """What `helm upgrade` would apply, `lookup` reading from the API server at `url`."""
+    kubeconfig = {
+        "apiVersion": "v1", "kind": "Config", "current-context": "test",
+        "clusters": [{"name": "test", "cluster": {"server": url}}],
+        "users": [{"name": "test", "user": {}}],
+        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": NAMESPACE}}],
+    }  # fmt: skip
+    content = yaml.safe_dump(kubeconfig)
+    with helm_python.Config(kubeconfig_content=content, namespace=NAMESPACE) as cluster, load_chart() as chart:
+        return objects_of(cluster.render(chart, name="demo", namespace=NAMESPACE, is_upgrade=True))
+
+
+def test_own_key_secret_is_mounted_and_none_is_made() -> None:
+    objects = render({"clusterKey": {"existingSecret": "mine", "key": "k"}})
+    assert of_kind(objects, "Secret") == []
+    volume = one(objects, "StatefulSet", "decode")["spec"]["template"]["spec"]["volumes"][0]
+    assert volume["secret"]["secretName"] == "mine"
+    assert volume["secret"]["items"] == [{"key": "k", "path": "cluster-key"}]
+
+
+def test_drain_leaves_the_time_to_stop_an_engine() -> None:
+    """The chart's margin covers what a node does after its drain."""
+    spec = one(render(), "StatefulSet", "decode")["spec"]["template"]["spec"]
+    margin = spec["terminationGracePeriodSeconds"] - 5 - 60  # preStop and drain of values.yaml
+    assert margin >= engine_process.ENGINE_STOP_S + 2 * node.FLUSH_S
+
+
+def test_pod_reader_gives_the_router_its_role_and_nothing_more() -> None:
+    assert of_kind(render(), "Role", "RoleBinding", "ClusterRole") == []
+    objects = render({"router": {"podReader": True}})
+    [role] = of_kind(objects, "Role")
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
+    [binding] = of_kind(objects, "RoleBinding")
+    [account] = of_kind(objects, "ServiceAccount")
+    router = one(objects, "Deployment", "router")["spec"]["template"]["spec"]
+    assert binding["subjects"][0]["name"] == account["metadata"]["name"] == router["serviceAccountName"]
+    assert router["automountServiceAccountToken"] is True
+    assert invariants.hardening(objects) == ["Deployment/demo-pd-cluster-router: has a service account's token"]
+
+
+def test_digest_wins_over_tag() -> None:
+    digest = "sha256:" + "0" * 64
+    objects = render({"image": {"repository": "r", "tag": "t", "digest": digest}})
+    images = {part["image"] for part in one(objects, "StatefulSet", "decode")["spec"]["template"]["spec"]["containers"]}
+    assert images == {f"r@{digest}"}
+
+
+def test_only_the_cluster_reaches_kv_and_control_ports() -> None:
+    """Whoever is not a node of this release is let in to the HTTP port at most."""
+    [policy] = [found for found in of_kind(render(), "NetworkPolicy") if found["metadata"]["name"].endswith("-nodes")]
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    for rule in policy["spec"]["ingress"]:
+        peers = rule["from"]
+        everything = "ports" not in rule
+        assert all(peer["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "demo" for peer in peers)
+        assert not everything or [peer["podSelector"]["matchLabels"]["pd-cluster/part"] for peer in peers] == ["node"]
+
+
+def test_an_alert_can_be_left_out() -> None:
+    on = {"monitoring": {"prometheusRule": {"enabled": True}}}
+    off = {"monitoring": {"prometheusRule": {"enabled": True, "except": ["PdNodeDown"]}}}
+    counts = [
+        sum(len(group["rules"]) for group in one(render(v), "PrometheusRule", "")["spec"]["groups"]) for v in (on, off)
+    ]
+    assert counts[0] == counts[1] + 1
+
+
+def test_flags_keep_their_types() -> None:
+    args = {"max-model-len": 1048576, "gpu-memory-utilization": 0.85, "prefix-caching": False, "dtype": "bfloat16"}
+    objects = render({"nodeDefaults": {"args": args}})
+    given = one(objects, "StatefulSet", "decode")["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert given[-4:] == [
+        "--dtype=bfloat16", "--gpu-memory-utilization=0.85", "--max-model-len=1048576", "--no-prefix-caching",
+    ]  # fmt: skip
+
+
+def test_flags_that_the_chart_owns_are_the_ones_it_sets() -> None:
+    """Nobody can give a flag twice: what the schema forbids in args is what the template writes."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = {"model": {"id": "/models/x", "servedName": "y"}}
+    objects = render(values)
+    for kind, name, rule in (("StatefulSet", "decode", "nodeFlags"), ("Deployment", "router", "routerFlags")):
+        arguments = one(objects, kind, name)["spec"]["template"]["spec"]["containers"][0]["args"]
+        written = {argument.partition("=")[0].removeprefix("--") for argument in arguments if argument.startswith("--")}
+        forbidden = set(schema["$defs"][rule]["propertyNames"]["not"]["enum"])
+        assert written <= forbidden
+        assert forbidden - written <= {
+            "role",
+            "advertise-host",
+            "mixed",
+        }  # set through the environment, or by other roles
+
+
+def test_role_names_and_release_names_fit_together() -> None:
+    assert invariants.names(render(name="a-release-name-of-fifty-three-characters-is-the-most")) == []
+
+
+def test_dataclass_of_flags_is_what_the_parser_has() -> None:
+    from pd_cluster.config import NodeConfig
+
+    known = {item.name.replace("_", "-") for kind in NodeConfig.sections().values() for item in fields(kind)}
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert set(schema["$defs"]["nodeFlags"]["propertyNames"]["not"]["enum"]) <= known
