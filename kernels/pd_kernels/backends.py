@@ -6,13 +6,14 @@ A new backend adds a row: a `Kernels` with the functions that it has, the others
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from pd_kernels import sampling, torch_attention, torch_ops
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from pd_kernels.head_norms import HeadNorms

@@ -74,7 +74,8 @@ def norm_rope_write(
     stored at `slot_mapping` (int64 [T]).
     """
     num_kv_heads = key_cache.shape[1]
-    query, key, value = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    query, key, value = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
     if norms is not None:
         query, key = rms_norm(query, norms.query, norms.eps), rms_norm(key, norms.key, norms.eps)
     write_cache(rope(key, cos, sin), value, key_cache, value_cache, slot_mapping)

@@ -1,4 +1,4 @@
-"""One step's attention in Triton: decodes in one pair of launches, prefill chunks in another launch."""
+"""One step's attention in Triton: decodes in one launch, prefill chunks in another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pd_kernels.checks import check_cache_views, check_query
-from pd_kernels.triton_decode import DecodeTiling, decode_attention, decode_tiling, plan_decode
+from pd_kernels.triton_decode import DecodePlan, DecodeTiling, decode_attention, decode_tiling, plan_decode
 from pd_kernels.triton_prefill import PrefillTiling, plan_prefill, prefill_attention, prefill_tiling
 
 if TYPE_CHECKING:
@@ -26,9 +26,8 @@ class TritonAttentionPlan:
     packed: PackedSequences
     num_tokens: int
     window: int
-    decode: DecodeTiling
     prefill: PrefillTiling
-    ends: torch.Tensor | None  # of plan_decode; None without decodes
+    decode: DecodePlan | None  # None without decodes
     tiles: dict[int, torch.Tensor] = field(default_factory=dict)  # of plan_prefill, by query heads per KV head
 
     def run(
@@ -41,12 +40,11 @@ class TritonAttentionPlan:
             raise ValueError(f"a token's query heads must be contiguous, not of stride {query.stride(1)}")
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         packed = self.packed
-        if self.ends is not None:
+        if self.decode is not None:
             rows = slice(0, packed.num_decodes)
             decode_attention(
-                query[rows], key_cache, value_cache, packed.block_tables, packed.seq_lens, self.ends, out[rows],
-                scale, self.window, self.decode,
-            )  # fmt: skip
+                query[rows], key_cache, value_cache, packed.block_tables, packed.seq_lens, self.decode, out[rows], scale
+            )
         if packed.num_decodes < packed.num_seqs:
             group = query.shape[1] // key_cache.shape[1]
             if group not in self.tiles:
@@ -66,9 +64,8 @@ def plan_attention(
 ) -> TritonAttentionPlan:
     """`key_cache`: any layer's view, for shape and dtype. The tilings are for measurements."""
     _, _, block_size, head_dim = key_cache.shape
-    decode = decode or decode_tiling(key_cache.dtype, head_dim)
+    tiling = decode or decode_tiling(key_cache.dtype, head_dim)
     prefill = prefill or prefill_tiling(key_cache.dtype, head_dim, block_size)
     count = packed.num_decodes
-    ends = plan_decode(packed.seq_lens[:count], window, decode.tile) if count else None
-    num_tokens = int(packed.host_query_lens.sum())
-    return TritonAttentionPlan(packed, num_tokens, window, decode, prefill, ends)
+    plan = plan_decode(packed.seq_lens[:count], key_cache, window, tiling) if count else None
+    return TritonAttentionPlan(packed, int(packed.host_query_lens.sum()), window, prefill, plan)

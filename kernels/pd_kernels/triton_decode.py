@@ -1,13 +1,14 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 """Paged decode attention: a step's KV is shared out evenly over a fixed number of programs.
 
 The unit of work is one tile of TILE tokens of one (sequence, KV head). All units of a step stand in one line (sequence
-by sequence, head by head, tile by tile) and program p of P takes the p-th equal share of it, as stream-K does for matrix
-products (arXiv 2301.03598). So no mix of lengths leaves a multiprocessor idle, and the grid does not depend on lengths:
-they are read on the device, nothing waits for the host, and a CUDA graph can replay the launches with other lengths.
+by sequence, head by head, tile by tile) and program p of P takes the p-th equal share of it, as stream-K does for
+matrix products (arXiv 2301.03598). So no mix of lengths leaves a multiprocessor idle, and the grid does not depend on
+lengths: they are read on the device, nothing waits for the host, and a CUDA graph can replay a launch with others.
 
 A share may begin and end within a (sequence, head) pair. Such parts go to a workspace, each with the logarithm of its
-sum of exponentials, and a second launch merges them. A program leaves at most two parts: in slot 0 the one of a pair
-that an earlier program began, in slot 1 the one of the pair that it began and did not finish.
+sum of exponentials; the last program to bring a part of a pair merges them all. A program leaves at most two parts: in
+slot 0 the one of a pair that an earlier program began, in slot 1 the one of the pair that it began and did not finish.
 
 The query heads that share a KV head are the rows of one matrix product. Maxima, sums and the workspace are float32.
 """
@@ -21,7 +22,7 @@ import triton
 import triton.language as tl
 
 _LOG2_E = 1.4426950408889634
-_MERGED = 16  # parts that a merging program reads at a time
+_MERGED = 8192  # numbers of parts that a merging program holds at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +44,6 @@ def _plan_kernel(seq_lens, ends, num_seqs, WINDOW: tl.constexpr, TILE: tl.conste
     if WINDOW > 0:
         tiles -= tl.maximum(length - WINDOW, 0) // TILE
     tl.store(ends + seq, tl.cumsum(tiles, 0), mask=seq < num_seqs)
-
-
-@triton.jit
-def _share(ends, num_seqs, NUM_KV_HEADS: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Units of one program."""
-    units = tl.load(ends + num_seqs - 1) * NUM_KV_HEADS
-    return tl.maximum((units + PROGRAMS - 1) // PROGRAMS, 1)
-
-
-@triton.jit
-def _sequence_of(ends, tile, num_seqs, SEQS: tl.constexpr):
-    """The sequence that owns the `tile`-th tile of a head: how many end at or before it."""
-    seq = tl.arange(0, SEQS)
-    end = tl.load(ends + seq, mask=seq < num_seqs, other=2147483647)
-    return tl.sum((end <= tile).to(tl.int32), 0)
 
 
 @triton.jit
@@ -97,27 +83,60 @@ def _attend_part(
 
 
 @triton.jit
+def _merge_parts(
+    parts, part_logs, target, first, last, GROUP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+    MEMBERS: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
+    """One (sequence, KV head) from the parts of programs [first, last] into `target` [GROUP, SIZE]."""
+    member, column = tl.arange(0, MEMBERS), tl.arange(0, COLUMNS)
+    inside = (member < GROUP)[:, None] & (column < SIZE)[None, :]
+    top = tl.full([MEMBERS], -1e30, tl.float32)
+    total = tl.zeros([MEMBERS], tl.float32)
+    sums = tl.zeros([MEMBERS, COLUMNS], tl.float32)
+    for begin in range(first, last + 1, MERGED):
+        program = begin + tl.arange(0, MERGED)
+        slot = (2 * program + (program == first).to(tl.int32))[:, None] * GROUP + member[None, :]
+        known = (program <= last)[:, None] & (member < GROUP)[None, :]
+        log = tl.load(part_logs + slot, mask=known, other=-1e30, cache_modifier=".cg")
+        at = slot[:, :, None] * SIZE + column[None, None, :]
+        mask = (program <= last)[:, None, None] & inside[None, :, :]
+        part = tl.load(parts + at, mask=mask, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(top, tl.max(log, 0))
+        weight = tl.exp2(log - higher[None, :])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(weight, 0)
+        sums = sums * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
+        top = higher
+    merged = sums / total[:, None]
+    tl.store(target + member[:, None] * SIZE + column[None, :], merged.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _decode_kernel(
-    query, key_cache, value_cache, block_tables, seq_lens, ends, out, parts, part_logs,
+    query, key_cache, value_cache, block_tables, seq_lens, ends, arrived, out, parts, part_logs,
     num_seqs, query_stride, table_stride, block_stride, head_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, TILE: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PROGRAMS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PROGRAMS: tl.constexpr, MEMBERS: tl.constexpr, MERGED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    unit = program * _share(ends, num_seqs, NUM_KV_HEADS, PROGRAMS)
-    stop = tl.minimum(
-        unit + _share(ends, num_seqs, NUM_KV_HEADS, PROGRAMS), tl.load(ends + num_seqs - 1) * NUM_KV_HEADS
-    )
+    line = tl.load(ends + tl.arange(0, SEQS), mask=tl.arange(0, SEQS) < num_seqs, other=0)
+    num_units = tl.max(line, 0) * NUM_KV_HEADS
+    share = tl.maximum((num_units + PROGRAMS - 1) // PROGRAMS, 1)
+    unit = program * share
+    stop = tl.minimum(unit + share, num_units)
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     at = row[:, None] * SIZE + column[None, :]
     inside = (row < GROUP)[:, None] & (column < SIZE)[None, :]
     while unit < stop:
-        seq = _sequence_of(ends, unit // NUM_KV_HEADS, num_seqs, SEQS).to(tl.int64)
-        before = tl.load(ends + seq - 1, mask=seq > 0, other=0)
-        tiles = tl.load(ends + seq) - before
-        head = (unit - before * NUM_KV_HEADS) // tiles
-        first = unit - before * NUM_KV_HEADS - head * tiles
+        over = (line <= unit // NUM_KV_HEADS) & (tl.arange(0, SEQS) < num_seqs)  # sequences that end before the unit
+        seq = tl.sum(over.to(tl.int32), 0).to(tl.int64)
+        before = tl.max(tl.where(over, line, 0), 0)
+        tiles = tl.min(tl.where(over | (line == 0), 2147483647, line), 0) - before
+        start_unit = before * NUM_KV_HEADS  # of the sequence
+        head = (unit - start_unit) // tiles
+        start_unit += head * tiles  # of the pair
+        first = unit - start_unit
         count = tl.minimum(tiles - first, stop - unit)
         length = tl.load(seq_lens + seq)
         lowest = 0
@@ -126,70 +145,61 @@ def _decode_kernel(
         start = (lowest // TILE + first) * TILE
         q = tl.load(query + seq * query_stride + head * GROUP * SIZE + at, mask=inside, other=0.0)
         mean, log = _attend_part(
-            q, key_cache + head * head_stride, value_cache + head * head_stride, block_tables + seq * table_stride,
-            start, start + count * TILE, length, lowest, block_stride, scale,
+            q, key_cache + head.to(tl.int64) * head_stride, value_cache + head.to(tl.int64) * head_stride,
+            block_tables + seq * table_stride, start, start + count * TILE, length, lowest, block_stride, scale,
             SIZE, BLOCK_SIZE, WINDOW, TILE, ROWS, COLUMNS, PRECISION, STAGES,
         )  # fmt: skip
+        target = out + (seq * NUM_KV_HEADS + head) * GROUP * SIZE
         if count == tiles:
-            target = out + (seq * NUM_KV_HEADS + head) * GROUP * SIZE
             tl.store(target + at, mean.to(out.dtype.element_ty), mask=inside)
         else:
             slot = (2 * program + (first == 0).to(tl.int32)) * GROUP
             tl.store(parts + slot * SIZE + at, mean, mask=inside)
             tl.store(part_logs + slot + row, log, mask=row < GROUP)
+            tl.debug_barrier()  # all the part is written before its arrival is told
+            others = (start_unit + tiles - 1) // share - start_unit // share
+            counter = arrived + seq * NUM_KV_HEADS + head
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == others:
+                first_program = start_unit // share
+                _merge_parts(
+                    parts, part_logs, target, first_program, first_program + others,
+                    GROUP, SIZE, COLUMNS, MEMBERS, MERGED,
+                )  # fmt: skip
+                tl.store(counter, 0)  # for the next layer
         unit += count
+    for seq in range(program, num_seqs, PROGRAMS):  # the empty ones become 0
+        before = tl.load(ends + seq - 1, mask=seq > 0, other=0)
+        if tl.load(ends + seq) == before:
+            rows = out + seq * (NUM_KV_HEADS * GROUP * SIZE)
+            for head in range(NUM_KV_HEADS):
+                tl.store(rows + head * GROUP * SIZE + at, tl.zeros([ROWS, COLUMNS], out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _merge_kernel(
-    ends, parts, part_logs, out, num_seqs, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr, MERGED: tl.constexpr,
-):  # fmt: skip
-    """One query head of one sequence: does nothing unless several programs worked at it. Empty sequences become 0."""
-    seq, query_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.arange(0, COLUMNS)
-    inside = column < SIZE
-    before = tl.load(ends + seq - 1, mask=seq > 0, other=0)
-    tiles = tl.load(ends + seq) - before
-    share = _share(ends, num_seqs, NUM_KV_HEADS, PROGRAMS)
-    unit = before * NUM_KV_HEADS + query_head // GROUP * tiles
-    program, last = unit // share, (unit + tiles - 1) // share
-    target = out + (seq * NUM_KV_HEADS * GROUP + query_head) * SIZE + column
-    if tiles == 0:
-        tl.store(target, tl.zeros([COLUMNS], out.dtype.element_ty), mask=inside)
-    elif last > program:
-        top = tl.full([MERGED], -1e30, tl.float32)
-        total = tl.zeros([MERGED], tl.float32)
-        sums = tl.zeros([MERGED, COLUMNS], tl.float32)
-        for begin in range(program, last + 1, MERGED):
-            other = begin + tl.arange(0, MERGED)
-            slot = (2 * other + (other == program).to(tl.int32)) * GROUP + query_head % GROUP
-            log = tl.load(part_logs + slot, mask=other <= last, other=-1e30)
-            mask = (other <= last)[:, None] & inside[None, :]
-            part = tl.load(parts + slot[:, None] * SIZE + column[None, :], mask=mask, other=0.0)
-            higher = tl.maximum(top, log)
-            total = total * tl.exp2(top - higher) + tl.where(other <= last, tl.exp2(log - higher), 0.0)
-            sums = sums * tl.exp2(top - higher)[:, None] + part * tl.exp2(log - higher)[:, None]
-            top = higher
-        weight = tl.exp2(top - tl.max(top, 0))
-        merged = tl.sum(sums * weight[:, None], 0) / tl.sum(total * weight, 0)
-        tl.store(target, merged.to(out.dtype.element_ty), mask=inside)
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """What the layers of one step share. Used by one stream at a time."""
+
+    tiling: DecodeTiling
+    window: int
+    ends: torch.Tensor  # int32 [S]: where each sequence's tiles of one head end
+    arrived: torch.Tensor  # int32 [S, num_kv_heads]: parts so far; 0 between launches
 
 
-def plan_decode(seq_lens: torch.Tensor, window: int, tile: int) -> torch.Tensor:
-    """Where each sequence's tiles of one head end: int32 [S] from `seq_lens` int32 [S]. One launch, no wait."""
+def plan_decode(seq_lens: torch.Tensor, key_cache: torch.Tensor, window: int, tiling: DecodeTiling) -> DecodePlan:
+    """From `seq_lens` int32 [S]. Two launches, no wait."""
     ends = torch.empty_like(seq_lens)
     num_seqs = len(seq_lens)
-    _plan_kernel[(1,)](seq_lens, ends, num_seqs, window, tile, triton.next_power_of_2(num_seqs), num_warps=4)
-    return ends
+    _plan_kernel[(1,)](seq_lens, ends, num_seqs, window, tiling.tile, triton.next_power_of_2(num_seqs), num_warps=4)
+    arrived = torch.zeros((num_seqs, key_cache.shape[1]), dtype=torch.int32, device=seq_lens.device)
+    return DecodePlan(tiling, window, ends, arrived)
 
 
 def decode_tiling(dtype: torch.dtype, head_dim: int) -> DecodeTiling:
     """For a GPU with 228 KiB of shared memory a multiprocessor."""
-    wide = dtype.itemsize * triton.next_power_of_2(head_dim)
     if dtype is torch.float32:
         return DecodeTiling(tile=16, num_warps=4, num_stages=2, programs_per_processor=2)
-    return DecodeTiling(tile=64 if wide <= 256 else 32, num_warps=4, num_stages=3, programs_per_processor=2)
+    # 5 stages: two tiles in flight, for a tile's address waits for the block table. 4.2 TB/s on an H200
+    return DecodeTiling(tile=64 if head_dim <= 128 else 32, num_warps=4, num_stages=5, programs_per_processor=2)
 
 
 def decode_attention(
@@ -198,34 +208,25 @@ def decode_attention(
     value_cache: torch.Tensor,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
-    ends: torch.Tensor,
+    plan: DecodePlan,
     out: torch.Tensor,
     scale: float,
-    window: int,
-    tiling: DecodeTiling,
 ) -> None:
-    """See reference.decode_attention; into `out`, whose rows are contiguous.
-
-    `ends`: of `plan_decode` with the same window and tile. A sequence of length 0 (padding) gives zeros.
-    """
+    """See reference.decode_attention; into `out`, contiguous. A sequence of length 0 (padding) gives zeros."""
     num_seqs, num_heads, size = query.shape
     num_kv_heads, block_size = key_cache.shape[1:3]
-    group = num_heads // num_kv_heads
+    group, tiling = num_heads // num_kv_heads, plan.tiling
     programs = tiling.programs_per_processor * num_processors(query.device)
     parts = torch.empty((2 * programs * group, size), dtype=torch.float32, device=query.device)
     part_logs = torch.empty(2 * programs * group, dtype=torch.float32, device=query.device)
-    columns = max(triton.next_power_of_2(size), 16)
-    precision = "ieee" if query.dtype is torch.float32 else "tf32"
+    columns, members = max(triton.next_power_of_2(size), 16), triton.next_power_of_2(group)
     _decode_kernel[(programs,)](
-        query, key_cache, value_cache, block_tables, seq_lens, ends, out, parts, part_logs,
+        query, key_cache, value_cache, block_tables, seq_lens, plan.ends, plan.arrived, out, parts, part_logs,
         num_seqs, query.stride(0), block_tables.stride(0), key_cache.stride(0), key_cache.stride(1), scale * _LOG2_E,
-        num_kv_heads, group, size, block_size, window, tiling.tile, triton.next_power_of_2(num_seqs),
-        max(triton.next_power_of_2(group), 16), columns, programs, precision, tiling.num_stages,
-        num_warps=tiling.num_warps,
+        num_kv_heads, group, size, block_size, plan.window, tiling.tile, triton.next_power_of_2(num_seqs),
+        max(members, 16), columns, programs, members, max(_MERGED // (members * columns), 1),
+        "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages, num_warps=tiling.num_warps,
     )  # fmt: skip
-    _merge_kernel[(num_seqs, num_heads)](
-        ends, parts, part_logs, out, num_seqs, num_kv_heads, group, size, columns, programs, _MERGED, num_warps=1
-    )
 
 
 def num_processors(device: torch.device) -> int:

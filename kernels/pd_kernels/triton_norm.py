@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 """RMSNorm, alone and fused with the residual sum before it. One read and one write of each tensor.
 
 Rounding follows `reference`: the normed value is rounded to the tensor's dtype before the weight multiplies it.

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 """What stands between the QKV product and attention, in one launch: QK norm, RoPE, the KV cache write.
 
 Reads the product once, writes the rotated queries once and each key and value once, straight into its cache block.

@@ -4,13 +4,15 @@
 
 Every call is in a CUDA graph that goes round several layers of one cache, so that no launch waits for Python and the
 second-level cache holds nothing that it would not hold in a model. Bytes and FLOPs are those that must be moved and
-done, whatever the kernel does; ceilings are measured in the same run (a copy, read plus written; a matrix product).
+done, whatever the kernel does; ceilings are measured in the same run (an elementwise operation, read plus written; a
+matrix product). Reading alone can be faster than the first.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +23,7 @@ from pd_kernels.head_norms import HeadNorms
 from pd_kernels.packed import PackedSequences
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, VOCAB, BLOCK = 32, 8, 128, 4096, 14336, 128256, 64
 DECODES = [(batch, context) for context in (1024, 4096) for batch in (1, 32, 128, 256)]
@@ -59,7 +61,7 @@ class Row:
         )
 
 
-def seconds_of(calls: list[Callable[[], object]], rounds: int = 5) -> float:
+def seconds_of(calls: Sequence[Callable[[], object]], rounds: int = 5) -> float:
     """Median seconds of one call, all captured in one graph."""
     for call in calls[:2]:
         call()
@@ -68,7 +70,7 @@ def seconds_of(calls: list[Callable[[], object]], rounds: int = 5) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    times = []
+    times: list[float] = []
     for _ in range(rounds + 1):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         start.record()
@@ -82,9 +84,9 @@ def seconds_of(calls: list[Callable[[], object]], rounds: int = 5) -> float:
 def measure_ceilings() -> Ceilings:
     source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    copied = 4 * source.numel() / seconds_of([lambda: target.copy_(source)] * 3)
+    copied = 4 * source.numel() / seconds_of([partial(torch.neg, source, out=target)] * 3)
     left, right = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
-    return Ceilings(copied, 2 * 8192**3 / seconds_of([lambda: left @ right] * 10))
+    return Ceilings(copied, 2 * 8192**3 / seconds_of([partial(torch.matmul, left, right)] * 10))
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,7 @@ def attention_rows(kernels: Kernels) -> Iterator[Row]:
         for num_seqs, length in shapes:
             problem = make_attention(num_seqs, length, 1 if name == "decode" else length)
             plan = kernels.plan_attention(problem.packed, problem.views[0][0])
-            run, query = plan.run, problem.query
-            calls = [lambda view=view, run=run, query=query: run(query, *view, scale) for view in problem.views]
+            calls = [partial(plan.run, problem.query, *view, scale) for view in problem.views]
             flops = prefill_flops(num_seqs, length) if name == "prefill" else 0
             yield Row(f"{name} {num_seqs} x {length}", seconds_of(calls), decode_bytes(num_seqs, length), flops)
 
@@ -142,28 +143,29 @@ def attention_rows(kernels: Kernels) -> Iterator[Row]:
 def elementwise_rows(kernels: Kernels, num_tokens: int) -> Iterator[Row]:
     """Everything between the matrix products, for a step of `num_tokens`."""
     copies = max(min((1 << 31) // (num_tokens * INTERMEDIATE * 4), 32), 2)  # together larger than the cache
-    numbers = {"device": "cuda", "dtype": torch.bfloat16}
-    x, residual = torch.randn(2, copies, num_tokens, HIDDEN, **numbers)  # type: ignore[call-overload]
-    weight = torch.ones(HIDDEN, **numbers)  # type: ignore[call-overload]
+    x, residual = torch.randn(2, copies, num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    weight = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
     size = 2.0 * num_tokens
-    calls: list[Callable[[], object]] = [
-        lambda i=i: kernels.add_rms_norm(x[i], residual[i], weight, 1e-5) for i in range(copies)
-    ]
-    yield Row(f"add + rms_norm {num_tokens}", seconds_of(calls), 4 * size * HIDDEN, 0)
-    gate_up = torch.randn(copies, num_tokens, 2 * INTERMEDIATE, **numbers)  # type: ignore[call-overload]
-    calls = [lambda i=i: kernels.silu_and_mul(gate_up[i]) for i in range(copies)]
-    yield Row(f"silu_and_mul {num_tokens}", seconds_of(calls), 3 * size * INTERMEDIATE, 0)
-    heads = torch.randn(copies, num_tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, **numbers)  # type: ignore[call-overload]
-    angles = torch.randn(2, num_tokens, HEAD_DIM // 2, **numbers)  # type: ignore[call-overload]
-    norms = HeadNorms(torch.ones(HEAD_DIM, **numbers), torch.ones(HEAD_DIM, **numbers), 1e-6)  # type: ignore[call-overload]
+    sums = [partial(kernels.add_rms_norm, x[i], residual[i], weight, 1e-5) for i in range(copies)]
+    yield Row(f"add + rms_norm {num_tokens}", seconds_of(sums), 4 * size * HIDDEN, 0)
+    gate_up = torch.randn(copies, num_tokens, 2 * INTERMEDIATE, device="cuda", dtype=torch.bfloat16)
+    gates = [partial(kernels.silu_and_mul, gate_up[i]) for i in range(copies)]
+    yield Row(f"silu_and_mul {num_tokens}", seconds_of(gates), 3 * size * INTERMEDIATE, 0)
+    heads = torch.randn(copies, num_tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    angles = torch.randn(2, num_tokens, HEAD_DIM // 2, device="cuda", dtype=torch.bfloat16)
+    norms = HeadNorms(
+        torch.ones(HEAD_DIM, device="cuda", dtype=torch.bfloat16),
+        torch.ones(HEAD_DIM, device="cuda", dtype=torch.bfloat16),
+        1e-6,
+    )
     shape = (num_tokens // BLOCK + 1, KV_HEADS, copies, 2, BLOCK, HEAD_DIM)
-    cache = torch.zeros(shape, **numbers)  # type: ignore[call-overload]
+    cache = torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
     slots = torch.randperm(num_tokens, device="cuda")
-    calls = [
-        lambda i=i: kernels.norm_rope_write(heads[i], norms, *angles, cache[:, :, i, 0], cache[:, :, i, 1], slots)
+    writes = [
+        partial(kernels.norm_rope_write, heads[i], norms, *angles, cache[:, :, i, 0], cache[:, :, i, 1], slots)
         for i in range(copies)
     ]
-    yield Row(f"norm_rope_write {num_tokens}", seconds_of(calls), 2 * size * (HEADS + 2 * KV_HEADS) * HEAD_DIM, 0)
+    yield Row(f"norm_rope_write {num_tokens}", seconds_of(writes), 2 * size * (HEADS + 2 * KV_HEADS) * HEAD_DIM, 0)
 
 
 def sampling_rows(kernels: Kernels, num_rows: int) -> Iterator[Row]:
@@ -171,10 +173,10 @@ def sampling_rows(kernels: Kernels, num_rows: int) -> Iterator[Row]:
     copies = max((1 << 28) // (num_rows * VOCAB * 4), 2)
     logits = torch.randn(copies, num_rows, VOCAB, device="cuda")
     seeds = torch.randint(0, 1 << 62, (num_rows,), device="cuda")
-    calls: list[Callable[[], object]] = [lambda i=i: kernels.argmax(logits[i]) for i in range(copies)]
-    yield Row(f"argmax {num_rows}", seconds_of(calls), 4.0 * num_rows * VOCAB, 0)
-    calls = [lambda i=i: kernels.gumbel_sample(logits[i], seeds, seeds) for i in range(copies)]
-    yield Row(f"gumbel_sample {num_rows}", seconds_of(calls), 4.0 * num_rows * VOCAB, 0)
+    greedy = [partial(kernels.argmax, logits[i]) for i in range(copies)]
+    yield Row(f"argmax {num_rows}", seconds_of(greedy), 4.0 * num_rows * VOCAB, 0)
+    draws = [partial(kernels.gumbel_sample, logits[i], seeds, seeds) for i in range(copies)]
+    yield Row(f"gumbel_sample {num_rows}", seconds_of(draws), 4.0 * num_rows * VOCAB, 0)
 
 
 def copy_rows(kernels: Kernels) -> Iterator[Row]:
@@ -182,7 +184,7 @@ def copy_rows(kernels: Kernels) -> Iterator[Row]:
     blocks = torch.randn(64, 4 << 20, device="cuda", dtype=torch.bfloat16).view(64, KV_HEADS, 32, 2, BLOCK, HEAD_DIM)
     pairs = torch.stack((torch.arange(8), torch.arange(8) + 32), dim=1).cuda()
     target = torch.empty_like(blocks)
-    calls: list[Callable[[], object]] = [lambda: kernels.copy_blocks(blocks, target, pairs)] * 10
+    calls = [partial(kernels.copy_blocks, blocks, target, pairs)] * 10
     yield Row("copy_blocks 8 x 8 MiB", seconds_of(calls), 2.0 * 8 * (8 << 20), 0)
 
 
@@ -208,7 +210,8 @@ def main() -> int:
     ceilings = measure_ceilings()
     sys.stdout.write(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, kernels: {kernels.name}\n"
-        f"copy {ceilings.bytes_per_s / 1e12:.2f} TB/s, matrix product {ceilings.flops_per_s / 1e12:.0f} TFLOP/s\n"
+        f"elementwise {ceilings.bytes_per_s / 1e12:.2f} TB/s, "
+        f"matrix product {ceilings.flops_per_s / 1e12:.0f} TFLOP/s\n"
     )
     with torch.inference_mode():
         for row in rows(kernels):

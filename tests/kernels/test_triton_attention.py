@@ -33,7 +33,7 @@ SHAPES = {
     "only-prefill": Shape(4, 2, 64, 64, (40, 30), (40, 100), 0),
 }
 REAL = {
-    "8b": Shape(32, 8, 128, 64, (1,) * 40 + (700, 1024, 3), tuple(range(1, 3000, 75)) + (700, 2500, 4000), 40),
+    "8b": Shape(32, 8, 128, 64, (*(1,) * 40, 700, 1024, 3), (*range(1, 3000, 75), 700, 2500, 4000), 40),
     "8b-block-16": Shape(32, 8, 128, 16, (1, 1, 333), (1025, 4000, 1111), 2),
     "8b-block-128": Shape(32, 8, 128, 128, (1, 1, 333), (1025, 4000, 1111), 2),
     "head-64": Shape(32, 8, 64, 32, (1, 1, 500), (1025, 2000, 700), 2),
@@ -122,7 +122,7 @@ def test_nobodys_memory_does_not_matter() -> None:
     owned = torch.zeros(paged.key_cache.shape[0], block_size, dtype=torch.bool)
     for row, length in enumerate(paged.packed.host_seq_lens.tolist()):
         for position in range(length):
-            owned[paged.packed.block_tables[row, position // block_size].item(), position % block_size] = True
+            owned[int(paged.packed.block_tables[row, position // block_size]), position % block_size] = True
     for cache in (paged.key_cache, paged.value_cache):
         cache.masked_fill_(~owned[:, None, :, None].to(DEVICE), torch.nan)
     plan = plan_attention(paged.packed, paged.key_cache, 0, SMALL_DECODE, SMALL_PREFILL)

@@ -81,7 +81,7 @@ def test_norm_rope_write(
     expected = reference.norm_rope_write(
         heads.double(), wide_norms, cos.double(), sin.double(), twin[:, :, 1, 0], twin[:, :, 1, 1], slots
     )
-    skipped = slots[3].item()
+    skipped = int(slots[3])
     block, offset = skipped // block_size, skipped % block_size
     twin[block, :, 1, :, offset] = cache[block, :, 1, :, offset].double()
     slots[3] = -1
