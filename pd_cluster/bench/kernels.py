@@ -152,7 +152,7 @@ def elementwise_rows(kernels: Kernels, num_tokens: int) -> Iterator[Row]:
     gates = [partial(kernels.silu_and_mul, gate_up[i]) for i in range(copies)]
     yield Row(f"silu_and_mul {num_tokens}", seconds_of(gates), 3 * size * INTERMEDIATE, 0)
     heads = torch.randn(copies, num_tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    angles = torch.randn(2, num_tokens, HEAD_DIM // 2, device="cuda", dtype=torch.bfloat16)
+    cos, sin = torch.randn(2, num_tokens, HEAD_DIM // 2, device="cuda", dtype=torch.bfloat16)
     norms = HeadNorms(
         torch.ones(HEAD_DIM, device="cuda", dtype=torch.bfloat16),
         torch.ones(HEAD_DIM, device="cuda", dtype=torch.bfloat16),
@@ -162,7 +162,7 @@ def elementwise_rows(kernels: Kernels, num_tokens: int) -> Iterator[Row]:
     cache = torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
     slots = torch.randperm(num_tokens, device="cuda")
     writes = [
-        partial(kernels.norm_rope_write, heads[i], norms, *angles, cache[:, :, i, 0], cache[:, :, i, 1], slots)
+        partial(kernels.norm_rope_write, heads[i], norms, cos, sin, cache[:, :, i, 0], cache[:, :, i, 1], slots)
         for i in range(copies)
     ]
     yield Row(f"norm_rope_write {num_tokens}", seconds_of(writes), 2 * size * (HEADS + 2 * KV_HEADS) * HEAD_DIM, 0)
