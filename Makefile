@@ -4,6 +4,7 @@
 #   VENV=.venv               where the environment goes
 #   TORCH_INDEX=URL          install torch from this package index first (for example PyTorch's CPU index)
 #   CONSTRAINTS=             empty: newest versions that pyproject.toml allows instead of the tested ones
+#   CONNECTOR=lmcache        `make up` with a pool behind the nodes, on LMCache's server
 #   ARGS="--prefill 2"       more flags for `pd-cluster up`
 #   PYTEST_ARGS="-k router"  more arguments for pytest
 
@@ -12,10 +13,12 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 TORCH_INDEX ?=
+CONNECTOR ?= nixl
 ARGS ?=
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
+POOL := $(filter lmcache,$(CONNECTOR))
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 INPUTS := pyproject.toml $(wildcard $(CONSTRAINTS))
 # The tests run small tensors in several processes at once: one thread each is fastest and repeatable.
@@ -24,8 +27,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 .PHONY: up test test-fast test-slow lint format clean
 .DELETE_ON_ERROR:
 
-up: $(VENV)/.installed
-	@$(BIN)/pd-cluster up $(ARGS)
+up: $(VENV)/.installed $(POOL:%=$(VENV)/.installed-%)
+	@$(BIN)/pd-cluster up --connector=$(CONNECTOR) $(ARGS)
 
 test: lint
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
@@ -62,6 +65,11 @@ $(VENV)/.torch: $(BIN)/python
 $(VENV)/.installed: $(VENV)/.torch $(INPUTS)
 	@echo "installing pd-cluster into $(VENV) (the first time this downloads torch)"
 	$(PIP) -e '.[nixl]'
+	@touch $@
+
+$(VENV)/.installed-lmcache: $(VENV)/.installed
+	@echo "installing LMCache into $(VENV) (the first time this downloads 150 MB)"
+	$(PIP) -e '.[nixl,lmcache]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.torch $(INPUTS)

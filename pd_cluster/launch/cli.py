@@ -64,6 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         node.set_defaults(role=role)
         add_config_flags(node, skip={"role"})
     _add_router(commands)
+    _add_pool(commands)
     _add_check(commands)
     _add_bench(commands)
     return parser
@@ -112,6 +113,20 @@ def _router(namespace: argparse.Namespace) -> int:
 
     hold_lifeline()
     return run(namespace)
+
+
+def _add_pool(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "Run LMCache's server: the pool of nodes with --connector lmcache."
+    parser = _add(commands, "pool", text, _pool)
+    parser.add_argument("--host", default="127.0.0.1", help="Address to listen on (default: 127.0.0.1).")
+    parser.add_argument("--port", type=int, default=6500, metavar="N", help="Port (default: 6500; 0: any).")
+    parser.add_argument("--max-gb", type=float, default=4.0, metavar="GB", help="Memory for blocks (default: 4).")
+
+
+def _pool(namespace: argparse.Namespace) -> int:
+    from pd_cluster.launch.pool import run_pool
+
+    return run_pool(namespace.host, namespace.port, namespace.max_gb)
 
 
 def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -23,6 +23,7 @@ from pd_cluster.launch.flags import config_from, given_flags
 from pd_cluster.launch.model_path import resolve_model, served_name
 from pd_cluster.launch.sockets import listen
 from pd_cluster.launch.supervise import Child, Supervisor, describe_death
+from pd_cluster.launch.up_flags import POOL_READY
 from pd_connectors.protocol.keys import KEY_ENV
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 DRAIN_S = 5.0  # unless --drain-s says otherwise: someone waits at the keyboard
 STOP_MARGIN_S = 15.0  # beyond the drain: the engine's own stop
 ROUTER_DEADLINE_S = 60.0
+POOL_DEADLINE_S = 60.0
 HEALTH_TIMEOUT_S = 2.0
 HEALTH_PERIOD_S = 0.1
 GPU_QUERY_DEADLINE_S = 20.0
@@ -154,10 +156,11 @@ class _Cluster:
         deadline_s = self._config.server.start_deadline_s
         key = {KEY_ENV: os.environ.get(KEY_ENV) or secrets.token_hex(32)}
         self._display.status(f"starting {', '.join(plan.name for plan in self._plans)}")
+        pool_flags = await self._start_pool(supervisor)
         nodes: list[tuple[NodePlan, Child]] = []
         for plan in self._plans:
             environment = key if plan.devices is None else {**key, "CUDA_VISIBLE_DEVICES": plan.devices}
-            arguments = [*_SELF, plan.role, "--host=127.0.0.1", "--port=0", *plan.flags]
+            arguments = [*_SELF, plan.role, "--host=127.0.0.1", "--port=0", *plan.flags, *pool_flags]
             nodes.append((plan, await supervisor.start(plan.name, arguments, "ready: ", environment)))
         await supervisor.wait_ready([child for _, child in nodes], deadline_s)
         self._display.status("starting the router")
@@ -173,6 +176,15 @@ class _Cluster:
         url = _url_in(router.ready.result())
         await self._wait_healthy(supervisor, url)
         return url
+
+    async def _start_pool(self, supervisor: Supervisor) -> list[str]:
+        """The pool that the nodes will share, unless they need none or have one. Returns the nodes' flags for it."""
+        if self._config.handoff.connector != "lmcache" or self._config.handoff.pool_url:
+            return []
+        arguments = [*_SELF, "pool", "--host=127.0.0.1", "--port=0", f"--max-gb={self._namespace.pool_gb:g}"]
+        pool = await supervisor.start("pool", arguments, POOL_READY, {})
+        await supervisor.wait_ready([pool], POOL_DEADLINE_S)
+        return [f"--pool-url={pool.ready.result().rpartition(' ')[2]}"]
 
     async def _wait_healthy(self, supervisor: Supervisor, url: str) -> None:
         death = asyncio.create_task(supervisor.first_death())
@@ -201,9 +213,11 @@ class _Cluster:
         self._display.status("stopping (Ctrl-C again: at once)")
         drain_s = self._drain_s
         routers = [child for child in supervisor.children if child.name == "router"]
-        nodes = [child for child in supervisor.children if child.name != "router"]
+        pools = [child for child in supervisor.children if child.name == "pool"]
+        nodes = [child for child in supervisor.children if child.name not in ("router", "pool")]
         killed: list[Child] = []
-        for group in (routers, nodes):  # the router first: it takes no new requests while the nodes finish theirs
+        # the router first: it takes no new requests while the nodes finish theirs
+        for group in (routers, nodes, pools):
             killed += await supervisor.stop(group, drain_s + STOP_MARGIN_S, self._hurry)
         self._display.status("")
         names = ", ".join(child.name for child in killed)

@@ -6,6 +6,7 @@ import argparse
 
 from pd_cluster.launch.flags import add_config_flags
 
+POOL_READY = "pool ready on "  # what `pd-cluster pool` says before its URL
 PER_NODE = frozenset({"host", "port", "role", "node_id", "advertise_host", "control_port"})  # `up` decides these
 
 
@@ -19,6 +20,13 @@ def add_up_flags(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--host", default="127.0.0.1", help="Address of the router (default: 127.0.0.1).")
     cluster.add_argument("--port", type=int, default=8000, metavar="N", help="Port of the router (default: 8000).")
     cluster.add_argument("--route", choices=("p-first", "d-first"), help="Which node sees a request first.")
+    cluster.add_argument(
+        "--pool-gb",
+        type=float,
+        default=1.0,
+        metavar="GB",
+        help="Memory of the pool of --connector lmcache (default: 1).",
+    )
     cluster.add_argument("--quiet", action="store_true", help="Do not show what nodes and router write.")
     add_config_flags(parser, skip=PER_NODE)
 

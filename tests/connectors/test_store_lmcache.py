@@ -1,0 +1,141 @@
+"""LMCache's server as a store: restarts, eviction, broken senders; and what is said without LMCache."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pd_connectors.lmcache import LMCacheConnector, LMCacheProtocol, LMCacheStore, parse_url
+from pd_connectors.protocol.errors import ConnectorUnavailable
+from pd_connectors.registry import create_connector
+from pd_connectors.store import ObjectName, StoreUnavailable
+from tests.connectors.pool_bench import POOL_CONTEXT
+from tests.connectors.store_server import StoreServer, closed_port, needs_lmcache
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NAMES = [ObjectName("ab" * 16, bytes([i]) * 16) for i in range(100)]  # more than are asked for at once
+
+
+@pytest.fixture(scope="module")
+def protocol() -> LMCacheProtocol:
+    return LMCacheProtocol()
+
+
+@pytest.fixture
+def server() -> Iterator[StoreServer]:
+    with StoreServer(max_bytes=1 << 20) as server:
+        yield server
+
+
+@needs_lmcache
+@pytest.mark.integration
+def test_objects_come_back_in_order_and_a_reader_may_leave_early(
+    server: StoreServer, protocol: LMCacheProtocol
+) -> None:
+    store = LMCacheStore(("127.0.0.1", server.port), protocol)
+    objects = [(name, name.hash * (index + 1)) for index, name in enumerate(NAMES)]
+    assert store.put(objects[:90]) == 90
+    assert store.contains(NAMES) == [True] * 90 + [False] * 10
+    for _ in range(2):
+        reading = store.get(NAMES)
+        assert next(reading) == objects[0][1]
+        reading.close()
+        assert [None if got is None else bytes(got) for got in store.get(NAMES)] == [o for _, o in objects[:90]] + [
+            None
+        ] * 10
+    store.close()
+
+
+@needs_lmcache
+@pytest.mark.integration
+def test_a_server_that_was_restarted_costs_a_client_nothing(server: StoreServer, protocol: LMCacheProtocol) -> None:
+    store = LMCacheStore(("127.0.0.1", server.port), protocol)
+    assert store.put([(NAMES[0], b"x")]) == 1
+    server.kill()
+    with pytest.raises(StoreUnavailable, match="refused"):
+        store.contains(NAMES[:1])
+    server.start()
+    assert store.contains(NAMES[:1]) == [False]
+    assert store.put([(NAMES[0], b"x")]) == 1
+    server.kill()
+    server.start()
+    assert store.contains(NAMES[:1]) == [False]  # over a connection that has died unnoticed
+    store.close()
+
+
+@needs_lmcache
+@pytest.mark.integration
+def test_a_full_server_evicts_what_was_used_least_recently(server: StoreServer, protocol: LMCacheProtocol) -> None:
+    store = LMCacheStore(("127.0.0.1", server.port), protocol)
+    quarter = bytes(1 << 18)
+    assert store.put([(name, quarter) for name in NAMES[:4]]) == 4
+    assert next(store.get(NAMES[:1])) == quarter
+    assert store.put([(NAMES[0], quarter)]) == 1  # not counted twice
+    assert store.contains(NAMES[:4]) == [True] * 4
+    assert store.contains(NAMES[:1]) == [True]
+    assert store.put([(NAMES[4], quarter)]) == 1
+    assert store.contains(NAMES[:5]) == [True, False, True, True, True]
+    assert store.put([(NAMES[5], bytes(1 << 21))]) == 0  # larger than the whole store
+    store.close()
+
+
+@needs_lmcache
+@pytest.mark.integration
+def test_half_an_object_is_never_visible(server: StoreServer, protocol: LMCacheProtocol) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as half:
+        half.sendall(protocol.put(NAMES[0], 1000) + bytes(500))
+        half.shutdown(socket.SHUT_WR)
+        assert half.recv(1) == b""  # the server has given up on it
+    store = LMCacheStore(("127.0.0.1", server.port), protocol)
+    assert store.contains(NAMES[:1]) == [False]
+    store.close()
+
+
+@needs_lmcache
+def test_a_server_that_answers_nonsense_or_nothing_is_unavailable(protocol: LMCacheProtocol) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        store = LMCacheStore(listener.getsockname(), protocol, io_deadline_s=0.1)
+        with pytest.raises(StoreUnavailable, match="timed out"):
+            store.contains(NAMES[:1])
+        with listener.accept()[0]:
+            pass
+        store = LMCacheStore(listener.getsockname(), protocol)
+        listener.settimeout(5.0)
+        reading = store.get(NAMES[:1])
+        # the answer is written before the question is read: both fit the sockets' buffers
+        store._send(())  # connects
+        with listener.accept()[0] as peer:
+            peer.sendall(b"\xff" * protocol.answer_bytes)
+            with pytest.raises(StoreUnavailable):
+                next(reading)
+
+
+@needs_lmcache
+def test_nobody_there_is_known_at_once(protocol: LMCacheProtocol) -> None:
+    with pytest.raises(StoreUnavailable, match="refused"):
+        LMCacheStore(("127.0.0.1", closed_port()), protocol).contains(NAMES)
+
+
+def test_without_lmcache_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lmcache.utils", None)
+    with pytest.raises(ConnectorUnavailable, match=r"pip install 'pd-cluster\[lmcache\]'"):
+        create_connector("lmcache", POOL_CONTEXT)
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:6500", "lm://:6500", "lm://host", "lm://host:port", "http://host:1", "lm://h:0"]
+)
+def test_a_url_that_is_none_is_explained(url: str) -> None:
+    with pytest.raises(ConnectorUnavailable, match="like lm://"):
+        LMCacheConnector(replace(POOL_CONTEXT, options=(("pool_url", url),)))
+
+
+def test_urls_are_read() -> None:
+    assert parse_url("lm://10.0.0.9:6500") == ("10.0.0.9", 6500)
+    assert parse_url("lm://[::1]:1") == ("::1", 1)
