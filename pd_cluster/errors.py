@@ -79,9 +79,10 @@ class StartupError(PdError):
     """The node cannot start as configured; the message says what to change."""
 
 
-def error_named(name: str, message: str) -> PdError:
+def error_named(name: str, message: str, param: str | None = None, code: str = "") -> PdError:
     """The error that another process named by its class; a plain PdError when there is no such class here."""
     kinds: list[type[PdError]] = [PdError]
     for kind in kinds:
         kinds.extend(kind.__subclasses__())
-    return next((kind for kind in kinds if kind.__name__ == name), PdError)(message)
+    kind = next((kind for kind in kinds if kind.__name__ == name), PdError)
+    return kind(message, param, code) if issubclass(kind, InvalidRequest) else kind(message)

@@ -11,6 +11,7 @@ import zmq
 import zmq.asyncio
 
 from pd_cluster.engine.messages import (
+    HEARTBEAT_S,
     Abort,
     AddRequest,
     EngineDied,
@@ -28,6 +29,8 @@ from pd_cluster.errors import EngineUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+
+STALL_S = 60.0  # silence after which an engine counts as hung; the longest step, with compilations, is shorter
 
 RequestMessage = TicketOpened | TokensOut | NeedsPrefill | RequestFailed
 
@@ -101,7 +104,13 @@ class ZmqEngineClient:
     `watch` must run as a task for the client's whole life; when it returns or fails, every open request fails.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, address: str, on_progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        address: str,
+        on_progress: Callable[[str], None],
+        stall_s: float = STALL_S,
+    ) -> None:
         self._to_engine = context.socket(zmq.PUSH)
         self._to_engine.set_hwm(0)  # bounded by max_waiting, not by the socket
         self._to_engine.setsockopt(zmq.LINGER, 0)
@@ -113,6 +122,7 @@ class ZmqEngineClient:
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._streams: dict[str, RequestStream] = {}
         self._on_progress = on_progress
+        self._stall_s = stall_s
         self._is_ready = asyncio.Event()
         self._ready: EngineReady | None = None
         self._stats: EngineStats | None = None
@@ -163,8 +173,19 @@ class ZmqEngineClient:
         return self._ready
 
     async def watch(self) -> None:
-        """Deliver messages until the engine says that it died."""
+        """Deliver messages until the engine says that it died, or says nothing for too long although it is ready.
+
+        Silence is counted in polls that this process made, so that a machine that slept, or a stopped process, is not
+        taken for a silent engine.
+        """
+        num_silent = 0
         while not self._death:
+            if not await self._from_engine.poll(int(HEARTBEAT_S * 1000)):
+                num_silent += self._ready is not None
+                if num_silent * HEARTBEAT_S >= self._stall_s:
+                    self.declare_dead(f"the engine has said nothing for {self._stall_s:g} s")
+                continue
+            num_silent = 0
             message = self._decoder.decode(await self._from_engine.recv())
             match message:
                 case EngineStats():

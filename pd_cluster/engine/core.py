@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from pd_cluster.engine.block_manager import BlockManager
 from pd_cluster.engine.handoffs import Handoffs, admit, refusal
 from pd_cluster.engine.messages import (
+    HEARTBEAT_S,
     Abort,
     AddRequest,
     EngineStats,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_cluster.engine")
 
-IDLE_WAIT_S = 1.0  # upper bound of one sleep; wake-ups make it shorter
+IDLE_WAIT_S = HEARTBEAT_S  # upper bound of one sleep; wake-ups make it shorter
 STATS_EVERY_S = 0.1  # while busy; always before sleeping
 
 
@@ -213,7 +214,8 @@ class EngineCore:
             counters=counters,
             gauges=gauges,
         )
-        self._stats_sent_at = self._clock()
-        if stats != self._stats:
+        now_s = self._clock()
+        if stats != self._stats or now_s - self._stats_sent_at >= HEARTBEAT_S:
             self._stats = stats
+            self._stats_sent_at = now_s
             self._mailbox.send(stats)

@@ -288,4 +288,5 @@ def admit(message: AddRequest, handoffs: Handoffs, scheduler: Scheduler, drawn_s
 
 def refusal(message: AddRequest, error: PdError) -> RequestFailed:
     """The terminal reply to a request that `admit` refused."""
-    return RequestFailed(message.request_id, type(error).__name__, str(error))
+    param = error.param if isinstance(error, InvalidRequest) else None
+    return RequestFailed(message.request_id, type(error).__name__, str(error), param, error.code)

@@ -17,6 +17,8 @@ from pd_cluster.engine.sampling_params import SamplingParams
 from pd_connectors.protocol.messages import SampledToken
 from pd_connectors.protocol.ticket import Ticket
 
+HEARTBEAT_S = 1.0  # an engine that works says something at least this often
+
 
 class Work(StrEnum):
     """What this engine is to do for a request."""
@@ -155,6 +157,8 @@ class RequestFailed(msgspec.Struct, frozen=True, tag=True):
     request_id: str
     error: str
     message: str
+    param: str | None = None  # of an InvalidRequest
+    code: str = ""
 
 
 class KvStats(msgspec.Struct, frozen=True):
@@ -169,7 +173,10 @@ class KvStats(msgspec.Struct, frozen=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag=True):
-    """Sent whenever something changed, after the outputs of the same step. Counters are totals since boot."""
+    """Sent when something changed, after the outputs of the same step, and every HEARTBEAT_S in any case.
+
+    Counters are totals since boot.
+    """
 
     kv: KvStats
     num_running: int

@@ -182,7 +182,7 @@ class Generation:
             case NeedsPrefill():
                 self._state.engine.send(await self._search.answer(message))
             case RequestFailed():
-                raise error_named(message.error, message.message)
+                raise error_named(message.error, message.message, message.param, message.code)
         return ()
 
     def _extend(self, new: SequenceTokens) -> Delta | None:
