@@ -12,7 +12,7 @@ import yaml
 
 from pd_cluster.launch import engine_process, node
 from tests.deploy import invariants
-from tests.deploy.chart import CHART, NAMESPACE, load_chart, objects_of, of_kind, one, render
+from tests.deploy.chart import CHART, NAMESPACE, example_values, load_chart, objects_of, of_kind, one, render
 from tests.deploy.fake_api import api_server
 
 KEY_PATH = f"/api/v1/namespaces/{NAMESPACE}/secrets/demo-pd-cluster-key"
@@ -126,6 +126,21 @@ def test_pod_reader_gives_the_router_its_role_and_nothing_more() -> None:
     assert binding["subjects"][0]["name"] == account["metadata"]["name"] == router["serviceAccountName"]
     assert router["automountServiceAccountToken"] is True
     assert invariants.hardening(objects) == ["Deployment/demo-pd-cluster-router: has a service account's token"]
+
+
+def test_preflight_waits_for_no_other_pod() -> None:
+    """It runs before the pods that a role's pod affinity names, and before the key and the claim of the chart."""
+    values = example_values("one-gpu-host")
+    terms = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}]}
+    values["nodeDefaults"]["affinity"]["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
+    jobs = of_kind(render(values), "Job")
+    assert len(jobs) == 2
+    for job in jobs:
+        spec = job["spec"]["template"]["spec"]
+        assert list(spec["affinity"]) == ["nodeAffinity"]
+        assert {volume["name"] for volume in spec["volumes"]} == {"shm", "tmp"}
+        assert spec["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
+        assert not any(argument.startswith("--model") for argument in spec["containers"][0]["args"])
 
 
 def test_digest_wins_over_tag() -> None:

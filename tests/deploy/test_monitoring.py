@@ -91,6 +91,22 @@ def test_alerts_fire_when_they_should_and_only_then() -> None:
 
 
 @needs_promtool
+def test_promtool_understands_every_expression_of_the_dashboard(tmp_path: Path) -> None:
+    """Each becomes a recording rule, with Grafana's variables filled in."""
+    assert PROMTOOL is not None
+    expressions = metric_names.dashboard_expressions().values()
+    rules = [
+        {"record": f"panel:{i}", "expr": text.replace("$__rate_interval", "1m").replace("$namespace", ".*")}
+        for i, text in enumerate(expressions)
+    ]
+    path = tmp_path / "dashboard.yaml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    done = subprocess.run([PROMTOOL, "check", "rules", str(path)], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(rules)} rules found" in done.stdout
+
+
+@needs_promtool
 def test_promtool_accepts_compose_s_prometheus(tmp_path: Path) -> None:
     assert PROMTOOL is not None
     text = (ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text()

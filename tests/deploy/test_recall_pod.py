@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from tests.deploy.fake_api import api_server
 if TYPE_CHECKING:
     from tests.cluster import Launcher
 
+PROMTOOL = shutil.which("promtool") or ""
 SCRIPT = CHART / "files" / "ask.py"
 
 
@@ -40,6 +42,10 @@ def test_script_and_metrics_of_a_live_cluster(launcher: Launcher) -> None:
         for line in httpx.get(f"{part.url}/metrics").text.splitlines()
         if not line.startswith("#")
     }
+    for part in (prefill, decode, router) if PROMTOOL else ():
+        text = httpx.get(f"{part.url}/metrics").text
+        checked = subprocess.run([PROMTOOL, "check", "metrics"], input=text, capture_output=True, text=True, timeout=30)
+        assert (checked.returncode, checked.stderr) == (0, "")
     created = {name for name in live if name.endswith("_created")}  # prometheus_client's own addition
     assert live - created <= metric_names.exported()
     assert "pd_kv_transfer_bytes_total" in live
