@@ -110,7 +110,7 @@ class Scheduler:
             raise InvalidRequest(
                 f"{num_prompt} prompt tokens and max_tokens {num_output} exceed the model's {longest}", "max_tokens"
             )
-        if request.work is not Work.PREFILL and n > self._config.max_num_seqs:
+        if n > self._config.max_num_seqs:
             raise InvalidRequest(f"n is {n}; this engine runs {self._config.max_num_seqs} sequences at once", "n")
         blocks = self._blocks
         if blocks.blocks_for(num_prompt + num_output - 1) > blocks.num_blocks:

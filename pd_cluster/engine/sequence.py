@@ -123,11 +123,15 @@ class Request:
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens found in this engine's prefix cache."""
+        if len(self.sequences) == 1:  # asked for with every token
+            return self.sequences[0].num_cached_tokens
         return max((seq.num_cached_tokens for seq in self.sequences), default=0)
 
     @property
     def num_external_tokens(self) -> int:
         """Prompt tokens whose KV came from elsewhere."""
+        if len(self.sequences) == 1:
+            return self.sequences[0].num_external_tokens
         return max((seq.num_external_tokens for seq in self.sequences), default=0)
 
     def begin(
@@ -157,7 +161,7 @@ class Request:
         ]
         lead = self.sequences[0]
         lead.num_samples = sampling.n
-        lead.num_slots = 1 if self.work is Work.PREFILL else sampling.n
+        lead.num_slots = sampling.n  # of a PREFILL too: each slot is a row of logits in the step that samples
 
     def mark_first_decode(self, now_s: float) -> None:
         """The first token after the ones that came from elsewhere was sampled."""

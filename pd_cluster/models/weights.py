@@ -83,6 +83,8 @@ def read_header(file: Path) -> dict[str, Any]:
     """A safetensors file's header: name -> {dtype, shape, data_offsets (relative to the end of the header)}."""
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
+        if size > file.stat().st_size:
+            raise StartupError(f"{file} is not a safetensors file, or only a part of one (a git-lfs pointer?)")
         try:
             header: dict[str, Any] = json.loads(stream.read(size))
         except ValueError as error:

@@ -178,9 +178,27 @@ def test_what_can_never_be_served_is_refused(length: int, max_tokens: int, n: in
 
 def test_a_prefill_leg_needs_room_for_its_prompt_only() -> None:
     world = World(num_blocks=8)
-    world.submit(message("a", prompt(128), max_tokens=100, n=5, work=Work.PREFILL))
+    world.submit(message("a", prompt(128), max_tokens=100, n=4, work=Work.PREFILL))
     world.run_until_idle()
     world.end_lease("lease-a")
+    world.check_empty()
+
+
+def test_first_tokens_of_prefill_legs_count_as_sequences() -> None:
+    """Each is a row of logits: what a step may sample is bounded by max_num_seqs, whatever n the legs have."""
+    world = World(num_blocks=64)
+    limit = world.max_num_seqs
+    with pytest.raises(InvalidRequest):
+        world.submit(message("wide", prompt(8), n=limit + 1, work=Work.PREFILL))
+    for index in range(4):
+        world.submit(message(str(index), prompt(8, index), n=limit - 1, work=Work.PREFILL))
+    num_sampled = []
+    while world.scheduler.has_work:
+        num_sampled.append(sum(chunk.num_samples for chunk in world.start_step().chunks))
+    assert sum(num_sampled) == 4 * (limit - 1)
+    assert max(num_sampled) <= limit
+    for index in range(4):
+        world.end_lease(f"lease-{index}")
     world.check_empty()
 
 

@@ -185,6 +185,9 @@ def test_weights_that_do_not_fit_are_named(models: ModelStore, tmp_path: Path) -
     (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0not a header at all")
     with pytest.raises(StartupError, match="not a safetensors file"):
         make_executor(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(StartupError, match="git-lfs pointer"):
+        make_executor(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(StartupError, match="safetensors files only"):
         make_executor(tmp_path)
