@@ -17,7 +17,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pd_cluster.engine.lifecycle import FINISHED, Lifecycle, Update
-from pd_cluster.engine.messages import FinishReason, SequenceTokens, Work
+from pd_cluster.engine.messages import FinishReason, SequenceTokens
 from pd_cluster.engine.planner import Planner
 from pd_cluster.engine.sequence import KvArrival, Request, Sequence, SequenceStatus
 from pd_cluster.errors import InvalidRequest, Overloaded
