@@ -6,6 +6,7 @@ end is how the engine learns that it was orphaned, whatever killed the parent.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import secrets
@@ -121,6 +122,8 @@ def main() -> int:
         with ExitStack() as cleanup:
             core, ready = _build(config, mailbox, cleanup)
             watch.core = core
+            gc.collect()
+            gc.freeze()  # what lives for good is not searched for garbage amid a step
             mailbox.send(ready)
             core.run()
     except Exception as error:

@@ -16,10 +16,12 @@ from pd_cluster.models.llama import Llama
 from pd_cluster.models.registry import resolve_spec
 from pd_cluster.models.spec import ModelSpec, read_eos_token_ids
 from pd_cluster.models.weights import fill_at_random, load_weights
+from pd_cluster.worker.graphs import CAPTURABLE, CudaRecorder, DecodeGraphs, bucket_sizes
 from pd_cluster.worker.input_batch import InputBatch
 from pd_cluster.worker.kv_cache import DTYPES, KVCache, blocks_in
 from pd_cluster.worker.model_runner import ModelRunner, PendingStep
 from pd_cluster.worker.sampling_state import SamplingState
+from pd_cluster.worker.staging import Staging
 from pd_connectors.protocol.ticket import Geometry
 from pd_kernels.backends import select_kernels
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from pd_cluster.config import NodeConfig
     from pd_connectors.base import CacheDescription
 
+GRAPH_BYTES = 0.8e9  # what captured decode steps take besides their logits (an 8B model's 23 graphs: see LOG.md)
 CUDA_CONTEXT_BYTES = 0.7e9  # the driver's and the libraries' own, which no allocator statistic shows
 _BLOCK_SIZE_STEP = 16  # the hash unit: blocks are whole numbers of it
 
@@ -87,9 +90,9 @@ class Executor:
         progress(f"cache {num_blocks} blocks of {self.block_size} tokens")
         self._cache = KVCache.allocate(geometry, num_blocks, num_host_blocks, device)
         self.cache: CacheDescription = self._cache.describe()
-        self._runner = self._make_runner(self._cache, self.model.max_model_len)
         progress("warm-up")
         self._warm_up()
+        self._runner = self._make_runner(self._cache, self.model.max_model_len, progress)
 
     @property
     def num_blocks(self) -> int:
@@ -126,11 +129,28 @@ class Executor:
         model.finish_loading()
         return model
 
-    def _make_runner(self, cache: KVCache, max_len: int) -> ModelRunner:
-        num_rows = self._config.scheduler.max_num_seqs
-        sampling = SamplingState(num_rows, self.model.vocab_size, self.model.eos_token_ids, self._device)
-        rows = InputBatch(num_rows, max_len, cache.geometry.block_size, sampling, self._device)
-        return ModelRunner(self._llama, cache, rows, self._kernels)
+    def _make_runner(self, cache: KVCache, max_len: int, capture: Callable[[str], None] | None = None) -> ModelRunner:
+        """With `capture`, which hears of the progress, decode steps are captured as graphs where that is possible."""
+        config, block_size = self._config.scheduler, cache.geometry.block_size
+        num_rows = config.max_num_seqs
+        # Some 30 bytes a token and a block table a sequence; what is more goes its own way
+        staging = Staging(self._device, config.max_num_batched_tokens * 64 + num_rows * -(-max_len // block_size) * 4)
+        sampling = SamplingState(num_rows, self.model.vocab_size, self.model.eos_token_ids, staging, self._device)
+        rows = InputBatch(num_rows, max_len, block_size, sampling, staging, self._device)
+        graphs = None
+        if capture is not None and self._captures_graphs:
+            graphs = DecodeGraphs(self._llama, cache, rows, staging, self._kernels, cache.padding_block)
+            graphs.capture(bucket_sizes(self._max_graph_batch), CudaRecorder(self._device), capture)
+        return ModelRunner(self._llama, cache, rows, staging, self._kernels, graphs)
+
+    @property
+    def _captures_graphs(self) -> bool:
+        on_gpu = self._device.type == "cuda"
+        return on_gpu and self._config.scheduler.cuda_graphs and self._kernels.name in CAPTURABLE
+
+    @property
+    def _max_graph_batch(self) -> int:
+        return min(self._config.scheduler.max_graph_batch, self._config.scheduler.max_num_seqs)
 
     def _size_cache(self, geometry: Geometry) -> int:
         """Blocks in the cache. Raises StartupError when that is not even one sequence's first step."""
@@ -163,7 +183,8 @@ class Executor:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         own = torch.cuda.memory_reserved(self._device) + CUDA_CONTEXT_BYTES
-        return min(total * self._config.cache.gpu_memory_utilization - own, free) - peak
+        graphs = GRAPH_BYTES + 2.0 * self._max_graph_batch * self.model.vocab_size * 4 if self._captures_graphs else 0.0
+        return min(total * self._config.cache.gpu_memory_utilization - own, free) - peak - graphs
 
     def _run_largest_step(self, runner: ModelRunner, budget: int) -> None:
         """A step with the whole token budget in as many sequences as may run, each with every sampling feature."""

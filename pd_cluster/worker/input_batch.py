@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pd_kernels.packed import Ints, PackedSequences
@@ -19,55 +18,97 @@ from pd_kernels.packed import Ints, PackedSequences
 if TYPE_CHECKING:
     from pd_cluster.engine.batch import Batch, SequenceChunk, SequenceStart
     from pd_cluster.worker.sampling_state import SamplingInputs, SamplingState
+    from pd_cluster.worker.staging import Staging
+
+LATE = -1  # in place of a token id: it is only in `last_tokens` yet
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step, packed: T tokens, S sequences, R logits rows."""
+    """One step, packed: T tokens, S sequences, R logits rows. The tensors hold their values once staging has flushed,
+    token_ids once `InputBatch.fill_late` was called besides."""
 
     token_ids: torch.Tensor  # int64 [T]
+    late: (
+        tuple[torch.Tensor, torch.Tensor] | None
+    )  # int64 places in `token_ids`, and the rows whose last token goes there
     positions: torch.Tensor  # int64 [T]
     slot_mapping: torch.Tensor  # int64 [T]
     sequences: PackedSequences
     fresh_blocks: torch.Tensor | None  # int64: blocks that this step begins and does not fill
     sample_rows: torch.Tensor | None  # int64 [R] into T; None: all tokens, in order
     sampling: SamplingInputs
-    samples: tuple[SampleRow, ...]  # per sampling sequence, in the order of the logits rows
+    samples: Samples
 
 
 @dataclass(frozen=True, slots=True)
-class SampleRow:
-    """One sequence's share of the logits rows."""
+class DecodeInputs:
+    """One step of nothing but decodes, padded to a bucket of B sequences of which the first S are real."""
 
-    seq_id: int
-    row: int
-    position: int  # of the sampled token
-    num_samples: int
-    num_logprobs: int
-    serial: int  # which occupant of the row
+    fields: (
+        torch.Tensor
+    )  # int64 [5, B]: row, token id or LATE, position, slot, length; where staging puts what is first
+    block_tables: torch.Tensor  # int32 [S, width]
+    sampling: SamplingInputs
+    samples: Samples
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The sequences that a step samples for, in the order of the logits rows. Of one with several rows the first counts
+    as its next token."""
+
+    seq_ids: tuple[int, ...]
+    rows: Ints
+    positions: Ints  # of the sampled token
+    serials: Ints  # which occupant of the row
+    counts: tuple[int, ...]  # logits rows of each
+    num_logprobs: Ints  # -1: none
+    device_rows: torch.Tensor  # `rows` on the device
+    firsts: torch.Tensor | None  # int64: each sequence's first logits row; None: it has one each
+
+    def __len__(self) -> int:
+        return len(self.seq_ids)
 
 
 class InputBatch:
     """The rows."""
 
     def __init__(
-        self, num_rows: int, max_len: int, block_size: int, sampling: SamplingState, device: torch.device
+        self,
+        num_rows: int,
+        max_len: int,
+        block_size: int,
+        sampling: SamplingState,
+        staging: Staging,
+        device: torch.device,
     ) -> None:
         self._block_size = block_size
-        self._device = device
         self._sampling = sampling
+        self._move = staging.move
+        self._staging = staging
         self._row_of: dict[int, int] = {}
         self._free = list(range(num_rows - 1, -1, -1))
-        self._serials = [0] * num_rows
+        self._serials = np.zeros(num_rows, np.int64)
         self._tokens = np.zeros((num_rows, max_len + 1), np.int32)
         self._blocks = np.zeros((num_rows, -(-max_len // block_size)), np.int32)
         self._num_tokens = np.zeros(num_rows, np.int64)
         self._num_on_host = np.zeros(num_rows, np.int64)  # of num_tokens, those whose value `_tokens` has
-        self._last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)  # and one for padding
 
     @property
     def num_rows_in_use(self) -> int:
         return len(self._row_of)
+
+    @property
+    def padding_row(self) -> int:
+        """The row of nobody."""
+        return len(self._serials)
+
+    @property
+    def max_blocks(self) -> int:
+        """The widest block table."""
+        return self._blocks.shape[1]
 
     def apply(self, batch: Batch) -> None:
         """Departures, then starts, then the chunks' new blocks."""
@@ -91,15 +132,14 @@ class InputBatch:
         query_starts = np.concatenate(([0], np.cumsum(lens)))
         row_of_token = np.repeat(rows, lens)
         positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lens)
-        token_ids = self._token_ids(rows, ends, query_starts, row_of_token, positions)
-        blocks = self._blocks[row_of_token, positions // self._block_size].astype(np.int64)
-        slots = blocks * self._block_size + positions % self._block_size
+        late = np.flatnonzero(ends > self._num_on_host[rows])  # their last token is still on the device only
         samples = self._plan_samples(chunks, rows, ends)
         sample_rows, inputs = self._prepare_sampling(chunks, samples, query_starts)
         return StepInputs(
-            token_ids=token_ids,
+            token_ids=self._move(self._tokens[row_of_token, positions].astype(np.int64)),
+            late=(self._move(query_starts[late + 1] - 1), self._move(rows[late])) if len(late) else None,
             positions=self._move(positions),
-            slot_mapping=self._move(slots),
+            slot_mapping=self._move(self._slots(row_of_token, positions)),
             sequences=PackedSequences(
                 num_decodes=num_decodes,
                 query_starts=self._move(query_starts.astype(np.int32)),
@@ -114,23 +154,47 @@ class InputBatch:
             samples=samples,
         )
 
-    def note_launched(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
-        """The step will sample `token_ids` (int64 [R], on the device): later steps may build on them."""
-        firsts, rows, at = [], [], 0
-        for sample in inputs.samples:
-            firsts.append(at)
-            rows.append(sample.row)
-            at += sample.num_samples
-        chosen = token_ids if at == len(firsts) else token_ids[self._move(np.array(firsts))]
-        self._last_tokens.index_copy_(0, self._move(np.array(rows)), chosen)
-        self._sampling.count_sampled(np.array(rows), chosen)
-        self._num_tokens[rows] += 1
+    def build_decodes(self, chunks: tuple[SequenceChunk, ...], bucket: int, padding_slot: int) -> DecodeInputs:
+        """Pack chunks of one token each, all of which sample one. Padding writes to `padding_slot`, reads nothing."""
+        count = len(chunks)
+        rows = np.array([self._row_of[chunk.seq_id] for chunk in chunks])
+        starts = np.array([chunk.start for chunk in chunks])
+        fields = np.zeros((5, bucket), np.int64)
+        fields[0, count:] = self.padding_row
+        fields[3, count:] = padding_slot
+        fields[0, :count] = rows
+        fields[1, :count] = np.where(starts < self._num_on_host[rows], self._tokens[rows, starts], LATE)
+        fields[2, :count] = starts
+        fields[3, :count] = self._slots(rows, starts)
+        fields[4, :count] = starts + 1
+        placed = self._staging.move_first(fields)
+        tables = self._move(self._blocks[rows, : int(starts.max()) // self._block_size + 1])
+        samples = self._plan_samples(chunks, rows, starts + 1)
+        return DecodeInputs(placed, tables, self._sampling.prepare(rows, samples.positions, samples.counts), samples)
 
-    def note_result(self, sample: SampleRow, token_id: int) -> None:
-        """The sampled token's value is on the host. Void when the row has another occupant by now."""
-        if self._serials[sample.row] == sample.serial:
-            self._tokens[sample.row, sample.position] = token_id
-            self._num_on_host[sample.row] = sample.position + 1
+    def fill_late(self, inputs: StepInputs) -> None:
+        """Put the tokens that never left the device where they belong."""
+        if inputs.late is not None:
+            places, rows = inputs.late
+            inputs.token_ids[places] = self.last_tokens[rows]
+
+    def note_launched(self, samples: Samples, token_ids: torch.Tensor, *, is_written: bool = False) -> None:
+        """The step will sample `token_ids` (int64 [R], on the device): later steps may build on them.
+
+        `is_written`: a captured step puts them into `last_tokens` itself.
+        """
+        chosen = token_ids if samples.firsts is None else token_ids[samples.firsts]
+        if not is_written:
+            self.last_tokens.index_copy_(0, samples.device_rows, chosen)
+        self._sampling.count_sampled(samples.rows, chosen)
+        self._num_tokens[samples.rows] += 1
+
+    def note_result(self, samples: Samples, token_ids: Ints) -> None:
+        """The sampled tokens (int64 [len(samples)]) are on the host. Void for rows with another occupant by now."""
+        same = np.flatnonzero(self._serials[samples.rows] == samples.serials)
+        rows, positions = samples.rows[same], samples.positions[same]
+        self._tokens[rows, positions] = token_ids[same]
+        self._num_on_host[rows] = positions + 1
 
     def _start(self, start: SequenceStart) -> None:
         assert start.seq_id not in self._row_of, f"sequence {start.seq_id} already has a row"
@@ -143,47 +207,48 @@ class InputBatch:
         self._blocks[row, : len(start.block_ids)] = start.block_ids
         self._sampling.start(row, start)
 
-    def _token_ids(
-        self, rows: Ints, ends: Ints, query_starts: Ints, row_of_token: Ints, positions: Ints
-    ) -> torch.Tensor:
-        token_ids = self._move(self._tokens[row_of_token, positions].astype(np.int64))
-        late = np.flatnonzero(ends > self._num_on_host[rows])  # their last token is still on the device only
-        if len(late):
-            token_ids[self._move(query_starts[late + 1] - 1)] = self._last_tokens[self._move(rows[late])]
-        return token_ids
+    def _slots(self, rows: Ints, positions: Ints) -> Ints:
+        blocks = self._blocks[rows, positions // self._block_size].astype(np.int64)
+        slots: Ints = blocks * self._block_size + positions % self._block_size
+        return slots
 
     def _fresh_blocks(self, rows: Ints, starts: Ints, ends: Ints) -> torch.Tensor | None:
         last = (ends - 1) // self._block_size
         fresh = np.flatnonzero((last * self._block_size >= starts) & (ends % self._block_size != 0))
         return self._move(self._blocks[rows[fresh], last[fresh]].astype(np.int64)) if len(fresh) else None
 
-    def _plan_samples(self, chunks: tuple[SequenceChunk, ...], rows: Ints, ends: Ints) -> tuple[SampleRow, ...]:
-        samples = []
-        for index, chunk in enumerate(chunks):
-            if chunk.num_samples:
-                row, end = int(rows[index]), int(ends[index])
-                assert end == self._num_tokens[row], "a chunk samples before its sequence's last known token"
-                samples.append(
-                    SampleRow(
-                        chunk.seq_id, row, end, chunk.num_samples, self._sampling.num_logprobs(row), self._serials[row]
-                    )
-                )
-        return tuple(samples)
+    def _plan_samples(self, chunks: tuple[SequenceChunk, ...], rows: Ints, ends: Ints) -> Samples:
+        wanted = [index for index, chunk in enumerate(chunks) if chunk.num_samples]
+        if len(wanted) < len(chunks):
+            rows, ends = rows[wanted], ends[wanted]
+        assert (ends == self._num_tokens[rows]).all(), "a chunk samples before its sequence's last known token"
+        counts = tuple(chunks[index].num_samples for index in wanted)
+        firsts = None
+        if sum(counts) > len(counts):
+            firsts = self._move(np.concatenate(([0], np.cumsum(counts)[:-1])))
+        return Samples(
+            seq_ids=tuple(chunks[index].seq_id for index in wanted),
+            rows=rows,
+            positions=ends,
+            serials=self._serials[rows],
+            counts=counts,
+            num_logprobs=self._sampling.num_logprobs[rows],
+            device_rows=self._move(rows),
+            firsts=firsts,
+        )
 
     def _prepare_sampling(
-        self, chunks: tuple[SequenceChunk, ...], samples: tuple[SampleRow, ...], query_starts: Ints
+        self, chunks: tuple[SequenceChunk, ...], samples: Samples, query_starts: Ints
     ) -> tuple[torch.Tensor | None, SamplingInputs]:
-        counts = [sample.num_samples for sample in samples]
-        rows = np.repeat(np.array([sample.row for sample in samples], np.int64), counts)
-        lengths = np.repeat(np.array([sample.position for sample in samples], np.int64), counts)
+        counts = samples.counts
+        rows, lengths = samples.rows, samples.positions
+        if samples.firsts is not None:
+            rows, lengths = np.repeat(rows, counts), np.repeat(lengths, counts)
         inputs = self._sampling.prepare(rows, lengths, counts)
-        if len(counts) == query_starts[-1] and len(rows) == len(counts):
+        if len(counts) == query_starts[-1] and samples.firsts is None:
             return None, inputs  # every token is a decode that samples
         num_samples = np.array([chunk.num_samples for chunk in chunks])
         return self._move(np.repeat(query_starts[1:] - 1, num_samples)), inputs
-
-    def _move(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
 
 
 def _leading_ones(lens: Ints) -> int:

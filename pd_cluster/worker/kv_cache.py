@@ -16,18 +16,20 @@ if TYPE_CHECKING:
     from pd_kernels.backends import Kernels
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NUM_PADDING_BLOCKS = 1
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
     """The tensors. Who owns which block is the engine's business, not theirs."""
 
-    tensor: torch.Tensor  # [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]
+    tensor: torch.Tensor  # [num_blocks + padding, num_kv_heads, num_layers, 2, block_size, head_dim]
     host: torch.Tensor  # [num_host_blocks, ...], pinned when the cache is on a GPU
     geometry: Geometry
     layer_views: tuple[
         tuple[torch.Tensor, torch.Tensor], ...
-    ]  # K and V, each [num_blocks, num_kv_heads, block_size, head_dim]
+    ]  # K and V, each [num_blocks + padding, num_kv_heads, block_size, head_dim]
+    num_blocks: int  # what the engine may use; a block behind them takes what padding writes
 
     @classmethod
     def allocate(cls, geometry: Geometry, num_blocks: int, num_host_blocks: int, device: torch.device) -> KVCache:
@@ -35,7 +37,7 @@ class KVCache:
         shape = (geometry.num_kv_heads, geometry.num_layers, 2, geometry.block_size, geometry.head_dim)
         dtype = DTYPES[geometry.dtype]
         try:
-            tensor = torch.zeros((num_blocks, *shape), dtype=dtype, device=device)
+            tensor = torch.zeros((num_blocks + _NUM_PADDING_BLOCKS, *shape), dtype=dtype, device=device)
             host = torch.zeros(
                 (num_host_blocks, *shape), dtype=dtype, pin_memory=device.type == "cuda" and num_host_blocks > 0
             )
@@ -43,11 +45,12 @@ class KVCache:
             size_gb = (num_blocks + num_host_blocks) * geometry.block_bytes / 1e9
             raise StartupError(f"cannot allocate {size_gb:.2f} GB of KV cache: {error}") from error
         views = tuple((tensor[:, :, layer, 0], tensor[:, :, layer, 1]) for layer in range(geometry.num_layers))
-        return cls(tensor, host, geometry, views)
+        return cls(tensor, host, geometry, views, num_blocks)
 
     @property
-    def num_blocks(self) -> int:
-        return self.tensor.shape[0]
+    def padding_block(self) -> int:
+        """Belongs to nobody and is never read."""
+        return self.num_blocks
 
     @property
     def num_host_blocks(self) -> int:
@@ -55,7 +58,7 @@ class KVCache:
 
     def describe(self) -> CacheDescription:
         """For a connector."""
-        return CacheDescription(self.tensor, self.geometry, self.num_blocks)
+        return CacheDescription(self.tensor[: self.num_blocks], self.geometry, self.num_blocks)
 
     def run_copies(self, copies: BlockCopies, kernels: Kernels) -> None:
         """Swap out, swap in, copy on write, in this order."""

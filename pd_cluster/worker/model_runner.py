@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from pd_cluster.engine.batch import Batch, StepResult
@@ -12,8 +13,10 @@ from pd_cluster.models.llama import ForwardInputs, Llama
 from pd_cluster.worker.sampler import Sampled, sample
 
 if TYPE_CHECKING:
-    from pd_cluster.worker.input_batch import InputBatch, StepInputs
+    from pd_cluster.worker.graphs import DecodeGraphs
+    from pd_cluster.worker.input_batch import InputBatch, Samples, StepInputs
     from pd_cluster.worker.kv_cache import KVCache
+    from pd_cluster.worker.staging import Staging
     from pd_connectors.protocol.messages import SampledToken
     from pd_kernels.backends import Kernels
 
@@ -24,8 +27,8 @@ class PendingStep:
 
     step: int
     rows: InputBatch
-    inputs: StepInputs | None
-    sampled: Sampled | None
+    samples: Samples | None
+    sampled: Sampled | None  # in host memory, once retired
     retired: torch.cuda.Event | None  # None: there is no device, or nothing to wait for
 
     def result(self) -> StepResult:
@@ -35,49 +38,62 @@ class PendingStep:
         """
         if self.retired is not None:
             self.retired.synchronize()
-        samples: dict[int, tuple[SampledToken, ...]] = {}
-        if self.inputs is None or self.sampled is None:
-            return StepResult(self.step, samples)
-        wanted = [entry.num_logprobs for entry in self.inputs.samples for _ in range(entry.num_samples)]
-        tokens = self.sampled.read(wanted)
-        at = 0
-        for entry in self.inputs.samples:
-            samples[entry.seq_id] = tuple(tokens[at : at + entry.num_samples])
-            self.rows.note_result(entry, tokens[at].token_id)
-            at += entry.num_samples
-        return StepResult(self.step, samples)
+        samples, sampled = self.samples, self.sampled
+        if samples is None or sampled is None:
+            return StepResult(self.step, {})
+        token_ids = sampled.token_ids.numpy()
+        if samples.firsts is None:
+            tokens = sampled.read(samples.num_logprobs.tolist())
+            self.rows.note_result(samples, token_ids)
+            return StepResult(
+                self.step, {seq_id: (token,) for seq_id, token in zip(samples.seq_ids, tokens, strict=True)}
+            )
+        counts = np.array(samples.counts)
+        tokens = sampled.read(np.repeat(samples.num_logprobs, counts).tolist())
+        ends = np.cumsum(counts)
+        self.rows.note_result(samples, token_ids[ends - counts])
+        found: dict[int, tuple[SampledToken, ...]] = {
+            seq_id: tuple(tokens[end - count : end])
+            for seq_id, count, end in zip(samples.seq_ids, samples.counts, ends.tolist(), strict=True)
+        }
+        return StepResult(self.step, found)
 
 
 class ModelRunner:
-    """Runs batches in the order given. Not thread-safe."""
+    """Runs batches in the order given. Not thread-safe. Steps that `graphs` can replay are replayed."""
 
-    def __init__(self, model: Llama, cache: KVCache, rows: InputBatch, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        cache: KVCache,
+        rows: InputBatch,
+        staging: Staging,
+        kernels: Kernels,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         self._model = model
         self._cache = cache
         self._rows = rows
+        self._staging = staging
         self._kernels = kernels
+        self._graphs = graphs
         self._views = list(cache.layer_views)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingStep:
         """Apply the batch's changes and start its work."""
+        self._staging.begin()
         self._rows.apply(batch)
         self._cache.run_copies(batch.copies, self._kernels)
         if not batch.chunks:
             return self._pending(batch, None, None)
-        inputs = self._rows.build(batch.chunks)
-        if inputs.fresh_blocks is not None:
-            self._cache.clear(inputs.fresh_blocks)
-        logits = self.forward(inputs)
-        if not inputs.samples:
-            return self._pending(batch, None, None)
-        sampled = sample(logits, inputs.sampling, self._kernels)
-        self._rows.note_launched(inputs, sampled.token_ids)
-        return self._pending(batch, inputs, sampled)
+        bucket = 0 if self._graphs is None else self._graphs.bucket_for(batch.chunks)
+        if bucket:
+            return self._replay(batch, bucket)
+        return self._compute(batch)
 
-    @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits [R, vocab_size] of the rows that sample."""
+        """Logits [R, vocab_size] of the rows that sample. Its inputs are on the device."""
         key_view = self._views[0][0]
         plans = {
             window: self._kernels.plan_attention(inputs.sequences, key_view, window) for window in self._model.windows
@@ -87,9 +103,38 @@ class ModelRunner:
         )
         return self._model.forward(forward_inputs, self._views)
 
-    def _pending(self, batch: Batch, inputs: StepInputs | None, sampled: Sampled | None) -> PendingStep:
+    def _compute(self, batch: Batch) -> PendingStep:
+        rows = self._rows
+        inputs = rows.build(batch.chunks)
+        self._staging.flush()
+        rows.fill_late(inputs)
+        if inputs.fresh_blocks is not None:
+            self._cache.clear(inputs.fresh_blocks)
+        logits = self.forward(inputs)
+        if not len(inputs.samples):
+            return self._pending(batch, None, None)
+        sampled = sample(logits, inputs.sampling, self._kernels)
+        rows.note_launched(inputs.samples, sampled.token_ids)
+        return self._pending(batch, inputs.samples, sampled)
+
+    def _replay(self, batch: Batch, bucket: int) -> PendingStep:
+        """No blocks are cleared: kernels that can be captured load nothing past a sequence's length."""
+        assert self._graphs is not None
+        inputs = self._graphs.build(batch.chunks, bucket)
+        self._staging.flush()
+        outputs = self._graphs.replay(inputs)
+        if inputs.sampling.is_greedy:
+            sampled = Sampled(outputs.token_ids)
+        else:
+            sampled = sample(outputs.logits, inputs.sampling, self._kernels)
+        self._rows.note_launched(inputs.samples, sampled.token_ids, is_written=inputs.sampling.is_greedy)
+        return self._pending(batch, inputs.samples, sampled)
+
+    def _pending(self, batch: Batch, samples: Samples | None, sampled: Sampled | None) -> PendingStep:
+        if sampled is not None:
+            sampled = sampled.to_host()
         retired = None
         if self._cache.tensor.is_cuda:
             retired = torch.cuda.Event()  # type: ignore[no-untyped-call]
             retired.record()
-        return PendingStep(batch.step, self._rows, inputs, sampled, retired)
+        return PendingStep(batch.step, self._rows, samples, sampled, retired)

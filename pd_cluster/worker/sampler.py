@@ -10,21 +10,28 @@ import torch
 from pd_connectors.protocol.messages import SampledToken, TopLogprob
 
 if TYPE_CHECKING:
-    from pd_cluster.worker.sampling_state import SamplingInputs
+    from pd_cluster.worker.sampling_state import Draws, SamplingInputs
     from pd_kernels.backends import Kernels
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """On the device, not yet read."""
+    """On the device, or on the way from there."""
 
     token_ids: torch.Tensor  # int64 [R]
     logprobs: torch.Tensor | None = None  # float32 [R]: of the chosen token
     top_ids: torch.Tensor | None = None  # int64 [R, k]
     top_logprobs: torch.Tensor | None = None  # float32 [R, k]
 
+    def to_host(self) -> Sampled:
+        """The same in host memory once the stream has come this far: nothing waits, not even for the next step."""
+        if not self.token_ids.is_cuda:
+            return self
+        more = (part if part is None else _fetch(part) for part in (self.logprobs, self.top_ids, self.top_logprobs))
+        return Sampled(_fetch(self.token_ids), *more)
+
     def read(self, num_logprobs: list[int]) -> list[SampledToken]:
-        """Wait for the device. `num_logprobs`: how many alternatives each row asked for, -1 for no logprobs."""
+        """Of values on the host. `num_logprobs`: how many alternatives each row asked for, -1 for no logprobs."""
         token_ids = self.token_ids.tolist()
         if self.logprobs is None or self.top_ids is None or self.top_logprobs is None:
             return [SampledToken(token_id) for token_id in token_ids]
@@ -49,22 +56,30 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, kernels: Kernels) -> Sa
     Penalties, then logit_bias, then the ban on EOS, then temperature, top k, top p and min p. Logprobs are those of the
     unmodified distribution.
     """
+    if inputs.is_greedy and logits.is_cuda:
+        return Sampled(kernels.argmax(logits))
     logits = logits.float()
-    raw = None
-    if inputs.num_logprobs >= 0:
-        raw = logits.log_softmax(-1)
+    raw = logits.log_softmax(-1) if inputs.num_logprobs >= 0 else None
     _adjust(logits, inputs)
-    token_ids = kernels.argmax(logits)
-    for draws in inputs.draws:
-        chosen = logits[draws.rows].div_(draws.temperature[:, None])
-        if draws.limits is None:
-            token_ids[draws.rows] = kernels.gumbel_sample(chosen, draws.seeds, draws.positions)
-        else:
-            token_ids[draws.rows] = kernels.truncated_sample(chosen, *draws.limits, draws.seeds, draws.positions)
+    draws = inputs.draws
+    if len(draws) == 1 and draws[0].rows is None:
+        token_ids = _draw(logits, draws[0], kernels)
+    else:
+        token_ids = kernels.argmax(logits)
+        for some in draws:
+            assert some.rows is not None
+            token_ids[some.rows] = _draw(logits[some.rows], some, kernels)
     if raw is None:
         return Sampled(token_ids)
     top = raw.topk(inputs.num_logprobs, dim=-1)
     return Sampled(token_ids, raw.gather(1, token_ids[:, None])[:, 0], top.indices, top.values)
+
+
+def _draw(logits: torch.Tensor, draws: Draws, kernels: Kernels) -> torch.Tensor:
+    logits.div_(draws.temperature[:, None])
+    if draws.limits is None:
+        return kernels.gumbel_sample(logits, draws.seeds, draws.positions)
+    return kernels.truncated_sample(logits, *draws.limits, draws.seeds, draws.positions)
 
 
 def _adjust(logits: torch.Tensor, inputs: SamplingInputs) -> None:
@@ -77,3 +92,8 @@ def _adjust(logits: torch.Tensor, inputs: SamplingInputs) -> None:
     if inputs.banned is not None:
         row, token = inputs.banned
         logits[row, token] = -torch.inf
+
+
+def _fetch(tensor: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

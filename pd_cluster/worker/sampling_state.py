@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from pd_cluster.worker.penalties import PenaltyTables
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
     from pd_cluster.engine.batch import SequenceStart
     from pd_cluster.worker.penalties import Penalties
+    from pd_cluster.worker.staging import Staging
     from pd_kernels.packed import Ints
 
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class Draws:
     """Rows whose token is drawn, not the greatest."""
 
-    rows: torch.Tensor  # int64 [P] into the R logits rows
+    rows: torch.Tensor | None  # int64 [P] into the R logits rows; None: all of them
     temperature: torch.Tensor  # float32 [P]
     seeds: torch.Tensor  # int64 [P]
     positions: torch.Tensor  # int64 [P]: tokens of the sequence before the sampled one
@@ -40,6 +41,11 @@ class SamplingInputs:
     banned: tuple[torch.Tensor, torch.Tensor] | None  # row, token: EOS and stop ids before min_tokens
     draws: tuple[Draws, ...]  # those with limits apart from those without
 
+    @property
+    def is_greedy(self) -> bool:
+        """The greatest logit, for all rows, and nothing but its index is wanted."""
+        return self is GREEDY
+
 
 GREEDY = SamplingInputs(-1, None, None, None, ())
 
@@ -47,10 +53,12 @@ GREEDY = SamplingInputs(-1, None, None, None, ())
 class SamplingState:
     """Arrays over rows; a row's entries are valid from `start` to the next `start` of the same row."""
 
-    def __init__(self, num_rows: int, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, vocab_size: int, eos_token_ids: frozenset[int], staging: Staging, device: torch.device
+    ) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._device = device
+        self._move = staging.move
         self._penalties = PenaltyTables(num_rows, vocab_size, device)
         self._plain = np.ones(num_rows, bool)  # greedy and nothing else
         self._greedy = np.ones(num_rows, bool)
@@ -60,7 +68,7 @@ class SamplingState:
         self._top_p = np.ones(num_rows, np.float32)
         self._min_p = np.zeros(num_rows, np.float32)
         self._seeds = np.zeros(num_rows, np.int64)
-        self._num_logprobs = np.full(num_rows, -1, np.int64)
+        self.num_logprobs = np.full(num_rows, -1, np.int64)  # alternatives that the row wants; -1: no logprobs at all
         self._ban_until = np.zeros(num_rows, np.int64)  # sequence length below which `_banned` must not be sampled
         self._banned: list[tuple[int, ...]] = [()] * num_rows
         self._bias: list[dict[int, float]] = [{} for _ in range(num_rows)]
@@ -76,17 +84,13 @@ class SamplingState:
         self._limited[row] = self._top_k[row] < self._vocab_size or params.top_p < 1 or params.min_p > 0
         self._seeds[row] = _wrap_64(start.seed)
         self._sample_seeds[row] = tuple(map(_wrap_64, start.num_sample_seeds))
-        self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self._bias[row] = params.logit_bias
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
         self._banned[row] = tuple(sorted(ends)) if params.min_tokens else ()
         self._ban_until[row] = start.num_prompt_tokens + params.min_tokens if self._banned[row] else 0
         changed = self._penalties.start(row, start) or params.logit_bias or self._banned[row]
         self._plain[row] = params.greedy and not changed and params.logprobs is None
-
-    def num_logprobs(self, row: int) -> int:
-        """How many alternatives the row wants; -1 when it wants no logprobs at all."""
-        return int(self._num_logprobs[row])
 
     def prepare(self, rows: Ints, lengths: Ints, num_samples: Sequence[int]) -> SamplingInputs:
         """Inputs for logits of `rows`; `lengths`: tokens of each sequence before the sampled one.
@@ -96,7 +100,7 @@ class SamplingState:
         if self._plain[rows].all():
             return GREEDY
         return SamplingInputs(
-            num_logprobs=int(self._num_logprobs[rows].max()),
+            num_logprobs=int(self.num_logprobs[rows].max()),
             penalties=self._penalties.prepare(rows),
             bias=self._prepare_bias(rows),
             banned=self._prepare_bans(rows, lengths),
@@ -130,7 +134,7 @@ class SamplingState:
                 limits = tuple(self._move(values[chosen]) for values in (self._top_k, self._top_p, self._min_p))
                 draws.append(
                     Draws(
-                        rows=self._move(found),
+                        rows=None if len(found) == len(rows) else self._move(found),
                         temperature=self._move(self._temperature[chosen]),
                         seeds=self._move(seeds[found]),
                         positions=self._move(lengths[found]),
@@ -153,9 +157,6 @@ class SamplingState:
             return None
         at, tokens = zip(*entries, strict=True)
         return self._move(np.array(at)), self._move(np.array(tokens))
-
-    def _move(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
 
 
 def _wrap_64(seed: int) -> int:

@@ -1,0 +1,165 @@
+"""Buckets and padding of decode steps, with functions that are called again in place of graphs that are replayed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from pd_cluster.engine.batch import SequenceChunk
+from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.worker.graphs import DecodeGraphs, bucket_sizes
+from pd_cluster.worker.staging import Staging
+from pd_kernels import reference
+from tests.worker.conftest import VOCAB_SIZE, ModelStore
+from tests.worker.driver import Driver, make_executor, random_prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_cluster.worker.executor import Executor
+    from pd_cluster.worker.graphs import DecodeOutputs
+    from pd_kernels.packed import PackedSequences
+
+SIZES = [1, 2, 4, 6]
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """Decode attention that reads lengths and tables from tensors, at the time of the run."""
+
+    packed: PackedSequences
+    window: int
+
+    def run(
+        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        out = torch.zeros_like(query)
+        real = self.packed.seq_lens > 0
+        tables = self.packed.block_tables[real].clamp(min=0)
+        out[real] = reference.decode_attention(
+            query[real], key_cache, value_cache, tables, self.packed.seq_lens[real], scale, self.window
+        )
+        return out
+
+
+def plan_on_device(packed: PackedSequences, key_cache: torch.Tensor, window: int = 0) -> DevicePlan:
+    assert not (packed.host_seq_lens - 1).any(), "of a padded step the host knows no lengths"
+    return DevicePlan(packed, window)
+
+
+class Repeater:
+    """Records by calling again, into the same tensors."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.replays: list[int] = []
+
+    def has_room(self) -> bool:
+        self.room -= 1
+        return self.room >= 0
+
+    def __call__(self, run: Callable[[], DecodeOutputs]) -> tuple[Callable[[], None], DecodeOutputs]:
+        outputs = run()
+
+        def replay() -> None:
+            self.replays.append(len(outputs.token_ids))
+            again = run()
+            outputs.logits.copy_(again.logits)
+            outputs.token_ids.copy_(again.token_ids)
+
+        return replay, outputs
+
+
+def with_graphs(executor: Executor, sizes: list[int], room: int = 100) -> tuple[Repeater, DecodeGraphs, list[str]]:
+    """Give the executor's runner graphs that are none."""
+    runner, repeater, lines = executor._runner, Repeater(room), list[str]()
+    kernels = replace(executor._kernels, plan_attention=plan_on_device)
+    cache = executor._cache
+    graphs = DecodeGraphs(executor._llama, cache, runner._rows, runner._staging, kernels, cache.padding_block)
+    graphs.capture(sizes, repeater, lines.append)
+    runner._graphs = graphs
+    return repeater, graphs, lines
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
+def test_padded_steps_sample_the_same(models: ModelStore, name: str) -> None:
+    wanted = [
+        SamplingParams(max_tokens=9, temperature=0.0),
+        SamplingParams(max_tokens=14, temperature=0.9, top_k=30, logprobs=1),
+        SamplingParams(max_tokens=12, temperature=0.0),
+        SamplingParams(max_tokens=7, frequency_penalty=0.8),
+        SamplingParams(max_tokens=18, temperature=0.0),
+    ]
+    outputs, repeaters = [], []
+    for is_padded in (False, True):
+        executor = make_executor(models.get(name).directory)
+        if is_padded:
+            repeaters.append(with_graphs(executor, SIZES)[0])
+        driver = Driver(executor)
+        for seed, (prompt, params) in enumerate(
+            zip(random_prompts((5, 16, 40, 31, 64), VOCAB_SIZE), wanted, strict=True)
+        ):
+            driver.add(prompt, params, seed)
+        outputs.append(driver.run())
+        executor.close()
+    assert outputs[0] == outputs[1]
+    assert set(repeaters[0].replays) == {6, 4, 2, 1}  # five, then fewer and fewer
+
+
+def test_padding_touches_no_live_block(models: ModelStore) -> None:
+    executor = make_executor(models.get("qwen3").directory, num_blocks=8)
+    with_graphs(executor, [6])
+    driver = Driver(executor)
+    driver.add(random_prompts([20], VOCAB_SIZE)[0], SamplingParams(max_tokens=2, temperature=0.0))
+    driver.step()
+    executor._cache.tensor[executor.num_blocks] = 0  # the recording has padded too
+    before = executor._cache.tensor.clone()
+    driver.step()
+    changed = (executor._cache.tensor != before).flatten(1).any(1).nonzero()[:, 0].tolist()
+    assert changed == sorted([driver.sequences[0].blocks[1], executor.num_blocks])
+    assert executor.cache.tensor.shape[0] == executor.num_blocks, "others do not see the padding block"
+    executor.close()
+
+
+def test_which_steps_are_replayed(models: ModelStore) -> None:
+    executor = make_executor(models.get("qwen3").directory)
+    _, graphs, lines = with_graphs(executor, SIZES)
+
+    def decode(seq_id: int) -> SequenceChunk:
+        return SequenceChunk(seq_id, 9, 1, num_samples=1)
+
+    assert [graphs.bucket_for(tuple(map(decode, range(count)))) for count in range(1, 8)] == [1, 2, 4, 4, 6, 6, 0]
+    assert graphs.bucket_for((decode(0), SequenceChunk(1, 0, 5, num_samples=1))) == 0
+    assert graphs.bucket_for((decode(0), SequenceChunk(1, 0, 1))) == 0  # one token in the middle of a prompt
+    assert lines[-1].startswith("4 decode graphs up to 6 sequences")
+    executor.close()
+
+
+def test_no_room_leaves_the_largest(models: ModelStore) -> None:
+    executor = make_executor(models.get("qwen3").directory)
+    _, graphs, lines = with_graphs(executor, SIZES, room=2)
+    assert graphs.bucket_for((SequenceChunk(0, 9, 1, num_samples=1),)) == 4
+    assert lines == [lines[0], lines[1]]
+    assert "fewer than 4" in lines[0]
+    executor.close()
+
+
+def test_bucket_sizes() -> None:
+    assert bucket_sizes(1) == [1]
+    assert bucket_sizes(6) == [1, 2, 4, 6]
+    assert bucket_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert bucket_sizes(256)[-3:] == [224, 240, 256]
+
+
+def test_staging_on_cpu_copies_nothing_but_what_is_first() -> None:
+    staging = Staging(torch.device("cpu"), 1 << 10)
+    staging.begin()
+    fields = np.arange(10).reshape(5, 2)
+    assert staging.move_first(fields).data_ptr() == staging.first(5, 2).data_ptr()
+    assert torch.equal(staging.first(5, 2), torch.arange(10).view(5, 2))
+    array = np.array([1.5, 2.5], np.float32)
+    assert staging.move(array).data_ptr() == array.ctypes.data
