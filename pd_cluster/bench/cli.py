@@ -72,6 +72,23 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--table", choices=("cpu", "gpu"), default="cpu",
+        help="cpu: beside transformers, on a small model. gpu: decode, prefill and a mixed load (default: cpu).",
+    )  # fmt: skip
+    gpu = parser.add_argument_group("--table gpu")
+    gpu.add_argument(
+        "--shapes", nargs="+", default=["8b", "0.6b"], metavar="NAME", help="Of 8b and 0.6b (default: both)."
+    )
+    gpu.add_argument(
+        "--rows", nargs="+", default=["decode", "prefill", "prompt", "mixed"], metavar="KIND",
+        help="Of decode, prefill, prompt and mixed (default: all).",
+    )  # fmt: skip
+    gpu.add_argument("--budget", type=int, default=8192, metavar="N", help="Tokens of a step (default: 8192).")
+    gpu.add_argument("--async-scheduling", choices=("auto", "on", "off"), default="auto", help="As of a node.")
+    gpu.add_argument(
+        "--cuda-graphs", action=argparse.BooleanOptionalAction, default=True, help="As of a node (default: on)."
+    )
     parser.add_argument("--num-requests", type=int, default=32, metavar="N", help="Default: 32.")
     parser.add_argument("--input-len", type=int, default=128, metavar="N", help="Tokens (default: 128).")
     parser.add_argument("--output-len", type=int, default=128, metavar="N", help="Tokens (default: 128).")
@@ -82,8 +99,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="Seeds weights and prompts.")
     parser.add_argument("--no-peers", action="store_true", help="Measure the engine only, not transformers.")
     parser.add_argument(
-        "--json", type=Path, default=Path("benchmarks/results/engine_cpu.jsonl"), metavar="FILE",
-        help="One line is appended (default: %(default)s).",
+        "--json", type=Path, metavar="FILE",
+        help="One line is appended (default: benchmarks/results/engine_cpu.jsonl, or engine_gpu.jsonl).",
     )  # fmt: skip
 
 
@@ -122,6 +139,12 @@ def _serve(namespace: argparse.Namespace) -> int:
 
 
 def _engine(namespace: argparse.Namespace) -> int:
+    if namespace.json is None:
+        namespace.json = Path(f"benchmarks/results/engine_{namespace.table}.jsonl")
+    if namespace.table == "gpu":
+        from pd_cluster.bench.gpu import run_gpu_table
+
+        return run_gpu_table(namespace)
     from pd_cluster.bench.engine import run_engine
 
     return run_engine(namespace)

@@ -1,0 +1,104 @@
+"""The engine core in this process, without queues: what the step loop, the worker and the kernels take, and no more."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+from pd_cluster.engine.core import EngineCore
+from pd_cluster.engine.messages import AddRequest, FromEngine, RequestFailed, ToEngine, TokensOut
+from pd_cluster.worker.executor import Executor
+from pd_connectors.base import ConnectorContext
+from pd_connectors.registry import create_connector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_cluster.config import NodeConfig
+    from pd_cluster.engine.mailbox import Mailbox
+    from pd_cluster.engine.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class DirectMailbox:
+    """Hands messages over as they are. One thread."""
+
+    inbox: list[ToEngine] = field(default_factory=list)
+    outbox: list[FromEngine] = field(default_factory=list)
+
+    def wake(self) -> None:
+        """Nobody sleeps."""
+
+    def wait(self, timeout_s: float) -> None:
+        """There is nothing to wait for."""
+
+    def receive(self) -> list[ToEngine]:
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def send(self, message: FromEngine) -> None:
+        self.outbox.append(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """One call's outcome."""
+
+    seconds: float  # until the last token of all
+    first_token_s: tuple[float, ...]  # of each prompt
+    tokens: list[list[int]]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens))
+
+
+class OfflineEngine:
+    """Generates for lists of prompts, all sent at once."""
+
+    def __init__(self, config: NodeConfig, progress: Callable[[str], None]) -> None:
+        """Raises StartupError."""
+        self.executor = Executor(config, progress)
+        connector = create_connector("none", _context(self.executor))
+        connector.register_kv_cache(self.executor.cache)
+        self._mailbox = DirectMailbox()
+        self._core = EngineCore(config, self.executor, connector, cast("Mailbox", self._mailbox))
+        self._num_calls = 0
+        gc.collect()
+        gc.freeze()  # as in the engine's own process
+
+    def generate(self, prompts: list[list[int]], samplings: list[SamplingParams]) -> Generated:
+        """Raises RuntimeError when a request is refused."""
+        self._num_calls += 1
+        ids = {f"{self._num_calls}-{index}": index for index in range(len(prompts))}
+        tokens: list[list[int]] = [[] for _ in prompts]
+        firsts = [0.0] * len(prompts)
+        num_open = len(prompts)
+        start_s = end_s = time.perf_counter()
+        self._mailbox.inbox += map(AddRequest, ids, prompts, samplings)
+        while self._core.turn() or num_open:
+            messages, self._mailbox.outbox = self._mailbox.outbox, []
+            for message in messages:
+                if isinstance(message, RequestFailed):
+                    raise RuntimeError(f"{message.error}: {message.message}")
+                if isinstance(message, TokensOut):
+                    index = ids[message.request_id]
+                    end_s = time.perf_counter()
+                    firsts[index] = firsts[index] or end_s - start_s
+                    for part in message.sequences:
+                        tokens[index] += [token.token_id for token in part.tokens]
+                    num_open -= message.finished
+        return Generated(end_s - start_s, tuple(firsts), tokens)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.executor.close()
+
+
+def _context(executor: Executor) -> ConnectorContext:
+    return ConnectorContext(
+        engine_id="bench", epoch=1, fingerprint=executor.model.fingerprint, geometry=executor.cache.geometry,
+        cluster_key=b"", host="127.0.0.1", port=0,
+    )  # fmt: skip
