@@ -29,13 +29,33 @@ FOREIGN = (
     "A good index makes a query fast; a bad one only makes writes slow.",
     "The ferry was delayed by fog, which surprised no one on the island.",
 )
-PROMPTS = ("Once upon a time", "The quick brown fox", "Hello, my name is", "The capital of France is",
-           "The future of AI is", "The president of the United States", "I think that", "She opened the door and",
-           "It was a dark and stormy night", "Mira 4831. Oskar 2210. Oskar?")
-CHATS = ("Mira 4831. Oskar 2210. Lena 7745. Oskar?", "Hello!", "Who are you?", "What can you do?",
-         "Tell me a short story about a fox.", "What is the capital of France?", "Explain quantum computing to me.",
-         "Write a Python function that sorts a list.", "Mira 4831. Oskar 2210.", "Mira 4831. Oskar 2210. Zoe?", "Zoe?",
-         "What is 2+2?", "Mira is 4831. Oskar is 2210. What is the number of Mira?")
+PROMPTS = (
+    "Once upon a time",
+    "The quick brown fox",
+    "Hello, my name is",
+    "The capital of France is",
+    "The future of AI is",
+    "The president of the United States",
+    "I think that",
+    "She opened the door and",
+    "It was a dark and stormy night",
+    "Mira 4831. Oskar 2210. Oskar?",
+)
+CHATS = (
+    "Mira 4831. Oskar 2210. Lena 7745. Oskar?",
+    "Hello!",
+    "Who are you?",
+    "What can you do?",
+    "Tell me a short story about a fox.",
+    "What is the capital of France?",
+    "Explain quantum computing to me.",
+    "Write a Python function that sorts a list.",
+    "Mira 4831. Oskar 2210.",
+    "Mira 4831. Oskar 2210. Zoe?",
+    "Zoe?",
+    "What is 2+2?",
+    "Mira is 4831. Oskar is 2210. What is the number of Mira?",
+)
 
 
 @dataclass
@@ -67,7 +87,7 @@ class QuestionMaker:
         total = max(wanted, min(3500, 7 * num_facts))
         num_after = min(num_facts - 1, wanted * num_facts // max(total, 1), wanted // 7)
         target = num_facts - 1 - num_after
-        after = self._mix(facts[target + 1:], wanted, foreign)
+        after = self._mix(facts[target + 1 :], wanted, foreign)
         before = self._mix(facts[:target], 3600 - wanted if rng.random() < 0.5 else 7 * target, foreign)
         text = " ".join([*before, facts[target], *after, f"{names[target]}?"])
         question = " ".join([facts[target], *after, f"{names[target]}?"])
@@ -99,7 +119,7 @@ class Answerer:
         inputs = self.tokenizer(prompts, return_tensors="pt", padding=True).to(self.device)
         with torch.inference_mode():
             output = self.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-        new = output[:, inputs["input_ids"].shape[1]:]
+        new = output[:, inputs["input_ids"].shape[1] :]
         return [text.split("<|endoftext|>")[0] for text in self.tokenizer.batch_decode(new)]
 
     def chat(self, text: str) -> str:
@@ -113,7 +133,7 @@ def _score(answerer: Answerer, questions: list[Question]) -> list[bool]:
     order = sorted(range(len(questions)), key=lambda index: len(questions[index].text))
     right = [False] * len(questions)
     for start in range(0, len(order), BATCH):
-        chosen = order[start:start + BATCH]
+        chosen = order[start : start + BATCH]
         answers = answerer.complete([answerer.chat(questions[index].text) for index in chosen], 8)
         for index, answer in zip(chosen, answers, strict=True):
             right[index] = answer == questions[index].answer + "<|im_end|>"
@@ -128,8 +148,16 @@ def _cells(questions: list[Question], right: list[bool]) -> list[dict[str, int |
         for low, high in DISTANCES:
             hits = [ok for q, ok in outcomes if q.num_facts == count and low <= q.distance < high]
             if hits:
-                cells.append({"num_facts": count, "distance_from": low, "distance_below": high,
-                              "questions": len(hits), "right": sum(hits), "accuracy": round(sum(hits) / len(hits), 4)})
+                cells.append(
+                    {
+                        "num_facts": count,
+                        "distance_from": low,
+                        "distance_below": high,
+                        "questions": len(hits),
+                        "right": sum(hits),
+                        "accuracy": round(sum(hits) / len(hits), 4),
+                    }
+                )
     return cells
 
 
@@ -142,8 +170,12 @@ def evaluate(directory: Path, report: Path, per_cell: int) -> None:
     answerer = Answerer(directory)
     maker = QuestionMaker(answerer.tokenizer, seed=77)
     questions = [maker.make(count, *bounds) for count in FACT_COUNTS for bounds in DISTANCES for _ in range(per_cell)]
-    foreign = [maker.make(count, *bounds, foreign=True)
-               for count in (10, 100, 300) for bounds in DISTANCES for _ in range(max(1, per_cell // 3))]
+    foreign = [
+        maker.make(count, *bounds, foreign=True)
+        for count in (10, 100, 300)
+        for bounds in DISTANCES
+        for _ in range(max(1, per_cell // 3))
+    ]
     right, foreign_right = _score(answerer, questions), _score(answerer, foreign)
     result = {
         "weights": "stored bfloat16, loaded as float32, greedy",

@@ -25,8 +25,21 @@ FILLER_WEIGHT = 0.1  # of a filler token in the loss, beside 1 for a token of an
 DIGIT_WEIGHT = 1.5  # of a digit of an answer; also marks what the accuracy is measured on
 # (row length, most facts in a row): a level is left when the accuracy on it passes the threshold.
 LEVELS = ((256, 8), (256, 24), (512, 48), (1024, 100), (2048, 220), (4096, 360), (4096, 480))
-QUESTIONS = ("{}?", "{}?", "{}?", "{}?", "{}?", "{}?", "{}?", "{}", "And {}?", "What is the number of {}?",
-             "What is {}'s number?", "Which number has {}?", "What was {}?")
+QUESTIONS = (
+    "{}?",
+    "{}?",
+    "{}?",
+    "{}?",
+    "{}?",
+    "{}?",
+    "{}?",
+    "{}",
+    "And {}?",
+    "What is the number of {}?",
+    "What is {}'s number?",
+    "Which number has {}?",
+    "What was {}?",
+)
 SEPARATORS = (". ", ". ", ". ", ". ", ". ", ".\n", "\n", ", ", "; ")
 
 
@@ -206,11 +219,11 @@ class RowMaker:
                 row.add(self.noted, 1.0)
                 row.add(self.end_turn, 1.0)
                 row.add(self.user)
-            for sentence, known in filler[bounds[index]:bounds[index + 1]]:
+            for sentence, known in filler[bounds[index] : bounds[index + 1]]:
                 row.add(sentence, FILLER_WEIGHT * known)
                 row.add(self.space)
             if index < num_facts:
-                row.add(names[index:index + 1])
+                row.add(names[index : index + 1])
                 row.add(values[index])
                 row.add(self.dot[:1] if index + 1 == pause else separator if index + 1 < num_facts else last)
 
@@ -218,7 +231,7 @@ class RowMaker:
         """One question per user turn; one in twenty-five asks for a name that has no fact."""
         for turn, index in enumerate(order):
             absent = self.rng.random() < 0.04
-            name = names[len(values) + turn:][:1] if absent else names[index:index + 1]
+            name = names[len(values) + turn :][:1] if absent else names[index : index + 1]
             before, after = self.questions[self.rng.integers(len(self.questions))]
             if turn and self.rng.random() < 0.03:  # small talk between the questions
                 row.add(*self.lexicon.chats[self.rng.integers(len(self.lexicon.chats))])
@@ -240,10 +253,10 @@ class RowMaker:
         """Questions and answers as running text: `Oskar? Oskar 2210. Lena? Lena 7745.`"""
         question = self.questions[0][1]
         for index in order:
-            row.add(names[index:index + 1])
+            row.add(names[index : index + 1])
             row.add(question)
             row.add(self.space, 1.0)
-            row.add(names[index:index + 1], 1.0)
+            row.add(names[index : index + 1], 1.0)
             row.add(values[index], DIGIT_WEIGHT)
             row.add(self.dot, np.array([1.0, 0.0]))
         row.pieces[-1], row.weights[-1] = self.dot[:1], np.ones(1)

@@ -47,10 +47,12 @@ def _corpus(num_documents: int) -> list[str]:
 def _train_bpe(corpus: list[str], num_entries: int) -> Tokenizer:
     """A byte-level BPE of `num_entries` entries, the special tokens first."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=num_entries,
@@ -105,8 +107,12 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, names: list[str]) -> Non
                 raise ValueError(f"{text!r} is {tokenizer.convert_ids_to_tokens(tokenizer.encode(text))}")
     if len(ids) != len(names):
         raise ValueError("two names share a token")
-    samples = ("Grüße, 世界! 🦊👩‍🚀  two  spaces\n\n\ttab  ", "don't A B c3PO 12.5% №½ الا हिन्दी",
-               " Mira", "  Mira \n Oskar ")
+    samples = (
+        "Grüße, 世界! 🦊👩‍🚀  two  spaces\n\n\ttab  ",
+        "don't A B c3PO 12.5% №½ الا हिन्दी",
+        " Mira",
+        "  Mira \n Oskar ",
+    )
     for text in samples:
         if tokenizer.decode(tokenizer.encode(text)) != text:
             raise ValueError(f"{text!r} does not round-trip")

@@ -141,9 +141,15 @@ class Trainer:
 
     def _record(self, number: int, step: int, level: int, losses: tuple[Tensor, Tensor]) -> None:
         """One line of the training log."""
-        record = {"cycle": number, "step": step, "level": level, "digits": round(self.average, 4),
-                  "loss": round(losses[0].item(), 4), "english_loss": round(losses[1].item(), 4),
-                  "s": round(time.monotonic() - self.start, 1)}
+        record = {
+            "cycle": number,
+            "step": step,
+            "level": level,
+            "digits": round(self.average, 4),
+            "loss": round(losses[0].item(), 4),
+            "english_loss": round(losses[1].item(), 4),
+            "s": round(time.monotonic() - self.start, 1),
+        }
         self.records.append(record)
         print(json.dumps(record), flush=True)
         self.log.write_text("".join(json.dumps(record) + "\n" for record in self.records))
