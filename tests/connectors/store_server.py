@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.cluster import SOURCES
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -40,7 +43,10 @@ class StoreServer:
         """Start it, on the port that it had before. Empty, like every server of LMCache's."""
         assert self._process is None
         command = [sys.executable, "-c", _SERVE, str(self.port), str(self._max_bytes)]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        path = os.pathsep.join(part for part in (SOURCES, os.environ.get("PYTHONPATH", "")) if part)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+        )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line.startswith("serving "), f"the server did not start: {line!r}"

@@ -1,0 +1,199 @@
+"""A pool behind two prefill nodes and a decode node: who computes what, and that nobody notices when the pool dies."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from tests.cluster import Launched, Launcher
+from tests.connectors.store_server import StoreServer, needs_lmcache
+from tests.integration.system import BLOCK_SIZE, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), needs_lmcache]
+
+ANSWER_DEADLINE_S = 120.0
+NUM_NEW_TOKENS = 6
+LENGTHS = (1, 16, 17, 40, 64, 65, 150, 333)
+VOCABULARY = range(40, 900)
+
+
+@dataclass(frozen=True)
+class PoolCluster:
+    """`plain` has no pool and no part in the cluster: what it says is what everybody must say."""
+
+    server: StoreServer
+    p1: Launched
+    p2: Launched
+    d: Launched
+    plain: Launched
+    router: Launched  # knows P2 and D
+
+    def ask(self, node: Launched, prompt: Sequence[int], route: str = "", salt: str = "") -> dict[str, Any]:
+        """A completion of `prompt`: its text, its usage and who did the work."""
+        response = httpx.post(
+            f"{node.url}/v1/completions",
+            json={
+                "model": "demo", "prompt": list(prompt), "max_tokens": NUM_NEW_TOKENS, "temperature": 0,
+                "ignore_eos": True, "logprobs": 0, "cache_salt": salt or None,
+            },
+            headers={"x-pd-route": route} if route else {}, timeout=ANSWER_DEADLINE_S, trust_env=False,
+        )  # fmt: skip
+        assert response.status_code == 200, response.text
+        body = response.json()
+        return {
+            "tokens": body["choices"][0]["logprobs"]["tokens"],
+            "cached": body["usage"]["prompt_tokens_details"]["cached_tokens"],
+            "prefill": response.headers["x-pd-prefill"],
+        }
+
+    def metric(self, node: Launched, name: str) -> float:
+        """One sample of /metrics."""
+        lines = httpx.get(f"{node.url}/metrics", trust_env=False).text.splitlines()
+        return float(next(line.rsplit(" ", 1)[1] for line in lines if line.startswith(f"{name} ")))
+
+    def settle(self, node: Launched, num_tokens: float) -> None:
+        """Wait until the node says that it has computed this many, and has sent to the pool what it had to."""
+        wait_until(
+            lambda: (
+                self.metric(node, COMPUTED) >= num_tokens
+                and self.metric(node, "pd_pool_backlog_bytes") == 0
+                and self.metric(node, "pd_num_running") == 0
+            ),
+            lambda: f"{node.name}: {self.metric(node, COMPUTED)} of {num_tokens}",
+        )
+
+    def computed(self, node: Launched) -> float:
+        """Tokens in this node's steps so far."""
+        return self.metric(node, COMPUTED)
+
+
+COMPUTED = "pd_engine_step_tokens_total"
+ABSENT, UNAVAILABLE = (f'pd_pool_misses_total{{reason="{reason}"}}' for reason in ("absent", "unavailable"))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[PoolCluster]:
+    with StoreServer() as server, Launcher() as launcher:
+        flags = ("--served-model-name=demo", "--kv-cache-gb=0.3", "--block-size=16", "--min-remote-tokens=17")
+        pooled = ("--connector=lmcache", f"--pool-url={server.url}", *flags)
+        nodes = {
+            name: launcher.node(role, f"--node-id={name}", *pooled, wait=False)
+            for name, role in (("p1", "prefill"), ("p2", "prefill"), ("d", "decode"))
+        }
+        nodes["plain"] = launcher.node("mixed", "--node-id=plain", "--connector=none", *flags, wait=False)
+        for node in nodes.values():
+            node.wait_line("ready: ")
+        router = launcher.router(prefill=[nodes["p2"]], decode=[nodes["d"]])
+        yield PoolCluster(server, **nodes, router=router)
+
+
+def make_prompts(seed: int) -> list[list[int]]:
+    """One of each length, of tokens that no other seed's have."""
+    draw = random.Random(seed)
+    return [[draw.choice(VOCABULARY) for _ in range(length)] for length in LENGTHS]
+
+
+def num_poolable(prompt: Sequence[int]) -> int:
+    """Its tokens in whole blocks, without its last token's."""
+    return (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def test_a_second_prefill_node_computes_only_the_suffix(cluster: PoolCluster) -> None:
+    for prompt in make_prompts(1):
+        before_1, before_2 = cluster.computed(cluster.p1), cluster.computed(cluster.p2)
+        first = cluster.ask(cluster.p1, prompt)
+        assert first["cached"] == 0
+        cluster.settle(cluster.p1, before_1 + len(prompt) + NUM_NEW_TOKENS - 1)
+        second = cluster.ask(cluster.p2, prompt)
+        expected = before_2 + len(prompt) - num_poolable(prompt) + NUM_NEW_TOKENS - 1
+        cluster.settle(cluster.p2, expected)
+        assert cluster.computed(cluster.p2) == expected
+        assert second["cached"] == num_poolable(prompt)
+        assert second["tokens"] == first["tokens"] == cluster.ask(cluster.plain, prompt)["tokens"]
+
+
+def test_a_decode_node_takes_a_prompt_from_the_pool_and_troubles_nobody(cluster: PoolCluster) -> None:
+    for prompt in make_prompts(2):
+        before_1, before_2, before_d = (cluster.computed(node) for node in (cluster.p1, cluster.p2, cluster.d))
+        cluster.ask(cluster.p1, prompt)
+        cluster.settle(cluster.p1, before_1 + len(prompt) + NUM_NEW_TOKENS - 1)
+        answer = cluster.ask(cluster.router, prompt, "d-first")
+        expected = before_d + len(prompt) - num_poolable(prompt) + NUM_NEW_TOKENS - 1
+        cluster.settle(cluster.d, expected)
+        assert cluster.computed(cluster.d) == expected
+        assert cluster.computed(cluster.p2) == before_2
+        assert answer["prefill"] == "d"
+        assert answer["tokens"] == cluster.ask(cluster.plain, prompt)["tokens"]
+
+
+@pytest.mark.parametrize("route", ["p-first", "d-first"])
+def test_a_longer_prompt_is_prefilled_from_where_the_pool_ends(cluster: PoolCluster, route: str) -> None:
+    """P1 knows the beginning; P2 takes that from the pool, computes the rest, and hands the whole to D."""
+    for prompt in make_prompts(3 if route == "p-first" else 4):
+        longer = prompt + make_prompts(5)[-1][:100]
+        before_1, before_2 = cluster.computed(cluster.p1), cluster.computed(cluster.p2)
+        cluster.ask(cluster.p1, prompt)
+        cluster.settle(cluster.p1, before_1 + len(prompt) + NUM_NEW_TOKENS - 1)
+        answer = cluster.ask(cluster.router, longer, route)
+        num_pooled = len(prompt) // BLOCK_SIZE * BLOCK_SIZE
+        cluster.settle(cluster.p2, before_2 + len(longer) - num_pooled)
+        assert cluster.computed(cluster.p2) == before_2 + len(longer) - num_pooled
+        assert answer["prefill"] == "p2"
+        assert answer["tokens"] == cluster.ask(cluster.plain, longer)["tokens"]
+
+
+def test_tenants_share_nothing(cluster: PoolCluster) -> None:
+    prompt = make_prompts(6)[-1]
+    before = cluster.computed(cluster.p1)
+    cluster.ask(cluster.p1, prompt, salt="alice")
+    cluster.settle(cluster.p1, before + len(prompt) + NUM_NEW_TOKENS - 1)
+    assert cluster.ask(cluster.p2, prompt, salt="bob")["cached"] == 0
+    assert cluster.ask(cluster.p2, prompt, salt="alice")["cached"] == num_poolable(prompt)
+
+
+def test_a_pool_that_dies_under_load_fails_no_request(cluster: PoolCluster) -> None:
+    prompts = [prompt for seed in range(10, 16) for prompt in make_prompts(seed) if len(prompt) > BLOCK_SIZE]
+    expected = [cluster.ask(cluster.plain, prompt)["tokens"] for prompt in prompts]
+    misses_before = cluster.metric(cluster.p2, UNAVAILABLE) + cluster.metric(cluster.d, UNAVAILABLE)
+    served, killed = threading.Semaphore(0), threading.Event()
+
+    def ask(index: int) -> None:
+        if index >= 2 * len(prompts) // 3:
+            assert killed.wait(ANSWER_DEADLINE_S)  # so that a third of them find it dead
+        cluster.ask(cluster.p1, prompts[index])
+        answer = cluster.ask(cluster.router, prompts[index], ("p-first", "d-first")[index % 2])
+        assert answer["tokens"] == expected[index], f"prompt {index}"
+        served.release()
+
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(ask, index) for index in range(len(prompts))]
+        for _ in range(5):
+            assert served.acquire(timeout=ANSWER_DEADLINE_S)
+        cluster.server.kill()  # in the middle of loads and stores
+        killed.set()
+        for future in asked:
+            future.result(ANSWER_DEADLINE_S)
+    assert cluster.metric(cluster.p2, UNAVAILABLE) + cluster.metric(cluster.d, UNAVAILABLE) > misses_before
+
+    cluster.server.start()
+    seeds = count(100)
+    wait_until(lambda: _pooled_again(cluster, next(seeds)), lambda: "no hit after the restart")
+
+
+def _pooled_again(cluster: PoolCluster, seed: int) -> bool:
+    prompt = make_prompts(seed)[-1]
+    before = cluster.computed(cluster.p1)
+    cluster.ask(cluster.p1, prompt)
+    cluster.settle(cluster.p1, before + len(prompt) + NUM_NEW_TOKENS - 1)
+    cached: int = cluster.ask(cluster.p2, prompt)["cached"]
+    return cached == num_poolable(prompt)
