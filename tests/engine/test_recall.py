@@ -1,0 +1,266 @@
+"""Prefixes from a pool, against a worker that knows which history every cell holds."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pd_cluster.engine.messages import FinishReason, Work
+from pd_cluster.engine.recall import Recalls
+from pd_connectors.base import CachedBlock, LoadSpec, Pool, PrefixFound, PrefixLoaded
+from tests.engine.simulation import BLOCK_SIZE, GARBAGE, message, prompt
+from tests.engine.world import Client, World
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd_cluster.engine.batch import Batch
+    from pd_cluster.engine.messages import AddRequest
+    from pd_cluster.engine.scheduler import Update
+    from pd_cluster.engine.sequence import Request
+
+
+@dataclass
+class Search:
+    hashes: list[bytes]
+    first_block: int
+    is_found: bool = False
+    load: LoadSpec | None = None
+    is_cancelled: bool = False
+
+
+@dataclass
+class FakePool(Pool):
+    """Holds what each block's cells held. The test says when a search moves on, and how far."""
+
+    cells: dict[bytes, list[int]] = field(default_factory=dict)
+    searches: dict[str, Search] = field(default_factory=dict)
+    num_found: int = 0
+    num_loaded_blocks: int = 0
+
+    def find(self, load_id: str, block_hashes: Sequence[bytes], first_block: int) -> None:
+        assert load_id not in self.searches
+        assert first_block < len(block_hashes)
+        self.searches[load_id] = Search(list(block_hashes), first_block)
+
+    def cancel(self, load_id: str) -> None:
+        if load_id in self.searches:
+            self.searches[load_id].is_cancelled = True
+
+    def store(self, blocks: Sequence[CachedBlock]) -> None:
+        raise AssertionError("the world stores for itself")
+
+    def num_there(self, search: Search) -> int:
+        """Blocks from the prompt's start on, as the search would find them."""
+        number = search.first_block
+        while number < len(search.hashes) and search.hashes[number] in self.cells:
+            number += 1
+        return number
+
+
+class PooledWorld(World):
+    """A world whose requests look into a pool first, and which gives the pool all that it computes."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pool = FakePool()
+        self.recalls = Recalls(self.pool)
+
+    def submit(self, message: AddRequest) -> Request:
+        request = self.request(message)
+        self.scheduler.validate(request)
+        self.recalls.admit(request, self.scheduler)
+        if request.lease_id is not None:
+            self.leases[request.lease_id] = request
+        self.clients[request.request_id] = Client(request, [[] for _ in request.sequences], [None] * message.sampling.n)
+        return request
+
+    def take(self, *updates: Update | None) -> None:
+        super().take(*updates)
+        for update in updates:
+            if update is not None and update.finished:
+                self.recalls.forget(update.request)
+
+    def start_step(self) -> Batch:
+        self.recalls.reserve(self.scheduler)
+        batch = super().start_step()
+        for load in batch.loads:
+            if load.load_id in self.pool.searches:
+                self.pool.searches[load.load_id].load = load
+        return batch
+
+    def _retire(self) -> None:
+        super()._retire()
+        for block in self.scheduler.take_news():
+            cells = [self.worker.device[block.block_id, slot] for slot in range(BLOCK_SIZE)]
+            assert self.pool.cells.setdefault(block.hash, cells) == cells, "two contents under one name"
+
+    # the pool's answers
+
+    def found(self, load_id: str) -> None:
+        """The search moves on: to PrefixFound, or to its end when there is nothing."""
+        search = self.pool.searches[load_id]
+        number = self.pool.num_there(search)
+        if number == search.first_block or search.is_cancelled:
+            self.over(load_id, 0)
+        else:
+            search.is_found = True
+            self.pool.num_found += 1
+            self.recalls.take(PrefixFound(load_id, number * BLOCK_SIZE), self.scheduler)
+
+    def over(self, load_id: str, num_blocks: int) -> None:
+        """The search ends; of its load's blocks `num_blocks` are good, and the next one may be half written."""
+        load = self.pool.searches.pop(load_id)
+        num_tokens = 0
+        if load.load is not None:
+            good = load.load.block_ids[:num_blocks]
+            for index, block_id in enumerate(load.load.block_ids[: num_blocks + 1]):
+                cells = self.pool.cells[load.hashes[load.load.first_block + index]]
+                for slot in range(BLOCK_SIZE):
+                    self.worker.device[block_id, slot] = cells[slot] if index < num_blocks else GARBAGE
+            num_tokens = (load.load.first_block + len(good)) * BLOCK_SIZE
+            self.pool.num_loaded_blocks += len(good)
+        self.recalls.take(PrefixLoaded(load_id, num_tokens), self.scheduler)
+
+    def answer_all(self) -> None:
+        """Everything that is stored comes, everything that is not is missing."""
+        for load_id, search in list(self.pool.searches.items()):
+            if search.load is not None:
+                self.over(load_id, len(search.load.block_ids))
+            elif not search.is_found:
+                self.found(load_id)
+            elif search.is_cancelled:
+                self.over(load_id, 0)
+
+    def finish(self, limit: int = 3000) -> None:
+        """Until nobody wants anything."""
+        for _ in range(limit):
+            self.answer_all()
+            self.recalls.reserve(self.scheduler)
+            if self.scheduler.has_work:
+                self.start_step()
+            else:
+                self.settle()
+                if self.scheduler.idle and not self.pool.searches:
+                    return
+            self.check()
+        raise AssertionError(f"not idle after {limit} steps")
+
+
+def fill(world: PooledWorld, num_tokens: int, family: int = 0) -> None:
+    """Have the pool know a prompt, and this engine's own cache forget it."""
+    world.submit(message(f"fill-{num_tokens}-{family}", prompt(num_tokens, family), max_tokens=1))
+    world.finish()
+    for index in range(3):  # other prompts push it out
+        world.submit(message(f"push-{family}-{index}", prompt(140, family + 1 + index), max_tokens=1))
+        world.finish()
+
+
+@pytest.mark.parametrize("work", [Work.GENERATE, Work.PREFILL])
+@pytest.mark.parametrize("n", [1, 3])
+def test_only_what_the_pool_lacks_is_computed(work: Work, n: int) -> None:
+    world = PooledWorld(num_blocks=16)
+    fill(world, 70)
+    before = world.worker.num_tokens_computed
+    request = world.submit(message("r", prompt(100), work=work, max_tokens=1, n=n))
+    assert world.scheduler.num_waiting_for_remote_kv == 1
+    world.finish()
+    assert world.worker.num_tokens_computed - before == 100 - 64
+    assert request.num_cached_tokens == 64
+    if work is Work.PREFILL:
+        world.end_lease("lease-r")
+    world.check_empty()
+
+
+def test_a_prompt_that_is_cached_or_short_is_not_searched_for() -> None:
+    world = PooledWorld()
+    world.submit(message("short", prompt(BLOCK_SIZE)))
+    world.finish()
+    world.submit(message("long", prompt(40, 1)))
+    world.finish()
+    assert world.pool.num_found == 0
+    world.submit(message("again", prompt(40, 1)))
+    assert not world.pool.searches
+    world.finish()
+    world.check_empty()
+
+
+def test_a_prefix_that_breaks_off_is_completed_here() -> None:
+    world = PooledWorld(num_blocks=16)
+    fill(world, 90)
+    before = world.worker.num_tokens_computed
+    world.submit(message("r", prompt(90), max_tokens=1))
+    (load_id,) = world.pool.searches
+    world.found(load_id)
+    world.start_step()
+    world.over(load_id, 2)
+    world.finish()
+    assert world.worker.num_tokens_computed - before == 90 - 32
+    world.check_empty()
+
+
+def test_an_abort_during_a_load_quarantines_its_blocks_until_it_is_over() -> None:
+    world = PooledWorld(num_blocks=16)
+    fill(world, 90)
+    request = world.submit(message("r", prompt(90)))
+    (load_id,) = world.pool.searches
+    world.found(load_id)
+    world.start_step()
+    world.take(world.scheduler.abort(request, None, FinishReason.ABORT))
+    assert world.blocks.stats().quarantined == 5
+    assert world.recalls.num_orphans == 1
+    world.over(load_id, 3)
+    assert world.recalls.num_orphans == 0
+    world.check_empty()
+
+
+def test_without_prefix_caching_nothing_is_searched_for() -> None:
+    world = PooledWorld(prefix_caching=False)
+    world.submit(message("r", prompt(60)))
+    assert not world.pool.searches
+    world.finish()
+    world.check_empty()
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 1 << 32), depth=st.sampled_from([1, 2]), num_host_blocks=st.sampled_from([0, 9]))
+def test_whatever_the_pool_does_every_request_gets_its_own_tokens(seed: int, depth: int, num_host_blocks: int) -> None:
+    draw = random.Random(seed)
+    world = PooledWorld(num_blocks=14, num_host_blocks=num_host_blocks, max_num_batched_tokens=40, depth=depth)
+    requests: list[Request] = []
+    for number in range(60):
+        match draw.choice(("submit", "abort", "found", "over", "over", "forget", "lease", "step", "step", "step")):
+            case "submit":
+                work = draw.choice((Work.GENERATE, Work.GENERATE, Work.PREFILL))
+                tokens = prompt(draw.randint(1, 120), draw.randrange(3))
+                salt, n, most = draw.choice(("", "", "x")), draw.choice((1, 1, 2)), draw.randint(1, 20)
+                requests.append(world.submit(message(f"r{number}", tokens, work=work, n=n, max_tokens=most, salt=salt)))
+            case "abort" if requests:
+                request = draw.choice(requests)
+                if request.lease_id in world.leases and not request.finished:
+                    world.end_lease(request.lease_id)
+                else:
+                    world.take(world.scheduler.abort(request, None, FinishReason.ABORT))
+            case "found" if waiting := [i for i, search in world.pool.searches.items() if not search.is_found]:
+                world.found(draw.choice(waiting))
+            case "over" if loading := [i for i, search in world.pool.searches.items() if search.load is not None]:
+                load_id = draw.choice(loading)
+                load = world.pool.searches[load_id].load
+                assert load is not None
+                world.over(load_id, draw.randint(0, len(load.block_ids)))
+            case "forget" if world.pool.cells and not world.pool.searches:
+                del world.pool.cells[draw.choice(list(world.pool.cells))]
+            case "lease" if ended := [i for i, request in world.leases.items() if request.finished]:
+                world.end_lease(draw.choice(ended))
+            case "step":
+                world.start_step()
+        world.check()
+    for lease_id in list(world.leases):
+        world.end_lease(lease_id)
+    world.finish()
+    world.check_empty()
