@@ -40,7 +40,7 @@ class Call:
     """One request, under way in a task from the start."""
 
     def __init__(self, url: str, body: dict[str, Any], route: str = "") -> None:
-        self.has_text = asyncio.Event()  # a streamed answer has begun to be told
+        self._has_text = asyncio.Event()
         self._url = url + COMPLETIONS
         self._body = body
         self._headers = {"x-pd-route": route} if route else {}
@@ -50,6 +50,13 @@ class Call:
     @property
     def done(self) -> bool:
         return self._task.done()
+
+    async def begun(self) -> None:
+        """Until a streamed answer has begun to be told. Asserts that it comes to that."""
+        begun = asyncio.create_task(self._has_text.wait())
+        await asyncio.wait({begun, self._task}, timeout=REQUEST_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+        begun.cancel()
+        assert self._has_text.is_set(), f"no text; so far {self._outcome}"
 
     async def outcome(self) -> Outcome:
         """Its end. Asserts that it comes in time."""
@@ -93,4 +100,4 @@ class Call:
         for choice in told.get("choices", ()):
             self._outcome.text += choice["text"]
             self._outcome.finish_reason = choice["finish_reason"]
-            self.has_text.set()
+            self._has_text.set()

@@ -87,7 +87,7 @@ async def test_client_leaves(phase: Phase, route: str, stream: bool, cluster: Fa
         calls.append(cluster.call(LONG, route, stream=stream))
     await in_phase(cluster, phase, calls[-1])
     if phase is Phase.DECODE and stream:
-        await calls[-1].has_text.wait()
+        await calls[-1].begun()
     computed = await cluster.p0.metric("pd_engine_step_tokens_total")
     for call in reversed(calls):
         await call.leave()
@@ -106,7 +106,7 @@ async def test_after_all_that_left(route: str, cluster: FaultCluster) -> None:
 async def under_load(cluster: FaultCluster, num_tokens: int) -> list[Call]:
     """Streams that have begun, by both orders, and a long prompt under way."""
     calls = [cluster.call(SHORT, ROUTES[index % 2], stream=True, num_tokens=num_tokens) for index in range(NUM_STREAMS)]
-    await asyncio.gather(*(call.has_text.wait() for call in calls))
+    await asyncio.gather(*(call.begun() for call in calls))
     calls.append(cluster.call(LONG, P_FIRST))
     await until(cluster.d0.is_reading, "d0 reads the long one")
     assert not any(call.done for call in calls)

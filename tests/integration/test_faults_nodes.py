@@ -133,9 +133,9 @@ async def test_p_killed_another_p_lives(part: Part, route: str, cluster: FaultCl
 async def told_but_not_loading(cluster: FaultCluster) -> tuple[Call, Call]:
     """A call whose client has p1's first token, while d0 has no room for its KV; and the call that takes the room."""
     fills = cluster.call(D0_BLOCKS * BLOCK_SIZE - LONG, "", stream=True, num_tokens=680, url=cluster.d0.url)
-    await fills.has_text.wait()
+    await fills.begun()
     call = cluster.call(LONG, P_FIRST, stream=True, url=cluster.new_router(["p1"], ["d0"]).url)
-    await call.has_text.wait()
+    await call.begun()
     assert await cluster.d0.metric("pd_num_waiting_for_remote_kv") == 1
     assert not fills.done
     return call, fills
@@ -322,7 +322,7 @@ async def test_d_killed_another_d_lives(part: Part, route: str, cluster: FaultCl
 async def test_d_killed_in_the_middle_of_a_stream(cluster: FaultCluster) -> None:
     """What the client has cannot be taken back; it is told that more will not come."""
     call = cluster.call(SHORT, P_FIRST, stream=True, num_tokens=3000)
-    await call.has_text.wait()
+    await call.begun()
     await cluster.d0.kill(Part.API)
     outcome = await call.outcome()
     assert outcome.status == 200
