@@ -99,10 +99,11 @@ class ZmqChannel(Channel):
 
     ZeroMQ reconnects by itself, so a peer that restarts under the same address is reached again; heartbeats find
     connections whose other end vanished without a FIN.
-    Raises ConnectorUnavailable when the port is taken or the host is no address of this machine.
+    Raises ConnectorUnavailable when the port is taken, or `host` is nothing that a reader could connect to.
     """
 
     def __init__(self, key: bytes, host: str, port: int) -> None:
+        _refuse_wildcard(host)
         self._key = key
         self._context = zmq.Context(io_threads=1)
         self._owners: dict[Address, zmq.Socket[bytes]] = {}
@@ -118,6 +119,7 @@ class ZmqChannel(Channel):
             self._router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
             self._router.bind(f"tcp://{_bind_host(host)}:{port or '*'}")
             self._port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+            self._try_address(host)
         except zmq.ZMQError as error:
             self.close()
             raise ConnectorUnavailable(f"cannot listen for handoffs on {host}:{port}: {error}") from error
@@ -135,11 +137,11 @@ class ZmqChannel(Channel):
 
     def ask(self, owner: Address, message: ToOwner) -> None:
         dealer = self._owners.get(owner)
-        if dealer is None:
-            dealer = self._connect(owner)
         try:
+            if dealer is None:
+                dealer = self._connect(owner)
             dealer.send(seal(self._key, message), zmq.NOBLOCK)
-        except zmq.Again:
+        except zmq.ZMQError:  # Again: its queue is full; EINVAL: a ticket with an address that is none
             self._counters["frames_dropped_total"] += 1
 
     def reply(self, reader: bytes, message: ToReader) -> None:
@@ -206,11 +208,29 @@ class ZmqChannel(Channel):
         self._awake.close()
         self._waker.close()
 
+    def _try_address(self, host: str) -> None:
+        """Do what a reader will do with our address, short of waiting for the connection."""
+        with self._context.socket(zmq.DEALER) as dealer:
+            self._configure(dealer)
+            try:
+                dealer.connect(f"tcp://{_url_host(host)}:{self._port}")
+            except zmq.ZMQError as error:
+                raise ConnectorUnavailable(f"{host!r} is no address under which peers can reach this node") from error
+
     def _connect(self, owner: Address) -> zmq.Socket[bytes]:
+        """Raises ZMQError, with nothing left open, when `owner` is no address."""
         dealer = self._context.socket(zmq.DEALER)
-        self._configure(dealer)
-        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
-        dealer.connect(f"tcp://{_url_host(owner[0])}:{owner[1]}")
+        monitor: zmq.Socket[bytes] | None = None
+        try:
+            self._configure(dealer)
+            monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
+            dealer.connect(f"tcp://{_url_host(owner[0])}:{owner[1]}")
+        except BaseException:
+            if monitor is not None:
+                dealer.disable_monitor()
+                monitor.close(linger=0)
+            dealer.close(linger=0)
+            raise
         self._owners[owner] = dealer
         self._poller.register(dealer, zmq.POLLIN)
         self._monitors[owner] = monitor
@@ -261,6 +281,12 @@ def _is_to_owner(message: ToOwner | ToReader | None) -> TypeGuard[ToOwner]:
 
 def _is_to_reader(message: ToOwner | ToReader | None) -> TypeGuard[ToReader]:
     return isinstance(message, get_args(ToReader))
+
+
+def _refuse_wildcard(host: str) -> None:
+    """A wildcard can be listened on, and ZeroMQ connects to it, but each reader would find itself there."""
+    if host.strip("[]") in ("", "*", "0.0.0.0", "::"):
+        raise ConnectorUnavailable(f"{host!r} is no address under which peers can reach this node")
 
 
 def _url_host(host: str) -> str:

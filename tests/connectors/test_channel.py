@@ -134,6 +134,37 @@ def test_a_taken_port_is_said(make: Callable[..., ZmqChannel]) -> None:
             make(port=taken.getsockname()[1])
 
 
+BAD_HOSTS = ["node 1", "*", "http://x", "node/1"]
+
+
+@pytest.mark.parametrize("host", BAD_HOSTS)
+def test_a_peer_without_a_usable_address_is_counted_not_raised(make: Callable[..., ZmqChannel], host: str) -> None:
+    owner, reader = make(), make()
+    for _ in range(3):
+        reader.ask((host, 5555), Renew(LEASE))
+    assert reader.receive() == []
+    assert reader.stats()["frames_dropped_total"] == 3
+    reader.forget((host, 5555))
+    reader.ask(("127.0.0.1", owner.port), Renew(LEASE))
+    assert isinstance(receive(owner, FromReader), FromReader), "it works on"
+    began = time.monotonic()
+    reader.close()
+    assert time.monotonic() - began < 2.0, "nothing half made is left open: the context ends"
+
+
+@pytest.mark.parametrize("host", [*BAD_HOSTS, "", "0.0.0.0", "::", "[::]"])
+def test_an_advertised_host_that_nobody_can_reach_is_refused_at_start(host: str) -> None:
+    with pytest.raises(ConnectorUnavailable, match="no address under which peers can reach this node"):
+        ZmqChannel(KEY, host, 0)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "prefill-0.nodes.default.svc", "10.0.0.7"])
+def test_advertised_hosts_may_be_names_and_addresses(host: str) -> None:
+    channel = ZmqChannel(KEY, host, 0)
+    assert channel.port > 0
+    channel.close()
+
+
 def test_forgetting_and_closing_are_idempotent(make: Callable[..., ZmqChannel]) -> None:
     owner, reader = make(), make()
     address = ("127.0.0.1", owner.port)
