@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from itertools import product, takewhile
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd_cluster.engine.messages import FinishReason, Work
+from pd_cluster.engine.handoffs import Handoffs
+from pd_cluster.engine.messages import FinishReason, FromEngine, NeedsPrefill, Work
 from pd_cluster.engine.recall import Recalls
 from pd_connectors.base import CachedBlock, LoadSpec, Pool, PrefixFound, PrefixLoaded
-from tests.engine.simulation import BLOCK_SIZE, GARBAGE, message, prompt
+from pd_connectors.null import NullConnector
+from pd_connectors.protocol.hashing import extend_hashes, root_hash
+from tests.engine.simulation import BLOCK_SIZE, GARBAGE, history, message, prompt
 from tests.engine.world import Client, World
 
 if TYPE_CHECKING:
@@ -23,6 +28,9 @@ if TYPE_CHECKING:
     from pd_cluster.engine.messages import AddRequest
     from pd_cluster.engine.scheduler import Update
     from pd_cluster.engine.sequence import Request
+
+
+ACTIONS = ("submit", "abort", "found", "found", "over", "over", "forget", "lease", "step", "step", "step")
 
 
 @dataclass
@@ -54,6 +62,12 @@ class FakePool(Pool):
 
     def store(self, blocks: Sequence[CachedBlock]) -> None:
         raise AssertionError("the world stores for itself")
+
+    def know(self, tokens: Sequence[int], salt: str) -> None:
+        """As if some other engine had computed this prompt."""
+        cells = history(tokens)
+        for index, block_hash in enumerate(extend_hashes(root_hash(salt), tokens, BLOCK_SIZE)):
+            self.cells[block_hash] = cells[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
 
     def num_there(self, search: Search) -> int:
         """Blocks from the prompt's start on, as the search would find them."""
@@ -118,13 +132,14 @@ class PooledWorld(World):
         load = self.pool.searches.pop(load_id)
         num_tokens = 0
         if load.load is not None:
-            good = load.load.block_ids[:num_blocks]
-            for index, block_id in enumerate(load.load.block_ids[: num_blocks + 1]):
-                cells = self.pool.cells[load.hashes[load.load.first_block + index]]
+            names = load.hashes[load.load.first_block : load.load.first_block + num_blocks]
+            there = list(takewhile(lambda name: name in self.pool.cells, names))
+            for index, block_id in enumerate(load.load.block_ids[: len(there) + 1]):
+                cells = self.pool.cells[there[index]] if index < len(there) else [GARBAGE] * BLOCK_SIZE
                 for slot in range(BLOCK_SIZE):
-                    self.worker.device[block_id, slot] = cells[slot] if index < num_blocks else GARBAGE
-            num_tokens = (load.load.first_block + len(good)) * BLOCK_SIZE
-            self.pool.num_loaded_blocks += len(good)
+                    self.worker.device[block_id, slot] = cells[slot]
+            num_tokens = (load.load.first_block + len(there)) * BLOCK_SIZE
+            self.pool.num_loaded_blocks += len(there)
         self.recalls.take(PrefixLoaded(load_id, num_tokens), self.scheduler)
 
     def answer_all(self) -> None:
@@ -219,6 +234,105 @@ def test_an_abort_during_a_load_quarantines_its_blocks_until_it_is_over() -> Non
     world.check_empty()
 
 
+def test_the_last_tokens_block_is_left_alone() -> None:
+    """Somebody has to compute it for its logits."""
+    world = PooledWorld(num_blocks=16)
+    fill(world, 64)
+    world.submit(message("r", prompt(64), max_tokens=1))
+    assert [len(search.hashes) for search in world.pool.searches.values()] == [3]
+    world.finish()
+    world.check_empty()
+
+
+class DecodeNode:
+    """A world behind `Handoffs`: TAKE_OVER requests without a ticket, as D-first sends them."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.world = PooledWorld(num_blocks=num_blocks)
+        self.replies: list[FromEngine] = []
+        connector = NullConnector.__new__(NullConnector)  # nothing of a context's is needed
+        self.handoffs = Handoffs(connector, self.replies.append, self.world.take, self.world.pool)
+        self.world.recalls = self.handoffs._recalls
+
+    def take_over(self, name: str, tokens: Sequence[int], min_remote_tokens: int = 1) -> Request:
+        added = msgspec.structs.replace(message(name, tokens, work=Work.TAKE_OVER), min_remote_tokens=min_remote_tokens)
+        request = self.world.request(added)
+        self.handoffs.take_over(request, self.world.scheduler)
+        self.world.clients[name] = Client(request, [[] for _ in request.sequences], [None])
+        return request
+
+
+def test_d_asks_its_pool_before_it_asks_a_prefill_node() -> None:
+    node = DecodeNode(16)
+    node.world.pool.know(prompt(70), "")
+    node.take_over("r", prompt(100))
+    assert node.replies == []
+    (load_id,) = node.world.pool.searches
+    node.world.found(load_id)
+    node.world.start_step()
+    node.world.over(load_id, 4)
+    assert node.replies == [NeedsPrefill("r", 64)]
+    node.handoffs.prefill_locally("r", node.world.scheduler)
+    assert not node.world.pool.searches, "it was asked already"
+    node.world.finish()
+    assert node.world.worker.num_tokens_computed == 100 - 64 + 3
+    node.world.check_empty()
+
+
+def test_d_prefills_what_is_left_when_that_is_little() -> None:
+    node = DecodeNode(16)
+    node.world.pool.know(prompt(100), "")
+    node.take_over("r", prompt(100), min_remote_tokens=20)
+    node.world.finish()
+    assert node.replies == []
+    assert node.world.worker.num_tokens_computed == 100 - 96 + 3
+    node.world.check_empty()
+
+
+def test_after_half_a_prefix_the_rest_can_still_be_loaded_from_a_prefill_node() -> None:
+    node = DecodeNode(16)
+    world = node.world
+    world.pool.know(prompt(100), "")
+    request = node.take_over("r", prompt(100))
+    (load_id,) = world.pool.searches
+    world.found(load_id)
+    world.start_step()
+    world.over(load_id, 2)
+    assert node.replies == [NeedsPrefill("r", 32)]
+    world.check()
+    load = world.reserve(request)
+    assert load is not None
+    assert (load.first_block, len(load.block_ids), load.num_tokens) == (2, 5, 100)
+    world.give_first_tokens(request)
+    world.finish_load(load)
+    world.finish()
+    world.check_empty()
+
+
+def test_a_search_that_ends_before_it_got_memory_leaves_nobody_waiting_behind_it() -> None:
+    node = DecodeNode(10)
+    world = node.world
+    world.pool.know(prompt(120, 1), "")
+    world.recalls.admit(runner := world.request(message("runner", prompt(100), max_tokens=40)), world.scheduler)
+    world.clients["runner"] = Client(runner, [[]], [None])
+    while not runner.first_tokens:
+        world.answer_all()
+        world.start_step()
+    node.take_over("r", prompt(120, 1))
+    (load_id,) = world.pool.searches
+    world.found(load_id)
+    world.start_step()
+    assert world.pool.searches[load_id].load is None, "there is memory for the runner alone"
+    world.over(load_id, 0)
+    assert node.replies == [NeedsPrefill("r", 0)]
+    small = world.submit(message("small", prompt(10, 2), max_tokens=1))
+    world.start_step()
+    assert small.finished
+    node.handoffs.prefill_locally("r", world.scheduler)
+    world.finish()
+    world.check_empty()
+
+
 def test_without_prefix_caching_nothing_is_searched_for() -> None:
     world = PooledWorld(prefix_caching=False)
     world.submit(message("r", prompt(60)))
@@ -232,13 +346,17 @@ def test_without_prefix_caching_nothing_is_searched_for() -> None:
 def test_whatever_the_pool_does_every_request_gets_its_own_tokens(seed: int, depth: int, num_host_blocks: int) -> None:
     draw = random.Random(seed)
     world = PooledWorld(num_blocks=14, num_host_blocks=num_host_blocks, max_num_batched_tokens=40, depth=depth)
+    for family, salt in product(range(4), ("", "x", "y")):
+        world.pool.know(prompt(120, family), salt)
     requests: list[Request] = []
-    for number in range(60):
-        match draw.choice(("submit", "abort", "found", "over", "over", "forget", "lease", "step", "step", "step")):
+    for number in range(80):
+        match draw.choice(
+            ("submit", "abort", "found", "found", "over", "over", "forget", "lease", "step", "step", "step")
+        ):
             case "submit":
                 work = draw.choice((Work.GENERATE, Work.GENERATE, Work.PREFILL))
-                tokens = prompt(draw.randint(1, 120), draw.randrange(3))
-                salt, n, most = draw.choice(("", "", "x")), draw.choice((1, 1, 2)), draw.randint(1, 20)
+                tokens = prompt(draw.randint(1, 120), draw.randrange(4))
+                salt, n, most = draw.choice(("", "x", "y")), draw.choice((1, 1, 2)), draw.randint(1, 20)
                 requests.append(world.submit(message(f"r{number}", tokens, work=work, n=n, max_tokens=most, salt=salt)))
             case "abort" if requests:
                 request = draw.choice(requests)
