@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 _LOG2_E = 1.4426950408889634
-_MERGED = 8192  # numbers of parts that a merging program holds at a time
+_MERGED = 8192  # numbers of parts that a merging program holds at a time, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +220,13 @@ def decode_attention(
     parts = torch.empty((2 * programs * group, size), dtype=torch.float32, device=query.device)
     part_logs = torch.empty(2 * programs * group, dtype=torch.float32, device=query.device)
     columns, members = max(triton.next_power_of_2(size), 16), triton.next_power_of_2(group)
+    usual = triton.next_power_of_2(programs // (num_seqs * num_kv_heads) + 1)  # parts of a pair if lengths are alike
+    merged = max(min(usual, _MERGED // (members * columns)), 1)
     _decode_kernel[(programs,)](
         query, key_cache, value_cache, block_tables, seq_lens, plan.ends, plan.arrived, out, parts, part_logs,
         num_seqs, query.stride(0), block_tables.stride(0), key_cache.stride(0), key_cache.stride(1), scale * _LOG2_E,
         num_kv_heads, group, size, block_size, plan.window, tiling.tile, triton.next_power_of_2(num_seqs),
-        max(members, 16), columns, programs, members, max(_MERGED // (members * columns), 1),
+        max(members, 16), columns, programs, members, merged,
         "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages, num_warps=tiling.num_warps,
     )  # fmt: skip
 

@@ -71,6 +71,8 @@ def _attend_tiles(
             scores = tl.where(seen, scores, -1e30)
         higher = tl.maximum(top, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - higher[:, None])
+        if MASKED:  # a row that has seen nothing yet subtracts one huge number from another, which need not give 0
+            weights = tl.where(seen, weights, 0.0)
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weights, 1)
         sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision=PRECISION)
@@ -133,7 +135,12 @@ def _prefill_kernel(
 
 
 def plan_prefill(packed: PackedSequences, group: int, tiling: PrefillTiling, device: torch.device) -> torch.Tensor:
-    """Tiles of query rows, most keys first: int32 [2, n], each a sequence and its chunk's first token."""
+    """Tiles of query rows, most keys first: int32 [2, n], each a sequence and its chunk's first token.
+
+    `group`: query heads per KV head. Raises ValueError when they are more than a tile's rows.
+    """
+    if group > tiling.rows:
+        raise ValueError(f"{group} query heads share a KV head; this kernel takes at most {tiling.rows}")
     lens = packed.host_query_lens[packed.num_decodes :]
     tokens = tiling.rows // group
     counts = -(-lens // tokens)
@@ -147,7 +154,7 @@ def plan_prefill(packed: PackedSequences, group: int, tiling: PrefillTiling, dev
 def prefill_tiling(dtype: torch.dtype, head_dim: int, block_size: int) -> PrefillTiling:
     """For a GPU with 228 KiB of shared memory a multiprocessor."""
     if dtype is torch.float32:
-        return PrefillTiling(rows=64, keys=32, num_warps=8, num_stages=1, descriptors=False)
+        return PrefillTiling(rows=32, keys=16, num_warps=4, num_stages=1, descriptors=False)
     if head_dim > 128:
         return PrefillTiling(rows=128, keys=64, num_warps=8, num_stages=2)
     # 128 registers let two programs share a multiprocessor: one's softmax runs under the other's matrix products.

@@ -107,7 +107,7 @@ def _best(logits: torch.Tensor, seeds: torch.Tensor | None, positions: torch.Ten
     draw = seeds is not None
     _best_of_piece_kernel[(num_rows, num_pieces)](
         logits, seeds if draw else out, positions if draw else out, best, tokens,
-        vocab_size, logits.stride(0), num_pieces, draw, _PIECE, num_warps=4,
+        vocab_size, logits.stride(0), num_pieces, draw, _PIECE, num_warps=8,
     )  # fmt: skip
     _best_of_row_kernel[(num_rows,)](best, tokens, out, num_pieces, triton.next_power_of_2(num_pieces), num_warps=1)
     return out
