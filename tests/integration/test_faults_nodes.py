@@ -294,7 +294,7 @@ async def test_d_killed_while_it_reads(part: Part, cluster: FaultCluster) -> Non
     killed_s = time.monotonic()
     await cluster.d0.kill(part)
     outcome = await call.outcome()
-    assert outcome.seconds < time.monotonic() - killed_s + LOAD_DEADLINE_S
+    assert time.monotonic() - killed_s < DETECT_S + SLACK_S
     check_error(outcome, *((503, "engine_unavailable") if part is Part.ENGINE else (502, "node_failed")))
     logger.info("%s; p0 clean after %.2f s", outcome.error, await cluster.check_clean(cluster.p0))
 
