@@ -279,6 +279,20 @@ def test_d_asks_its_pool_before_it_asks_a_prefill_node() -> None:
     node.world.check_empty()
 
 
+def test_a_request_that_ends_gives_its_search_up() -> None:
+    node = DecodeNode(16)
+    node.world.pool.know(prompt(70), "")
+    request = node.take_over("r", prompt(100))
+    ((load_id, search),) = node.world.pool.searches.items()
+    node.world.scheduler.abort(request)
+    node.handoffs.forget(request)
+    assert search.is_cancelled
+    assert node.handoffs.num_orphans == 1
+    node.world.found(load_id)
+    assert node.handoffs.num_orphans == 0
+    assert node.world.blocks.stats().in_use == 0
+
+
 def test_d_prefills_what_is_left_when_that_is_little() -> None:
     node = DecodeNode(16)
     node.world.pool.know(prompt(100), "")
