@@ -12,10 +12,11 @@
 
 Inputs may be lost, repeated or late; `now` is any monotonic clock. A higher generation (P took its blocks back) voids
 what was read before. A load that holds blocks of ours then fails, rather than sit on them until P has computed them
-again; one that holds none follows.
+again; one that holds none follows, if P has announced blocks anew by the time of `reserve`.
 
-Deadlines, by name: `deadline_s` (the whole load), `silence_s` (a Renew without any answer), `read_s` (one read),
-`confirm_s` (the last read to the confirmation).
+Deadlines, by name: `deadline_s` (the whole load), `silence_s` (a Renew without any answer), `read_s` (reads in flight
+and none of this peer ends: time in the queue behind others is not counted), `confirm_s` (the last read to the
+confirmation).
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class PullLimits:
     confirm_s: float = 5.0
     confirm_every_s: float = 0.25
     max_blocks_per_read: int = 256  # a longer read is cut, so that one load does not keep the others waiting
+    max_reads: int = 8  # of one load in flight: enough to keep a link busy, few enough that one of them ends soon
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +93,6 @@ class Phase(Enum):
 _LIVE = frozenset({Phase.ATTACHING, Phase.ANNOUNCED, Phase.READING, Phase.CONFIRMING, Phase.CONFIRMED})
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    num_blocks: int
-    deadline: float
-
-
 class Pull:
     """One load. Call an input, then carry out what `take_actions` returns."""
 
@@ -112,8 +108,9 @@ class Pull:
         self._spec: LoadSpec | None = None
         self._state: LeaseState | None = None  # the newest
         self._next_block = 0  # prompt blocks before this one need no further read
-        self._reads: dict[int, _Read] = {}
+        self._reads: dict[int, int] = {}  # in flight: number -> blocks
         self._num_reads = 0
+        self._read_deadline = float("inf")
         self._num_blocks_read = 0
         self._first_read_at: float | None = None
         self._is_accepted = False  # the owner was greeted, and its KV means the same as ours
@@ -142,7 +139,7 @@ class Pull:
     @property
     def num_blocks_in_flight(self) -> int:
         """Blocks that a posted read may still write."""
-        return sum(read.num_blocks for read in list(self._reads.values()))  # a copy: stats come from other threads
+        return sum(list(self._reads.values()))  # a copy: stats come from other threads
 
     def take_actions(self) -> list[Action]:
         """What to do now, in order."""
@@ -153,7 +150,9 @@ class Pull:
         """When to call `tick`. inf: never."""
         if not self.is_live:
             return float("inf")
-        timers = [self._deadline, self._renew_at, *(read.deadline for read in self._reads.values())]
+        timers = [self._deadline, self._renew_at]
+        if self._reads:
+            timers.append(self._read_deadline)
         if self._answer_due is not None:
             timers.append(self._answer_due)
         if self.phase is Phase.CONFIRMING:
@@ -193,7 +192,10 @@ class Pull:
         self._advance(now)
 
     def reserve(self, spec: LoadSpec, now: float) -> None:
-        """Our blocks. Ignored when the load has failed meanwhile."""
+        """Our blocks. Ignored when the load has failed meanwhile.
+
+        Fails at once when P has taken its blocks back since LoadReady: ours would wait for P to find room again.
+        """
         if self.phase is not Phase.ANNOUNCED:
             assert not self.is_live, f"{self.load_id} was not ready, or has its blocks already"
             return
@@ -202,15 +204,20 @@ class Pull:
             detail = f"the ticket promises {self.ticket.num_tokens} tokens, the prompt has {spec.num_tokens}"
             self.fail(LoadFailure.REJECTED, detail, now)
             return
+        assert self._state is not None
+        if spec.block_ids and self._state.num_tokens_readable == 0:
+            self.fail(LoadFailure.LEASE_ENDED, "the prefill node took its blocks back before ours were there", now)
+            return
         self._next_block = spec.first_block
         self.phase = Phase.READING
         self._advance(now)
 
     def read_ended(self, number: int, error: str, now: float) -> None:
         """A read is terminal."""
-        read = self._reads.pop(number, None)
-        if read is None:
+        num_blocks = self._reads.pop(number, None)
+        if num_blocks is None:
             return
+        self.progress(now)
         if self.phase is Phase.DRAINING and not self._reads:
             self._drained()
         if not self.is_live:
@@ -218,8 +225,12 @@ class Pull:
         if error:
             self.fail(LoadFailure.READ_FAILED, error, now)
         else:
-            self._num_blocks_read += read.num_blocks
+            self._num_blocks_read += num_blocks
         self._advance(now)
+
+    def progress(self, now: float) -> None:
+        """A read of this peer, of whichever load, has ended: the link works, ours have their turn."""
+        self._read_deadline = now + self._limits.read_s
 
     def confirm_reply(self, reply: ConfirmReply, now: float) -> None:
         """P vouches for the bytes, or does not."""
@@ -260,8 +271,8 @@ class Pull:
             self.fail(LoadFailure.DEADLINE, f"the load's deadline passed while {self.phase.name.lower()}", now)
         elif self._answer_due is not None and now >= self._answer_due:
             self.fail(LoadFailure.UNREACHABLE, "the prefill node does not answer", now)
-        elif any(now >= read.deadline for read in self._reads.values()):
-            self.fail(LoadFailure.READ_FAILED, f"a read took longer than {self._limits.read_s:g} s", now)
+        elif self._reads and now >= self._read_deadline:
+            self.fail(LoadFailure.READ_FAILED, f"no read of the prefill node ended for {self._limits.read_s:g} s", now)
         elif self.phase is Phase.CONFIRMING and now >= self._confirm_deadline:
             self.fail(LoadFailure.NOT_CONFIRMED, f"not confirmed within {self._limits.confirm_s:g} s", now)
         if not self.is_live:
@@ -309,10 +320,12 @@ class Pull:
         if len(state.block_ids) < readable:
             self.fail(LoadFailure.REJECTED, "the prefill node announced more tokens than blocks", now)
             return
-        while self._next_block < readable:
+        while self._next_block < readable and len(self._reads) < self._limits.max_reads:
             start, stop = self._next_block, min(readable, self._next_block + self._limits.max_blocks_per_read)
             local = spec.block_ids[start - spec.first_block : stop - spec.first_block]
-            self._reads[self._num_reads] = _Read(stop - start, now + self._limits.read_s)
+            if not self._reads:
+                self.progress(now)  # the clock starts
+            self._reads[self._num_reads] = stop - start
             self._actions.append(PostRead(self._num_reads, state.block_ids[start:stop], local))
             self._num_reads += 1
             self._next_block = stop

@@ -8,8 +8,10 @@ endpoint being torn down and its loads failing as PEER_RESTARTED.
     endpoint   transport.connect called             -> ready, or failed, or `connect_s` over: loads fail
     ready      loads read                           -> broken read, restart, drain deadline over, or idle: torn down
 
-A load that failed while reads were in flight drains when they are terminal. If the peer has fallen silent, or after
-`drain_deadline_s`, the endpoint is torn down, which makes them terminal.
+A load that failed while reads were in flight drains when the transport says that they are terminal, and only then. If
+the peer has fallen silent, or after `drain_deadline_s`, the endpoint is torn down so that no new read goes there. That
+need not end those in flight (over NIXL it does not: nixl/transfer.py): their blocks stay quarantined, and counted,
+until they end by themselves, which may be when the peer goes on or dies.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING
 from pd_connectors.base import ConnectorContext, Event, LoadDone, LoadDrained, LoadFailed, LoadSpec
 from pd_connectors.handshake import check_reply, check_ticket
 from pd_connectors.protocol.errors import HandshakeError, LoadFailure
-from pd_connectors.protocol.messages import ConfirmReply, Hello, HelloReply, LeaseState, ToOwner, ToReader
+from pd_connectors.protocol.messages import ConfirmReply, Hello, HelloReply, LeaseState, Release, ToOwner, ToReader
 from pd_connectors.pull import LOST_GRACE_S, Emit, PostRead, Pull, PullLimits, Send
 from pd_connectors.transport import (
     Address,
@@ -63,7 +65,7 @@ class _Endpoint:
 @dataclass(slots=True)
 class _Peer:
     address: Address
-    idle_since: float
+    idle_since: float  # when its last load ended; means nothing while there is one
     greeting: _Greeting | None = None
     endpoint: _Endpoint | None = None
     pulls: dict[str, Pull] = field(default_factory=dict)  # live and draining
@@ -122,18 +124,18 @@ class Reader:
             pull.accepted(now)
             if endpoint.ready:
                 pull.connected(endpoint.key, now)
-        self._carry_out(peer, pull)
+        self._carry_out(peer, pull, now)
 
     def reserve(self, spec: LoadSpec, now: float) -> None:
         """See WorkerHalf.recv_before. A load that failed meanwhile is left alone: its events are out."""
-        self._with_pull(spec.load_id, lambda pull: pull.reserve(spec, now))
+        self._with_pull(spec.load_id, lambda pull: pull.reserve(spec, now), now)
 
     def cancel(self, load_id: str, now: float) -> None:
         """See SchedulerHalf.cancel_load."""
-        self._with_pull(load_id, lambda pull: pull.fail(LoadFailure.CANCELLED, "cancelled", now))
+        self._with_pull(load_id, lambda pull: pull.fail(LoadFailure.CANCELLED, "cancelled", now), now)
 
     def cancel_all(self, now: float) -> None:
-        """Shutdown: fail every load, release its lease and tear its endpoint down."""
+        """Shutdown: fail every load, release its lease and give its endpoint up."""
         for peer in list(self._peers.values()):
             for load_id in list(peer.pulls):
                 self.cancel(load_id, now)
@@ -150,9 +152,9 @@ class Reader:
             case HelloReply():
                 self._on_hello_reply(peer, message, now)
             case LeaseState():
-                self._for_lease(peer, message.lease, lambda pull: pull.lease_state(message, now))
+                self._for_lease(peer, message.lease, lambda pull: pull.lease_state(message, now), now)
             case ConfirmReply():
-                self._for_lease(peer, message.lease, lambda pull: pull.confirm_reply(message, now))
+                self._for_lease(peer, message.lease, lambda pull: pull.confirm_reply(message, now), now)
 
     def on_lost(self, owner: Address, now: float) -> None:
         """The connection to `owner` broke or was refused: who lives reconnects within a moment."""
@@ -163,7 +165,7 @@ class Reader:
             peer.greeting.deadline = min(peer.greeting.deadline, now + LOST_GRACE_S)
         for pull in list(peer.pulls.values()):
             pull.lost(now)
-            self._carry_out(peer, pull)
+            self._carry_out(peer, pull, now)
 
     def on_completion(self, completion: Completion, now: float) -> None:
         """The transport's word."""
@@ -185,7 +187,7 @@ class Reader:
         for peer in list(self._peers.values()):
             for pull in list(peer.pulls.values()):
                 pull.tick(now)
-                self._carry_out(peer, pull)
+                self._carry_out(peer, pull, now)
             self._tick_greeting(peer, now)
             self._tick_endpoint(peer, now)
             if not peer.pulls and now - peer.idle_since >= PEER_IDLE_S:
@@ -230,22 +232,24 @@ class Reader:
     def _pulls(self) -> list[Pull]:
         return [pull for peer in list(self._peers.values()) for pull in list(peer.pulls.values())]
 
-    def _with_pull(self, load_id: str, act: Callable[[Pull], None]) -> None:
+    def _with_pull(self, load_id: str, act: Callable[[Pull], None], now: float) -> None:
         peer = self._home.get(load_id)
         if peer is not None:
             pull = peer.pulls[load_id]
             act(pull)
-            self._carry_out(peer, pull)
+            self._carry_out(peer, pull, now)
 
-    def _for_lease(self, peer: _Peer, lease: LeaseRef, act: Callable[[Pull], None]) -> None:
+    def _for_lease(self, peer: _Peer, lease: LeaseRef, act: Callable[[Pull], None], now: float) -> None:
         for pull in list(self._by_lease.get(lease.lease_id, ())):
             if pull.ticket.lease == lease and peer.pulls.get(pull.load_id) is pull:
                 act(pull)
-                self._carry_out(peer, pull)
+                self._carry_out(peer, pull, now)
 
-    def _carry_out(self, peer: _Peer, pull: Pull) -> None:
+    def _carry_out(self, peer: _Peer, pull: Pull, now: float) -> None:
         for action in pull.take_actions():
             match action:
+                case Send(Release()) if self._is_wanted(pull.ticket.lease):
+                    continue  # P knows its readers by connection: this would end the lease for our other load too
                 case Send(message):
                     self._ask(peer.address, message)
                 case PostRead(number, remote, local):
@@ -254,11 +258,16 @@ class Reader:
                 case Emit(event):
                     self._count(event)
         if pull.is_over and peer.pulls.pop(pull.load_id, None) is not None:
+            peer.idle_since = now
             del self._home[pull.load_id]
             same_lease = self._by_lease[pull.ticket.lease.lease_id]
             same_lease.remove(pull)
             if not same_lease:
                 del self._by_lease[pull.ticket.lease.lease_id]
+
+    def _is_wanted(self, lease: LeaseRef) -> bool:
+        """A live load of ours reads it. The last one releases it."""
+        return any(pull.is_live and pull.ticket.lease == lease for pull in self._by_lease.get(lease.lease_id, ()))
 
     def _count(self, event: Event) -> None:
         match event:
@@ -273,7 +282,7 @@ class Reader:
     def _fail(self, peer: _Peer, reason: LoadFailure, detail: str, now: float, which: Callable[[Pull], bool]) -> None:
         for pull in [pull for pull in peer.pulls.values() if which(pull)]:
             pull.fail(reason, detail, now)
-            self._carry_out(peer, pull)
+            self._carry_out(peer, pull, now)
 
     # greeting
 
@@ -321,7 +330,7 @@ class Reader:
         self._fail(peer, LoadFailure.PEER_RESTARTED, detail, now, lambda pull: _owner(pull) != there)
         for pull in list(peer.pulls.values()):
             pull.accepted(now)
-            self._carry_out(peer, pull)
+            self._carry_out(peer, pull, now)
         if peer.endpoint is not None:
             if (peer.endpoint.key.engine_id, peer.endpoint.key.epoch) == there:
                 return
@@ -338,15 +347,17 @@ class Reader:
         for pull in list(peer.pulls.values()):
             if endpoint.serves(pull.ticket.lease):
                 pull.connected(endpoint.key, now)
-                self._carry_out(peer, pull)
+                self._carry_out(peer, pull, now)
 
     def _on_read_ended(self, read_id: ReadId, error: str, broken: bool, now: float) -> None:
         peer = self._home.get(read_id[0])
         if peer is None:
             return
         pull = peer.pulls[read_id[0]]
+        for other in peer.pulls.values():
+            other.progress(now)
         pull.read_ended(read_id[1], error, now)
-        self._carry_out(peer, pull)
+        self._carry_out(peer, pull, now)
         if broken and peer.endpoint is not None and peer.endpoint.key == pull.endpoint:
             self._tear_down(peer, peer.endpoint, LoadFailure.READ_FAILED, f"the data connection broke: {error}", now)
 
@@ -367,7 +378,7 @@ class Reader:
                 return
 
     def _tear_down(self, peer: _Peer, endpoint: _Endpoint, reason: LoadFailure, detail: str, now: float) -> None:
-        """End the endpoint and fail what uses or waits for it. Its reads come back as terminal."""
+        """Give the endpoint up and fail what uses or waits for it. Its reads end when the transport says so."""
         self._fail(peer, reason, detail, now, lambda pull: endpoint.serves(pull.ticket.lease))
         self._disconnect(peer)
 

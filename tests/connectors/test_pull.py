@@ -161,16 +161,41 @@ def test_blocks_taken_back_fail_a_load_that_holds_blocks() -> None:
     assert not pull.is_over, "a read is in flight"
 
 
-def test_blocks_taken_back_before_any_were_reserved_are_forgotten() -> None:
+def announced_then_taken_back() -> Pull:
     pull = new_pull()
     pull.accepted(0.0)
     pull.connected(PEER, 0.0)
     pull.lease_state(state(1, 16), 0.0)
     pull.lease_state(state(2, 0, generation=1), 0.1)
+    pull.take_actions()
+    return pull
+
+
+def test_blocks_taken_back_before_ours_were_reserved_fail_the_load_at_once() -> None:
+    """LoadReady promised that P will finish; it does not hold any more, so ours must not wait for it."""
+    pull = announced_then_taken_back()
     pull.reserve(SPEC, 0.2)
-    assert reads(pull.take_actions()) == []
-    pull.lease_state(state(3, 40, generation=1), 0.3)
-    assert len(reads(pull.take_actions())) == 1
+    failed, drained = events(pull.take_actions())
+    assert isinstance(failed, LoadFailed)
+    assert failed.reason is LoadFailure.LEASE_ENDED
+    assert drained == LoadDrained("load")
+    assert pull.is_over
+
+
+def test_blocks_taken_back_and_announced_anew_before_ours_were_reserved_are_read() -> None:
+    pull = announced_then_taken_back()
+    pull.lease_state(state(3, 32, generation=1), 0.15)
+    pull.reserve(SPEC, 0.2)
+    assert reads(pull.take_actions()) == [PostRead(0, (0, 1), (10, 11))]
+    pull.lease_state(state(4, 40, generation=1), 0.3)
+    assert reads(pull.take_actions()) == [PostRead(1, (2,), (12,))]
+
+
+def test_a_load_that_needs_no_blocks_waits_for_its_token_only() -> None:
+    pull = announced_then_taken_back()
+    pull.reserve(LoadSpec("load", 3, (), 40), 0.2)
+    pull.lease_state(state(3, 40, generation=1, tokens=True), 0.3)
+    assert [type(event) for event in events(pull.take_actions())] == [FirstTokens, LoadDone]
 
 
 def test_silence_is_measured_from_an_unanswered_question() -> None:
@@ -218,6 +243,52 @@ def test_a_ticket_for_another_prompt_length_is_refused() -> None:
     pull.reserve(LoadSpec("load", 0, (11,), 10), 0.0)
     assert pull.failure is LoadFailure.REJECTED
     assert reads(pull.take_actions()) == []
+
+
+def long_pull(limits: PullLimits) -> Pull:
+    """A prompt of 12 blocks, all announced; the reads of one block each."""
+    ticket = Ticket("r", LEASE, 0, 1e12, "f", GEOMETRY, b"d", 192, 1, "h", 1)
+    pull = Pull("load", ticket, 1e6, limits, now=0.0)
+    pull.accepted(0.0)
+    pull.connected(PEER, 0.0)
+    pull.lease_state(LeaseState(LEASE, 0, 1, 192, tuple(range(12)), (), ttl_s=1e6), 0.0)
+    pull.reserve(LoadSpec("load", 0, tuple(range(20, 32)), 192), 0.0)
+    return pull
+
+
+def test_reads_of_one_load_are_posted_a_few_at_a_time() -> None:
+    pull = long_pull(PullLimits(max_blocks_per_read=1, max_reads=4))
+    assert [read.number for read in reads(pull.take_actions())] == [0, 1, 2, 3]
+    assert pull.num_blocks_in_flight == 4
+    pull.read_ended(2, "", 0.1)
+    pull.read_ended(0, "", 0.2)
+    assert [read.local for read in reads(pull.take_actions())] == [(24,), (25,)]
+    assert pull.num_blocks_in_flight == 4
+
+
+@pytest.mark.parametrize("max_reads", [1, 4, 100])
+def test_a_slow_link_costs_only_time(max_reads: int) -> None:
+    """Each read takes nine tenths of `read_s`, all of them much longer: there is progress, so nothing fails."""
+    pull = long_pull(
+        PullLimits(renew_every_s=1e6, read_s=4.0, silence_s=1e6, max_blocks_per_read=1, max_reads=max_reads)
+    )
+    now = 0.0
+    for number in range(12):
+        now += 3.6
+        pull.tick(now)
+        pull.read_ended(number, "", now)
+    assert isinstance(sent(pull.take_actions())[-1], Confirm)
+    assert pull.failure is None
+
+
+def test_a_link_on_which_nothing_moves_fails_its_load() -> None:
+    pull = long_pull(PullLimits(renew_every_s=1e6, read_s=4.0, silence_s=1e6, max_blocks_per_read=1))
+    pull.read_ended(0, "", 3.0)
+    pull.tick(6.9)
+    assert pull.is_live
+    assert pull.next_timer() == 7.0
+    pull.tick(7.0)
+    assert pull.failure is LoadFailure.READ_FAILED
 
 
 def test_long_reads_are_cut() -> None:

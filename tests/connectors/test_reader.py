@@ -8,10 +8,29 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from pd_connectors.base import CacheDescription, Event, FirstTokens, LoadDrained, LoadFailed, LoadReady, LoadSpec
+from pd_connectors.base import (
+    CacheDescription,
+    Event,
+    FirstTokens,
+    LoadDone,
+    LoadDrained,
+    LoadFailed,
+    LoadReady,
+    LoadSpec,
+)
 from pd_connectors.handshake import transport_checksum
 from pd_connectors.protocol.errors import LoadFailure
-from pd_connectors.protocol.messages import Hello, HelloReply, LeaseState, Renew, SampledToken, ToOwner
+from pd_connectors.protocol.messages import (
+    Confirm,
+    ConfirmReply,
+    Hello,
+    HelloReply,
+    LeaseState,
+    Release,
+    Renew,
+    SampledToken,
+    ToOwner,
+)
 from pd_connectors.protocol.ticket import LeaseRef, Ticket
 from pd_connectors.pull import LOST_GRACE_S, PullLimits
 from pd_connectors.reader import PEER_IDLE_S, Reader
@@ -71,10 +90,10 @@ class Bench:
             self.forgotten.append,
         )
 
-    def begin(self, load_id: str, epoch: int = 1) -> Ticket:
-        lease = LeaseRef("P", epoch, f"lease-{load_id}")
+    def begin(self, load_id: str, epoch: int = 1, lease_id: str = "", now: float = 0.0) -> Ticket:
+        lease = LeaseRef("P", epoch, lease_id or f"lease-{load_id}")
         ticket = Ticket("r", lease, 0, 1e12, "f", GEOMETRY, b"d", 32, 1, *OWNER)
-        self.reader.begin(load_id, ticket, 30.0, 0.0)
+        self.reader.begin(load_id, ticket, 30.0, now)
         return ticket
 
     def hello(self) -> Hello:
@@ -90,19 +109,29 @@ class Bench:
         self.reader.on_completion(Connected(key), 0.0)
         return key
 
-    def announce(self, ticket: Ticket) -> None:
+    def announce(self, ticket: Ticket, now: float = 0.0) -> None:
         state = LeaseState(ticket.lease, 0, 5, 32, (1, 2), (SampledToken(1),))
-        self.reader.on_message(OWNER, state, 0.0)
+        self.reader.on_message(OWNER, state, now)
 
-    def reading(self, load_id: str, epoch: int = 1) -> Ticket:
+    def reading(self, load_id: str, epoch: int = 1, lease_id: str = "", now: float = 0.0) -> Ticket:
         """A load with a read in flight over an endpoint that is up."""
-        ticket = self.begin(load_id, epoch)
+        ticket = self.begin(load_id, epoch, lease_id, now)
         if not self.transport.connects:
             self.answer(epoch)
             self.up()
-        self.announce(ticket)
-        self.reader.reserve(LoadSpec(load_id, 0, (8, 9), 32), 0.0)
+        self.announce(ticket, now)
+        self.reader.reserve(LoadSpec(load_id, 0, (8, 9), 32), now)
         return ticket
+
+    def finish(self, load_id: str, now: float = 0.0) -> None:
+        """Its read ends well and P confirms."""
+        self.reader.on_completion(ReadEnded((load_id, 0)), now)
+        asked = [message for message in self.sent if isinstance(message, Confirm)][-1]
+        reply = ConfirmReply(asked.lease, asked.generation, asked.num_tokens, asked.nonce, ok=True)
+        self.reader.on_message(OWNER, reply, now)
+
+    def releases(self) -> list[Release]:
+        return [message for message in self.sent if isinstance(message, Release)]
 
     def outcome(self, load_id: str) -> list[object]:
         """Failure reasons, and the names of all other events."""
@@ -259,6 +288,55 @@ def test_idle_peers_are_forgotten(bench: Bench) -> None:
     bench.reader.tick(PEER_IDLE_S)
     assert bench.forgotten == [OWNER]
     assert len(bench.transport.disconnects) == 1
+
+
+def test_a_peer_is_idle_from_the_end_of_its_last_load_on(bench: Bench) -> None:
+    bench.reading("a", now=PEER_IDLE_S - 2.0)
+    bench.finish("a", PEER_IDLE_S - 1.0)
+    assert bench.outcome("a")[-1] is LoadDone
+    bench.reader.tick(PEER_IDLE_S)
+    assert bench.forgotten == []
+    assert bench.transport.disconnects == []
+    assert bench.reader.next_timer() == 2 * PEER_IDLE_S - 1.0
+    bench.reader.tick(2 * PEER_IDLE_S - 1.0)
+    assert bench.forgotten == [OWNER]
+
+
+def test_a_read_of_one_load_is_progress_for_all_of_its_peer(bench: Bench) -> None:
+    """Theirs were queued behind it."""
+    tickets = {load_id: bench.reading(load_id) for load_id in "abc"}
+    read_s = PullLimits().read_s
+    for i, load_id in enumerate(tickets):
+        now = (i + 1) * (read_s - 1.0)
+        for other in tickets.values():
+            bench.announce(other, now)  # P is not silent
+        bench.reader.tick(now)
+        bench.finish(load_id, now)
+        assert bench.outcome(load_id)[-1] is LoadDone
+
+
+def test_a_lease_of_two_loads_is_left_when_the_last_one_fails(bench: Bench) -> None:
+    """P knows readers, not loads: word that one load has left would end the lease under the other."""
+    first = bench.reading("a", lease_id="shared")
+    bench.reading("b", lease_id="shared")
+    bench.reader.cancel("a", 0.0)
+    bench.reader.on_completion(ReadEnded(("a", 0)), 0.0)
+    assert bench.outcome("a")[-1] is LoadDrained
+    assert bench.releases() == []
+    bench.reader.tick(PullLimits().renew_every_s)
+    assert bench.sent[-1] == Renew(first.lease), "the other one keeps the lease alive"
+    bench.reader.cancel("b", 3.0)
+    assert bench.releases() == [Release(first.lease, done=False)]
+
+
+def test_a_lease_of_two_loads_is_done_when_the_last_one_is(bench: Bench) -> None:
+    first = bench.reading("a", lease_id="shared")
+    bench.reading("b", lease_id="shared")
+    bench.finish("a")
+    assert bench.releases() == []
+    bench.finish("b")
+    assert bench.outcome("b")[-1] is LoadDone
+    assert bench.releases() == [Release(first.lease, done=True)]
 
 
 def test_unknown_peers_loads_and_leases_are_ignored(bench: Bench) -> None:
