@@ -14,12 +14,10 @@ def load_cluster_key(key_file: str = "") -> bytes:
     """The key from `key_file`, else from $PD_CLUSTER_KEY, else this user's own (made at first use, mode 0600).
 
     The last one serves nodes of one user on one machine; nodes on several machines need one of the others.
-    Raises OSError when the file cannot be read, ValueError when it is empty.
+    Raises OSError when a file cannot be read, ValueError when it is empty.
     """
     if key_file:
-        secret = Path(key_file).read_text().strip()
-        if not secret:
-            raise ValueError(f"the cluster key file {key_file} is empty")
+        secret = _read(Path(key_file))
     else:
         secret = os.environ.get(KEY_ENV, "").strip() or _user_key()
     return blake2b(secret.encode(), digest_size=32, person=b"pd-cluster-key").digest()
@@ -39,4 +37,11 @@ def _user_key() -> str:
             pass  # that one is the cluster's key
         finally:
             draft.unlink()
-    return path.read_text().strip()
+    return _read(path)
+
+
+def _read(path: Path) -> str:
+    secret = path.read_text().strip()
+    if not secret:  # it would hash to a key that anybody can compute
+        raise ValueError(f"the cluster key file {path} is empty")
+    return secret
