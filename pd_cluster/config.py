@@ -93,6 +93,7 @@ class HandoffConfig:
     control_port: int = setting(0, "Port for handoff control messages. 0: chosen by the OS.")
     lease_ttl_s: float = setting(10.0, "Seconds after the last renewal until P frees a lease's blocks.")
     load_deadline_s: float = setting(30.0, "Seconds D waits for a request's KV before it falls back.")
+    read_deadline_s: float = setting(10.0, "Seconds without any progress of a node's reads until a load fails.")
     on_load_failure: str = setting(
         "any", "When a load fails, D may prefill on another node, then locally (any); only one of these; or fail.",
         choices=("any", "remote", "local", "fail"),

@@ -254,6 +254,7 @@ class ConnectorContext:
     port: int  # 0: chosen by the OS
     lease_ttl_s: float = 10.0  # P frees a lease's blocks this long after the last renewal
     connect_deadline_s: float = 5.0  # D gives a peer this long to answer a handshake
+    read_deadline_s: float = 10.0  # reads are in flight and none of the peer ends for so long: the load fails
     confirm_deadline_s: float = 5.0
     drain_deadline_s: float = 10.0  # a read that hangs this long after its load failed costs the peer its endpoint
     close_deadline_s: float = 5.0

@@ -43,7 +43,6 @@ class PeerToPeerConnector(Connector):
         transport: Transport,
         channel: Channel,
         *,
-        read_deadline_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._context = context
@@ -52,7 +51,7 @@ class PeerToPeerConnector(Connector):
         limits = PullLimits(
             renew_every_s=context.lease_ttl_s / RENEWALS_PER_TTL,
             silence_s=context.connect_deadline_s,
-            read_s=read_deadline_s,
+            read_s=context.read_deadline_s,
             confirm_s=context.confirm_deadline_s,
             max_blocks_per_read=max(1, READ_BYTES // context.geometry.block_bytes),
         )

@@ -85,6 +85,7 @@ def _build(config: NodeConfig, mailbox: Mailbox, cleanup: ExitStack) -> tuple[En
         host=config.handoff.advertise_host,
         port=config.handoff.control_port,
         lease_ttl_s=config.handoff.lease_ttl_s,
+        read_deadline_s=config.handoff.read_deadline_s,
         options=(
             ("pool_url", config.handoff.pool_url),
             ("pool_deadline_s", config.handoff.pool_deadline_s),

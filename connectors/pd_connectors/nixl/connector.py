@@ -13,18 +13,14 @@ if TYPE_CHECKING:
 
 
 class NixlConnector(PeerToPeerConnector):
-    """options: `read_deadline_s` (10), how long one read may take.
-
-    Raises ConnectorUnavailable when the control port is taken; `register_kv_cache` raises it when NIXL is missing.
-    """
+    """Raises ConnectorUnavailable when the control port is taken, or the host is no address for peers;
+    `register_kv_cache` raises it when NIXL is missing."""
 
     name = "nixl"
 
     def __init__(self, context: ConnectorContext) -> None:
-        options = dict(context.options)
         super().__init__(
             context,
             NixlTransport(f"{context.engine_id}/{context.epoch}"),
             ZmqChannel(context.cluster_key, context.host, context.port),
-            read_deadline_s=float(options.get("read_deadline_s", 10.0)),
         )
