@@ -61,8 +61,9 @@ class SchedulerConfig:
     async_scheduling: str = setting(
         "auto", "Plan and launch a step while the one before it runs. auto: on GPUs.", choices=("auto", "on", "off")
     )
-    cuda_graphs: bool = setting(True, "On GPUs, replay decode steps as captured graphs.")
+    cuda_graphs: bool = setting(True, "On GPUs, replay steps as captured graphs.")
     max_graph_batch: int = setting(256, "Largest decode batch that is captured as a graph (at most max_num_seqs).")
+    max_graph_tokens: int = setting(1024, "Largest step with prompts that is captured, all but attention. 0: none.")
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1 or self.max_num_batched_tokens < self.max_num_seqs:
@@ -70,8 +71,11 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}), and that at least 1"
             )
-        if self.max_graph_batch < 1:
-            raise StartupError(f"max_graph_batch is {self.max_graph_batch}; --no-cuda-graphs turns graphs off")
+        if self.max_graph_batch < 1 or self.max_graph_tokens < 0:
+            raise StartupError(
+                f"max_graph_batch ({self.max_graph_batch}) must be at least 1, max_graph_tokens "
+                f"({self.max_graph_tokens}) at least 0; --no-cuda-graphs turns graphs off"
+            )
 
     def depth_on(self, device: str) -> int:
         """How many steps may be under way at once on this device ("cpu", "cuda:0", ...)."""

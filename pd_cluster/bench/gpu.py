@@ -160,7 +160,7 @@ class GpuBench:
                 return Measured(row, self._prefill(row), row.count * row.length / roofline_s)
             case "prompt":
                 return Measured(row, self._prompt(row), self.costs.prefill_s([row.length], self.ceilings) * 1e3)
-        return Measured(row, self._mixed(row), None)
+        return Measured(row, self._mixed(), None)
 
     def warm_up(self) -> None:
         """Prompts of many lengths, so that no row pays for a first call."""
@@ -169,7 +169,7 @@ class GpuBench:
         for length in (1024, 4096):
             self._generate(self._prompts([length] * 4), 2)
             self._generate(self._prompts([length]), 1)
-        self._mixed(Row("mixed", MIXED_SEQUENCES, 0, None), repeats=1)
+        self._mix(8)
 
     def _generate(self, prompts: list[list[int]], num_tokens: int) -> float:
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
@@ -197,22 +197,21 @@ class GpuBench:
     def _prompt(self, row: Row) -> tuple[float, ...]:
         return tuple(self._generate(self._prompts([row.length]), 1) * 1e3 for _ in range(max(5, self.repeats)))
 
-    def _mixed(self, row: Row, repeats: int = 0) -> tuple[float, ...]:
-        samples = []
-        for _ in range(repeats or self.repeats):
-            prompts = self._prompts([self.rng.randint(*MIXED_LENGTHS) for _ in range(row.count)])
-            samplings = [
-                SamplingParams(
-                    max_tokens=self.rng.randint(*MIXED_LENGTHS),
-                    temperature=MIXED_TEMPERATURE,
-                    ignore_eos=True,
-                    seed=index,
-                )
-                for index in range(row.count)
-            ]
-            done = self.engine.generate(prompts, samplings)
-            samples.append(done.num_tokens / done.seconds)
-        return tuple(samples)
+    def _mixed(self) -> tuple[float, ...]:
+        return tuple(self._mix(1) for _ in range(max(1, self.repeats // 2)))
+
+    def _mix(self, divisor: int) -> float:
+        """Output tokens/s; all lengths divided."""
+        low, high = (length // divisor for length in MIXED_LENGTHS)
+        prompts = self._prompts([self.rng.randint(low, high) for _ in range(MIXED_SEQUENCES)])
+        samplings = [
+            SamplingParams(
+                max_tokens=self.rng.randint(low, high), temperature=MIXED_TEMPERATURE, ignore_eos=True, seed=index
+            )
+            for index in range(MIXED_SEQUENCES)
+        ]
+        done = self.engine.generate(prompts, samplings)
+        return done.num_tokens / done.seconds
 
 
 def run_gpu_table(namespace: argparse.Namespace) -> int:

@@ -94,6 +94,7 @@ class OfflineEngine:
 
     def close(self) -> None:
         """Idempotent."""
+        gc.unfreeze()
         self.executor.close()
 
 

@@ -28,6 +28,15 @@ class ForwardInputs:
 
 
 @dataclass(slots=True)
+class Stream:
+    """What flows from layer to layer."""
+
+    hidden: torch.Tensor | None  # [T, hidden_size], not yet added to the residual; None at the entrance
+    residual: torch.Tensor  # [T, hidden_size]
+    angles: tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, head_dim / 2]
+
+
+@dataclass(slots=True)
 class DecoderLayer:
     """The weights of one layer."""
 
@@ -81,39 +90,66 @@ class Llama:
 
         `layer_views`: per layer the cache's K and V views, each [num_blocks, num_kv_heads, block_size, head_dim].
         """
-        kernels, eps = self._kernels, self.spec.norm_eps
-        angles = self._rope.at(inputs.positions)
-        residual = F.embedding(inputs.token_ids, self._embedding)
-        hidden = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
-        for index, layer in enumerate(self._layers):
-            if index:
-                hidden, residual = kernels.add_rms_norm(hidden, residual, layer.input_norm, eps)
-            hidden = self._attend(layer, hidden, angles, inputs, *layer_views[index])
-            hidden, residual = kernels.add_rms_norm(hidden, residual, layer.post_norm, eps)
-            hidden = layer.down(kernels.silu_and_mul(layer.gate_up(hidden)))
-        if inputs.sample_rows is not None:
-            if not inputs.sample_rows.shape[0]:  # a chunk in the middle of a prompt
-                return hidden.new_empty(0, self.spec.vocab_size)
-            hidden, residual = hidden[inputs.sample_rows], residual[inputs.sample_rows]
-        hidden, _ = kernels.add_rms_norm(hidden, residual, self._norm, eps)
-        return self._head(hidden)
+        stream = self.enter(inputs.token_ids, inputs.positions)
+        for index in range(len(self._layers)):
+            query = self.before_attention(index, stream, inputs.slot_mapping, *layer_views[index])
+            attended = self.attend(index, query, inputs.plans, *layer_views[index])
+            self.after_attention(index, stream, attended)
+        return self.logits(stream, inputs.sample_rows)
 
-    def _attend(
+    def enter(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Stream:
+        """Of T tokens."""
+        return Stream(None, F.embedding(token_ids, self._embedding), self._rope.at(positions))
+
+    def before_attention(
         self,
-        layer: DecoderLayer,
-        hidden: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        inputs: ForwardInputs,
+        index: int,
+        stream: Stream,
+        slot_mapping: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
     ) -> torch.Tensor:
-        spec, num_tokens = self.spec, hidden.shape[0]
-        heads = layer.qkv(hidden).view(num_tokens, -1, spec.head_dim)
-        query = self._kernels.norm_rope_write(
-            heads, layer.head_norms, *angles, key_cache, value_cache, inputs.slot_mapping
+        """Layer `index`'s rotated queries [T, num_heads, head_dim]; its keys and values go to `slot_mapping`."""
+        layer = self._layers[index]
+        heads = layer.qkv(self._norm_into(stream, layer.input_norm)).view(len(slot_mapping), -1, self.spec.head_dim)
+        return self._kernels.norm_rope_write(
+            heads, layer.head_norms, *stream.angles, key_cache, value_cache, slot_mapping
         )
-        attended = inputs.plans[layer.window].run(query, key_cache, value_cache, self._scale)
-        return layer.out(attended.view(num_tokens, -1))
+
+    def attend(
+        self,
+        index: int,
+        query: torch.Tensor,
+        plans: dict[int, AttentionPlan],
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """[T, num_heads, head_dim] -> the same."""
+        return plans[self._layers[index].window].run(query, key_cache, value_cache, self._scale)
+
+    def after_attention(self, index: int, stream: Stream, attended: torch.Tensor) -> None:
+        """The rest of layer `index`, into `stream`."""
+        layer = self._layers[index]
+        stream.hidden = layer.out(attended.view(attended.shape[0], -1))
+        hidden = self._norm_into(stream, layer.post_norm)
+        stream.hidden = layer.down(self._kernels.silu_and_mul(layer.gate_up(hidden)))
+
+    def logits(self, stream: Stream, sample_rows: torch.Tensor | None) -> torch.Tensor:
+        """[R, vocab_size] of `sample_rows` (int64 [R]), or of all rows."""
+        if sample_rows is not None:
+            assert stream.hidden is not None
+            if not sample_rows.shape[0]:  # a chunk in the middle of a prompt
+                return stream.hidden.new_empty(0, self.spec.vocab_size)
+            stream = Stream(stream.hidden[sample_rows], stream.residual[sample_rows], stream.angles)
+        return self._head(self._norm_into(stream, self._norm))
+
+    def _norm_into(self, stream: Stream, weight: torch.Tensor) -> torch.Tensor:
+        """Add what the last part produced to the residual; returns it normed."""
+        eps = self.spec.norm_eps
+        if stream.hidden is None:
+            return self._kernels.rms_norm(stream.residual, weight, eps)
+        hidden, stream.residual = self._kernels.add_rms_norm(stream.hidden, stream.residual, weight, eps)
+        return hidden
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -16,10 +16,12 @@ from pd_cluster.models.llama import Llama
 from pd_cluster.models.registry import resolve_spec
 from pd_cluster.models.spec import ModelSpec, read_eos_token_ids
 from pd_cluster.models.weights import fill_at_random, load_weights
-from pd_cluster.worker.graphs import CAPTURABLE, CudaRecorder, DecodeGraphs, bucket_sizes
+from pd_cluster.worker.graphs import CAPTURABLE, DecodeGraphs, bucket_sizes
 from pd_cluster.worker.input_batch import InputBatch
 from pd_cluster.worker.kv_cache import DTYPES, KVCache, blocks_in
 from pd_cluster.worker.model_runner import ModelRunner, PendingStep
+from pd_cluster.worker.pieces import PieceGraphs, token_buckets
+from pd_cluster.worker.recorder import CudaRecorder
 from pd_cluster.worker.sampling_state import SamplingState
 from pd_cluster.worker.staging import Staging
 from pd_connectors.protocol.ticket import Geometry
@@ -137,11 +139,17 @@ class Executor:
         staging = Staging(self._device, config.max_num_batched_tokens * 64 + num_rows * -(-max_len // block_size) * 4)
         sampling = SamplingState(num_rows, self.model.vocab_size, self.model.eos_token_ids, staging, self._device)
         rows = InputBatch(num_rows, max_len, block_size, sampling, staging, self._device)
-        graphs = None
+        graphs, pieces = None, None
         if capture is not None and self._captures_graphs:
             graphs = DecodeGraphs(self._llama, cache, rows, staging, self._kernels, cache.padding_block)
-            graphs.capture(bucket_sizes(self._max_graph_batch), CudaRecorder(self._device), capture)
-        return ModelRunner(self._llama, cache, rows, staging, self._kernels, graphs)
+            recorder = CudaRecorder(self._device)
+            graphs.capture(bucket_sizes(self._max_graph_batch), recorder, capture)
+            if config.max_graph_tokens:
+                pieces = PieceGraphs(self._llama, cache, staging)
+                pieces.capture(
+                    token_buckets(min(config.max_graph_tokens, config.max_num_batched_tokens)), recorder, capture
+                )
+        return ModelRunner(self._llama, cache, rows, staging, self._kernels, graphs, pieces)
 
     @property
     def _captures_graphs(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from pd_cluster.models.llama import Llama
     from pd_cluster.worker.input_batch import DecodeInputs, InputBatch
     from pd_cluster.worker.kv_cache import KVCache
+    from pd_cluster.worker.recorder import Recorder
     from pd_cluster.worker.staging import Staging
     from pd_kernels.backends import Kernels
 
-SPARE_BYTES = 1 << 30  # left free when graphs are captured
 CAPTURABLE = frozenset({"triton"})  # kernels whose plan of decodes reads lengths on the device only
 _NUM_FIELDS = 5
 
@@ -43,41 +43,10 @@ class DecodeOutputs:
     token_ids: torch.Tensor  # int64 [B]: the greedy choice
 
 
-class Recorder(Protocol):
-    """Turns a function into one that repeats what it did, on the same memory."""
-
-    def has_room(self) -> bool:
-        """Whether another may be recorded."""
-
-    def __call__(self, run: Callable[[], DecodeOutputs]) -> tuple[Callable[[], None], DecodeOutputs]:
-        """-> (replay, the outputs that it writes)."""
-
-
 def bucket_sizes(limit: int) -> list[int]:
     """1, 2, 4, 8, then every 8th up to 64, every 16th from there, and `limit` itself."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, limit, 16), limit]
     return sorted({size for size in sizes if size <= limit})
-
-
-class CudaRecorder:
-    """Captures functions as graphs that share one pool. Call it, within the step's stream, from the largest down."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def has_room(self) -> bool:
-        """Whether another graph may be captured."""
-        return torch.cuda.mem_get_info(self._device)[0] > SPARE_BYTES
-
-    def __call__(self, run: Callable[[], DecodeOutputs]) -> tuple[Callable[[], None], DecodeOutputs]:
-        """-> (replay, its outputs). Runs it once before, so that nothing is compiled or loaded amid the capture."""
-        run()
-        torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = run()
-        return graph.replay, outputs
 
 
 class DecodeGraphs:
@@ -100,7 +69,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], recorder: Recorder, progress: Callable[[str], None]) -> None:
         """Capture every size, or as many of the largest as there is memory for."""
-        started_s, free = time.perf_counter(), _free_bytes(self._rows.last_tokens.device)
+        started_s, free = time.perf_counter(), recorder.free_bytes
         device = self._rows.last_tokens.device
         self._block_tables = torch.zeros((max(sizes), self._rows.max_blocks), dtype=torch.int32, device=device)
         for size in sorted(sizes, reverse=True):
@@ -111,7 +80,7 @@ class DecodeGraphs:
             self._graphs[size] = recorder(lambda size=size: self._run(size))  # type: ignore[misc]
             self._sizes.insert(0, size)
         if self._sizes:
-            used_gb = (free - _free_bytes(device)) / 1e9
+            used_gb = (free - recorder.free_bytes) / 1e9
             progress(
                 f"{len(self._sizes)} decode graphs up to {self._sizes[-1]} sequences in "
                 f"{time.perf_counter() - started_s:.1f} s and {used_gb:.2f} GB"
@@ -167,7 +136,3 @@ class DecodeGraphs:
         chosen = self._kernels.argmax(logits)
         last_tokens.index_copy_(0, rows, chosen)
         return DecodeOutputs(logits, chosen)
-
-
-def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0

@@ -26,7 +26,7 @@ LATE = -1  # in place of a token id: it is only in `last_tokens` yet
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """One step, packed: T tokens, S sequences, R logits rows. The tensors hold their values once staging has flushed,
-    token_ids once `InputBatch.fill_late` was called besides."""
+    token_ids once `InputBatch.fill_late` was called besides. Padding may follow the T tokens."""
 
     token_ids: torch.Tensor  # int64 [T]
     late: (
@@ -121,8 +121,12 @@ class InputBatch:
                 first = chunk.first_new_block
                 self._blocks[self._row_of[chunk.seq_id], first : first + len(chunk.new_block_ids)] = chunk.new_block_ids
 
-    def build(self, chunks: tuple[SequenceChunk, ...]) -> StepInputs:
-        """Pack the chunks (at least one). Sampled tokens count as known from here on."""
+    def build(self, chunks: tuple[SequenceChunk, ...], bucket: int = 0, padding_slot: int = 0) -> StepInputs:
+        """Pack the chunks (at least one).
+
+        With a `bucket` the tokens are padded to as many, and the fields lie where staging puts what is first, as
+        int64 [3, bucket]: token id, position, slot. Padding writes to `padding_slot`; no sequence owns it.
+        """
         rows = np.array([self._row_of[chunk.seq_id] for chunk in chunks])
         starts = np.array([chunk.start for chunk in chunks])
         lens = np.array([chunk.num_tokens for chunk in chunks])
@@ -132,14 +136,21 @@ class InputBatch:
         query_starts = np.concatenate(([0], np.cumsum(lens)))
         row_of_token = np.repeat(rows, lens)
         positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lens)
+        count = len(positions)
+        fields = np.zeros((3, bucket or count), np.int64)
+        fields[2, count:] = padding_slot
+        fields[0, :count] = self._tokens[row_of_token, positions]
+        fields[1, :count] = positions
+        fields[2, :count] = self._slots(row_of_token, positions)
+        token_ids, placed_positions, slots = self._staging.move_first(fields) if bucket else self._move(fields)
         late = np.flatnonzero(ends > self._num_on_host[rows])  # their last token is still on the device only
         samples = self._plan_samples(chunks, rows, ends)
         sample_rows, inputs = self._prepare_sampling(chunks, samples, query_starts)
         return StepInputs(
-            token_ids=self._move(self._tokens[row_of_token, positions].astype(np.int64)),
+            token_ids=token_ids,
             late=(self._move(query_starts[late + 1] - 1), self._move(rows[late])) if len(late) else None,
-            positions=self._move(positions),
-            slot_mapping=self._move(self._slots(row_of_token, positions)),
+            positions=placed_positions,
+            slot_mapping=slots,
             sequences=PackedSequences(
                 num_decodes=num_decodes,
                 query_starts=self._move(query_starts.astype(np.int32)),

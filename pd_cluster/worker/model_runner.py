@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.graphs import DecodeGraphs
     from pd_cluster.worker.input_batch import InputBatch, Samples, StepInputs
     from pd_cluster.worker.kv_cache import KVCache
+    from pd_cluster.worker.pieces import PieceGraphs
     from pd_cluster.worker.staging import Staging
     from pd_connectors.protocol.messages import SampledToken
     from pd_kernels.backends import Kernels
@@ -60,7 +61,7 @@ class PendingStep:
 
 
 class ModelRunner:
-    """Runs batches in the order given. Not thread-safe. Steps that `graphs` can replay are replayed."""
+    """Runs batches in the order given. Not thread-safe. Steps that `graphs` or `pieces` can replay are replayed."""
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class ModelRunner:
         staging: Staging,
         kernels: Kernels,
         graphs: DecodeGraphs | None = None,
+        pieces: PieceGraphs | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -77,6 +79,7 @@ class ModelRunner:
         self._staging = staging
         self._kernels = kernels
         self._graphs = graphs
+        self._pieces = pieces
         self._views = list(cache.layer_views)
 
     @torch.inference_mode()
@@ -92,25 +95,32 @@ class ModelRunner:
             return self._replay(batch, bucket)
         return self._compute(batch)
 
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits [R, vocab_size] of the rows that sample. Its inputs are on the device."""
+    def forward(self, inputs: StepInputs, in_pieces: bool = False) -> torch.Tensor:
+        """Logits [R, vocab_size] of the rows that sample. Its inputs are on the device, and padded if `in_pieces`."""
         key_view = self._views[0][0]
         plans = {
             window: self._kernels.plan_attention(inputs.sequences, key_view, window) for window in self._model.windows
         }
+        if in_pieces:
+            assert self._pieces is not None
+            return self._pieces.run(inputs, plans)
         forward_inputs = ForwardInputs(
             inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.sample_rows, plans
         )
         return self._model.forward(forward_inputs, self._views)
 
     def _compute(self, batch: Batch) -> PendingStep:
-        rows = self._rows
-        inputs = rows.build(batch.chunks)
+        rows, pieces = self._rows, self._pieces
+        bucket = 0 if pieces is None else pieces.bucket_for(batch.num_tokens)
+        if pieces is None or not bucket:
+            inputs = rows.build(batch.chunks)
+        else:
+            inputs = rows.build(batch.chunks, bucket, pieces.padding_slot)
         self._staging.flush()
         rows.fill_late(inputs)
         if inputs.fresh_blocks is not None:
             self._cache.clear(inputs.fresh_blocks)
-        logits = self.forward(inputs)
+        logits = self.forward(inputs, in_pieces=bucket > 0)
         if not len(inputs.samples):
             return self._pending(batch, None, None)
         sampled = sample(logits, inputs.sampling, self._kernels)
