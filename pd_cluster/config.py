@@ -87,8 +87,11 @@ class SchedulerConfig:
 class HandoffConfig:
     """How KV moves between nodes."""
 
-    connector: str = setting("nixl", "nixl, lmcache (nixl and a pool), loopback, none, or package.module:Class.")
+    connector: str = setting(
+        "nixl", "nixl; lmcache or mooncake (nixl and a pool); loopback, none, or package.module:Class."
+    )
     pool_url: str = setting("", "Server of the pool, for example lm://10.0.0.9:6500. Default: the connector's own.")
+    pool_segment_gb: float = setting(1.0, "Memory that this node lends to the pool (mooncake).")
     pool_deadline_s: float = setting(5.0, "Seconds that a search of the pool may cost a request.")
     pool_handoff: str = setting("nixl", "Connector that hands requests over beside a pool.")
     advertise_host: str = setting(

@@ -112,6 +112,7 @@ class StorePool(Pool):
         self._wake: Callable[[], None] = _nobody
         self._retry_at_s = clock()
         self._num_backlog_bytes = 0
+        self._damaged: set[ObjectName] = set()  # seen by a loading thread; the storing thread mends them
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._staging: Staging | None = None
         self._threads: list[threading.Thread] = []
@@ -289,6 +290,8 @@ class StorePool(Pool):
                         miss = self._hopeless(search)
                         if block is None:
                             miss = Miss.LOST if sealed is None else Miss.DAMAGED
+                        if miss is Miss.DAMAGED:
+                            self._damaged.add(name)
                         if block is None or miss is not None:
                             break
                         inlet.write(block_id, block)
@@ -321,12 +324,14 @@ class StorePool(Pool):
                         self._num_backlog_bytes -= parcel.num_bytes
 
     def _send(self, parcel: _Parcel, store: KVStore) -> None:
-        """What the store has already is not sent again: content is never news under a known name."""
+        """What the store has already is not sent again: content is never news under a known name, unless what we saw
+        there was damaged."""
         if self._is_down():
             self._count("pool_blocks_dropped_total|reason=unavailable", len(parcel.names))
             return
         parcel.blocks.wait()
-        known = store.contains(parcel.names)
+        there = store.contains(parcel.names)
+        known = [is_there and name not in self._damaged for name, is_there in zip(parcel.names, there, strict=True)]
         self._count("pool_blocks_known_total", sum(known))
         new = [index for index, is_known in enumerate(known) if not is_known]
         for batch in _batches(new, max(1, STORE_BATCH_BYTES // self._context.geometry.block_bytes)):
@@ -334,6 +339,7 @@ class StorePool(Pool):
             blocks = map(parcel.blocks.block, batch)
             objects = [(name, self._sealer.seal(name, block)) for name, block in zip(names, blocks, strict=True)]
             num_stored = store.put(objects)
+            self._damaged.difference_update(names)
             self._count("pool_blocks_stored_total", num_stored)
             self._count("pool_blocks_dropped_total|reason=refused", len(batch) - num_stored)
 

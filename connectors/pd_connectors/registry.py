@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 CONNECTORS = {
     "nixl": "pd_connectors.nixl.connector:NixlConnector",
     "lmcache": "pd_connectors.lmcache:LMCacheConnector",
+    "mooncake": "pd_connectors.mooncake:MooncakeConnector",
     "loopback": "pd_connectors.loopback:LoopbackConnector",
     "none": "pd_connectors.null:NullConnector",
 }

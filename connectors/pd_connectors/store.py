@@ -64,7 +64,8 @@ class KVStore(ABC):
 
     @abstractmethod
     def put(self, objects: Sequence[tuple[ObjectName, bytes]]) -> int:
-        """Store these; each becomes visible when it is whole. Returns how many are visible now."""
+        """Store these, in the place of what has their names; each becomes visible when it is whole. Returns how many
+        are visible now."""
 
     @abstractmethod
     def close(self) -> None:

@@ -88,6 +88,7 @@ def _build(config: NodeConfig, mailbox: Mailbox, cleanup: ExitStack) -> tuple[En
         read_deadline_s=config.handoff.read_deadline_s,
         options=(
             ("pool_url", config.handoff.pool_url),
+            ("pool_segment_gb", config.handoff.pool_segment_gb),
             ("pool_deadline_s", config.handoff.pool_deadline_s),
             ("handoff", config.handoff.pool_handoff),
         ),

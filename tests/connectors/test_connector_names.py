@@ -113,7 +113,7 @@ def test_none_hands_nothing_out_and_takes_nothing_over() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nixle", "no connector is called 'nixle'; known: nixl, lmcache, loopback, none"),
+        ("nixle", "no connector is called 'nixle'; known: nixl, lmcache, mooncake, loopback, none"),
         ("no.such.module:Class", "cannot import"),
         ("pd_connectors.null:Missing", "cannot import"),
         ("collections:OrderedDict", "no subclass of"),

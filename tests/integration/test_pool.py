@@ -13,13 +13,14 @@ import httpx
 import pytest
 
 from tests.cluster import Launched, Launcher
+from tests.connectors.mooncake_master import MooncakeMaster, needs_mooncake
 from tests.connectors.store_server import StoreServer, needs_lmcache
 from tests.integration.system import BLOCK_SIZE, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), needs_lmcache]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 ANSWER_DEADLINE_S = 120.0
 NUM_NEW_TOKENS = 6
@@ -31,7 +32,7 @@ VOCABULARY = range(40, 900)
 class PoolCluster:
     """`plain` has no pool and no part in the cluster: what it says is what everybody must say."""
 
-    server: StoreServer
+    server: StoreServer | MooncakeMaster
     p1: Launched
     p2: Launched
     d: Launched
@@ -81,11 +82,18 @@ COMPUTED = "pd_engine_step_tokens_total"
 ABSENT, UNAVAILABLE = (f'pd_pool_misses_total{{reason="{reason}"}}' for reason in ("absent", "unavailable"))
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[PoolCluster]:
-    with StoreServer() as server, Launcher() as launcher:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("lmcache", marks=needs_lmcache),
+        pytest.param("mooncake", marks=[needs_mooncake, pytest.mark.slow]),
+    ],
+)
+def cluster(request: pytest.FixtureRequest) -> Iterator[PoolCluster]:
+    kind: str = request.param
+    with StoreServer() if kind == "lmcache" else MooncakeMaster() as server, Launcher() as launcher:
         flags = ("--served-model-name=demo", "--kv-cache-gb=0.3", "--block-size=16", "--min-remote-tokens=17")
-        pooled = ("--connector=lmcache", f"--pool-url={server.url}", *flags)
+        pooled = (f"--connector={kind}", f"--pool-url={server.url}", "--pool-segment-gb=0.2", *flags)
         nodes = {
             name: launcher.node(role, f"--node-id={name}", *pooled, wait=False)
             for name, role in (("p1", "prefill"), ("p2", "prefill"), ("d", "decode"))

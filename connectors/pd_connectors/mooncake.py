@@ -1,0 +1,166 @@
+"""The connector `mooncake`: a pool in the nodes' own memory, kept by Mooncake Store (0.3.13) over TCP.
+
+Every node lends a segment; `mooncake_master` knows what lies where, evicts, and sees to it that an object is visible
+only when it is whole. Nodes find each other by handshake, without a metadata server: one that dies uncleanly leaves no
+address behind. With a node die the objects in its segment; reading one of them is a miss.
+
+Mooncake's client waits for seconds when the master has gone, and for a minute and a half (measured) when it never was
+there: so before it is set up, and after a failure, the master's port is tried first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import socket
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pd_connectors.pooled import PooledConnector
+from pd_connectors.protocol.errors import ConnectorUnavailable
+from pd_connectors.store import KVStore, ObjectName, StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from pd_connectors.base import ConnectorContext
+
+DEFAULT_URL = "mooncake://127.0.0.1:50051"
+LOCAL_BUFFER_BYTES = 64 << 20  # Mooncake's own, for what is on its way
+PORT_DEADLINE_S = 0.5
+
+logger = logging.getLogger(__name__)
+
+
+class MooncakeClient:
+    """One node's client and segment, shared by its threads. Set up when it is first used, and again after a failure."""
+
+    def __init__(self, master: tuple[str, int], host: str, segment_bytes: int) -> None:
+        """Raises ConnectorUnavailable when Mooncake is not installed, or cannot be loaded."""
+        self._make = _load_mooncake()
+        self._master = master
+        self._host = host
+        self._segment_bytes = segment_bytes
+        self._lock = threading.Lock()
+        self._store: Any = None
+        self._failed = False
+
+    def get(self) -> Any:
+        """Mooncake's store. Raises StoreUnavailable."""
+        with self._lock:
+            if self._failed or self._store is None:
+                self._try_port()
+            if self._store is None:
+                store = self._make()
+                address = f"{self._master[0]}:{self._master[1]}"
+                status = store.setup(
+                    self._host, "P2PHANDSHAKE", self._segment_bytes, LOCAL_BUFFER_BYTES, "tcp", "", address
+                )
+                if status != 0:
+                    store.close()
+                    self._failed = True
+                    raise StoreUnavailable(f"mooncake_master {address}: setup failed with {status}")
+                self._store = store
+            self._failed = False
+            return self._store
+
+    def failed(self, status: int) -> StoreUnavailable:
+        """A call returned this negative status. The segment stays: its objects are others' too."""
+        self._failed = True
+        return StoreUnavailable(f"mooncake_master {self._master[0]}:{self._master[1]}: status {status}")
+
+    def close(self) -> None:
+        """Take the segment back. Idempotent."""
+        with self._lock:
+            if self._store is not None:
+                self._store.close()
+                self._store = None
+
+    def _try_port(self) -> None:
+        try:
+            socket.create_connection(self._master, PORT_DEADLINE_S).close()
+        except OSError as error:
+            raise StoreUnavailable(f"mooncake_master {self._master[0]}:{self._master[1]}: {error}") from error
+
+
+class MooncakeStore(KVStore):
+    """One thread's way to the client."""
+
+    def __init__(self, client: MooncakeClient) -> None:
+        self._client = client
+
+    def contains(self, names: Sequence[ObjectName]) -> list[bool]:
+        found: list[int] = self._client.get().batch_is_exist([str(name) for name in names])
+        for status in found:
+            if status < 0:
+                raise self._client.failed(status)
+        return [status == 1 for status in found]
+
+    def get(self, names: Sequence[ObjectName]) -> Generator[bytearray | None, None, None]:
+        store = self._client.get()
+        for name in names:
+            sealed = store.get(str(name))  # empty: gone, or its owner is
+            yield bytearray(sealed) if sealed else None
+
+    def put(self, objects: Sequence[tuple[ObjectName, bytes]]) -> int:
+        store = self._client.get()
+        return sum(store.upsert(str(name), sealed) == 0 for name, sealed in objects)  # not 0: no room, for example
+
+    def close(self) -> None:
+        """The client is the connector's."""
+
+
+class MooncakeConnector(PooledConnector):
+    """options: `pool_url` (mooncake://127.0.0.1:50051), `pool_segment_gb` (1), and PooledConnector's.
+
+    Raises ConnectorUnavailable when Mooncake cannot be loaded or the URL is none. A master that is down is no error.
+    """
+
+    name = "mooncake"
+
+    def __init__(self, context: ConnectorContext) -> None:
+        options = dict(context.options)
+        master = parse_url(str(options.get("pool_url") or DEFAULT_URL))
+        segment_bytes = int(float(options.get("pool_segment_gb", 1.0)) * 1e9)
+        self._client = MooncakeClient(master, context.host, segment_bytes)
+        super().__init__(context, lambda: MooncakeStore(self._client))
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self._client.close()
+
+
+def parse_url(url: str) -> tuple[str, int]:
+    """The master's host and port. Raises ConnectorUnavailable."""
+    scheme, _, rest = url.partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme != "mooncake" or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConnectorUnavailable(f"connector 'mooncake' needs a pool URL like {DEFAULT_URL}, not {url!r}")
+    return host, int(port)
+
+
+def _load_mooncake() -> Any:
+    """The class of Mooncake's client.
+
+    The wheel "without CUDA" links to CUDA's runtime all the same; the one beside it (`[mooncake]`) is loaded first.
+    """
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("GLOG_minloglevel", "2")
+    try:
+        runtime = find_spec("nvidia.cuda_runtime")
+        for folder in runtime.submodule_search_locations or () if runtime is not None else ():
+            library = Path(folder) / "lib" / "libcudart.so.12"
+            if library.exists():
+                ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+        from mooncake.store import MooncakeDistributedStore
+    except (ImportError, OSError) as error:
+        raise ConnectorUnavailable(
+            "connector 'mooncake' needs Mooncake Store: pip install 'pd-cluster[mooncake]', and the system's "
+            f"libibverbs (Debian: libibverbs1) ({error})"
+        ) from error
+    return MooncakeDistributedStore

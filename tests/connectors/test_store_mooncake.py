@@ -1,0 +1,79 @@
+"""Mooncake Store as a store: a master that goes and comes back, a full segment; and what is said without Mooncake."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pd_connectors.mooncake import MooncakeClient, MooncakeConnector, MooncakeStore
+from pd_connectors.protocol.errors import ConnectorUnavailable
+from pd_connectors.registry import create_connector
+from pd_connectors.store import ObjectName, StoreUnavailable
+from tests.connectors.mooncake_master import MooncakeMaster, needs_mooncake
+from tests.connectors.pool_bench import POOL_CONTEXT
+from tests.connectors.store_server import closed_port
+from tests.integration.system import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NAMES = [ObjectName("cd" * 16, bytes([i]) * 16) for i in range(40)]
+AT_ONCE_S = 3.0  # Mooncake's own client waits longer than that for a master
+
+
+def can_store(store: MooncakeStore, names: Sequence[ObjectName]) -> bool:
+    try:
+        return store.put([(name, name.hash) for name in names]) == len(names)
+    except StoreUnavailable:
+        return False
+
+
+@needs_mooncake
+@pytest.mark.integration
+def test_a_master_that_comes_back_is_found_again() -> None:
+    with MooncakeMaster() as master:
+        client = MooncakeClient(("127.0.0.1", master.port), "127.0.0.1", 32 << 20)
+        store = MooncakeStore(client)
+        wait_until(lambda: can_store(store, NAMES), lambda: "the master does not answer")
+        assert store.contains(NAMES) == [True] * len(NAMES)
+        assert [bytes(got or b"") for got in store.get(NAMES[:3])] == [name.hash for name in NAMES[:3]]
+        master.kill()
+        with pytest.raises(StoreUnavailable):
+            store.contains(NAMES)
+        began_s = time.monotonic()
+        for _ in range(3):
+            with pytest.raises(StoreUnavailable, match="refused"):
+                store.contains(NAMES)
+        assert time.monotonic() - began_s < AT_ONCE_S
+        master.start()
+        wait_until(lambda: can_store(store, NAMES), lambda: "the master that came back does not answer")
+        assert store.contains(NAMES) == [True] * len(NAMES)
+        assert next(store.get(NAMES[:1])) == bytearray(NAMES[0].hash)
+        client.close()
+
+
+@needs_mooncake
+def test_nobody_there_is_known_at_once() -> None:
+    client = MooncakeClient(("127.0.0.1", closed_port()), "127.0.0.1", 32 << 20)
+    began_s = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match="refused"):
+            MooncakeStore(client).contains(NAMES)
+    assert time.monotonic() - began_s < AT_ONCE_S
+    client.close()
+
+
+def test_without_mooncake_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    with pytest.raises(ConnectorUnavailable, match=r"pip install 'pd-cluster\[mooncake\]'.*libibverbs"):
+        create_connector("mooncake", POOL_CONTEXT)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:50051", "mooncake://:1", "mooncake://host", "lm://host:1"])
+def test_a_url_that_is_none_is_explained(url: str) -> None:
+    with pytest.raises(ConnectorUnavailable, match="like mooncake://"):
+        MooncakeConnector(replace(POOL_CONTEXT, options=(("pool_url", url),)))
