@@ -28,6 +28,22 @@ class NixlError(HandoffError):
     """A NIXL call failed. The message names the call and NIXL's own error."""
 
 
+class EndpointFailed(NixlError):
+    """UCX has given the connection up: no read over it is under way any more."""
+
+
+class MayStillLand(NixlError):
+    """A read failed, but parts of it may still be written into our memory: keep `handle`, and see `post_warm_up`.
+
+    NIXL keeps an error for ever, never looking at the read again, and after a post that failed half way it has no
+    trace of the descriptors that it posted. So of all errors only that of the whole endpoint is terminal.
+    """
+
+    def __init__(self, text: str, handle: int) -> None:
+        super().__init__(text)
+        self.handle = handle
+
+
 class Region(msgspec.Struct, frozen=True):
     """A registered cache: `num_blocks` blocks of `block_bytes`, one after another from `base`."""
 
@@ -87,8 +103,12 @@ class NixlAgent:
             name = self.name
             if metadata != self.metadata():
                 name = self._agent.loadRemoteMD(metadata).decode()
+        except Exception as error:
+            raise NixlError(f"connect: {type(error).__name__}: {error}") from error
+        try:
             return Remote(name, region, self._list_blocks(name, region))
         except Exception as error:
+            self.disconnect(name)
             raise NixlError(f"connect: {type(error).__name__}: {error}") from error
 
     def disconnect(self, name: str) -> None:
@@ -108,7 +128,11 @@ class NixlAgent:
             raise NixlError(f"forget_blocks: {type(error).__name__}: {error}") from error
 
     def post_warm_up(self, remote: Remote) -> int:
-        """Start reading a few bytes: the first read of an endpoint takes 5 to 40 ms longer. Returns a handle."""
+        """Start reading a few bytes into memory of its own. Returns a handle. Raises as `post_read` does.
+
+        The first read of an endpoint takes 5 to 40 ms longer. And it is a fence: with each read NIXL's UCX backend
+        flushes the endpoint, so when it is done, so is every read of the endpoint that was posted before it.
+        """
         bind, there = self._bind, remote.region
         try:
             handle = self._agent.createXferReq(
@@ -119,12 +143,14 @@ class NixlAgent:
                 b"",
                 self._backends,
             )
-            return self._post(int(handle))
         except Exception as error:
-            raise NixlError(f"warm-up: {type(error).__name__}: {error}") from error
+            raise self._refusal("warm-up", error) from error
+        return self._post(int(handle))
 
     def post_read(self, remote: Remote, theirs: Sequence[int], ours: Sequence[int]) -> int:
-        """Start reading blocks `theirs` into blocks `ours`. Returns a handle. Raises NixlError.
+        """Start reading blocks `theirs` into blocks `ours`. Returns a handle.
+
+        Raises MayStillLand, or NixlError (EndpointFailed is one) when nothing was posted, or all of it has ended.
 
         Between processes of one host UCX copies inside this call (CMA), with the GIL released. NIXL joins neighbours:
         256 blocks that are consecutive on both sides are one descriptor.
@@ -142,20 +168,18 @@ class NixlAgent:
                 self._backends,
                 False,
             )
-            return self._post(int(handle))
-        except NixlError:
-            raise
         except Exception as error:
-            raise NixlError(f"post_read: {type(error).__name__}: {error}") from error
+            raise self._refusal("post_read", error) from error
+        return self._post(int(handle))
 
     def is_done(self, handle: int) -> bool:
-        """Whether every byte is in. Raises NixlError when the read has failed, which is as terminal."""
+        """Whether every byte is in. Raises EndpointFailed, which is as terminal, or MayStillLand."""
         try:
             status = self._agent.getXferStatus(handle)
         except Exception as error:
-            raise NixlError(f"read: {type(error).__name__}: {error}") from error
+            raise self._failure("read", handle, error) from error
         if status not in (self._bind.NIXL_SUCCESS, self._bind.NIXL_IN_PROG):
-            raise NixlError(f"read: {status}")
+            raise MayStillLand(f"read: {status}", handle)
         return bool(status == self._bind.NIXL_SUCCESS)
 
     def release(self, handle: int) -> None:
@@ -168,12 +192,28 @@ class NixlAgent:
     def _post(self, handle: int) -> int:
         try:
             status = self._agent.postXferReq(handle, b"")
-            if status not in (self._bind.NIXL_SUCCESS, self._bind.NIXL_IN_PROG):
-                raise NixlError(f"post: {status}")
-        except BaseException:
-            self._agent.releaseXferReq(handle)
-            raise
+        except Exception as error:
+            failure = self._failure("post", handle, error)
+            if not isinstance(failure, MayStillLand):
+                self.release(handle)
+            raise failure from error
+        if status not in (self._bind.NIXL_SUCCESS, self._bind.NIXL_IN_PROG):
+            raise MayStillLand(f"post: {status}", handle)
         return handle
+
+    def _failure(self, call: str, handle: int, error: Exception) -> NixlError:
+        """What the failure of a read that was, or may have been, posted means."""
+        refusal = self._refusal(call, error)
+        return refusal if isinstance(refusal, EndpointFailed) else MayStillLand(str(refusal), handle)
+
+    def _refusal(self, call: str, error: Exception) -> NixlError:
+        """What an error means when nothing was posted.
+
+        The first read that is looked at says that the peer has disconnected. NIXL then forgets the peer by itself, and
+        says of the endpoint's other reads that it was not found. (We never make it forget a peer that is read.)
+        """
+        is_over = isinstance(error, (self._bind.nixlRemoteDisconnectError, self._bind.nixlNotFoundError))
+        return (EndpointFailed if is_over else NixlError)(f"{call}: {type(error).__name__}: {error}")
 
     def _register(self, segment: str, base: int, num_bytes: int, device: int) -> None:
         regions = self._bind.nixlRegDList(_segment(self._bind, segment), [(base, num_bytes, device, "")])

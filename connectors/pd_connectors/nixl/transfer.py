@@ -7,6 +7,9 @@ TCP, and the peer stopped (SIGSTOP) in the middle of a read, both return at once
 peer goes on its bytes still land in our blocks (NIXL 1.5.1, measured: 496 of 512 blocks). So `disconnect` only retires
 an endpoint; it is removed when its last read is terminal. Reads of a stopped peer stay in flight until it goes on or
 dies. Over shared memory a stopped peer does not hold a read up at all.
+
+Nor is every error terminal (nixl/agent.py, MayStillLand). Such a read stays *doubtful*, its handle kept, until a fence
+(a small read over the same endpoint, posted later) is done, or the endpoint has failed.
 """
 
 from __future__ import annotations
@@ -14,13 +17,14 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from pd_connectors.nixl.agent import NixlAgent, NixlError, Region, Remote
+from pd_connectors.nixl.agent import EndpointFailed, MayStillLand, NixlAgent, NixlError, Region, Remote
 from pd_connectors.transport import Completion, Connected, ConnectFailed, PeerKey, ReadEnded, ReadId, Transport
 
 if TYPE_CHECKING:
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.0005
 RETIRED_POLL_S = 0.02  # nobody waits for these but the block pool
+FENCE_EVERY_S = 0.5  # after one that failed
 
 logger = logging.getLogger(__name__)
 
@@ -42,17 +47,37 @@ class _Description(msgspec.Struct, frozen=True):
     region: Region
 
 
+@dataclass(frozen=True, slots=True)
+class _Doubt:
+    handle: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Fence:
+    handle: int
+    covers: tuple[ReadId, ...]
+
+
 @dataclass(slots=True)
 class _Peer:
     key: PeerKey
     remote: Remote
-    warm_up: int | None  # NIXL's handle until the endpoint is ready
+    warm_up: int | None = None  # NIXL's handle until the endpoint is ready
     reads: dict[ReadId, int] = field(default_factory=dict)  # -> NIXL's handle; never released before it is terminal
+    doubtful: dict[ReadId, _Doubt] = field(default_factory=dict)  # failed, and yet they may land
+    fence: _Fence | None = None
+    fence_at: float = 0.0
 
     @property
     def is_busy(self) -> bool:
         """Something of it may still land."""
-        return bool(self.reads) or self.warm_up is not None
+        return self.is_polled or bool(self.doubtful)
+
+    @property
+    def is_polled(self) -> bool:
+        """NIXL will soon say something new about it."""
+        return bool(self.reads) or self.warm_up is not None or self.fence is not None
 
 
 class NixlTransport(Transport):
@@ -122,8 +147,9 @@ class NixlTransport(Transport):
         finally:
             self._started.set()
         while True:
-            busy = any(peer.is_busy for peer in self._peers.values())
-            pause_s = POLL_S if busy else RETIRED_POLL_S if self._retired else None
+            peers = self._peers.values()
+            is_slow = bool(self._retired) or any(peer.doubtful for peer in peers)
+            pause_s = POLL_S if any(peer.is_polled for peer in peers) else RETIRED_POLL_S if is_slow else None
             try:
                 call = self._calls.get(timeout=pause_s)
             except queue.Empty:
@@ -141,9 +167,17 @@ class NixlTransport(Transport):
                 raise NixlError("reads over its previous endpoint are still in flight")
             if there.region.block_bytes != agent.region.block_bytes:
                 raise NixlError(f"its blocks have {there.region.block_bytes} bytes, ours {agent.region.block_bytes}")
-            remote = agent.connect(there.metadata, there.region)
-            self._peers[key] = _Peer(key, remote, agent.post_warm_up(remote))
+            peer = _Peer(key, agent.connect(there.metadata, there.region))
         except (NixlError, msgspec.MsgspecError) as error:
+            self._tell(ConnectFailed(key, str(error)))
+            return
+        try:
+            peer.warm_up = agent.post_warm_up(peer.remote)
+            self._peers[key] = peer
+        except NixlError as error:
+            if isinstance(error, MayStillLand):  # in memory that nothing else uses
+                _attempt(agent.release, error.handle)
+            self._remove(agent, peer)
             self._tell(ConnectFailed(key, str(error)))
 
     def _read(
@@ -155,6 +189,8 @@ class NixlTransport(Transport):
             return
         try:
             peer.reads[read_id] = agent.post_read(peer.remote, remote, local)
+        except MayStillLand as error:
+            peer.doubtful[read_id] = _Doubt(error.handle, str(error))
         except NixlError as error:
             self._tell(ReadEnded(read_id, str(error), endpoint_broken=True))
 
@@ -163,17 +199,25 @@ class NixlTransport(Transport):
         if peer is not None and peer.is_busy:
             self._retired.append(peer)
         elif peer is not None:
-            _remove(agent, peer)
+            self._remove(agent, peer)
+
+    def _remove(self, agent: NixlAgent, peer: _Peer) -> None:
+        """Forget a peer of which nothing is in flight; NIXL's agent of it, unless another endpoint leads there too."""
+        others = [other for other in (*self._peers.values(), *self._retired) if other is not peer]
+        if all(other.remote.name != peer.remote.name for other in others):
+            _attempt(agent.disconnect, peer.remote.name)
+        _attempt(agent.forget_blocks, peer.remote)
 
     def _check(self, agent: NixlAgent) -> None:
         """Look at everything in flight once."""
         for peer in [*self._peers.values(), *self._retired]:
             self._check_warm_up(agent, peer)
             self._check_reads(agent, peer)
-        for peer in self._retired:
-            if not peer.is_busy:
-                _remove(agent, peer)
+            self._check_fence(agent, peer)
+        ended = [peer for peer in self._retired if not peer.is_busy]
         self._retired = [peer for peer in self._retired if peer.is_busy]
+        for peer in ended:
+            self._remove(agent, peer)
 
     def _check_warm_up(self, agent: NixlAgent, peer: _Peer) -> None:
         if peer.warm_up is None:
@@ -197,11 +241,42 @@ class NixlTransport(Transport):
                 if not agent.is_done(handle):
                     continue
                 ended = ReadEnded(read_id)
+            except MayStillLand as error:
+                peer.doubtful[read_id] = _Doubt(peer.reads.pop(read_id), str(error))
+                continue
             except NixlError as error:
                 ended = ReadEnded(read_id, str(error), endpoint_broken=True)
             del peer.reads[read_id]
             _attempt(agent.release, handle)
             self._tell(ended)
+
+    def _check_fence(self, agent: NixlAgent, peer: _Peer) -> None:
+        """Find out whether the doubtful reads have ended."""
+        fence, peer.fence = peer.fence, None
+        try:
+            if fence is None and peer.doubtful and time.monotonic() >= peer.fence_at:
+                peer.fence = _Fence(agent.post_warm_up(peer.remote), tuple(peer.doubtful))
+            elif fence is not None and agent.is_done(fence.handle):
+                self._settle(agent, peer, fence.covers)
+            elif fence is not None:
+                peer.fence = fence
+                return
+        except EndpointFailed:
+            self._settle(agent, peer, tuple(peer.doubtful))
+        except NixlError as error:
+            peer.fence_at = time.monotonic() + FENCE_EVERY_S
+            logger.info("a fence failed, %d reads stay in doubt: %s", len(peer.doubtful), error)
+            if isinstance(error, MayStillLand) and fence is None:
+                _attempt(agent.release, error.handle)
+        if fence is not None:
+            _attempt(agent.release, fence.handle)
+
+    def _settle(self, agent: NixlAgent, peer: _Peer, read_ids: tuple[ReadId, ...]) -> None:
+        """Nothing of these can land any more."""
+        for read_id in read_ids:
+            doubt = peer.doubtful.pop(read_id)
+            _attempt(agent.release, doubt.handle)
+            self._tell(ReadEnded(read_id, doubt.error, endpoint_broken=True))
 
     def _leave(self, agent: NixlAgent) -> None:
         """Shutdown. With a read in flight the agent must outlive the thread: its destructor would wait, or worse."""
@@ -212,11 +287,6 @@ class NixlTransport(Transport):
     def _tell(self, completion: Completion) -> None:
         self._completions.append(completion)
         self._wake()
-
-
-def _remove(agent: NixlAgent, peer: _Peer) -> None:
-    _attempt(agent.disconnect, peer.remote.name)
-    _attempt(agent.forget_blocks, peer.remote)
 
 
 def _attempt(call: Callable[..., None], *args: object) -> None:
