@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from pd_kernels.checks import check_cache_views, check_query
-from pd_kernels.triton_decode import DecodePlan, DecodeTiling, decode_attention, decode_tiling, plan_decode
-from pd_kernels.triton_prefill import PrefillTiling, plan_prefill, prefill_attention, prefill_tiling
+from pd_kernels.triton_decode import (
+    DecodePlan,
+    DecodeTiling,
+    decode_attention,
+    decode_tiling,
+    num_processors,
+    plan_decode,
+)
+from pd_kernels.triton_prefill import PrefillPlan, PrefillTiling, plan_prefill, prefill_attention, prefill_tiling
 
 if TYPE_CHECKING:
     from pd_kernels.packed import PackedSequences
@@ -26,9 +33,9 @@ class TritonAttentionPlan:
     packed: PackedSequences
     num_tokens: int
     window: int
-    prefill: PrefillTiling
     decode: DecodePlan | None  # None without decodes
-    tiles: dict[int, torch.Tensor] = field(default_factory=dict)  # of plan_prefill, by query heads per KV head
+    prefill: PrefillTiling | None  # None: the usual one
+    prefills: dict[int, PrefillPlan] = field(default_factory=dict)  # by query heads per KV head, made by the first run
 
     def run(
         self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
@@ -47,11 +54,13 @@ class TritonAttentionPlan:
             )
         if packed.num_decodes < packed.num_seqs:
             group = query.shape[1] // key_cache.shape[1]
-            if group not in self.tiles:
-                self.tiles[group] = plan_prefill(packed, group, self.prefill, query.device)
-            prefill_attention(
-                query, key_cache, value_cache, packed, self.tiles[group], out, scale, self.window, self.prefill
-            )
+            if group not in self.prefills:
+                num_rows = (self.num_tokens - packed.num_decodes) * query.shape[1]
+                tiling = self.prefill or prefill_tiling(
+                    query.dtype, query.shape[2], num_rows, num_processors(query.device)
+                )
+                self.prefills[group] = plan_prefill(packed, group, tiling, query.device)
+            prefill_attention(query, key_cache, value_cache, packed, self.prefills[group], out, scale, self.window)
         return out
 
 
@@ -63,9 +72,8 @@ def plan_attention(
     prefill: PrefillTiling | None = None,
 ) -> TritonAttentionPlan:
     """`key_cache`: any layer's view, for shape and dtype. The tilings are for measurements."""
-    _, _, block_size, head_dim = key_cache.shape
-    tiling = decode or decode_tiling(key_cache.dtype, head_dim)
-    prefill = prefill or prefill_tiling(key_cache.dtype, head_dim, block_size)
     count = packed.num_decodes
-    plan = plan_decode(packed.seq_lens[:count], key_cache, window, tiling) if count else None
-    return TritonAttentionPlan(packed, int(packed.host_query_lens.sum()), window, prefill, plan)
+    plan = None
+    if count:
+        plan = plan_decode(packed.seq_lens[:count], key_cache, window, decode or decode_tiling(key_cache, count))
+    return TritonAttentionPlan(packed, int(packed.host_query_lens.sum()), window, plan, prefill)
