@@ -30,6 +30,9 @@ log = logging.getLogger("pd_router")
 Choose = Callable[[Iterable[Node], float], Node | None]
 # A node's own word for "not now" or "not here"; 504 is not among them: the request's time is up everywhere.
 _RETRYABLE = frozenset({429, 500, 502, 503})
+# What counts against a node. An answer in HTTP does not, whatever its status: the request may have caused it, and then
+# a client could talk every node out of service. Nor does slowness, which is load: /health judges that.
+_ILLNESS = frozenset({FailureKind.CONNECT, FailureKind.BROKEN, FailureKind.BAD_ANSWER})
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +238,10 @@ class Exchange:
 
     def _note(self, leg: str, failure: LegFailed) -> None:
         self._s.metrics.leg_failures.labels(leg, failure.node.node_id, failure.kind.value).inc()
-        busy = failure.answer is not None and failure.answer.status in (429, 503)
-        if not busy:  # a full queue is no illness
+        if failure.kind in _ILLNESS:
             self._s.table.failed(failure.node, unreachable=failure.kind is FailureKind.CONNECT)
+        elif failure.kind is FailureKind.REFUSED:
+            self._s.table.answered(failure.node)
         log.warning("request %s: %s leg failed: %s", self._headers["x-request-id"], leg, failure)
 
     def _offer(self, without: Node | None = None) -> str | None:

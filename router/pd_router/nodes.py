@@ -105,7 +105,10 @@ class NodeTable:
         node.failures_in_row = 0
 
     def failed(self, node: Node, *, unreachable: bool) -> None:
-        """A leg to `node` failed. Nobody listening puts it out until /health answers again; other failures add up."""
+        """A leg to `node` got no proper HTTP answer.
+
+        Nobody listening puts the node out until /health answers again; other failures add up.
+        """
         if unreachable:
             node.reachable = False
         node.failures_in_row += 1

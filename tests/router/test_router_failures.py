@@ -274,11 +274,28 @@ async def test_three_failures_in_a_row_put_a_node_out_for_a_while() -> None:
         assert (await post(router))[1]["x-pd-route"] == "direct; reason=no-prefill-node"
 
 
-async def test_busy_is_not_ill() -> None:
-    p, d = FakeNode("prefill", fakes.refuse(503)), FakeNode("decode", fakes.decode)
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+@pytest.mark.parametrize("order", ["p-first", "d-first"])
+async def test_a_node_that_answers_is_not_ill(order: str, status: int) -> None:
+    p, d = FakeNode("prefill", fakes.refuse(status)), FakeNode("decode", fakes.refuse(status))
     async with running(p, d), serving([p], [d], eject_after=1) as router:
-        routes = [(await post(router))[1]["x-pd-route"] for _ in range(3)]
-        assert routes == ["direct; reason=prefill-failed"] * 3
+        answers = [await post(router, order=order) for _ in range(3)]
+        assert {answer[0] for answer in answers} == {502 if status in (500, 502) else status}
+        for _, headers, body in answers:
+            assert orjson.loads(body)["error"]["message"] == "no (fake-decode)"
+            assert headers["x-pd-route"].startswith("direct" if order == "p-first" else "d-first")
+        assert all(node["healthy"] for node in router.services.table.report())
+        await router.idle()
+
+
+async def test_slow_is_not_ill() -> None:
+    p, d = FakeNode("prefill", fakes.silent), FakeNode("decode", fakes.silent)
+    settings: dict[str, Any] = {"ticket_timeout_s": 0.1, "first_byte_timeout_s": 0.1, "eject_after": 1}
+    async with running(p, d), serving([p], [d], **settings) as router:
+        for _ in range(2):
+            status, headers, _ = await post(router, stream=True)
+            assert (status, headers["x-pd-route"]) == (502, "direct; reason=prefill-failed")
+        assert all(node["healthy"] for node in router.services.table.report())
 
 
 async def test_a_kept_connection_that_the_node_has_closed_costs_no_request() -> None:
