@@ -10,6 +10,7 @@ import orjson
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.server.logprobs import chat_logprobs
+from pd_cluster.server.schema import NOT_JSON
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,7 +108,7 @@ def _normal_calls(calls: Any, place: str) -> list[dict[str, Any]]:
         if isinstance(arguments, str):
             try:
                 arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
-            except msgspec.DecodeError as error:
+            except NOT_JSON as error:
                 raise InvalidRequest(f"{place}: arguments is not valid JSON", "messages") from error
         normal.append(call | {"function": function | {"arguments": arguments}})
     return normal

@@ -13,6 +13,9 @@ import msgspec
 
 from pd_cluster.errors import InvalidRequest
 
+# what msgspec raises for bytes that are no JSON; nested too deeply is one way not to be
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_PROMPTS = 256  # prompts of one /v1/completions request
@@ -148,7 +151,7 @@ def decode_body(raw: bytes, kind: type[Body]) -> tuple[Body, set[str]]:
         body = msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
     unknown = names.keys() - _known(kind)
     for name in _REFUSED.keys() & unknown:
@@ -161,7 +164,7 @@ def decode_value(raw: bytes, kind: Any, param: str) -> Any:
     """A part of a body that was kept raw. Raises InvalidRequest naming `param`."""
     try:
         return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         raise InvalidRequest(f"{param}: {_reason(str(error))}", param, "invalid_type") from error
 
 
@@ -170,7 +173,7 @@ def _field_names(raw: bytes) -> dict[str, msgspec.Raw]:
         return msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError as error:
         raise InvalidRequest("the body must be a JSON object", code="invalid_json") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
 
 

@@ -6,6 +6,7 @@ and a long prompt is never parsed here.
 
 from __future__ import annotations
 
+import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,7 +17,8 @@ RawObject = dict[str, msgspec.Raw]
 _OBJECT = msgspec.json.Decoder(RawObject)
 _NO_TOKENS = frozenset({"max_tokens", "max_completion_tokens", "stream_options"})
 _KV = "kv_transfer_params"
-_GLANCE_BYTES = 64  # of a prompt, behind which its kind is known unless it begins with more blanks than that
+_PROMPT_LISTS = re.compile(rb'[ \t\n\r]*\[[ \t\n\r]*["\[]')
+_MAX_SAMPLES = 128  # a node refuses more; as a charge it must stay a sensible number
 _ASK_TICKET = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -25,6 +27,8 @@ _ASK_TICKET = {
     "remote_host": None,
     "remote_port": None,
 }
+# What msgspec raises: not JSON or not of the type, not UTF-8, nested too deeply.
+_BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 T = TypeVar("T")
 
 
@@ -41,7 +45,7 @@ class RequestBody:
     def __init__(self, data: bytes) -> None:
         try:
             self._fields = raw_object(data)
-        except msgspec.MsgspecError as error:
+        except _BAD_JSON as error:
             raise InvalidRequest(f"the request body is not a JSON object: {error}") from error
         self._fields.pop(_KV, None)  # a client must not steer transfers between nodes
         self.num_bytes = len(data)
@@ -53,7 +57,7 @@ class RequestBody:
             return None
         try:
             return msgspec.json.decode(raw, type=kind)
-        except msgspec.MsgspecError:
+        except _BAD_JSON:
             return None
 
     @property
@@ -66,16 +70,13 @@ class RequestBody:
 
     @property
     def num_samples(self) -> int:
-        return max(1, self.get("n", int) or 1)
+        return min(max(1, self.get("n", int) or 1), _MAX_SAMPLES)
 
     @property
     def has_several_prompts(self) -> bool:
-        """Whether `prompt` is an array of texts or of arrays of token ids, be it of one. Looks at its first bytes."""
+        """Whether `prompt` is an array of texts or of arrays of token ids, be it of one. Looks at its beginning."""
         raw = self._fields.get("prompt")
-        if raw is None:
-            return False
-        beginning = bytes(memoryview(raw)[:_GLANCE_BYTES]).lstrip()
-        return beginning.startswith(b"[") and beginning[1:].lstrip()[:1] in (b'"', b"[")
+        return raw is not None and _PROMPT_LISTS.match(memoryview(raw)) is not None
 
     def plain(self) -> bytes:
         """For a node that does everything."""

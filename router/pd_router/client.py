@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
 
 from pd_router.errors import BodyTooLarge, RouterError, to_body
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Send
 
+log = logging.getLogger("pd_router")
 HeaderList = list[tuple[bytes, bytes]]
 JSON_TYPE = (b"content-type", b"application/json")
 
@@ -68,6 +70,16 @@ class Reply:
     async def error(self, error: RouterError) -> None:
         extra = [(b"retry-after", b"1")] if error.status == 503 else []
         await self.whole(error.status, [JSON_TYPE, *extra], to_body(error))
+
+    async def crashed(self, request_id: str, error: Exception) -> None:
+        """For an exception that nobody expected.
+
+        Raises it when an answer has begun: the server then logs it and closes the connection.
+        """
+        if self.started:
+            raise error
+        log.error("request %s: a bug", request_id, exc_info=error)
+        await self.error(RouterError("internal error"))
 
 
 class DisconnectWatch:

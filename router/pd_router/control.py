@@ -73,6 +73,8 @@ class Relay:
             return  # nothing was started for it
         except RouterError as error:
             await reply.error(error)
+        except Exception as error:
+            await reply.crashed(request_id, error)
 
     async def _ask(self, scope: Scope, request_id: str, body: RequestBody | None) -> Answer:
         """Raises ModelNotFound, NoNode, NodeFailed."""

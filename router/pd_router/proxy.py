@@ -53,6 +53,9 @@ class Proxy:
         except RouterError as error:
             outcome = "refused" if error.status < 500 else "failed"
             await reply.error(error)
+        except Exception as error:
+            outcome = "crashed"
+            await reply.crashed(request_id, error)
         except BaseException:
             outcome = "crashed"
             raise
