@@ -3,6 +3,7 @@
 PdError
 ├── InvalidRequest      400  the request can never be served
 ├── ModelNotFound       404
+├── BodyTooLarge        413
 ├── Overloaded          503  try again later, or elsewhere
 ├── EngineUnavailable   503  the engine process is gone or shutting down
 ├── PrefillUnavailable  502  no prefill node could serve the request, and local prefill is not allowed
@@ -41,6 +42,14 @@ class ModelNotFound(PdError):
     status = 404
     kind = "invalid_request_error"
     code = "model_not_found"
+
+
+class BodyTooLarge(PdError):
+    """No request that this model can serve needs so long a body."""
+
+    status = 413
+    kind = "invalid_request_error"
+    code = "body_too_large"
 
 
 class Overloaded(PdError):

@@ -9,6 +9,7 @@ import orjson
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.server.logprobs import completion_logprobs
+from pd_cluster.server.sampling import check_num_tokens
 from pd_cluster.server.schema import MAX_PROMPTS, CompletionBody, decode_value
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 Prompt = str | list[int]
 
 
-def prompts_of(body: CompletionBody, vocab_size: int) -> list[Prompt]:
+def prompts_of(body: CompletionBody, vocab_size: int, max_model_len: int) -> list[Prompt]:
     """At least one. Raises InvalidRequest."""
     raw = bytes(body.prompt).lstrip()
     inside = raw[1:].lstrip()
@@ -43,7 +44,10 @@ def prompts_of(body: CompletionBody, vocab_size: int) -> list[Prompt]:
     for prompt in prompts:
         if not prompt:
             raise InvalidRequest("prompt must not be empty", "prompt")
-        if not isinstance(prompt, str) and not (min(prompt) >= 0 and max(prompt) < vocab_size):
+        if isinstance(prompt, str):
+            continue
+        check_num_tokens(len(prompt), max_model_len, "prompt")  # before millions of them are looked at
+        if not (min(prompt) >= 0 and max(prompt) < vocab_size):
             raise InvalidRequest(f"prompt has token ids outside the vocabulary 0..{vocab_size - 1}", "prompt")
     return prompts
 

@@ -11,7 +11,7 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from pd_cluster.errors import EngineUnavailable, InvalidRequest, PdError
+from pd_cluster.errors import BodyTooLarge, EngineUnavailable, InvalidRequest, PdError
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_cluster.server")
 
-MAX_BODY_BYTES = 64 << 20
 SSE_DONE = b"data: [DONE]\n\n"
 
 
@@ -116,10 +115,10 @@ class Exchange(Response):
 
     async def _run(self, reply: Reply, scope: Scope, receive: Receive) -> str:
         try:
-            body = await read_body(Request(scope, receive))
+            body = await read_body(Request(scope, receive), self._state.max_body_bytes)
         except ClientDisconnect:
             return "disconnected"
-        except InvalidRequest as error:
+        except BodyTooLarge as error:
             await reply.fail(error)
             return "client_error"
         work = asyncio.create_task(self._guarded(reply, body))
@@ -157,12 +156,12 @@ async def _client_left(receive: Receive) -> None:
         pass
 
 
-async def read_body(request: Request) -> bytes:
-    """The whole body. Raises InvalidRequest beyond MAX_BODY_BYTES."""
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body. Raises BodyTooLarge, ClientDisconnect."""
     parts, size = [], 0
     async for part in request.stream():
         parts.append(part)
         size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise InvalidRequest(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", code="body_too_large")
+        if size > max_bytes:
+            raise BodyTooLarge(f"the request body is longer than {max_bytes} bytes")
     return b"".join(parts)

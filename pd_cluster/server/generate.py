@@ -47,7 +47,7 @@ async def chat_completions(state: NodeState, caller: Caller, reply: Reply, raw: 
     messages, tools, options = normal_messages(body.messages), chosen_tools(body), template_options(body)
 
     async def tokenize() -> list[int]:
-        return await state.tokenizer.encode_chat(messages, tools, options)
+        return await state.tokenizer.encode_chat(messages, tools, options, max_tokens=state.ready.max_model_len)
 
     shape = ChatShape(
         caller.request_id,
@@ -63,12 +63,16 @@ async def completions(state: NodeState, caller: Caller, reply: Reply, raw: bytes
     """Raises PdError."""
     body = _decoded(state, raw, CompletionBody)
     check_best_of(body)
-    prompts = prompts_of(body, state.tokenizer.vocab_size)
+    prompts = prompts_of(body, state.tokenizer.vocab_size, state.ready.max_model_len)
 
     async def tokenize(prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
-        return await state.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+        return await state.tokenizer.encode(
+            prompt,
+            max_tokens=state.ready.max_model_len,
+            add_special_tokens=body.add_special_tokens is not False,
+        )
 
     shape = CompletionShape(
         caller.request_id,

@@ -108,7 +108,7 @@ async def plan_handoff(
 
 
 def _plausible_ids(state: NodeState, ids: list[int] | None) -> list[int] | None:
-    if not ids or min(ids) < 0 or max(ids) >= state.tokenizer.vocab_size:
+    if not ids or len(ids) > state.ready.max_model_len or min(ids) < 0 or max(ids) >= state.tokenizer.vocab_size:
         return None
     return ids
 

@@ -61,6 +61,16 @@ def text_options(body: GenerationBody) -> TextOptions:
     return TextOptions(stop, bool(body.include_stop_str_in_output), body.skip_special_tokens is not False)
 
 
+def check_num_tokens(num_tokens: int, max_model_len: int, param: str) -> None:
+    """Raises InvalidRequest for ids that cannot be a prompt of this model, however little it is to generate."""
+    if num_tokens > max_model_len:
+        raise InvalidRequest(
+            f"{param} has {num_tokens} tokens; this model's maximum context length is {max_model_len}",
+            param,
+            "context_length_exceeded",
+        )
+
+
 def sampling_params(
     body: GenerationBody,
     defaults: SamplingDefaults,

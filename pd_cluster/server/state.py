@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from pd_cluster.engine.client import EngineClient
     from pd_cluster.engine.messages import EngineReady
 
+BODY_BYTES_PER_TOKEN = 64
+BODY_BYTES_BESIDE = 1 << 20
+MAX_BODY_BYTES = 64 << 20
+
 
 @dataclass(slots=True, kw_only=True)
 class NodeState:
@@ -68,6 +72,14 @@ class NodeState:
         if ready is None or not self.engine.alive:
             raise EngineUnavailable("the engine is still starting" if ready is None else "the engine is gone")
         return ready
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Of a request's body: room for any prompt that fits the model, however it is written, and for the fields."""
+        ready = self.engine.ready
+        if ready is None:
+            return MAX_BODY_BYTES
+        return min(ready.max_model_len * BODY_BYTES_PER_TOKEN + BODY_BYTES_BESIDE, MAX_BODY_BYTES)
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFound. A request without a model gets the one there is."""

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 _SENTENCEPIECE_SPACE = "▁"
+_NORMAL_FORMS = ("NFC", "NFD", "NFKD")  # NFKC is not bounded so tightly
+_NORMAL_FORM_FACTOR = 3
+_LOSSY_FACTOR = 16
 
 
 class Tokenizer:
@@ -28,6 +31,7 @@ class Tokenizer:
         self.vocab_size = max(vocab_size, len(tokenizer))
         self._special = frozenset(tokenizer.all_special_ids)
         self._bytes = _token_bytes(tokenizer)
+        self._max_bytes_per_token = _max_bytes_per_token(tokenizer, self._bytes)
         # one thread: fast tokenizers keep padding and truncation settings and refuse to be entered twice
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
@@ -54,26 +58,52 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(self, text: str, *, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
+        """Raises InvalidRequest, before any work, for a text that cannot have as few as `max_tokens` tokens.
+
+        One that is a little too long is encoded: count the result.
+        """
+        self._check_length(text, max_tokens, "prompt")
         return await self._run(lambda: self._encode(text, add_special_tokens))
 
     async def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        options: dict[str, Any],
+        *,
+        max_tokens: int,
     ) -> list[int]:
-        """The conversation through the model's chat template, as ids. Raises InvalidRequest."""
+        """The conversation through the model's chat template, as ids. Raises InvalidRequest, see `encode`."""
         if not self._tokenizer.chat_template:
             raise InvalidRequest("this model has no chat template: use /v1/completions", "messages", "no_chat_template")
-        return await self._run(lambda: self._encode_chat(messages, tools, options))
+        return await self._run(lambda: self._encode_chat(messages, tools, options, max_tokens))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of these ids, special tokens included."""
         return await self._run(lambda: b"".join(map(self.token_bytes, token_ids)).decode(errors="replace"))
 
+    def _check_length(self, text: str, max_tokens: int, param: str) -> None:
+        """Raises InvalidRequest. Encoding megabytes takes seconds, during which every other request waits."""
+        limit = max_tokens * self._max_bytes_per_token
+        # a character has 1 to 4 bytes: mostly its count is enough
+        if len(text) > limit or (4 * len(text) > limit and len(text.encode(errors="surrogatepass")) > limit):
+            raise InvalidRequest(
+                f"the prompt has {len(text)} characters, which is more than {max_tokens} tokens, "
+                "this model's maximum context length",
+                param,
+                "context_length_exceeded",
+            )
+
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def _encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        options: dict[str, Any],
+        max_tokens: int,
     ) -> list[int]:
         try:
             text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
@@ -81,6 +111,7 @@ class Tokenizer:
             raise InvalidRequest(
                 f"the chat template refuses these messages: {error}", "messages", "chat_template"
             ) from error
+        self._check_length(text, max_tokens, "messages")
         return self._encode(text, add_special_tokens=False)
 
     async def _run(self, work: Callable[[], Result]) -> Result:
@@ -105,6 +136,22 @@ def _token_bytes(tokenizer: Any) -> list[bytes]:
         else:
             table.append(_by_difference(tokenizer, token_id))
     return table
+
+
+def _max_bytes_per_token(tokenizer: Any, token_bytes: Sequence[bytes]) -> int:
+    """No text of more than N times this many bytes has as few as N tokens.
+
+    That is the longest token, where encoding loses nothing (byte-level vocabularies). Unicode normal forms can make
+    three bytes one; what drops or merges more (blanks, unknown words) gets a generous guess.
+    """
+    longest = max(map(len, token_bytes), default=1)
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    blanks_go = any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
+    if _decoder_name(tokenizer) != "byte_level" or blanks_go:
+        return longest * _LOSSY_FACTOR
+    if normalizer is None:
+        return longest
+    return longest * (_NORMAL_FORM_FACTOR if type(normalizer).__name__ in _NORMAL_FORMS else _LOSSY_FACTOR)
 
 
 def _decoder_name(tokenizer: Any) -> str:

@@ -24,7 +24,7 @@ IM_END = 2
 async def ids_of(text: str) -> list[int]:
     tokenizer = demo_tokenizer()
     try:
-        return await tokenizer.encode(text)
+        return await tokenizer.encode(text, max_tokens=4096)
     finally:
         tokenizer.close()
 
@@ -42,7 +42,9 @@ async def test_whole_answer_with_two_choices_counts_each_token_once() -> None:
     ids = await ids_of("Hello there.")
     async with running(FakeEngine(says([*ids, IM_END], FinishReason.STOP))) as node, client_of(node) as client:
         answer = await client.chat.completions.create(model="demo", messages=HI, n=2)
-        rendered = await node.state.tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+        rendered = await node.state.tokenizer.encode(
+            "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", max_tokens=4096
+        )
     assert [choice.message.content for choice in answer.choices] == ["Hello there."] * 2
     assert [choice.finish_reason for choice in answer.choices] == ["stop", "stop"]
     assert [choice.index for choice in answer.choices] == [0, 1]

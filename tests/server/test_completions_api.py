@@ -36,7 +36,7 @@ async def echo_script(line: Line) -> None:
 
 async def test_every_form_of_prompt() -> None:
     async with running(FakeEngine(echo_script)) as node:
-        hello, there = [await node.state.tokenizer.encode(text) for text in ("Hello", " there")]
+        hello, there = [await node.state.tokenizer.encode(text, max_tokens=4096) for text in ("Hello", " there")]
         one = await post(node, {"prompt": "Hello"})
         several = await post(node, {"prompt": ["Hello", " there"]})
         ids = await post(node, {"prompt": there})
@@ -78,7 +78,7 @@ async def test_one_failing_prompt_fails_the_request_and_aborts_the_others() -> N
 
 async def test_logprobs_in_the_legacy_shape_through_the_openai_client() -> None:
     async with running(FakeEngine(says([]))) as node:
-        ids = await node.state.tokenizer.encode("Hello there.")
+        ids = await node.state.tokenizer.encode("Hello there.", max_tokens=4096)
         node.engine.script = says(ids)
         async with openai.AsyncOpenAI(base_url=f"{node.url}/v1", api_key="none") as client:
             answer = await client.completions.create(model="demo", prompt="hi", logprobs=1)
@@ -92,7 +92,7 @@ async def test_logprobs_in_the_legacy_shape_through_the_openai_client() -> None:
 
 async def test_streamed_offsets_continue() -> None:
     async with running(FakeEngine(says([]))) as node:
-        node.engine.script = says(await node.state.tokenizer.encode("Hello there."))
+        node.engine.script = says(await node.state.tokenizer.encode("Hello there.", max_tokens=4096))
         body = {"prompt": "hi", "logprobs": 0, "stream": True}
         events = await post_events(node.session, f"{node.url}/v1/completions", body)
     shaped = [c["logprobs"] for _, data in events if data != "[DONE]" for c in data["choices"]]
@@ -102,7 +102,7 @@ async def test_streamed_offsets_continue() -> None:
 
 async def test_backlog_is_coalesced_without_losing_a_token() -> None:
     async with running(FakeEngine(says([]))) as node:
-        ids = await node.state.tokenizer.encode("Hello there. " * 20)
+        ids = await node.state.tokenizer.encode("Hello there. " * 20, max_tokens=4096)
         node.engine.script = says(ids)
         body = {"prompt": "hi", "stream": True, "stream_options": {"include_usage": True}}
         events = await post_events(node.session, f"{node.url}/v1/completions", body)

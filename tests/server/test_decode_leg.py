@@ -37,7 +37,7 @@ def engine_of_p() -> FakeEngine:
 
 
 async def ids_of(node: Node, text: str = TEXT) -> list[int]:
-    return await node.state.tokenizer.encode(text)
+    return await node.state.tokenizer.encode(text, max_tokens=4096)
 
 
 async def complete(node: Node, params: dict[str, Any], **more: Any) -> tuple[int, dict[str, Any], dict[str, str]]:

@@ -48,7 +48,7 @@ async def test_ticket_comes_before_any_token_and_done_after_the_last() -> None:
             done = await next_event(response, buffer)
             assert await response.content.read() == b""
         request = node.engine.requests[0]
-        ids = await node.state.tokenizer.encode("Hello there.")
+        ids = await node.state.tokenizer.encode("Hello there.", max_tokens=4096)
     params = data["kv_transfer_params"]
     assert params["prompt_token_ids"] == ids == request.prompt_token_ids
     assert ticket_in(params).prompt_digest == prompt_digest(ids)
