@@ -1,4 +1,4 @@
-"""One task that asks every node's /health, and, after each boot of a node, which models it serves."""
+"""Asks every node's /health, each in a task of its own, and, after each boot of a node, which models it serves."""
 
 from __future__ import annotations
 
@@ -28,14 +28,19 @@ class HealthPoller:
         self._models_timeout_s = config.control_timeout_s
 
     async def run(self) -> None:
-        """Poll until cancelled."""
-        while True:
-            await asyncio.sleep(self._interval_s)
-            await self.poll_all()
+        """Poll until cancelled. Each node at its own pace: one that does not answer holds up no other's turn."""
+        async with asyncio.TaskGroup() as group:
+            for node in self._table.nodes:
+                group.create_task(self._poll_for_ever(node))
 
     async def poll_all(self) -> None:
         """One round. It ends within `health_timeout_s` + `control_timeout_s`."""
         await asyncio.gather(*(self.poll(node) for node in self._table.nodes))
+
+    async def _poll_for_ever(self, node: Node) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            await self.poll(node)
 
     async def poll(self, node: Node) -> None:
         was_reachable = node.reachable

@@ -1,0 +1,155 @@
+"""What a client sends can neither crash the router nor put a node out of service."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from pd_cluster.server.app import create_app
+from tests.bad_bodies import BAD_BODIES, OVERSIZED, check_error, nested
+from tests.router import fake_nodes as fakes
+from tests.router.fake_nodes import FakeNode, running
+from tests.router.router_process import serving, until
+from tests.server import live_server
+from tests.server.fake_engine import FakeEngine, says
+
+if TYPE_CHECKING:
+    from pd_router.body import RequestBody
+
+pytestmark = pytest.mark.anyio
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+
+
+class RealNode(FakeNode):
+    """Only its address: what listens there is a node's own app over a scripted engine."""
+
+    def __init__(self, role: str, url: str) -> None:
+        super().__init__(role, fakes.decode)
+        self.url = url
+
+
+@pytest.mark.parametrize("order", ["p-first", "d-first"])
+async def test_bad_bodies_leave_every_node_healthy(order: str) -> None:
+    engines = [FakeEngine(says([5]), engine_id=role) for role in ("prefill", "decode")]
+    states = [live_server.make_state(engine, role=engine.ready.engine_id) for engine in engines if engine.ready]
+    async with (
+        live_server.serving(create_app(states[0])) as p,
+        live_server.serving(create_app(states[1])) as d,
+        serving([RealNode("prefill", p)], [RealNode("decode", d)], eject_after=1) as router,
+    ):
+        headers = {"x-pd-route": order}
+        for name, (path, body) in list(BAD_BODIES.items()) * 10:
+            async with router.session.post(router.url + path, data=body, headers=headers) as answer:
+                assert answer.status == 400, name
+                check_error(await answer.json())
+        for path in (CHAT, "/v1/completions", "/tokenize"):
+            for _ in range(10):
+                data = io.BytesIO(OVERSIZED)
+                async with router.session.post(router.url + path, data=data, headers=headers) as answer:
+                    assert answer.status == 413
+                    check_error(await answer.json())
+        await router.idle()
+        assert all(node["healthy"] for node in router.services.table.report())
+        assert engines[0].requests == engines[1].requests == []
+    for engine in engines:
+        await engine.close()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"\xff":1}',
+        b'{"x":' + nested(100_000) + b"}",
+        b"[" * 100_000,
+        b'{"x":' * 100_000,
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize", "/detokenize"])
+async def test_the_router_refuses_by_itself_what_it_cannot_take_apart(path: str, raw: bytes) -> None:
+    d = FakeNode("decode", fakes.decode)
+    async with running(d), serving(None, [d]) as router:
+        async with router.session.post(router.url + path, data=raw) as answer:
+            assert answer.status == 400
+            check_error(await answer.json())
+        assert d.seen == []
+
+
+async def test_a_field_that_is_no_text_is_the_nodes_to_judge() -> None:
+    from pd_router.body import RequestBody
+
+    body = RequestBody(b'{"model":"\xff","n":1' + b"0" * 400 + b',"stream":' + nested(500) + b"}")
+    assert (body.model, body.num_samples, body.wants_stream) == (None, 128, False)
+    assert b'"model":"\xff"' in body.plain()
+
+
+@pytest.mark.parametrize("blanks", [b"", b" \n", b" " * 100])
+@pytest.mark.parametrize(
+    ("prompt", "several"), [(b'["a"]', True), (b"[[1]]", True), (b"[1]", False), (b'"[["', False), (b"[]", False)]
+)
+async def test_several_prompts_are_seen_behind_any_number_of_blanks(
+    blanks: bytes, prompt: bytes, several: bool
+) -> None:
+    from pd_router.body import RequestBody
+
+    spread = prompt.replace(b"[", b"[" + blanks) if prompt.startswith(b"[") else prompt
+    assert RequestBody(b'{"prompt":' + blanks + spread + b"}").has_several_prompts is several
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+async def test_a_bug_is_a_500_in_openais_shape_and_logged_once(
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: RequestBody) -> str:
+        raise ZeroDivisionError("a bug of ours")
+
+    d = FakeNode("decode", fakes.decode)
+    async with running(d), serving(None, [d]) as router:
+        monkeypatch.setattr("pd_router.body.RequestBody.model", property(broken))
+        with caplog.at_level(logging.ERROR):
+            async with router.session.post(router.url + path, json=BODY) as answer:
+                assert answer.status == 500
+                error = (await answer.json())["error"]
+                assert (error["type"], error["code"]) == ("server_error", "internal_error")
+                assert answer.headers["x-request-id"] in caplog.text
+        assert caplog.text.count("ZeroDivisionError: a bug of ours") == 1
+        await router.idle()
+
+
+async def test_a_stopped_node_does_not_slow_the_looks_at_the_others() -> None:
+    """One node accepts connections and never answers: the other is looked at many times within that one's timeout."""
+    looks = 0
+
+    class Counted(FakeNode):
+        async def _health(self, request: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            return await super()._health(request)
+
+    held: list[asyncio.StreamWriter] = []
+
+    async def swallow(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        held.append(writer)
+
+    stopped = await asyncio.start_server(swallow, "127.0.0.1", 0)
+    silent = RealNode("prefill", f"http://127.0.0.1:{stopped.sockets[0].getsockname()[1]}")
+    d = Counted("decode", fakes.decode)
+    async with running(d), serving([silent], [d], health_interval_s=0.01, health_timeout_s=2.0) as router:
+        looks, begun = 0, len(held)
+        await until(lambda: looks >= 20)
+        assert len(held) <= begun + 1, "twenty looks at one node took no longer than one at the other"
+        assert [node["healthy"] for node in router.services.table.report()] == [False, True]
+    for writer in held:
+        writer.close()
+    stopped.close()
+    await stopped.wait_closed()
+
+
+def test_the_error_shape_is_checked() -> None:
+    with pytest.raises(AssertionError):
+        check_error(orjson.loads(b'{"detail":"no"}'))
