@@ -7,6 +7,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import torch
 
@@ -143,6 +144,16 @@ def test_nobody_listens(decode: Node) -> None:
     decode.connector.begin_load("gone", ticket, 10.0)
     assert decode.wait_for(LoadFailed, "gone").reason is LoadFailure.UNREACHABLE
     assert decode.kinds("gone") == ["LoadFailed", "LoadDrained"]
+
+
+def test_a_ticket_with_an_address_that_is_none(decode: Node) -> None:
+    """The load fails; the node and its other loads work on."""
+    with remote_node("nixl", context("P-misnamed")) as prefill:
+        ticket = msgspec.structs.replace(prefill.open(32), host="node 1")
+        decode.connector.begin_load("misnamed", ticket, 10.0)
+        load_whole(prefill, decode, "well-named")
+        assert decode.wait_for(LoadFailed, "misnamed").reason is LoadFailure.UNREACHABLE
+        assert decode.kinds("misnamed") == ["LoadFailed", "LoadDrained"]
 
 
 def test_another_cluster_key(decode: Node) -> None:
