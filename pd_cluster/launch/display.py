@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -9,18 +11,29 @@ from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.status import Status
 
 STYLES = ("cyan", "green", "magenta", "yellow", "blue")
 NAME_WIDTH = 10
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich's own would end the program
+
+
 class Display:
-    """Use as a context manager: leaving it takes the spinner off the terminal."""
+    """Use as a context manager: leaving it takes the spinner off the terminal.
+
+    A reader that goes away (`up | head`, a closed terminal) makes it silent; the cluster goes on.
+    """
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = _Console(highlight=False, soft_wrap=True)
         self._quiet = quiet
+        self._is_read = True
         self._styles: dict[str, str] = {}
         self._status: Status | None = None
 
@@ -35,19 +48,17 @@ class Display:
         if self._quiet:
             return
         if not self._console.is_terminal:
-            sys.stdout.write(f"[{name}] {line}\n")
-            sys.stdout.flush()
+            self._plain(f"[{name}] {line}")
             return
         style = self._styles.setdefault(name, STYLES[len(self._styles) % len(STYLES)])
-        self._console.print(Text.assemble((f"{name:<{NAME_WIDTH}} ", style), line))
+        self._rich(Text.assemble((f"{name:<{NAME_WIDTH}} ", style), line))
 
     def say(self, line: str) -> None:
         """One line of `up` itself."""
         if not self._console.is_terminal:
-            sys.stdout.write(f"{line}\n")
-            sys.stdout.flush()
+            self._plain(line)
             return
-        self._console.print(Text(line, style="bold" if line.startswith("ready") else ""))
+        self._rich(Text(line, style="bold" if line.startswith("ready") else ""))
 
     def status(self, text: str) -> None:
         """What is going on now; "" for nothing any more."""
@@ -55,9 +66,32 @@ class Display:
             if text:
                 self.say(f"{text} ...")
             return
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
-        if text:
-            self._status = self._console.status(text)
-            self._status.start()
+        with self._reader():
+            if self._status is not None:
+                status, self._status = self._status, None
+                status.stop()
+            if text and self._is_read:
+                self._status = self._console.status(text)
+                self._status.start()
+
+    def _plain(self, line: str) -> None:
+        if self._is_read:
+            with self._reader():
+                sys.stdout.write(f"{line}\n")
+                sys.stdout.flush()
+
+    def _rich(self, text: Text) -> None:
+        if self._is_read:
+            with self._reader():
+                self._console.print(text)
+
+    @contextlib.contextmanager
+    def _reader(self) -> Iterator[None]:
+        """From the first failure on, everything goes to /dev/null: also what Python flushes at its end."""
+        try:
+            yield
+        except OSError:
+            self._is_read = False
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, sys.stdout.fileno())
+            os.close(null)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from pd_cluster.launch.lifeline import Lifeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+logger = logging.getLogger("pd_cluster.launch")
 
 MAX_LINE_BYTES = 1 << 20
 HURRY_S = 5.0  # an end "at once" still closes sockets and stops engines
@@ -46,7 +49,7 @@ class Supervisor:
     """
 
     def __init__(self, show: Callable[[str, str], None]) -> None:
-        self._show = show
+        self._show: Callable[[str, str], None] | None = show
         self._lifeline = Lifeline()
         self.children: list[Child] = []
 
@@ -134,14 +137,24 @@ class Supervisor:
             try:
                 raw = await stream.readline()
             except ValueError:  # longer than MAX_LINE_BYTES; readline has dropped it
-                self._show(child.name, f"(a line of more than {MAX_LINE_BYTES} bytes)")
+                self._tell(child, f"(a line of more than {MAX_LINE_BYTES} bytes)")
                 continue
             if not raw:
                 return
             line = raw.decode(errors="replace").rstrip()
             if child.ready_marker in line and not child.ready.done():
                 child.ready.set_result(line)
+            self._tell(child, line)
+
+    def _tell(self, child: Child, line: str) -> None:
+        """Never raises: a child whose output nobody takes any more stands still, and in the end must be killed."""
+        if self._show is None:
+            return
+        try:
             self._show(child.name, line)
+        except Exception:
+            logger.exception("the children's output cannot be shown any more")
+            self._show = None
 
 
 def describe_death(child: Child) -> str:

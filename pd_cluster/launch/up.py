@@ -111,6 +111,12 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     return [line.strip() for line in listing.stdout.splitlines() if line.strip()]
 
 
+def stop_signals() -> list[signal.Signals]:
+    """What ends the cluster. Not SIGHUP where it is ignored: so says whoever runs this under nohup."""
+    signals = [signal.SIGINT, signal.SIGTERM]
+    return signals if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*signals, signal.SIGHUP]
+
+
 class _Cluster:
     def __init__(
         self,
@@ -131,7 +137,7 @@ class _Cluster:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for signum in stop_signals():
             loop.add_signal_handler(signum, self._on_signal)
         async with Supervisor(self._display.line) as supervisor:
             stop = asyncio.create_task(self._stop.wait())
