@@ -16,7 +16,6 @@ import contextlib
 import logging
 import signal
 import sys
-import tempfile
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,6 +28,7 @@ from pd_cluster.launch.engine_process import end_of_engine, running_engine
 from pd_cluster.launch.http_server import HttpServer
 from pd_cluster.launch.lifeline import hold_lifeline
 from pd_cluster.launch.model_path import resolve_model, served_name
+from pd_cluster.launch.socket_dir import socket_directory
 from pd_cluster.launch.sockets import listen, port_of
 
 if TYPE_CHECKING:
@@ -93,8 +93,7 @@ class Node:
             asyncio.get_running_loop().add_signal_handler(signum, self._on_signal)
         context = zmq.asyncio.Context()
         try:
-            # mode 0700: whoever can reach the engine's sockets can read every prompt
-            with tempfile.TemporaryDirectory(prefix="pd-", ignore_cleanup_errors=True) as directory:
+            with socket_directory() as directory:
                 address = f"ipc://{directory}/engine"
                 client = ZmqEngineClient(context, address, lambda text: logger.info("engine: %s", text))
                 try:
