@@ -2,7 +2,8 @@
 # Both make the virtual environment first. Settings:
 #   PYTHON=python3.12        the interpreter (3.11 or 3.12)
 #   VENV=.venv               where the environment goes
-#   TORCH_INDEX=URL          install torch from this package index first (for example PyTorch's CPU index)
+#   TORCH_INDEX=URL          install torch from this package index first (for example PyTorch's CPU index); what it
+#                            needs comes from the usual one
 #   CONSTRAINTS=             empty: newest versions that pyproject.toml allows instead of the tested ones
 #   CONNECTOR=lmcache        `make up` with a pool behind the nodes, on LMCache's server
 #   ARGS="--prefill 2"       more flags for `pd-cluster up`
@@ -59,17 +60,17 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.torch: $(BIN)/python
-	$(if $(TORCH_INDEX),$(PIP) --index-url $(TORCH_INDEX) torch,@true)
+	$(if $(TORCH_INDEX),$(PIP) --no-deps --index-url $(TORCH_INDEX) torch,@true)
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(INPUTS)
 	@echo "installing pd-cluster into $(VENV) (the first time this downloads torch)"
-	$(PIP) -e '.[nixl]'
+	$(PIP) -e '.[nixl,bench]'
 	@touch $@
 
 $(VENV)/.installed-lmcache: $(VENV)/.installed
 	@echo "installing LMCache into $(VENV) (the first time this downloads 150 MB)"
-	$(PIP) -e '.[nixl,lmcache]'
+	$(PIP) -e '.[nixl,bench,lmcache]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.torch $(INPUTS)

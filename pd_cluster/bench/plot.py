@@ -16,13 +16,18 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREY, RED = "#1f5fa8", "#d9762b", "#8a8f98", "#c0392b"
 
 
-def plot_serve(path: Path, summary: Summary, records: list[RequestRecord], title: str) -> None:
-    """Write the picture to `path`. Raises StartupError without matplotlib, OSError when the file cannot be written."""
+def check_plotting() -> None:
+    """Call it before what is to be plotted is measured. Raises StartupError without matplotlib."""
     try:
         import matplotlib
     except ImportError as error:
-        raise StartupError("--plot needs matplotlib: pip install 'pd-cluster[bench]'") from error
+        raise StartupError("--plot needs matplotlib: pip install -e '.[bench]'") from error
     matplotlib.use("Agg")
+
+
+def plot_serve(path: Path, summary: Summary, records: list[RequestRecord], title: str) -> None:
+    """Write the picture to `path`. Raises StartupError without matplotlib, OSError when the file cannot be written."""
+    check_plotting()
     from matplotlib import pyplot
 
     good = [record for record in records if record.ok]

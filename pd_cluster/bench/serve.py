@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pd_cluster.bench.load import Target, find_model, find_vocabulary, open_session, run_load
-from pd_cluster.bench.plot import plot_serve
+from pd_cluster.bench.plot import check_plotting, plot_serve
 from pd_cluster.bench.report import print_summary, serve_record, write_json
 from pd_cluster.bench.statistics import RequestRecord, summarize
 from pd_cluster.bench.workload import Arrival, poisson, prompt_ids, read_trace, rescale
@@ -26,6 +26,8 @@ FIRST_ORDINARY_ID = 256  # with --vocab-size: below are often special tokens and
 
 def run_serve(namespace: argparse.Namespace) -> int:
     """Returns 0 when every request was answered, else 1. Raises StartupError."""
+    if namespace.plot:
+        check_plotting()
     arrivals = _arrivals(namespace)
     target, records = uvloop.run(_measure(namespace, arrivals))
     summary = summarize(records, dict(namespace.goodput))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -201,3 +202,14 @@ def test_the_command_without_a_server(capsys: pytest.CaptureFixture[str]) -> Non
         url = server.url
     assert main(["bench", "serve", "--url", url]) == 2
     assert f"{url}/v1/models does not answer as expected" in capsys.readouterr().err
+
+
+def test_a_plot_without_matplotlib_is_refused_before_any_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with serving() as server:
+        status = main(["bench", "serve", "--url", server.url, f"--plot={tmp_path / 'plot.png'}"])
+    assert status == 2
+    assert "pip install -e '.[bench]'" in capsys.readouterr().err
+    assert server.bodies == []
