@@ -13,7 +13,7 @@ import aiohttp
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import Request  # noqa: TC002 (FastAPI reads the annotation)
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from pd_cluster import __version__
@@ -53,6 +53,7 @@ def create_app(state: NodeState) -> FastAPI:
     app.add_middleware(RequestIdMiddleware)
     app.add_exception_handler(PdError, _on_pd_error)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(Exception, _on_bug)
     app.include_router(admin_routes(state))
 
@@ -98,6 +99,10 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     body = {"message": message.get(error.status_code, str(error.detail)), "type": kind, "param": None, "code": None}
     return json_response({"error": body}, error.status_code, error.headers)
+
+
+async def _on_client_gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=400)  # nobody reads it
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

@@ -61,6 +61,7 @@ class PrefillLeg:
                     f"{url.rstrip('/')}/v1/completions",
                     data=orjson.dumps(body),
                     headers={"content-type": "application/json", "x-pd-ticket": "stream"} | headers,
+                    allow_redirects=False,  # a node never sends elsewhere; whoever does must not get the prompt moved
                 )
                 on_failure.callback(response.close)
                 ticket = await _first_ticket(response)

@@ -13,9 +13,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pd_router import headers as rules
 from pd_router.background import Background
 from pd_router.control import Control, Relay
-from pd_router.errors import error_body
+from pd_router.errors import RouterError, error_body, to_body
 from pd_router.exchange import Services
 from pd_router.health import HealthPoller
 from pd_router.metrics import Metrics
@@ -24,7 +25,7 @@ from pd_router.proxy import Proxy
 from pd_router.upstream import Upstream
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     from starlette.requests import Request
 
@@ -68,13 +69,14 @@ def create_app(
             Route("/v1/chat/completions", proxy, methods=["POST"]),
             Route("/v1/completions", proxy, methods=["POST"]),
             Route("/v1/models", relay, methods=["GET"]),
+            Route("/v1/models/{name:path}", relay, methods=["GET"]),
             Route("/tokenize", relay, methods=["POST"]),
             Route("/detokenize", relay, methods=["POST"]),
             Route("/health", control.health),
             Route("/metrics", control.metrics),
             Route("/nodes", control.nodes),
         ],
-        exception_handlers={HTTPException: _http_error},
+        exception_handlers={HTTPException: _http_error, Exception: _bug},
         lifespan=lifespan,
     )
     app.state.services = services
@@ -87,4 +89,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
     phrase = http.HTTPStatus(error.status_code).phrase
     message = f"{phrase}: {request.method} {request.url.path}"
     body = error_body(message, "invalid_request_error", phrase.lower().replace(" ", "_"))
-    return Response(body, error.status_code, error.headers, "application/json")
+    return _error(request, error.status_code, body, error.headers)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    """500 in OpenAI's shape; the server logs the exception."""
+    return _error(request, 500, to_body(RouterError("internal error")))
+
+
+def _error(request: Request, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> Response:
+    request_id = rules.request_id(rules.first_values(request.scope["headers"]))
+    return Response(body, status, {**(headers or {}), rules.REQUEST_ID: request_id}, "application/json")

@@ -52,7 +52,7 @@ class Control:
 
 
 class Relay:
-    """An ASGI endpoint that any healthy node can answer: `GET /v1/models`, `POST /tokenize`, `POST /detokenize`.
+    """An ASGI endpoint for what any healthy node can answer: models, tokenize, detokenize.
 
     The next node is asked when one fails.
     """
@@ -66,8 +66,13 @@ class Relay:
         reply.common.append((rules.REQUEST_ID.encode(), request_id.encode()))
         try:
             raw = await read_body(receive, self._s.config.max_body_bytes)
-            body = RequestBody(raw) if scope["method"] == "POST" else None
-            answer = await self._ask(scope, request_id, body)
+            name = scope["path_params"].get("name")
+            if name is not None:  # found in a node's list: a client's text never becomes a part of a node's URL
+                answer = _card(await self._ask(scope, "/v1/models", request_id, name, None), name)
+            else:
+                body = RequestBody(raw) if scope["method"] == "POST" else None
+                model = body.model if body is not None else None
+                answer = await self._ask(scope, scope["path"], request_id, model, body)
             await reply.whole(answer.status, rules.answered(answer.headers), answer.body)
         except ClientGone:
             return  # nothing was started for it
@@ -76,17 +81,18 @@ class Relay:
         except Exception as error:
             await reply.crashed(request_id, error)
 
-    async def _ask(self, scope: Scope, request_id: str, body: RequestBody | None) -> Answer:
+    async def _ask(
+        self, scope: Scope, path: str, request_id: str, model: str | None, body: RequestBody | None
+    ) -> Answer:
         """Raises ModelNotFound, NoNode, NodeFailed."""
         s = self._s
-        model = body.model if body is not None else None
         if model is not None and not s.table.knows_model(model):
             raise ModelNotFound(f"no node serves the model {model!r}", param="model")
         headers = rules.forwarded(scope["headers"], request_id)
         last: LegFailed | None = None
         for node in s.table.healthy(_ANYBODY, model):
             try:
-                return await self._ask_one(node, scope["path"], headers, body)
+                return await self._ask_one(node, path, headers, body)
             except LegFailed as failure:
                 s.metrics.leg_failures.labels("relay", node.node_id, failure.kind.value).inc()
                 last = failure
@@ -102,6 +108,19 @@ class Relay:
             return await self._s.upstream.post_whole(node, path, headers, body.plain(), timeout_s)
         except Refused as refusal:
             return refusal.answer
+
+
+def _card(listing: Answer, name: str) -> Answer:
+    """The entry `name` of a node's list of models; an error is passed on. Raises ModelNotFound, NodeFailed."""
+    if listing.status != 200:
+        return listing
+    try:
+        cards = {entry["id"]: entry for entry in orjson.loads(listing.body)["data"]}
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise NodeFailed("a node does not tell its models") from error
+    if name not in cards:
+        raise ModelNotFound(f"no node serves the model {name!r}", param="model")
+    return Answer(200, listing.headers, orjson.dumps(cards[name]))
 
 
 def _json(value: object, status: int = 200) -> Response:

@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
+from yarl import URL
 
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
@@ -141,3 +142,38 @@ async def test_a_nodes_answer_to_a_bad_tokenize_passes() -> None:
     ):
         assert answer.status == 400
         assert (await answer.json())["error"]["message"] == "no (fake-prefill)"
+
+
+async def test_one_model_is_told_from_the_list_of_a_node_that_serves_it() -> None:
+    d = FakeNode("decode", fakes.decode)
+    e = FakeNode("decode", fakes.decode, ("org/other", "b?c"), node_id="e")
+    async with running(d, e), serving(None, [d, e]) as router:
+        for path, name in (("demo", "demo"), ("org/other", "org/other"), ("b%3Fc", "b?c")):
+            async with router.session.get(URL(f"{router.url}/v1/models/{path}", encoded=True)) as answer:
+                assert (answer.status, await answer.json()) == (200, {"id": name, "object": "model"})
+                assert answer.headers["x-request-id"].startswith("req-")
+        async with router.session.get(router.url + "/v1/models/nope") as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(("path", "method"), [("/nope", "GET"), (CHAT, "GET"), ("/v1/models/demo", "POST")])
+async def test_errors_of_the_router_carry_the_request_id(path: str, method: str) -> None:
+    d = FakeNode("decode", fakes.decode)
+    async with running(d), serving(None, [d]) as router:
+        headers = {"x-request-id": "mine-1"}
+        async with router.session.request(method, router.url + path, headers=headers) as answer:
+            assert answer.status in (404, 405)
+            assert answer.headers["x-request-id"] == "mine-1"
+            assert ("allow" in answer.headers) is (answer.status == 405)
+
+
+async def test_a_bug_in_a_small_endpoint_is_a_500_with_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> bytes:
+        raise ZeroDivisionError("a bug of ours")
+
+    d = FakeNode("decode", fakes.decode)
+    async with running(d), serving(None, [d]) as router:
+        monkeypatch.setattr(router.services.metrics, "exposition", broken)
+        async with router.session.get(router.url + "/metrics", headers={"x-request-id": "mine-2"}) as answer:
+            assert (answer.status, answer.headers["x-request-id"]) == (500, "mine-2")
+            assert (await answer.json())["error"]["code"] == "internal_error"

@@ -139,15 +139,17 @@ async def test_a_stopped_node_does_not_slow_the_looks_at_the_others() -> None:
     stopped = await asyncio.start_server(swallow, "127.0.0.1", 0)
     silent = RealNode("prefill", f"http://127.0.0.1:{stopped.sockets[0].getsockname()[1]}")
     d = Counted("decode", fakes.decode)
-    async with running(d), serving([silent], [d], health_interval_s=0.01, health_timeout_s=2.0) as router:
-        looks, begun = 0, len(held)
-        await until(lambda: looks >= 20)
-        assert len(held) <= begun + 1, "twenty looks at one node took no longer than one at the other"
-        assert [node["healthy"] for node in router.services.table.report()] == [False, True]
-    for writer in held:
-        writer.close()
-    stopped.close()
-    await stopped.wait_closed()
+    try:
+        async with running(d), serving([silent], [d], health_interval_s=0.01, health_timeout_s=2.0) as router:
+            looks, begun = 0, len(held)
+            await until(lambda: looks >= 20)
+            assert len(held) <= begun + 1, "twenty looks at one node took no longer than one at the other"
+            assert [node["healthy"] for node in router.services.table.report()] == [False, True]
+    finally:
+        for writer in held:
+            writer.close()
+        stopped.close()
+        await stopped.wait_closed()
 
 
 def test_the_error_shape_is_checked() -> None:

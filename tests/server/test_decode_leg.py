@@ -317,3 +317,23 @@ async def test_failure_after_the_first_token_ends_the_stream_with_an_error() -> 
     assert events[0][1]["choices"][0]["text"]
     assert events[-2][1]["error"]["code"] == "prefill_unavailable"
     assert fallbacks(d, "peer_restarted") == 1
+
+
+async def test_a_prefill_node_that_sends_elsewhere_is_not_followed() -> None:
+    followed: list[str] = []
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def redirect() -> Response:
+        return Response(status_code=307, headers={"location": "/elsewhere"})
+
+    @app.post("/elsewhere")
+    async def elsewhere(request: Request) -> Response:
+        followed.append((await request.body()).decode())
+        return JSONResponse({})
+
+    async with serving(app) as p, decode_node() as node:
+        status, _, headers = await complete(node, {"offer": make_offer(p)})
+        assert (status, headers["x-pd-prefill"]) == (200, "d")
+        assert fallbacks(node, "peer_refused") == 1
+    assert followed == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import pytest
@@ -95,3 +96,24 @@ async def test_draining_node_refuses_new_requests() -> None:
         async with node.session.get(f"{node.url}/health") as response:
             assert (response.status, (await response.json())["status"]) == (503, "draining")
         assert node.engine.requests == []
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
+async def test_leaving_within_the_own_body_is_no_bug(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with running(FakeEngine(silent)) as node:
+        host, port = node.url.removeprefix("http://").split(":")
+        with caplog.at_level(logging.WARNING):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{".encode())
+            await writer.drain()
+            async with asyncio.timeout(WAIT_S):
+                while not node.http_tasks():  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                tasks = node.http_tasks()
+                writer.transport.abort()
+                await asyncio.gather(*tasks)
+        assert caplog.records == []
+
+
+async def silent(_: Line) -> None:
+    """An engine that is never asked."""
