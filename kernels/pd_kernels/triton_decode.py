@@ -35,7 +35,8 @@ class DecodeTiling:
     programs_per_processor: int
 
 
-@triton.jit
+# Numbers that change from step to step are not specialized on: a variant costs a second or two to compile
+@triton.jit(do_not_specialize=["num_seqs"])
 def _plan_kernel(seq_lens, ends, num_seqs, WINDOW: tl.constexpr, TILE: tl.constexpr, SEQS: tl.constexpr):
     """ends[i]: tiles of one head of the sequences 0..i."""
     seq = tl.arange(0, SEQS)
@@ -111,7 +112,7 @@ def _merge_parts(
     tl.store(target + member[:, None] * SIZE + column[None, :], merged.to(target.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def _decode_kernel(
     query, key_cache, value_cache, block_tables, seq_lens, ends, arrived, out, parts, part_logs,
     num_seqs, query_stride, table_stride, block_stride, head_stride, scale,

@@ -13,7 +13,7 @@ import triton.language as tl
 _TILE = 4096  # elements a program holds: one row of a large model, many heads of a small tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x, weight, out, num_rows, num_heads, token_stride, head_stride, eps,
     SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
@@ -29,7 +29,7 @@ def _rms_norm_kernel(
     tl.store(out + row[:, None] * SIZE + column[None, :], normed.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_rms_norm_kernel(
     x, residual, weight, num_rows, x_stride, residual_stride, eps,
     SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,

@@ -80,7 +80,8 @@ def _attend_tiles(
     return top, total, sums
 
 
-@triton.jit
+# Numbers that change from step to step are not specialized on: a variant costs a second or two to compile
+@triton.jit(do_not_specialize=["num_tiles", "table_stride"])
 def _prefill_kernel(
     query, key_tiles, value_tiles, key_cache, value_cache, block_tables, query_starts, seq_lens, tiles, out,
     num_tiles, query_stride, table_stride, block_stride, head_stride, scale,
