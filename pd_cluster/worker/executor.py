@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pd_cluster.config import NodeConfig
     from pd_connectors.base import CacheDescription
 
-GRAPH_BYTES = 0.8e9  # what captured decode steps take besides their logits (an 8B model's 23 graphs: see LOG.md)
+GRAPH_BYTES = 1.0e9  # what captured steps take besides the logits; measured with them: 0.9 GB (0.6B), 1.1 GB (8B)
 CUDA_CONTEXT_BYTES = 0.7e9  # the driver's and the libraries' own, which no allocator statistic shows
 _BLOCK_SIZE_STEP = 16  # the hash unit: blocks are whole numbers of it
 
@@ -206,13 +206,29 @@ class Executor:
 
     def _warm_up(self) -> None:
         """A prefill and a decode, so that no request waits for a first call's compilations. Leaves the cache zeroed."""
+        runner = self._make_runner(self._cache, self.model.max_model_len)
         length = min(self.block_size, self.model.max_model_len - 1)
         params = SamplingParams(max_tokens=2, temperature=0.0)
         start = SequenceStart(0, (0,) * length, length, (0, 1), params, 0)
-        runner = self._make_runner(self._cache, self.model.max_model_len)
         runner.launch(Batch(0, (start,), (SequenceChunk(0, 0, length, num_samples=1),))).result()
         runner.launch(Batch(1, (), (SequenceChunk(0, length, 1, num_samples=1),))).result()
+        runner.launch(Batch(2, departures=(0,)))
+        if self._device.type == "cuda":
+            self._warm_up_mixed_steps(runner, length)
         self._cache.tensor[:2].zero_()
+
+    def _warm_up_mixed_steps(self, runner: ModelRunner, length: int) -> None:
+        """Steps of decodes amid prefills. Triton compiles a kernel anew for each power of two of sequences, and again
+        for sizes that are 1, or multiples of 16, or neither: a second each, which would be some request's second."""
+        params, num_rows = SamplingParams(max_tokens=1), self._config.scheduler.max_num_seqs
+        sizes = [2**power - 1 for power in range(1, num_rows.bit_length())]
+        for step, size in enumerate(sizes, 3):
+            num_prefills = min((1, 3, 16)[step % 3], num_rows - size)
+            lengths = [1] * size + [length] * num_prefills
+            starts = tuple(SequenceStart(i, (0,) * n, n, (0, 1), params, i) for i, n in enumerate(lengths))
+            chunks = tuple(SequenceChunk(i, 0, n, num_samples=1) for i, n in enumerate(lengths))
+            runner.launch(Batch(step, starts, chunks)).result()
+            runner.launch(Batch(step, departures=tuple(range(len(lengths)))))
 
 
 def _resolve_device(name: str) -> torch.device:

@@ -91,7 +91,7 @@ class InputBatch:
         self._free = list(range(num_rows - 1, -1, -1))
         self._serials = np.zeros(num_rows, np.int64)
         self._tokens = np.zeros((num_rows, max_len + 1), np.int32)
-        self._blocks = np.zeros((num_rows, -(-max_len // block_size)), np.int32)
+        self._blocks = np.zeros((num_rows, _table_width(-(-max_len // block_size))), np.int32)
         self._num_tokens = np.zeros(num_rows, np.int64)
         self._num_on_host = np.zeros(num_rows, np.int64)  # of num_tokens, those whose value `_tokens` has
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)  # and one for padding
@@ -155,7 +155,7 @@ class InputBatch:
                 num_decodes=num_decodes,
                 query_starts=self._move(query_starts.astype(np.int32)),
                 seq_lens=self._move(ends.astype(np.int32)),
-                block_tables=self._move(self._blocks[rows, : -(-int(ends.max()) // self._block_size)]),
+                block_tables=self._move(self._blocks[rows, : _table_width(-(-int(ends.max()) // self._block_size))]),
                 host_query_lens=lens,
                 host_seq_lens=ends,
             ),
@@ -260,6 +260,11 @@ class InputBatch:
             return None, inputs  # every token is a decode that samples
         num_samples = np.array([chunk.num_samples for chunk in chunks])
         return self._move(np.repeat(query_starts[1:] - 1, num_samples)), inputs
+
+
+def _table_width(num_blocks: int) -> int:
+    """Rounded up, so that kernels that are compiled for the divisors of a stride are compiled for one."""
+    return -(-num_blocks // 16) * 16
 
 
 def _leading_ones(lens: Ints) -> int:
