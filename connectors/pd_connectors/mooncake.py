@@ -152,7 +152,7 @@ def _load_mooncake() -> Any:
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     os.environ.setdefault("GLOG_minloglevel", "2")
     try:
-        runtime = find_spec("nvidia.cuda_runtime")
+        runtime = find_spec("nvidia.cuda_runtime") if find_spec("nvidia") is not None else None
         for folder in runtime.submodule_search_locations or () if runtime is not None else ():
             library = Path(folder) / "lib" / "libcudart.so.12"
             if library.exists():

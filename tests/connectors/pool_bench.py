@@ -79,11 +79,13 @@ class Node:
         seed: int,
         context: ConnectorContext = POOL_CONTEXT,
         limits: PoolLimits | None = None,
+        device: str = "cpu",
     ) -> None:
         self.now_s = 100.0
         geometry = context.geometry
         shape = (NUM_BLOCKS, geometry.num_kv_heads, geometry.num_layers, 2, geometry.block_size, geometry.head_dim)
-        self.cache = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DTYPES[geometry.dtype])
+        cells = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        self.cache = cells.to(device, DTYPES[geometry.dtype])
         self.pool = StorePool(context, open_store, limits or PoolLimits(), lambda: self.now_s)
         self._changed = threading.Event()
         self.pool.set_waker(self._changed.set)
@@ -133,10 +135,13 @@ class Node:
 
 @contextmanager
 def nodes(
-    open_store: Callable[[], KVStore], *contexts: ConnectorContext, limits: PoolLimits | None = None
+    open_store: Callable[[], KVStore],
+    *contexts: ConnectorContext,
+    limits: PoolLimits | None = None,
+    device: str = "cpu",
 ) -> Iterator[list[Node]]:
     """One for each context, closed at the end: each search has ended by then."""
-    opened = [Node(open_store, seed, context, limits) for seed, context in enumerate(contexts)]
+    opened = [Node(open_store, seed, context, limits, device) for seed, context in enumerate(contexts)]
     try:
         yield opened
     finally:

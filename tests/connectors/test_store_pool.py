@@ -286,6 +286,26 @@ def test_a_block_may_be_overwritten_once_it_was_offered() -> None:
         assert torch.equal(node.cache[8], content)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_on_a_gpu_are_copied_in_order_with_its_steps(dtype: str) -> None:
+    shelf = Shelf()
+    context = replace(POOL_CONTEXT, geometry=msgspec.structs.replace(GEOMETRY, dtype=dtype))
+    hashes = hashes_of(3)
+    busy = torch.randn(4096, 4096, device="cuda")
+    with nodes(lambda: MemoryStore(shelf), context, context, device="cuda") as (p, d):
+        content = p.cache[[2, 0, 1]].cpu()
+        for _ in range(20):
+            busy = busy @ busy / 64  # a step that still runs when the blocks are offered
+        p.pool.store([CachedBlock(block_hash, i) for block_hash, i in zip(hashes, (2, 0, 1), strict=True)])
+        p.cache.zero_()  # the next step
+        p.pool.settle()
+        p.wait_sent()
+        assert d.recall(hashes, [5, 6, 7]) == 3 * SIZE
+        assert torch.equal(d.cache[[5, 6, 7]].cpu(), content)
+
+
 def test_a_backlog_is_bounded() -> None:
     shelf = Shelf()
     one = GEOMETRY.block_bytes + HEADER_BYTES

@@ -79,7 +79,8 @@ class PoolCluster:
 
 
 COMPUTED = "pd_engine_step_tokens_total"
-ABSENT, UNAVAILABLE = (f'pd_pool_misses_total{{reason="{reason}"}}' for reason in ("absent", "unavailable"))
+HIT_TOKENS = "pd_pool_hit_tokens_total"
+UNAVAILABLE = 'pd_pool_misses_total{reason="unavailable"}'
 
 
 @pytest.fixture(
@@ -158,6 +159,27 @@ def test_a_longer_prompt_is_prefilled_from_where_the_pool_ends(cluster: PoolClus
         assert cluster.computed(cluster.p2) == before_2 + len(longer) - num_pooled
         assert answer["prefill"] == "p2"
         assert answer["tokens"] == cluster.ask(cluster.plain, longer)["tokens"]
+
+
+@pytest.mark.slow
+def test_two_hundred_prompts_say_what_they_say_without_a_pool(cluster: PoolCluster) -> None:
+    """Each through P1, then, from the pool, through P2 and D by either order; several at once."""
+    prompts = [prompt for seed in range(200, 225) for prompt in make_prompts(seed)]
+    assert len(prompts) == 200
+    hits = cluster.metric(cluster.p2, HIT_TOKENS) + cluster.metric(cluster.d, HIT_TOKENS)
+
+    def ask(index: int) -> None:
+        prompt = prompts[index]
+        expected = cluster.ask(cluster.plain, prompt)["tokens"]
+        assert cluster.ask(cluster.p1, prompt)["tokens"] == expected, f"prompt {index} on P1"
+        for route in ("p-first", "d-first")[:: 1 if index % 2 else -1]:
+            assert cluster.ask(cluster.router, prompt, route)["tokens"] == expected, f"prompt {index} {route}"
+
+    with ThreadPoolExecutor(6) as pool:
+        for done in [pool.submit(ask, index) for index in range(len(prompts))]:
+            done.result(ANSWER_DEADLINE_S)
+    gained = cluster.metric(cluster.p2, HIT_TOKENS) + cluster.metric(cluster.d, HIT_TOKENS) - hits
+    assert gained > sum(map(num_poolable, prompts)) / 2, "most came from the pool"
 
 
 def test_tenants_share_nothing(cluster: PoolCluster) -> None:

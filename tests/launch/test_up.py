@@ -14,6 +14,7 @@ import pytest
 
 from pd_cluster.config import NodeConfig
 from pd_cluster.launch.up import curl_line, plan_nodes, visible_gpus
+from tests.connectors.store_server import needs_lmcache
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,9 +75,9 @@ def test_the_curl_line_is_valid_shell(demo: bool) -> None:
     assert body["messages"][0]["role"] == "user"
 
 
-def up(launcher: Launcher) -> Launched:
+def up(launcher: Launcher, *more: str) -> Launched:
     flags = ("--port=0", "--device=cpu", "--num-threads=1", "--max-model-len=512", "--kv-cache-gb=0.05")
-    cluster = launcher.command("up", *flags)
+    cluster = launcher.command("up", *flags, *more)
     cluster.wait_line("Ctrl-C stops everything")
     return cluster
 
@@ -96,6 +97,18 @@ def test_up_answers_and_stops(launcher: Launcher) -> None:
     assert (answer.headers["x-pd-prefill"], answer.headers["x-pd-decode"]) == ("prefill-0", "decode-0")
     assert cluster.stop(signal.SIGINT) == 0
     assert cluster.lines[-1] == "stopped"
+    assert cluster.leftovers() == []
+
+
+@needs_lmcache
+@pytest.mark.integration
+def test_up_brings_the_pool_that_its_nodes_need(launcher: Launcher) -> None:
+    cluster = up(launcher, "--connector=lmcache", "--pool-gb=0.1")
+    cluster.wait_line("pool ready on lm://127.0.0.1:")
+    words = shlex.split(cluster.wait_line("curl "))
+    answer = httpx.post(words[1], content=words[words.index("-d") + 1], headers={"Content-Type": "application/json"})
+    assert answer.json()["choices"][0]["message"]["content"] == "Oskar 2210"
+    assert cluster.stop(signal.SIGINT) == 0
     assert cluster.leftovers() == []
 
 
