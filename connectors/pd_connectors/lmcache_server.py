@@ -1,7 +1,8 @@
 """LMCache's server with what a shared pool needs and it does not bring: a bound, and whole objects only.
 
 LMCache 0.5.6's `python -m lmcache.v1.server HOST PORT` works as well, but keeps everything for ever, stores an empty
-object when a client dies in the middle of one, and cannot take its port again for a minute after it was killed. The
+object when a client dies in the middle of one, cannot take its port again for a minute after it was killed, and sends
+answers so that many small ones wait for the client's delayed acknowledgements (a search that finds nothing: 48 ms, not 0.6). The
 protocol, the connections and the objects are LMCache's; its store is replaced by one that evicts.
 """
 
@@ -76,6 +77,7 @@ def serve(host: str, port: int, max_bytes: int, on_ready: Callable[[str, int], N
 
         def handle_client(self, client_socket: socket.socket) -> None:
             try:
+                client_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 super().handle_client(client_socket)
             except OSError as error:  # the client is gone; its thread ends
                 sys.stderr.write(f"a client left: {error}\n")

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_LOADERS = 2  # searches at once: one waits for the network while the other checks digests
-PROBE_BATCH = 64  # names asked about at once: a miss near the start ends a search early
+FIRST_PROBE = 8  # names asked about at first: most searches that find nothing find nothing there
+PROBE_BATCH = 64  # and from then on
 STORE_BATCH_BYTES = 32 << 20
 
 
@@ -258,7 +259,8 @@ class StorePool(Pool):
             while num_found < len(search.names) and miss is None:
                 miss = self._hopeless(search)
                 if miss is None:
-                    batch = search.names[num_found : num_found + PROBE_BATCH]
+                    size = FIRST_PROBE if num_found == search.first_block else PROBE_BATCH
+                    batch = search.names[num_found : num_found + size]
                     num_there = sum(1 for _ in takewhile(bool, store.contains(batch)))
                     num_found += num_there
                     miss = Miss.ABSENT if num_there < len(batch) else None
