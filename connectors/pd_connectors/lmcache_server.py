@@ -2,8 +2,8 @@
 
 LMCache 0.5.6's `python -m lmcache.v1.server HOST PORT` works as well, but keeps everything for ever, stores an empty
 object when a client dies in the middle of one, cannot take its port again for a minute after it was killed, and sends
-answers so that many small ones wait for the client's delayed acknowledgements (a search that finds nothing: 48 ms, not 0.6). The
-protocol, the connections and the objects are LMCache's; its store is replaced by one that evicts.
+answers so that small ones wait for the client's delayed acknowledgements (a search that finds nothing: 48 ms, not 0.6).
+The protocol, the connections and the objects are LMCache's; its store is replaced by one that evicts.
 """
 
 from __future__ import annotations
