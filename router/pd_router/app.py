@@ -14,14 +14,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pd_router import headers as rules
+from pd_router.admin import Admin
 from pd_router.background import Background
 from pd_router.control import Control, Relay
+from pd_router.discovery import Discovery
 from pd_router.errors import RouterError, error_body, to_body
 from pd_router.exchange import Services
 from pd_router.health import HealthPoller
 from pd_router.metrics import Metrics
 from pd_router.nodes import NodeTable
 from pd_router.proxy import Proxy
+from pd_router.sources.file import NodesFile
+from pd_router.sources.posted import PostedNodes
 from pd_router.upstream import Upstream
 
 if TYPE_CHECKING:
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from pd_router.config import RouterConfig
+    from pd_router.sources.base import NodeSource
 
 # Tickets to release and prefills to see through when the router stops; the leases' own expiry does the rest.
 BACKGROUND_DEADLINE_S = 2.0
@@ -50,20 +55,25 @@ def create_app(
     background = Background()
     services = Services(config, table, upstream, Metrics(table), background, key, wall_clock)
     poller = HealthPoller(config, table, upstream)
+    discovery = Discovery(make_sources(config), table)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with upstream:
-            await poller.poll_all()  # so that the first request finds the nodes that are up
-            polling = asyncio.ensure_future(poller.run())
+            running = [asyncio.ensure_future(discovery.run())]
             try:
+                await discovery.heard_all(config.control_timeout_s)
+                await poller.poll_all()  # so that the first request finds the nodes that are up
+                running.append(asyncio.ensure_future(poller.run()))
                 yield
             finally:
-                polling.cancel()
-                await asyncio.wait([polling])
+                for task in running:
+                    task.cancel()
+                await asyncio.wait(running)
                 await background.close(BACKGROUND_DEADLINE_S)
 
     proxy, relay, control = Proxy(services), Relay(services), Control(services)
+    admin = Admin(table, PostedNodes(table, key, wall_clock))
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", proxy, methods=["POST"]),
@@ -74,13 +84,25 @@ def create_app(
             Route("/detokenize", relay, methods=["POST"]),
             Route("/health", control.health),
             Route("/metrics", control.metrics),
-            Route("/nodes", control.nodes),
+            Route("/nodes", control.nodes, methods=["GET"]),
+            Route("/nodes", admin.add, methods=["POST"]),
+            Route("/nodes/{id}", admin.remove, methods=["DELETE"]),
+            Route("/nodes/{id}/drain", admin.drain, methods=["POST"]),
+            Route("/nodes/{id}/drain", admin.resume, methods=["DELETE"]),
         ],
-        exception_handlers={HTTPException: _http_error, Exception: _bug},
+        exception_handlers={HTTPException: _http_error, RouterError: _router_error, Exception: _bug},
         lifespan=lifespan,
     )
     app.state.services = services
     return app
+
+
+def make_sources(config: RouterConfig) -> tuple[NodeSource, ...]:
+    """What names nodes beside the flags and the orders that are posted."""
+    sources: list[NodeSource] = []
+    if config.nodes_file:
+        sources.append(NodesFile(config.nodes_file))
+    return tuple(sources)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -90,6 +112,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     message = f"{phrase}: {request.method} {request.url.path}"
     body = error_body(message, "invalid_request_error", phrase.lower().replace(" ", "_"))
     return _error(request, error.status_code, body, error.headers)
+
+
+async def _router_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RouterError)
+    return _error(request, error.status, to_body(error))
 
 
 async def _bug(request: Request, error: Exception) -> Response:

@@ -17,6 +17,7 @@ from pd_connectors.protocol.keys import load_cluster_key
 from pd_router.app import create_app
 from pd_router.config import RouterConfig
 from pd_router.errors import StartupError
+from pd_router.sources.file import NodesFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         options: dict[str, Any] = {"help": field.metadata["help"].replace("%", "%%"), "default": field.default}
         if field.type == "tuple[str, ...]":
             options.update(nargs="+", action="extend", metavar=field.metadata["metavar"], default=None)
+        elif field.type == "bool":
+            options.update(action=argparse.BooleanOptionalAction)
         else:
             options["type"] = _PARSERS[str(field.type)]
             if "choices" in field.metadata:
@@ -54,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         config = config_from(args)
+        check_sources(config)
         try:
             key = load_cluster_key(config.cluster_key_file)
         except (OSError, ValueError) as error:
@@ -67,6 +71,15 @@ def run(args: argparse.Namespace) -> int:
         server = make_server(config, key)
         server.run(sockets=[listener])
     return 0 if server.started else 1
+
+
+def check_sources(config: RouterConfig) -> None:
+    """What is wrong with a source of nodes at the start is told; later it is waited for. Raises StartupError."""
+    if config.nodes_file:
+        try:
+            NodesFile(config.nodes_file).read()
+        except ValueError as error:
+            raise StartupError(f"--nodes-file {config.nodes_file}: {error}") from error
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -34,6 +34,10 @@ class RouterConfig:
     mixed: tuple[str, ...] = setting(
         (), "Base URLs of mixed nodes: they decode, and prefill for themselves.", metavar="URL"
     )
+    nodes_file: str = setting(
+        "", 'JSON file with more nodes, [{"url": ..., "role": "prefill"|"decode"|"mixed"}]; its changes are followed.'
+    )
+    start_empty: bool = setting(False, "Start without knowing a node: they come later, by POST /nodes.")
     route: str = setting(
         "p-first",
         "Which node is called first, unless a request says otherwise (x-pd-route).",
@@ -72,8 +76,11 @@ class RouterConfig:
     log_level: str = setting("info", "Log level.", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
-        if not (self.decode or self.mixed):
-            raise StartupError("no node can decode: give at least one --decode URL or --mixed URL")
+        if not (self.decode or self.mixed or self.learns_of_nodes):
+            raise StartupError(
+                "no node can decode: give at least one --decode URL or --mixed URL, or say where nodes are found "
+                "(--nodes-file, --start-empty)"
+            )
         urls = [*self.prefill, *self.decode, *self.mixed]
         for url in urls:
             check_node_url(url)
@@ -82,6 +89,11 @@ class RouterConfig:
         for name in ("max_prefill_tries", "max_decode_tries", "offer_size", "eject_after"):
             if getattr(self, name) < 1:
                 raise StartupError(f"--{name.replace('_', '-')} must be at least 1")
+
+    @property
+    def learns_of_nodes(self) -> bool:
+        """Whether nodes may come that no flag names."""
+        return bool(self.nodes_file or self.start_empty)
 
     @property
     def default_order(self) -> Order:

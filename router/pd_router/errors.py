@@ -2,7 +2,10 @@
 
 RouterError
 ├── InvalidRequest   400  the request can never be served
+├── NotAuthorized    401  an order about a node without this cluster's signature
 ├── ModelNotFound    404
+├── NodeUnknown      404
+├── NodeConflict     409  an order that the router must not obey as things are
 ├── BodyTooLarge     413
 ├── NodeFailed       502  a node broke or refused, and no other could take over
 ├── NoNode           503  no healthy node of the needed role
@@ -34,6 +37,30 @@ class InvalidRequest(RouterError):
     status = 400
     kind = "invalid_request_error"
     code = "invalid_value"
+
+
+class NotAuthorized(RouterError):
+    """An order about a node that this cluster's key has not signed, or that has expired."""
+
+    status = 401
+    kind = "authentication_error"
+    code = "bad_signature"
+
+
+class NodeUnknown(RouterError):
+    """No such node."""
+
+    status = 404
+    kind = "invalid_request_error"
+    code = "node_not_found"
+
+
+class NodeConflict(RouterError):
+    """The order fits the node's place or state in no way; the message says what would."""
+
+    status = 409
+    kind = "invalid_request_error"
+    code = "node_conflict"
 
 
 class ModelNotFound(RouterError):

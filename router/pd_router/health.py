@@ -28,10 +28,20 @@ class HealthPoller:
         self._models_timeout_s = config.control_timeout_s
 
     async def run(self) -> None:
-        """Poll until cancelled. Each node at its own pace: one that does not answer holds up no other's turn."""
+        """Poll until cancelled, whatever nodes come and go.
+
+        Each node at its own pace: one that does not answer holds up no other's turn. A new one is asked at once.
+        """
+        changed = self._table.changed
+        polling: dict[Node, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
-            for node in self._table.nodes:
-                group.create_task(self._poll_for_ever(node))
+            while True:
+                changed.clear()
+                for node in set(polling).difference(self._table.nodes):
+                    polling.pop(node).cancel()
+                for node in set(self._table.nodes).difference(polling):
+                    polling[node] = group.create_task(self._poll_for_ever(node))
+                await changed.wait()
 
     async def poll_all(self) -> None:
         """One round. It ends within `health_timeout_s` + `control_timeout_s`."""
@@ -39,11 +49,13 @@ class HealthPoller:
 
     async def _poll_for_ever(self, node: Node) -> None:
         while True:
-            await asyncio.sleep(self._interval_s)
+            if node.polled:
+                await asyncio.sleep(self._interval_s)
             await self.poll(node)
 
     async def poll(self, node: Node) -> None:
         was_reachable = node.reachable
+        node.polled = True
         try:
             answer = await self._upstream.get(node, "/health", {}, self._health_timeout_s)
         except LegFailed as failure:
@@ -79,7 +91,7 @@ class HealthPoller:
         restarted = isinstance(epoch, int) and node.epoch is not None and epoch != node.epoch
         if restarted:
             log.warning("node %s has restarted (epoch %s -> %s)", node.node_id, node.epoch, epoch)
-            node.failures_in_row, node.ejected_until_s = 0, 0.0
+            node.failures_in_row, node.ejected_until_s, node.draining = 0, 0.0, False
         node.epoch = epoch if isinstance(epoch, int) else None
         return restarted
 

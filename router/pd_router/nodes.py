@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
 
     from pd_router.config import RouterConfig
 
+log = logging.getLogger("pd_router")
+FLAGS = "flags"  # the source of the nodes that the command line names
+
 
 class Role(StrEnum):
     PREFILL = "prefill"
@@ -22,14 +27,26 @@ class Role(StrEnum):
     MIXED = "mixed"
 
 
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """What a source says of one node. A node is its URL and role: with another role it is another node."""
+
+    url: str  # base URL, no trailing slash
+    role: Role
+    node_id: str = ""  # its name until /health tells it; "": host:port
+
+
 @dataclass(slots=True, eq=False)
 class Node:
-    """One node. Written by the health poller, by failures seen on legs, and by charges."""
+    """One node. Written by the node table, by the health poller, by failures seen on legs, and by charges."""
 
     url: str  # base URL, no trailing slash
     role: Role
     node_id: str  # from /health; until then host:port
     reachable: bool = False  # the last /health was good, and nothing failed to connect since
+    polled: bool = False  # /health has been asked
+    draining: bool = False  # told to take no more, until it is resumed or boots anew
+    gone: bool = False  # no source names it any more; what it still runs is seen through
     ejected_until_s: float = 0.0
     failures_in_row: int = 0
     epoch: int | None = None  # the engine's boot; None for nodes that tell none
@@ -39,7 +56,20 @@ class Node:
     urls: dict[str, URL] = field(default_factory=dict)
 
     def is_healthy(self, now_s: float) -> bool:
-        return self.reachable and now_s >= self.ejected_until_s
+        """Whether a request may go there now."""
+        return self.reachable and not self.draining and not self.gone and now_s >= self.ejected_until_s
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.prefill_bytes and not self.decode_sequences
+
+    @property
+    def state(self) -> str:
+        return "leaving" if self.gone else "draining" if self.draining else "active"
+
+    def goes_by(self, name: str) -> bool:
+        """Whether `name` is its id, or its host:port."""
+        return name in (self.node_id, urlsplit(self.url).netloc)
 
     def serves(self, model: str | None) -> bool:
         return model is None or self.models is None or model in self.models
@@ -83,14 +113,62 @@ class Charge:
 
 
 class NodeTable:
-    """All nodes in the order of the flags. `clock`: monotonic seconds."""
+    """All nodes that some source names, those of the flags first. `clock`: monotonic seconds."""
 
     def __init__(self, config: RouterConfig, clock: Callable[[], float]) -> None:
         self._eject_after = config.eject_after
         self._eject_s = config.eject_s
         self.clock = clock
+        self.nodes: tuple[Node, ...] = ()
+        self.changed = asyncio.Event()  # set when a node has come or gone; whoever follows that clears it
+        self._told: dict[str, tuple[NodeSpec, ...]] = {}
+        self._leaving: list[Node] = []  # gone, but not idle when they went
         flags = ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode), (Role.MIXED, config.mixed))
-        self.nodes = tuple(_make_node(url, role) for role, urls in flags for url in urls)
+        self.apply(FLAGS, (NodeSpec(url.rstrip("/"), role) for role, urls in flags for url in urls))
+
+    def apply(self, source: str, specs: Iterable[NodeSpec]) -> None:
+        """Take over all that `source` names now. What no source names any more gets no request from here on.
+
+        A URL that two sources name is the first one's.
+        """
+        self._told[source] = tuple(specs)
+        wanted: dict[str, NodeSpec] = {}
+        for spec in (spec for told in self._told.values() for spec in told):
+            if wanted.setdefault(spec.url, spec).role is not spec.role:
+                log.warning("%s is named twice, also as a %s node: that is ignored", spec.url, spec.role.value)
+        self._leaving = [node for node in self._leaving if not node.is_idle]
+        known = {(node.url, node.role): node for node in (*self._leaving, *self.nodes)}
+        before = self.nodes
+        self.nodes = tuple(known.get((spec.url, spec.role)) or _make_node(spec) for spec in wanted.values())
+        for node in set(before).difference(self.nodes):
+            self._leave(node, source)
+        for node in set(self.nodes).difference(before):
+            self._enter(node, source)
+
+    def _leave(self, node: Node, source: str) -> None:
+        log.info("node %s (%s, %s) leaves, says %s", node.node_id, node.role.value, node.url, source)
+        node.gone = True
+        self._leaving.append(node)
+        self.changed.set()
+
+    def _enter(self, node: Node, source: str) -> None:
+        if source != FLAGS:
+            log.info("node %s (%s, %s) comes, says %s", node.node_id, node.role.value, node.url, source)
+        if node.gone:  # back before its last request was over: the same node, of which nothing is known but its load
+            self._leaving.remove(node)
+            node.gone = node.draining = node.reachable = node.polled = False
+            node.models = None
+        self.changed.set()
+
+    def source_of(self, node: Node) -> str | None:
+        """Whose word the node stands by; None when it is gone."""
+        spoken = (name for name, told in self._told.items() if any(spec.url == node.url for spec in told))
+        return None if node.gone else next(spoken, None)
+
+    def find(self, name: str) -> list[Node]:
+        """The nodes whose id or host:port is `name`; when there are none, those that are leaving."""
+        found = [node for node in self.nodes if node.goes_by(name)]
+        return found or [node for node in self._leaving if node.goes_by(name) and not node.is_idle]
 
     def healthy(self, roles: Iterable[Role], model: str | None) -> list[Node]:
         now_s = self.clock()
@@ -99,7 +177,7 @@ class NodeTable:
 
     def knows_model(self, model: str) -> bool:
         """Whether some node serves `model`, or might: a node that never told its models."""
-        return any(node.serves(model) for node in self.nodes)
+        return not self.nodes or any(node.serves(model) for node in self.nodes)
 
     def answered(self, node: Node) -> None:
         node.failures_in_row = 0
@@ -117,21 +195,23 @@ class NodeTable:
             node.failures_in_row = 0
 
     def report(self) -> list[dict[str, object]]:
-        """For `GET /nodes`."""
-        now_s = self.clock()
-        return [
-            {
-                "node_id": node.node_id,
-                "role": node.role.value,
-                "url": node.url,
-                "healthy": node.is_healthy(now_s),
-                "outstanding": {"prefill_bytes": node.prefill_bytes, "sequences": node.decode_sequences},
-                "epoch": node.epoch,
-                "models": None if node.models is None else sorted(node.models),
-            }
-            for node in self.nodes
-        ]
+        """For `GET /nodes`: also what is leaving and not done yet."""
+        leaving = (node for node in self._leaving if not node.is_idle)
+        return [self.describe(node) for node in (*self.nodes, *leaving)]
+
+    def describe(self, node: Node) -> dict[str, object]:
+        return {
+            "node_id": node.node_id,
+            "role": node.role.value,
+            "url": node.url,
+            "healthy": node.is_healthy(self.clock()),
+            "state": node.state,
+            "source": self.source_of(node),
+            "outstanding": {"prefill_bytes": node.prefill_bytes, "sequences": node.decode_sequences},
+            "epoch": node.epoch,
+            "models": None if node.models is None else sorted(node.models),
+        }
 
 
-def _make_node(url: str, role: Role) -> Node:
-    return Node(url=url.rstrip("/"), role=role, node_id=urlsplit(url).netloc)
+def _make_node(spec: NodeSpec) -> Node:
+    return Node(url=spec.url, role=spec.role, node_id=spec.node_id or urlsplit(spec.url).netloc)

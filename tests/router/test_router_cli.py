@@ -55,6 +55,7 @@ def test_two_parsings_share_nothing() -> None:
         (["--decode", "http://a:99999"], "bad node URL"),
         (["--decode", "http://a:1?x=1"], "bad node URL"),
         (["--decode", "http://a:1", "--mixed", "http://a:1/"], "given twice"),
+        (["--nodes-file", "/nonexistent/nodes.json"], "--nodes-file"),
         (["--decode", D, "--max-prefill-tries", "0"], "--max-prefill-tries"),
         (["--decode", D, "--cluster-key-file", "/nonexistent/key"], "cluster key"),
         (["--decode", D, "--port", "70000"], "--port"),
@@ -83,8 +84,8 @@ def test_the_router_starts_without_torch() -> None:
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n"
         "import importlib, pkgutil, pd_router\n"
-        "names = [m.name for m in pkgutil.iter_modules(pd_router.__path__) if m.name != '__main__']\n"
-        "for name in names: importlib.import_module('pd_router.' + name)\n"
+        "names = [m.name for m in pkgutil.walk_packages(pd_router.__path__, 'pd_router.')]\n"
+        "for name in names: name.endswith('__main__') or importlib.import_module(name)\n"
         "assert len(names) > 10\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -1,8 +1,8 @@
 """Signed papers that travel through routers as opaque strings inside `kv_transfer_params`.
 
 A *ticket* is what P hands out at admission and D must have before it reads. An *offer* is the router's list of prefill
-nodes that D may ask. Both are signed with the cluster's key, so that neither a client nor a foreign router can point D
-at an address, a lease or a prompt of its choosing.
+nodes that D may ask. A *node order* tells a router about one of its nodes. All are signed with the cluster's key, so
+that neither a client nor a foreign router can point D or a router at an address, a lease or a prompt of its choosing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from hashlib import blake2b
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -70,7 +70,17 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     version: int = PROTOCOL_VERSION
 
 
-Paper = TypeVar("Paper", Ticket, Offer)
+class NodeOrder(msgspec.Struct, frozen=True, tag=True):
+    """What a supervisor or operator wants a router to do with one node. To obey it twice is to obey it once."""
+
+    action: Literal["add", "remove", "drain", "resume"]
+    node: str  # the base URL for "add", else the node's id or its host:port
+    expires_at_s: float  # wall clock; until then whoever overhears the order may repeat it, so keep it short
+    role: str = ""  # for "add": prefill, decode or mixed
+    version: int = PROTOCOL_VERSION
+
+
+Paper = TypeVar("Paper", Ticket, Offer, NodeOrder)
 
 
 def mac(key: bytes, payload: bytes) -> bytes:
@@ -78,14 +88,14 @@ def mac(key: bytes, payload: bytes) -> bytes:
     return blake2b(payload, key=key, digest_size=MAC_BYTES, person=b"pd-cluster-mac").digest()
 
 
-def sign(key: bytes, paper: Ticket | Offer) -> str:
+def sign(key: bytes, paper: Ticket | Offer | NodeOrder) -> str:
     """The paper as a URL-safe string, signature first."""
     payload = msgspec.msgpack.encode(paper)
     return urlsafe_b64encode(mac(key, payload) + payload).decode()
 
 
 def verify(key: bytes, token: str, kind: type[Paper], now_s: float) -> Paper:
-    """The ticket or offer inside `token`. `now_s`: wall clock.
+    """The paper inside `token`. `now_s`: wall clock.
 
     Raises BadSignature, TicketExpired, or TicketError when it is no such paper at all.
     """

@@ -1,0 +1,78 @@
+"""Nodes from a file that is read again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pd_router.sources.base import make_spec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from pd_router.nodes import NodeSpec
+
+log = logging.getLogger("pd_router")
+# A change is seen within a second. The content is compared, not the time stamp: a copy may keep an old one, and a file
+# written twice within one tick of the file system's clock has the same one.
+LOOK_EVERY_S = 0.5
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    url: str
+    role: str
+
+
+class NodesFile:
+    """A JSON file: `[{"url": "http://host:port", "role": "prefill" | "decode" | "mixed"}, ...]`.
+
+    Replace it (write another, rename it) rather than overwrite it; a half-written one is taken for broken.
+    """
+
+    name = "file"
+
+    def __init__(self, path: str, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        self._path = Path(path)
+        self._sleep = sleep
+
+    async def watch(self) -> AsyncIterator[tuple[NodeSpec, ...]]:
+        last: bytes | str | None = None  # the content, or why there is none
+        while True:
+            content = await asyncio.to_thread(self._content)  # the file system may hang; the router must not
+            if content != last:
+                last = content
+                try:
+                    nodes = parse_nodes(content)
+                except ValueError as error:
+                    log.error("%s: %s; the nodes stay as they are", self._path, error)
+                else:
+                    yield nodes
+            await self._sleep(LOOK_EVERY_S)
+
+    def read(self) -> tuple[NodeSpec, ...]:
+        """The nodes as of now. Raises ValueError."""
+        return parse_nodes(self._content())
+
+    def _content(self) -> bytes | str:
+        try:
+            return self._path.read_bytes()
+        except OSError as error:
+            return f"cannot be read: {error.strerror or error}"
+
+
+def parse_nodes(content: bytes | str) -> tuple[NodeSpec, ...]:
+    """`content`: the file's bytes, or why there are none. Raises ValueError."""
+    if isinstance(content, str):
+        raise ValueError(content)
+    try:
+        entries = msgspec.json.decode(content, type=tuple[_Entry, ...])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ValueError(f'not a JSON list of {{"url", "role"}}: {error}') from error
+    nodes = tuple(make_spec(entry.url, entry.role) for entry in entries)
+    if len({node.url for node in nodes}) < len(nodes):
+        raise ValueError("a URL is given twice: each node has one role")
+    return nodes

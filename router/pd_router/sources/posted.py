@@ -1,0 +1,80 @@
+"""Nodes that come and go by signed order: `POST /nodes`, `DELETE /nodes/{id}`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pd_connectors.protocol.errors import HandoffError
+from pd_connectors.protocol.ticket import NodeOrder, verify
+from pd_router.errors import InvalidRequest, NodeConflict, NodeUnknown, NotAuthorized
+from pd_router.sources.base import make_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_router.nodes import Node, NodeSpec, NodeTable
+
+POSTED = "posted"
+
+
+class PostedNodes:
+    """Obeys signed orders. Unlike the other sources it is not watched: an order holds when its answer is sent.
+
+    The set lives as long as the router. Whoever posts nodes posts them to every router, and again to one that restarts.
+    """
+
+    def __init__(self, table: NodeTable, key: bytes, wall_clock: Callable[[], float]) -> None:
+        self._table = table
+        self._key = key
+        self._wall_clock = wall_clock
+        self._specs: dict[str, NodeSpec] = {}  # by URL
+
+    def read(self, signed: str | None, action: str) -> NodeOrder:
+        """The order inside a header. Raises NotAuthorized, InvalidRequest."""
+        if not signed:
+            raise NotAuthorized("send the signed order in the header x-pd-order")
+        try:
+            order = verify(self._key, signed, NodeOrder, self._wall_clock())
+        except HandoffError as error:
+            raise NotAuthorized(str(error)) from error
+        if order.action != action:
+            raise InvalidRequest(f"the order says {order.action!r}, the request {action!r}")
+        return order
+
+    def add(self, order: NodeOrder) -> tuple[Node, bool]:
+        """The node, and whether it is new. Raises InvalidRequest, NodeConflict."""
+        try:
+            spec = make_spec(order.node, order.role)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
+        known = next((node for node in self._table.nodes if node.url == spec.url), None)
+        if known is not None and known.role is spec.role:
+            return known, False
+        if known is not None and spec.url not in self._specs:
+            raise NodeConflict(f"{spec.url} is a {known.role.value} node, says {self._table.source_of(known)}")
+        self._specs[spec.url] = spec
+        self._apply()
+        return next(node for node in self._table.nodes if node.url == spec.url), True
+
+    def remove(self, node: Node) -> None:
+        """Raises NodeConflict for what did not come by `add`. A node that is leaving already may be removed again."""
+        if not node.gone and node.url not in self._specs:
+            source = self._table.source_of(node)
+            raise NodeConflict(
+                f"node {node.node_id} was not posted but comes from {source}: remove it there, or drain it"
+            )
+        if not node.gone:
+            del self._specs[node.url]
+            self._apply()
+
+    def find(self, name: str) -> Node:
+        """Raises NodeUnknown, NodeConflict."""
+        found = self._table.find(name)
+        if not found:
+            raise NodeUnknown(f"no node is called {name!r}; GET /nodes names them")
+        if len(found) > 1:
+            raise NodeConflict(f"{len(found)} nodes are called {name!r}; name one by its host:port")
+        return found[0]
+
+    def _apply(self) -> None:
+        self._table.apply(POSTED, self._specs.values())
