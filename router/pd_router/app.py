@@ -24,12 +24,11 @@ from pd_router.health import HealthPoller
 from pd_router.metrics import Metrics
 from pd_router.nodes import NodeTable
 from pd_router.proxy import Proxy
-from pd_router.sources.file import NodesFile
 from pd_router.sources.posted import PostedNodes
 from pd_router.upstream import Upstream
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from starlette.requests import Request
 
@@ -43,19 +42,21 @@ BACKGROUND_DEADLINE_S = 2.0
 def create_app(
     config: RouterConfig,
     key: bytes,
+    sources: Sequence[NodeSource] = (),
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
 ) -> Starlette:
     """The router as an ASGI app.
 
-    `key`: the cluster's, signs offers. `clock`: monotonic seconds. `wall_clock`: seconds since 1970.
+    `key`: the cluster's, signs offers. `sources`: name nodes beside the flags and the posted orders.
+    `clock`: monotonic seconds. `wall_clock`: seconds since 1970.
     """
     table = NodeTable(config, clock)
     upstream = Upstream(config)
     background = Background()
     services = Services(config, table, upstream, Metrics(table), background, key, wall_clock)
     poller = HealthPoller(config, table, upstream)
-    discovery = Discovery(make_sources(config), table)
+    discovery = Discovery(sources, table)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -95,14 +96,6 @@ def create_app(
     )
     app.state.services = services
     return app
-
-
-def make_sources(config: RouterConfig) -> tuple[NodeSource, ...]:
-    """What names nodes beside the flags and the orders that are posted."""
-    sources: list[NodeSource] = []
-    if config.nodes_file:
-        sources.append(NodesFile(config.nodes_file))
-    return tuple(sources)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -17,10 +17,12 @@ from pd_connectors.protocol.keys import load_cluster_key
 from pd_router.app import create_app
 from pd_router.config import RouterConfig
 from pd_router.errors import StartupError
-from pd_router.sources.file import NodesFile
+from pd_router.sources.make import make_sources
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from pd_router.sources.base import NodeSource
 
 _PARSERS = {"int": int, "float": float, "str": str}
 
@@ -57,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         config = config_from(args)
-        check_sources(config)
+        sources = make_sources(config)
         try:
             key = load_cluster_key(config.cluster_key_file)
         except (OSError, ValueError) as error:
@@ -68,18 +70,9 @@ def run(args: argparse.Namespace) -> int:
         return 2
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with listener:
-        server = make_server(config, key)
+        server = make_server(config, key, sources)
         server.run(sockets=[listener])
     return 0 if server.started else 1
-
-
-def check_sources(config: RouterConfig) -> None:
-    """What is wrong with a source of nodes at the start is told; later it is waited for. Raises StartupError."""
-    if config.nodes_file:
-        try:
-            NodesFile(config.nodes_file).read()
-        except ValueError as error:
-            raise StartupError(f"--nodes-file {config.nodes_file}: {error}") from error
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -99,10 +92,10 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def make_server(config: RouterConfig, key: bytes) -> uvicorn.Server:
+def make_server(config: RouterConfig, key: bytes, sources: Sequence[NodeSource] = ()) -> uvicorn.Server:
     return _Server(
         uvicorn.Config(
-            create_app(config, key),
+            create_app(config, key, sources),
             loop="uvloop",
             http="httptools",
             ws="none",

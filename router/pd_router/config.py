@@ -37,6 +37,8 @@ class RouterConfig:
     nodes_file: str = setting(
         "", 'JSON file with more nodes, [{"url": ..., "role": "prefill"|"decode"|"mixed"}]; its changes are followed.'
     )
+    kubernetes_namespace: str = setting("", "Find nodes among the pods of this namespace, and follow its changes.")
+    kubernetes_selector: str = setting("pd-cluster/part=node", "Labels of those pods: KEY=VALUE,...")
     start_empty: bool = setting(False, "Start without knowing a node: they come later, by POST /nodes.")
     route: str = setting(
         "p-first",
@@ -79,13 +81,15 @@ class RouterConfig:
         if not (self.decode or self.mixed or self.learns_of_nodes):
             raise StartupError(
                 "no node can decode: give at least one --decode URL or --mixed URL, or say where nodes are found "
-                "(--nodes-file, --start-empty)"
+                "(--nodes-file, --kubernetes-namespace, --start-empty)"
             )
         urls = [*self.prefill, *self.decode, *self.mixed]
         for url in urls:
             check_node_url(url)
         if len({url.rstrip("/") for url in urls}) < len(urls):
             raise StartupError("a node is given twice: each URL has one role (--prefill, --decode or --mixed)")
+        if not all(key and value for key, value in self.kubernetes_labels.items()):
+            raise StartupError(f"bad --kubernetes-selector {self.kubernetes_selector!r}: write KEY=VALUE,KEY=VALUE")
         for name in ("max_prefill_tries", "max_decode_tries", "offer_size", "eject_after"):
             if getattr(self, name) < 1:
                 raise StartupError(f"--{name.replace('_', '-')} must be at least 1")
@@ -93,7 +97,12 @@ class RouterConfig:
     @property
     def learns_of_nodes(self) -> bool:
         """Whether nodes may come that no flag names."""
-        return bool(self.nodes_file or self.start_empty)
+        return bool(self.nodes_file or self.kubernetes_namespace or self.start_empty)
+
+    @property
+    def kubernetes_labels(self) -> dict[str, str]:
+        pairs = (pair.partition("=") for pair in self.kubernetes_selector.split(","))
+        return {key.strip(): value.strip() for key, _, value in pairs}
 
     @property
     def default_order(self) -> Order:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import TYPE_CHECKING
 
@@ -48,9 +49,10 @@ class Discovery:
     async def _follow(self, source: NodeSource, heard: asyncio.Event) -> None:
         while True:
             try:
-                async for nodes in source.watch():
-                    self._table.apply(source.name, nodes)
-                    heard.set()
+                async with contextlib.aclosing(source.watch()) as sets:
+                    async for nodes in sets:
+                        self._table.apply(source.name, nodes)
+                        heard.set()
                 log.error("the source of nodes '%s' has ended; beginning again", source.name)
             except Exception:  # a bug in one source: its last nodes stay, and so do the other sources
                 log.exception("the source of nodes '%s' broke down; beginning again", source.name)

@@ -12,12 +12,14 @@ import uvicorn
 from pd_router.app import create_app
 from pd_router.cli import listen
 from pd_router.config import RouterConfig
+from pd_router.sources.make import make_sources
 from tests.router.fake_nodes import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from pd_router.exchange import Services
+    from pd_router.sources.base import NodeSource
     from tests.router.fake_nodes import FakeNode
 
 KEY = b"k" * 32
@@ -56,16 +58,20 @@ async def serving(
     prefill: list[FakeNode] | None = None,
     decode: list[FakeNode] | None = None,
     mixed: list[FakeNode] | None = None,
+    sources: list[NodeSource] | None = None,
     **settings: object,
 ) -> AsyncIterator[Router]:
-    """Starts the router over nodes that run already. Health is polled once, then only when a test asks."""
+    """Starts the router over nodes that run already. Health is polled once, then only when a test asks.
+
+    `sources`: instead of those that the settings ask for.
+    """
     config = RouterConfig(
         prefill=tuple(n.url for n in prefill or []),
         decode=tuple(n.url for n in decode or []),
         mixed=tuple(n.url for n in mixed or []),
         **{"health_interval_s": 3600.0, "connect_timeout_s": 2.0, **settings},  # type: ignore[arg-type]
     )
-    app = create_app(config, KEY)
+    app = create_app(config, KEY, make_sources(config) if sources is None else sources)
     listener = listen("127.0.0.1", 0)
     server = uvicorn.Server(
         uvicorn.Config(app, http="httptools", log_config=None, access_log=False, timeout_graceful_shutdown=1)

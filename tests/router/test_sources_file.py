@@ -20,7 +20,7 @@ from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import serving, until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator
     from pathlib import Path
 
     from pd_router.sources.base import NodeSource
@@ -112,7 +112,7 @@ async def test_a_source_that_breaks_down_is_begun_again_and_its_nodes_stay() -> 
         name = "shaky"
         begun = 0
 
-        async def watch(self) -> AsyncIterator[tuple[NodeSpec, ...]]:
+        async def watch(self) -> AsyncGenerator[tuple[NodeSpec, ...], None]:
             self.begun += 1
             yield (D,)
             raise RuntimeError("a bug")
@@ -136,7 +136,7 @@ async def test_a_silent_source_holds_up_the_start_only_so_long(caplog: pytest.Lo
     class Silent:
         name = "silent"
 
-        def watch(self) -> AsyncIterator[tuple[NodeSpec, ...]]:
+        def watch(self) -> AsyncGenerator[tuple[NodeSpec, ...], None]:
             raise AssertionError("not begun")
 
     table = NodeTable(RouterConfig(start_empty=True), lambda: 0.0)

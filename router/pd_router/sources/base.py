@@ -9,7 +9,7 @@ from pd_router.errors import StartupError
 from pd_router.nodes import NodeSpec, Role
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator
 
 
 class NodeSource(Protocol):
@@ -17,7 +17,7 @@ class NodeSource(Protocol):
 
     name: str
 
-    def watch(self) -> AsyncIterator[tuple[NodeSpec, ...]]:
+    def watch(self) -> AsyncGenerator[tuple[NodeSpec, ...], None]:
         """All its nodes, first as soon as they are known and again whenever they change, until it is closed.
 
         What is wrong out there (no file, no API server) is logged and waited for; meanwhile the last set stands.

@@ -12,7 +12,7 @@ import msgspec
 from pd_router.sources.base import make_spec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncGenerator, Awaitable, Callable
 
     from pd_router.nodes import NodeSpec
 
@@ -39,7 +39,7 @@ class NodesFile:
         self._path = Path(path)
         self._sleep = sleep
 
-    async def watch(self) -> AsyncIterator[tuple[NodeSpec, ...]]:
+    async def watch(self) -> AsyncGenerator[tuple[NodeSpec, ...], None]:
         last: bytes | str | None = None  # the content, or why there is none
         while True:
             content = await asyncio.to_thread(self._content)  # the file system may hang; the router must not

@@ -1,0 +1,145 @@
+"""Nodes from the Kubernetes API: the pods of one namespace with certain labels."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import msgspec
+from lightkube import AsyncClient
+from lightkube.config.kubeconfig import KubeConfig
+from lightkube.exceptions import ConfigError
+from lightkube.resources.core_v1 import Pod
+
+from pd_router.errors import StartupError
+from pd_router.sources.base import make_spec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+
+    from lightkube.config.kubeconfig import SingleConfig
+    from lightkube.operators import Operator
+
+    from pd_router.nodes import NodeSpec
+
+log = logging.getLogger("pd_router")
+ROLE_LABEL = "pd-cluster/role"
+PORT_NAME = "http"
+RELIST_S = 60.0  # a watch may die without a word, so all is listed anew at least this often
+RETRY_S = 0.25  # after the first trouble; doubles up to MAX_RETRY_S until a watch tells something
+MAX_RETRY_S = 2.0
+_TROUBLE = (httpx2.HTTPError, httpx2.StreamError, msgspec.MsgspecError, OSError, ConfigError)
+
+
+class KubernetesPods:
+    """Lists, then watches from the list's version on; whatever ends the watch (410 too), lists anew.
+
+    A node is a ready pod that is not being deleted, with the label `pd-cluster/role` and a port named `http`.
+    While the API server is away, the last pods stand: their own /health goes on being asked.
+    """
+
+    name = "kubernetes"
+
+    def __init__(
+        self,
+        namespace: str,
+        labels: Mapping[str, str],
+        api: SingleConfig,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        relist_s: float = RELIST_S,
+    ) -> None:
+        self._namespace = namespace
+        self._labels: dict[str, str | Operator[Any] | Iterable[Any] | None] = dict(labels)
+        self._api = api
+        self._sleep = sleep
+        self._relist_s = relist_s
+        self._in_trouble = 0  # times in a row
+
+    async def watch(self) -> AsyncGenerator[tuple[NodeSpec, ...], None]:
+        client = AsyncClient(self._api)
+        try:
+            last: tuple[NodeSpec, ...] | None = None
+            while True:
+                try:
+                    async with contextlib.aclosing(self._list_and_watch(client)) as sets:
+                        async for nodes in sets:
+                            if nodes != last:  # most changes of a pod change nothing about the node
+                                last = nodes
+                                yield nodes
+                except _TROUBLE as error:
+                    delay_s = min(RETRY_S * 2**self._in_trouble, MAX_RETRY_S)
+                    self._in_trouble += 1
+                    why = f"{type(error).__name__}: {error}"
+                    log.warning("kubernetes, namespace %s: %s; listing anew in %.2f s", self._namespace, why, delay_s)
+                    await self._sleep(delay_s)
+        finally:
+            await client.close()
+
+    async def _list_and_watch(self, client: AsyncClient) -> AsyncGenerator[tuple[NodeSpec, ...], None]:
+        """Ends when it is time to list anew. Raises `_TROUBLE`."""
+        listing = client.list(Pod, namespace=self._namespace, labels=self._labels)
+        nodes = {_name(pod): node_of(pod) async for pod in listing}
+        yield _found(nodes)
+        events = client.watch(
+            Pod, namespace=self._namespace, labels=self._labels, resource_version=listing.resourceVersion
+        )
+        until_s = asyncio.get_running_loop().time() + self._relist_s
+        async with contextlib.aclosing(aiter(events)) as changes:  # type: ignore[type-var]
+            while True:
+                try:
+                    async with asyncio.timeout_at(until_s):
+                        kind, pod = await anext(changes)
+                except (TimeoutError, StopAsyncIteration):
+                    return
+                self._in_trouble = 0
+                if kind == "DELETED":
+                    nodes.pop(_name(pod), None)
+                else:
+                    nodes[_name(pod)] = node_of(pod)
+                yield _found(nodes)
+
+
+def _found(nodes: Mapping[str, NodeSpec | None]) -> tuple[NodeSpec, ...]:
+    """In the order of their names: what a list and a watch tell is then the same set."""
+    return tuple(node for _, node in sorted(nodes.items()) if node is not None)
+
+
+def _name(pod: Pod) -> str:
+    name = pod.metadata.name if pod.metadata is not None else None
+    assert name is not None, "the API server names every pod"
+    return name
+
+
+def node_of(pod: Pod) -> NodeSpec | None:
+    """None for a pod that may get no requests: not ready, being deleted, or not a node at all."""
+    status, spec, metadata = pod.status, pod.spec, pod.metadata
+    if status is None or spec is None or metadata is None:
+        return None
+    if metadata.deletionTimestamp is not None or not status.podIP:
+        return None
+    if not any(condition.type == "Ready" and condition.status == "True" for condition in status.conditions or ()):
+        return None
+    ports = [port.containerPort for box in spec.containers for port in box.ports or () if port.name == PORT_NAME]
+    role = (metadata.labels or {}).get(ROLE_LABEL, "")
+    host = f"[{status.podIP}]" if ":" in status.podIP else status.podIP
+    try:
+        if len(ports) != 1:
+            raise ValueError(f"{len(ports)} ports are named {PORT_NAME!r}, not one")
+        return make_spec(f"http://{host}:{ports[0]}", role, _name(pod))
+    except ValueError as error:
+        log.warning("pod %s is no node: %s", metadata.name, error)
+        return None
+
+
+def config_from_environment() -> SingleConfig:
+    """The pod's own service account, else $KUBECONFIG, else ~/.kube/config. Raises StartupError."""
+    try:
+        config = KubeConfig.from_env().get()
+    except (ConfigError, OSError) as error:
+        raise StartupError(f"--kubernetes-namespace: no way to an API server: {error}") from error
+    if config is None or config.user is None:
+        raise StartupError("--kubernetes-namespace: no way to an API server: the kubeconfig's context names no user")
+    return config

@@ -1,0 +1,40 @@
+"""The sources that the settings ask for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pd_router.errors import StartupError
+from pd_router.sources.file import NodesFile
+
+if TYPE_CHECKING:
+    from pd_router.config import RouterConfig
+    from pd_router.sources.base import NodeSource
+
+
+def make_sources(config: RouterConfig) -> tuple[NodeSource, ...]:
+    """What names nodes beside the flags and the posted orders.
+
+    What is wrong with a source now is an error; later it is waited for. Raises StartupError.
+    """
+    sources: list[NodeSource] = []
+    if config.nodes_file:
+        file = NodesFile(config.nodes_file)
+        try:
+            file.read()
+        except ValueError as error:
+            raise StartupError(f"--nodes-file {config.nodes_file}: {error}") from error
+        sources.append(file)
+    if config.kubernetes_namespace:
+        sources.append(_kubernetes(config))
+    return tuple(sources)
+
+
+def _kubernetes(config: RouterConfig) -> NodeSource:
+    try:
+        from pd_router.sources.kubernetes import KubernetesPods, config_from_environment
+    except ImportError as error:
+        raise StartupError(
+            f"--kubernetes-namespace needs the package lightkube ({error}): pip install 'pd-cluster[kubernetes]'"
+        ) from error
+    return KubernetesPods(config.kubernetes_namespace, config.kubernetes_labels, config_from_environment())

@@ -1,0 +1,184 @@
+"""As much of a fake Kubernetes API server as finding pods needs: list and watch, with versions, drops and 410."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+from lightkube.config.kubeconfig import KubeConfig
+from lightkube.config.models import Cluster, User
+
+from tests.router.fake_nodes import WAIT_S
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from lightkube.config.kubeconfig import SingleConfig
+
+Pod = dict[str, Any]
+
+
+class FakeKubernetes:
+    """One namespace of pods. A change gets the next version; `compact` forgets the changes so far."""
+
+    def __init__(self, namespace: str = "serving") -> None:
+        self.namespace = namespace
+        self.pods: dict[str, Pod] = {}
+        self.version = 100
+        self.oldest = 100  # a watch from before this version is answered with 410
+        self.lists = 0
+        self.watches: list[int] = []  # from which version each began
+        self.failing_with = 0  # this status, to everything
+        self.url = ""
+        self._log: list[tuple[int, str, Pod, Pod | None]] = []  # version, event, pod, what it was
+        self._changed = asyncio.Condition()
+        self._dropped = 0
+        self._open: list[web.Request] = []
+
+    # --- what happens to pods
+
+    async def put(self, name: str, role: str = "decode", **fields: Any) -> None:
+        """Create a pod, or put another in its place; `fields` as in `make_pod`."""
+        before = self.pods.get(name)
+        pod = make_pod(name, role, **fields)
+        await self._note("MODIFIED" if before else "ADDED", pod, before)
+
+    async def delete(self, name: str) -> None:
+        await self._note("DELETED", self.pods[name], self.pods[name])
+
+    async def _note(self, kind: str, pod: Pod, before: Pod | None) -> None:
+        self.version += 1
+        pod = json.loads(json.dumps(pod))
+        pod["metadata"]["resourceVersion"] = str(self.version)
+        if kind == "DELETED":
+            del self.pods[pod["metadata"]["name"]]
+        else:
+            self.pods[pod["metadata"]["name"]] = pod
+        self._log.append((self.version, kind, pod, before))
+        await self._wake()
+
+    # --- what happens to the server
+
+    def compact(self) -> None:
+        self._log.clear()
+        self.oldest = self.version
+
+    async def drop(self) -> None:
+        """Cut every open watch in the middle of its answer."""
+        for request in list(self._open):
+            assert request.transport is not None
+            request.transport.abort()
+        self._dropped += 1
+        await self._wake()
+
+    async def until_watches(self, count: int) -> None:
+        """`count` watches have begun since the start, the last of them is open."""
+        async with asyncio.timeout(WAIT_S), self._changed:
+            await self._changed.wait_for(lambda: len(self.watches) >= count and len(self._open) > 0)
+
+    async def _wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    # --- HTTP
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        if self.failing_with:
+            return web.json_response(_status(self.failing_with, "fake trouble"), status=self.failing_with)
+        wanted = dict(pair.split("=") for pair in request.query.get("labelSelector", "").split(",") if pair)
+        if request.query.get("watch") == "true":
+            return await self._watch(request, wanted)
+        self.lists += 1
+        items = [pod for pod in self.pods.values() if _matches(pod, wanted)]
+        meta = {"resourceVersion": str(self.version)}
+        return web.json_response({"kind": "PodList", "apiVersion": "v1", "metadata": meta, "items": items})
+
+    async def _watch(self, request: web.Request, wanted: dict[str, str]) -> web.StreamResponse:
+        since = int(request.query["resourceVersion"])
+        response = web.StreamResponse(headers={"content-type": "application/json"})
+        await response.prepare(request)
+        self.watches.append(since)
+        self._open.append(request)
+        dropped = self._dropped
+        await self._wake()
+        try:
+            while dropped == self._dropped:
+                if since < self.oldest:
+                    await _send(response, "ERROR", _status(410, "too old resource version"))
+                    return response
+                for version, kind, pod, before in [entry for entry in self._log if entry[0] > since]:
+                    since = version
+                    if (seen_as := _seen_as(kind, pod, before, wanted)) is not None:
+                        await _send(response, seen_as, pod)
+                async with self._changed:
+                    while since >= self.version and dropped == self._dropped:
+                        await self._changed.wait()
+        finally:
+            self._open.remove(request)
+        return response
+
+
+def _seen_as(kind: str, pod: Pod, before: Pod | None, wanted: dict[str, str]) -> str | None:
+    """The event as a watch with a selector sees it: a pod that no longer matches is gone."""
+    was, matches = before is not None and _matches(before, wanted), _matches(pod, wanted)
+    if kind == "DELETED" or not matches:
+        return "DELETED" if was else None
+    return "MODIFIED" if was else "ADDED"
+
+
+def _matches(pod: Pod, wanted: dict[str, str]) -> bool:
+    labels: dict[str, str] = pod["metadata"]["labels"]
+    return wanted.items() <= labels.items()
+
+
+async def _send(response: web.StreamResponse, kind: str, thing: dict[str, Any]) -> None:
+    await response.write(json.dumps({"type": kind, "object": thing}).encode() + b"\n")
+
+
+def _status(code: int, message: str) -> dict[str, Any]:
+    return {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message, "code": code}
+
+
+def make_pod(
+    name: str,
+    role: str = "decode",
+    *,
+    ip: str = "127.0.0.1",
+    port: int = 1,
+    port_name: str = "http",
+    ready: bool = True,
+    terminating: bool = False,
+    part: str = "node",
+) -> Pod:
+    metadata: dict[str, Any] = {"name": name, "labels": {"pd-cluster/part": part, "pd-cluster/role": role}}
+    if terminating:
+        metadata["deletionTimestamp"] = "2030-01-01T00:00:00Z"
+    ports = [{"name": port_name, "containerPort": port}, {"name": "kv", "containerPort": 65000}]
+    return {
+        "kind": "Pod",
+        "apiVersion": "v1",
+        "metadata": metadata,
+        "spec": {"containers": [{"name": "node", "ports": ports}, {"name": "sidecar"}]},
+        "status": {"podIP": ip, "conditions": [{"type": "Ready", "status": "True" if ready else "False"}]},
+    }
+
+
+@contextlib.asynccontextmanager
+async def kubernetes() -> AsyncIterator[tuple[FakeKubernetes, SingleConfig]]:
+    """The server on a port of the OS's choosing, and the way to it."""
+    fake = FakeKubernetes()
+    app = web.Application()
+    app.router.add_get(f"/api/v1/namespaces/{fake.namespace}/pods", fake.serve)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        api = KubeConfig.from_one(cluster=Cluster(server=fake.url), user=User()).get()
+        assert api is not None
+        yield fake, api
+    finally:
+        await runner.cleanup()
