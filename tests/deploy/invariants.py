@@ -249,7 +249,7 @@ def hardening(objects: list[Object]) -> list[str]:
     """Read-only root, no privilege, no capability but IPC_LOCK, no root but for it, no token but the router's."""
     wrong = []
     for part in pods(objects):
-        if part.spec.get("automountServiceAccountToken") is not False:
+        if part.spec.get("automountServiceAccountToken") is not False and not part.owner.startswith("Deployment/"):
             wrong.append(f"{part.owner}: has a service account's token")
         if not part.spec["securityContext"].get("runAsNonRoot") or "seccompProfile" not in part.spec["securityContext"]:
             wrong.append(f"{part.owner}: no securityContext")
@@ -270,20 +270,30 @@ def hardening(objects: list[Object]) -> list[str]:
 
 
 def router_knows_nodes(objects: list[Object]) -> list[str]:
-    """The router's URLs are exactly the names that pods of the node workloads can have."""
-    most = {
-        found["spec"]["scaleTargetRef"]["name"]: found["spec"]["maxReplicas"]
-        for found in of_kind(objects, "HorizontalPodAutoscaler")
+    """What the router looks for is what the node workloads make, and it may look."""
+    [router] = [part for part in pods(objects) if part.owner.startswith("Deployment/")]
+    [container] = router.containers
+    wanted = dict(pair.split("=") for pair in flag_of(container, "kubernetes-selector").split(","))
+    wrong = []
+    for part in pods(objects):
+        is_node, found = part.owner.startswith("StatefulSet/"), _matches(wanted, part)
+        if is_node is not found:
+            wrong.append(f"{part.owner}: {'not found by' if is_node else 'a node for'} the router")
+        if is_node:
+            [node] = part.containers
+            if part.labels.get("pd-cluster/role") != node["args"][0]:
+                wrong.append(f"{part.owner}: its role label is not its role")
+            if [port["name"] for port in node["ports"]].count("http") != 1:
+                wrong.append(f"{part.owner}: no port named http")
+    if router.spec.get("automountServiceAccountToken") is not True:
+        wrong.append("the router has no token to read pods with")
+    account = router.spec["serviceAccountName"]
+    bound = {
+        binding["roleRef"]["name"]
+        for binding in of_kind(objects, "RoleBinding")
+        if account in [subject["name"] for subject in binding["subjects"]]
     }
-    expected = set()
-    for found in of_kind(objects, "StatefulSet"):
-        name, [container] = found["metadata"]["name"], found["spec"]["template"]["spec"]["containers"]
-        count = found["spec"].get("replicas", most.get(name, 0))
-        role, port = container["args"][0], flag_of(container, "port")
-        expected |= {f"--{role}=http://{name}-{i}.{found['spec']['serviceName']}:{port}" for i in range(count)}
-    [router] = of_kind(objects, "Deployment")
-    arguments = router["spec"]["template"]["spec"]["containers"][0]["args"]
-    given = {argument for argument in arguments if "=http" in argument}
-    return [f"not known to the router: {url}" for url in sorted(expected - given)] + [
-        f"the router knows a node that is not: {url}" for url in sorted(given - expected)
-    ]
+    rules = [rule for role in of_kind(objects, "Role") if role["metadata"]["name"] in bound for rule in role["rules"]]
+    if not any("pods" in rule["resources"] and {"list", "watch"} <= set(rule["verbs"]) for rule in rules):
+        wrong.append("the router may not read pods")
+    return wrong

@@ -92,10 +92,18 @@ FAULTS: list[tuple[str, Callable[[list[Object]], list[str]], Callable[[list[Obje
      lambda o: container(o, "router")["securityContext"].update(readOnlyRootFilesystem=False), "may do too much"),
     ("capability", invariants.hardening,
      lambda o: container(o, "decode")["securityContext"]["capabilities"].update(add=["SYS_ADMIN"]), "has capabilities"),
-    ("a pod more", invariants.router_knows_nodes,
-     lambda o: one(o, "StatefulSet", "decode")["spec"].update(replicas=3), "not known to the router"),
-    ("a pod less", invariants.router_knows_nodes,
-     lambda o: one(o, "StatefulSet", "decode")["spec"].update(replicas=1), "a node that is not"),
+    ("a node not found", invariants.router_knows_nodes,
+     lambda o: one(o, "StatefulSet", "decode")["spec"]["template"]["metadata"]["labels"].pop("pd-cluster/part"),
+     "not found by the router"),
+    ("another's role", invariants.router_knows_nodes,
+     lambda o: one(o, "StatefulSet", "decode")["spec"]["template"]["metadata"]["labels"].update(
+         {"pd-cluster/role": "prefill"}), "role label"),
+    ("no http port", invariants.router_knows_nodes,
+     lambda o: container(o, "decode")["ports"][0].update(name="web"), "no port named http"),
+    ("router without token", invariants.router_knows_nodes,
+     lambda o: spec(o, "Deployment", "router").update(automountServiceAccountToken=False), "no token"),
+    ("role of another", invariants.router_knows_nodes,
+     lambda o: one(o, "RoleBinding", "router")["roleRef"].update(name="x"), "may not read pods"),
 ]  # fmt: skip
 SCALING_FAULTS: list[tuple[str, Callable[[list[Object]], Any], str]] = [
     ("upside down", lambda o: spec(o, "HorizontalPodAutoscaler", "decode").update(minReplicas=9), "9 to 8 replicas"),

@@ -116,8 +116,11 @@ def test_drain_leaves_the_time_to_stop_an_engine() -> None:
 
 
 def test_pod_reader_gives_the_router_its_role_and_nothing_more() -> None:
-    assert of_kind(render(), "Role", "RoleBinding", "ClusterRole") == []
-    objects = render({"router": {"podReader": True}})
+    without = render({"router": {"podReader": False}})
+    assert of_kind(without, "Role", "RoleBinding", "ClusterRole") == []
+    assert invariants.router_knows_nodes(without) == ["the router may not read pods"]
+    objects = render()
+    assert of_kind(objects, "ClusterRole") == []
     [role] = of_kind(objects, "Role")
     assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
     [binding] = of_kind(objects, "RoleBinding")
@@ -125,7 +128,7 @@ def test_pod_reader_gives_the_router_its_role_and_nothing_more() -> None:
     router = one(objects, "Deployment", "router")["spec"]["template"]["spec"]
     assert binding["subjects"][0]["name"] == account["metadata"]["name"] == router["serviceAccountName"]
     assert router["automountServiceAccountToken"] is True
-    assert invariants.hardening(objects) == ["Deployment/demo-pd-cluster-router: has a service account's token"]
+    assert invariants.hardening(objects) == []
 
 
 def test_preflight_waits_for_no_other_pod() -> None:
@@ -192,6 +195,8 @@ def test_flags_that_the_chart_owns_are_the_ones_it_sets() -> None:
         assert forbidden - written <= {
             "role",
             "advertise-host",
+            "prefill",
+            "decode",
             "mixed",
         }  # set through the environment, or by other roles
 

@@ -47,19 +47,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- end -}}
 
-{{- /* How many pods of a role there can be. Takes the role. */ -}}
-{{- define "pd-cluster.mostReplicas" -}}
-{{- int (ternary .autoscaling.maxReplicas .replicas .autoscaling.enabled) -}}
-{{- end -}}
-
-{{- /* The router's nodes: one URL per pod that may exist. One that does not exist is an unhealthy node, and costs nothing. */ -}}
-{{- define "pd-cluster.nodeFlags" -}}
-{{- $full := include "pd-cluster.fullname" . -}}
-{{- range $name, $role := include "pd-cluster.roles" . | fromYaml }}
-{{- range $i := until (include "pd-cluster.mostReplicas" $role | int) }}
-- --{{ $role.kind }}=http://{{ $full }}-{{ $name }}-{{ $i }}.{{ $full }}-{{ $name }}:{{ int $.Values.nodePorts.http }}
-{{- end }}
-{{- end }}
+{{- /* Labels of the pods that are nodes, as one selector. */ -}}
+{{- define "pd-cluster.nodeSelector" -}}
+pd-cluster/part=node
+{{- range $key, $value := include "pd-cluster.releaseLabels" . | fromYaml }},{{ $key }}={{ $value }}{{ end }}
 {{- end -}}
 
 {{- /* A map of flags as arguments: true -> --flag, false -> --no-flag. */ -}}
