@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
         sys.stderr.write(f"pd-cluster router: {error}\n")
         return 2
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if config.log_level != "debug":
+        logging.getLogger("httpx2").setLevel(logging.WARNING)  # tells every request to the Kubernetes API
     with listener:
         server = make_server(config, key, sources)
         server.run(sockets=[listener])
