@@ -160,9 +160,11 @@ async def test_while_the_api_server_is_away_the_nodes_stay_and_it_is_left_in_pea
 async def test_a_watch_that_died_without_a_word_is_noticed_by_listing_now_and_then() -> None:
     async with kubernetes() as (fake, api):
         await fake.put("d-0", port=1)
-        async with followed(source(api, relist_s=0.01)) as table:
+        naps = Naps()
+        async with followed(source(api, naps, relist_s=0.05)) as table:
             await until(lambda: fake.lists >= 3)
             assert names(table) == ["d-0"]
+            assert naps.taken == []  # in good order, so at once
 
 
 @pytest.mark.anyio
