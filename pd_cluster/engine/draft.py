@@ -27,6 +27,7 @@ class Draft:
     copy_on_write: list[tuple[int, int]] = field(default_factory=list)
     publishes: list[PublishSpec] = field(default_factory=list)
     preempted: bool = False
+    held: set[int] = field(default_factory=set)  # sequences that yield their blocks once no running step touches them
 
     def batch(self, departures: list[int], loads: list[LoadSpec]) -> Batch:
         if self.starts:  # what entered last may be a decode

@@ -117,12 +117,12 @@ class Planner:
         return False
 
     def _victim(self, step: int) -> Sequence | None:
-        """The worst-ranked holder of blocks that this step has not planned and no running step touches."""
+        """The worst-ranked holder of blocks that this step has not planned."""
         worst = self.loaded.last
         for seq in reversed(self.running):
             if worst is not None and worst.rank > seq.rank:
                 break
-            if seq.planned_step != step and not seq.num_in_flight:
+            if seq.planned_step != step:
                 return seq
         return worst
 
@@ -159,9 +159,9 @@ class Planner:
         draft = Draft(step=self._next_step, budget=self._config.max_num_batched_tokens)
         self._next_step += 1
         for seq in self._plan_decodes(draft):
-            if seq.status is RUNNING and draft.budget:
+            if seq.status is RUNNING and draft.budget and seq.seq_id not in draft.held:
                 draft.add_chunk(seq, self._blocks)
-        if not draft.preempted and (self.waiting or self.loaded):
+        if not draft.preempted and not draft.held and (self.waiting or self.loaded):
             self._admit(draft)
         batch = draft.batch(self.departures, self.loads)
         self.departures, self.loads = [], []
@@ -171,6 +171,8 @@ class Planner:
         """Plan every decode; return the running sequences that have more than one token left."""
         step, chunks, prefills = draft.step, draft.chunks, []
         for seq in tuple(self.running):
+            if draft.held and seq.seq_id in draft.held:
+                continue
             num_known = len(seq.token_ids) + seq.num_pending
             start = seq.num_scheduled_tokens
             if num_known - start > 1:
@@ -195,7 +197,10 @@ class Planner:
                 continue
             victim = self._victim(draft.step)
             if victim is None or victim.rank < seq.rank:
-                return False  # a step that still runs touches it: next time
+                return False
+            if victim.num_in_flight:  # a step that still runs touches its blocks: it is left out now, and yields next
+                draft.held.add(victim.seq_id)
+                return False
             self._preempt(victim, draft)
             if victim is seq:
                 return False

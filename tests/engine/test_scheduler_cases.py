@@ -217,28 +217,31 @@ def test_a_full_queue_refuses() -> None:
 # memory
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_host_blocks", [0, 16])
-def test_the_worst_ranked_is_preempted_and_comes_back(num_host_blocks: int) -> None:
-    world = World(num_blocks=6, num_host_blocks=num_host_blocks)
+def test_the_worst_ranked_is_preempted_and_comes_back(num_host_blocks: int, depth: int) -> None:
+    """At depth 2 it is always touched by a running step when it is wanted: it is left out of one step first."""
+    world = World(num_blocks=6, num_host_blocks=num_host_blocks, depth=depth)
     requests = [world.submit(message(name, prompt(30, index), max_tokens=40)) for index, name in enumerate("ab")]
     statuses = set()
     while not requests[0].finished:
         world.start_step()
-        assert requests[0].sequences[0].status is not SequenceStatus.PREEMPTED
+        assert requests[0].sequences[0].status in (SequenceStatus.RUNNING, SequenceStatus.FINISHED)
         statuses.add(requests[1].sequences[0].status)
     assert (SequenceStatus.SWAPPED if num_host_blocks else SequenceStatus.PREEMPTED) in statuses
     world.run_until_idle()
     world.check_empty()
 
 
-def test_priority_decides_who_is_preempted() -> None:
-    world = World(num_blocks=6)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_priority_decides_who_is_preempted(depth: int) -> None:
+    world = World(num_blocks=6, depth=depth)
     late = world.submit(message("a", prompt(30), max_tokens=40, priority=1))
     world.start_step()
     urgent = world.submit(message("b", prompt(30, 1), max_tokens=40, priority=0))
     while not urgent.finished:
         world.start_step()
-        assert urgent.sequences[0].status is not SequenceStatus.PREEMPTED
+        assert urgent.sequences[0].status in (SequenceStatus.RUNNING, SequenceStatus.FINISHED)
     assert not late.finished
     assert world.scheduler.counters["preemptions_recompute_total"] >= 1
     world.run_until_idle()
