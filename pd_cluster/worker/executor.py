@@ -198,7 +198,7 @@ class Executor:
         """A step with the whole token budget in as many sequences as may run, each with every sampling feature."""
         num_seqs = self._config.scheduler.max_num_seqs
         params = SamplingParams(max_tokens=1, top_k=50, top_p=0.9, frequency_penalty=0.1, logprobs=1)
-        share = budget // num_seqs
+        share = min(budget // num_seqs, self.model.max_model_len)
         num_blocks = -(-share // self.block_size)
         starts = tuple(SequenceStart(i, (0,) * share, share, (0,) * num_blocks, params, i) for i in range(num_seqs))
         chunks = tuple(SequenceChunk(i, 0, share, num_samples=1) for i in range(num_seqs))
@@ -209,7 +209,8 @@ class Executor:
         runner = self._make_runner(self._cache, self.model.max_model_len)
         length = min(self.block_size, self.model.max_model_len - 1)
         params = SamplingParams(max_tokens=2, temperature=0.0)
-        start = SequenceStart(0, (0,) * length, length, (0, 1), params, 0)
+        blocks = tuple(range(1 + length // self.block_size))
+        start = SequenceStart(0, (0,) * length, length, blocks, params, 0)
         runner.launch(Batch(0, (start,), (SequenceChunk(0, 0, length, num_samples=1),))).result()
         runner.launch(Batch(1, (), (SequenceChunk(0, length, 1, num_samples=1),))).result()
         runner.launch(Batch(2, departures=(0,)))
@@ -225,7 +226,7 @@ class Executor:
         for step, size in enumerate(sizes, 3):
             num_prefills = min((1, 3, 16)[step % 3], num_rows - size)
             lengths = [1] * size + [length] * num_prefills
-            starts = tuple(SequenceStart(i, (0,) * n, n, (0, 1), params, i) for i, n in enumerate(lengths))
+            starts = tuple(SequenceStart(i, (0,) * n, n, (0,), params, i) for i, n in enumerate(lengths))
             chunks = tuple(SequenceChunk(i, 0, n, num_samples=1) for i, n in enumerate(lengths))
             runner.launch(Batch(step, starts, chunks)).result()
             runner.launch(Batch(step, departures=tuple(range(len(lengths)))))

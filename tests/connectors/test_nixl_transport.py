@@ -229,3 +229,18 @@ def test_an_agent_is_forgotten_with_the_last_endpoint_that_leads_to_it(bench: Be
     bench.transport.disconnect(PEER)
     bench.settle()
     assert bench.nixl.forgotten == ["peer"]
+
+
+def test_a_bug_in_the_thread_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every load would end by its deadline only, and every quarantine never."""
+
+    def broken(agent: object) -> None:
+        raise KeyError("a bug")
+
+    bench.start()
+    monkeypatch.setattr(bench.transport, "_check", broken)
+    bench.transport.connect(MARKER, b"no description")
+    deadline = time.monotonic() + 5.0
+    with pytest.raises(RuntimeError, match="NIXL thread failed"):
+        while time.monotonic() < deadline:
+            bench.transport.poll()

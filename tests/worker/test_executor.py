@@ -59,6 +59,21 @@ def test_half_precision_runs_close_to_float32(models: ModelStore, dtype: str) ->
     assert logprobs[0] == logprobs[1]
 
 
+@pytest.mark.parametrize("max_len", [2, 16, 17])
+def test_a_context_of_a_block_or_less_starts(models: ModelStore, max_len: int) -> None:
+    driver = Driver(make_executor(models.get("qwen3").directory, max_model_len=max_len))
+    generation = driver.add([4] * (max_len - 1))
+    driver.step()
+    assert len(generation.tokens) == 1
+
+
+def test_the_largest_step_fits_the_context(models: ModelStore) -> None:
+    """What measures a GPU's memory at start: the step's budget may be more than one sequence can have."""
+    executor = make_executor(models.get("qwen3").directory, max_model_len=64, max_num_seqs=1)
+    executor._run_largest_step(executor._make_runner(executor._cache, 512), 512)
+    assert executor.model.max_model_len == 64
+
+
 def test_dummy_weights_follow_the_seed(models: ModelStore, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((models.get("qwen3").directory / "config.json").read_text())
     outputs, prints = [], []

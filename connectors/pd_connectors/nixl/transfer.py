@@ -94,6 +94,7 @@ class NixlTransport(Transport):
         self._retired: list[_Peer] = []  # the thread's: disconnected, with something in flight
         self._started = threading.Event()
         self._start_error: Exception | None = None
+        self._death: Exception | None = None
         self._thread: threading.Thread | None = None
 
     # the control thread's side
@@ -119,6 +120,8 @@ class NixlTransport(Transport):
         self._calls.put(lambda agent: self._disconnect(agent, peer))
 
     def poll(self) -> list[Completion]:
+        if self._death is not None:
+            raise RuntimeError("the NIXL thread failed") from self._death
         completions = []
         while self._completions:
             completions.append(self._completions.popleft())
@@ -146,6 +149,17 @@ class NixlTransport(Transport):
             return
         finally:
             self._started.set()
+        try:
+            self._serve(agent)
+        except (
+            Exception
+        ) as error:  # our own bug: told to the control thread, which ends every load, not only a traceback
+            self._death = error
+            self._wake()
+        else:
+            self._leave(agent)
+
+    def _serve(self, agent: NixlAgent) -> None:
         while True:
             peers = self._peers.values()
             is_slow = bool(self._retired) or any(peer.doubtful for peer in peers)
@@ -158,7 +172,6 @@ class NixlTransport(Transport):
                 break
             call(agent)
             self._check(agent)
-        self._leave(agent)
 
     def _connect(self, agent: NixlAgent, key: PeerKey, description: bytes) -> None:
         try:
