@@ -163,7 +163,8 @@ class EngineCore:
         request = self._requests.get(message.request_id)
         if request is None:
             return
-        if message.index is None or request.num_live == 1:
+        live = [seq.index for seq in request.sequences if seq.finish_reason is None]
+        if message.index is None or live == [message.index]:
             self._handoffs.revoke(request)
         update = self._scheduler.abort(request, message.index, message.reason)
         if update is not None:
