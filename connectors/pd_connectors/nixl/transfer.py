@@ -151,9 +151,7 @@ class NixlTransport(Transport):
             self._started.set()
         try:
             self._serve(agent)
-        except (
-            Exception
-        ) as error:  # our own bug: told to the control thread, which ends every load, not only a traceback
+        except Exception as error:  # our own bug: the control thread must hear of it, or no load would ever drain
             self._death = error
             self._wake()
         else:
