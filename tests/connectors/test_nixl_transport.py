@@ -15,6 +15,7 @@ from pd_connectors.nixl import agent as agent_module
 from pd_connectors.nixl import transfer
 from pd_connectors.nixl.agent import Region
 from pd_connectors.nixl.transfer import NixlTransport
+from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.protocol.ticket import Geometry
 from pd_connectors.transport import Completion, Connected, ConnectFailed, PeerKey, ReadEnded
 from tests.connectors.fake_nixl import BackendError, FakeNixl, NotFound, RemoteDisconnect, bindings
@@ -241,3 +242,17 @@ def test_a_bug_in_the_thread_is_told(bench: Bench, monkeypatch: pytest.MonkeyPat
     bench.transport.connect(MARKER, b"no description")
     with pytest.raises(RuntimeError, match="NIXL thread failed"):
         bench.wait_until(lambda: False)
+
+
+def test_a_start_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that never answers must not keep a node starting for ever without a word."""
+    released = threading.Event()
+    monkeypatch.setattr(transfer, "START_DEADLINE_S", 0.05)
+    monkeypatch.setattr(agent_module, "_bindings", released.wait)
+    transport = NixlTransport("us")
+    try:
+        with pytest.raises(ConnectorUnavailable, match="did not start within"):
+            transport.register(CacheDescription(torch.zeros(NUM_BLOCKS, 1, 1, 2, 16, 1), GEOMETRY, NUM_BLOCKS))
+    finally:
+        released.set()
+        transport.close(5.0)

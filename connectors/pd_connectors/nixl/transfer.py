@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pd_connectors.nixl.agent import EndpointFailed, MayStillLand, NixlAgent, NixlError, Region, Remote
+from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.transport import Completion, Connected, ConnectFailed, PeerKey, ReadEnded, ReadId, Transport
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 POLL_S = 0.0005
 RETIRED_POLL_S = 0.02  # nobody waits for these but the block pool
 FENCE_EVERY_S = 0.5  # after one that failed
+START_DEADLINE_S = 120.0  # registering a GPU's whole memory takes seconds
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +105,8 @@ class NixlTransport(Transport):
         assert self._thread is None, "the cache is registered once"
         self._thread = threading.Thread(target=self._run, args=(cache,), name="pd-nixl", daemon=True)
         self._thread.start()
-        self._started.wait()
+        if not self._started.wait(START_DEADLINE_S):
+            raise ConnectorUnavailable(f"NIXL did not start within {START_DEADLINE_S:g} s")
         if self._start_error is not None:
             raise self._start_error
 
