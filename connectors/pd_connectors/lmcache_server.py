@@ -25,15 +25,9 @@ def serve(host: str, port: int, max_bytes: int, on_ready: Callable[[str, int], N
 
     Raises ConnectorUnavailable when LMCache is not installed, OSError when the port is taken.
     """
-    os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
-    os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
-    try:
-        from lmcache.v1.server.__main__ import LMCacheServer
-        from lmcache.v1.server.storage_backend.local_backend import LMSLocalBackend
-    except ImportError as error:
-        raise ConnectorUnavailable(f"the pool needs LMCache: pip install 'pd-cluster[lmcache]' ({error})") from error
+    server_class, backend_class = _lmcache()
 
-    class BoundedBackend(LMSLocalBackend):  # type: ignore[misc]
+    class BoundedBackend(backend_class):  # type: ignore[misc, valid-type]
         """Evicts the least recently used objects."""
 
         def __init__(self) -> None:
@@ -68,7 +62,7 @@ def serve(host: str, port: int, max_bytes: int, on_ready: Callable[[str, int], N
             self.dict.move_to_end(key)
             return True
 
-    class Server(LMCacheServer):  # type: ignore[misc]
+    class Server(server_class):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             self.host, self.port = host, port
             self.data_store = BoundedBackend()
@@ -85,3 +79,15 @@ def serve(host: str, port: int, max_bytes: int, on_ready: Callable[[str, int], N
     server = Server()
     on_ready(*server.server_socket.getsockname()[:2])
     server.run()
+
+
+def _lmcache() -> tuple[type, type]:
+    """LMCache's server and its backend in memory. Raises ConnectorUnavailable when it is not installed."""
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
+    os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+    try:
+        from lmcache.v1.server.__main__ import LMCacheServer
+        from lmcache.v1.server.storage_backend.local_backend import LMSLocalBackend
+    except ImportError as error:
+        raise ConnectorUnavailable(f"the pool needs LMCache: pip install 'pd-cluster[lmcache]' ({error})") from error
+    return LMCacheServer, LMSLocalBackend
