@@ -23,6 +23,13 @@ _NODES = {
     "decode": "Run a decode node: takes KV cache over and generates tokens.",
     "mixed": "Run a node that does both.",
 }
+_ORDERS = {
+    "list": "Show the nodes that the router knows.",
+    "add": "Name a node to the router.",
+    "remove": "Take out a node that was added; it finishes what it has.",
+    "drain": "Give a node no more requests, until it boots anew or is undrained.",
+    "undrain": "Give a drained node requests again.",
+}
 _EPILOG = """\
 one machine:       pd-cluster up
 several machines:  export PD_CLUSTER_KEY=...   # the same secret on every machine
@@ -64,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
         node.set_defaults(role=role)
         add_config_flags(node, skip={"role"})
     _add_router(commands)
+    _add_nodes(commands)
     _add_pool(commands)
     _add_check(commands)
     _add_bench(commands)
@@ -113,6 +121,36 @@ def _router(namespace: argparse.Namespace) -> int:
 
     hold_lifeline()
     return run(namespace)
+
+
+def _add_nodes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "See a router's nodes; order it to add, remove or drain one."
+    actions = _add(commands, "nodes", text, _nodes).add_subparsers(title="actions", metavar="ACTION", required=True)
+    for action, what in _ORDERS.items():
+        parser = actions.add_parser(action, help=what, description=what, allow_abbrev=False)
+        parser.set_defaults(action={"undrain": "resume"}.get(action, action))
+        parser.add_argument(
+            "--router", default="http://127.0.0.1:8000", metavar="URL", help="The router (default: %(default)s)."
+        )
+        parser.add_argument(
+            "--cluster-key-file", default="", metavar="FILE", help="File with the cluster's shared key."
+        )
+        if action == "add":
+            parser.add_argument("node", metavar="URL", help="The node's base URL.")
+            parser.add_argument("--role", required=True, choices=tuple(_NODES), help="What it is used for.")
+        elif action != "list":
+            parser.add_argument("node", metavar="NODE", help="The node's id or host:port.")
+        if action == "drain":
+            parser.add_argument(
+                "--wait-s", type=float, default=0.0, metavar="X",
+                help="Wait so long for what it runs; exit status 1 when that was not enough (default: 0).",
+            )  # fmt: skip
+
+
+def _nodes(namespace: argparse.Namespace) -> int:
+    from pd_cluster.launch.nodes import run_nodes
+
+    return run_nodes(namespace)
 
 
 def _add_pool(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

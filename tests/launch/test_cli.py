@@ -16,7 +16,10 @@ from tests.cluster import CLI, ROOT, SOURCES
 if TYPE_CHECKING:
     from pathlib import Path
 
-COMMANDS = (["up"], ["prefill"], ["decode"], ["mixed"], ["router"], ["check"], ["bench", "serve"], ["bench", "engine"])
+COMMANDS = (
+    ["up"], ["prefill"], ["decode"], ["mixed"], ["router"], ["check"], ["nodes"], ["nodes", "drain"],
+    ["bench", "serve"], ["bench", "engine"],
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
