@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
+from pd_cluster.bench.presets import AZURE_FILE, MOONCAKE_FILE, PRESETS
+from pd_cluster.bench.shapes import CONFIGS, write_model
 from pd_cluster.bench.statistics import OBJECTIVES
 from pd_cluster.bench.workload import Length
 
 
 def add_bench_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """`bench serve` and `bench engine`."""
+    """Every benchmark is a command of `bench`."""
     text = "Measure: load against an endpoint, or the engine alone."
     bench = commands.add_parser("bench", help=text, description=text, allow_abbrev=False)
     kinds = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
@@ -22,6 +25,15 @@ def add_bench_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
     engine = kinds.add_parser("engine", help=text, description=text, allow_abbrev=False)
     engine.set_defaults(run_command=_engine)
     _add_engine_flags(engine)
+    text = "The five workloads of the disaggregation table, on a running cluster."
+    disagg = kinds.add_parser("disagg", help=text, description=text, allow_abbrev=False)
+    disagg.set_defaults(run_command=_disagg)
+    _add_disagg_flags(disagg)
+    text = "Write a model directory of a known shape, for nodes with --load-format dummy."
+    model = kinds.add_parser("model", help=text, description=text, allow_abbrev=False)
+    model.set_defaults(run_command=_model)
+    model.add_argument("directory", type=Path, metavar="DIR")
+    model.add_argument("--shape", choices=tuple(CONFIGS), default="8b", help="Default: 8b.")
 
 
 def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +59,12 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--max-output-len", type=int, default=0, metavar="N", help="Caps the trace's outputs (0: no cap)."
     )
+    load.add_argument(
+        "--max-input-len", type=int, default=0, metavar="N", help="Leaves out the trace's longer prompts (0: none)."
+    )
+    load.add_argument(
+        "--trace-poisson", action="store_true", help="Lengths of the trace, but Poisson arrivals at --rate."
+    )
     load.add_argument("--temperature", type=float, default=0.0, metavar="X", help="Default: 0, greedy.")
     load.add_argument(
         "--stop-at-eos", action="store_true", help="Let the model end early; else outputs have full length."
@@ -66,6 +84,9 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME:MS",
         help=f"Objectives: {', '.join(OBJECTIVES)}.",
+    )
+    report.add_argument(
+        "--slo", nargs="+", type=slo, default=[], metavar="TTFT/TPOT", help="Pairs in ms, for example 200/10 400/15."
     )
     report.add_argument("--json", type=Path, metavar="FILE", help="Write everything, every request's times included.")
     report.add_argument("--plot", type=Path, metavar="FILE", help="Write a picture (.png, .svg, .pdf).")
@@ -104,6 +125,31 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _add_disagg_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="The router (default: %(default)s).")
+    parser.add_argument(
+        "--workloads", nargs="+", choices=tuple(PRESETS), default=list(PRESETS), metavar="NAME",
+        help=f"Of {', '.join(PRESETS)} (default: all).",
+    )  # fmt: skip
+    parser.add_argument(
+        "--data", type=Path, default=Path("benchmarks/data"), metavar="DIR",
+        help=f"Where {AZURE_FILE} and {MOONCAKE_FILE} are (default: %(default)s).",
+    )  # fmt: skip
+    parser.add_argument("--setting", default="", metavar="TEXT", help="Default: what the router says, as in 1P1D.")
+    parser.add_argument("--note", default="", metavar="TEXT", help="Goes into the record: the nodes' flags, say.")
+    parser.add_argument(
+        "--vocab-size", type=int, default=128_256, metavar="N", help="Of the model (default: 128256, the 8b shape)."
+    )
+    parser.add_argument("--scale", type=positive, default=1.0, metavar="X", help="Multiplies lengths, for rehearsals.")
+    parser.add_argument("--num-requests", type=int, default=0, metavar="N", help="Fewer of each, for rehearsals.")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="Seeds arrivals and prompts.")
+    parser.add_argument("--timeout-s", type=positive, default=120.0, metavar="X", help="Per request (default: 120).")
+    parser.add_argument(
+        "--json", type=Path, default=Path("benchmarks/results/disagg_gpu.jsonl"), metavar="FILE",
+        help="A line is appended per workload (default: %(default)s).",
+    )  # fmt: skip
+
+
 def positive(text: str) -> float:
     """argparse type: a number above 0; `inf` counts."""
     number = float(text)
@@ -132,10 +178,31 @@ def objective(text: str) -> tuple[str, float]:
     return name, value
 
 
+def slo(text: str) -> tuple[float, float]:
+    """argparse type: `200/10`."""
+    ttft, _, tpot = text.partition("/")
+    try:
+        return positive(ttft), positive(tpot)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: write TTFT/TPOT in milliseconds, for example 200/10") from error
+
+
 def _serve(namespace: argparse.Namespace) -> int:
     from pd_cluster.bench.serve import run_serve
 
     return run_serve(namespace)
+
+
+def _disagg(namespace: argparse.Namespace) -> int:
+    from pd_cluster.bench.disagg import run_disagg
+
+    return run_disagg(namespace)
+
+
+def _model(namespace: argparse.Namespace) -> int:
+    write_model(namespace.shape, namespace.directory)
+    sys.stdout.write(f"{namespace.directory}: shape {namespace.shape}, to be served with --load-format dummy\n")
+    return 0
 
 
 def _engine(namespace: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ from rich.table import Table
 from pd_cluster.bench.ceilings import Ceilings, ModelCosts, measure_ceilings
 from pd_cluster.bench.offline import OfflineEngine
 from pd_cluster.bench.report import SCHEMA, append_json_line, environment, report_console
+from pd_cluster.bench.shapes import CONFIGS
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.engine.sampling_params import SamplingParams
 from pd_cluster.errors import StartupError
@@ -35,20 +36,6 @@ PEER = "vLLM 0.25.1"
 MAX_MODEL_LEN = 16_384
 DECODED = 128  # steps of a decode measurement
 MIXED_SEQUENCES, MIXED_LENGTHS, MIXED_TEMPERATURE = 256, (100, 1024), 0.6
-_COMMON = {
-    "attention_bias": False, "bos_token_id": None, "eos_token_id": None, "hidden_act": "silu", "rms_norm_eps": 1e-5,
-    "num_key_value_heads": 8, "head_dim": 128, "torch_dtype": "bfloat16",
-}  # fmt: skip
-_LLAMA = {
-    **_COMMON, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
-    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 128256,
-    "max_position_embeddings": 131072, "rope_theta": 500000.0, "tie_word_embeddings": False, "mlp_bias": False,
-}  # fmt: skip
-_QWEN = {
-    **_COMMON, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024,
-    "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "vocab_size": 151936,
-    "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": True,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +74,13 @@ class Shape:
 
 
 SHAPES = {
-    "8b": Shape("8b", _LLAMA, (
+    "8b": Shape("8b", CONFIGS["8b"], (
         Row("decode", 1, 1024, 4.90), Row("decode", 32, 1024, 6.24), Row("decode", 128, 1024, 10.46),
         Row("decode", 256, 1024, 17.58), Row("decode", 32, 4096, 8.98), Row("decode", 128, 4096, 22.21),
         Row("prefill", 64, 1024, 43_466), Row("prefill", 16, 4096, 41_293), Row("prefill", 4, 15_000, 34_814),
         Row("prompt", 1, 1024, 28.8), Row("prompt", 1, 4096, 102.3), Row("mixed", MIXED_SEQUENCES, 0, 10_293),
     )),
-    "0.6b": Shape("0.6b", _QWEN, (
+    "0.6b": Shape("0.6b", CONFIGS["0.6b"], (
         Row("decode", 1, 1024, 1.68), Row("decode", 32, 1024, 2.60), Row("decode", 128, 1024, 5.72),
         Row("decode", 256, 1024, 9.98), Row("decode", 32, 4096, 4.98), Row("decode", 128, 4096, 15.55),
         Row("prefill", 64, 1024, 406_112), Row("prefill", 16, 4096, 355_349), Row("prefill", 4, 15_000, 204_891),

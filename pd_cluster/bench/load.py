@@ -54,7 +54,7 @@ class Target:
                 "temperature": self.temperature,
                 "ignore_eos": self.ignore_eos,
                 "stream": True,
-                "stream_options": {"include_usage": True},
+                "stream_options": {"include_usage": True, "include_timings": True},
             }
         )
 
@@ -67,7 +67,7 @@ def open_session() -> aiohttp.ClientSession:
 
 async def find_model(session: aiohttp.ClientSession, url: str, headers: dict[str, str]) -> str:
     """The first model that the server names. Raises StartupError when it does not answer."""
-    answer = await _probe(session, "GET", f"{url}/v1/models", headers, None)
+    answer = await fetch(session, "GET", f"{url}/v1/models", headers, None)
     try:
         return str(answer["data"][0]["id"])
     except (KeyError, IndexError, TypeError) as error:
@@ -77,7 +77,7 @@ async def find_model(session: aiohttp.ClientSession, url: str, headers: dict[str
 async def find_vocabulary(session: aiohttp.ClientSession, target: Target) -> list[int]:
     """Token ids that certainly stand for text: those of a sample sentence. Raises StartupError."""
     body = {"model": target.model, "prompt": ALPHABET, "add_special_tokens": False}
-    answer = await _probe(session, "POST", f"{target.url}/tokenize", target.headers, body)
+    answer = await fetch(session, "POST", f"{target.url}/tokenize", target.headers, body)
     tokens = answer.get("tokens") if isinstance(answer, dict) else None
     if not isinstance(tokens, list) or not tokens:
         raise StartupError(f"{target.url}/tokenize did not give token ids: give --vocab-size")
@@ -156,11 +156,13 @@ def _note(event: dict[str, Any], record: RequestRecord, now_s: float) -> None:
     if usage := event.get("usage"):
         record.num_output = usage.get("completion_tokens", 0)
         record.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        record.timings_ms = usage.get("timings") or {}
 
 
-async def _probe(
+async def fetch(
     session: aiohttp.ClientSession, method: str, url: str, headers: dict[str, str], body: dict[str, Any] | None
 ) -> Any:
+    """A JSON answer. Raises StartupError when there is none."""
     timeout = aiohttp.ClientTimeout(total=PROBE_DEADLINE_S)
     try:
         data = None if body is None else orjson.dumps(body)

@@ -20,7 +20,9 @@ from rich.table import Table
 import pd_cluster
 
 if TYPE_CHECKING:
-    from pd_cluster.bench.statistics import RequestRecord, Summary
+    from collections.abc import Mapping
+
+    from pd_cluster.bench.statistics import RequestRecord, Spread, Summary
 
 SCHEMA = 1
 FILE_WIDTH = 120
@@ -29,6 +31,8 @@ PACKAGES = ("torch", "transformers", "vllm", "nixl-cu13")
 _TITLES = {
     "ttft": "TTFT, ms",
     "ttst": "time to second token, ms",
+    "leg": "prefill node's own, ms",
+    "beyond leg": "TTFT beyond that, ms",
     "tpot": "TPOT, ms",
     "itl": "ITL, ms",
     "e2e": "end to end, ms",
@@ -93,22 +97,29 @@ def print_summary(summary: Summary) -> None:
         f"{summary.request_rate:.2f} requests/s, {summary.output_rate:.0f} output tokens/s, "
         f"{summary.input_tokens} tokens in ({summary.cached_share:.0%} cached), {summary.output_tokens} out"
     )
-    table = Table("", "mean", "p50", "p90", "p99", "max")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for name, title in _TITLES.items():
-        if (found := summary.spreads.get(name)) is not None:
-            values = (found.mean_ms, found.p50_ms, found.p90_ms, found.p99_ms, found.max_ms)
-            table.add_row(title, *(f"{value:.1f}" for value in values))
-    console.print(table)
+    rows = {title: found for name, title in _TITLES.items() if (found := summary.spreads.get(name)) is not None}
+    console.print(spread_table(rows, digits=1))
     if summary.goodput is not None and summary.attainment is not None:
         limits = ", ".join(f"{name} {limit:g} ms" for name, limit in summary.objectives_ms.items())
         console.print(f"goodput {summary.goodput:.2f} requests/s, {summary.attainment:.1%} of all within {limits}")
+    for pair, share in summary.attained.items():
+        console.print(f"{share:.1%} of all within {pair} ms (TTFT/TPOT)")
     for route, count in sorted(summary.routes.items()):
         console.print(f"route {route}: {count}")
     for error, count in sorted(summary.errors.items()):
         console.print(f"[red]{count} failed:[/red] ", end="")
         console.print(error, markup=False)
+
+
+def spread_table(rows: Mapping[str, Spread], digits: int) -> Table:
+    """A row per sample: mean and percentiles."""
+    table = Table("", "mean", "p50", "p90", "p99", "max")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for title, found in rows.items():
+        values = (found.mean_ms, found.p50_ms, found.p90_ms, found.p99_ms, found.max_ms)
+        table.add_row(title, *(f"{value:.{digits}f}" for value in values))
+    return table
 
 
 def _output(*command: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -13,7 +15,7 @@ from pd_cluster.bench.load import Target, find_model, find_vocabulary, open_sess
 from pd_cluster.bench.plot import check_plotting, plot_serve
 from pd_cluster.bench.report import print_summary, serve_record, write_json
 from pd_cluster.bench.statistics import RequestRecord, summarize
-from pd_cluster.bench.workload import Arrival, poisson, prompt_ids, read_trace, rescale
+from pd_cluster.bench.workload import Arrival, at_rate, poisson, prompt_ids, read_trace, rescale
 from pd_cluster.errors import StartupError
 
 if TYPE_CHECKING:
@@ -29,8 +31,18 @@ def run_serve(namespace: argparse.Namespace) -> int:
     if namespace.plot:
         check_plotting()
     arrivals = _arrivals(namespace)
-    target, records = uvloop.run(_measure(namespace, arrivals))
-    summary = summarize(records, dict(namespace.goodput))
+    target = Target(
+        url=namespace.url.rstrip("/"),
+        model=namespace.model,
+        temperature=namespace.temperature,
+        ignore_eos=not namespace.stop_at_eos,
+        route=namespace.route or "",
+        api_key=namespace.api_key,
+        timeout_s=namespace.timeout_s,
+    )
+    warmups = [replace(item, at_s=0.0, prefix_blocks=()) for item in arrivals[: namespace.warmup]]
+    target, records = uvloop.run(measure(target, arrivals, warmups, namespace.vocab_size, namespace.seed))
+    summary = summarize(records, dict(namespace.goodput), namespace.slo)
     print_summary(summary)
     try:
         if namespace.json:
@@ -55,9 +67,10 @@ def run_serve(namespace: argparse.Namespace) -> int:
 
 def _arrivals(namespace: argparse.Namespace) -> list[Arrival]:
     if namespace.trace:
-        rows = read_trace(namespace.trace, namespace.num_requests)
+        rows = read_trace(namespace.trace, namespace.num_requests, namespace.max_input_len)
         scale, cap = namespace.trace_scale, namespace.max_output_len
-        return rescale(rows, rate=namespace.rate, length_scale=scale, max_output=cap)
+        rows = rescale(rows, rate=namespace.rate, length_scale=scale, max_output=cap)
+        return at_rate(rows, namespace.rate or DEFAULT_RATE, namespace.seed) if namespace.trace_poisson else rows
     num_requests = namespace.num_requests or DEFAULT_NUM_REQUESTS
     if num_requests < 1:
         raise StartupError("--num-requests must be at least 1")
@@ -65,37 +78,32 @@ def _arrivals(namespace: argparse.Namespace) -> list[Arrival]:
     return poisson(num_requests, rate, namespace.input_len, namespace.output_len, namespace.seed)
 
 
-async def _measure(namespace: argparse.Namespace, arrivals: list[Arrival]) -> tuple[Target, list[RequestRecord]]:
-    target = Target(
-        url=namespace.url.rstrip("/"),
-        model=namespace.model,
-        temperature=namespace.temperature,
-        ignore_eos=not namespace.stop_at_eos,
-        route=namespace.route or "",
-        api_key=namespace.api_key,
-        timeout_s=namespace.timeout_s,
-    )
+async def measure(
+    target: Target, arrivals: list[Arrival], warmups: list[Arrival], vocab_size: int, seed: int
+) -> tuple[Target, list[RequestRecord]]:
+    """Send the warm-ups, then the load. Returns the target with its model's name, and a record per arrival.
+
+    `vocab_size` 0: ids of ordinary text, as the server names them. Raises StartupError.
+    """
     async with open_session() as session:
         if not target.model:
-            model = await find_model(session, target.url, target.headers)
-            target = Target(**{**_fields(target), "model": model})
-        if namespace.vocab_size:
-            vocabulary = list(range(min(FIRST_ORDINARY_ID, namespace.vocab_size // 2), namespace.vocab_size))
+            target = replace(target, model=await find_model(session, target.url, target.headers))
+        if vocab_size:
+            vocabulary = list(range(min(FIRST_ORDINARY_ID, vocab_size // 2), vocab_size))
         else:
             vocabulary = await find_vocabulary(session, target)
-    seed = namespace.seed
     requests = [(item, prompt_ids(item, index, vocabulary, seed)) for index, item in enumerate(arrivals)]
-    warmups = [(Arrival(0.0, len(ids), item.num_output), ids) for item, ids in requests[: namespace.warmup]]
     # other prompts than the measured ones, which would else be found in the prefix cache
-    warmups = [(item, prompt_ids(item, -1 - index, vocabulary, seed)) for index, (item, _) in enumerate(warmups)]
-    if warmups:
-        await run_load(target, warmups)
-    with _Bar(len(requests)) as bar:
-        return target, await run_load(target, requests, bar.advance)
-
-
-def _fields(target: Target) -> dict[str, Any]:
-    return {name: getattr(target, name) for name in target.__dataclass_fields__}
+    others = [(item, prompt_ids(item, -1 - index, vocabulary, seed)) for index, item in enumerate(warmups)]
+    if others:
+        await run_load(target, others)
+    gc.collect()
+    gc.freeze()  # prompts by the million: a search for garbage among them would hold up the clock
+    try:
+        with _Bar(len(requests)) as bar:
+            return target, await run_load(target, requests, bar.advance)
+    finally:
+        gc.unfreeze()
 
 
 def _config(namespace: argparse.Namespace, target: Target) -> dict[str, Any]:

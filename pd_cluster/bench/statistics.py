@@ -4,6 +4,7 @@ TTFT   sent to first output chunk
 TTST   sent to second output chunk: an early first token hides nothing here
 ITL    each gap between chunks
 TPOT   (end-to-end - TTFT) / (output tokens - 1)
+leg    what the node that prefilled took to its first token, as a server that tells timings says
 goodput  requests per second that meet every objective (DistServe, arXiv 2401.09670)
 """
 
@@ -11,8 +12,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 PERCENTILES = (50, 90, 99)
 OBJECTIVES = ("ttft", "ttst", "tpot", "e2e")
@@ -32,6 +37,7 @@ class RequestRecord:
     error: str = ""  # "" when it was answered completely
     route: str = ""  # the router's x-pd-route
     num_cached: int = 0  # prompt tokens from a prefix cache
+    timings_ms: dict[str, float] = field(default_factory=dict)  # the server's own, by phase; {}: it tells none
 
     @property
     def ok(self) -> bool:
@@ -49,6 +55,14 @@ class RequestRecord:
     @property
     def ttst_s(self) -> float | None:
         return self.chunk_times_s[1] - self.sent_s if len(self.chunk_times_s) > 1 else None
+
+    @property
+    def leg_s(self) -> float | None:
+        """Admission by the node that prefilled to its first token; None when the server does not say."""
+        told = self.timings_ms
+        if "prefill_leg" in told:
+            return told["prefill_leg"] / 1e3
+        return (told.get("queue", 0.0) + told["prefill"]) / 1e3 if "prefill" in told else None
 
     @property
     def e2e_s(self) -> float:
@@ -96,9 +110,11 @@ class Summary:
     output_rate: float
     cached_share: float  # of the input tokens
     spreads: dict[str, Spread]
+    phases: dict[str, Spread]  # of the server's own timings
     objectives_ms: dict[str, float]
     goodput: float | None  # None without objectives
     attainment: float | None  # share of *all* requests, failed ones included
+    attained: dict[str, float]  # the same for each pair "TTFT/TPOT", ms
 
 
 def spread(values_s: list[float]) -> Spread | None:
@@ -118,8 +134,12 @@ def meets(record: RequestRecord, objectives_ms: dict[str, float]) -> bool:
     return all(value_s is None or value_s * 1e3 <= limit_ms for value_s, limit_ms in values)
 
 
-def summarize(records: list[RequestRecord], objectives_ms: dict[str, float]) -> Summary:
-    """Everything that a report says. `records` must not be empty."""
+def summarize(
+    records: list[RequestRecord],
+    objectives_ms: dict[str, float],
+    slos_ms: Sequence[tuple[float, float]] = (),
+) -> Summary:
+    """Everything that a report says. `records` must not be empty. slos_ms: pairs of a TTFT and a TPOT."""
     good = [record for record in records if record.ok]
     duration_s = max(record.end_s for record in records) - min(record.sent_s for record in records)
     per_s = 1 / duration_s if duration_s > 0 else 0.0
@@ -127,10 +147,16 @@ def summarize(records: list[RequestRecord], objectives_ms: dict[str, float]) -> 
         "ttft": [record.ttft_s for record in good],
         "ttst": [value for record in good if (value := record.ttst_s) is not None],
         "itl": [gap for record in good for gap in record.itl_s],
+        "leg": [value for record in good if (value := record.leg_s) is not None],
+        "beyond leg": [record.ttft_s - value for record in good if (value := record.leg_s) is not None],
         "tpot": [value for record in good if (value := record.tpot_s) is not None],
         "e2e": [record.e2e_s for record in good],
         "client lag": [record.lag_s for record in records],
     }
+    phases: dict[str, list[float]] = {}
+    for record in good:
+        for name, value_ms in record.timings_ms.items():
+            phases.setdefault(name, []).append(value_ms / 1e3)
     num_met = sum(meets(record, objectives_ms) for record in records)
     input_tokens = sum(record.num_input for record in good)
     output_tokens = sum(record.num_output for record in good)
@@ -145,8 +171,17 @@ def summarize(records: list[RequestRecord], objectives_ms: dict[str, float]) -> 
         output_tokens=output_tokens,
         output_rate=output_tokens * per_s,
         cached_share=sum(record.num_cached for record in good) / input_tokens if input_tokens else 0.0,
-        spreads={name: found for name, values in samples.items() if (found := spread(values)) is not None},
+        spreads=_spreads(samples),
+        phases=_spreads(phases),
         objectives_ms=objectives_ms,
         goodput=num_met * per_s if objectives_ms else None,
         attainment=num_met / len(records) if objectives_ms else None,
+        attained={
+            f"{ttft:g}/{tpot:g}": sum(meets(record, {"ttft": ttft, "tpot": tpot}) for record in records) / len(records)
+            for ttft, tpot in slos_ms
+        },
     )
+
+
+def _spreads(samples: dict[str, list[float]]) -> dict[str, Spread]:
+    return {name: found for name, values in samples.items() if (found := spread(values)) is not None}

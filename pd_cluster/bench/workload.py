@@ -60,8 +60,15 @@ def poisson(num_requests: int, rate: float, input_len: Length, output_len: Lengt
     return arrivals
 
 
-def read_trace(path: Path, num_requests: int) -> list[Arrival]:
-    """The first `num_requests` rows (0: all) of an Azure trace (.csv) or a Mooncake trace (.jsonl).
+def at_rate(arrivals: Sequence[Arrival], rate: float, seed: int) -> list[Arrival]:
+    """The same requests in the same order, but at Poisson times, `rate` a second."""
+    times = poisson(len(arrivals), rate, Length(1, 1), Length(1, 1), seed)
+    return [replace(row, at_s=time.at_s) for row, time in zip(arrivals, times, strict=True)]
+
+
+def read_trace(path: Path, num_requests: int, max_input: int = 0) -> list[Arrival]:
+    """The first `num_requests` rows (0: all) of an Azure trace (.csv) or a Mooncake trace (.jsonl), of those with at
+    most `max_input` input tokens (0: any).
 
     Raises StartupError naming the line that cannot be read.
     """
@@ -70,13 +77,16 @@ def read_trace(path: Path, num_requests: int) -> list[Arrival]:
         raise StartupError(f"{path} is no trace: it must end in .csv or .jsonl")
     try:
         with path.open(newline="") as lines:
-            rows = list(itertools.islice(readers[path.suffix](lines), num_requests or None))
+            fitting = (row for row in readers[path.suffix](lines) if not max_input or row.num_input <= max_input)
+            rows = list(itertools.islice(fitting, num_requests or None))
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise StartupError(f"{path} is no trace that can be read: {type(error).__name__}: {error}") from error
     except OSError as error:
         raise StartupError(f"the trace {path} cannot be read: {error.strerror}") from error
     if not rows:
-        raise StartupError(f"the trace {path} is empty")
+        raise StartupError(
+            f"the trace {path} is empty" + f", but for prompts above {max_input} tokens" * bool(max_input)
+        )
     return [replace(row, at_s=row.at_s - rows[0].at_s) for row in rows]
 
 
