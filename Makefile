@@ -5,7 +5,7 @@
 #   TORCH_INDEX=URL          install torch from this package index first (for example PyTorch's CPU index); what it
 #                            needs comes from the usual one
 #   CONSTRAINTS=             empty: newest versions that pyproject.toml allows instead of the tested ones
-#   CONNECTOR=lmcache        `make up` with a pool behind the nodes, on LMCache's server
+#   CONNECTOR=lmcache        `make up` with a pool behind the nodes: on LMCache's server, or `mooncake`
 #   ARGS="--prefill 2"       more flags for `pd-cluster up`
 #   PYTEST_ARGS="-k router"  more arguments for pytest
 
@@ -19,7 +19,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
-POOL := $(filter lmcache,$(CONNECTOR))
+POOL := $(filter lmcache mooncake,$(CONNECTOR))
 # pip builds packages in environments of their own, where -c does not reach: pip 24 reads the first, newer ones the second
 PINNED_BUILD := $(if $(CONSTRAINTS),PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS))
 PIP := $(PINNED_BUILD) $(BIN)/python -m pip install --disable-pip-version-check --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
@@ -70,12 +70,12 @@ $(VENV)/.installed: $(VENV)/.torch $(INPUTS)
 	$(PIP) -e '.[nixl,bench]'
 	@touch $@
 
-$(VENV)/.installed-lmcache: $(VENV)/.installed
-	@echo "installing LMCache into $(VENV) (the first time this downloads 150 MB)"
-	$(PIP) -e '.[nixl,bench,lmcache]'
+$(VENV)/.installed-lmcache $(VENV)/.installed-mooncake: $(VENV)/.installed-%: $(VENV)/.installed
+	@echo "installing $* into $(VENV) (the first time this downloads up to 150 MB)"
+	$(PIP) -e '.[nixl,bench,$*]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.torch $(INPUTS)
-	@echo "installing pd-cluster and its development tools into $(VENV) (the first time this downloads torch)"
-	$(PIP) -e '.[nixl,dev]'
-	@touch $(VENV)/.installed $@
+	@echo "installing pd-cluster, its pools and development tools into $(VENV) (the first time this downloads torch)"
+	$(PIP) -e '.[nixl,lmcache,mooncake,dev]'
+	@touch $(VENV)/.installed $(VENV)/.installed-lmcache $(VENV)/.installed-mooncake $@

@@ -19,6 +19,8 @@ from pd_connectors.protocol.errors import ConnectorUnavailable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+DEFAULT_PORT = 6500
+
 
 def serve(host: str, port: int, max_bytes: int, on_ready: Callable[[str, int], None]) -> None:
     """Serve for ever. `port` 0: chosen by the OS. `on_ready` hears the address.

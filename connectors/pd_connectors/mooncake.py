@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pd_connectors.bundled import BundledLibraries
 from pd_connectors.pooled import PooledConnector
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.store import KVStore, ObjectName, StoreUnavailable
@@ -147,7 +148,8 @@ def parse_url(url: str) -> tuple[str, int]:
 def _load_mooncake() -> Any:
     """The class of Mooncake's client.
 
-    The wheel "without CUDA" links to CUDA's runtime all the same; the one beside it (`[mooncake]`) is loaded first.
+    The wheel "without CUDA" links to CUDA's runtime all the same; the one beside it (`[mooncake]`) is loaded first, and
+    what else the system may lack.
     """
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     os.environ.setdefault("GLOG_minloglevel", "2")
@@ -157,10 +159,12 @@ def _load_mooncake() -> Any:
             library = Path(folder) / "lib" / "libcudart.so.12"
             if library.exists():
                 ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+        with BundledLibraries() as libraries:
+            libraries.load()
         from mooncake.store import MooncakeDistributedStore
     except (ImportError, OSError) as error:
         raise ConnectorUnavailable(
-            "connector 'mooncake' needs Mooncake Store: pip install 'pd-cluster[mooncake]', and the system's "
-            f"libibverbs (Debian: libibverbs1) ({error})"
+            "connector 'mooncake' needs Mooncake Store: pip install 'pd-cluster[mooncake]', and libibverbs, NIXL's or "
+            f"the system's (Debian: libibverbs1) ({error})"
         ) from error
     return MooncakeDistributedStore

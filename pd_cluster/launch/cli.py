@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pd_cluster import __version__
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.flags import add_config_flags, config_from
+from pd_cluster.launch.up_flags import POOL_CONNECTORS, add_up_flags
 from pd_connectors.protocol.errors import HandoffError
 
 if TYPE_CHECKING:
@@ -98,8 +99,6 @@ def _node(namespace: argparse.Namespace) -> int:
 
 
 def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from pd_cluster.launch.up_flags import add_up_flags
-
     add_up_flags(_add(commands, "up", "Run a whole cluster on this machine: prefill nodes, decode nodes, router.", _up))
 
 
@@ -154,17 +153,21 @@ def _nodes(namespace: argparse.Namespace) -> int:
 
 
 def _add_pool(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "Run LMCache's server: the pool of nodes with --connector lmcache."
+    text = "Run the server of a pool: LMCache's (--connector lmcache) or Mooncake's master (--connector mooncake)."
     parser = _add(commands, "pool", text, _pool)
+    parser.add_argument(
+        "--connector", choices=POOL_CONNECTORS, default="lmcache", help="The nodes' (default: lmcache)."
+    )
     parser.add_argument("--host", default="127.0.0.1", help="Address to listen on (default: 127.0.0.1).")
-    parser.add_argument("--port", type=int, default=6500, metavar="N", help="Port (default: 6500; 0: any).")
-    parser.add_argument("--max-gb", type=float, default=4.0, metavar="GB", help="Memory for blocks (default: 4).")
+    parser.add_argument("--port", type=int, metavar="N", help="Port (default: 6500, mooncake: 50051; 0: any).")
+    memory = "Memory for blocks (lmcache; default: 4). Mooncake's lie in the nodes: --pool-segment-gb there."
+    parser.add_argument("--max-gb", type=float, default=4.0, metavar="GB", help=memory)
 
 
 def _pool(namespace: argparse.Namespace) -> int:
     from pd_cluster.launch.pool import run_pool
 
-    return run_pool(namespace.host, namespace.port, namespace.max_gb)
+    return run_pool(namespace.connector, namespace.host, namespace.port, namespace.max_gb)
 
 
 def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.lifeline import hold_lifeline
 from pd_cluster.launch.up_flags import POOL_READY
-from pd_connectors.lmcache_server import serve
+from pd_connectors import lmcache_server, mooncake_master
 
 
-def run_pool(host: str, port: int, max_gb: float) -> int:
-    """Serve until killed. Raises StartupError, and ConnectorUnavailable without LMCache."""
-    if not 0 < max_gb < 1e6 or not 0 <= port < 65536:
+def run_pool(connector: str, host: str, port: int | None, max_gb: float) -> int:
+    """Serve nodes of this connector until killed. Raises StartupError, and ConnectorUnavailable without its package."""
+    if not 0 < max_gb < 1e6 or not 0 <= (port or 0) < 65536:
         raise StartupError(f"--max-gb {max_gb:g} --port {port}: no memory to serve, or no port")
     hold_lifeline()
     try:
-        serve(host, port, int(max_gb * 1e9), _say_ready)
+        if connector == "mooncake":
+            port = mooncake_master.DEFAULT_PORT if port is None else port
+            return 1 if mooncake_master.serve(host, port, partial(_say_ready, "mooncake")) else 0
+        port = lmcache_server.DEFAULT_PORT if port is None else port
+        lmcache_server.serve(host, port, int(max_gb * 1e9), partial(_say_ready, "lm"))
     except OSError as error:
         raise StartupError(f"cannot listen on {host}:{port}: {error}") from error
     return 0
 
 
-def _say_ready(host: str, port: int) -> None:
-    sys.stdout.write(f"{POOL_READY}lm://{f'[{host}]' if ':' in host else host}:{port}\n")
+def _say_ready(scheme: str, host: str, port: int) -> None:
+    sys.stdout.write(f"{POOL_READY}{scheme}://{f'[{host}]' if ':' in host else host}:{port}\n")
     sys.stdout.flush()

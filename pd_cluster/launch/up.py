@@ -23,7 +23,7 @@ from pd_cluster.launch.flags import config_from, given_flags
 from pd_cluster.launch.model_path import resolve_model, served_name
 from pd_cluster.launch.sockets import listen
 from pd_cluster.launch.supervise import Child, Supervisor, describe_death
-from pd_cluster.launch.up_flags import POOL_READY
+from pd_cluster.launch.up_flags import POOL_CONNECTORS, POOL_READY
 from pd_connectors.protocol.keys import KEY_ENV
 
 if TYPE_CHECKING:
@@ -185,9 +185,11 @@ class _Cluster:
 
     async def _start_pool(self, supervisor: Supervisor) -> list[str]:
         """The pool that the nodes will share, unless they need none or have one. Returns the nodes' flags for it."""
-        if self._config.handoff.connector != "lmcache" or self._config.handoff.pool_url:
+        connector = self._config.handoff.connector
+        if connector not in POOL_CONNECTORS or self._config.handoff.pool_url:
             return []
-        arguments = [*_SELF, "pool", "--host=127.0.0.1", "--port=0", f"--max-gb={self._namespace.pool_gb:g}"]
+        arguments = [*_SELF, "pool", f"--connector={connector}", "--host=127.0.0.1", "--port=0"]
+        arguments.append(f"--max-gb={self._namespace.pool_gb:g}")
         pool = await supervisor.start("pool", arguments, POOL_READY, {})
         await supervisor.wait_ready([pool], POOL_DEADLINE_S)
         return [f"--pool-url={pool.ready.result().rpartition(' ')[2]}"]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pd_connectors.mooncake import MooncakeClient
+from pd_connectors.mooncake_master import free_port, start_master
 from pd_connectors.protocol.errors import ConnectorUnavailable
-from tests.connectors.store_server import closed_port
 
 if TYPE_CHECKING:
+    import subprocess
     from types import TracebackType
 
 
@@ -29,10 +28,10 @@ needs_mooncake = pytest.mark.skipif(bool(why_not()), reason=f"Mooncake: {why_not
 
 
 class MooncakeMaster:
-    """Runs from construction on. Use it in a `with` statement. Clients wait for it by trying."""
+    """Runs from construction on. Use it in a `with` statement."""
 
     def __init__(self) -> None:
-        self.port = closed_port()
+        self.port = free_port("127.0.0.1")
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -42,12 +41,8 @@ class MooncakeMaster:
 
     def start(self) -> None:
         """Start it, on the port that it had before. It knows of no object; nodes bring their segments by themselves."""
-        import mooncake
-
         assert self._process is None
-        binary = Path(mooncake.__file__ or "").parent / "mooncake_master"
-        command = [str(binary), f"--rpc_port={self.port}", f"--metrics_port={closed_port()}", "--client_ttl=5"]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = start_master("127.0.0.1", self.port, "--client_ttl=5")
 
     def kill(self) -> None:
         """SIGKILL."""

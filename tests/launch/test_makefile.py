@@ -37,8 +37,19 @@ def test_a_torch_index_serves_torch_alone(tmp_path: Path) -> None:
 
 
 def test_what_bench_plots_with_comes_along(tmp_path: Path) -> None:
-    for target in (".installed", ".installed-lmcache"):
+    for target in (".installed", ".installed-lmcache", ".installed-mooncake"):
         assert "bench" in installs(plan(tmp_path, f"{tmp_path}/venv/{target}"))[-1]
+
+
+def test_the_tests_find_every_pool(tmp_path: Path) -> None:
+    assert "[nixl,lmcache,mooncake,dev]" in installs(plan(tmp_path, f"{tmp_path}/venv/.installed-dev"))[-1]
+
+
+@pytest.mark.parametrize("connector", ["lmcache", "mooncake", "nixl"])
+def test_a_connector_brings_its_pool(tmp_path: Path, connector: str) -> None:
+    lines = plan(tmp_path, "up", f"CONNECTOR={connector}")
+    assert any(f"up --connector={connector}" in line for line in lines)
+    assert any(f",{connector}]" in line for line in installs(lines)) == (connector != "nixl")
 
 
 def test_build_and_run_time_requirements_are_pinned() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from pd_cluster.config import NodeConfig
 from pd_cluster.launch.up import curl_line, plan_nodes, visible_gpus
+from tests.connectors.mooncake_master import needs_mooncake
 from tests.connectors.store_server import needs_lmcache
 
 if TYPE_CHECKING:
@@ -100,11 +101,17 @@ def test_up_answers_and_stops(launcher: Launcher) -> None:
     assert cluster.leftovers() == []
 
 
-@needs_lmcache
 @pytest.mark.integration
-def test_up_brings_the_pool_that_its_nodes_need(launcher: Launcher) -> None:
-    cluster = up(launcher, "--connector=lmcache", "--pool-gb=0.1")
-    cluster.wait_line("pool ready on lm://127.0.0.1:")
+@pytest.mark.parametrize(
+    ("connector", "scheme"),
+    [
+        pytest.param("lmcache", "lm", marks=needs_lmcache),
+        pytest.param("mooncake", "mooncake", marks=needs_mooncake),
+    ],
+)
+def test_up_brings_the_pool_that_its_nodes_need(launcher: Launcher, connector: str, scheme: str) -> None:
+    cluster = up(launcher, f"--connector={connector}", "--pool-gb=0.1", "--pool-segment-gb=0.05")
+    assert cluster.wait_line(f"pool ready on {scheme}://127.0.0.1:").rpartition(":")[2].isdigit()
     words = shlex.split(cluster.wait_line("curl "))
     answer = httpx.post(words[1], content=words[words.index("-d") + 1], headers={"Content-Type": "application/json"})
     assert answer.json()["choices"][0]["message"]["content"] == "Oskar 2210"
