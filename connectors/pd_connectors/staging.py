@@ -44,7 +44,7 @@ class Staging:
 
     def gather(self, block_ids: Sequence[int]) -> Gathered:
         """Copy blocks that no step will write before it has been handed to the device after this call."""
-        ids = torch.tensor(block_ids, dtype=torch.int64, device=self._cache.device)
+        ids = torch.tensor(block_ids, dtype=torch.int64).to(self._cache.device, non_blocking=True)  # waits for no step
         blocks = self._cache.index_select(0, ids)
         if self._stream is None:
             return Gathered(blocks, None)

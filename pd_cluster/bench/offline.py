@@ -63,8 +63,8 @@ class OfflineEngine:
         self.executor = Executor(config, progress)
         connector = create_connector("none", _context(self.executor))
         connector.register_kv_cache(self.executor.cache)
-        self._mailbox = DirectMailbox()
-        self._core = EngineCore(config, self.executor, connector, cast("Mailbox", self._mailbox))
+        self.mailbox = DirectMailbox()
+        self.core = EngineCore(config, self.executor, connector, cast("Mailbox", self.mailbox))
         self._num_calls = 0
         gc.collect()
         gc.freeze()  # as in the engine's own process
@@ -77,9 +77,9 @@ class OfflineEngine:
         firsts = [0.0] * len(prompts)
         num_open = len(prompts)
         start_s = end_s = time.perf_counter()
-        self._mailbox.inbox += map(AddRequest, ids, prompts, samplings)
-        while self._core.turn() or num_open:
-            messages, self._mailbox.outbox = self._mailbox.outbox, []
+        self.mailbox.inbox += map(AddRequest, ids, prompts, samplings)
+        while self.core.turn() or num_open:
+            messages, self.mailbox.outbox = self.mailbox.outbox, []
             for message in messages:
                 if isinstance(message, RequestFailed):
                     raise RuntimeError(f"{message.error}: {message.message}")

@@ -99,7 +99,7 @@ class EngineCore:
         """Until `stop`. Whatever this raises is a bug of ours or a broken device."""
         while not self._stopping:
             if not self.turn():
-                self._settle()
+                self.settle()
                 self._mailbox.wait(IDLE_WAIT_S)
         while len(self._pipeline):
             self._retire()
@@ -189,7 +189,7 @@ class EngineCore:
             )
         )
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Before sleeping: prove that no block is lost, and say how things stand."""
         if self._scheduler.idle and not self._requests:
             self._blocks.check()

@@ -112,6 +112,11 @@ class Executor:
         """Run one step to its end."""
         return self.launch(batch).result()
 
+    def watch_logits(self, watcher: Callable[[torch.Tensor], None] | None) -> None:
+        """Show `watcher` the logits [R, vocab_size] of every step's R samples, in the order of `launch`, before they
+        are adjusted and drawn from. They are on the device and void afterwards: copy what is wanted. None: nobody."""
+        self._runner.watcher = watcher
+
     def close(self) -> None:
         """Wait for the device. The tensors live as long as someone (a transport) refers to them. Idempotent."""
         if self._device.type == "cuda":

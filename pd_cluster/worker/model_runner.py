@@ -13,6 +13,8 @@ from pd_cluster.models.llama import ForwardInputs, Llama
 from pd_cluster.worker.sampler import Sampled, sample
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pd_cluster.worker.graphs import DecodeGraphs
     from pd_cluster.worker.input_batch import InputBatch, Samples, StepInputs
     from pd_cluster.worker.kv_cache import KVCache
@@ -81,6 +83,7 @@ class ModelRunner:
         self._graphs = graphs
         self._pieces = pieces
         self._views = list(cache.layer_views)
+        self.watcher: Callable[[torch.Tensor], None] | None = None  # is shown every step's logits [R, vocab_size]
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingStep:
@@ -123,6 +126,8 @@ class ModelRunner:
         logits = self.forward(inputs, in_pieces=bucket > 0)
         if not len(inputs.samples):
             return self._pending(batch, None, None)
+        if self.watcher is not None:
+            self.watcher(logits)
         sampled = sample(logits, inputs.sampling, self._kernels)
         rows.note_launched(inputs.samples, sampled.token_ids)
         return self._pending(batch, inputs.samples, sampled)
@@ -133,6 +138,8 @@ class ModelRunner:
         inputs = self._graphs.build(batch.chunks, bucket)
         self._staging.flush()
         outputs = self._graphs.replay(inputs)
+        if self.watcher is not None:
+            self.watcher(outputs.logits)
         if inputs.sampling.is_greedy:
             sampled = Sampled(outputs.token_ids)
         else:

@@ -11,6 +11,8 @@ import torch
 from pd_kernels import sampling
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from pd_cluster.engine.batch import SequenceStart
     from pd_kernels.packed import Ints
 
@@ -59,8 +61,8 @@ class PenaltyTables:
             counts = np.bincount(tokens[start.num_prompt_tokens :], minlength=self._shape[1]).astype(np.int32)
             seen, table = self._tables
             seen[row] = False
-            seen[row, torch.from_numpy(tokens).to(self._device)] = True
-            table[row] = torch.from_numpy(counts).to(self._device)
+            seen[row, self._send(tokens)] = True
+            table[row] = self._send(counts)
         return bool(self._active[row])
 
     def count(self, rows: Ints, token_ids: torch.Tensor) -> None:
@@ -68,7 +70,7 @@ class PenaltyTables:
         found = np.flatnonzero(self._active[rows])
         if len(found) and self._tables is not None:
             seen, counts = self._tables
-            index = torch.from_numpy(rows[found]).to(self._device), token_ids[torch.from_numpy(found).to(self._device)]
+            index = self._send(rows[found]), token_ids[self._send(found)]
             seen[index] = True
             counts[index] += 1
 
@@ -78,11 +80,16 @@ class PenaltyTables:
         if not len(found) or self._tables is None:
             return None
         chosen = rows[found]
-        settings = torch.from_numpy(self._settings[chosen]).to(self._device)
-        index, (seen, counts) = torch.from_numpy(chosen).to(self._device), self._tables
+        settings = self._send(self._settings[chosen])
+        index, (seen, counts) = self._send(chosen), self._tables
         repeated, counted = self._settings[chosen, 0] != 1, self._settings[chosen, 1:] != 0
         return Penalties(
-            rows=slice(None) if len(found) == len(rows) else torch.from_numpy(found).to(self._device),
+            rows=slice(None) if len(found) == len(rows) else self._send(found),
             repetition=(seen[index], settings[:, 0]) if repeated.any() else None,
             counts=(counts[index], settings[:, 1], settings[:, 2]) if counted.any() else None,
         )
+
+    def _send(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        """To the device, behind the steps under way, without waiting for them: of pageable memory CUDA takes a copy
+        before the call returns."""
+        return torch.from_numpy(array).to(self._device, non_blocking=True)

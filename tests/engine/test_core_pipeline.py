@@ -113,7 +113,7 @@ class Bench:
         while True:
             busy = self.core.turn()
             if not busy:
-                self.core._settle()
+                self.core.settle()
             self._collect()
             on_turn()
             if not busy and not self.open and self.stats is not None and not self.stats.kv.in_use:
