@@ -82,6 +82,11 @@ def _matches(wanted: dict[str, str], part: PodPart) -> bool:
     return wanted.items() <= part.labels.items()
 
 
+def _part(part: PodPart) -> str:
+    """node, router or pool; "" for pods that serve nothing."""
+    return part.labels.get("pd-cluster/part", "")
+
+
 def ports(objects: list[Object]) -> list[str]:
     """Ports are spoken of by name, and whoever is meant has a port of that name, where the process listens."""
     wrong, parts = [], list(pods(objects))
@@ -109,9 +114,10 @@ def _container_ports(part: PodPart) -> Iterator[str]:
     for container in part.containers:
         declared = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            if probe in container and container[probe]["httpGet"]["port"] not in declared:
+            asked = container.get(probe, {})
+            if asked and (asked.get("httpGet") or asked["tcpSocket"])["port"] not in declared:
                 yield f"{part.owner}: {probe} asks a port that has no name"
-        for flag, name in (("port", "http"), ("control-port", "control")):
+        for flag, name in (("port", "http"), ("port", "pool"), ("control-port", "control")):
             if name in declared and str(declared[name]) != flag_of(container, flag):
                 yield f"{part.owner}: port {name} is declared as {declared[name]}, the process has another"
 
@@ -215,9 +221,11 @@ def autoscalers(objects: list[Object]) -> list[str]:
 
 
 def grace(objects: list[Object]) -> list[str]:
-    """A stopping pod has time for its preStop and its whole drain before it is killed."""
+    """A stopping pod has time for its preStop and its whole drain before it is killed. A pool has neither."""
     wrong = []
     for part in pods(of_kind(objects, "Deployment", "StatefulSet")):
+        if _part(part) == "pool":
+            continue
         [container] = part.spec["containers"]
         command = container["lifecycle"]["preStop"]["exec"]["command"]
         needed = float(command[1]) + float(flag_of(container, "drain-s"))
@@ -249,7 +257,7 @@ def hardening(objects: list[Object]) -> list[str]:
     """Read-only root, no privilege, no capability but IPC_LOCK, no root but for it, no token but the router's."""
     wrong = []
     for part in pods(objects):
-        if part.spec.get("automountServiceAccountToken") is not False and not part.owner.startswith("Deployment/"):
+        if part.spec.get("automountServiceAccountToken") is not False and _part(part) != "router":
             wrong.append(f"{part.owner}: has a service account's token")
         if not part.spec["securityContext"].get("runAsNonRoot") or "seccompProfile" not in part.spec["securityContext"]:
             wrong.append(f"{part.owner}: no securityContext")
@@ -271,7 +279,7 @@ def hardening(objects: list[Object]) -> list[str]:
 
 def router_knows_nodes(objects: list[Object]) -> list[str]:
     """What the router looks for is what the node workloads make, and it may look."""
-    [router] = [part for part in pods(objects) if part.owner.startswith("Deployment/")]
+    [router] = [part for part in pods(objects) if _part(part) == "router"]
     [container] = router.containers
     wanted = dict(pair.split("=") for pair in flag_of(container, "kubernetes-selector").split(","))
     wrong = []
@@ -296,4 +304,36 @@ def router_knows_nodes(objects: list[Object]) -> list[str]:
     rules = [rule for role in of_kind(objects, "Role") if role["metadata"]["name"] in bound for rule in role["rules"]]
     if not any("pods" in rule["resources"] and {"list", "watch"} <= set(rule["verbs"]) for rule in rules):
         wrong.append("the router may not read pods")
+    return wrong
+
+
+def nodes_know_pool(objects: list[Object]) -> list[str]:
+    """Nodes share the release's pool if there is one, only they reach it, and it has memory for what it may hold."""
+    wrong = []
+    pools = [part for part in pods(objects) if _part(part) == "pool"]
+    services = {found["metadata"]["name"]: found["spec"] for found in of_kind(objects, "Service")}
+    for part in (part for part in pods(objects) if _part(part) == "node"):
+        [node] = part.containers
+        if (flag_of(node, "connector") == "lmcache") is not bool(pools):
+            wrong.append(f"{part.owner}: connector {flag_of(node, 'connector')}, and {len(pools)} pools")
+        elif pools:
+            host, _, port = flag_of(node, "pool-url").removeprefix("lm://").partition(":")
+            service = services.get(host, {"selector": {"": ""}, "ports": []})
+            if not all(_matches(service["selector"], pool) for pool in pools):
+                wrong.append(f"{part.owner}: {host} is no Service of the pool")
+            elif port not in [str(offered["port"]) for offered in service["ports"]]:
+                wrong.append(f"{part.owner}: the pool does not listen on {port}")
+    for pool in pools:
+        [server] = pool.containers
+        if quantity(server["resources"]["limits"]["memory"]) < Decimal(flag_of(server, "max-gb")) * 10**9 * 6 / 5:
+            wrong.append(f"{pool.owner}: killed before it is full")
+        peers = [
+            peer["podSelector"]["matchLabels"].get("pd-cluster/part")
+            for found in of_kind(objects, "NetworkPolicy")
+            if _matches(found["spec"]["podSelector"]["matchLabels"], pool)
+            for rule in found["spec"]["ingress"]
+            for peer in rule.get("from", [{"podSelector": {"matchLabels": {}}}])
+        ]
+        if peers != ["node"]:
+            wrong.append(f"{pool.owner}: reached by {peers}")
     return wrong

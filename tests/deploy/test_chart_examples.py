@@ -47,6 +47,7 @@ def test_objects_are_valid_in_this_kubernetes(name: str, version: str) -> None:
 @pytest.mark.parametrize("invariant", [
     invariants.names, invariants.selectors, invariants.ports, invariants.resources, invariants.autoscalers,
     invariants.grace, invariants.probes, invariants.hardening, invariants.router_knows_nodes,
+    invariants.nodes_know_pool,
 ])  # fmt: skip
 def test_objects_hold_together(name: str, invariant: Any) -> None:
     assert invariant(example(name)) == []

@@ -23,7 +23,7 @@ def spec(objects: list[Object], kind: str, name: str) -> Any:
 
 
 def container(objects: list[Object], name: str) -> Any:
-    return spec(objects, "Deployment" if name == "router" else "StatefulSet", name)["containers"][0]
+    return spec(objects, "Deployment" if name in ("router", "pool") else "StatefulSet", name)["containers"][0]
 
 
 def relabel(objects: list[Object]) -> None:
@@ -32,6 +32,9 @@ def relabel(objects: list[Object]) -> None:
 
 def take_volume(objects: list[Object]) -> None:
     spec(objects, "StatefulSet", "decode")["volumes"].pop()
+
+
+POOL_URL = "--pool-url=lm://demo-pd-cluster-pool:6500"
 
 
 def argument(objects: list[Object], name: str, old: str, new: str) -> None:
@@ -105,6 +108,24 @@ FAULTS: list[tuple[str, Callable[[list[Object]], list[str]], Callable[[list[Obje
     ("role of another", invariants.router_knows_nodes,
      lambda o: one(o, "RoleBinding", "router")["roleRef"].update(name="x"), "may not read pods"),
 ]  # fmt: skip
+POOL_FAULTS: list[tuple[str, Callable[[list[Object]], list[str]], Callable[[list[Object]], Any], str]] = [
+    ("nobody's pool", invariants.nodes_know_pool,
+     lambda o: argument(o, "decode", "--connector=lmcache", "--connector=nixl"), "connector nixl, and 1 pools"),
+    ("another's pool", invariants.nodes_know_pool,
+     lambda o: argument(o, "decode", POOL_URL, "--pool-url=lm://elsewhere:6500"), "elsewhere is no Service"),
+    ("pool's port", invariants.nodes_know_pool,
+     lambda o: argument(o, "decode", POOL_URL, POOL_URL + "1"), "does not listen on 65001"),
+    ("pool's memory", invariants.nodes_know_pool,
+     lambda o: argument(o, "pool", "--max-gb=128", "--max-gb=160"), "killed before it is full"),
+    ("pool for everybody", invariants.nodes_know_pool,
+     lambda o: spec(o, "NetworkPolicy", "pool")["ingress"][0].pop("from"), "reached by [None]"),
+    ("pool's probe", invariants.ports,
+     lambda o: container(o, "pool")["livenessProbe"]["tcpSocket"].update(port=6500), "livenessProbe"),
+    ("pool's declared port", invariants.ports,
+     lambda o: argument(o, "pool", "--port=6500", "--port=0"), "declared as 6500"),
+    ("pool with a token", invariants.hardening,
+     lambda o: spec(o, "Deployment", "pool").pop("automountServiceAccountToken"), "token"),
+]  # fmt: skip
 SCALING_FAULTS: list[tuple[str, Callable[[list[Object]], Any], str]] = [
     ("upside down", lambda o: spec(o, "HorizontalPodAutoscaler", "decode").update(minReplicas=9), "9 to 8 replicas"),
     ("two masters", lambda o: one(o, "StatefulSet", "decode")["spec"].update(replicas=1), "so does its autoscaler"),
@@ -142,6 +163,18 @@ def test_scaling_fault_is_found(fault: Callable[[list[Object]], Any], found: str
     assert invariants.autoscalers(objects) == []
     fault(objects)
     assert any(found in text for text in invariants.autoscalers(objects))
+
+
+@pytest.mark.parametrize(
+    ("invariant", "fault", "found"), [row[1:] for row in POOL_FAULTS], ids=[row[0] for row in POOL_FAULTS]
+)
+def test_pool_fault_is_found(
+    invariant: Callable[[list[Object]], list[str]], fault: Callable[[list[Object]], Any], found: str
+) -> None:
+    objects = render(example_values("lmcache-pool"))
+    assert invariant(objects) == []
+    fault(objects)
+    assert any(found in text for text in invariant(objects)), invariant(objects)
 
 
 def test_what_users_bring_is_missed_when_it_is_not_named(sound: list[Object]) -> None:

@@ -39,6 +39,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": {"existingClaim": "a", "claim": {"create": True}}}, "exclude each other"),
     ({"monitoring": {"podMonitor": {"enabled": True}}}, "networkPolicy.metricsFrom"),
     ({"nodePorts": {"http": 8100, "control": 8100}}, "must differ"),
+    ({"roles": {"pool": {"kind": "decode"}}}, "name is taken"),
+    ({"pool": {"enabled": True, "maxGB": 0}}, "maxGB"),
+    ({"pool": {"enabled": True}, "connector": "loopback"}, "not loopback"),
+    ({"pool": {"enabled": True}, "nodeDefaults": {"args": {"pool-url": "lm://x:1"}}}, "sets pool-url"),
+    ({"pool": {"enabled": True}, "nodeDefaults": {"args": {"prefix-caching": False}}}, "needs prefix-caching"),
 ]  # fmt: skip
 
 
@@ -162,6 +167,15 @@ def test_only_the_cluster_reaches_kv_and_control_ports() -> None:
         everything = "ports" not in rule
         assert all(peer["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "demo" for peer in peers)
         assert not everything or [peer["podSelector"]["matchLabels"]["pd-cluster/part"] for peer in peers] == ["node"]
+
+
+def test_a_pool_is_there_only_when_it_is_asked_for() -> None:
+    assert not [found for found in render() if found["metadata"]["name"].endswith("-pool")]
+    objects = [found for found in render({"pool": {"enabled": True}}) if found["metadata"]["name"].endswith("-pool")]
+    assert sorted(found["kind"] for found in objects) == ["Deployment", "NetworkPolicy", "Service"]
+    elsewhere = {"connector": "mooncake", "nodeDefaults": {"args": {"pool-url": "mooncake://m:50051"}}}
+    given = one(render(elsewhere), "StatefulSet", "decode")["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert {"--connector=mooncake", "--pool-url=mooncake://m:50051"} <= set(given)
 
 
 def test_an_alert_can_be_left_out() -> None:

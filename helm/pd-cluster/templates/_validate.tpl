@@ -11,7 +11,7 @@
   {{- if gt (int $role.autoscaling.minReplicas) (int $role.autoscaling.maxReplicas) -}}
     {{- fail (printf "roles.%s.autoscaling: minReplicas (%d) is above maxReplicas (%d)" $name (int $role.autoscaling.minReplicas) (int $role.autoscaling.maxReplicas)) -}}
   {{- end -}}
-  {{- if eq $name "router" "models" "key" "preflight" "test" -}}
+  {{- if eq $name "router" "pool" "models" "key" "preflight" "test" -}}
     {{- fail (printf "roles.%s: this name is taken by another part of the chart" $name) -}}
   {{- end -}}
 {{- end -}}
@@ -36,6 +36,16 @@
 {{- end -}}
 {{- if and .Values.monitoring.podMonitor.enabled .Values.networkPolicy.enabled (not .Values.networkPolicy.metricsFrom) -}}
   {{- fail "monitoring.podMonitor: Prometheus cannot reach the nodes; name its pods in networkPolicy.metricsFrom" -}}
+{{- end -}}
+{{- if .Values.pool.enabled -}}
+  {{- if not (has .Values.connector (list "nixl" "lmcache")) -}}
+    {{- fail (printf "pool: it is for connector nixl or lmcache, not %s" .Values.connector) -}}
+  {{- end -}}
+  {{- range $name, $role := $roles -}}
+    {{- if or (hasKey $role.args "pool-url") (not (dig "prefix-caching" true $role.args)) -}}
+      {{- fail (printf "roles.%s.args: the chart's pool sets pool-url, and needs prefix-caching" $name) -}}
+    {{- end -}}
+  {{- end -}}
 {{- end -}}
 {{- if eq (int .Values.nodePorts.http) (int .Values.nodePorts.control) -}}
   {{- fail "nodePorts: http and control must differ" -}}
