@@ -18,10 +18,11 @@ import yaml
 from pd_cluster.launch.cli import build_parser
 from tests.deploy import invariants
 from tests.deploy.chart import CHART, EXAMPLES, Object, example_values, load_chart, of_kind, pods, render, title
-from tests.deploy.custom_resources import check_custom_resource
+from tests.deploy.custom_resources import check_custom_resource, check_with_crds
 
 GOLDENS = Path(__file__).parent / "goldens"
 VERSIONS = ("1.29", "1.32", kubernetes_validate.latest_version())
+CUSTOM = ("monitoring.coreos.com", "gateway.networking.k8s.io")
 OUTSIDE = frozenset({"Secret/pd-cluster-key", "PersistentVolumeClaim/weights"})  # what users bring
 
 
@@ -35,12 +36,20 @@ def example(name: str) -> list[Object]:
 def test_objects_are_valid_in_this_kubernetes(name: str, version: str) -> None:
     validated = 0
     for found in example(name):
-        if found["apiVersion"].split("/")[0] in ("monitoring.coreos.com", "gateway.networking.k8s.io"):
+        if found["apiVersion"].split("/")[0] in CUSTOM:
             assert check_custom_resource(found) == []
         else:
             kubernetes_validate.validate(found, version, strict=True)
             validated += 1
     assert validated >= 10
+
+
+@pytest.mark.skipif("CRD_DIR" not in os.environ, reason="CRD_DIR names no directory of CRDs (*.yaml)")
+def test_custom_resources_are_valid_by_the_projects_own_definitions() -> None:
+    crds = [yaml.safe_load(path.read_text()) for path in Path(os.environ["CRD_DIR"]).glob("*.yaml")]
+    resources = [found for name in EXAMPLES for found in example(name) if found["apiVersion"].split("/")[0] in CUSTOM]
+    assert {found["kind"] for found in resources} == {"PodMonitor", "ServiceMonitor", "PrometheusRule", "HTTPRoute"}
+    assert [text for found in resources for text in check_with_crds(found, crds)] == []
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

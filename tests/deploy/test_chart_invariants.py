@@ -9,7 +9,7 @@ import pytest
 
 from tests.deploy import invariants
 from tests.deploy.chart import Object, changed, example_values, one, render
-from tests.deploy.custom_resources import check_custom_resource
+from tests.deploy.custom_resources import check_custom_resource, check_with_crds
 from tests.deploy.test_chart_examples import OUTSIDE
 
 if TYPE_CHECKING:
@@ -193,6 +193,18 @@ def test_custom_resources_refuse_an_unknown_field(sound: list[Object]) -> None:
     objects = changed(sound)
     spec(objects, "PodMonitor", "nodes")["podMetricsEndpoints"][0]["schem"] = "http"
     assert any("schem" in text for text in check_custom_resource(one(objects, "PodMonitor", "nodes")))
+
+
+def test_a_crd_refuses_an_unknown_field_at_any_depth() -> None:
+    inner = {"type": "object", "properties": {"port": {"type": "string"}}}
+    schema = {"type": "object", "properties": {
+        "apiVersion": {}, "kind": {}, "metadata": {}, "spec": {"type": "array", "items": inner}}}  # fmt: skip
+    crd = {"spec": {"group": "g", "names": {"kind": "K"}, "versions": [
+        {"name": "v1", "schema": {"openAPIV3Schema": schema}}]}}  # fmt: skip
+    found: Object = {"apiVersion": "g/v1", "kind": "K", "metadata": {"name": "x"}, "spec": [{"port": "a"}]}
+    assert check_with_crds(found, [crd]) == []
+    assert "prot" in check_with_crds({**found, "spec": [{"prot": "a"}]}, [crd])[0]
+    assert check_with_crds({**found, "kind": "L"}, [crd]) == ["no CRD for g/v1 L"]
 
 
 @pytest.mark.parametrize(

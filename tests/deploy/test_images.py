@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,18 +60,60 @@ def test_everything_that_is_copied_passes_the_ignore_file() -> None:
     assert all((ROOT / name).exists() for name in copied)
 
 
-@pytest.fixture(scope="module")
-def compose() -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+_VARIABLE = re.compile(r"(?<!\$)\$\{(?P<name>[A-Z_]+)(?P<how>:[-+?])(?P<word>[^}]*)\}")
+
+
+def load_compose(**environment: str) -> dict[str, Any]:
+    """The file as compose reads it: variables put in, services of other profiles left out."""
+
+    def value(match: re.Match[str]) -> str:
+        given, how = environment.get(match["name"], ""), match["how"]
+        assert given or how != ":?", match["word"]
+        return match["word"] if bool(given) is (how == ":+") else given if how != ":+" else ""
+
+    loaded: dict[str, Any] = yaml.safe_load(_VARIABLE.sub(value, (DEPLOY / "compose.yaml").read_text()))
+    active = {"", *environment.get("COMPOSE_PROFILES", "").split(",")}
+    loaded["services"] = {
+        name: service
+        for name, service in loaded["services"].items()
+        if active.intersection(service.get("profiles", [""]))
+    }
     return loaded
 
 
+@pytest.fixture(scope="module", params=["", "lmcache"])
+def compose(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return load_compose(PD_CLUSTER_KEY="secret", COMPOSE_PROFILES=request.param)
+
+
+def test_nothing_starts_without_a_key() -> None:
+    with pytest.raises(AssertionError, match="set it to a secret"):
+        load_compose()
+
+
 def test_our_command_line_takes_every_service(compose: dict[str, Any]) -> None:
-    parser = build_parser()
-    for name in ("prefill", "decode", "router"):
-        arguments = [argument.replace("${MODEL:-}", "") for argument in compose["services"][name]["command"]]
-        parser.parse_args(arguments)
-    assert set(compose["services"]) == {"prefill", "decode", "router", "prometheus", "grafana"}
+    parser, services = build_parser(), compose["services"]
+    ours = [name for name, service in services.items() if service["image"].startswith("pd-cluster:")]
+    for name in ours:
+        parser.parse_args(services[name]["command"])
+    assert {*ours} - {"pool"} == {"prefill", "decode", "router"}
+    assert {*services} - {*ours} == {"prometheus", "grafana"}
+
+
+def test_the_profile_brings_a_pool_and_nodes_that_use_it() -> None:
+    plain = load_compose(PD_CLUSTER_KEY="secret")
+    assert "pool" not in plain["services"]
+    assert "--connector=nixl" in plain["services"]["decode"]["command"]
+    assert plain["services"]["prefill"]["build"]["args"]["EXTRAS"] == "nixl,kubernetes"
+    pooled = load_compose(PD_CLUSTER_KEY="secret", COMPOSE_PROFILES="lmcache")
+    services = pooled["services"]
+    assert services["prefill"]["build"]["args"]["EXTRAS"] == "nixl,kubernetes,lmcache"
+    assert services["prefill"]["image"] == services["pool"]["image"] != plain["services"]["prefill"]["image"]
+    for node in ("prefill", "decode"):
+        assert {"--connector=lmcache", "--pool-url=lm://pool:6500"} <= set(services[node]["command"])
+    assert {"--host=0.0.0.0", "--port=6500", "--max-gb=4"} <= set(services["pool"]["command"])
+    assert (services["pool"]["networks"], "ports" in services["pool"]) == (["cluster"], False)
+    assert "6500" in services["pool"]["healthcheck"]["test"][-1]
 
 
 def test_only_this_machine_reaches_published_ports_and_nodes_publish_none(compose: dict[str, Any]) -> None:
