@@ -24,7 +24,14 @@ _PHASES = (
     ("transfer", "Blocks reserved to KV confirmed."),
     ("admit", "KV confirmed to scheduled in a decode step."),
     ("first_decode", "The first decode step after a handoff."),
+    ("prefill_leg", "A prefill node's admission to its first token, as seen by the node that took over."),
 )
+# 20 us to 1 s: what a handoff consists of, from the announcement of the prompt's end
+_STEPS = ("announce", "reserve", "post", "link", "confirm", "schedule")
+_STEP_S = (
+    0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05,
+    0.1, 0.2, 0.5, 1.0,
+)  # fmt: skip
 
 
 class Metrics:
@@ -54,6 +61,14 @@ class Metrics:
         self.tpot = histogram("time_per_output_token", "(end to end - TTFT) / (n - 1) of one request.")
         self.e2e = histogram("request_latency", "Request to last token.")
         self.phases = {name: histogram(name, help) for name, help in _PHASES}
+        steps = Histogram(
+            "pd_handover_step_seconds",
+            "Parts of a handoff, from the announcement of the prompt's end to the scheduler's queue.",
+            ("step",),
+            buckets=_STEP_S,
+            registry=self.registry,
+        )
+        self.phases |= {name: steps.labels(name) for name in _STEPS}
 
     def add_engine(self, latest: Callable[[], EngineStats | None], info: Callable[[], dict[str, str] | None]) -> None:
         """Export the engine's latest stats and its identity at each scrape."""

@@ -22,7 +22,7 @@ A pool promises nothing: whatever is missing, late or damaged there ends as a sh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -92,6 +92,19 @@ class FirstTokens:
 
     load_id: str
     tokens: tuple[SampledToken, ...]
+    prefill_s: float = field(default=0.0, compare=False)  # from P's admission to these, as P says; 0: it does not
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSteps:
+    """A load's way from the announcement of the prompt's end to the engine, in seconds. The steps follow each other."""
+
+    announce_s: float = 0.0  # until our control thread heard it: P's clock and ours, as far as they agree
+    reserve_s: float = 0.0  # until the last read was handed to the transport: most of it is the engine's
+    post_s: float = 0.0  # until that read was posted; 0 where the transport does not say
+    link_s: float = 0.0  # until every read had ended
+    confirm_s: float = 0.0  # until P had confirmed
+    wake_s: float = 0.0  # until the engine polled
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +114,8 @@ class LoadDone:
     load_id: str
     num_bytes: int
     transfer_s: float  # first read posted to confirmation
+    steps: LoadSteps = field(default_factory=LoadSteps, compare=False)
+    done_at: float = field(default=0.0, compare=False)  # the connector's clock
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pd_connectors.base import LoadDone
 from pd_connectors.channel import Channel, FromOwner, FromReader, OwnerLost
 from pd_connectors.lease import LeaseTable
 from pd_connectors.owner import Owner
@@ -95,7 +97,10 @@ class Exchange:
         """See SchedulerHalf.poll."""
         events: list[Event] = list(self.leases.take_ended())
         while self._events:
-            events.append(self._events.popleft())
+            event = self._events.popleft()
+            if isinstance(event, LoadDone):
+                event = replace(event, steps=replace(event.steps, wake_s=self._clock() - event.done_at))
+            events.append(event)
         return events
 
     def set_waker(self, wake: Callable[[], None]) -> None:

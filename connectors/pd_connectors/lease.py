@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 import secrets
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,25 +45,37 @@ class _Lease:
     ref: LeaseRef
     num_tokens: int  # the whole prompt
     expires_at: float | None  # clock; None: held and not finished
+    opened_at: float  # clock
     generation: int = 0
     version: int = 1
     num_readable: int = 0
     block_ids: tuple[int, ...] = ()
     first_tokens: tuple[SampledToken, ...] = ()
+    announced_at: float = 0.0
+    prefill_s: float = 0.0
 
 
 class LeaseTable:
     """All leases of one engine. Every method may be called from any thread and returns at once.
 
-    clock: monotonic seconds. ttl_s: life of a lease after its last renewal.
+    clock: monotonic seconds. ttl_s: life of a lease after its last renewal. wall_clock: Unix time, for measuring.
     """
 
-    def __init__(self, engine_id: str, epoch: int, block_size: int, ttl_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        engine_id: str,
+        epoch: int,
+        block_size: int,
+        ttl_s: float,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
         self._engine_id = engine_id
         self._epoch = epoch
         self._block_size = block_size
         self._ttl_s = ttl_s
         self._clock = clock
+        self._wall_clock = wall_clock
         self._lock = threading.Lock()
         self._leases: dict[str, _Lease] = {}
         self._tombstones: dict[str, LeaseState] = {}  # oldest first
@@ -75,8 +88,8 @@ class LeaseTable:
         """A new lease on a prompt of `num_tokens`, nothing readable yet."""
         ref = LeaseRef(self._engine_id, self._epoch, secrets.token_hex(12))
         with self._lock:
-            expires_at = None if hold else self._clock() + self._ttl_s
-            self._leases[ref.lease_id] = _Lease(ref, num_tokens, expires_at)
+            now = self._clock()
+            self._leases[ref.lease_id] = _Lease(ref, num_tokens, None if hold else now + self._ttl_s, now)
         return ref
 
     def announce(self, publish: PublishSpec) -> None:
@@ -92,6 +105,7 @@ class LeaseTable:
             assert publish.block_ids[: len(lease.block_ids)] == lease.block_ids, "announced blocks are pinned"
             lease.num_readable = num_tokens
             lease.block_ids = publish.block_ids
+            lease.announced_at = self._wall_clock()
             self._touch(lease)
 
     def finish(self, lease_id: str, first_tokens: tuple[SampledToken, ...]) -> None:
@@ -101,6 +115,7 @@ class LeaseTable:
             if lease is None:
                 return
             lease.first_tokens = first_tokens
+            lease.prefill_s = self._clock() - lease.opened_at
             if lease.expires_at is None:
                 lease.expires_at = self._clock() + self._ttl_s
             self._touch(lease)
@@ -245,4 +260,6 @@ class LeaseTable:
             block_ids=lease.block_ids,
             first_tokens=lease.first_tokens,
             ttl_s=self._ttl_s if lease.expires_at is not None else 0.0,
+            announced_at=lease.announced_at,
+            prefill_s=lease.prefill_s,
         )

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from pd_connectors.base import Event, FirstTokens, LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec
+from pd_connectors.base import Event, FirstTokens, LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec, LoadSteps
 from pd_connectors.protocol.errors import LoadFailure
 from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseState, Release, Renew
 
@@ -93,6 +93,27 @@ class Phase(Enum):
 _LIVE = frozenset({Phase.ATTACHING, Phase.ANNOUNCED, Phase.READING, Phase.CONFIRMING, Phase.CONFIRMED})
 
 
+@dataclass(slots=True)
+class _Marks:
+    """When the last of something happened, for LoadSteps."""
+
+    announce_s: float = 0.0
+    heard_at: float | None = None  # that the whole prompt is readable
+    asked_at: float = 0.0  # a read handed out
+    post_s: float = 0.0
+    read_at: float = 0.0  # a read ended
+    confirmed_at: float = 0.0
+
+    def steps(self) -> LoadSteps:
+        """All but `wake_s`, which is not over."""
+        if self.heard_at is None or not self.read_at:
+            return LoadSteps()  # nothing was read
+        asked_at = max(self.asked_at, self.heard_at)
+        link_s = max(0.0, self.read_at - asked_at - self.post_s)
+        confirm_s = self.confirmed_at - self.read_at
+        return LoadSteps(self.announce_s, asked_at - self.heard_at, self.post_s, link_s, confirm_s)
+
+
 class Pull:
     """One load. Call an input, then carry out what `take_actions` returns."""
 
@@ -113,6 +134,7 @@ class Pull:
         self._read_deadline = float("inf")
         self._num_blocks_read = 0
         self._first_read_at: float | None = None
+        self._marks = _Marks()
         self._is_accepted = False  # the owner was greeted, and its KV means the same as ours
         self._first_tokens_out = False
         self._renew_every_s = limits.renew_every_s
@@ -171,8 +193,8 @@ class Pull:
         self.endpoint = endpoint
         self._advance(now)
 
-    def lease_state(self, state: LeaseState, now: float) -> None:
-        """A snapshot arrived."""
+    def lease_state(self, state: LeaseState, now: float, age_s: float = 0.0) -> None:
+        """A snapshot arrived. age_s: since the last announcement in it."""
         self._answer_due = None
         if not self.is_live:
             return
@@ -186,6 +208,10 @@ class Pull:
             self.fail(LoadFailure.LEASE_ENDED, "the prefill node took its blocks back", now)
             return
         self._state = state
+        if state.num_tokens_readable < self.ticket.num_tokens:
+            self._marks.heard_at = None
+        elif self._marks.heard_at is None:
+            self._marks.heard_at, self._marks.announce_s = now, age_s
         if state.ttl_s > 0:
             self._renew_every_s = min(self._limits.renew_every_s, state.ttl_s / RENEWALS_PER_TTL)
             self._renew_at = min(self._renew_at, now + self._renew_every_s)
@@ -212,12 +238,15 @@ class Pull:
         self.phase = Phase.READING
         self._advance(now)
 
-    def read_ended(self, number: int, error: str, now: float) -> None:
-        """A read is terminal."""
+    def read_ended(self, number: int, error: str, now: float, post_s: float = 0.0) -> None:
+        """A read is terminal. post_s: what it took to post it."""
         num_blocks = self._reads.pop(number, None)
         if num_blocks is None:
             return
         self.progress(now)
+        self._marks.read_at = now
+        if number == self._num_reads - 1:
+            self._marks.post_s = post_s
         if self.phase is Phase.DRAINING and not self._reads:
             self._drained()
         if not self.is_live:
@@ -239,6 +268,7 @@ class Pull:
             return
         if reply.ok:
             self.phase = Phase.CONFIRMED
+            self._marks.confirmed_at = now
             self._advance(now)
         else:
             self._renew_at = now  # the lease ended or moved on; its state says which
@@ -292,7 +322,7 @@ class Pull:
             return
         if self._is_accepted and state.first_tokens and not self._first_tokens_out:
             self._first_tokens_out = True
-            self._emit(FirstTokens(self.load_id, state.first_tokens))
+            self._emit(FirstTokens(self.load_id, state.first_tokens, state.prefill_s))
         if self.phase is Phase.ATTACHING and self.endpoint is not None and state.num_tokens_readable > 0:
             self.phase = Phase.ANNOUNCED
             self._emit(LoadReady(self.load_id, self.ticket.num_tokens))
@@ -328,6 +358,7 @@ class Pull:
             self._reads[self._num_reads] = stop - start
             self._actions.append(PostRead(self._num_reads, state.block_ids[start:stop], local))
             self._num_reads += 1
+            self._marks.asked_at = now
             self._next_block = stop
             if self._first_read_at is None:
                 self._first_read_at = now
@@ -336,7 +367,8 @@ class Pull:
         num_bytes = self._num_blocks_read * self.ticket.geometry.block_bytes
         started = self._first_read_at
         self.phase = Phase.DONE
-        self._emit(LoadDone(self.load_id, num_bytes, now - started if started is not None else 0.0))
+        transfer_s = now - started if started is not None else 0.0
+        self._emit(LoadDone(self.load_id, num_bytes, transfer_s, self._marks.steps(), now))
         self._actions.append(Send(Release(self.ticket.lease, done=True)))
 
     def _send_confirm(self, now: float) -> None:

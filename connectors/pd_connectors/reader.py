@@ -16,6 +16,7 @@ until they end by themselves, which may be when the peer goes on or dies.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -25,16 +26,7 @@ from pd_connectors.handshake import check_reply, check_ticket
 from pd_connectors.protocol.errors import HandshakeError, LoadFailure
 from pd_connectors.protocol.messages import ConfirmReply, Hello, HelloReply, LeaseState, Release, ToOwner, ToReader
 from pd_connectors.pull import LOST_GRACE_S, Emit, PostRead, Pull, PullLimits, Send
-from pd_connectors.transport import (
-    Address,
-    Completion,
-    Connected,
-    ConnectFailed,
-    PeerKey,
-    ReadEnded,
-    ReadId,
-    Transport,
-)
+from pd_connectors.transport import Address, Completion, Connected, ConnectFailed, PeerKey, ReadEnded, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,6 +67,7 @@ class Reader:
     """Owned by the control thread.
 
     ask: sends a message to an address. emit: hands an event to the engine. forget: closes the way to an address.
+    wall_clock: Unix time, for measuring how old an announcement is.
     """
 
     def __init__(
@@ -85,6 +78,7 @@ class Reader:
         ask: Callable[[Address, ToOwner], None],
         emit: Callable[[Event], None],
         forget: Callable[[Address], None],
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._context = context
         self._limits = limits
@@ -92,6 +86,7 @@ class Reader:
         self._ask = ask
         self._emit = emit
         self._forget = forget
+        self._wall_clock = wall_clock
         self._peers: dict[Address, _Peer] = {}
         self._home: dict[str, _Peer] = {}  # load id -> its peer
         self._by_lease: dict[str, list[Pull]] = {}
@@ -152,7 +147,8 @@ class Reader:
             case HelloReply():
                 self._on_hello_reply(peer, message, now)
             case LeaseState():
-                self._for_lease(peer, message.lease, lambda pull: pull.lease_state(message, now), now)
+                age_s = max(0.0, self._wall_clock() - message.announced_at) if message.announced_at else 0.0
+                self._for_lease(peer, message.lease, lambda pull: pull.lease_state(message, now, age_s), now)
             case ConfirmReply():
                 self._for_lease(peer, message.lease, lambda pull: pull.confirm_reply(message, now), now)
 
@@ -179,8 +175,8 @@ class Reader:
                 if peer is not None and peer.endpoint is not None and peer.endpoint.key == key:
                     detail = f"no data connection: {detail}"
                     self._tear_down(peer, peer.endpoint, LoadFailure.UNREACHABLE, detail, now)
-            case ReadEnded(read_id, error, broken):
-                self._on_read_ended(read_id, error, broken, now)
+            case ReadEnded():
+                self._on_read_ended(completion, now)
 
     def tick(self, now: float) -> None:
         """Time has passed."""
@@ -273,10 +269,10 @@ class Reader:
         match event:
             case LoadFailed(_, reason, _):
                 self.loads_failed[reason] += 1
-            case LoadDone(_, num_bytes, transfer_s):
+            case LoadDone():
                 self.loads_done += 1
-                self.num_bytes += num_bytes
-                self.transfer_s += transfer_s
+                self.num_bytes += event.num_bytes
+                self.transfer_s += event.transfer_s
         self._emit(event)
 
     def _fail(self, peer: _Peer, reason: LoadFailure, detail: str, now: float, which: Callable[[Pull], bool]) -> None:
@@ -349,17 +345,19 @@ class Reader:
                 pull.connected(endpoint.key, now)
                 self._carry_out(peer, pull, now)
 
-    def _on_read_ended(self, read_id: ReadId, error: str, broken: bool, now: float) -> None:
-        peer = self._home.get(read_id[0])
+    def _on_read_ended(self, ended: ReadEnded, now: float) -> None:
+        load_id, number = ended.read_id
+        peer = self._home.get(load_id)
         if peer is None:
             return
-        pull = peer.pulls[read_id[0]]
+        pull = peer.pulls[load_id]
         for other in peer.pulls.values():
             other.progress(now)
-        pull.read_ended(read_id[1], error, now)
+        pull.read_ended(number, ended.error, now, ended.post_s)
         self._carry_out(peer, pull, now)
-        if broken and peer.endpoint is not None and peer.endpoint.key == pull.endpoint:
-            self._tear_down(peer, peer.endpoint, LoadFailure.READ_FAILED, f"the data connection broke: {error}", now)
+        if ended.endpoint_broken and peer.endpoint is not None and peer.endpoint.key == pull.endpoint:
+            detail = f"the data connection broke: {ended.error}"
+            self._tear_down(peer, peer.endpoint, LoadFailure.READ_FAILED, detail, now)
 
     def _tick_endpoint(self, peer: _Peer, now: float) -> None:
         endpoint = peer.endpoint

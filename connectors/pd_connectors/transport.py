@@ -6,7 +6,7 @@ A transport never blocks its caller and never raises for what a peer does: every
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class ReadEnded:
     read_id: ReadId
     error: str = ""
     endpoint_broken: bool = False  # no further read of this peer will succeed before a new handshake
+    post_s: float = field(default=0.0, compare=False)  # `read` to posted, where that is known
 
 
 Completion = Connected | ConnectFailed | ReadEnded

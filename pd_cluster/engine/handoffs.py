@@ -245,11 +245,13 @@ class Handoffs:
                     scheduler.drain(event.load_id)  # it was cancelled too late to fail
                 else:
                     del self._intakes[intake.request.request_id]
+                    intake.request.marks.load_steps = event.steps
                     self.counters["prefills_remote_total"] += 1
                     self._report_some(scheduler.admit_loaded(intake.request))
             case LoadReady() if intake is not None:
                 intake.is_ready = True
             case FirstTokens() if intake is not None:
+                intake.request.marks.prefill_leg_s = event.prefill_s
                 self._take_first_tokens(intake, event, scheduler)
             case LoadFailed() if intake is not None:
                 self._loads[event.load_id] = None

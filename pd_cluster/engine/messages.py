@@ -116,6 +116,14 @@ class Timeline(msgspec.Struct, frozen=True, array_like=True):
     transfer_s: float = 0.0  # blocks reserved to confirmed
     admit_s: float = 0.0  # confirmed to scheduled in a decode step
     first_decode_s: float = 0.0  # that step
+    prefill_leg_s: float = 0.0  # on D: P's admission to its first tokens, as P says
+    # on D, parts of the transfer: from the announcement of the prompt's end (pd_connectors.base.LoadSteps)
+    announce_s: float = 0.0
+    reserve_s: float = 0.0
+    post_s: float = 0.0
+    link_s: float = 0.0
+    confirm_s: float = 0.0
+    schedule_s: float = 0.0  # the confirmation's way into the scheduler's queue
 
 
 class SequenceTokens(msgspec.Struct, frozen=True, array_like=True):

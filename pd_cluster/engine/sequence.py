@@ -13,6 +13,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from pd_cluster.engine.messages import FinishReason, Timeline, Work
+from pd_connectors.base import LoadSteps
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class Marks:
     loaded_s: float | None = None
     decode_scheduled_s: float | None = None  # first decode step after a load
     decode_retired_s: float | None = None
+    prefill_leg_s: float = 0.0  # what another node's prefill took
+    load_steps: LoadSteps = field(default_factory=LoadSteps)
 
 
 @dataclass(slots=True, eq=False)
@@ -176,11 +179,19 @@ class Request:
         m = self.marks
         if m.loaded_s is not None and m.reserved_s is not None and m.scheduled_s is None:
             decode = m.loaded_s if m.decode_scheduled_s is None else m.decode_scheduled_s
+            steps = m.load_steps
             return Timeline(
                 queue_s=m.reserved_s - m.arrived_s,
                 transfer_s=m.loaded_s - m.reserved_s,
                 admit_s=decode - m.loaded_s,
                 first_decode_s=0.0 if m.decode_retired_s is None else m.decode_retired_s - decode,
+                prefill_leg_s=m.prefill_leg_s,
+                announce_s=steps.announce_s,
+                reserve_s=steps.reserve_s,
+                post_s=steps.post_s,
+                link_s=steps.link_s,
+                confirm_s=steps.confirm_s,
+                schedule_s=steps.wake_s,
             )
         if m.scheduled_s is None:
             return Timeline()

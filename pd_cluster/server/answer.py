@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.engine.messages import FinishReason
     from pd_cluster.server.generation import Delta, Generation
+    from pd_cluster.server.schema import StreamOptions
     from pd_cluster.server.state import NodeState
     from pd_connectors.protocol.messages import SampledToken
 
@@ -60,6 +61,18 @@ def usage_of(generations: Sequence[Generation]) -> dict[str, Any]:
     }
 
 
+def timings_of(generations: Sequence[Generation]) -> dict[str, float]:
+    """What the request's engine waited for, by phase, in ms; phases that it did not go through are left out.
+
+    Of one prompt: several have no one answer. Empty when a stop string ended it, which the engine learns later.
+    """
+    timeline = generations[0].timeline if len(generations) == 1 else None
+    if timeline is None:
+        return {}
+    seconds = ((name, getattr(timeline, name)) for name in timeline.__struct_fields__)
+    return {name.removesuffix("_s"): round(value * 1e3, 3) for name, value in seconds if value > 0}
+
+
 def node_headers(state: NodeState, generations: Sequence[Generation]) -> dict[str, str]:
     """Who computed the prompt and who generated. Of several prompts, those are named for which it is settled."""
     prefill = dict.fromkeys(one.prefill_node for one in generations if one.prefill_node is not None)
@@ -67,7 +80,7 @@ def node_headers(state: NodeState, generations: Sequence[Generation]) -> dict[st
 
 
 async def answer_stream(
-    state: NodeState, reply: Reply, generations: Sequence[Generation], shape: Shape, *, include_usage: bool
+    state: NodeState, reply: Reply, generations: Sequence[Generation], shape: Shape, options: StreamOptions | None
 ) -> None:
     """Server-sent events. Headers wait for the first tokens: only then is it settled who prefilled."""
     async with AsyncExitStack() as stack:
@@ -78,8 +91,13 @@ async def answer_stream(
                 if not reply.started:
                     await reply.start_events(node_headers(state, generations))
                 await reply.write(b"".join(shape.chunk(first_index + delta.index, delta) for delta in some))
-        usage = shape.usage_chunk(usage_of(generations)) if include_usage else b""
-        await reply.end(usage + SSE_DONE)
+        last = b""
+        if options is not None and options.include_usage:
+            usage = usage_of(generations)
+            if options.include_timings:
+                usage["timings"] = timings_of(generations)
+            last = shape.usage_chunk(usage)
+        await reply.end(last + SSE_DONE)
         for generation in generations:
             await generation.settle()
 

@@ -113,7 +113,7 @@ async def _generate(
     elif is_prefill_leg:
         await answer_prefill_whole(state, reply, generations[0], shape, echo_ids=echo_ids)
     elif body.stream:
-        await answer_stream(state, reply, generations, shape, include_usage=_include_usage(body))
+        await answer_stream(state, reply, generations, shape, body.stream_options)
     else:
         await answer_whole(state, reply, generations, shape)
 

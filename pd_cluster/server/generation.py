@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pd_cluster.engine.client import RequestMessage, RequestStream
+    from pd_cluster.engine.messages import Timeline
     from pd_cluster.server.job import Job
     from pd_cluster.server.state import NodeState
     from pd_connectors.protocol.messages import SampledToken
@@ -101,6 +102,7 @@ class Generation:
         self.ticket: Ticket | None = None  # PREFILL: what P hands out
         self.num_cached_tokens = 0
         self.num_external_tokens = 0
+        self.timeline: Timeline | None = None  # once the engine has given its last reply
 
     @property
     def prefill_node(self) -> str | None:
@@ -175,6 +177,7 @@ class Generation:
                 self.num_cached_tokens = max(self.num_cached_tokens, message.num_cached_tokens)
                 self.num_external_tokens = max(self.num_external_tokens, message.num_external_tokens)
                 if message.timeline is not None:
+                    self.timeline = message.timeline
                     self._state.metrics.observe_timeline(message.timeline)
                 return [delta for new in message.sequences if (delta := self._extend(new)) is not None]
             case TicketOpened():

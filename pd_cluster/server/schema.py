@@ -41,9 +41,10 @@ _REFUSED: dict[str, str] = {
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """OpenAI's `stream_options`."""
+    """OpenAI's `stream_options`, and ours."""
 
     include_usage: bool | None = None
+    include_timings: bool | None = None  # `usage.timings`: what the request waited for, in ms
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):

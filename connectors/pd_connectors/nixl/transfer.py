@@ -50,6 +50,12 @@ class _Description(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class _Read:
+    handle: int
+    post_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Doubt:
     handle: int
     error: str
@@ -66,7 +72,7 @@ class _Peer:
     key: PeerKey
     remote: Remote
     warm_up: int | None = None  # NIXL's handle until the endpoint is ready
-    reads: dict[ReadId, int] = field(default_factory=dict)  # -> NIXL's handle; never released before it is terminal
+    reads: dict[ReadId, _Read] = field(default_factory=dict)  # a handle is never released before it is terminal
     doubtful: dict[ReadId, _Doubt] = field(default_factory=dict)  # failed, and yet they may land
     fence: _Fence | None = None
     fence_at: float = 0.0
@@ -117,7 +123,8 @@ class NixlTransport(Transport):
         self._calls.put(lambda agent: self._connect(agent, peer, description))
 
     def read(self, peer: PeerKey, read_id: ReadId, remote: Sequence[int], local: Sequence[int]) -> None:
-        self._calls.put(lambda agent: self._read(agent, peer, read_id, remote, local))
+        asked_s = time.monotonic()
+        self._calls.put(lambda agent: self._read(agent, peer, read_id, remote, local, asked_s))
 
     def disconnect(self, peer: PeerKey) -> None:
         self._calls.put(lambda agent: self._disconnect(agent, peer))
@@ -195,14 +202,21 @@ class NixlTransport(Transport):
             self._tell(ConnectFailed(key, str(error)))
 
     def _read(
-        self, agent: NixlAgent, key: PeerKey, read_id: ReadId, remote: Sequence[int], local: Sequence[int]
+        self,
+        agent: NixlAgent,
+        key: PeerKey,
+        read_id: ReadId,
+        remote: Sequence[int],
+        local: Sequence[int],
+        asked_s: float,
     ) -> None:
         peer = self._peers.get(key)
         if peer is None:
             self._tell(ReadEnded(read_id, "the endpoint was torn down"))
             return
         try:
-            peer.reads[read_id] = agent.post_read(peer.remote, remote, local)
+            handle = agent.post_read(peer.remote, remote, local)
+            peer.reads[read_id] = _Read(handle, time.monotonic() - asked_s)
         except MayStillLand as error:
             peer.doubtful[read_id] = _Doubt(error.handle, str(error))
         except NixlError as error:
@@ -250,18 +264,18 @@ class NixlTransport(Transport):
             self._tell(completion)
 
     def _check_reads(self, agent: NixlAgent, peer: _Peer) -> None:
-        for read_id, handle in list(peer.reads.items()):
+        for read_id, read in list(peer.reads.items()):
             try:
-                if not agent.is_done(handle):
+                if not agent.is_done(read.handle):
                     continue
-                ended = ReadEnded(read_id)
+                ended = ReadEnded(read_id, post_s=read.post_s)
             except MayStillLand as error:
-                peer.doubtful[read_id] = _Doubt(peer.reads.pop(read_id), str(error))
+                peer.doubtful[read_id] = _Doubt(peer.reads.pop(read_id).handle, str(error))
                 continue
             except NixlError as error:
                 ended = ReadEnded(read_id, str(error), endpoint_broken=True)
             del peer.reads[read_id]
-            _attempt(agent.release, handle)
+            _attempt(agent.release, read.handle)
             self._tell(ended)
 
     def _check_fence(self, agent: NixlAgent, peer: _Peer) -> None:
