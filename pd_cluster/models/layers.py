@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from pd_cluster.models.spec import RopeSpec
+    from pd_kernels.products import Product
 
 
 class Linear:
@@ -31,6 +32,17 @@ class Linear:
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    def use(self, products: Mapping[int, Product]) -> None:
+        """Multiply so many rows in these ways, all others as before. Not for one with a bias."""
+        assert self.bias is None
+        weight, plain = self.weight, self._forward
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            product = products.get(x.shape[0])
+            return plain(x) if product is None else product(x, weight)
+
+        self._forward = forward
 
     def pack(self, keep_weight: bool = False) -> None:
         """On CPU, hand the weight to oneDNN in its own blocked layout, once.

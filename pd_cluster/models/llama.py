@@ -10,10 +10,14 @@ import torch.nn.functional as F
 
 from pd_cluster.models.layers import Linear, RopeTable, make_rope_table
 from pd_kernels.head_norms import HeadNorms
+from pd_kernels.products import choose_product
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pd_cluster.models.spec import ModelSpec
     from pd_kernels.backends import AttentionPlan, Kernels
+    from pd_kernels.products import Measure, ProposeProducts
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,23 @@ class Llama:
             for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
                 linear.pack()
         self._head.pack(keep_weight=self.spec.tied_embeddings)
+
+    def choose_products(self, sizes: Sequence[int], propose: ProposeProducts, measure: Measure) -> int:
+        """For steps of `sizes` tokens, multiply in the fastest ways proposed; returns how many of them are not torch's.
+
+        Raises RuntimeError when the device fails.
+        """
+        kinds = [[getattr(layer, name) for layer in self._layers] for name in ("qkv", "out", "gate_up", "down")]
+        num_chosen = 0
+        for linears in [*kinds, [self._head]]:
+            if linears[0].bias is None:
+                weights = [linear.weight for linear in linears]
+                found = {size: choose_product(size, weights, propose, measure) for size in sizes}
+                chosen = {size: product for size, product in found.items() if product is not None}
+                num_chosen += len(chosen)
+                for linear in linears:
+                    linear.use(chosen)
+        return num_chosen
 
     def forward(self, inputs: ForwardInputs, layer_views: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """Logits [R, vocab_size] of the sampling rows. Writes this step's keys and values into `layer_views`.

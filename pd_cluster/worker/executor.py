@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ from pd_cluster.worker.sampling_state import SamplingState
 from pd_cluster.worker.staging import Staging
 from pd_connectors.protocol.ticket import Geometry
 from pd_kernels.backends import select_kernels
+from pd_kernels.cublas_lt import CublasLt
+from pd_kernels.products import measure_on_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,6 +72,7 @@ class Executor:
         if device.type == "cpu" and config.model.num_threads:
             torch.set_num_threads(config.model.num_threads)
         self._device = device
+        self._cublas: CublasLt | None = None
         self._kernels = select_kernels(device)
         directory = model_directory(config.model.model)
         raw = read_json(directory / "config.json")
@@ -121,6 +125,8 @@ class Executor:
         """Wait for the device. The tensors live as long as someone (a transport) refers to them. Idempotent."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        if self._cublas is not None:
+            self._cublas.close()
 
     def _load_model(self, directory: Path | None, progress: Callable[[str], None]) -> Llama:
         """The model with its weights from `directory`; None: random ones. Raises StartupError."""
@@ -148,13 +154,28 @@ class Executor:
         if capture is not None and self._captures_graphs:
             graphs = DecodeGraphs(self._llama, cache, rows, staging, self._kernels, cache.padding_block)
             recorder = CudaRecorder(self._device)
-            graphs.capture(bucket_sizes(self._max_graph_batch), recorder, capture)
+            sizes = bucket_sizes(self._max_graph_batch)
+            self._choose_products(sizes, capture)
+            graphs.capture(sizes, recorder, capture)
             if config.max_graph_tokens:
                 pieces = PieceGraphs(self._llama, cache, staging)
                 pieces.capture(
                     token_buckets(min(config.max_graph_tokens, config.max_num_batched_tokens)), recorder, capture
                 )
         return ModelRunner(self._llama, cache, rows, staging, self._kernels, graphs, pieces)
+
+    def _choose_products(self, sizes: list[int], progress: Callable[[str], None]) -> None:
+        """How decode steps of `sizes` sequences multiply."""
+        started_s = time.perf_counter()
+        try:
+            self._cublas = CublasLt(self._device)
+        except OSError as error:  # a torch that is linked otherwise
+            progress(f"products as torch chooses them: {error}")
+            return
+        with torch.inference_mode():
+            num_chosen = self._llama.choose_products(sizes, self._cublas.propose, measure_on_cuda)
+        seconds = time.perf_counter() - started_s
+        progress(f"{num_chosen} products of decode steps are not as torch would choose ({seconds:.1f} s)")
 
     @property
     def _captures_graphs(self) -> bool:

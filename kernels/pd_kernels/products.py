@@ -1,0 +1,90 @@
+"""Which algorithm multiplies how many rows, by measurement.
+
+Timed as a step runs them: replayed as a graph, each product with another layer's weights, none of them in the cache.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+COLD_BYTES = 200e6  # weights that together push each other out of any GPU's cache
+NUM_REPLAYS = 4
+MARGIN = 0.985  # of the usual time: what is saved must be more than noise
+
+
+class Product(Protocol):
+    """x [M, K], weight [N, K] -> x weight^T [M, N]."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
+
+
+class ProposeProducts(Protocol):
+    """Ways to multiply `num_rows` rows with weights like this one."""
+
+    def __call__(self, num_rows: int, weight: torch.Tensor) -> Sequence[Product]: ...
+
+
+class Measure(Protocol):
+    """Shortest time of a function's work on the device, in any unit."""
+
+    def __call__(self, run: Callable[[], None]) -> float: ...
+
+
+def usual_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As torch would."""
+    return F.linear(x, weight)
+
+
+def choose_product(
+    num_rows: int, weights: Sequence[torch.Tensor], propose: ProposeProducts, measure: Measure
+) -> Product | None:
+    """The fastest way to multiply `num_rows` rows with weights of one shape [N, K]; None when that is torch's own.
+
+    Raises RuntimeError when the device fails; a way that does not run is none.
+    """
+    some = weights[: max(1, round(COLD_BYTES / weights[0].nbytes))]
+    x = torch.randn(num_rows, weights[0].shape[1], device=weights[0].device).to(weights[0].dtype)
+
+    def repeat(product: Product) -> Callable[[], None]:
+        def run() -> None:
+            for weight in some:
+                product(x, weight)
+
+        return run
+
+    best: Product | None = None
+    best_time = MARGIN * measure(repeat(usual_product))
+    for product in propose(num_rows, weights[0]):
+        time = measure(repeat(product))
+        if time < best_time:
+            best, best_time = product, time
+    return best
+
+
+def measure_on_cuda(run: Callable[[], None]) -> float:
+    """Milliseconds of `run` as a CUDA graph, the shortest of some replays. Raises RuntimeError."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # the default one cannot capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        run()  # what is loaded or compiled at a first call cannot be captured
+        stream.synchronize()
+        graph.capture_begin()
+        try:
+            run()
+        finally:
+            graph.capture_end()
+        times: list[float] = []
+        for _ in range(NUM_REPLAYS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record(stream)
+            graph.replay()
+            end.record(stream)
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    return min(times)

@@ -1,0 +1,85 @@
+"""Products by measurement: the choice, and on a GPU that every proposal of cuBLASLt multiplies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pd_cluster.models.layers import Linear
+from pd_kernels.cublas_lt import CublasLt
+from pd_kernels.products import choose_product, measure_on_cuda
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pd_kernels.products import Product
+
+
+class Timed:
+    """A product that pretends to take `time`, by `clock`."""
+
+    def __init__(self, time: float, clock: list[float]) -> None:
+        self._time = time
+        self._clock = clock
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        self._clock.append(self._time)
+        return F.linear(x, weight)
+
+
+def choose(usual: float, times: Sequence[float]) -> tuple[Product | None, list[Timed]]:
+    clock: list[float] = []
+    products = [Timed(time, clock) for time in times]
+
+    def measure(run: Callable[[], None]) -> float:
+        clock.clear()
+        run()
+        return sum(clock) or usual
+
+    weights = [torch.zeros(4, 3)]
+    return choose_product(2, weights, lambda num_rows, weight: products, measure), products
+
+
+def test_the_fastest_is_chosen() -> None:
+    chosen, products = choose(10.0, (9.0, 7.0, 8.0))
+    assert chosen is products[1]
+
+
+@pytest.mark.parametrize("times", [(), (10.0, 12.0), (9.9,)])
+def test_torch_stays_unless_another_is_faster_by_more_than_noise(times: tuple[float, ...]) -> None:
+    assert choose(10.0, times)[0] is None
+
+
+def test_a_linear_uses_what_was_chosen_for_its_number_of_rows() -> None:
+    linear = Linear(torch.randn(4, 3), None)
+    linear.use({2: lambda x, weight: F.linear(x, weight) + 1})
+    two, three = torch.randn(2, 3), torch.randn(3, 3)
+    assert torch.equal(linear(two), F.linear(two, linear.weight) + 1)
+    assert torch.equal(linear(three), F.linear(three, linear.weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows", [1, 40, 224])
+def test_every_proposal_multiplies(dtype: torch.dtype, num_rows: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(num_rows)
+    weight = torch.randn(1536, 1024, generator=generator, device="cuda", dtype=dtype)
+    x = torch.randn(num_rows, 1024, generator=generator, device="cuda", dtype=dtype)
+    wanted = x.double() @ weight.double().t()
+    library = CublasLt(torch.device("cuda"))
+    try:
+        proposals = library.propose(num_rows, weight)
+        assert proposals
+        for proposal in proposals:  # 1024 products of about 1, rounded once: half a unit of the largest
+            torch.testing.assert_close(proposal(x, weight).double(), wanted, rtol=1e-2, atol=0.1)
+
+        def run() -> None:
+            proposals[0](x, weight)
+
+        assert measure_on_cuda(run) > 0
+    finally:
+        library.close()
