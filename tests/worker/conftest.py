@@ -61,7 +61,7 @@ class SavedModel:
 
     def generate(self, prompt: list[int], num_tokens: int) -> list[int]:
         """Greedy continuation by transformers."""
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=self.model.device)
         out = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, min_new_tokens=num_tokens,
             do_sample=False, pad_token_id=0, eos_token_id=None,

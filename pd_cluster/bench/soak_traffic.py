@@ -1,0 +1,149 @@
+"""Random requests for a soak, and the book that is kept of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pd_cluster.engine.messages import Abort, AddRequest, FinishReason, FromEngine, SequenceTokens, TokensOut
+from pd_cluster.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from random import Random
+
+_NUM_PREFIXES = 3
+_ROUNDING = 1e-3  # of a logprob of 0
+
+
+class Breach(Exception):
+    """Something that must hold did not."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Makes requests. `longest`: tokens of a prompt and its output together; `usual`: at most, of most prompts and of
+    every output."""
+
+    rng: Random
+    vocab_size: int
+    longest: int
+    usual: int
+    prefixes: list[list[int]] = field(init=False)
+    _num_made: int = 0
+
+    def __post_init__(self) -> None:
+        self.prefixes = [self._tokens(self.longest // 2) for _ in range(_NUM_PREFIXES)]
+
+    def request(self) -> AddRequest:
+        """Lengths from 1 token to half the longest, half of them with a prefix that others have too."""
+        rng, longest, usual = self.rng, self.longest, self.usual
+        self._num_made += 1
+        length = rng.randint(1, rng.choice((16, usual // 4, usual // 4, usual, longest // 2)))
+        shared = rng.randint(0, length) if rng.random() < 0.5 else 0
+        prompt = rng.choice(self.prefixes)[:shared] + self._tokens(length - shared)
+        sampling = self._sampling(rng.randint(1, rng.choice((8, usual, usual))))
+        return AddRequest(f"soak-{self._num_made}", prompt, sampling, priority=rng.choice((0, 0, 0, 1)))
+
+    def _tokens(self, count: int) -> list[int]:
+        return self.rng.choices(range(self.vocab_size), k=count)
+
+    def _sampling(self, max_tokens: int) -> SamplingParams:
+        """Each feature for some requests, so that a step has rows with and without it."""
+        rng = self.rng
+        features: tuple[tuple[float, dict[str, Any]], ...] = (
+            (0.3, {"temperature": 0.0}),
+            (0.2, {"n": rng.randint(2, 4)}),
+            (0.2, {"top_k": rng.randint(1, 200)}),
+            (0.2, {"top_p": rng.uniform(0.1, 1)}),
+            (0.1, {"min_p": rng.uniform(0, 0.2)}),
+            (0.15, {"repetition_penalty": rng.uniform(0.7, 1.5)}),
+            (0.15, {"presence_penalty": rng.uniform(-2, 2), "frequency_penalty": rng.uniform(-2, 2)}),
+            (0.5, {"seed": rng.getrandbits(64)}),
+            (0.1, {"logit_bias": {token: rng.uniform(-100, 100) for token in self._tokens(3)}}),
+            (0.1, {"min_tokens": rng.randint(1, max_tokens), "stop_token_ids": tuple(self._tokens(5))}),
+            (0.5, {"ignore_eos": True}),
+            (0.15, {"logprobs": rng.randint(0, 5)}),
+        )
+        chosen: dict[str, Any] = {"temperature": rng.uniform(0.2, 1.8)}
+        for share, settings in features:
+            if rng.random() < share:
+                chosen |= settings
+        return SamplingParams(max_tokens=max_tokens, **chosen)
+
+
+@dataclass(slots=True)
+class Entry:
+    """A request under way."""
+
+    request: AddRequest
+    num_tokens: list[int]  # of each of its sequences
+    ended: dict[int, FinishReason] = field(default_factory=dict)  # by index
+    aborted: set[int] = field(default_factory=set)  # an abort was sent; it may have come too late
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What was asked for and what came. Its methods raise Breach."""
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    open: dict[str, Entry] = field(default_factory=dict)
+    num_ended: int = 0
+    num_tokens: int = 0
+
+    def add(self, request: AddRequest) -> AddRequest:
+        """Returns it."""
+        self.open[request.request_id] = Entry(request, [0] * request.sampling.n)
+        return request
+
+    def abort(self, rng: Random) -> Abort:
+        """Of some open request, or of one of its sequences."""
+        entry = self.open[rng.choice(list(self.open))]
+        n = entry.request.sampling.n
+        index = rng.randrange(n) if rng.random() < 0.3 else None
+        entry.aborted |= set(range(n)) if index is None else {index}
+        return Abort(entry.request.request_id, index)
+
+    def take(self, message: FromEngine) -> None:
+        """Anything but tokens of an open request is a breach."""
+        if not isinstance(message, TokensOut) or message.request_id not in self.open:
+            raise Breach(f"nobody waits for {message}")
+        entry = self.open[message.request_id]
+        for part in message.sequences:
+            self._take_part(entry, part)
+        if message.finished != (len(entry.ended) == entry.request.sampling.n):
+            raise Breach(f"finished is {message.finished}, but the ends of {entry.request} are {entry.ended}")
+        if message.finished:
+            del self.open[message.request_id]
+            self.num_ended += 1
+
+    def _take_part(self, entry: Entry, part: SequenceTokens) -> None:
+        request, sampling, index = entry.request, entry.request.sampling, part.index
+        if index in entry.ended:
+            raise Breach(f"sequence {index} of {request} goes on after its end: {part}")
+        entry.num_tokens[index] += len(part.tokens)
+        self.num_tokens += len(part.tokens)
+        for token in part.tokens:
+            if not 0 <= token.token_id < self.vocab_size:
+                raise Breach(f"token {token.token_id} is not in the vocabulary of {self.vocab_size}")
+            if (token.logprob is None) != (sampling.logprobs is None):
+                raise Breach(f"logprobs of {request}: {token}")
+            if token.logprob is not None and not (math.isfinite(token.logprob) and token.logprob < _ROUNDING):
+                raise Breach(f"a logprob of {token.logprob} in {request}")
+        if part.finish_reason is not None:
+            entry.ended[index] = part.finish_reason
+            self._check_end(entry, part)
+
+    def _check_end(self, entry: Entry, part: SequenceTokens) -> None:
+        sampling, count = entry.request.sampling, entry.num_tokens[part.index]
+        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self.eos_token_ids)
+        match part.finish_reason:
+            case FinishReason.LENGTH:
+                fits = count == sampling.max_tokens
+            case FinishReason.STOP:
+                fits = part.stop_token_id in ends and sampling.min_tokens < count <= sampling.max_tokens
+            case _:
+                fits = part.index in entry.aborted and count <= sampling.max_tokens
+        if not fits:
+            raise Breach(f"sequence {part.index} of {entry.request} ended with {count} tokens: {part}")
