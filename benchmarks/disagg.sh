@@ -4,7 +4,7 @@
 # A setting takes about four minutes. Each workload's line is written when it is over. Settings, by environment:
 #   PD_CLUSTER="pd-cluster"    the command (from a source tree: "python3 -m pd_cluster.launch.cli")
 #   SHAPE=8b  WORKLOADS="..."  what to serve, which workloads (default: all five)
-#   NODE_FLAGS="..."           of every node      BENCH_FLAGS="..."   of `bench disagg`
+#   NODE_FLAGS="..."           of every node      BENCH_FLAGS="...", HANDOVER_FLAGS="..."   of `bench disagg`, `handover`
 #   PORT=8000                  of the router
 set -euo pipefail
 
@@ -39,6 +39,9 @@ for setting in "${@:-1P1D 2M}"; do
         done
         $pd_cluster bench disagg --url "$url" --data "$data" --note "$nodes $node_flags" \
             ${WORKLOADS:+--workloads $WORKLOADS} ${BENCH_FLAGS:-} || status=1
+        if [ "$one" = 1P1D ]; then
+            $pd_cluster bench handover --url "$url" --note "$nodes $node_flags" ${HANDOVER_FLAGS:-} || status=1
+        fi
         stop
         grep -E "WARNING|ERROR" "$work/$one.log" | tail -20 >&2 || true
     done

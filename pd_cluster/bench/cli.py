@@ -29,6 +29,17 @@ def add_bench_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
     disagg = kinds.add_parser("disagg", help=text, description=text, allow_abbrev=False)
     disagg.set_defaults(run_command=_disagg)
     _add_disagg_flags(disagg)
+    text = "The steps of a handoff from a prefill to a decode node, on a running cluster."
+    handover = kinds.add_parser("handover", help=text, description=text, allow_abbrev=False)
+    handover.set_defaults(run_command=_handover)
+    _add_handover_flags(handover)
+    text = "Write a document's performance tables anew from the records."
+    tables = kinds.add_parser("tables", help=text, description=text, allow_abbrev=False)
+    tables.set_defaults(run_command=_tables)
+    tables.add_argument("document", type=Path, nargs="?", default=Path("README.md"), help="Default: README.md.")
+    tables.add_argument(
+        "--results", type=Path, default=Path("benchmarks/results"), metavar="DIR", help="Default: %(default)s."
+    )
     text = "Write a model directory of a known shape, for nodes with --load-format dummy."
     model = kinds.add_parser("model", help=text, description=text, allow_abbrev=False)
     model.set_defaults(run_command=_model)
@@ -150,6 +161,28 @@ def _add_disagg_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _add_handover_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="The router (default: %(default)s).")
+    parser.add_argument("--route", choices=("p-first", "d-first"), help="Ask the router for this order.")
+    parser.add_argument("--tokens", type=int, default=1000, metavar="N", help="Length of a prompt (default: 1000).")
+    parser.add_argument("--samples", type=int, default=50, metavar="N", help="Per batch size (default: 50).")
+    parser.add_argument(
+        "--batches", nargs="+", type=int, default=[0, 32], metavar="N",
+        help="Sequences that the decode node runs meanwhile (default: 0 32).",
+    )  # fmt: skip
+    parser.add_argument("--every-s", type=positive, default=0.15, metavar="X", help="Between samples (default: 0.15).")
+    parser.add_argument("--note", default="", metavar="TEXT", help="Goes into the record: the nodes' flags, say.")
+    parser.add_argument(
+        "--vocab-size", type=int, default=128_256, metavar="N", help="Of the model (default: 128256, the 8b shape)."
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="Seeds prompts and pauses.")
+    parser.add_argument("--timeout-s", type=positive, default=120.0, metavar="X", help="Per request (default: 120).")
+    parser.add_argument(
+        "--json", type=Path, default=Path("benchmarks/results/handover_gpu.jsonl"), metavar="FILE",
+        help="A line is appended per batch size (default: %(default)s).",
+    )  # fmt: skip
+
+
 def positive(text: str) -> float:
     """argparse type: a number above 0; `inf` counts."""
     number = float(text)
@@ -197,6 +230,18 @@ def _disagg(namespace: argparse.Namespace) -> int:
     from pd_cluster.bench.disagg import run_disagg
 
     return run_disagg(namespace)
+
+
+def _handover(namespace: argparse.Namespace) -> int:
+    from pd_cluster.bench.handover import run_handover
+
+    return run_handover(namespace)
+
+
+def _tables(namespace: argparse.Namespace) -> int:
+    from pd_cluster.bench.tables import run_tables
+
+    return run_tables(namespace)
 
 
 def _model(namespace: argparse.Namespace) -> int:

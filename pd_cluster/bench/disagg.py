@@ -48,6 +48,10 @@ def run_disagg(namespace: argparse.Namespace) -> int:
         summary = summarize(records, {}, SLOS_MS)
         _write(namespace, setting, preset, target, summary, records)
         print_preset(preset, [our_row(setting, asdict(summary))])
+        for text, value, limit in aims(preset, summary):
+            sys.stdout.write(
+                f"{'reached' if value <= limit else 'missed '}  {text}: {value:.1f}, at most {limit:.1f}\n"
+            )
         for error, count in summary.errors.items():
             sys.stderr.write(f"{count} failed: {error}\n")
         num_failed += summary.num_requests - summary.num_ok
@@ -106,6 +110,22 @@ def _columns(item: RequestRecord) -> list[Any]:
         round(item.sent_s, 3), item.num_input, item.num_output,
         *(None if value is None else round(value * 1e3, 2) for value in times),
     ]  # fmt: skip
+
+
+def aims(preset: Preset, summary: Summary) -> list[tuple[str, float, float]]:
+    """What a disaggregated cluster must reach: (what, ms, at most). Empty for one whose nodes do not say their times."""
+    found = summary.spreads
+    if "handover" not in found:
+        return []
+    ttft, ttst, itl, tpot = found["ttft"], found["ttst"], found["itl"], found["tpot"]
+    goals = [
+        ("TTFT beyond the prefill node's own, p50", found["beyond leg"].p50_ms, 10.0),
+        ("second token, p50, for TTFT + 3 steps", ttst.p50_ms, ttft.p50_ms + 3 * itl.p50_ms),
+    ]
+    if not preset.name.startswith(("4096", "mooncake")):
+        goals.append(("ITL p99, for 1.5 x its p50", itl.p99_ms, 1.5 * itl.p50_ms))
+    tuned = [peer for peer in preset.peers if peer.setting == "1P1D tuned"]
+    return goals + [("TPOT p99, for the tuned peer's", tpot.p99_ms, peer.tpot[2]) for peer in tuned]
 
 
 # the table

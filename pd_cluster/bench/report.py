@@ -33,6 +33,7 @@ _TITLES = {
     "ttst": "time to second token, ms",
     "leg": "prefill node's own, ms",
     "beyond leg": "TTFT beyond that, ms",
+    "handover": "handover, ms",
     "tpot": "TPOT, ms",
     "itl": "ITL, ms",
     "e2e": "end to end, ms",

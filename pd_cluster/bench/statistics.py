@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PERCENTILES = (50, 90, 99)
+HANDOVER_STEPS = ("announce", "reserve", "post", "link", "confirm", "schedule")  # of a server's timings, in order
 OBJECTIVES = ("ttft", "ttst", "tpot", "e2e")
 
 
@@ -63,6 +64,12 @@ class RequestRecord:
         if "prefill_leg" in told:
             return told["prefill_leg"] / 1e3
         return (told.get("queue", 0.0) + told["prefill"]) / 1e3 if "prefill" in told else None
+
+    @property
+    def handover_s(self) -> float | None:
+        """The prompt's end announced to schedulable on D; None when nothing was handed over, or nobody says."""
+        told = self.timings_ms
+        return sum(told.get(step, 0.0) for step in HANDOVER_STEPS) / 1e3 if "link" in told else None
 
     @property
     def e2e_s(self) -> float:
@@ -149,6 +156,7 @@ def summarize(
         "itl": [gap for record in good for gap in record.itl_s],
         "leg": [value for record in good if (value := record.leg_s) is not None],
         "beyond leg": [record.ttft_s - value for record in good if (value := record.leg_s) is not None],
+        "handover": [value for record in good if (value := record.handover_s) is not None],
         "tpot": [value for record in good if (value := record.tpot_s) is not None],
         "e2e": [record.e2e_s for record in good],
         "client lag": [record.lag_s for record in records],
