@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 COLD_BYTES = 200e6  # weights that together push each other out of any GPU's cache
-NUM_REPLAYS = 4
 MARGIN = 0.985  # of the usual time: what is saved must be more than noise
 
 
@@ -65,26 +64,3 @@ def choose_product(
         if time < best_time:
             best, best_time = product, time
     return best
-
-
-def measure_on_cuda(run: Callable[[], None]) -> float:
-    """Milliseconds of `run` as a CUDA graph, the shortest of some replays. Raises RuntimeError."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # the default one cannot capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        run()  # what is loaded or compiled at a first call cannot be captured
-        stream.synchronize()
-        graph.capture_begin()
-        try:
-            run()
-        finally:
-            graph.capture_end()
-        times: list[float] = []
-        for _ in range(NUM_REPLAYS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-    return min(times)

@@ -22,13 +22,12 @@ from pd_cluster.worker.input_batch import InputBatch
 from pd_cluster.worker.kv_cache import DTYPES, KVCache, blocks_in
 from pd_cluster.worker.model_runner import ModelRunner, PendingStep
 from pd_cluster.worker.pieces import PieceGraphs, token_buckets
-from pd_cluster.worker.recorder import CudaRecorder
+from pd_cluster.worker.recorder import CudaRecorder, GraphTimer
 from pd_cluster.worker.sampling_state import SamplingState
 from pd_cluster.worker.staging import Staging
 from pd_connectors.protocol.ticket import Geometry
 from pd_kernels.backends import select_kernels
 from pd_kernels.cublas_lt import CublasLt
-from pd_kernels.products import measure_on_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -155,7 +154,7 @@ class Executor:
             graphs = DecodeGraphs(self._llama, cache, rows, staging, self._kernels, cache.padding_block)
             recorder = CudaRecorder(self._device)
             sizes = bucket_sizes(self._max_graph_batch)
-            self._choose_products(sizes, capture)
+            self._choose_products(sizes, recorder, capture)
             graphs.capture(sizes, recorder, capture)
             if config.max_graph_tokens:
                 pieces = PieceGraphs(self._llama, cache, staging)
@@ -164,7 +163,7 @@ class Executor:
                 )
         return ModelRunner(self._llama, cache, rows, staging, self._kernels, graphs, pieces)
 
-    def _choose_products(self, sizes: list[int], progress: Callable[[str], None]) -> None:
+    def _choose_products(self, sizes: list[int], recorder: CudaRecorder, progress: Callable[[str], None]) -> None:
         """How decode steps of `sizes` sequences multiply."""
         started_s = time.perf_counter()
         try:
@@ -173,7 +172,7 @@ class Executor:
             progress(f"products as torch chooses them: {error}")
             return
         with torch.inference_mode():
-            num_chosen = self._llama.choose_products(sizes, self._cublas.propose, measure_on_cuda)
+            num_chosen = self._llama.choose_products(sizes, self._cublas.propose, GraphTimer(recorder))
         seconds = time.perf_counter() - started_s
         progress(f"{num_chosen} products of decode steps are not as torch would choose ({seconds:.1f} s)")
 

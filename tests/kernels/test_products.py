@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from pd_cluster.models.layers import Linear
+from pd_cluster.worker.recorder import CudaRecorder, GraphTimer
 from pd_kernels.cublas_lt import CublasLt
-from pd_kernels.products import choose_product, measure_on_cuda
+from pd_kernels.products import choose_product
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -70,7 +71,7 @@ def test_every_proposal_multiplies(dtype: torch.dtype, num_rows: int) -> None:
     weight = torch.randn(1536, 1024, generator=generator, device="cuda", dtype=dtype)
     x = torch.randn(num_rows, 1024, generator=generator, device="cuda", dtype=dtype)
     wanted = x.double() @ weight.double().t()
-    library = CublasLt(torch.device("cuda"))
+    library = CublasLt(weight.device)
     try:
         proposals = library.propose(num_rows, weight)
         assert proposals
@@ -80,6 +81,11 @@ def test_every_proposal_multiplies(dtype: torch.dtype, num_rows: int) -> None:
         def run() -> None:
             proposals[0](x, weight)
 
-        assert measure_on_cuda(run) > 0
+        timer = GraphTimer(CudaRecorder(weight.device))
+        assert timer(run) > 0
+        reserved = torch.cuda.memory_reserved()
+        for _ in range(50):
+            timer(run)
+        assert torch.cuda.memory_reserved() == reserved
     finally:
         library.close()
