@@ -74,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_router(commands)
     _add_nodes(commands)
     _add_pool(commands)
+    _add_ray(commands)
     _add_check(commands)
     _add_bench(commands)
     return parser
@@ -168,6 +169,18 @@ def _pool(namespace: argparse.Namespace) -> int:
     from pd_cluster.launch.pool import run_pool
 
     return run_pool(namespace.connector, namespace.host, namespace.port, namespace.max_gb)
+
+
+def _add_ray(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from pd_cluster.launch.on_ray.flags import add_ray_flags
+
+    add_ray_flags(_add(commands, "ray", "Run a cluster on Ray: up, status, scale, down.", _ray))
+
+
+def _ray(namespace: argparse.Namespace) -> int:
+    from pd_cluster.launch.on_ray.commands import run_ray
+
+    return run_ray(namespace)
 
 
 def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

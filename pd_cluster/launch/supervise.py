@@ -73,7 +73,8 @@ class Supervisor:
             stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **environment, **self._lifeline.environment()},
             pass_fds=(self._lifeline.read_fd,),
-            process_group=0,  # Ctrl-C reaches this process alone, which then stops its children in order
+            # Ctrl-C reaches this process alone, which then stops its children in order; uvloop knows no process_group
+            start_new_session=True,
             limit=MAX_LINE_BYTES,
         )
         child = Child(name, process, ready_marker, asyncio.get_running_loop().create_future())

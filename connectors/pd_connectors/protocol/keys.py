@@ -20,7 +20,12 @@ def load_cluster_key(key_file: str = "") -> bytes:
         secret = _read(Path(key_file))
     else:
         secret = os.environ.get(KEY_ENV, "").strip() or _user_key()
-    return blake2b(secret.encode(), digest_size=32, person=b"pd-cluster-key").digest()
+    return derive_key(secret)
+
+
+def derive_key(secret: str) -> bytes:
+    """The key that a secret stands for: 32 bytes."""
+    return blake2b(secret.strip().encode(), digest_size=32, person=b"pd-cluster-key").digest()
 
 
 def _user_key() -> str:

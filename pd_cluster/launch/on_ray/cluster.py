@@ -1,0 +1,194 @@
+"""What the controller asks of Ray: the only place, beside `connect.py`, that imports it. Calls block for moments."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pd_cluster.errors import PdError
+from pd_cluster.launch.on_ray.policy import RayNode
+from pd_cluster.launch.on_ray.unit import Place, Secret, Unit, UnitPlan, UnitReport
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pd_cluster.launch.on_ray.policy import Choice
+
+CONTROLLER = "controller"
+NODE_ID_LABEL = "ray.io/node-id"
+_LEDGERS = b"pd-cluster"  # namespace of Ray's key-value store
+
+
+class Ledger(msgspec.Struct, frozen=True):
+    """What a controller that is started again must know: the goal, and the last unit's number.
+
+    `boot`: drawn by `up`, so that nothing is taken over from a cluster of the same name that is no more.
+    """
+
+    boot: str
+    counts: dict[str, int]
+    closing: bool = False
+    serial: int = 0
+
+
+class UnitDied(PdError):
+    """The actor is dead, and everything that it started with it."""
+
+
+class UnitActor:
+    """`Unit` as a Ray actor. All methods are coroutines, which makes Ray run them on one event loop."""
+
+    async def __init__(self, plan: UnitPlan, key: Secret) -> None:  # type: ignore[misc]  # Ray awaits it
+        import ray
+        from ray.util.placement_group import get_current_placement_group, remove_placement_group
+
+        context = ray.get_runtime_context()
+        gpus = tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", ()))
+        place = Place(context.get_node_id(), plan.host or ray.util.get_node_ip_address(), gpus)
+        # the reservation goes, and with it this actor
+        self._unit = Unit(plan, key, place, lambda: remove_placement_group(get_current_placement_group()))
+        self._unit.begin()
+
+    async def report(self) -> UnitReport:
+        return self._unit.report()
+
+    async def leave(self) -> None:
+        self._unit.leave()
+
+    async def stop(self, grace_s: float) -> None:
+        self._unit.stop(grace_s)
+
+
+class RayCluster:
+    """The units of one cluster, by name: each a detached actor in a detached placement group of one bundle.
+
+    One group for each, because a group can only be given back as a whole. For the thread or loop of one process.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._handles: dict[str, Any] = {}
+        self._buried: set[str] = set()
+
+    @property
+    def namespace(self) -> str:
+        return namespace_of(self._name)
+
+    def ray_nodes(self) -> list[RayNode]:
+        import ray
+
+        return [
+            RayNode(node["NodeID"], node["NodeManagerAddress"], node["Resources"])
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+
+    def find(self) -> list[str]:
+        """The units that exist, also those that another controller made."""
+        import ray
+
+        for name in ray.util.list_named_actors():
+            if name == CONTROLLER or name in self._handles:
+                continue
+            with contextlib.suppress(ValueError):  # it died meanwhile
+                handle = ray.get_actor(name, namespace=self.namespace)
+                if name in self._buried:
+                    ray.kill(handle)  # could not be reached then
+                else:
+                    self._handles[name] = handle
+        return list(self._handles)
+
+    def create(self, plan: UnitPlan, key: Secret, bundle: Mapping[str, float], choice: Choice) -> None:
+        """Ask for a place and for an actor there; both come when Ray has room."""
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        avoid = [{NODE_ID_LABEL: f"!in({','.join(choice.avoid)})"}] if choice.avoid else None
+        group = placement_group(
+            [dict(bundle)],
+            strategy="STRICT_PACK",  # of one bundle; the soft target wants it
+            name=self._group_name(plan.name),
+            lifetime="detached",
+            _soft_target_node_id=choice.target,
+            bundle_label_selector=avoid,
+        )
+        self._handles[plan.name] = (
+            ray.remote(UnitActor)
+            .options(
+                name=plan.name,
+                namespace=self.namespace,
+                lifetime="detached",
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                resources={name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")},
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+            )
+            .remote(plan, key)
+        )
+
+    def discard(self, name: str) -> None:
+        """Take actor and reservation away, whatever state they are in. The process ends with its actor."""
+        import ray
+        from ray.util.placement_group import get_placement_group, remove_placement_group
+
+        self._buried.add(name)
+        handle = self._handles.pop(name, None)
+        if handle is not None:
+            ray.kill(handle)
+        with contextlib.suppress(ValueError):  # it is gone
+            remove_placement_group(get_placement_group(self._group_name(name)))
+
+    def stray_groups(self) -> list[str]:
+        """Units of which only the placement group is left."""
+        from ray.util.placement_group import placement_group_table
+
+        prefix = self._group_name("")
+        groups = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
+        names = [group["name"].removeprefix(prefix) for group in groups if group["name"].startswith(prefix)]
+        return [name for name in names if name not in self._handles]
+
+    async def report(self, name: str) -> UnitReport:
+        """Waits for as long as the actor does not answer. Raises UnitDied."""
+        from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+
+        try:
+            report: UnitReport = await self._handles[name].report.remote()
+        except ActorUnavailableError:
+            raise TimeoutError from None  # Ray cannot reach it now
+        except (ActorDiedError, RayTaskError) as error:
+            raise UnitDied(str(error).strip().splitlines()[0]) from error
+        return report
+
+    def leave(self, name: str) -> None:
+        self._handles[name].leave.remote()
+
+    def stop(self, name: str, grace_s: float) -> None:
+        self._handles[name].stop.remote(grace_s)
+
+    def save(self, ledger: Ledger) -> None:
+        from ray.experimental.internal_kv import _internal_kv_put
+
+        _internal_kv_put(self._name.encode(), msgspec.json.encode(ledger), namespace=_LEDGERS)
+
+    def load(self) -> Ledger | None:
+        from ray.experimental.internal_kv import _internal_kv_get
+
+        data = _internal_kv_get(self._name.encode(), namespace=_LEDGERS)
+        return None if data is None else msgspec.json.decode(data, type=Ledger)
+
+    def forget(self) -> None:
+        from ray.experimental.internal_kv import _internal_kv_del
+
+        _internal_kv_del(self._name.encode(), namespace=_LEDGERS)
+
+    def _group_name(self, unit: str) -> str:
+        return f"{self.namespace}/{unit}"
+
+
+def namespace_of(name: str) -> str:
+    """The Ray namespace of the cluster called `name`."""
+    return f"pd-cluster/{name}"

@@ -1,0 +1,333 @@
+"""Keeps a cluster as it should be: looks, decides (`policy.py`), acts, again and again.
+
+What is, is asked anew in each round: of the units, of the routers, of Ray. So the controller can die at any moment; the
+next one finds the units by name and the goal in the ledger, and goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from pd_cluster.launch.on_ray import policy
+from pd_cluster.launch.on_ray.cluster import Ledger, UnitDied
+from pd_cluster.launch.on_ray.policy import Goal, UnitView
+from pd_cluster.launch.on_ray.routers import Routers
+from pd_cluster.launch.on_ray.spec import ROLES, ROUTER, check_counts
+from pd_cluster.launch.on_ray.unit import Phase, UnitPlan, UnitReport
+from pd_connectors.protocol.keys import derive_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pd_cluster.launch.on_ray.policy import Choice, RayNode
+    from pd_cluster.launch.on_ray.spec import ClusterSpec
+    from pd_cluster.launch.on_ray.unit import Secret
+
+logger = logging.getLogger("pd_cluster.ray")
+
+PERIOD_S = 0.5
+ANSWER_S = 1.0  # how long a round waits for words from units; one that takes longer is heard in a later round
+MAX_SILENCE_S = 2.0  # that one round adds: a pause of the controller itself is nobody else's silence
+SUSPECT_S = 30.0  # no new unit goes to a Ray node where one fell silent, for so long
+PROBLEMS_KEPT = 20
+
+
+class World(Protocol):
+    """The part of Ray that the controller uses: `cluster.RayCluster`, which documents it."""
+
+    def ray_nodes(self) -> list[RayNode]: ...
+    def find(self) -> list[str]: ...
+    def stray_groups(self) -> list[str]: ...
+    def create(self, plan: UnitPlan, key: Secret, bundle: Mapping[str, float], choice: Choice) -> None: ...
+    def discard(self, name: str) -> None: ...
+    async def report(self, name: str) -> UnitReport: ...
+    def leave(self, name: str) -> None: ...
+    def stop(self, name: str, grace_s: float) -> None: ...
+    def save(self, ledger: Ledger) -> None: ...
+    def load(self) -> Ledger | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class UnitStatus:
+    """One unit for `pd-cluster ray status`."""
+
+    name: str
+    role: str
+    phase: str
+    url: str
+    epoch: str
+    ray_node: str
+    host: str
+    pid: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """`whole`: everything that should be is ready, and every router uses it. `problems`: the latest, oldest first."""
+
+    name: str
+    counts: dict[str, int]
+    closing: bool
+    whole: bool
+    units: tuple[UnitStatus, ...]
+    failures: dict[str, int]  # by role: units in a row that never became ready
+    problems: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Record:
+    name: str
+    ray_node: str = ""  # where it was meant to go
+    silent_s: float = 0.0
+    report: UnitReport | None = None
+    died: str = ""
+    was_ready: bool = False
+    asking: asyncio.Task[UnitReport] | None = None
+
+    @property
+    def role(self) -> str:
+        return self.name.rpartition("-")[0]
+
+    def view(self) -> UnitView:
+        report = self.report
+        phase = Phase.LOST if self.died else report.phase if report else Phase.WAITING
+        return UnitView(
+            self.name, self.role, phase, report.phase_s if report else 0.0, self.silent_s,
+            report.url if report else "", report.ray_node if report else self.ray_node,
+        )  # fmt: skip
+
+    def status(self, spec: ClusterSpec) -> UnitStatus:
+        bundle = ", ".join(f"{amount:g} {name}" for name, amount in spec.role(self.role).bundle.items())
+        report = self.report or UnitReport(Phase.WAITING, 0.0, self.ray_node, "", detail=f"for {bundle}")
+        phase = Phase.LOST if self.died else report.phase
+        return UnitStatus(
+            self.name,
+            self.role,
+            phase,
+            report.url,
+            report.epoch,
+            report.ray_node,
+            report.host,
+            report.pid,
+            report.detail,
+        )
+
+
+@dataclass(slots=True)
+class _Backoff:
+    """By role: units in a row that never became ready, and until when there is no other."""
+
+    failures: dict[str, int] = field(default_factory=dict)
+    until_s: dict[str, float] = field(default_factory=dict)
+
+    def failed(self, role: str, now_s: float) -> None:
+        self.failures[role] = self.failures.get(role, 0) + 1
+        self.until_s[role] = now_s + policy.backoff_s(self.failures[role])
+
+    def worked(self, role: str) -> None:
+        self.failures.pop(role, None)
+        self.until_s.pop(role, None)
+
+    def held_back(self, now_s: float) -> set[str]:
+        return {role for role, until_s in self.until_s.items() if now_s < until_s}
+
+
+class Controller:
+    """One cluster's. `run` is one task; `scale`, `close` and `status` may be called beside it."""
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        key: Secret,
+        boot: str,
+        world: World,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._spec, self._key, self._world, self._clock = spec, key, world, clock
+        self._ledger = Ledger(boot, spec.counts)
+        self._saving = asyncio.Lock()
+        self._looked_s = clock()
+        self._units: dict[str, _Record] = {}
+        self._suspects: dict[str, float] = {}  # Ray node -> until when
+        self._backoff = _Backoff()
+        self._problems: list[str] = []
+        self._whole = False
+
+    async def resume(self) -> None:
+        """Take over the goal of a controller that died; before `run`."""
+        ledger = await asyncio.to_thread(self._world.load)
+        if ledger is not None and ledger.boot == self._ledger.boot:
+            self._ledger = ledger
+
+    async def run(self) -> None:
+        """For ever. A round that fails is logged and repeated: whatever it was, the next one looks anew."""
+        routers = Routers(derive_key(self._key.text))
+        try:
+            while True:
+                try:
+                    await self.round(routers)
+                except Exception as error:
+                    logger.exception("a round failed")
+                    self._note(f"controller: {type(error).__name__}: {error}")
+                await asyncio.sleep(PERIOD_S)
+        finally:
+            await routers.close()
+
+    @property
+    def goal(self) -> Goal:
+        return Goal(self._ledger.counts, self._spec.grace_s, self._ledger.closing)
+
+    async def scale(self, counts: Mapping[str, int]) -> None:
+        """Raises StartupError when that many cannot serve. Roles that are not named stay as they are."""
+        wanted = {**self._ledger.counts, **counts}
+        check_counts(wanted)
+        self._backoff = _Backoff()  # somebody is looking: try at once
+        await self._write(counts=wanted)
+
+    async def close(self) -> float:
+        """End everything in order; `status` tells when nothing is left. Returns grace_s."""
+        await self._write(closing=True)
+        return self._spec.grace_s
+
+    def status(self) -> ClusterStatus:
+        units = sorted(self._units.values(), key=lambda unit: (ROLES.index(unit.role), len(unit.name), unit.name))
+        return ClusterStatus(
+            self._spec.name, dict(self._ledger.counts), self._ledger.closing, self._whole,
+            tuple(unit.status(self._spec) for unit in units), dict(self._backoff.failures), tuple(self._problems),
+        )  # fmt: skip
+
+    async def round(self, routers: Routers) -> None:
+        """Look, decide, act, once."""
+        views = await self._look()
+        urls = [view.url for view in views if view.role == ROUTER and view.phase is Phase.READY]
+        tables = await routers.read(urls)
+        for view in views:
+            if view.phase is not Phase.WAITING and view.silent_s >= policy.SILENT_S:
+                self._suspects[view.ray_node] = self._clock() + SUSPECT_S
+        goal = self.goal
+        known = list(tables.values())
+        decision = policy.decide(goal, views, known, self._backoff.held_back(self._clock()))
+        self._whole = not goal.closing and policy.is_whole(goal, views, known)
+        # the routers first: what is gone must get nothing while the rest is done
+        over = set(decision.discard)
+        left = [view for view in views if view.name not in over]
+        told = [routers.send(url, orders) for url, table in tables.items() if (orders := policy.orders(left, table))]
+        for problems in await asyncio.gather(*told):
+            for problem in problems:
+                self._note(problem)
+        await asyncio.to_thread(self._act, decision)
+        for role in decision.create:
+            await self._create(role)
+
+    async def _look(self) -> list[UnitView]:
+        """Ask every unit how it does. One that does not answer in time keeps its last word, and grows silent."""
+        for name in await asyncio.to_thread(self._world.find):
+            self._units.setdefault(name, _Record(name))
+        units = list(self._units.values())
+        for unit in units:
+            if unit.asking is None:
+                unit.asking = asyncio.create_task(self._world.report(unit.name))
+        if units:
+            await asyncio.wait([unit.asking for unit in units if unit.asking], timeout=ANSWER_S)
+        passed_s = min(self._clock() - self._looked_s, MAX_SILENCE_S)
+        self._looked_s = self._clock()
+        for unit in units:
+            unit.silent_s += passed_s
+            if unit.asking is not None and unit.asking.done():
+                self._hear(unit, unit.asking)
+                unit.asking = None
+        return [unit.view() for unit in units]
+
+    def _hear(self, unit: _Record, asking: asyncio.Task[UnitReport]) -> None:
+        try:
+            unit.report, unit.silent_s = asking.result(), 0.0
+        except TimeoutError:
+            return
+        except UnitDied as death:
+            unit.died = str(death)
+            return
+        if unit.report.phase is Phase.READY and not unit.was_ready:
+            unit.was_ready = True
+            self._backoff.worked(unit.role)
+
+    def _act(self, decision: policy.Decision) -> None:
+        for name in decision.discard:
+            unit = self._units.pop(name)
+            if unit.asking is not None:
+                unit.asking.get_loop().call_soon_threadsafe(unit.asking.cancel)
+            self._world.discard(name)
+            self._explain(unit)
+        for name in decision.leave:
+            self._world.leave(name)
+        for name, grace_s in decision.stop.items():
+            self._world.stop(name, grace_s)
+        for name in self._world.stray_groups():
+            self._world.discard(name)
+
+    def _explain(self, unit: _Record) -> None:
+        """Note why a unit is gone, unless it was meant to go."""
+        phase, report = unit.view().phase, unit.report
+        if phase is Phase.ENDED and report is not None and report.detail == "stopped":
+            return
+        why = unit.died or (report.detail if report is not None and report.detail else "")
+        if phase is Phase.WAITING:
+            return  # never anywhere: no room, or no longer wanted
+        self._note(f"{unit.name}: {why or 'fell silent'}")
+        if not unit.was_ready:
+            self._backoff.failed(unit.role, self._clock())
+
+    async def _create(self, role: str) -> None:
+        spec = self._spec
+        now_s = self._clock()
+        self._suspects = {node: until_s for node, until_s in self._suspects.items() if now_s < until_s}
+        # written before it is used: no two units ever have one name
+        await self._write(serial=self._ledger.serial + 1)
+        name = f"{role}-{self._ledger.serial}"
+        plan = UnitPlan(name, role, spec.arguments(role), spec.start_deadline_s, spec.orphan_s, spec.host)
+        views = [unit.view() for unit in self._units.values()]
+        ray_nodes = await asyncio.to_thread(self._world.ray_nodes)
+        choice = policy.choose(
+            spec.placement, role, spec.role(role).bundle, views, {each: spec.role(each).bundle for each in ROLES},
+            ray_nodes, self._suspects, one_per_address=role == ROUTER and spec.router_port != 0,
+        )  # fmt: skip
+        self._units[name] = _Record(name, choice.target or "")
+        await asyncio.to_thread(self._world.create, plan, self._key, spec.role(role).bundle, choice)
+
+    async def _write(self, **changes: Any) -> None:
+        self._ledger = msgspec.structs.replace(self._ledger, **changes)
+        self._whole = False
+        async with self._saving:  # the latest is written last
+            await asyncio.to_thread(self._world.save, self._ledger)
+
+    def _note(self, problem: str) -> None:
+        logger.warning("%s", problem)
+        if problem not in self._problems[-1:]:
+            self._problems = [*self._problems[1 - PROBLEMS_KEPT :], problem]
+
+
+class ControllerActor:
+    """`Controller` as a Ray actor, which Ray starts again when it dies."""
+
+    async def __init__(self, spec: ClusterSpec, key: Secret, boot: str) -> None:  # type: ignore[misc]  # Ray awaits it
+        from pd_cluster.launch.on_ray.cluster import RayCluster
+
+        logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._controller = Controller(spec, key, boot, RayCluster(spec.name))
+        await self._controller.resume()
+        self._running = asyncio.get_running_loop().create_task(self._controller.run(), name="controller")
+
+    async def status(self) -> ClusterStatus:
+        return self._controller.status()
+
+    async def scale(self, counts: dict[str, int]) -> None:
+        await self._controller.scale(counts)
+
+    async def close(self) -> float:
+        return await self._controller.close()

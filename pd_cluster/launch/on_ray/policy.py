@@ -1,0 +1,256 @@
+"""What to do next, given what should be and what is. Pure: no Ray, no clock, no socket.
+
+A unit's way out:
+
+    ready, one too many    leave     the routers drain it: it gets nothing new
+    drained, or grace_s    stop      SIGTERM; the process sees the rest of its requests and leases through
+    ended, lost            discard   actor and placement group go; a deficit is then made up for
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
+
+from pd_cluster.launch.on_ray.spec import ROLES, ROUTER
+from pd_cluster.launch.on_ray.unit import STOP_MARGIN_S, Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+SILENT_S = 5.0  # a node whose actor has been silent for so long gets no requests; Ray itself notices after 13 s or more
+LOST_S = 15.0  # and after this it is replaced
+REPLACE_WAITING_S = 90.0  # a unit without a place is asked for anew, as the Ray nodes may have changed
+DISCARD_MARGIN_S = 30.0  # a stopping unit that has not ended this long after its deadline hangs
+MIN_STOP_S = 5.0
+MAX_BACKOFF_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class UnitView:
+    """A unit as the controller sees it. `silent_s`: since its actor's last word, or since it was made."""
+
+    name: str
+    role: str
+    phase: Phase
+    phase_s: float = 0.0
+    silent_s: float = 0.0
+    url: str = ""
+    ray_node: str = ""  # where it is, or where it was meant to go
+
+    @property
+    def number(self) -> int:
+        return int(self.name.rpartition("-")[2])
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it counts towards its role's number."""
+        return self.phase in (Phase.WAITING, Phase.STARTING, Phase.READY)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedNode:
+    """A node as one router's `GET /nodes` tells it. `outstanding`: work that this router has given it."""
+
+    url: str
+    role: str
+    state: str
+    healthy: bool
+    posted: bool
+    outstanding: int
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """How many of each role there should be. `closing`: none, and the routers go first."""
+
+    counts: Mapping[str, int]
+    grace_s: float
+    closing: bool = False
+
+
+@dataclass(slots=True)
+class Decision:
+    """What to do now. `stop`: unit -> seconds for its requests; `create`: a role for each new unit."""
+
+    discard: list[str] = field(default_factory=list)
+    leave: list[str] = field(default_factory=list)
+    stop: dict[str, float] = field(default_factory=dict)
+    create: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """For one router. `node`: the URL to add, else host:port."""
+
+    action: Literal["add", "remove", "drain"]
+    node: str
+    role: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RayNode:
+    """A living member of the Ray cluster. `total`: its resources, used ones too."""
+
+    node_id: str
+    address: str
+    total: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where a unit should go: rather there, never there. Ray decides in the end: others use the cluster too."""
+
+    target: str | None
+    avoid: tuple[str, ...] = ()
+
+
+def decide(
+    goal: Goal, units: Sequence[UnitView], tables: Sequence[Sequence[RoutedNode]], held_back: Collection[str] = ()
+) -> Decision:
+    """The next actions. `tables`: what each router that answers knows. `held_back`: roles that must not grow yet."""
+    decision = Decision()
+    all_told = len(tables) >= sum(unit.role == ROUTER and unit.phase is Phase.READY for unit in units)
+    for unit in units:
+        if _is_over(unit, goal):
+            decision.discard.append(unit.name)
+        elif unit.phase is Phase.LEAVING and (
+            unit.phase_s >= goal.grace_s or (all_told and is_drained(unit.url, tables))
+        ):
+            decision.stop[unit.name] = max(MIN_STOP_S, goal.grace_s - unit.phase_s)
+    over = set(decision.discard)
+    routers_left = any(unit.role == ROUTER and unit.name not in over for unit in units)
+    for role in ROLES:
+        alive = [unit for unit in units if unit.role == role and unit.is_wanted and unit.name not in over]
+        wanted = 0 if goal.closing else goal.counts.get(role, 0)
+        if goal.closing and role != ROUTER and routers_left:
+            continue  # a router that ends sees its requests through, and needs nodes for that
+        for unit in victims(alive, len(alive) - wanted):
+            _dismiss(unit, goal, decision)
+        if role not in held_back:
+            decision.create += [role] * (wanted - len(alive))
+    return decision
+
+
+def _is_over(unit: UnitView, goal: Goal) -> bool:
+    if unit.phase is Phase.WAITING:
+        return unit.silent_s >= REPLACE_WAITING_S
+    hangs_s = goal.grace_s + STOP_MARGIN_S + DISCARD_MARGIN_S
+    return (
+        unit.phase in (Phase.ENDED, Phase.LOST)
+        or unit.silent_s >= LOST_S
+        or (unit.phase is Phase.STOPPING and unit.phase_s >= hangs_s)
+    )
+
+
+def _dismiss(unit: UnitView, goal: Goal, decision: Decision) -> None:
+    if unit.phase is Phase.WAITING:
+        decision.discard.append(unit.name)  # it has no process, or one that no request has reached
+    elif unit.phase is Phase.STARTING:
+        decision.stop[unit.name] = MIN_STOP_S
+    elif unit.role == ROUTER:
+        decision.stop[unit.name] = goal.grace_s  # it drains itself, and nobody sends it orders about that
+    else:
+        decision.leave.append(unit.name)
+
+
+def victims(alive: Sequence[UnitView], number: int) -> list[UnitView]:
+    """Which to lose: first those that serve nothing yet, then from the fullest Ray node, then the youngest."""
+    left = list(alive)
+    chosen: list[UnitView] = []
+    ranks = {Phase.WAITING: 0, Phase.STARTING: 1}
+    while len(chosen) < number:
+        here = [unit.ray_node for unit in left]
+        unit = min(left, key=lambda u: (ranks.get(u.phase, 2), -here.count(u.ray_node), -u.number))
+        left.remove(unit)
+        chosen.append(unit)
+    return chosen
+
+
+def is_drained(url: str, tables: Sequence[Sequence[RoutedNode]]) -> bool:
+    """Whether no router will send to `url` any more, nor has anything there."""
+    told = (node for table in tables for node in table if node.url == url)
+    return all(node.state != "active" and node.outstanding == 0 for node in told)
+
+
+def routed(units: Iterable[UnitView]) -> list[UnitView]:
+    """The nodes that a router should know of: those that may have requests and whose actor was heard lately."""
+    phases = (Phase.READY, Phase.LEAVING, Phase.STOPPING)
+    return [
+        unit for unit in units
+        if unit.role != ROUTER and unit.phase in phases and unit.url and unit.silent_s < SILENT_S
+    ]  # fmt: skip
+
+
+def orders(units: Iterable[UnitView], table: Iterable[RoutedNode]) -> list[Order]:
+    """What one router must be told so that it knows `units` and nothing else. Removals first: a URL may come back."""
+    wanted = {unit.url: unit for unit in routed(units)}
+    known = {node.url: node for node in table if node.posted and node.state != "leaving"}
+    result = [Order("remove", _netloc(url)) for url in known if url not in wanted]
+    for url, unit in wanted.items():
+        node = known.get(url)
+        if node is None or node.role != unit.role:
+            result.append(Order("add", url, unit.role))
+        if unit.phase is not Phase.READY and (node is None or node.state == "active"):
+            result.append(Order("drain", _netloc(url)))
+    return result
+
+
+def is_whole(goal: Goal, units: Sequence[UnitView], tables: Sequence[Sequence[RoutedNode]]) -> bool:
+    """Whether there is what should be, and every router can use it."""
+    if len(tables) < goal.counts[ROUTER]:
+        return False
+    ready = [unit for unit in units if unit.phase is Phase.READY and unit.silent_s < SILENT_S]
+    if len(ready) < len(units) or any(sum(u.role == role for u in ready) != goal.counts[role] for role in ROLES):
+        return False
+    urls = {unit.url for unit in ready if unit.role != ROUTER}
+    return all({node.url for node in table if node.healthy} == urls for table in tables)
+
+
+def choose(
+    placement: str,
+    role: str,
+    bundle: Mapping[str, float],
+    units: Iterable[UnitView],
+    bundles: Mapping[str, Mapping[str, float]],
+    ray_nodes: Sequence[RayNode],
+    suspects: Collection[str] = (),
+    *,
+    one_per_address: bool = False,
+) -> Choice:
+    """Where a new unit of `role` goes.
+
+    `bundles`: by role, what the units there reserve. spread: where the fewest of its role are, then the fewest at all;
+    pack: where most units are and there is room. `suspects`: Ray nodes that seem dead before Ray says so.
+    `one_per_address`: all of this role listen on one port.
+    """
+    placed = list(units)
+    addresses = {node.node_id: node.address for node in ray_nodes}
+    taken = {addresses.get(unit.ray_node) for unit in placed if unit.role == role} if one_per_address else set()
+    avoid = tuple(n.node_id for n in ray_nodes if n.node_id in suspects or n.address in taken)
+    best: tuple[tuple[int, ...], str] | None = None
+    for node in ray_nodes:
+        here = [unit for unit in placed if unit.ray_node == node.node_id]
+        if node.node_id in avoid or not _has_room(node, bundle, [bundles[unit.role] for unit in here]):
+            continue
+        same = sum(unit.role == role for unit in here)
+        rank = ((same, len(here)) if placement == "spread" else (-len(here), same)), node.node_id
+        best = rank if best is None else min(best, rank)
+    return Choice(best[1] if best else None, avoid)
+
+
+def _has_room(node: RayNode, bundle: Mapping[str, float], used: Sequence[Mapping[str, float]]) -> bool:
+    return all(
+        node.total.get(name, 0.0) - sum(other.get(name, 0.0) for other in used) >= amount - 1e-6
+        for name, amount in bundle.items()
+    )
+
+
+def backoff_s(failures: int) -> float:
+    """How long a role whose last `failures` units never came up waits for the next."""
+    return min(MAX_BACKOFF_S, 2.0**failures) if failures else 0.0
+
+
+def _netloc(url: str) -> str:
+    return urlsplit(url).netloc

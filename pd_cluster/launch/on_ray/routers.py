@@ -1,0 +1,85 @@
+"""The routers' side of the cluster: what they know, and signed orders to them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from pd_cluster.launch.on_ray.policy import Order, RoutedNode
+from pd_connectors.protocol.ticket import NodeOrder, sign
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+DEADLINE_S = 3.0  # for one call; a router that takes longer is asked again in the next round
+ORDER_LIFETIME_S = 30.0
+_PATHS = {"add": ("POST", "/nodes"), "remove": ("DELETE", "/nodes/{}"), "drain": ("POST", "/nodes/{}/drain")}
+
+
+class _Outstanding(msgspec.Struct):
+    prefill_bytes: int
+    sequences: int
+
+
+class _Entry(msgspec.Struct):
+    url: str
+    role: str
+    state: str
+    healthy: bool
+    source: str | None
+    outstanding: _Outstanding
+
+
+class _Table(msgspec.Struct):
+    nodes: list[_Entry]
+
+
+class Routers:
+    """Speaks to routers by URL. A router that does not answer is no error here: it is asked again."""
+
+    def __init__(self, key: bytes, wall_clock: Callable[[], float] = time.time) -> None:
+        self._key = key
+        self._wall_clock = wall_clock
+        self._client = httpx.AsyncClient(timeout=DEADLINE_S, trust_env=False)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def read(self, urls: Iterable[str]) -> dict[str, tuple[RoutedNode, ...]]:
+        """By URL, what each router knows; those that do not answer are missing."""
+        asked = list(urls)
+        tables = await asyncio.gather(*(self._read_one(url) for url in asked))
+        return {url: table for url, table in zip(asked, tables, strict=True) if table is not None}
+
+    async def _read_one(self, url: str) -> tuple[RoutedNode, ...] | None:
+        try:
+            answer = await self._client.get(f"{url}/nodes")
+            table = msgspec.json.decode(answer.content, type=_Table)
+        except (httpx.HTTPError, msgspec.MsgspecError):
+            return None
+        return tuple(
+            RoutedNode(
+                entry.url, entry.role, entry.state, entry.healthy, entry.source == "posted",
+                entry.outstanding.prefill_bytes + entry.outstanding.sequences,
+            )
+            for entry in table.nodes
+        )  # fmt: skip
+
+    async def send(self, url: str, orders: Sequence[Order]) -> list[str]:
+        """Give one router its orders, in this order. Returns what went wrong; the rest is then left for later."""
+        for order in orders:
+            method, path = _PATHS[order.action]
+            paper = NodeOrder(order.action, order.node, self._wall_clock() + ORDER_LIFETIME_S, order.role)
+            target = url + path.format(quote(order.node, safe=""))
+            try:
+                answer = await self._client.request(method, target, headers={"x-pd-order": sign(self._key, paper)})
+            except httpx.HTTPError as error:
+                return [f"router {url}: {order.action} {order.node}: {type(error).__name__}"]
+            if answer.status_code >= 400:
+                return [f"router {url}: {order.action} {order.node}: {answer.status_code} {answer.text[:200]}"]
+        return []

@@ -1,0 +1,177 @@
+"""What one cluster on Ray should be: a YAML file, read into frozen structs and checked before anything starts."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+
+import msgspec
+import yaml
+
+from pd_cluster.config import NodeConfig
+from pd_cluster.errors import StartupError
+from pd_cluster.launch.flags import config_from, flag_of, given_flags
+from pd_cluster.launch.up_flags import PER_NODE
+from pd_router.config import RouterConfig
+from pd_router.errors import StartupError as RouterStartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+NODE_ROLES = ("prefill", "decode", "mixed")
+ROUTER = "router"
+ROLES = (*NODE_ROLES, ROUTER)
+DEFAULT_ROUTER_PORT = RouterConfig(start_empty=True).port
+# Whose value is this package's business: the key travels apart from flags, so that no command line shows it.
+_NODE_FIXED = PER_NODE | {"cluster_key_file"}
+_ROUTER_FIXED = frozenset({*NODE_ROLES, "start_empty", "cluster_key_file", "host"})
+
+FlagValue = str | int | float | bool
+Amount = Annotated[float, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How many processes of one role, what each reserves of its Ray node, and their flags."""
+
+    count: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 0
+    cpus: Amount = 1.0
+    gpus: Amount = 0.0  # below 1: a share of one GPU, and of its memory
+    resources: dict[str, Amount] = {}  # Ray's custom resources
+    flags: dict[str, FlagValue] = {}  # as on the command line, without dashes in front
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What the placement group reserves. Never empty, which Ray forbids."""
+        wanted = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
+        return {name: amount for name, amount in wanted.items() if amount > 0} or {"CPU": 0.001}
+
+
+class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One cluster. `read_spec` makes it; `name` keeps several of them apart on one Ray cluster."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")] = "pd"
+    address: str = ""  # of the Ray cluster; "": a Ray of its own on this machine
+    placement: Literal["spread", "pack"] = "spread"
+    flags: dict[str, FlagValue] = {}  # of every node, whatever its role
+    prefill: RoleSpec = RoleSpec()
+    decode: RoleSpec = RoleSpec()
+    mixed: RoleSpec = RoleSpec()
+    router: RoleSpec = RoleSpec(count=1)
+    grace_s: Seconds = 30.0  # what a leaving process's requests get
+    start_deadline_s: Seconds = 600.0  # until a process must be ready
+    orphan_s: Seconds = 120.0  # a process that no controller has asked after for so long ends
+
+    def role(self, name: str) -> RoleSpec:
+        spec: RoleSpec = getattr(self, name)
+        return spec
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {role: self.role(role).count for role in ROLES}
+
+    @property
+    def cpus(self) -> float:
+        return sum(self.role(role).cpus * self.role(role).count for role in ROLES)
+
+    @property
+    def host(self) -> str:
+        """Where processes listen: a Ray of its own is for this machine alone. "": at their Ray node's address."""
+        return "" if self.address else "127.0.0.1"
+
+    @property
+    def router_port(self) -> int:
+        return int(self.router.flags.get("port", DEFAULT_ROUTER_PORT))
+
+    def arguments(self, role: str) -> tuple[str, ...]:
+        """Flags for one process of `role`; the checked ones of the file and what follows from the resources."""
+        if role == ROUTER:
+            flags = [f"--{name}={value}" for name, value in self.router.flags.items() if not isinstance(value, bool)]
+            return (
+                *flags,
+                "--start-empty",
+                *(() if "drain-s" in self.router.flags else (f"--drain-s={self.grace_s:g}",)),
+            )
+        spec = self.role(role)
+        given = _node_values({**self.flags, **spec.flags}, role)
+        values: dict[str, Any] = {"start_deadline_s": self.start_deadline_s, "drain_s": self.grace_s}
+        if spec.gpus == 0:
+            values["num_threads"] = max(1, int(spec.cpus))
+        elif spec.gpus < 1:  # several nodes share the GPU, and so its memory
+            share = config_from(Namespace(**given)).cache.gpu_memory_utilization
+            values["gpu_memory_utilization"] = round(share * spec.gpus, 3)
+        return tuple(given_flags(Namespace(**{**values, **given})))
+
+
+def read_spec(path: Path) -> ClusterSpec:
+    """The cluster that the file describes. Raises StartupError, which names the file and the place in it."""
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise StartupError(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise StartupError(f"{path} is not YAML: {error}") from error
+    try:
+        return check(msgspec.convert(data or {}, ClusterSpec))
+    except (msgspec.ValidationError, StartupError, RouterStartupError) as error:
+        raise StartupError(f"{path}: {error}") from error
+
+
+def check(spec: ClusterSpec) -> ClusterSpec:
+    """`spec`, when a cluster can be made of it. Raises StartupError."""
+    check_counts(spec.counts)
+    for role in NODE_ROLES:
+        if spec.role(role).gpus > 1 and spec.role(role).gpus % 1:
+            raise StartupError(f"{role}: gpus must be a share of one GPU or a whole number of them")
+        values = _node_values({**spec.flags, **spec.role(role).flags}, role)
+        try:
+            config_from(Namespace(**values))
+        except StartupError as error:
+            raise StartupError(f"flags of {role}: {error}") from error
+    types = get_type_hints(RouterConfig)
+    known = {item.name: item.metadata for item in fields(RouterConfig) if item.name not in _ROUTER_FIXED}
+    values = {}
+    for flag, value in spec.router.flags.items():
+        name = flag.replace("-", "_")
+        if name not in known:
+            raise StartupError(f"flags of router: {flag!r} is no flag that can be given here")
+        values[name] = _typed(value, types[name], known[name].get("choices"), f"flags of router: {flag}")
+    RouterConfig(start_empty=True, **values)
+    return spec
+
+
+def check_counts(counts: Mapping[str, int]) -> None:
+    """Raises StartupError when processes in these numbers cannot serve a request."""
+    if counts["decode"] + counts["mixed"] == 0:
+        raise StartupError("a cluster needs a node that can decode: decode or mixed must be at least 1")
+    if counts[ROUTER] == 0:
+        raise StartupError("a cluster needs a router: its count must be at least 1")
+
+
+def _node_values(flags: Mapping[str, FlagValue], role: str) -> dict[str, Any]:
+    """Field name -> value, of the right type. Raises StartupError."""
+    known: dict[str, tuple[str, Any, Any]] = {}
+    for kind in NodeConfig.sections().values():
+        types = get_type_hints(kind)
+        for item in fields(kind):
+            if item.name not in _NODE_FIXED:
+                known[flag_of(item)] = (item.name, types[item.name], item.metadata.get("choices"))
+    values: dict[str, Any] = {}
+    for flag, value in flags.items():
+        if flag not in known:
+            raise StartupError(f"flags of {role}: {flag!r} is no flag that can be given here")
+        name, kind, choices = known[flag]
+        values[name] = _typed(value, kind, choices, f"flags of {role}: {flag}")
+    return values
+
+
+def _typed(value: FlagValue, kind: Any, choices: Any, where: str) -> Any:
+    try:
+        typed = msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise StartupError(f"{where}: {error}") from error
+    if choices and typed not in choices:
+        raise StartupError(f"{where}: must be one of {', '.join(choices)}, not {typed!r}")
+    return typed
