@@ -60,11 +60,14 @@ class LoadSpec:
 
 @dataclass(frozen=True, slots=True)
 class PublishSpec:
-    """Tokens [0, num_tokens) of the lease are complete in `block_ids` (the whole prefix, in prompt order)."""
+    """Tokens [0, num_tokens) of the lease are complete in `block_ids` (the whole prefix, in prompt order).
+
+    With none it says that the lease's prompt is being computed, in blocks that P has: D may reserve its own meanwhile.
+    """
 
     lease_id: str
     block_ids: tuple[int, ...]
-    num_tokens: int  # a multiple of the block size, or the whole prompt
+    num_tokens: int  # a multiple of the block size, 0 too, or the whole prompt
     generation: int  # of the lease when the step was planned; void when the lease has been retracted since
 
 
@@ -78,8 +81,8 @@ class CachedBlock:
 
 @dataclass(frozen=True, slots=True)
 class LoadReady:
-    """P has announced its first blocks, so it will finish: reserve blocks now and call `recv_before`. Once a load,
-    never after LoadFailed."""
+    """P computes the prompt, in blocks that it has, so it will finish: reserve blocks now and call `recv_before`. Once
+    a load, never after LoadFailed."""
 
     load_id: str
     num_tokens: int

@@ -3,6 +3,7 @@
 One lease, as a table (every other call leaves it as it is):
 
     state    call                    becomes   effect
+    open     announce(nothing)       open      P computes and has all its blocks, D may reserve its own; version + 1
     open     announce(partial)       open      readable grows; version + 1
     open     announce(whole prompt)  ready     the same
     open     finish(first tokens)    open      the tokens become visible; the clock of a held lease starts
@@ -51,6 +52,7 @@ class _Lease:
     num_readable: int = 0
     block_ids: tuple[int, ...] = ()
     first_tokens: tuple[SampledToken, ...] = ()
+    is_begun: bool = False
     announced_at: float = 0.0
     prefill_s: float = 0.0
 
@@ -105,6 +107,7 @@ class LeaseTable:
             assert publish.block_ids[: len(lease.block_ids)] == lease.block_ids, "announced blocks are pinned"
             lease.num_readable = num_tokens
             lease.block_ids = publish.block_ids
+            lease.is_begun = True
             lease.announced_at = self._wall_clock()
             self._touch(lease)
 
@@ -128,6 +131,7 @@ class LeaseTable:
                 return None
             lease.generation += 1
             lease.num_readable = 0
+            lease.is_begun = False
             lease.block_ids = ()
             self._touch(lease)
             return lease.generation
@@ -260,6 +264,7 @@ class LeaseTable:
             block_ids=lease.block_ids,
             first_tokens=lease.first_tokens,
             ttl_s=self._ttl_s if lease.expires_at is not None else 0.0,
+            is_begun=lease.is_begun,
             announced_at=lease.announced_at,
             prefill_s=lease.prefill_s,
         )

@@ -1,7 +1,7 @@
 """D's side of one load: a state machine without IO, clock or threads.
 
     phase       means                                          leaves it when
-    ATTACHING   the lease is renewed, nothing is readable      P announced its first blocks and the endpoint is up
+    ATTACHING   the lease is renewed, P has not begun          P computes in blocks that it has; the endpoint is up
     ANNOUNCED   LoadReady is out                               `reserve` names our blocks
     READING     reads are posted as chunks are announced       every block is in
     CONFIRMING  Confirm is sent and repeated                   P says ok
@@ -12,7 +12,7 @@
 
 Inputs may be lost, repeated or late; `now` is any monotonic clock. A higher generation (P took its blocks back) voids
 what was read before. A load that holds blocks of ours then fails, rather than sit on them until P has computed them
-again; one that holds none follows, if P has announced blocks anew by the time of `reserve`.
+again; one that holds none follows, if P has begun anew by the time of `reserve`.
 
 Deadlines, by name: `deadline_s` (the whole load), `silence_s` (a Renew without any answer), `read_s` (reads in flight
 and none of this peer ends: time in the queue behind others is not counted), `confirm_s` (the last read to the
@@ -231,7 +231,7 @@ class Pull:
             self.fail(LoadFailure.REJECTED, detail, now)
             return
         assert self._state is not None
-        if spec.block_ids and self._state.num_tokens_readable == 0:
+        if spec.block_ids and not _will_finish(self._state):
             self.fail(LoadFailure.LEASE_ENDED, "the prefill node took its blocks back before ours were there", now)
             return
         self._next_block = spec.first_block
@@ -323,7 +323,7 @@ class Pull:
         if self._is_accepted and state.first_tokens and not self._first_tokens_out:
             self._first_tokens_out = True
             self._emit(FirstTokens(self.load_id, state.first_tokens, state.prefill_s))
-        if self.phase is Phase.ATTACHING and self.endpoint is not None and state.num_tokens_readable > 0:
+        if self.phase is Phase.ATTACHING and self.endpoint is not None and _will_finish(state):
             self.phase = Phase.ANNOUNCED
             self._emit(LoadReady(self.load_id, self.ticket.num_tokens))
         if self.phase is Phase.READING and spec is not None:
@@ -389,3 +389,8 @@ class Pull:
 
     def _emit(self, event: Event) -> None:
         self._actions.append(Emit(event))
+
+
+def _will_finish(state: LeaseState) -> bool:
+    """P has all the blocks that the prompt needs, so it waits for nobody who may wait for ours."""
+    return state.is_begun or state.num_tokens_readable > 0

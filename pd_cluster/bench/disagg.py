@@ -113,7 +113,7 @@ def _columns(item: RequestRecord) -> list[Any]:
 
 
 def aims(preset: Preset, summary: Summary) -> list[tuple[str, float, float]]:
-    """What a disaggregated cluster must reach: (what, ms, at most). Empty for one whose nodes do not say their times."""
+    """What a disaggregated cluster must reach: (what, ms, at most). Empty where nodes tell no times."""
     found = summary.spreads
     if "handover" not in found:
         return []

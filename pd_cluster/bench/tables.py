@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 _DISAGG_INTRO = """\
-Two H200s over NVLink, the same shape, one prefill and one decode node (1P1D) beside two mixed replicas (2M), everything as the
-HTTP client sees it: ms as p50/p90/p99 or p50/p99, "leg" what the prefill node itself took to its first token, and the share
-of requests within a TTFT and a TPOT ([records](benchmarks/results/disagg_gpu.jsonl)):
+Two H200s over NVLink, the same shape, one prefill and one decode node (1P1D) beside two mixed replicas (2M), everything
+as the HTTP client sees it: ms as p50/p90/p99 or p50/p99, "leg" what the prefill node itself took to its first token,
+and the share of requests within a TTFT and a TPOT
+([records](benchmarks/results/disagg_gpu.jsonl)):
 
 """
 _HANDOVER_INTRO = """\

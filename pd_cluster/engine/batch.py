@@ -59,6 +59,7 @@ class Batch:
     departures: tuple[int, ...] = ()  # seq_ids whose rows end (finished or preempted); applied before starts
     copies: BlockCopies = field(default_factory=BlockCopies)
     loads: tuple[LoadSpec, ...] = ()  # for recv_before, once every step before this one has retired
+    begun: tuple[PublishSpec, ...] = ()  # for send_after, at once: of leases whose prompt enters here, of no tokens
     publishes: tuple[PublishSpec, ...] = ()  # for send_after, once the step has retired
 
     @property

@@ -25,6 +25,7 @@ class Draft:
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copy_on_write: list[tuple[int, int]] = field(default_factory=list)
+    begun: list[PublishSpec] = field(default_factory=list)
     publishes: list[PublishSpec] = field(default_factory=list)
     preempted: bool = False
     held: set[int] = field(default_factory=set)  # sequences that yield their blocks once no running step touches them
@@ -39,6 +40,7 @@ class Draft:
             departures=tuple(departures),
             copies=BlockCopies(tuple(self.swap_out), tuple(self.swap_in), tuple(self.copy_on_write)),
             loads=tuple(loads),
+            begun=tuple(self.begun),
             publishes=tuple(self.publishes),
         )
 
@@ -72,16 +74,19 @@ class Draft:
 
     def _add_start(self, seq: Sequence, table: BlockTable) -> None:
         seq.in_worker = True
+        request = seq.request
+        if request.lease_id is not None:
+            self.begun.append(PublishSpec(request.lease_id, (), 0, request.lease_generation))
         seeds: tuple[int, ...] = ()
         if seq.num_samples > 1:
-            seeds = tuple(sequence_seed(seq.request.seed, index) for index in range(seq.num_samples))
+            seeds = tuple(sequence_seed(request.seed, index) for index in range(seq.num_samples))
         self.starts.append(
             SequenceStart(
                 seq_id=seq.seq_id,
                 token_ids=tuple(seq.token_ids),
                 num_prompt_tokens=seq.num_prompt_tokens,
                 block_ids=tuple(table.ids),
-                sampling=seq.request.sampling,
+                sampling=request.sampling,
                 seed=seq.seed,
                 num_sample_seeds=seeds,
             )

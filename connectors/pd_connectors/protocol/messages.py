@@ -75,6 +75,7 @@ class LeaseState(msgspec.Struct, frozen=True, tag=True):
     first_tokens: tuple[SampledToken, ...] = ()  # one per sample; empty until sampled
     ended: LeaseEnd | None = None  # final, whatever `version` says
     ttl_s: float = 0.0  # the lease lives this long after a Renew; 0: it needs none yet
+    is_begun: bool = False  # P computes and has all the blocks it needs: it will finish
     announced_at: float = 0.0  # Unix time of the last announcement; for measuring only
     prefill_s: float = 0.0  # the lease was opened so long before the first tokens; 0: none yet
 
