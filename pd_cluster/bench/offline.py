@@ -32,7 +32,8 @@ class DirectMailbox:
         """Nobody sleeps."""
 
     def wait(self, timeout_s: float) -> None:
-        """There is nothing to wait for."""
+        """Nobody will ring."""
+        time.sleep(timeout_s)
 
     def receive(self) -> list[ToEngine]:
         messages, self.inbox = self.inbox, []

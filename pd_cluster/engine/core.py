@@ -2,11 +2,12 @@
 
 One turn, in this order, so that nothing is decided on old news:
 
-    messages from the API process  ->  connector events  ->  reserve blocks for loads  ->  schedule  ->  launch
-    ->  retire the oldest step  ->  update  ->  tokens, finished leases, statistics out
+    messages from the API process  ->  connector events  ->  reserve blocks for loads
+    ->  schedule and launch a step, or retire the oldest  ->  update  ->  tokens, finished leases, statistics out
 
 On a GPU the step that is launched is the one after the step that is retired (`pipeline`), so that all of the above runs
-while the device computes. A sequence that ends is then in one more step; what that samples is dropped.
+while the device computes. A sequence that ends is then in one more step; what that samples is dropped. The time that is
+left before the device would run dry is spent waiting for news (`pace`).
 Everything here runs on one thread. With nothing to do it sleeps on the mailbox, which messages and events wake.
 """
 
@@ -112,14 +113,22 @@ class EngineCore:
             self._take(message)
         self._handoffs.take_events(scheduler)
         self._handoffs.reserve(scheduler)
-        launched = scheduler.has_work and pipeline.launch(scheduler.schedule())
-        if pipeline.is_full or (len(pipeline) and not launched):
-            self._retire()
-        elif not launched:
-            return False
+        if spare_s := pipeline.spare_s:
+            self._mailbox.wait(spare_s)  # who comes meanwhile is in the next step
+        elif pipeline.is_full or not scheduler.has_work or not pipeline.launch(scheduler.schedule):
+            if not len(pipeline):
+                return False
+            self._await_step()
         if self._clock() - self._stats_sent_at >= STATS_EVERY_S:
             self._send_stats()
         return True
+
+    def _await_step(self) -> None:
+        """Hear what comes while the oldest step runs; when it may have ended, wait for that."""
+        if rest_s := self._pipeline.rest_s:
+            self._mailbox.wait(rest_s)
+        else:
+            self._retire()
 
     def _retire(self) -> None:
         """The oldest step's result, to whom it concerns."""

@@ -6,7 +6,7 @@
 What a step touches, and who is told when:
 
     loads of step n       `recv_before` once every step before n has retired; n itself writes none of their blocks
-    publishes of step n   `send_after` once n has retired
+    publishes of step n   `send_after` once n has retired; those of no tokens, that a prompt has begun, at once
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from pd_cluster.engine.pace import Pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,6 +48,7 @@ class Pipeline:
         self._clock = clock
         self._flights: deque[Flight] = deque()
         self._retired_s = 0.0
+        self._pace = Pace()
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -55,24 +58,49 @@ class Pipeline:
         """Whether the oldest step should be retired before another is planned."""
         return len(self._flights) >= self.depth
 
-    def launch(self, batch: Batch) -> bool:
-        """Start a batch, or as much of it as there is. False when it holds nothing for the worker."""
+    @property
+    def spare_s(self) -> float:
+        """How long planning the next step may wait, in the hope of more to put into it; 0: not at all."""
+        if len(self._flights) != 1 or self.depth == 1:
+            return 0.0
+        return self._pace.spare_s(*self._running)
+
+    @property
+    def rest_s(self) -> float:
+        """How long the oldest step will surely go on; 0: it may have ended."""
+        return 0.0 if self.depth == 1 else self._pace.rest_s(*self._running)
+
+    @property
+    def _running(self) -> tuple[Batch, float]:
+        """The oldest step, and how long it has had the device."""
+        flight = self._flights[0]
+        return flight.batch, self._clock() - max(flight.launched_s, self._retired_s)
+
+    def launch(self, plan: Callable[[], Batch]) -> bool:
+        """Plan a step and start as much of it as there is. False when that is nothing for the worker."""
+        started_s = self._clock()
+        batch = plan()
         if self._flights:
             self._flights[-1].loads_behind.extend(batch.loads)
         else:
             self._connector.recv_before(batch.loads)
         if not batch.moves_worker:
             return False
-        started_s = self._clock()
-        self._flights.append(Flight(batch, self._executor.launch(batch), started_s))
+        launched_s = self._clock()
+        self._connector.send_after(batch.begun)  # first: a launch takes milliseconds, on a CPU the whole step
+        self._flights.append(Flight(batch, self._executor.launch(batch), launched_s))
+        self._pace.note_launch(self._clock() - started_s)
         return True
 
     def retire(self) -> tuple[Batch, StepResult]:
         """Wait for the oldest step, and let others read and write what it leaves behind."""
         flight = self._flights.popleft()
+        asked_s = self._clock()
         result = flight.pending.result()
         now_s = self._clock()
-        self.busy_s += now_s - max(flight.launched_s, self._retired_s)
+        duration_s = now_s - max(flight.launched_s, self._retired_s)
+        self._pace.note_step(flight.batch, duration_s, now_s - asked_s)
+        self.busy_s += duration_s
         self._retired_s = now_s
         if flight.loads_behind:
             self._connector.recv_before(flight.loads_behind)

@@ -1,0 +1,105 @@
+"""How late a step may be planned: simulated against a device whose steps take as long as they like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pd_cluster.engine.batch import Batch, SequenceChunk
+from pd_cluster.engine.pace import Pace
+
+HOST_S = 0.001
+
+
+def decodes(count: int) -> Batch:
+    return Batch(0, chunks=tuple(SequenceChunk(i, 10, 1, num_samples=1) for i in range(count)))
+
+
+def prompts(num_tokens: int) -> Batch:
+    return Batch(0, chunks=(SequenceChunk(0, 0, num_tokens),))
+
+
+@dataclass
+class Device:
+    """Runs one step after the other; the host plans as `Pace` says. Times in seconds."""
+
+    pace: Pace = field(default_factory=Pace)
+    now_s: float = 0.0
+    idle_s: float = 0.0  # of the device, in all
+    joined_s: list[float] = field(default_factory=list)  # from a step's planning to its start
+
+    def run(self, steps: list[tuple[Batch, float]]) -> None:
+        """Each (batch, its duration). A step is planned while the one before it runs, and no sooner."""
+        start_s = self.now_s
+        for index, (batch, duration_s) in enumerate(steps):
+            end_s = start_s + duration_s
+            self.now_s = max(self.now_s, start_s)
+            spare_s = self.pace.spare_s(batch, self.now_s - start_s)
+            assert spare_s >= 0
+            self.now_s += spare_s + HOST_S
+            self.pace.note_launch(HOST_S)
+            if index + 1 < len(steps):
+                self.joined_s.append(max(0.0, end_s - self.now_s + HOST_S))
+            waited_s = max(0.0, end_s - self.now_s)
+            launched_s = self.now_s
+            self.now_s = max(self.now_s, end_s)
+            self.pace.note_step(batch, self.now_s - start_s, waited_s)
+            next_start_s = max(end_s, launched_s)
+            self.idle_s += next_start_s - end_s
+            start_s = next_start_s
+
+
+def test_even_steps_are_planned_late_and_the_device_never_idles() -> None:
+    device = Device()
+    device.run([(decodes(32), 0.007)] * 100)
+    assert device.idle_s == 0
+    assert max(device.joined_s[5:]) < 0.0045  # instead of 7 ms
+
+
+def test_a_prediction_that_was_too_long_is_given_up() -> None:
+    device = Device()
+    device.run([(decodes(32), 0.012)] * 10 + [(decodes(32), 0.006)] * 50)
+    assert device.idle_s < 0.012  # a few steps' worth, and not one in each
+    before_s = device.idle_s
+    device.run([(decodes(32), 0.006)] * 50)
+    assert device.idle_s == before_s
+
+
+def test_prompts_are_never_waited_for() -> None:
+    pace = Pace()
+    for _ in range(3):
+        pace.note_step(prompts(1000), 0.02, 0.01)
+    assert pace.spare_s(prompts(1000), 0.0) == 0
+    assert 0.015 < pace.rest_s(prompts(1000), 0.0) < 0.02
+    assert pace.rest_s(prompts(1000), 0.0195) == 0
+    assert pace.rest_s(Batch(1), 0.0) == 0
+
+
+def test_another_number_of_sequences_is_not_like_the_last() -> None:
+    pace = Pace()
+    pace.note_step(decodes(32), 0.01, 0.005)
+    assert pace.spare_s(decodes(33), 0.0) > 0
+    assert pace.spare_s(decodes(8), 0.0) == 0
+    assert pace.rest_s(decodes(64), 0.0) == 0
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(
+        st.tuples(st.one_of(st.integers(1, 64).map(decodes), st.integers(65, 4000).map(prompts)), st.floats(1e-4, 0.1)),
+        min_size=1,
+        max_size=60,
+    )
+)
+def test_whatever_steps_take_the_wait_is_bounded(steps: list[tuple[Batch, float]]) -> None:
+    """No step is waited for longer than the longest like it has ever taken."""
+    device, pace = Device(), Pace()
+    device.run(steps)
+    longest_s = max(duration_s for _, duration_s in steps)
+    for batch, duration_s in steps:
+        pace.note_step(batch, duration_s, 1.0)
+        assert 0 <= pace.spare_s(batch, 0.0) <= pace.rest_s(batch, 0.0)
+        if batch.num_tokens == len(batch.chunks):
+            assert pace.rest_s(batch, 0.0) <= longest_s
