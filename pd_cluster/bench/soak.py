@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 DEMO = "demo"
-DRAIN_S = 120.0  # from the last request of a round to the end of all
+DRAIN_S = 300.0  # from the last request of a round to the end of all
+PATIENCE = 8  # rounds, however long, until sequences have been preempted in both ways
 LEAK_BYTES = 4 << 20  # of the GPU's memory; what a step's temporaries may leave in libraries' workspaces
 HOST_LEAK_BYTES = 1 << 29  # of this process's peak; allocators keep what was once freed
 ABORTS_A_STEP = 0.02
@@ -53,6 +54,7 @@ class Options:
     device: str = "auto"
     num_blocks: int = 0
     max_num_seqs: int = 0
+    swap_gb: float = 0.0
     async_scheduling: str = "auto"
 
     @property
@@ -71,7 +73,8 @@ class Options:
                 model=directory, load_format="dummy" if directory else "auto", device=self.device, seed=self.seed
             ),
             cache=CacheConfig(
-                num_blocks=self.num_blocks or (256 if on_gpu else 96), swap_gb=0.5 if on_gpu else 0.005
+                num_blocks=self.num_blocks or (256 if on_gpu else 96),
+                swap_gb=self.swap_gb or (0.005 if self.shape == DEMO else 0.15),
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.num_running, max_num_batched_tokens=2048 if on_gpu else 256,
@@ -148,20 +151,26 @@ class Soak:
     def run(self, hear: Callable[[str], None]) -> None:
         """Rounds until the time is up, two at least: the first is the warm-up. Raises Breach."""
         start_s = time.monotonic()
-        while len(self.footprints) < 2 or time.monotonic() - start_s < self.options.seconds:
+        while (
+            (num_rounds := len(self.footprints)) < 2
+            or time.monotonic() - start_s < self.options.seconds
+            or (num_rounds < PATIENCE and not all(self._preemptions))
+        ):
             self._round(min(self.options.round_s, self.options.seconds / 2))
             hear(self.text(time.monotonic() - start_s))
-        preemptions = self._counter("preemptions_swap_total"), self._counter("preemptions_recompute_total")
-        if not all(preemptions):
-            raise Breach(f"sequences swapped out and preempted to be computed again: {preemptions}; that shows nothing")
+        if not all(self._preemptions):
+            raise Breach(f"sequences swapped out and computed again: {self._preemptions}; that shows nothing")
+
+    @property
+    def _preemptions(self) -> tuple[float, float]:
+        return self._counter("preemptions_swap_total"), self._counter("preemptions_recompute_total")
 
     def text(self, elapsed_s: float) -> str:
         """Where it stands."""
-        last, ledger = self.footprints[-1], self.ledger
+        last, ledger, (swaps, recomputations) = self.footprints[-1], self.ledger, self._preemptions
         return (
             f"{elapsed_s:6.1f} s: {ledger.num_ended} requests, {ledger.num_tokens} tokens, {self.num_aborts} aborts, "
-            f"{self._counter('preemptions_swap_total'):.0f} swaps, "
-            f"{self._counter('preemptions_recompute_total'):.0f} recomputations, "
+            f"{swaps:.0f} swaps, {recomputations:.0f} recomputations, "
             f"{self._counter('prefix_cache_hit_tokens_total'):.0f} tokens from the prefix cache, "
             f"{self.watch.num_steps} steps finite, GPU {last.gpu_bytes / 1e6:.3f} MB, "
             f"host peak {last.peak_host_bytes / 1e6:.0f} MB"
@@ -233,6 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--num-blocks", type=int, default=0, help="Cache blocks. 0: too few for the traffic.")
     parser.add_argument("--max-num-seqs", type=int, default=0, help="Sequences that run at once. 0: 64; 16 on CPU.")
+    parser.add_argument("--swap-gb", type=float, default=0.0, help="For preempted sequences. 0: for a few.")
     parser.add_argument("--async-scheduling", choices=("auto", "on", "off"), default="auto")
     options = Options(**vars(parser.parse_args(arguments)))
 

@@ -20,7 +20,10 @@ GREEDY_EOS = 2
 def test_a_short_soak_holds() -> None:
     """Steps overlap, as they do on a GPU."""
     lines: list[str] = []
-    soak(Options(seconds=8, round_s=4, device="cpu", async_scheduling="on", seed=1), lines.append)
+    options = Options(
+        seconds=6, round_s=3, seed=1, device="cpu", num_blocks=48, max_num_seqs=8, swap_gb=0.001, async_scheduling="on"
+    )  # fmt: skip
+    soak(options, lines.append)
     found = re.search(r"(\d+) requests, (\d+) tokens, .* (\d+) swaps, (\d+) recomputations", lines[-1])
     assert found is not None
     assert all(int(number) > 0 for number in found.groups())
