@@ -152,9 +152,9 @@ class Executor:
         graphs, pieces = None, None
         if capture is not None and self._captures_graphs:
             graphs = DecodeGraphs(self._llama, cache, rows, staging, self._kernels, cache.padding_block)
-            recorder = CudaRecorder(self._device)
             sizes = bucket_sizes(self._max_graph_batch)
-            self._choose_products(sizes, recorder, capture)
+            self._choose_products(sizes, capture)
+            recorder = CudaRecorder(self._device)
             graphs.capture(sizes, recorder, capture)
             if config.max_graph_tokens:
                 pieces = PieceGraphs(self._llama, cache, staging)
@@ -163,7 +163,7 @@ class Executor:
                 )
         return ModelRunner(self._llama, cache, rows, staging, self._kernels, graphs, pieces)
 
-    def _choose_products(self, sizes: list[int], recorder: CudaRecorder, progress: Callable[[str], None]) -> None:
+    def _choose_products(self, sizes: list[int], progress: Callable[[str], None]) -> None:
         """How decode steps of `sizes` sequences multiply."""
         started_s = time.perf_counter()
         try:
@@ -172,7 +172,10 @@ class Executor:
             progress(f"products as torch chooses them: {error}")
             return
         with torch.inference_mode():
-            num_chosen = self._llama.choose_products(sizes, self._cublas.propose, GraphTimer(recorder))
+            timer = GraphTimer(CudaRecorder(self._device))
+            num_chosen = self._llama.choose_products(sizes, self._cublas.propose, timer)
+            del timer
+            torch.cuda.empty_cache()  # of its pool
         seconds = time.perf_counter() - started_s
         progress(f"{num_chosen} products of decode steps are not as torch would choose ({seconds:.1f} s)")
 
