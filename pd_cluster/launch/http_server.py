@@ -76,6 +76,11 @@ class HttpServer:
         if not self._closing:
             await self._uvicorn.serve([self._listener])
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is under way."""
+        return self._state is not None and self._state.num_in_flight > 0
+
     def stop_accepting(self) -> None:
         """Take no new connection, close idle ones, and let `run` return when the last busy one is done."""
         self._closing = True

@@ -23,6 +23,7 @@ import uvloop
 import zmq.asyncio
 
 from pd_cluster.engine.client import ZmqEngineClient
+from pd_cluster.engine.messages import HEARTBEAT_S
 from pd_cluster.errors import EngineUnavailable, StartupError
 from pd_cluster.launch.engine_process import end_of_engine, running_engine
 from pd_cluster.launch.http_server import HttpServer
@@ -157,13 +158,13 @@ class Node:
         drain_s = 0.0 if self._orphaned.is_set() or not client.alive else self._config.server.drain_s
         logger.info("stopping: running requests and leases get %g s; a second signal ends them at once", drain_s)
         server.stop_accepting()
-        leases = asyncio.create_task(_leases_to_end(client))
-        idle = asyncio.create_task(asyncio.wait({http, leases}))
+        news_s = 2 * HEARTBEAT_S if server.is_busy else LEASE_POLL_S
+        idle = asyncio.create_task(_to_end(http, client, news_s))
         hurry = asyncio.create_task(self._stop_now.wait())
         try:
             await asyncio.wait({idle, hurry}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (leases, idle, hurry):
+            for task in (idle, hurry):
                 task.cancel()
         await server.cut(http, FLUSH_S)
 
@@ -171,8 +172,18 @@ class Node:
         (self._stop_now if self._stop.is_set() else self._stop).set()
 
 
-async def _leases_to_end(client: ZmqEngineClient) -> None:
-    """Until no other node has blocks of this one to read any more."""
+async def _to_end(http: asyncio.Task[None], client: ZmqEngineClient, news_s: float) -> None:
+    """Until the last request is over, and then until no other node has blocks of this one to read any more.
+
+    In this order: a prefill's answer ends when it is computed, and only then blocks are leased. So what the engine told
+    before says nothing; it is given `news_s` to say something new (it is silent when nothing has changed).
+    """
+    await asyncio.wait({http})
+    last = client.stats
     # polled: statistics are how the engine tells about leases, and they have no event
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(news_s):
+            while client.alive and client.stats is last:  # noqa: ASYNC110
+                await asyncio.sleep(LEASE_POLL_S)
     while client.alive and client.stats is not None and client.stats.kv.leased > 0:  # noqa: ASYNC110
         await asyncio.sleep(LEASE_POLL_S)
