@@ -24,7 +24,7 @@ _PHASES = (
     ("transfer", "Blocks reserved to KV confirmed."),
     ("admit", "KV confirmed to scheduled in a decode step."),
     ("first_decode", "The first decode step after a handoff."),
-    ("prefill_leg", "A prefill node's admission to its first token, as seen by the node that took over."),
+    ("prefill_leg", "Received by a prefill node to its first token, as seen by the node that took over."),
 )
 # 20 us to 1 s: what a handoff consists of, from the announcement of the prompt's end
 _STEPS = ("announce", "reserve", "post", "link", "confirm", "schedule")
@@ -75,11 +75,9 @@ class Metrics:
         self.registry.register(EngineCollector(latest, info))
 
     def observe_timeline(self, timeline: Timeline) -> None:
-        """What one request waited for; phases that it did not go through are left out."""
-        for name, histogram in self.phases.items():
-            seconds = getattr(timeline, f"{name}_s")
-            if seconds > 0:
-                histogram.observe(seconds)
+        """What one request waited for."""
+        for name, seconds in timeline.phases().items():
+            self.phases[name].observe(seconds)
 
     def render(self) -> bytes:
         """Prometheus' text format."""

@@ -95,7 +95,7 @@ class FirstTokens:
 
     load_id: str
     tokens: tuple[SampledToken, ...]
-    prefill_s: float = field(default=0.0, compare=False)  # from P's admission to these, as P says; 0: it does not
+    prefill_s: float = field(default=0.0, compare=False)  # since the request came to P, as P says; 0: it does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +179,10 @@ class SchedulerHalf(ABC):
         shows the ticket to D after prefill); otherwise it starts now and D must renew."""
 
     @abstractmethod
-    def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...]) -> None:
-        """The first tokens are sampled. The whole prompt has been, or is in this same step, published."""
+    def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill_s: float = 0.0) -> None:
+        """The first tokens are sampled. The whole prompt has been, or is in this same step, published.
+
+        prefill_s: what it took since the request came, for the reader to know; 0: not said."""
 
     @abstractmethod
     def retract(self, lease_id: str) -> int | None:

@@ -46,7 +46,6 @@ class _Lease:
     ref: LeaseRef
     num_tokens: int  # the whole prompt
     expires_at: float | None  # clock; None: held and not finished
-    opened_at: float  # clock
     generation: int = 0
     version: int = 1
     num_readable: int = 0
@@ -90,8 +89,8 @@ class LeaseTable:
         """A new lease on a prompt of `num_tokens`, nothing readable yet."""
         ref = LeaseRef(self._engine_id, self._epoch, secrets.token_hex(12))
         with self._lock:
-            now = self._clock()
-            self._leases[ref.lease_id] = _Lease(ref, num_tokens, None if hold else now + self._ttl_s, now)
+            expires_at = None if hold else self._clock() + self._ttl_s
+            self._leases[ref.lease_id] = _Lease(ref, num_tokens, expires_at)
         return ref
 
     def announce(self, publish: PublishSpec) -> None:
@@ -111,14 +110,14 @@ class LeaseTable:
             lease.announced_at = self._wall_clock()
             self._touch(lease)
 
-    def finish(self, lease_id: str, first_tokens: tuple[SampledToken, ...]) -> None:
-        """The first tokens are known. Ignored when the lease has ended meanwhile."""
+    def finish(self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill_s: float = 0.0) -> None:
+        """The first tokens are known, after `prefill_s`. Ignored when the lease has ended meanwhile."""
         with self._lock:
             lease = self._leases.get(lease_id)
             if lease is None:
                 return
             lease.first_tokens = first_tokens
-            lease.prefill_s = self._clock() - lease.opened_at
+            lease.prefill_s = prefill_s
             if lease.expires_at is None:
                 lease.expires_at = self._clock() + self._ttl_s
             self._touch(lease)

@@ -38,7 +38,7 @@ class NullConnector(Connector):
     ) -> Ticket:
         raise ConnectorUnavailable("this node runs with connector 'none': it hands no KV out")
 
-    def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...]) -> None:
+    def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill_s: float = 0.0) -> None:
         """There is no lease."""
 
     def retract(self, lease_id: str) -> int | None:

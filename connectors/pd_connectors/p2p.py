@@ -87,8 +87,8 @@ class PeerToPeerConnector(Connector):
             port=self.control_port,
         )
 
-    def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...]) -> None:
-        self._exchange.leases.finish(lease_id, first_tokens)
+    def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill_s: float = 0.0) -> None:
+        self._exchange.leases.finish(lease_id, first_tokens, prefill_s)
         self._exchange.nudge()
 
     def retract(self, lease_id: str) -> int | None:

@@ -50,8 +50,8 @@ class PooledConnector(Connector):
     ) -> Ticket:
         return self._handoff.open_lease(request_id, prompt_token_ids, salt, num_samples, hold=hold)
 
-    def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...]) -> None:
-        self._handoff.finish_lease(lease_id, first_tokens)
+    def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill_s: float = 0.0) -> None:
+        self._handoff.finish_lease(lease_id, first_tokens, prefill_s)
 
     def retract(self, lease_id: str) -> int | None:
         return self._handoff.retract(lease_id)

@@ -124,7 +124,7 @@ class Handoffs:
         request = update.request
         assert request.lease_id is not None
         if len(request.first_tokens) == request.sampling.n:
-            self._connector.finish_lease(request.lease_id, request.first_tokens)
+            self._connector.finish_lease(request.lease_id, request.first_tokens, request.prefill_s)
         else:  # aborted before it had any: nobody can take it over
             self._connector.end_lease(request.lease_id, LeaseEnd.REVOKED)
 

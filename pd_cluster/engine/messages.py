@@ -49,6 +49,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     salt: str = ""
     min_remote_tokens: int = 0  # TAKE_OVER without ticket: prefill here when fewer tokens than this lack KV
     load_deadline_s: float = 30.0
+    received_s: float = 0.0  # when the API process had it: the host's monotonic clock; 0: not said
 
 
 class UseTicket(msgspec.Struct, frozen=True, tag=True):
@@ -111,12 +112,12 @@ class TicketOpened(msgspec.Struct, frozen=True, tag=True):
 class Timeline(msgspec.Struct, frozen=True, array_like=True):
     """What a request waited for, in seconds. Sums to the engine's share of its TTFT (or, on D, of its second token)."""
 
-    queue_s: float = 0.0  # arrival to first scheduled (prefill) or to blocks reserved (take over)
+    queue_s: float = 0.0  # received to first scheduled (prefill) or to blocks reserved (take over)
     prefill_s: float = 0.0  # first scheduled to first token sampled here
     transfer_s: float = 0.0  # blocks reserved to confirmed
     admit_s: float = 0.0  # confirmed to scheduled in a decode step
     first_decode_s: float = 0.0  # that step
-    prefill_leg_s: float = 0.0  # on D: P's admission to its first tokens, as P says
+    prefill_leg_s: float = 0.0  # on D: received by P to its first tokens, as P says
     # on D, parts of the transfer: from the announcement of the prompt's end (pd_connectors.base.LoadSteps)
     announce_s: float = 0.0
     reserve_s: float = 0.0
@@ -124,6 +125,12 @@ class Timeline(msgspec.Struct, frozen=True, array_like=True):
     link_s: float = 0.0
     confirm_s: float = 0.0
     schedule_s: float = 0.0  # the confirmation's way into the scheduler's queue
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by name, of the phases that the request went through."""
+        named = {name.removesuffix("_s"): getattr(self, name) for name in self.__struct_fields__}
+        was_loaded = self.link_s > 0  # a step of a load may take no time and is still a step
+        return {name: value for name, value in named.items() if value > 0 or (was_loaded and name != "prefill")}
 
 
 class SequenceTokens(msgspec.Struct, frozen=True, array_like=True):

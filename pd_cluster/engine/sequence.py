@@ -142,7 +142,7 @@ class Request:
     ) -> None:
         """Number the request and make its sequences. Only the lead has tokens until the first ones are known."""
         self.arrival = arrival
-        self.marks.arrived_s = now_s
+        self.marks.arrived_s = self.message.received_s or now_s
         sampling = self.sampling
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
         num_prompt = len(self.prompt_token_ids)
@@ -173,6 +173,12 @@ class Request:
             marks.first_token_s = marks.first_token_s or now_s
         else:
             marks.decode_retired_s = marks.decode_retired_s or now_s
+
+    @property
+    def prefill_s(self) -> float:
+        """From its arrival to its first token, when that was sampled here; 0: not yet."""
+        marks = self.marks
+        return 0.0 if marks.first_token_s is None else marks.first_token_s - marks.arrived_s
 
     def timeline(self) -> Timeline:
         """What the request waited for so far."""

@@ -62,15 +62,14 @@ def usage_of(generations: Sequence[Generation]) -> dict[str, Any]:
 
 
 def timings_of(generations: Sequence[Generation]) -> dict[str, float]:
-    """What the request's engine waited for, by phase, in ms; phases that it did not go through are left out.
+    """What the request waited for, by phase (engine.messages.Timeline), in ms.
 
     Of one prompt: several have no one answer. Empty when a stop string ended it, which the engine learns later.
     """
     timeline = generations[0].timeline if len(generations) == 1 else None
     if timeline is None:
         return {}
-    seconds = ((name, getattr(timeline, name)) for name in timeline.__struct_fields__)
-    return {name.removesuffix("_s"): round(value * 1e3, 3) for name, value in seconds if value > 0}
+    return {name: round(seconds * 1e3, 3) for name, seconds in timeline.phases().items()}
 
 
 def node_headers(state: NodeState, generations: Sequence[Generation]) -> dict[str, str]:

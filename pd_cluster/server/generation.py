@@ -94,6 +94,7 @@ class Generation:
     def __init__(self, state: NodeState, job: Job, started_s: float) -> None:
         self._state = state
         self.job = job
+        self._started_s = started_s
         self._search = PrefillSearch(state, job)
         self.stopwatch = Stopwatch(started_s)
         self._choices = [_Choice(i, job, state) for i in range(job.sampling.n)]
@@ -120,7 +121,11 @@ class Generation:
     async def __aenter__(self) -> Generation:
         handoff = self._state.config.handoff
         self._stream = self._state.engine.open(
-            self.job.to_engine(min_remote_tokens=handoff.min_remote_tokens, load_deadline_s=handoff.load_deadline_s)
+            self.job.to_engine(
+                min_remote_tokens=handoff.min_remote_tokens,
+                load_deadline_s=handoff.load_deadline_s,
+                received_s=self._started_s,
+            )
         )
         return self
 

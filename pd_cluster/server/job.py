@@ -36,7 +36,7 @@ class Job:
     salt: str = ""
     plan: Plan = field(default_factory=Plan)
 
-    def to_engine(self, *, min_remote_tokens: int, load_deadline_s: float) -> AddRequest:
+    def to_engine(self, *, min_remote_tokens: int, load_deadline_s: float, received_s: float) -> AddRequest:
         return AddRequest(
             request_id=self.request_id,
             prompt_token_ids=self.prompt,
@@ -48,4 +48,5 @@ class Job:
             salt=self.salt,
             min_remote_tokens=min_remote_tokens,
             load_deadline_s=load_deadline_s,
+            received_s=received_s,
         )

@@ -77,7 +77,7 @@ class LeaseState(msgspec.Struct, frozen=True, tag=True):
     ttl_s: float = 0.0  # the lease lives this long after a Renew; 0: it needs none yet
     is_begun: bool = False  # P computes and has all the blocks it needs: it will finish
     announced_at: float = 0.0  # Unix time of the last announcement; for measuring only
-    prefill_s: float = 0.0  # the lease was opened so long before the first tokens; 0: none yet
+    prefill_s: float = 0.0  # the request came to P so long before its first tokens; 0: none yet, or not said
 
 
 class Confirm(msgspec.Struct, frozen=True, tag=True):
