@@ -77,7 +77,10 @@ class CublasLt:
         self._created.close()
 
     def propose(self, num_rows: int, weight: torch.Tensor) -> list[Algorithm]:
-        """What may multiply `num_rows` rows with `weight` [N, K], best guess first. Raises RuntimeError."""
+        """What may multiply `num_rows` rows with `weight` [N, K], best guess first; nothing for float32, which torch
+        multiplies with or without TensorFloat-32 as it is told. Raises RuntimeError."""
+        if weight.dtype not in _TYPES:
+            return []
         shape = self._describe(num_rows, weight.shape[0], weight.shape[1], _TYPES[weight.dtype])
         preference = self._create("MatmulPreference")
         limit = ctypes.c_size_t(WORKSPACE_BYTES)

@@ -62,6 +62,11 @@ def test_a_linear_uses_what_was_chosen_for_its_number_of_rows() -> None:
     assert torch.equal(linear(three), F.linear(three, linear.weight))
 
 
+def test_nothing_is_proposed_for_float32() -> None:
+    """Without a look at any library: none is loaded here."""
+    assert CublasLt.__new__(CublasLt).propose(2, torch.zeros(4, 3)) == []
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
