@@ -42,6 +42,7 @@ class FakeNode:
         self.node_id = node_id or f"fake-{role}"
         self.epoch = 7
         self.is_up = True
+        self.is_silent = False  # /health is heard and not answered
         self.seen: list[Seen] = []
         self.released: list[str] = []
         self.go_on = asyncio.Event()  # scripts that stop half-way wait for this
@@ -84,6 +85,8 @@ class FakeNode:
             self._arrival.notify_all()
 
     async def _health(self, request: web.Request) -> web.Response:
+        if self.is_silent:
+            await asyncio.Event().wait()
         told = {
             "status": "ok",
             "role": self.role,

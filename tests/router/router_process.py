@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Literal
 
 import aiohttp
 import uvicorn
 
+from pd_connectors.protocol.ticket import NodeOrder, sign
 from pd_router.app import create_app
 from pd_router.cli import listen
 from pd_router.config import RouterConfig
@@ -23,6 +25,19 @@ if TYPE_CHECKING:
     from tests.router.fake_nodes import FakeNode
 
 KEY = b"k" * 32
+
+
+def signed(
+    action: Literal["add", "remove", "drain", "resume"],
+    node: str,
+    role: str = "",
+    *,
+    key: bytes = KEY,
+    lives_s: float = 30.0,
+) -> dict[str, str]:
+    """The header of an order."""
+    order = NodeOrder(action=action, node=node, role=role, expires_at_s=time.time() + lives_s)
+    return {"x-pd-order": sign(key, order)}
 
 
 async def until(condition: Callable[[], object]) -> None:

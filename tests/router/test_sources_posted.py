@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
-from pd_connectors.protocol.ticket import NodeOrder, Offer, sign
+from pd_connectors.protocol.ticket import Offer, sign
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
-from tests.router.router_process import KEY, Router, serving, until
+from tests.router.router_process import KEY, Router, serving, signed, until
 
-Action = Literal["add", "remove", "drain", "resume"]
 BODY = {"model": "demo", "prompt": "x", "stream": True}
-
-
-def signed(action: Action, node: str, role: str = "", *, key: bytes = KEY, lives_s: float = 30.0) -> dict[str, str]:
-    order = NodeOrder(action=action, node=node, role=role, expires_at_s=time.time() + lives_s)
-    return {"x-pd-order": sign(key, order)}
 
 
 async def call(router: Router, method: str, path: str, headers: dict[str, str]) -> tuple[int, dict[str, Any]]:
