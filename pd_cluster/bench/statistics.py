@@ -72,6 +72,12 @@ class RequestRecord:
         return sum(told.get(step, 0.0) for step in HANDOVER_STEPS) / 1e3 if "link" in told else None
 
     @property
+    def join_s(self) -> float | None:
+        """Schedulable on D to the end of its first decode step: that step, and the wait for it."""
+        told = self.timings_ms
+        return (told["admit"] + told["first_decode"]) / 1e3 if "admit" in told and "first_decode" in told else None
+
+    @property
     def e2e_s(self) -> float:
         return self.end_s - self.sent_s
 
@@ -157,6 +163,7 @@ def summarize(
         "leg": [value for record in good if (value := record.leg_s) is not None],
         "beyond leg": [record.ttft_s - value for record in good if (value := record.leg_s) is not None],
         "handover": [value for record in good if (value := record.handover_s) is not None],
+        "join": [value for record in good if (value := record.join_s) is not None],
         "tpot": [value for record in good if (value := record.tpot_s) is not None],
         "e2e": [record.e2e_s for record in good],
         "client lag": [record.lag_s for record in records],

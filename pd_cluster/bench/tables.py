@@ -69,7 +69,7 @@ def _records(results: Path, name: str) -> list[Record]:
 
 def _markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [headers, ["---"] * len(headers), *rows]
-    return "".join("| " + " | ".join(line).replace("|  |", "| |") + " |\n" for line in lines)
+    return "".join("|" + "".join(f" {cell} |" if cell else " |" for cell in line) + "\n" for line in lines)
 
 
 def _figure(value: float) -> str:
@@ -148,10 +148,10 @@ def _handover(results: Path) -> str:
     for (tokens, batch), record in sorted(latest.items()):
         phases, spreads = record["summary"]["phases"], record["summary"]["spreads"]
         told = [phases.get(step) for step in HANDOVER_STEPS]
-        told += [spreads.get("handover"), phases.get("admit"), spreads.get("itl")]
+        told += [spreads.get("handover"), spreads.get("join"), spreads.get("itl")]
         cells = ["" if found is None else f"{found['p50_ms']:.2f} / {found['p90_ms']:.2f}" for found in told]
         rows.append([f"{tokens} tokens, {batch} decoding, {_when(record)}", *cells])
-    headers = ["p50 / p90, ms", *HANDOVER_STEPS, "together", "wait for a step", "a step"]
+    headers = ["p50 / p90, ms", *HANDOVER_STEPS, "together", "then to its first step's end", "a step"]
     return _HANDOVER_INTRO + _markdown(headers, rows) if rows else ""
 
 

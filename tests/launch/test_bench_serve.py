@@ -35,16 +35,22 @@ class FakeServer:
         self.headers: list[dict[str, str]] = []
         self.url = ""
         self.refuse_all = False
+        self.roles = ["prefill", "decode"]
+        self.timings: dict[str, float] = {}
 
     def app(self) -> web.Application:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/nodes", self._nodes)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/completions", self._complete)
         return app
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "fake-model"}]})
+
+    async def _nodes(self, request: web.Request) -> web.Response:
+        return web.json_response({"nodes": [{"role": role} for role in self.roles]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         return web.json_response({"tokens": [5, 6, 7, 8, 8, 5]})
@@ -71,6 +77,8 @@ class FakeServer:
             await response.write(_frames(events))
             return response
         usage = {"completion_tokens": body["max_tokens"], "prompt_tokens_details": {"cached_tokens": 2}}
+        if self.timings and body["stream_options"]["include_timings"]:
+            usage["timings"] = self.timings
         whole = _frames([*events, {"choices": [], "usage": usage}]) + b"data: [DONE]\n\n"
         for at in range(0, len(whole), 7):  # frames arrive in pieces
             await response.write(whole[at : at + 7])

@@ -69,6 +69,31 @@ def test_summary() -> None:
     assert found.attainment == 0.25, "failures count in the denominator"
 
 
+def test_what_a_server_tells() -> None:
+    remote = {
+        "admit": 1.0,
+        "first_decode": 5.0,
+        "queue": 12.0,
+        "transfer": 3.0,
+        "prefill_leg": 10.0,
+        "announce": 0.5,
+        "reserve": 0.0,
+        "link": 2.0,
+    }
+    handed = record(0.0, [0.016, 0.02], 2, timings_ms=remote)
+    assert [handed.leg_s, handed.handover_s, handed.join_s] == pytest.approx([0.010, 0.0025, 0.006])
+    local = record(0.0, [0.016, 0.02], 2, timings_ms={"queue": 4.0, "prefill": 8.0})
+    assert local.leg_s == pytest.approx(0.012)
+    assert (local.handover_s, local.join_s) == (None, None)
+    silent = record(0.0, [0.1, 0.2], 2)
+    assert (silent.leg_s, silent.handover_s) == (None, None)
+    found = summarize([handed, local, silent], {}, [(15.0, 5.0), (20.0, 5.0)])
+    assert found.spreads["beyond leg"].count == 2
+    assert found.spreads["beyond leg"].max_ms == pytest.approx(6.0)
+    assert found.phases["queue"].mean_ms == pytest.approx(8.0)
+    assert found.attained == {"15/5": 0.0, "20/5": pytest.approx(2 / 3)}
+
+
 def test_without_objectives_there_is_no_goodput() -> None:
     found = summarize([record(0.0, [0.1], 1)], {})
     assert (found.goodput, found.attainment) == (None, None)

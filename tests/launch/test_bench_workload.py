@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cluster.bench.workload import Arrival, Length, poisson, prompt_ids, read_trace, rescale
+from pd_cluster.bench.presets import AZURE_FILE, MOONCAKE_FILE, PRESETS
+from pd_cluster.bench.workload import Arrival, Length, at_rate, poisson, prompt_ids, read_trace, rescale
 from pd_cluster.errors import StartupError
 
 if TYPE_CHECKING:
@@ -86,6 +88,35 @@ def test_scaling_keeps_prefixes_equal(tmp_path: Path) -> None:
 def test_recorded_times_stay_without_a_rate() -> None:
     arrivals = [Arrival(0.0, 4, 4), Arrival(3.0, 4, 4)]
     assert rescale(arrivals, rate=None, length_scale=1.0, max_output=0) == arrivals
+
+
+def test_lengths_of_a_trace_at_poisson_times(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(AZURE)
+    short = read_trace(path, 0, max_input=400)
+    assert [row.num_input for row in short] == [374, 396]
+    with pytest.raises(StartupError, match="but for prompts above 10 tokens"):
+        read_trace(path, 0, max_input=10)
+    times = [row.at_s for row in poisson(2, 5.0, Length(1, 1), Length(1, 1), 7)]
+    assert at_rate(short, 5.0, 7) == [replace(row, at_s=at_s) for row, at_s in zip(short, times, strict=True)]
+
+
+def test_presets_are_what_the_table_says(tmp_path: Path) -> None:
+    (tmp_path / AZURE_FILE).write_text(AZURE)
+    rows = [{"timestamp": at, "input_length": size, "output_length": 2000, "hash_ids": [0]}
+            for at, size in enumerate((14_999, 15_000, 7))]  # fmt: skip
+    (tmp_path / MOONCAKE_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fixed = PRESETS["1024x256"].arrivals(tmp_path, 0)
+    assert (len(fixed), {(row.num_input, row.num_output) for row in fixed}) == (400, {(1024, 256)})
+    assert fixed[-1].at_s == pytest.approx(399 / 20, rel=0.2)
+    azure = PRESETS["azure28"].arrivals(tmp_path, 0)
+    assert [(row.num_input, row.num_output) for row in azure] == [(374, 44), (396, 109), (879, 55)]
+    assert azure[-1].at_s == pytest.approx(2 / 28)
+    mooncake = PRESETS["mooncake3"].arrivals(tmp_path, 0)
+    assert [(row.num_input, row.num_output, row.prefix_blocks) for row in mooncake] == [
+        (14_999, 1000, ()),
+        (7, 1000, ()),
+    ]
 
 
 @pytest.mark.parametrize(
