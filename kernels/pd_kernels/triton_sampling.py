@@ -56,6 +56,7 @@ def _best_of_piece_kernel(
     value = tl.load(logits + row * stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     if DRAW:
         value -= gumbel_noise(tl.load(seeds + row), tl.load(positions + row), token)
+    value = tl.where(value == value, value, float("-inf"))  # NaN has no order: padding could win over it
     winner, index = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best + row * num_pieces + piece, winner)
     tl.store(best_token + row * num_pieces + piece, piece * PIECE + index)
@@ -78,7 +79,7 @@ def gumbel_sample(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Te
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Per row of `logits` [R, V], the first of the greatest. -> int64 [R]."""
+    """Per row of `logits` [R, V], the first of the greatest. -> int64 [R], always in [0, V): NaN counts least."""
     return _best(logits, None, None)
 
 

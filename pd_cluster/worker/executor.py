@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pd_cluster.engine.batch import Batch, SequenceChunk, SequenceStart, StepResult
+from pd_cluster.engine.batch import Batch, BlockCopies, SequenceChunk, SequenceStart, StepResult
 from pd_cluster.engine.sampling_params import SamplingParams
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import model_directory, read_json
@@ -241,20 +241,25 @@ class Executor:
         start = SequenceStart(0, (0,) * length, length, blocks, params, 0)
         runner.launch(Batch(0, (start,), (SequenceChunk(0, 0, length, num_samples=1),))).result()
         runner.launch(Batch(1, (), (SequenceChunk(0, length, 1, num_samples=1),))).result()
-        runner.launch(Batch(2, departures=(0,)))
+        copies = BlockCopies(copy_on_write=((0, 1),))
+        runner.launch(Batch(2, departures=(0,), copies=copies))
         if self._device.type == "cuda":
             self._warm_up_mixed_steps(runner, length)
         self._cache.tensor[:2].zero_()
 
     def _warm_up_mixed_steps(self, runner: ModelRunner, length: int) -> None:
-        """Steps of decodes amid prefills. Triton compiles a kernel anew for each power of two of sequences, and again
-        for sizes that are 1, or multiples of 16, or neither: a second each, which would be some request's second."""
-        params, num_rows = SamplingParams(max_tokens=1), self._config.scheduler.max_num_seqs
+        """Steps of decodes amid prefills, greedy rows amid drawn ones.
+
+        Triton compiles a kernel anew for each power of two of sequences, and again for sizes that are 1, or multiples
+        of 16, or neither: a second each, which would be some request's second.
+        """
+        params = [SamplingParams(max_tokens=1, temperature=temperature) for temperature in (1.0, 0.0)]
+        num_rows = self._config.scheduler.max_num_seqs
         sizes = [2**power - 1 for power in range(1, num_rows.bit_length())]
         for step, size in enumerate(sizes, 3):
             num_prefills = min((1, 3, 16)[step % 3], num_rows - size)
             lengths = [1] * size + [length] * num_prefills
-            starts = tuple(SequenceStart(i, (0,) * n, n, (0,), params, i) for i, n in enumerate(lengths))
+            starts = tuple(SequenceStart(i, (0,) * n, n, (0,), params[i % 2], i) for i, n in enumerate(lengths))
             chunks = tuple(SequenceChunk(i, 0, n, num_samples=1) for i, n in enumerate(lengths))
             runner.launch(Batch(step, starts, chunks)).result()
             runner.launch(Batch(step, departures=tuple(range(len(lengths)))))

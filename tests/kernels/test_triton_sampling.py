@@ -76,6 +76,18 @@ def test_argmax_takes_the_first_of_equals(num_rows: int, vocab_size: int) -> Non
     assert triton_sampling.argmax(torch.full((2, vocab_size), -torch.inf, device=DEVICE)).tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("vocab_size", [5, 5000])
+def test_nan_is_never_chosen_and_never_leads_out_of_the_vocabulary(vocab_size: int) -> None:
+    """An id past the vocabulary would make the next step read past the embedding: the end of a whole node."""
+    logits = torch.zeros((3, vocab_size), device=DEVICE)
+    logits[0], logits[1, ::2], logits[1, 3] = torch.nan, torch.nan, 1.0
+    assert triton_sampling.argmax(logits).tolist() == [0, 3, 0]
+    drawn = triton_sampling.gumbel_sample(logits, *keys(3)).tolist()
+    assert drawn[0] == 0
+    assert drawn[1] % 2 == 1
+    assert max(drawn) < vocab_size
+
+
 def test_wrong_shapes_are_refused() -> None:
     logits = torch.zeros((3, 8), device=DEVICE)
     with pytest.raises(ValueError, match="2 seeds"):
