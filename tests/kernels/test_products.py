@@ -80,6 +80,7 @@ def test_every_proposal_multiplies(dtype: torch.dtype, num_rows: int) -> None:
     try:
         proposals = library.propose(num_rows, weight)
         assert proposals
+        assert not library.propose(num_rows, weight.float())
         for proposal in proposals:  # 1024 products of about 1, rounded once: half a unit of the largest
             torch.testing.assert_close(proposal(x, weight).double(), wanted, rtol=1e-2, atol=0.1)
 
