@@ -89,6 +89,7 @@ class Prefill:
     blocks: list[int]
     generation: int = 0
     num_computed: int = 0
+    is_begun: bool = False
     is_finished: bool = False
 
 
@@ -170,9 +171,14 @@ class Engine:
         )
 
     def compute(self, num_blocks: int, *, sample: bool) -> None:
-        """A step: the oldest unfinished prefill goes on by so many blocks. `sample`: its token comes with the last."""
+        """A step: the oldest unfinished prefill begins, or goes on by so many blocks. `sample`: its token comes with
+        the last."""
         request = next((request for request in self.prefills.values() if not request.is_finished), None)
         if request is None:
+            return
+        if not request.is_begun:
+            request.is_begun = True
+            self.exchange.leases.announce(PublishSpec(request.lease.lease_id, (), 0, request.generation))
             return
         prompt, start = request.prompt, request.num_computed // GEOMETRY.block_size
         stop = min(prompt.num_blocks, start + num_blocks)
@@ -199,6 +205,7 @@ class Engine:
         self.give(request.blocks)
         request.blocks = self.take(request.prompt.num_blocks)
         request.num_computed = 0
+        request.is_begun = False
         if generation is not None:
             request.generation = generation
 

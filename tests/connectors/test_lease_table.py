@@ -55,6 +55,27 @@ def test_retract_voids_and_raises_the_generation(table: LeaseTable) -> None:
     assert not confirm(table, ref, 32, generation=0)
 
 
+def test_what_a_reader_is_told_of_a_prefill_that_goes_on(clock: VirtualClock) -> None:
+    table = LeaseTable("P", 1, 16, TTL_S, clock, wall_clock=lambda: 1e9 + clock.now)
+    ref = table.open(32, hold=False)
+    assert not table.renew(ref).is_begun
+    table.announce(PublishSpec(ref.lease_id, (), 0, 0))
+    begun = table.renew(ref)
+    assert (begun.is_begun, begun.num_tokens_readable, begun.block_ids) == (True, 0, ())
+    assert [state.is_begun for state in table.take_changed()] == [True]
+    assert not confirm(table, ref, 16)
+    assert table.retract(ref.lease_id) == 1
+    assert not table.renew(ref).is_begun, "its blocks are gone: it may have to wait for others"
+    table.announce(PublishSpec(ref.lease_id, (), 0, 0))  # of the step before
+    assert not table.renew(ref).is_begun
+    clock.now += 2.0
+    table.announce(PublishSpec(ref.lease_id, (8, 9), 32, 1))
+    clock.now += 1.0
+    table.finish(ref.lease_id, (SampledToken(3),), 0.5)
+    told = table.renew(ref)
+    assert (told.is_begun, told.announced_at, told.prefill_s) == (True, 1e9 + clock.now - 1.0, 0.5)
+
+
 @pytest.mark.parametrize("how", ["release", "expire", "end"])
 def test_an_ended_lease_confirms_nothing(table: LeaseTable, clock: VirtualClock, how: str) -> None:
     ref = table.open(16, hold=False)

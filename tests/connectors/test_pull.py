@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pd_connectors.base import FirstTokens, LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec
+from pd_connectors.base import FirstTokens, LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec, LoadSteps
 from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
 from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseState, Release, Renew, SampledToken
 from pd_connectors.protocol.ticket import Geometry, LeaseRef, Ticket
@@ -189,6 +189,66 @@ def test_blocks_taken_back_and_announced_anew_before_ours_were_reserved_are_read
     assert reads(pull.take_actions()) == [PostRead(0, (0, 1), (10, 11))]
     pull.lease_state(state(4, 40, generation=1), 0.3)
     assert reads(pull.take_actions()) == [PostRead(1, (2,), (12,))]
+
+
+def test_blocks_are_reserved_while_the_prompt_is_computed() -> None:
+    pull = new_pull()
+    pull.accepted(0.0)
+    pull.connected(PEER, 0.0)
+    pull.lease_state(state(2), 0.1)
+    assert events(pull.take_actions()) == []
+    begun = LeaseState(LEASE, 0, 3, 0, (), is_begun=True)
+    pull.lease_state(begun, 0.2)
+    assert events(pull.take_actions()) == [LoadReady("load", 40)]
+    pull.reserve(SPEC, 0.3)
+    assert pull.take_actions() == []
+    pull.lease_state(state(4, 40), 5.0)
+    assert reads(pull.take_actions()) == [PostRead(0, (0, 1, 2), (10, 11, 12))]
+    assert pull.is_live, "no read was in flight while P computed"
+
+
+def test_a_prompt_that_stopped_before_ours_were_reserved_fails_the_load() -> None:
+    pull = new_pull()
+    pull.accepted(0.0)
+    pull.connected(PEER, 0.0)
+    pull.lease_state(LeaseState(LEASE, 0, 3, 0, (), is_begun=True), 0.2)
+    pull.lease_state(LeaseState(LEASE, 1, 4, 0, ()), 0.3)
+    pull.reserve(SPEC, 0.4)
+    assert pull.failure is LoadFailure.LEASE_ENDED
+
+
+def test_the_steps_of_a_load_follow_each_other() -> None:
+    pull = new_pull()
+    pull.accepted(0.0)
+    pull.connected(PEER, 0.0)
+    pull.lease_state(state(2, 16), 0.1, 9.0)
+    pull.reserve(SPEC, 0.2)
+    pull.lease_state(state(3, 40, tokens=True), 1.0, 0.25)
+    pull.lease_state(state(4, 40, tokens=True), 1.1, 0.5)  # a renewal's answer: the same announcement, older by now
+    pull.read_ended(0, "", 1.5, 0.125)
+    pull.read_ended(1, "", 2.0, 0.5)
+    question = sent(pull.take_actions())[-1]
+    assert isinstance(question, Confirm)
+    pull.confirm_reply(ConfirmReply(LEASE, 0, 40, question.nonce, True), 2.25)
+    done = events(pull.take_actions())[-1]
+    assert isinstance(done, LoadDone)
+    assert done.steps == LoadSteps(announce_s=0.25, reserve_s=0.0, post_s=0.5, link_s=0.5, confirm_s=0.25)
+    assert done.done_at == 2.25
+
+
+def test_waiting_for_blocks_is_a_step_of_its_own() -> None:
+    pull = new_pull()
+    pull.accepted(0.0)
+    pull.connected(PEER, 0.0)
+    pull.lease_state(state(2, 40, tokens=True), 1.0, 0.0)
+    pull.reserve(SPEC, 1.75)
+    pull.read_ended(0, "", 2.0)
+    question = sent(pull.take_actions())[-1]
+    assert isinstance(question, Confirm)
+    pull.confirm_reply(ConfirmReply(LEASE, 0, 40, question.nonce, True), 2.0)
+    done = events(pull.take_actions())[-1]
+    assert isinstance(done, LoadDone)
+    assert (done.steps.reserve_s, done.steps.link_s) == (0.75, 0.25)
 
 
 def test_a_load_that_needs_no_blocks_waits_for_its_token_only() -> None:

@@ -88,6 +88,7 @@ class Bench:
             lambda owner, message: self.sent.append(message),
             self.events.append,
             self.forgotten.append,
+            wall_clock=lambda: 1e9 + 4.0,
         )
 
     def begin(self, load_id: str, epoch: int = 1, lease_id: str = "", now: float = 0.0) -> Ticket:
@@ -349,3 +350,19 @@ def test_unknown_peers_loads_and_leases_are_ignored(bench: Bench) -> None:
     bench.reader.cancel("nobody", 0.0)
     bench.reader.on_lost(("elsewhere", 1), 0.0)
     assert bench.events == before
+
+
+@pytest.mark.parametrize(("announced_at", "age_s"), [(1e9 + 3.5, 0.5), (1e9 + 9.0, 0.0), (0.0, 0.0)])
+def test_an_announcement_is_as_old_as_the_clocks_say(announced_at: float, age_s: float) -> None:
+    bench = Bench()
+    ticket = bench.begin("a")
+    bench.answer()
+    bench.up()
+    state = LeaseState(ticket.lease, 0, 5, 32, (1, 2), (SampledToken(1),), announced_at=announced_at, prefill_s=0.75)
+    bench.reader.on_message(OWNER, state, 0.0)
+    bench.reader.reserve(LoadSpec("a", 0, (8, 9), 32), 0.0)
+    bench.finish("a", 1.0)
+    (tokens,) = [event for event in bench.events if isinstance(event, FirstTokens)]
+    (done,) = [event for event in bench.events if isinstance(event, LoadDone)]
+    assert tokens.prefill_s == 0.75
+    assert done.steps.announce_s == age_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import openai
@@ -61,6 +62,20 @@ async def test_stream_of_several_prompts() -> None:
     assert texts == {0: "Hello", 1: " there"}
     assert events[-2][1]["usage"]["completion_tokens"] == 2
     assert events[-1][1] == "[DONE]"
+
+
+@pytest.mark.parametrize(("prompt", "timings"), [("Hello", {"queue": 1.0, "prefill": 2.0}), (["Hello", " there"], {})])
+async def test_a_stream_tells_what_it_waited_for(prompt: object, timings: dict[str, float]) -> None:
+    async with running(FakeEngine(echo_script)) as node:
+        options = {"include_usage": True, "include_timings": True}
+        body = {"prompt": prompt, "stream": True, "stream_options": options}
+        asked = await post_events(node.session, f"{node.url}/v1/completions", body)
+        body["stream_options"] = {"include_usage": True}
+        unasked = await post_events(node.session, f"{node.url}/v1/completions", body)
+        received = [request.received_s for request in node.engine.requests]
+    assert asked[-2][1]["usage"]["timings"] == timings, "of several prompts there is no one answer"
+    assert "timings" not in unasked[-2][1]["usage"]
+    assert all(0 < received_s <= time.monotonic() for received_s in received)
 
 
 async def test_one_failing_prompt_fails_the_request_and_aborts_the_others() -> None:
