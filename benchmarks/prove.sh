@@ -16,7 +16,6 @@ export PYTHONPATH=$root:$root/router:$root/connectors:$root/kernels${PYTHONPATH:
 out=${OUT:-$(mktemp -d)}
 mkdir -p "$out"
 soak_s=${SOAK_S:-600}
-shown_lines=14
 warm_processes=6
 
 # Without a device the kernels' tests would pass in Triton's interpreter
@@ -105,6 +104,8 @@ for part in "${parts[@]}"; do
     esac
     ((status)) && failed=1
     echo "== $part: $word, $seconds s ($out/$part.log)"
-    tail -n $shown_lines "$out/$part.log" | cut -c 1-200
+    lines=14
+    if [ "$part" = logits ]; then lines=36; fi # a figure for each prompt
+    tail -n $lines "$out/$part.log" | cut -c 1-200
 done
 exit $failed
