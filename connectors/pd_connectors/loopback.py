@@ -82,7 +82,7 @@ class LoopbackNetwork:
             return node
 
     def detach(self, node: LoopbackNode) -> None:
-        """The node is gone: closed or crashed. Idempotent. What it sent may still arrive."""
+        """The node is gone: closed or crashed. Idempotent. What it sent may still arrive; it sends nothing more."""
         with self.lock:
             node.is_alive = False
             if self._nodes.get(node.address) is node:
@@ -168,14 +168,14 @@ class LoopbackChannel(Channel):
         return self._node.address[1]
 
     def ask(self, owner: Address, message: ToOwner) -> None:
-        there = self._node.network.at(owner)
+        there = self._node.network.at(owner) if self._node.is_alive else None
         if there is None:
             self._num_dropped += 1
             return
         there.deliver(partial(FromReader, str(self._node.serial).encode(), message))
 
     def reply(self, reader: bytes, message: ToReader) -> None:
-        there = self._node.network.numbered(int(reader))
+        there = self._node.network.numbered(int(reader)) if self._node.is_alive else None
         if there is None:
             self._num_dropped += 1
             return

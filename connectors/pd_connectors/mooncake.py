@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 DEFAULT_URL = "mooncake://127.0.0.1:50051"
 LOCAL_BUFFER_BYTES = 64 << 20  # Mooncake's own, for what is on its way
 PORT_DEADLINE_S = 0.5
+RPC_DEADLINE_MS = 2000  # Mooncake's own: 30 s, for which a master that stands still would hold a request
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +154,8 @@ def _load_mooncake() -> Any:
     """
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     os.environ.setdefault("GLOG_minloglevel", "2")
+    os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(RPC_DEADLINE_MS))
+    os.environ.setdefault("MC_RPC_CONNECT_TIMEOUT_MS", str(RPC_DEADLINE_MS))
     try:
         runtime = find_spec("nvidia.cuda_runtime") if find_spec("nvidia") is not None else None
         for folder in runtime.submodule_search_locations or () if runtime is not None else ():

@@ -1,17 +1,7 @@
 """A pool over any KVStore: searches and stores on threads of their own, so that no step waits for a server.
 
-A search, as a table (its PrefixLoaded is emitted once, on the way to `over`):
-
-    state     who has it          ends with
-    queued    a loading thread    reached too late, or cancelled                          -> over
-    probing   a loading thread    nothing stored, the store is gone                       -> over
-                                  PrefixFound                                             -> found
-    found     the engine          `load`                                                  -> queued, then reading
-                                  `cancel`                                                -> over
-    reading   a loading thread    every block read, or the first that is lost or damaged,
-                                  a deadline, a cancel, the store is gone                 -> over
-
-A block is written into the cache only after its digest was checked, so what is over is known to the last block.
+`search` has a search's states. Two threads load; a third, the watch, ends in time what they cannot: a store may stand
+still for much longer than a request should wait. While all of them stand still the pool is down.
 
 Stores: what a step computed is copied at once (`staging`) and sent later by one thread. The backlog is bounded; what
 does not fit is not stored, which costs somebody a prefill and nothing else.
@@ -27,13 +17,13 @@ import time
 from collections import defaultdict, deque
 from contextlib import closing
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from itertools import takewhile
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from pd_connectors.base import CachedBlock, Event, LoadSpec, Pool, PrefixFound, PrefixLoaded
+from pd_connectors.search import Miss, Search
 from pd_connectors.staging import Gathered, Inlet, Staging
 from pd_connectors.store import HEADER_BYTES, KVStore, ObjectName, Sealer, StoreUnavailable
 
@@ -50,17 +40,6 @@ PROBE_BATCH = 64  # and from then on
 STORE_BATCH_BYTES = 32 << 20
 
 
-class Miss(StrEnum):
-    """Why a search brought less than it was asked for. Each search that did is counted under one of these."""
-
-    ABSENT = "absent"  # nobody stored the next block, or it was evicted long ago
-    LOST = "lost"  # it was there when we looked, and gone when we read
-    DAMAGED = "damaged"  # its digest is wrong
-    UNAVAILABLE = "unavailable"  # the store is down
-    LATE = "late"  # the deadline passed
-    CANCELLED = "cancelled"  # the request ended
-
-
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
     """`deadline_s`: of one search's time in this pool's hands, so of what a miss can cost a request."""
@@ -69,18 +48,6 @@ class PoolLimits:
     retry_s: float = 1.0
     backlog_bytes: int = 256 << 20
     close_s: float = 5.0
-
-
-@dataclass(slots=True, eq=False)
-class _Search:
-    load_id: str
-    names: list[ObjectName]
-    first_block: int
-    due_s: float
-    spec: LoadSpec | None = None  # None until `load`
-    miss: Miss | None = None  # why it will bring less than all
-    is_queued: bool = True  # or in a thread's hands
-    is_cancelled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +73,14 @@ class StorePool(Pool):
         self._limits = limits
         self._clock = clock
         self._lock = threading.Lock()
-        self._searches: dict[str, _Search] = {}  # not over
-        self._jobs: SimpleQueue[_Search | None] = SimpleQueue()
+        self._changed = threading.Condition(self._lock)  # for the watch
+        self._searches: dict[str, Search] = {}  # not over
+        self._jobs: SimpleQueue[Search | None] = SimpleQueue()
         self._parcels: SimpleQueue[_Parcel | None] = SimpleQueue()
         self._events: deque[Event] = deque()
         self._wake: Callable[[], None] = _nobody
         self._retry_at_s = clock()
+        self._num_stuck = 0  # loading threads that a search was too late for
         self._num_backlog_bytes = 0
         self._damaged: set[ObjectName] = set()  # seen by a loading thread; the storing thread mends them
         self._counts: defaultdict[str, float] = defaultdict(float)
@@ -124,17 +93,16 @@ class StorePool(Pool):
         self._staging = Staging(cache)
         for index in range(NUM_LOADERS):
             self._start_thread(f"pd-pool-load-{index}", partial(self._run_loader, self._open_store(), Inlet(cache)))
+        self._start_thread("pd-pool-watch", self._run_watch)
         self._start_thread("pd-pool-store", partial(self._run_storer, self._open_store()))
 
     def close(self) -> None:
         """End every search, drop what was not sent, join the threads. Idempotent."""
         if self._closing.is_set():
             return
-        self._closing.set()
-        with self._lock:
-            load_ids = list(self._searches)
-        for load_id in load_ids:
-            self.cancel(load_id)
+        with self._changed:
+            self._closing.set()
+            self._changed.notify()
         for _ in range(NUM_LOADERS):
             self._jobs.put(None)
         self._parcels.put(None)
@@ -148,37 +116,36 @@ class StorePool(Pool):
 
     def find(self, load_id: str, block_hashes: Sequence[bytes], first_block: int) -> None:
         names = [self._sealer.name(block_hash) for block_hash in block_hashes]
-        search = _Search(load_id, names, first_block, self._clock() + self._limits.deadline_s)
-        with self._lock:
+        search = Search(load_id, names, first_block, self._clock() + self._limits.deadline_s)
+        with self._changed:
             self._searches[load_id] = search
             self._counts["pool_lookups_total"] += 1
+            self._changed.notify()
         if self._is_down() or self._closing.is_set():
-            self._end(search, 0, Miss.UNAVAILABLE)
+            self._end(search, Miss.UNAVAILABLE)
         else:
             self._jobs.put(search)
 
     def load(self, spec: LoadSpec) -> bool:
         """Read what was found into reserved blocks. False when this is no search of ours, or one that is over."""
-        with self._lock:
+        with self._changed:
             search = self._searches.get(spec.load_id)
             if search is None:
                 return False
             assert search.spec is None, spec
             search.spec = spec
             search.due_s = self._clock() + self._limits.deadline_s
-            search.is_queued = True
+            search.is_found = False
+            self._changed.notify()
         self._jobs.put(search)
         return True
 
     def cancel(self, load_id: str) -> None:
-        with self._lock:
+        with self._changed:
             search = self._searches.get(load_id)
-            if search is None:
-                return
-            search.is_cancelled = True
-            if search.is_queued:
-                return  # the thread that gets it, or has it, sees that
-        self._end(search, 0, Miss.CANCELLED)
+            if search is not None:
+                search.is_cancelled = True
+                self._changed.notify()
 
     def store(self, blocks: Sequence[CachedBlock]) -> None:
         assert self._staging is not None, "the cache was not registered"
@@ -222,7 +189,7 @@ class StorePool(Pool):
         self._threads.append(thread)
 
     def _is_down(self) -> bool:
-        return self._clock() < self._retry_at_s
+        return self._clock() < self._retry_at_s or self._num_stuck >= NUM_LOADERS
 
     def _went_down(self, error: StoreUnavailable) -> None:
         if not self._is_down():
@@ -233,9 +200,32 @@ class StorePool(Pool):
         with self._lock:
             self._counts[name] += number
 
+    def _run_watch(self) -> None:
+        while True:
+            with self._changed:
+                now_s = self._clock()
+                ends = [(search, why) for search in self._searches.values() if (why := self._why_end(search, now_s))]
+                for search, why in ends:
+                    search.is_stuck = why is Miss.LATE and search.holder is not None
+                    self._num_stuck += search.is_stuck
+                if not ends:
+                    if self._closing.is_set():
+                        return
+                    dues_s = [search.due_s for search in self._searches.values() if not search.is_found]
+                    self._changed.wait(min(dues_s) - now_s if dues_s else None)
+            for search, why in ends:
+                self._end(search, why)
+
+    def _why_end(self, search: Search, now_s: float) -> Miss | None:
+        return Miss.CANCELLED if self._closing.is_set() else search.why_end(now_s)
+
     def _run_loader(self, store: KVStore, inlet: Inlet) -> None:
         with closing(store):
             while (search := self._jobs.get()) is not None:
+                with self._lock:
+                    if search.is_over:
+                        continue
+                    search.holder = threading.get_ident()
                 try:
                     if search.spec is None:
                         self._probe(search, store)
@@ -243,17 +233,21 @@ class StorePool(Pool):
                         self._read(search, search.spec, store, inlet)
                 except Exception:  # a bug of ours or of the store's client must not leave the request waiting
                     logger.exception("a search of the pool failed")
-                    self._end(search, 0, Miss.UNAVAILABLE)
+                    self._end(search, Miss.UNAVAILABLE)
+                finally:
+                    self._let_go(search)
 
-    def _hopeless(self, search: _Search) -> Miss | None:
+    def _let_go(self, search: Search) -> None:
+        with self._lock:
+            if search.holder == threading.get_ident():  # another may have it by now, to read what this one found
+                search.holder = None
+                self._num_stuck -= search.is_stuck
+
+    def _hopeless(self, search: Search) -> Miss | None:
         """Why there is no point in going on."""
-        if search.is_cancelled or self._closing.is_set():
-            return Miss.CANCELLED
-        if self._clock() >= search.due_s:
-            return Miss.LATE
-        return Miss.UNAVAILABLE if self._is_down() else None
+        return self._why_end(search, self._clock()) or (Miss.UNAVAILABLE if self._is_down() else None)
 
-    def _probe(self, search: _Search, store: KVStore) -> None:
+    def _probe(self, search: Search, store: KVStore) -> None:
         num_found, miss = search.first_block, search.miss
         try:
             while num_found < len(search.names) and miss is None:
@@ -268,22 +262,21 @@ class StorePool(Pool):
             self._went_down(error)
             miss = Miss.UNAVAILABLE
         if num_found == search.first_block or miss not in (None, Miss.ABSENT):
-            self._end(search, 0, miss)
+            self._end(search, miss)
             return
         with self._lock:
+            if search.is_over:
+                return
             search.miss = miss
-            search.is_queued = False
-            is_cancelled = search.is_cancelled
-            if not is_cancelled:
-                self._events.append(PrefixFound(search.load_id, num_found * self._context.geometry.block_size))
-        if is_cancelled:
-            self._end(search, 0, Miss.CANCELLED)
+            search.is_found = True
+            search.holder = None
+            self._events.append(PrefixFound(search.load_id, num_found * self._context.geometry.block_size))
         self._wake()
 
-    def _read(self, search: _Search, spec: LoadSpec, store: KVStore, inlet: Inlet) -> None:
+    def _read(self, search: Search, spec: LoadSpec, store: KVStore, inlet: Inlet) -> None:
         started_s = self._clock()
         names = search.names[spec.first_block : spec.first_block + len(spec.block_ids)]
-        num_read, miss = 0, self._hopeless(search)
+        miss = self._hopeless(search)
         if miss is None and names:
             try:
                 with closing(store.get(names)) as objects:
@@ -294,20 +287,14 @@ class StorePool(Pool):
                             miss = Miss.LOST if sealed is None else Miss.DAMAGED
                         if miss is Miss.DAMAGED:
                             self._damaged.add(name)
-                        if block is None or miss is not None:
+                        if block is None or miss is not None or not search.land(inlet, block_id, block):
                             break
-                        inlet.write(block_id, block)
-                        num_read += 1
             except StoreUnavailable as error:
                 self._went_down(error)
                 miss = Miss.UNAVAILABLE
-            inlet.flush()
-        size, block_bytes = self._context.geometry.block_size, self._context.geometry.block_bytes
+        self._end(search, miss)
         with self._lock:
-            self._counts["pool_hit_tokens_total"] += num_read * size
-            self._counts["pool_read_bytes_total"] += num_read * block_bytes
             self._counts["pool_read_seconds_total"] += self._clock() - started_s
-        self._end(search, (spec.first_block + num_read) * size, miss)
 
     def _run_storer(self, store: KVStore) -> None:
         with closing(store):
@@ -345,13 +332,18 @@ class StorePool(Pool):
             self._count("pool_blocks_stored_total", num_stored)
             self._count("pool_blocks_dropped_total|reason=refused", len(batch) - num_stored)
 
-    def _end(self, search: _Search, num_tokens: int, miss: Miss | None) -> None:
+    def _end(self, search: Search, miss: Miss | None) -> None:
         """Once a search, whoever is first."""
+        if not search.finish():
+            return
+        num_read, geometry = search.num_read, self._context.geometry
+        num_tokens = 0 if search.spec is None else (search.spec.first_block + num_read) * geometry.block_size
         with self._lock:
-            if self._searches.pop(search.load_id, None) is None:
-                return
+            del self._searches[search.load_id]
             if miss is not None or search.miss is not None:
                 self._counts[f"pool_misses_total|reason={miss or search.miss}"] += 1
+            self._counts["pool_hit_tokens_total"] += num_read * geometry.block_size
+            self._counts["pool_read_bytes_total"] += num_read * geometry.block_bytes
             self._events.append(PrefixLoaded(search.load_id, num_tokens))
         self._wake()
 

@@ -51,7 +51,7 @@ class KVStore(ABC):
     """One client's way to the store. Not thread-safe; each thread opens its own.
 
     Connects when it is first used, and again after it has failed. Every method may raise StoreUnavailable, within a
-    deadline of the implementation's; none hangs.
+    deadline of the implementation's; a longer one than a search's is bridged by the pool.
     """
 
     @abstractmethod

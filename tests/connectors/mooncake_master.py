@@ -44,6 +44,11 @@ class MooncakeMaster:
         assert self._process is None
         self._process = start_master("127.0.0.1", self.port, "--client_ttl=5")
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         """SIGKILL."""
         assert self._process is not None

@@ -35,6 +35,7 @@ class Shelf:
     objects: dict[ObjectName, bytearray] = field(default_factory=dict)
     is_up: bool = True
     num_calls: int = 0
+    num_waiting: int = 0  # calls at the gate
     gate: threading.Event = field(default_factory=threading.Event)  # clear: every call waits
 
     def __post_init__(self) -> None:
@@ -42,7 +43,9 @@ class Shelf:
 
     def enter(self) -> None:
         self.num_calls += 1
+        self.num_waiting += 1
         assert self.gate.wait(DEADLINE_S)
+        self.num_waiting -= 1
         if not self.is_up:
             raise StoreUnavailable("switched off")
 

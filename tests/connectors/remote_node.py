@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from abc import ABC, abstractmethod
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from pd_connectors.base import CacheDescription, Connector, ConnectorContext, Event, PublishSpec
+from pd_connectors.base import CachedBlock, CacheDescription, Connector, ConnectorContext, Event, PublishSpec
 from pd_connectors.protocol.errors import LeaseEnd
 from pd_connectors.protocol.messages import SampledToken
 from pd_connectors.protocol.ticket import Geometry, Ticket
@@ -61,9 +62,9 @@ def stamp(cache: CacheDescription, block_id: int, version: int) -> None:
 
 def stamped(cache: CacheDescription, block_id: int, version: int) -> torch.Tensor:
     """What `stamp` writes."""
-    size = cache.tensor[block_id].numel()
-    values = torch.arange(size) + 1000.0 * block_id + 1e6 * version
-    return values.view(cache.tensor[block_id].shape)
+    like = cache.tensor[0]
+    values = torch.arange(like.numel()) + 1000.0 * block_id + 1e6 * version
+    return values.view(like.shape)
 
 
 @dataclass
@@ -103,8 +104,31 @@ class Node:
         return [type(event).__name__ for event in self.events if getattr(event, "load_id", None) == load_id]
 
 
+class DrivenNode(ABC):
+    """A prefill node that does what a test says, wherever it lives."""
+
+    @abstractmethod
+    def call(self, name: str, *args: Any) -> Any:
+        """Run one of COMMANDS there."""
+
+    def open(self, num_tokens: int, *, hold: bool = False) -> Ticket:
+        ticket = self.call("open", num_tokens, hold)
+        assert isinstance(ticket, Ticket)
+        return ticket
+
+    def publish(self, lease_id: str, block_ids: tuple[int, ...], num_tokens: int, generation: int = 0) -> None:
+        self.call("publish", PublishSpec(lease_id, block_ids, num_tokens, generation))
+
+    def finish(self, lease_id: str, token_id: int = 7) -> None:
+        self.call("finish", lease_id, (SampledToken(token_id, -0.5),))
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it at once, without a word to anybody."""
+
+
 @dataclass
-class RemoteNode:
+class RemoteNode(DrivenNode):
     """The test's end of the pipe."""
 
     process: BaseProcess
@@ -117,21 +141,9 @@ class RemoteNode:
         return self.process.pid
 
     def call(self, name: str, *args: Any) -> Any:
-        """Run one of `_COMMANDS` there."""
         self.pipe.send((name, args))
         assert self.pipe.poll(PATIENCE_S), f"{name} did not return"
         return self.pipe.recv()
-
-    def open(self, num_tokens: int, *, hold: bool = False) -> Ticket:
-        ticket = self.call("open", num_tokens, hold)
-        assert isinstance(ticket, Ticket)
-        return ticket
-
-    def publish(self, lease_id: str, block_ids: tuple[int, ...], num_tokens: int, generation: int = 0) -> None:
-        self.call("publish", PublishSpec(lease_id, block_ids, num_tokens, generation))
-
-    def finish(self, lease_id: str, token_id: int = 7) -> None:
-        self.call("finish", lease_id, (SampledToken(token_id, -0.5),))
 
     def kill(self) -> None:
         """SIGKILL, whatever it is doing (or if it is stopped)."""
@@ -168,7 +180,7 @@ def _serve(pipe: Connection, connector_name: str, settings: ConnectorContext, nu
     try:
         while True:
             name, args = pipe.recv()
-            pipe.send(_COMMANDS[name](node, *args))
+            pipe.send(COMMANDS[name](node, *args))
     except EOFError:
         node.connector.close()
 
@@ -182,12 +194,22 @@ def _events(node: Node) -> list[Event]:
     return node.events
 
 
+def _store(node: Node, blocks: tuple[CachedBlock, ...]) -> None:
+    """Offer them to the pool, and wait until they were sent or dropped."""
+    assert node.connector.pool is not None
+    node.connector.pool.store(blocks)
+    deadline = time.monotonic() + PATIENCE_S
+    while node.connector.stats()["pool_backlog_bytes"]:
+        assert time.monotonic() < deadline, "the backlog was not sent"
+        time.sleep(0.002)
+
+
 def _cpu_s(node: Node) -> float:
     times = psutil.Process().cpu_times()
     return float(times.user + times.system)
 
 
-_COMMANDS: dict[str, Callable[..., Any]] = {
+COMMANDS: dict[str, Callable[..., Any]] = {
     "open": _open,
     "publish": lambda node, publish: node.connector.send_after([publish]),
     "finish": lambda node, lease_id, tokens: node.connector.finish_lease(lease_id, tokens),
@@ -197,5 +219,6 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "events": _events,
     "stats": lambda node: node.connector.stats(),
     "cpu_s": _cpu_s,
+    "store": _store,
     "close": lambda node: node.connector.close(),
 }

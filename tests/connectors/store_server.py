@@ -52,6 +52,11 @@ class StoreServer:
         assert line.startswith("serving "), f"the server did not start: {line!r}"
         self.port = int(line.split()[1])
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         """SIGKILL."""
         assert self._process is not None

@@ -232,6 +232,34 @@ def test_a_search_that_takes_too_long_is_over() -> None:
         assert node.misses() == {"late": 1}
 
 
+def test_a_store_that_stands_still_costs_a_deadline_and_is_left_alone() -> None:
+    shelf = Shelf()
+    hashes = hashes_of(2)
+    with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT, limits=PoolLimits(deadline_s=0.1)) as (node,):
+        node.store(hashes, [0, 1])
+        node.pool.find("reading", hashes, 0)
+        assert node.event() == PrefixFound("reading", 2 * SIZE)
+        shelf.gate.clear()
+        assert node.pool.load(LoadSpec("reading", 0, (8, 9), 2 * SIZE))
+        wait_until(lambda: shelf.num_waiting == 1, lambda: "nobody reads")
+        node.now_s += 0.1
+        assert node.event() == PrefixLoaded("reading", 0)
+        assert node.stat("pool_up") == 1, "there is another thread"
+        before = node.cache.clone()
+        node.pool.find("probing", hashes, 0)
+        wait_until(lambda: shelf.num_waiting == 2, lambda: "nobody looks")
+        node.now_s += 0.1
+        assert node.event() == PrefixLoaded("probing", 0)
+        assert node.stat("pool_up") == 0
+        node.pool.find("at once", hashes, 0)
+        assert node.event() == PrefixLoaded("at once", 0)
+        assert node.misses() == {"late": 2, "unavailable": 1}
+        shelf.gate.set()
+        wait_until(lambda: node.stat("pool_up") == 1, lambda: "the threads did not come back")
+        assert torch.equal(node.cache, before), "what came too late was written"
+        assert node.recall(hashes, [8, 9], name="again") == 2 * SIZE
+
+
 def test_a_search_is_cancelled_in_any_state() -> None:
     shelf = Shelf()
     hashes = hashes_of(2)

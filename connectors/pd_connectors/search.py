@@ -1,0 +1,82 @@
+"""One search of a pool, from `find` to its PrefixLoaded, which is emitted once, on the way to `over`:
+
+    state     who has it          ends with
+    queued    a loading thread    reached too late                                        -> over
+    probing   a loading thread    nothing stored, the store is gone                       -> over
+                                  PrefixFound                                             -> found
+    found     the engine          `load`                                                  -> queued, then reading
+    reading   a loading thread    every block read, or the first that is lost or damaged,
+                                  the store is gone                                       -> over
+    any       the watch           `cancel`; the deadline, unless the engine has it        -> over
+
+A block is written into the cache only after its digest was checked, and never once the search is over: so it is known
+to the last block what there is, even when the thread stands still in the store and comes back much later.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pd_connectors.base import LoadSpec
+    from pd_connectors.staging import Inlet
+    from pd_connectors.store import ObjectName
+
+
+class Miss(StrEnum):
+    """Why a search brought less than it was asked for. Each search that did is counted under one of these."""
+
+    ABSENT = "absent"  # nobody stored the next block, or it was evicted long ago
+    LOST = "lost"  # it was there when we looked, and gone when we read
+    DAMAGED = "damaged"  # its digest is wrong
+    UNAVAILABLE = "unavailable"  # the store is down
+    LATE = "late"  # the deadline passed
+    CANCELLED = "cancelled"  # the request ended
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """What the pool's lock guards, and `land` and `finish`, which guard themselves."""
+
+    load_id: str
+    names: list[ObjectName]
+    first_block: int
+    due_s: float
+    spec: LoadSpec | None = None  # None until `load`
+    miss: Miss | None = None  # why it will bring less than all
+    is_found: bool = False  # the engine has it, and its time does not count
+    is_cancelled: bool = False
+    holder: int | None = None  # the loading thread that is busy with it, over or not
+    is_stuck: bool = False  # it was late while that had it
+    is_over: bool = False
+    num_read: int = 0  # blocks
+    _landing: threading.Lock = field(default_factory=threading.Lock)
+    _inlet: Inlet | None = None
+
+    def land(self, inlet: Inlet, block_id: int, block: memoryview) -> bool:
+        """Write the next block. False, and nothing is written, when the search is over."""
+        with self._landing:
+            if not self.is_over:
+                self._inlet = inlet
+                inlet.write(block_id, block)
+                self.num_read += 1
+            return not self.is_over
+
+    def finish(self) -> bool:
+        """Now it is over: what was written has landed, and nothing else will. False when it was over already."""
+        with self._landing:
+            if self.is_over:
+                return False
+            self.is_over = True
+            if self._inlet is not None:
+                self._inlet.flush()
+            return True
+
+    def why_end(self, now_s: float) -> Miss | None:
+        """Why the watch must end it now."""
+        if self.is_cancelled:
+            return Miss.CANCELLED
+        return Miss.LATE if not self.is_found and now_s >= self.due_s else None

@@ -1,0 +1,76 @@
+"""The harnesses: those of this repository, or the one that `--harness` names."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.conformance.handoffs import HandoffHarness, LoopbackHandoff, RemoteHandoff
+from tests.conformance.pools import LMCacheHarness, MooncakeHarness, PoolHarness
+from tests.connectors.mooncake_master import needs_mooncake
+from tests.connectors.store_server import needs_lmcache
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conformance.harness import Harness, Reader
+
+needs_nixl = pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="NIXL is not installed: [nixl]")
+OURS = (
+    pytest.param(LoopbackHandoff, id="loopback"),
+    pytest.param(RemoteHandoff, id="nixl", marks=[needs_nixl, pytest.mark.integration]),
+    pytest.param(LMCacheHarness, id="lmcache", marks=[needs_lmcache, pytest.mark.integration]),
+    pytest.param(MooncakeHarness, id="mooncake", marks=[needs_mooncake, pytest.mark.integration]),
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    with suppress(ValueError):  # it is known already
+        parser.addoption("--harness", metavar="MODULE:CLASS", help="Run the conformance suite on this harness instead.")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "harness" not in metafunc.fixturenames:
+        return
+    path = metafunc.config.getoption("--harness", None)
+    chosen = list(OURS)
+    if path:
+        module, _, name = path.partition(":")
+        chosen = [pytest.param(getattr(import_module(module), name), id=name)]
+    wanted = _wanted(metafunc)
+    matching = [parameter for parameter in chosen if issubclass(parameter.values[0], wanted)]
+    metafunc.parametrize("harness", matching, indirect=True, scope="module")
+
+
+def _wanted(metafunc: pytest.Metafunc) -> type[Any]:
+    """Which harnesses a file is for."""
+    return {"handoff": HandoffHarness, "pool": PoolHarness}.get(getattr(metafunc.module, "KIND", ""), object)
+
+
+@pytest.fixture(scope="module")
+def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
+    """One source for all tests of a file: every failure must leave it able to go on."""
+    with request.param() as harness:
+        yield harness
+
+
+@pytest.fixture(scope="module")
+def shared_reader(harness: Harness) -> Iterator[Reader]:
+    """One reader for them, too: it must get over everything that happens to the source."""
+    reader = harness.reader("D")
+    try:
+        yield reader
+        reader.check_events()
+    finally:
+        reader.node.connector.close()
+
+
+@pytest.fixture
+def reader(shared_reader: Reader) -> Reader:
+    """It, with nothing in its cache."""
+    shared_reader.wipe()
+    return shared_reader
