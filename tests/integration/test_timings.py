@@ -1,0 +1,68 @@
+"""A cluster tells what a request waited for, and `bench handover` reads it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pd_cluster.bench.statistics import HANDOVER_STEPS
+from pd_cluster.launch.cli import main
+from tests.integration.system import Path, System, running_system
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    model = tmp_path_factory.mktemp("model")
+    assert main(["bench", "model", "--shape", "tiny", str(model)]) == 0
+    with running_system(
+        f"--model={model}", "--load-format=dummy", "--kv-cache-gb=0.1", "--no-prefix-caching"
+    ) as system:
+        yield system
+
+
+def timings(system: System, path: Path, num_tokens: int) -> dict[str, float]:
+    body = {
+        "prompt": list(range(num_tokens)), "max_tokens": 4, "temperature": 0, "ignore_eos": True, "stream": True,
+        "stream_options": {"include_usage": True, "include_timings": True},
+    }  # fmt: skip
+    usage: dict[str, Any] = system.ask(path, "/v1/completions", body).body["usage"]
+    found: dict[str, float] = usage["timings"]
+    return found
+
+
+@pytest.mark.parametrize("path", [Path.P_FIRST, Path.D_FIRST])
+def test_a_request_that_was_handed_over_tells_every_step(system: System, path: Path) -> None:
+    timings(system, path, 40)  # the first one waits for the link
+    found = timings(system, path, 600)
+    assert set(found) == {"queue", "transfer", "admit", "first_decode", "prefill_leg", *HANDOVER_STEPS}
+    assert all(
+        found[name] > 0 for name in ("queue", "transfer", "first_decode", "prefill_leg", "post", "link", "confirm")
+    )
+    steps_ms = sum(found[name] for name in HANDOVER_STEPS)
+    assert steps_ms < found["queue"] + found["transfer"] + found["announce"], "they are parts of it"
+    assert system.metric("decode", 'pd_handover_step_seconds_count{step="link"}') >= 2
+
+
+def test_a_request_that_was_not_handed_over_tells_its_prefill(system: System) -> None:
+    assert set(timings(system, Path.MIXED, 40)) == {"queue", "prefill"}
+
+
+def test_handovers_of_a_real_cluster(
+    system: System, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    arguments = f"bench handover --url {system.router_url} --tokens 200 --samples 4 --batches 0 4 --vocab-size 2048"
+    assert main([*arguments.split(), f"--json={out}"]) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["batch"] for record in records] == [0, 4]
+    assert all(record["summary"]["spreads"]["handover"]["count"] == 4 for record in records)
+    assert capsys.readouterr().out.count("= last announcement to schedulable") == 2
+    system.settle()
