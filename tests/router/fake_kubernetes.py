@@ -71,6 +71,10 @@ class FakeKubernetes:
         for request in list(self._open):
             assert request.transport is not None
             request.transport.abort()
+        await self.end()
+
+    async def end(self) -> None:
+        """End every open watch in good order, as a server does now and then."""
         self._dropped += 1
         await self._wake()
 
@@ -98,6 +102,8 @@ class FakeKubernetes:
 
     async def _watch(self, request: web.Request, wanted: dict[str, str]) -> web.StreamResponse:
         since = int(request.query["resourceVersion"])
+        if since < self.oldest:
+            return web.json_response(_status(410, "too old resource version"), status=410)
         response = web.StreamResponse(headers={"content-type": "application/json"})
         await response.prepare(request)
         self.watches.append(since)

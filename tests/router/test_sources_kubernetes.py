@@ -124,6 +124,38 @@ async def test_what_happens_while_a_watch_is_cut_is_not_missed() -> None:
 
 
 @pytest.mark.anyio
+async def test_a_watch_that_ends_in_good_order_goes_on_where_it_was() -> None:
+    async with kubernetes() as (fake, api):
+        await fake.put("d-0", port=1)
+        naps = Naps()
+        async with followed(source(api, naps)) as table:
+            await fake.until_watches(1)
+            await fake.put("d-1", port=2)
+            await until(lambda: names(table) == ["d-0", "d-1"])
+            await fake.end()
+            await fake.delete("d-0")
+            await until(lambda: names(table) == ["d-1"])
+            assert (fake.lists, len(fake.watches), naps.taken) == (1, 2, [])  # no trouble, so nothing listed anew
+
+
+@pytest.mark.anyio
+async def test_a_watch_that_may_not_go_on_where_it_was_lists_anew() -> None:
+    """410 is the answer to the next watch, not an event of the last one."""
+    async with kubernetes() as (fake, api):
+        await fake.put("d-0", port=1)
+        naps = Naps()
+        async with followed(source(api, naps)) as table:
+            await fake.until_watches(1)
+            await fake.put("web-0", port=9, part="router")  # the watch is not told, so its version falls behind
+            fake.compact()
+            await fake.end()
+            await fake.until_watches(2)
+            assert (fake.lists, len(naps.taken), fake.watches[-1]) == (2, 1, fake.version)
+            await fake.put("d-1", port=2)
+            await until(lambda: names(table) == ["d-0", "d-1"])
+
+
+@pytest.mark.anyio
 async def test_a_version_that_is_too_old_is_listed_anew(caplog: pytest.LogCaptureFixture) -> None:
     async with kubernetes() as (fake, api):
         await fake.put("d-0", port=1)
