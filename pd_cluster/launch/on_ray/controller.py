@@ -107,6 +107,8 @@ class _Record:
         bundle = ", ".join(f"{amount:g} {name}" for name, amount in spec.role(self.role).bundle.items())
         report = self.report or UnitReport(Phase.WAITING, 0.0, self.ray_node, "", detail=f"for {bundle}")
         phase = Phase.LOST if self.died else report.phase
+        if self.report is not None and self.silent_s >= policy.SILENT_S:
+            phase = Phase.LOST
         return UnitStatus(
             self.name,
             self.role,

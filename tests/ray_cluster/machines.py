@@ -1,0 +1,93 @@
+"""Ray nodes for tests: several on this machine, each a process group that can be killed as a whole.
+
+with Machines(launcher, root) as machines:
+    machines.ray("up", "cluster.yaml").wait()
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import psutil
+
+    from tests.cluster import Launched, Launcher
+
+TOKEN = "7e57" * 16
+RAY = Path(sys.executable).with_name("ray")
+START_DEADLINE_S = 90.0
+
+
+class Machines:
+    """A head and workers. At the end all are killed, and nothing that they started may be left."""
+
+    def __init__(self, launcher: Launcher, root: Path, token: str = TOKEN) -> None:
+        """`root`: a directory with a short path, for Ray's sockets."""
+        self._launcher = launcher
+        self._environment = {
+            "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0", "HOME": str(root),
+            "RAY_ADDRESS": "",
+        }  # fmt: skip
+        self.running: list[Launched] = []
+        head = self.head = self._start(
+            "--head",
+            "--port=0",
+            "--num-cpus=0",
+            '--resources={"edge": 1}',
+            "--include-dashboard=false",
+            f"--temp-dir={root}",
+        )
+        found = re.search(r"'([\d.]+:\d+)'", head.wait_line("--address=", START_DEADLINE_S))
+        assert found, head.output
+        self.address = found.group(1)
+
+    def __enter__(self) -> Machines:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for machine in reversed(self.running):
+            self.kill(machine)
+
+    def workers(self, number: int, cpus: int) -> list[Launched]:
+        """More Ray nodes, which have joined when this returns."""
+        machines = [self._start(f"--address={self.address}", f"--num-cpus={cpus}") for _ in range(number)]
+        for machine in machines:
+            machine.wait_line("Ray runtime started", START_DEADLINE_S)
+        return machines
+
+    def process(self, title: str) -> psutil.Process:
+        """The Ray worker process that is called so, for example ray::ControllerActor."""
+        found = [
+            process for machine in self.running for process in machine.family()
+            if process.is_running() and process.cmdline()[:1] == [title]
+        ]  # fmt: skip
+        assert len(found) == 1, found
+        return found[0]
+
+    def kill(self, machine: Launched) -> None:
+        """As if its power had gone: all of Ray's processes at once, and by their end all that hang on them."""
+        machine.family()
+        os.killpg(machine.pid, signal.SIGKILL)
+        machine.wait()
+        self.running.remove(machine)
+
+    def ray(self, command: str, *arguments: str, environment: dict[str, str] | None = None) -> Launched:
+        """`pd-cluster ray COMMAND` with the token."""
+        return self._launcher.command(
+            "ray", command, *arguments, environment={**self._environment, **(environment or {})}
+        )
+
+    def _start(self, *arguments: str) -> Launched:
+        command = [str(RAY), "start", "--block", "--object-store-memory=80000000", "--disable-usage-stats", *arguments]
+        machine = self._launcher.start("ray node", command, self._environment)
+        self.running.append(machine)
+        return machine

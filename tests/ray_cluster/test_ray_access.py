@@ -1,0 +1,63 @@
+"""Token authentication before anything is connected."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pd_cluster.errors import StartupError
+from pd_cluster.launch.cli import main
+from pd_cluster.launch.on_ray.connect import prepare_environment
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_the_mode_is_set_explicitly(tmp_path: Path) -> None:
+    environ: dict[str, str] = {}
+    prepare_environment(environ, tmp_path, joins=False)  # Ray makes a token for a cluster of its own
+    assert environ["RAY_AUTH_MODE"] == "token"
+    assert environ["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
+def test_joining_needs_a_token(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"needs its token: put it into ~/\.ray/auth_token"):
+        prepare_environment({}, tmp_path, joins=True)
+
+
+@pytest.mark.parametrize("where", ["environment", "named file", "file of the user"])
+def test_each_of_rays_places_for_a_token_will_do(tmp_path: Path, where: str) -> None:
+    file = tmp_path / ".ray" / "auth_token"
+    if where != "environment":
+        file.parent.mkdir()
+        file.write_text("t")
+    given = {"environment": {"RAY_AUTH_TOKEN": "t"}, "named file": {"RAY_AUTH_TOKEN_PATH": str(file)}}
+    home = tmp_path if where == "file of the user" else tmp_path / "nobody"
+    environ = given.get(where, {})
+    prepare_environment(environ, home, joins=True)
+    assert environ["RAY_AUTH_MODE"] == "token"
+
+
+def test_a_mode_without_authentication_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="RAY_AUTH_MODE is 'disabled'"):
+        prepare_environment({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "t"}, tmp_path, joins=True)
+
+
+def test_a_token_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"names no file: .*missing"):
+        prepare_environment({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "missing")}, tmp_path, joins=False)
+
+
+def test_the_command_line_says_so_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["ray", "status", "--address=10.0.0.1:6379"]) == 2
+    assert "joining a Ray cluster needs its token" in capsys.readouterr().err
+    assert main(["ray", "scale"]) == 2
+    assert "say what to scale" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["ray", "scale", "--decode=-1"])

@@ -1,0 +1,234 @@
+"""What the controller decides: single cases, and a random history that must end in the goal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pd_cluster.launch.on_ray import policy
+from pd_cluster.launch.on_ray.policy import Choice, Goal, Order, RayNode, RoutedNode, UnitView, choose, decide, orders
+from pd_cluster.launch.on_ray.spec import ROLES
+from pd_cluster.launch.on_ray.unit import Phase
+
+GOAL = Goal({"prefill": 1, "decode": 2, "mixed": 0, "router": 1}, grace_s=30.0)
+
+
+def unit(name: str, phase: Phase = Phase.READY, **more: object) -> UnitView:
+    role = name.partition("-")[0]
+    return replace(UnitView(name, role, phase, url=f"http://{name}:80"), **more)  # type: ignore[arg-type]
+
+
+def routed(name: str, state: str = "active", outstanding: int = 0, healthy: bool = True) -> RoutedNode:
+    return RoutedNode(f"http://{name}:80", name.partition("-")[0], state, healthy, True, outstanding)
+
+
+WHOLE = [unit("prefill-1"), unit("decode-2"), unit("decode-3"), unit("router-4")]
+TABLE = [routed("prefill-1"), routed("decode-2"), routed("decode-3")]
+
+
+def test_nothing_to_do_when_all_is_there() -> None:
+    assert decide(GOAL, WHOLE, [TABLE]) == policy.Decision()
+    assert orders(WHOLE, TABLE) == []
+    assert policy.is_whole(GOAL, WHOLE, [TABLE])
+
+
+def test_what_ended_or_fell_silent_goes_and_is_made_up_for() -> None:
+    units = [unit("prefill-1", Phase.ENDED), unit("decode-2", silent_s=policy.LOST_S), WHOLE[2], WHOLE[3]]
+    decision = decide(GOAL, units, [TABLE])
+    assert decision.discard == ["prefill-1", "decode-2"]
+    assert decision.create == ["prefill", "decode"]
+    assert decide(GOAL, units, [TABLE], held_back={"decode"}).create == ["prefill"]
+
+
+def test_a_silent_node_leaves_the_routers_long_before_it_is_replaced() -> None:
+    units = [WHOLE[0], unit("decode-2", silent_s=policy.SILENT_S), WHOLE[2], WHOLE[3]]
+    assert decide(GOAL, units, [TABLE]) == policy.Decision()
+    assert orders(units, TABLE) == [Order("remove", "decode-2:80")]
+    assert not policy.is_whole(GOAL, units, [TABLE])
+    assert orders(WHOLE, TABLE[::2]) == [Order("add", "http://decode-2:80", "decode")]  # it was heard again
+
+
+def test_one_too_many_is_drained_by_every_router_then_stopped() -> None:
+    goal = replace(GOAL, counts={**GOAL.counts, "decode": 1, "router": 2})
+    units = [*WHOLE, unit("router-5")]
+    assert decide(goal, units, [TABLE, TABLE]).leave == ["decode-3"]
+    units[2] = unit("decode-3", Phase.LEAVING, phase_s=1)
+    assert orders(units, TABLE) == [Order("drain", "decode-3:80")]
+    busy = [*TABLE[:2], routed("decode-3", "draining", outstanding=1)]
+    idle = [*TABLE[:2], routed("decode-3", "draining")]
+    for tables in ([TABLE, idle], [busy, idle], [idle]):  # one does not know yet, has work there, does not answer
+        assert not decide(goal, units, tables).stop
+    assert decide(goal, units, [idle, idle]).stop == {"decode-3": 29.0}
+    units[2] = unit("decode-3", Phase.LEAVING, phase_s=31)
+    assert decide(goal, units, [busy, idle]).stop == {"decode-3": policy.MIN_STOP_S}
+    units[2] = unit("decode-3", Phase.STOPPING)
+    assert orders(units, idle) == []  # it stays known until it has ended, so that nobody adds it anew
+    assert decide(goal, units, [idle, idle]) == policy.Decision()
+
+
+def test_the_first_to_go_is_the_one_that_serves_nothing_then_one_of_the_fullest_machine() -> None:
+    units = [
+        unit("decode-1", ray_node="a"), unit("decode-2", ray_node="b"), unit("decode-3", ray_node="b"),
+        unit("decode-4", ray_node="c"), unit("decode-5", Phase.STARTING), unit("decode-6", Phase.WAITING),
+    ]  # fmt: skip
+    names = [victim.name for victim in policy.victims(units, 5)]
+    assert names == ["decode-6", "decode-5", "decode-3", "decode-4", "decode-2"]
+
+
+def test_at_the_end_the_routers_go_before_the_nodes() -> None:
+    goal = replace(GOAL, closing=True)
+    first = decide(goal, WHOLE, [TABLE])
+    assert (first.stop, first.leave) == ({"router-4": 30.0}, [])
+    stopping = [*WHOLE[:3], unit("router-4", Phase.STOPPING)]
+    assert decide(goal, stopping, []) == policy.Decision()
+    assert decide(goal, WHOLE[:3], []).leave == ["prefill-1", "decode-3", "decode-2"]
+    leaving = [replace(view, phase=Phase.LEAVING) for view in WHOLE[:3]]
+    assert set(decide(goal, leaving, []).stop) == {"prefill-1", "decode-2", "decode-3"}
+
+
+def test_a_unit_that_hangs_while_it_stops_is_taken_away() -> None:
+    hung = unit("decode-3", Phase.STOPPING, phase_s=100)
+    assert decide(GOAL, [*WHOLE[:2], hung, WHOLE[3]], [TABLE]).discard == ["decode-3"]
+
+
+def test_a_url_that_comes_back_is_removed_before_it_is_added() -> None:
+    table = [routed("decode-2"), replace(routed("decode-3"), role="prefill")]
+    units = [replace(unit("decode-9"), url="http://decode-3:80"), unit("prefill-8")]
+    told = orders(units, table)
+    assert told == [
+        Order("remove", "decode-2:80"), Order("add", "http://decode-3:80", "decode"),
+        Order("add", "http://prefill-8:80", "prefill"),
+    ]  # fmt: skip
+
+
+def test_nodes_of_others_are_left_alone() -> None:
+    assert orders([], [replace(routed("decode-2"), posted=False), routed("decode-3", "leaving")]) == []
+
+
+A, B = RayNode("a", "10.0.0.1", {"CPU": 4.0}), RayNode("b", "10.0.0.2", {"CPU": 4.0})
+BUNDLES = {role: {"CPU": 1.0} for role in ROLES}
+
+
+def test_spread_goes_where_the_fewest_of_the_role_are_and_pack_where_most_is() -> None:
+    units = [unit("decode-1", ray_node="a"), unit("prefill-2", ray_node="b"), unit("prefill-3", ray_node="b")]
+    assert choose("spread", "decode", {"CPU": 1}, units, BUNDLES, [A, B]).target == "b"
+    assert choose("spread", "prefill", {"CPU": 1}, units, BUNDLES, [A, B]).target == "a"
+    assert choose("pack", "decode", {"CPU": 1}, units, BUNDLES, [A, B]).target == "b"
+    assert choose("pack", "decode", {"CPU": 3}, units, BUNDLES, [A, B]).target == "a"  # b has no room
+
+
+def test_no_room_is_left_to_ray_and_a_suspect_is_avoided() -> None:
+    assert choose("spread", "decode", {"CPU": 5}, [], BUNDLES, [A, B]) == Choice(None)
+    assert choose("spread", "decode", {"GPU": 1}, [], BUNDLES, [A, B]) == Choice(None)
+    assert choose("spread", "decode", {"CPU": 1}, [], BUNDLES, [A, B], {"a"}) == Choice("b", ("a",))
+
+
+def test_routers_of_one_port_never_share_an_address() -> None:
+    twin = RayNode("c", A.address, A.total)  # another Ray node of the same machine
+    units = [unit("router-1", ray_node="a")]
+    chosen = choose("pack", "router", {"CPU": 1}, units, BUNDLES, [A, twin, B], one_per_address=True)
+    assert chosen == Choice("b", ("a", "c"))
+    assert choose("pack", "router", {"CPU": 1}, units, BUNDLES, [A, twin, B]).target == "a"
+
+
+def test_backoff_grows_to_a_bound() -> None:
+    assert [policy.backoff_s(number) for number in (0, 1, 2, 3, 10)] == [0, 2, 4, 8, 30]
+
+
+@dataclass
+class World:
+    """Units and one router's table, which obey; `hit` makes one fail."""
+
+    units: dict[str, UnitView] = field(default_factory=dict)
+    table: dict[str, RoutedNode] = field(default_factory=dict)
+    serial: int = 0
+    cut: list[str] = field(default_factory=list)  # nodes stopped while a router would still send to them
+
+    def round(self, goal: Goal) -> policy.Decision:
+        views = list(self.units.values())
+        ready = [view for view in views if view.role == "router" and view.phase is Phase.READY]
+        tables = [list(self.table.values())] if ready else []
+        decision = decide(goal, views, tables)
+        for table in tables:
+            left = [view for view in views if view.name not in decision.discard]
+            for order in orders(left, table):
+                self.obey(order)
+        for name in decision.discard:
+            del self.units[name]
+        for name in decision.leave:
+            self.units[name] = replace(self.units[name], phase=Phase.LEAVING)
+        for name in decision.stop:
+            entry = self.table.get(self.units[name].url)
+            if tables and entry is not None and entry.state == "active":
+                self.cut.append(name)
+            self.units[name] = replace(self.units[name], phase=Phase.STOPPING)
+        for role in decision.create:
+            self.serial += 1
+            name = f"{role}-{self.serial}"
+            self.units[name] = unit(name, Phase.WAITING)
+        return decision
+
+    def obey(self, order: Order) -> None:
+        if order.action == "add":
+            self.table[order.node] = RoutedNode(order.node, order.role, "active", True, True, 0)
+        elif order.action == "remove":
+            del self.table[f"http://{order.node}"]
+        else:
+            url = f"http://{order.node}"
+            self.table[url] = replace(self.table[url], state="draining")
+
+    def pass_time(self) -> None:
+        """What starts comes up, what stops ends; a router that is new knows nothing."""
+        after = {Phase.WAITING: Phase.STARTING, Phase.STARTING: Phase.READY, Phase.STOPPING: Phase.ENDED}
+        for name, view in self.units.items():
+            phase = after.get(view.phase, view.phase)
+            if view.role == "router" and phase is Phase.READY and view.phase is not Phase.READY:
+                self.table.clear()
+            silent_s = view.silent_s + policy.LOST_S if view.silent_s else 0.0
+            self.units[name] = replace(view, phase=phase, silent_s=silent_s)
+
+    def hit(self, choice: int, how: Phase | None) -> None:
+        """One unit ends, or (None) falls silent."""
+        if self.units:
+            name = sorted(self.units)[choice % len(self.units)]
+            view = self.units[name]
+            self.units[name] = replace(view, silent_s=policy.SILENT_S) if how is None else replace(view, phase=how)
+
+
+COUNTS = st.fixed_dictionaries({
+    "prefill": st.integers(0, 3), "decode": st.integers(1, 3), "mixed": st.integers(0, 1), "router": st.just(1),
+})  # fmt: skip
+EVENTS = st.one_of(
+    COUNTS,
+    st.tuples(st.integers(0, 9), st.sampled_from([Phase.ENDED, Phase.LOST, None])),
+    st.none(),  # a round
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(EVENTS, max_size=25), COUNTS, st.booleans())
+def test_any_history_ends_in_the_goal_and_no_node_is_stopped_that_would_get_requests(
+    history: list[dict[str, int] | tuple[int, Phase | None] | None], last: dict[str, int], closing: bool
+) -> None:
+    world, goal = World(), Goal(GOAL.counts, 30.0)
+    for event in history:
+        if isinstance(event, dict):
+            goal = Goal(event, 30.0)
+        elif event is not None:
+            world.hit(*event)
+        else:
+            world.round(goal)
+            world.pass_time()
+    goal = Goal(last, 30.0, closing)
+    for _ in range(15):
+        world.round(goal)
+        world.pass_time()
+    units = list(world.units.values())
+    assert not world.cut
+    if closing:
+        assert not units
+    else:
+        assert policy.is_whole(goal, units, [list(world.table.values())])
+        assert world.round(goal) == policy.Decision()
