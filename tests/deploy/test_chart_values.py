@@ -169,6 +169,14 @@ def test_only_the_cluster_reaches_kv_and_control_ports() -> None:
         assert not everything or [peer["podSelector"]["matchLabels"]["pd-cluster/part"] for peer in peers] == ["node"]
 
 
+@pytest.mark.parametrize(("example", "kind"), [("autoscaling", "Ingress"), ("xpyd-rdma", "HTTPRoute")])
+def test_the_public_sees_the_api_only(example: str, kind: str) -> None:
+    [rule] = of_kind(render(example_values(example)), kind)[0]["spec"]["rules"]
+    matches = rule["http"]["paths"] if kind == "Ingress" else [match["path"] for match in rule["matches"]]
+    key = "path" if kind == "Ingress" else "value"
+    assert [match[key] for match in matches] == ["/v1", "/tokenize", "/detokenize", "/health"]
+
+
 def test_a_pool_is_there_only_when_it_is_asked_for() -> None:
     assert not [found for found in render() if found["metadata"]["name"].endswith("-pool")]
     objects = [found for found in render({"pool": {"enabled": True}}) if found["metadata"]["name"].endswith("-pool")]
