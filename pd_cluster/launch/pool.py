@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from functools import partial
 
@@ -12,7 +14,10 @@ from pd_connectors import lmcache_server, mooncake_master
 
 
 def run_pool(connector: str, host: str, port: int | None, max_gb: float) -> int:
-    """Serve nodes of this connector until killed. Raises StartupError, and ConnectorUnavailable without its package."""
+    """Serve nodes of this connector until SIGTERM; call it from the main thread.
+
+    Raises StartupError, and ConnectorUnavailable without the connector's package.
+    """
     if not 0 < max_gb < 1e6 or not 0 <= (port or 0) < 65536:
         raise StartupError(f"--max-gb {max_gb:g} --port {port}: no memory to serve, or no port")
     hold_lifeline()
@@ -20,6 +25,8 @@ def run_pool(connector: str, host: str, port: int | None, max_gb: float) -> int:
         if connector == "mooncake":
             port = mooncake_master.DEFAULT_PORT if port is None else port
             return 1 if mooncake_master.serve(host, port, partial(_say_ready, "mooncake")) else 0
+        # Said aloud, since the first process of a container does not hear it otherwise. There is nothing to finish.
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
         port = lmcache_server.DEFAULT_PORT if port is None else port
         lmcache_server.serve(host, port, int(max_gb * 1e9), partial(_say_ready, "lm"))
     except OSError as error:
