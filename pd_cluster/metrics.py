@@ -21,7 +21,7 @@ _LATENCY_S = (
 _PHASES = (
     ("queue", "Arrival to first scheduled, or to blocks reserved."),
     ("prefill", "First scheduled to first token sampled here."),
-    ("transfer", "Blocks reserved to KV confirmed."),
+    ("transfer", "Blocks reserved, which is when the prefill node begins, to KV confirmed."),
     ("admit", "KV confirmed to scheduled in a decode step."),
     ("first_decode", "The first decode step after a handoff."),
     ("prefill_leg", "Received by a prefill node to its first token, as seen by the node that took over."),

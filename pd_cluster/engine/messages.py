@@ -114,7 +114,7 @@ class Timeline(msgspec.Struct, frozen=True, array_like=True):
 
     queue_s: float = 0.0  # received to first scheduled (prefill) or to blocks reserved (take over)
     prefill_s: float = 0.0  # first scheduled to first token sampled here
-    transfer_s: float = 0.0  # blocks reserved to confirmed
+    transfer_s: float = 0.0  # blocks reserved (as soon as P computes) to confirmed
     admit_s: float = 0.0  # confirmed to scheduled in a decode step
     first_decode_s: float = 0.0  # that step
     prefill_leg_s: float = 0.0  # on D: received by P to its first tokens, as P says
