@@ -1,0 +1,295 @@
+"""The controller over units that a test commands, before the real router."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pd_cluster.errors import StartupError
+from pd_cluster.launch.on_ray import policy
+from pd_cluster.launch.on_ray.cluster import Ledger, UnitDied
+from pd_cluster.launch.on_ray.controller import MAX_SILENCE_S, Controller
+from pd_cluster.launch.on_ray.policy import Choice, RayNode
+from pd_cluster.launch.on_ray.routers import Routers
+from pd_cluster.launch.on_ray.spec import ClusterSpec, RoleSpec
+from pd_cluster.launch.on_ray.unit import Phase, Secret, UnitPlan, UnitReport
+from tests.router import fake_nodes as fakes
+from tests.router.fake_nodes import FakeNode, running
+from tests.router.router_process import KEY, Router, serving
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+pytestmark = pytest.mark.anyio
+SPEC = ClusterSpec(
+    address="10.0.0.1:6379",
+    prefill=RoleSpec(count=1),
+    decode=RoleSpec(count=2),
+    router=RoleSpec(count=1, flags={"port": 0}),
+)
+HOMES = [RayNode("a", "10.0.0.1", {"CPU": 9.0}), RayNode("b", "10.0.0.2", {"CPU": 9.0})]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@dataclass
+class FakeWorld:
+    """Units that come up as soon as they are asked, at addresses taken from `urls`; in `silent` they never answer."""
+
+    urls: dict[str, list[str]]
+    units: dict[str, UnitReport] = field(default_factory=dict)
+    choices: dict[str, Choice] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)
+    dead: set[str] = field(default_factory=set)
+    failing: set[str] = field(default_factory=set)  # roles whose processes end at once
+    strays: list[str] = field(default_factory=list)
+    discarded: list[str] = field(default_factory=list)
+    stopped: dict[str, float] = field(default_factory=dict)
+    ledger: Ledger | None = None
+
+    def ray_nodes(self) -> list[RayNode]:
+        return HOMES
+
+    def find(self) -> list[str]:
+        return list(self.units)
+
+    def stray_groups(self) -> list[str]:
+        return self.strays
+
+    def create(self, plan: UnitPlan, key: Secret, bundle: Mapping[str, float], choice: Choice) -> None:
+        assert self.ledger is not None
+        assert plan.name == f"{plan.role}-{self.ledger.serial}"  # written before it is used
+        self.choices[plan.name] = choice
+        if plan.role in self.failing:
+            report = UnitReport(Phase.ENDED, 0.0, choice.target or "", "h", detail="exited with status 2")
+        else:
+            url = self.urls[plan.role].pop(0)
+            report = UnitReport(Phase.READY, 0.0, choice.target or "", "h", url, "e1", 4711)
+        self.units[plan.name] = report
+
+    def discard(self, name: str) -> None:
+        report = self.units.pop(name, None)
+        if report is not None and report.url:
+            self.urls[name.partition("-")[0]].append(report.url)
+        self.strays = [stray for stray in self.strays if stray != name]
+        self.discarded.append(name)
+
+    async def report(self, name: str) -> UnitReport:
+        if name in self.dead:
+            raise UnitDied("its worker died")
+        if name in self.silent:
+            await asyncio.Event().wait()
+        return self.units[name]
+
+    def leave(self, name: str) -> None:
+        self.units[name] = replace(self.units[name], phase=Phase.LEAVING)
+
+    def stop(self, name: str, grace_s: float) -> None:
+        self.stopped[name] = grace_s
+        self.units[name] = replace(self.units[name], phase=Phase.ENDED, detail="stopped")
+
+    def save(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def load(self) -> Ledger | None:
+        return self.ledger
+
+
+@dataclass
+class Stage:
+    """A controller whose clock a test moves."""
+
+    world: FakeWorld
+    router: Router
+    routers: Routers
+    now_s: float = 1000.0
+    controller: Controller = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.controller = self.another("boot-1")
+
+    def another(self, boot: str) -> Controller:
+        return Controller(SPEC, Secret("s"), boot, self.world, lambda: self.now_s)
+
+    async def rounds(self, number: int, step_s: float = 1.0) -> None:
+        for _ in range(number):
+            await self.controller.round(self.routers)
+            self.now_s += step_s
+
+    async def whole(self) -> None:
+        """Rounds until the cluster is whole: the router asks a new node's health by itself."""
+        async with asyncio.timeout(fakes.WAIT_S):
+            while not self.controller.status().whole:
+                await self.rounds(1)
+
+    def known(self) -> set[str]:
+        """What the router would send requests to."""
+        return {node.url for node in self.router.services.table.nodes if node.state == "active"}
+
+    def urls(self, *names: str) -> set[str]:
+        return {self.world.units[name].url for name in names}
+
+
+@pytest.fixture
+async def stage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stage]:
+    monkeypatch.setattr("pd_cluster.launch.on_ray.controller.ANSWER_S", 0.02)
+    prefills = [FakeNode("prefill", fakes.prefill) for _ in range(2)]
+    decodes = [FakeNode("decode", fakes.decode) for _ in range(4)]
+    async with running(*prefills, *decodes), serving(start_empty=True, health_interval_s=0.02) as router:
+        urls = {
+            "prefill": [node.url for node in prefills], "decode": [node.url for node in decodes],
+            "router": [router.url],
+        }  # fmt: skip
+        routers = Routers(KEY)
+        try:
+            yield Stage(FakeWorld(urls), router, routers)
+        finally:
+            await routers.close()
+
+
+async def test_it_comes_up_spread_and_the_router_knows_it(stage: Stage) -> None:
+    await stage.whole()
+    assert sorted(stage.world.units) == ["decode-2", "decode-3", "prefill-1", "router-4"]
+    assert {stage.world.choices[name].target for name in ("decode-2", "decode-3")} == {"a", "b"}
+    assert stage.known() == stage.urls("prefill-1", "decode-2", "decode-3")
+    status = stage.controller.status()
+    assert [unit.name for unit in status.units] == ["prefill-1", "decode-2", "decode-3", "router-4"]
+    assert status.units[0].epoch == "e1"
+
+
+async def test_scaling_down_drains_before_it_stops(stage: Stage) -> None:
+    await stage.whole()
+    await stage.controller.scale({"decode": 1})
+    await stage.rounds(1)
+    (leaving,) = (name for name, unit in stage.world.units.items() if unit.phase is Phase.LEAVING)
+    url = stage.world.units[leaving].url
+    table = stage.router.services.table
+    node = next(node for node in table.nodes if node.url == url)
+    node.decode_sequences = 1  # a request is under way there
+    await stage.rounds(3)
+    assert node.draining
+    assert leaving not in stage.world.stopped
+    node.decode_sequences = 0
+    await stage.rounds(4)
+    assert stage.world.stopped[leaving] == SPEC.grace_s
+    assert leaving in stage.world.discarded
+    await stage.whole()
+    assert url not in stage.known()
+    assert stage.controller.status().problems == ()
+
+
+async def test_a_silent_unit_leaves_the_router_and_is_replaced_elsewhere(stage: Stage) -> None:
+    await stage.whole()
+    home = stage.world.units["decode-2"].ray_node
+    stage.world.silent.add("decode-2")
+    url = stage.world.units["decode-2"].url
+    await stage.rounds(int(policy.SILENT_S) + 1)
+    assert url not in stage.known()
+    assert not stage.controller.status().whole
+    assert "decode-2" in stage.world.units
+    await stage.rounds(int(policy.LOST_S - policy.SILENT_S))
+    assert stage.world.discarded == ["decode-2"]
+    assert stage.world.choices["decode-5"].avoid == (home,)
+    assert stage.controller.status().problems == ("decode-2: fell silent",)
+    await stage.whole()
+
+
+async def test_a_unit_that_answers_again_in_time_stays(stage: Stage) -> None:
+    await stage.whole()
+    stage.world.silent.add("decode-2")
+    await stage.rounds(int(policy.SILENT_S) + 1)
+    assert stage.known() == stage.urls("prefill-1", "decode-3")
+    stage.world.silent.clear()
+    stage.controller = stage.another("boot-1")  # the old one's question is still open
+    await stage.controller.resume()
+    await stage.whole()
+    assert stage.known() == stage.urls("prefill-1", "decode-2", "decode-3")
+    assert not stage.world.discarded
+
+
+async def test_a_pause_of_the_controller_is_nobodys_silence(stage: Stage) -> None:
+    await stage.whole()
+    stage.now_s += 600
+    stage.world.silent = set(stage.world.units)
+    await stage.rounds(1)
+    assert MAX_SILENCE_S < policy.SILENT_S
+    assert not stage.world.discarded
+    assert len(stage.known()) == 3
+
+
+async def test_a_dead_actor_is_replaced_at_once(stage: Stage) -> None:
+    await stage.whole()
+    stage.world.dead.add("prefill-1")
+    await stage.rounds(1)
+    assert stage.world.discarded == ["prefill-1"]
+    assert "prefill-5" in stage.world.units
+    assert stage.controller.status().problems == ("prefill-1: its worker died",)
+    await stage.whole()
+    assert stage.known() == stage.urls("prefill-5", "decode-2", "decode-3")
+
+
+async def test_what_never_comes_up_is_tried_ever_more_seldom(stage: Stage) -> None:
+    stage.world.failing = {"decode"}
+    await stage.rounds(20)
+    tried = [name for name in stage.world.discarded if name.startswith("decode")]
+    assert len(tried) == 6, tried  # two each at once, after 4 s and after 16 s, though twenty rounds passed
+    status = stage.controller.status()
+    assert status.failures == {"decode": 6}
+    assert "exited with status 2" in status.problems[-1]
+    stage.world.failing = set()
+    await stage.controller.scale({"decode": 1})  # somebody looks: tried at once
+    await stage.whole()
+    assert stage.controller.status().failures == {}
+
+
+async def test_the_next_controller_goes_on_where_one_died(stage: Stage) -> None:
+    await stage.whole()
+    await stage.controller.scale({"decode": 3})
+    stage.controller = stage.another("boot-1")
+    await stage.controller.resume()
+    await stage.whole()
+    assert sum(name.startswith("decode") for name in stage.world.units) == 3
+    assert not stage.world.discarded
+    stage.controller = stage.another("boot-2")  # a later cluster of the same name
+    await stage.controller.resume()
+    assert stage.controller.status().counts["decode"] == 2
+
+
+async def test_half_made_units_are_taken_away(stage: Stage) -> None:
+    await stage.whole()
+    stage.world.strays = ["decode-77"]
+    await stage.rounds(1)
+    assert stage.world.discarded == ["decode-77"]
+
+
+async def test_closing_ends_the_router_before_the_nodes(stage: Stage) -> None:
+    await stage.whole()
+    assert await stage.controller.close() == SPEC.grace_s
+    await stage.rounds(1)
+    assert list(stage.world.stopped) == ["router-4"]
+    await stage.rounds(6)
+    assert not stage.world.units
+    assert stage.controller.status().closing
+    assert not stage.controller.status().whole
+
+
+async def test_what_cannot_serve_is_refused(stage: Stage) -> None:
+    with pytest.raises(StartupError, match="decode or mixed must be at least 1"):
+        await stage.controller.scale({"decode": 0})
+    with pytest.raises(StartupError, match="a cluster needs a router"):
+        await stage.controller.scale({"router": 0})
+    assert stage.controller.status().counts["decode"] == 2
+
+
+async def test_orders_with_another_key_are_told_as_a_problem(stage: Stage) -> None:
+    stage.routers = Routers(b"x" * 32)
+    await stage.rounds(2)
+    assert "401" in stage.controller.status().problems[0]
+    assert not stage.known()
+    await stage.routers.close()
