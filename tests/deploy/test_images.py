@@ -36,14 +36,15 @@ def test_hadolint_would_object(tmp_path: Path) -> None:
     assert "DL3007" in hadolint(worse).stdout
 
 
-def test_image_runs_as_nobody_and_knows_both_variants() -> None:
-    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
-    final = lines[max(i for i, line in enumerate(lines) if line.startswith("FROM ")) :]
-    assert "USER 10001:10001" in final
-    assert any(line.startswith("HEALTHCHECK") for line in final)
-    for variant in ("cpu", "cuda"):
-        assert any(line.endswith(f" AS torch-{variant}") for line in lines)
-        assert any(line.endswith(f" AS runtime-{variant}") for line in lines)
+def test_both_targets_run_as_nobody_and_cpu_is_what_no_target_means() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    stages = {stage.split()[2]: stage for stage in text.split("\nFROM ")[1:]}
+    assert list(stages)[-1] == "cpu"
+    for target in ("cpu", "cuda"):
+        assert stages[target].split()[0] == "runtime"
+        assert stages[target].rstrip().endswith("USER 10001:10001")
+        assert f"COPY --from=build-{target} " in stages[target]
+    assert "\nHEALTHCHECK " in stages["runtime"]
 
 
 def test_everything_that_is_copied_passes_the_ignore_file() -> None:
