@@ -5,11 +5,12 @@ from __future__ import annotations
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.conformance.handoffs import HandoffHarness, LoopbackHandoff, RemoteHandoff
+from tests.conformance.harness import Harness
 from tests.conformance.pools import LMCacheHarness, MooncakeHarness, PoolHarness
 from tests.connectors.mooncake_master import needs_mooncake
 from tests.connectors.store_server import needs_lmcache
@@ -17,15 +18,15 @@ from tests.connectors.store_server import needs_lmcache
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.conformance.harness import Harness, Reader
+    from tests.conformance.harness import Reader
 
 needs_nixl = pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="NIXL is not installed: [nixl]")
-OURS = (
-    pytest.param(LoopbackHandoff, id="loopback"),
-    pytest.param(RemoteHandoff, id="nixl", marks=[needs_nixl, pytest.mark.integration]),
-    pytest.param(LMCacheHarness, id="lmcache", marks=[needs_lmcache, pytest.mark.integration]),
-    pytest.param(MooncakeHarness, id="mooncake", marks=[needs_mooncake, pytest.mark.integration]),
-)
+OURS: dict[type[Harness], list[pytest.MarkDecorator]] = {
+    LoopbackHandoff: [],
+    RemoteHandoff: [needs_nixl, pytest.mark.integration],
+    LMCacheHarness: [needs_lmcache, pytest.mark.integration],
+    MooncakeHarness: [needs_mooncake, pytest.mark.integration],
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,18 +38,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "harness" not in metafunc.fixturenames:
         return
     path = metafunc.config.getoption("--harness", None)
-    chosen = list(OURS)
+    chosen = OURS
     if path:
         module, _, name = path.partition(":")
-        chosen = [pytest.param(getattr(import_module(module), name), id=name)]
-    wanted = _wanted(metafunc)
-    matching = [parameter for parameter in chosen if issubclass(parameter.values[0], wanted)]
+        chosen = {getattr(import_module(module), name): []}
+    wanted = {"handoff": HandoffHarness, "pool": PoolHarness}.get(getattr(metafunc.module, "KIND", ""), Harness)
+    matching = [pytest.param(kind, id=kind.connector, marks=marks) for kind, marks in chosen.items()
+                if issubclass(kind, wanted)]  # fmt: skip
     metafunc.parametrize("harness", matching, indirect=True, scope="module")
-
-
-def _wanted(metafunc: pytest.Metafunc) -> type[Any]:
-    """Which harnesses a file is for."""
-    return {"handoff": HandoffHarness, "pool": PoolHarness}.get(getattr(metafunc.module, "KIND", ""), object)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +60,7 @@ def shared_reader(harness: Harness) -> Iterator[Reader]:
     """One reader for them, too: it must get over everything that happens to the source."""
     reader = harness.reader("D")
     try:
+        harness.wait_working(reader)
         yield reader
         reader.check_events()
     finally:

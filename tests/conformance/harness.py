@@ -6,8 +6,8 @@ To run it on a connector of your own, write a harness and name it by its import 
 
 A connector that hands requests over from node to node subclasses `handoffs.RemoteHandoff` and sets `connector` to what
 `create_connector` takes, `package.module:Class` for example. One with a pool subclasses `pools.PoolHarness` and says
-how the server is started, killed and asked. Anything else implements `Harness` itself. Settings for the connector go into
-`options`; everything else that the suite needs is in `pd_connectors.base`.
+how the server is started, killed and asked. Anything else implements `Harness` itself. Settings for the connector go
+into `options`; everything else that the suite needs is in `pd_connectors.base`.
 
 Two parties: the *source*, which computes prompts and may be stopped or killed, and *readers*, nodes in this process.
 """
@@ -18,12 +18,14 @@ import re
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from pd_connectors.base import LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec, PrefixFound, PrefixLoaded
 from tests.connectors.remote_node import GEOMETRY, Node, context, stamped
+from tests.integration.system import wait_until
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -153,6 +155,7 @@ class Harness(ABC):
     def __init__(self) -> None:
         self._num_prompts = 0
         self._num_used = 0
+        self._serials = count()
 
     def options(self) -> tuple[tuple[str, Any], ...]:
         """The connector's, on both sides."""
@@ -168,12 +171,8 @@ class Harness(ABC):
 
     def reader(self, name: str) -> Reader:
         """A new node. Close its connector."""
-        settings = context(name, options=self.options(), **self.deadlines())
+        settings = context(name, options=self.options())
         return Reader(Node.start(self.connector, settings, NUM_READER_BLOCKS))
-
-    def deadlines(self) -> dict[str, float]:
-        """Changes to the settings' deadlines."""
-        return {}
 
     def fetch(
         self, reader: Reader, prompt: Prompt, load_id: str, block_ids: tuple[int, ...], first_block: int = 0
@@ -185,6 +184,21 @@ class Harness(ABC):
         end = reader.wait_end(load_id)
         reader.check(prompt, end, block_ids, first_block)
         return end
+
+    def wait_working(self, reader: Reader) -> None:
+        """Until a prompt that is offered arrives. Tries before may end without it, but with nothing wrong."""
+        prompt = self.prompt(3 * SIZE)
+
+        def arrives() -> bool:
+            reader.wipe()
+            self.offer(prompt)
+            return self.fetch(reader, prompt, self.load_id("try"), (50, 51, 52)) == End(prompt.num_tokens)
+
+        wait_until(arrives, lambda: "nothing arrives")
+
+    def load_id(self, what: str) -> str:
+        """One that was never used."""
+        return f"{what}-{next(self._serials)}"
 
     @abstractmethod
     def ask(

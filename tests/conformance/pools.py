@@ -124,7 +124,8 @@ class PoolHarness(Harness):
 
     def __enter__(self) -> PoolHarness:
         self._stack.callback(self._source_stack.close)
-        self.server = self._stack.enter_context(self.make_server())
+        self.server = self.make_server()
+        self._stack.callback(self.server.__exit__, None, None, None)
         try:
             self.restart("source")
         except BaseException:

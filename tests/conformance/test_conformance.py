@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import count
+import time
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from pd_connectors.protocol.errors import LoadFailure
 from tests.conformance.harness import SIZE, End
-from tests.integration.system import wait_until
 
 if TYPE_CHECKING:
     from tests.conformance.harness import Harness, Prompt, Reader
 
 pytestmark = pytest.mark.timeout(180)
-
-_serial = count()
-
-
-def new_id(what: str) -> str:
-    """Load ids are never used twice."""
-    return f"{what}-{next(_serial)}"
-
-
-def recovers(harness: Harness, reader: Reader, what: str) -> None:
-    """From now on a prompt that is offered arrives; at once, or after a while in which it does not, without harm."""
-    prompt = harness.prompt(3 * SIZE)
-
-    def arrives() -> bool:
-        reader.wipe()
-        harness.offer(prompt)
-        return harness.fetch(reader, prompt, new_id("again"), (50, 51, 52)) == End(prompt.num_tokens)
-
-    wait_until(arrives, lambda: f"nothing arrives after {what}")
 
 
 def start_reading(harness: Harness, reader: Reader, prompt: Prompt, load_id: str, block_ids: tuple[int, ...]) -> None:
@@ -48,13 +29,13 @@ def start_reading(harness: Harness, reader: Reader, prompt: Prompt, load_id: str
 def test_every_bit_arrives_in_other_blocks(harness: Harness, reader: Reader) -> None:
     prompt, blocks = harness.prompt(5 * SIZE), (30, 7, 19, 3, 63)
     harness.offer(prompt)
-    assert harness.fetch(reader, prompt, new_id("whole"), blocks) == End(5 * SIZE)
+    assert harness.fetch(reader, prompt, harness.load_id("whole"), blocks) == End(5 * SIZE)
     assert all(reader.has(prompt, index, block_id) for index, block_id in enumerate(blocks))
 
 
 def test_a_prompt_that_never_comes(harness: Harness, reader: Reader) -> None:
     """Nobody has it, or somebody promised it and does not compute it: that is known within the deadline."""
-    prompt, load_id = harness.prompt(3 * SIZE), new_id("never")
+    prompt, load_id = harness.prompt(3 * SIZE), harness.load_id("never")
     harness.ask(reader, prompt, load_id, deadline_s=1.0)
     assert not reader.wait_found(load_id)
     assert reader.wait_end(load_id) == End(0, LoadFailure.DEADLINE if harness.waits_for_the_rest else None)
@@ -65,7 +46,7 @@ def test_what_the_reader_has_is_never_moved(harness: Harness, reader: Reader) ->
     prompt = harness.prompt(4 * SIZE)
     harness.offer(prompt)
     before = harness.bytes_read(reader)
-    assert harness.fetch(reader, prompt, new_id("rest"), (8, 9), first_block=2) == End(4 * SIZE)
+    assert harness.fetch(reader, prompt, harness.load_id("rest"), (8, 9), first_block=2) == End(4 * SIZE)
     assert reader.has(prompt, 2, 8)
     assert reader.has(prompt, 3, 9)
     assert harness.bytes_read(reader) - before == 2 * reader.node.cache.block_bytes
@@ -73,7 +54,7 @@ def test_what_the_reader_has_is_never_moved(harness: Harness, reader: Reader) ->
 
 def test_a_part(harness: Harness, reader: Reader) -> None:
     """It is read while the rest is computed; or it is all there is, and a shorter prefix."""
-    prompt, load_id, blocks = harness.prompt(6 * SIZE), new_id("part"), (11, 12, 13, 14, 15, 16)
+    prompt, load_id, blocks = harness.prompt(6 * SIZE), harness.load_id("part"), (11, 12, 13, 14, 15, 16)
     harness.offer(prompt, 3)
     harness.ask(reader, prompt, load_id)
     assert reader.wait_found(load_id)
@@ -97,7 +78,7 @@ def test_several_readers_at_once(harness: Harness, reader: Reader) -> None:
     second = harness.reader("D2")
     try:
         loads = [
-            (who, prompt, new_id("together"), tuple(range(6 * index, 6 * index + 6)))
+            (who, prompt, harness.load_id("together"), tuple(range(6 * index, 6 * index + 6)))
             for who in (reader, second)
             for index, prompt in enumerate((same, other, same, other, same))
         ]
@@ -117,7 +98,7 @@ def test_several_readers_at_once(harness: Harness, reader: Reader) -> None:
 @pytest.mark.parametrize("when", ["asking", "found", "reading"])
 def test_given_up(harness: Harness, reader: Reader, when: str) -> None:
     """It ends soon, at most with what had arrived, and then nothing lands, whatever the source goes on to do."""
-    prompt, load_id, blocks = harness.prompt(20 * SIZE), new_id(when), tuple(range(20))
+    prompt, load_id, blocks = harness.prompt(20 * SIZE), harness.load_id(when), tuple(range(20))
     if when == "reading":
         start_reading(harness, reader, prompt, load_id, blocks)
     else:
@@ -136,7 +117,7 @@ def test_given_up(harness: Harness, reader: Reader, when: str) -> None:
 def test_taken_back_while_it_is_read(harness: Harness, reader: Reader) -> None:
     """Whatever is said to be there is the prompt's: what overwrote it never is."""
     for round_number in range(5):
-        prompt, load_id, blocks = harness.prompt(40 * SIZE), new_id("evicted"), tuple(range(40))
+        prompt, load_id, blocks = harness.prompt(40 * SIZE), harness.load_id("evicted"), tuple(range(40))
         reader.wipe()
         start_reading(harness, reader, prompt, load_id, blocks)
         harness.evict(prompt)
@@ -144,11 +125,11 @@ def test_taken_back_while_it_is_read(harness: Harness, reader: Reader) -> None:
         reader.check(prompt, end, blocks)
         assert end.num_tokens < prompt.num_tokens or not harness.waits_for_the_rest, round_number
     reader.check_quiet()
-    recovers(harness, reader, "an eviction")
+    harness.wait_working(reader)
 
 
 def test_taken_back_after_it_was_found(harness: Harness, reader: Reader) -> None:
-    prompt, load_id, blocks = harness.prompt(4 * SIZE), new_id("found-lost"), (20, 21, 22, 23)
+    prompt, load_id, blocks = harness.prompt(4 * SIZE), harness.load_id("found-lost"), (20, 21, 22, 23)
     harness.offer(prompt, 2 if harness.waits_for_the_rest else None)
     harness.ask(reader, prompt, load_id)
     assert reader.wait_found(load_id)
@@ -161,7 +142,7 @@ def test_taken_back_after_it_was_found(harness: Harness, reader: Reader) -> None
 
 def test_the_source_dies_while_it_is_read(harness: Harness, reader: Reader) -> None:
     for part in harness.parts:
-        prompt, load_id, blocks = harness.prompt(20 * SIZE), new_id(f"dead-{part}"), tuple(range(20))
+        prompt, load_id, blocks = harness.prompt(20 * SIZE), harness.load_id(f"dead-{part}"), tuple(range(20))
         reader.wipe()
         start_reading(harness, reader, prompt, load_id, blocks)
         harness.kill(part)
@@ -170,14 +151,14 @@ def test_the_source_dies_while_it_is_read(harness: Harness, reader: Reader) -> N
         assert end.num_tokens == 0 or not harness.waits_for_the_rest
         reader.check_quiet()
         harness.restart(part)
-        recovers(harness, reader, f"{part} was restarted")
+        harness.wait_working(reader)
 
 
 @pytest.mark.parametrize("when", ["asking", "found"])
 def test_a_source_that_falls_silent_costs_a_deadline(harness: Harness, reader: Reader, when: str) -> None:
     """No load hangs with it; once it goes on, so does everything."""
     for part in harness.parts:
-        prompt, load_id, blocks = harness.prompt(4 * SIZE), new_id(f"silent-{part}"), (40, 41, 42, 43)
+        prompt, load_id, blocks = harness.prompt(4 * SIZE), harness.load_id(f"silent-{part}"), (40, 41, 42, 43)
         reader.wipe()
         harness.offer(prompt, 2)
         harness.ask(reader, prompt, load_id, deadline_s=2.0)
@@ -191,15 +172,24 @@ def test_a_source_that_falls_silent_costs_a_deadline(harness: Harness, reader: R
             harness.resume(part)
         reader.check(prompt, end, blocks)
         reader.check_quiet()
-        recovers(harness, reader, f"a silence of the {part}")
+        harness.wait_working(reader)
 
 
 def test_closing_ends_every_load_in_time(harness: Harness) -> None:
     reader, prompt = harness.reader("D-closes"), harness.prompt(20 * SIZE)
     try:
-        start_reading(harness, reader, prompt, new_id("open"), tuple(range(20)))
-        harness.ask(reader, prompt, new_id("asked"))
+        start_reading(harness, reader, prompt, harness.load_id("open"), tuple(range(20)))
+        harness.ask(reader, prompt, harness.load_id("asked"))
     finally:
         reader.node.connector.close()
     reader.check_quiet()
     reader.node.connector.close()
+
+
+def test_an_idle_node_sleeps(harness: Harness, reader: Reader) -> None:
+    """Threads that poll would burn a core of each node: NIXL's own Python API does."""
+    ourselves = psutil.Process()
+    before, began_s = ourselves.cpu_times(), time.monotonic()
+    time.sleep(1.5)
+    after, wall_s = ourselves.cpu_times(), time.monotonic() - began_s
+    assert (after.user + after.system - before.user - before.system) / wall_s < 0.2

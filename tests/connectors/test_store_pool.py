@@ -1,83 +1,28 @@
-"""What a pool promises, over a store in memory and over LMCache's server."""
+"""What a pool does with a store that does what the test wants. Over real ones: `tests/conformance`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 import torch
 
 from pd_connectors.base import CachedBlock, LoadSpec, PrefixFound, PrefixLoaded
-from pd_connectors.lmcache import LMCacheProtocol, LMCacheStore
-from pd_connectors.mooncake import MooncakeClient, MooncakeStore
 from pd_connectors.pool import PoolLimits
-from pd_connectors.store import HEADER_BYTES, Sealer, StoreUnavailable
-from tests.connectors.mooncake_master import MooncakeMaster, needs_mooncake
+from pd_connectors.store import HEADER_BYTES, Sealer
 from tests.connectors.pool_bench import GEOMETRY, POOL_CONTEXT, MemoryStore, Shelf, hashes_of, nodes
-from tests.connectors.store_server import StoreServer, needs_lmcache
 from tests.integration.system import wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from pd_connectors.base import ConnectorContext
-    from pd_connectors.store import KVStore
 
 SIZE = GEOMETRY.block_size
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[StoreServer]:
-    with StoreServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def mooncake() -> Iterator[MooncakeClient]:
-    """A client whose segment holds everything."""
-    with MooncakeMaster() as master:
-        client = MooncakeClient(("127.0.0.1", master.port), "127.0.0.1", 64 << 20)
-        wait_until(lambda: _answers(client), lambda: "the master does not answer")
-        yield client
-        client.close()
-
-
-def _answers(client: MooncakeClient) -> bool:
-    try:
-        return MooncakeStore(client).contains([]) == []
-    except StoreUnavailable:
-        return False
-
-
-@pytest.fixture(
-    params=[
-        "memory",
-        pytest.param("lmcache", marks=[needs_lmcache, pytest.mark.integration]),
-        pytest.param("mooncake", marks=[needs_mooncake, pytest.mark.integration]),
-    ]
-)
-def open_store(request: pytest.FixtureRequest) -> Callable[[], KVStore]:
-    """What each thread calls. Every test has prompts of its own, so they may share the server."""
-    if request.param == "memory":
-        shelf = Shelf()
-        return lambda: MemoryStore(shelf)
-    if request.param == "mooncake":
-        client = request.getfixturevalue("mooncake")
-        return lambda: MooncakeStore(client)
-    port, protocol = request.getfixturevalue("server").port, LMCacheProtocol()
-    return lambda: LMCacheStore(("127.0.0.1", port), protocol)
-
-
-# over both stores
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_another_node_gets_every_bit_into_other_blocks(open_store: Callable[[], KVStore], dtype: str) -> None:
+def test_another_node_gets_every_bit_into_other_blocks(dtype: str) -> None:
+    shelf = Shelf()
     context = replace(POOL_CONTEXT, geometry=msgspec.structs.replace(GEOMETRY, dtype=dtype))
     hashes = hashes_of(5, seed=1)
-    with nodes(open_store, context, context) as (p, d):
+    with nodes(lambda: MemoryStore(shelf), context, context) as (p, d):
         before = d.cache.clone()
         p.store(hashes, [3, 9, 1, 0, 7])
         assert p.stat("pool_blocks_stored_total") == 5
@@ -89,84 +34,16 @@ def test_another_node_gets_every_bit_into_other_blocks(open_store: Callable[[], 
         assert d.misses() == {}
 
 
-def test_the_longest_stored_prefix_is_found(open_store: Callable[[], KVStore]) -> None:
+def test_the_longest_stored_prefix_is_found() -> None:
+    shelf = Shelf()
     hashes = hashes_of(6, seed=2)
-    with nodes(open_store, POOL_CONTEXT, POOL_CONTEXT) as (p, d):
+    with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT, POOL_CONTEXT) as (p, d):
         p.store(hashes[:3] + hashes[4:], [0, 1, 2, 4, 5])  # the fourth is missing
         assert d.recall(hashes, [8, 9, 10], name="whole") == 3 * SIZE
         assert d.recall(hashes, [11], first_block=2, name="rest") == 3 * SIZE
         assert torch.equal(d.cache[[8, 9, 10, 11]], p.cache[[0, 1, 2, 2]])
         assert d.recall(hashes, [], first_block=3, name="nothing") == 0
         assert d.misses() == {"absent": 3}
-
-
-def test_what_is_known_is_not_sent_again(open_store: Callable[[], KVStore]) -> None:
-    hashes = hashes_of(2, seed=3)
-    with nodes(open_store, POOL_CONTEXT, POOL_CONTEXT) as (p, d):
-        p.store(hashes[:1], [0])
-        d.store(hashes, [0, 1])
-        assert d.stat("pool_blocks_known_total") == 1
-        assert d.stat("pool_blocks_stored_total") == 1
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        replace(POOL_CONTEXT, fingerprint="other weights"),
-        replace(POOL_CONTEXT, geometry=msgspec.structs.replace(GEOMETRY, dtype="bfloat16")),
-        replace(POOL_CONTEXT, cluster_key=b"another cluster"),
-    ],
-    ids=["fingerprint", "geometry", "key"],
-)
-def test_nodes_whose_kv_differs_never_meet(open_store: Callable[[], KVStore], other: ConnectorContext) -> None:
-    hashes = hashes_of(1, seed=4)
-    with nodes(open_store, POOL_CONTEXT, other) as (p, d):
-        p.store(hashes, [0])
-        assert d.recall(hashes, []) == 0
-        assert d.misses() == {"absent": 1}
-
-
-def test_tenants_never_meet(open_store: Callable[[], KVStore]) -> None:
-    with nodes(open_store, POOL_CONTEXT) as (node,):
-        node.store(hashes_of(1, "alice", seed=5), [0])
-        assert node.recall(hashes_of(1, "bob", seed=5), []) == 0
-
-
-def test_a_flipped_bit_ends_the_prefix_before_it(open_store: Callable[[], KVStore]) -> None:
-    hashes = hashes_of(3, seed=6)
-    name = Sealer(POOL_CONTEXT).name(hashes[1])
-    store = open_store()
-    with nodes(open_store, POOL_CONTEXT, POOL_CONTEXT) as (p, d):
-        p.store(hashes, [0, 1, 2])
-        before = d.cache.clone()
-        for number, position in enumerate((0, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + GEOMETRY.block_bytes - 1)):
-            sealed = bytearray(next(store.get([name])) or b"")
-            sealed[position] ^= 4
-            assert store.put([(name, bytes(sealed))]) == 1
-            assert d.recall(hashes, [8, 9, 10], name=f"r{number}") == SIZE
-            assert torch.equal(d.cache[9:11], before[9:11])
-            d.cache[4] = p.cache[1]  # D computes the block, and so mends the store
-            d.store(hashes[1:2], [4])
-        assert d.misses() == {"damaged": 4}
-        assert d.stat("pool_blocks_stored_total") == 4
-        assert d.recall(hashes, [8, 9, 10], name="mended") == 3 * SIZE
-    store.close()
-
-
-def test_an_object_under_anothers_name_is_refused(open_store: Callable[[], KVStore]) -> None:
-    hashes = hashes_of(2, seed=7)
-    sealer = Sealer(POOL_CONTEXT)
-    store = open_store()
-    with nodes(open_store, POOL_CONTEXT) as (node,):
-        node.store(hashes, [0, 1])
-        second = bytes(next(store.get([sealer.name(hashes[1])])) or b"")
-        store.put([(sealer.name(hashes[0]), second)])
-        assert node.recall(hashes, [8, 9]) == 0
-        assert node.misses() == {"damaged": 1}
-    store.close()
-
-
-# over the one in memory
 
 
 def test_a_store_that_is_down_is_asked_once_a_second() -> None:
