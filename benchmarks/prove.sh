@@ -21,7 +21,7 @@ warm_processes=6
 # Without a device the kernels' tests would pass in Triton's interpreter
 on_gpu=("${PYTHON:-python3}" -c 'import sys, pytest, torch
 sys.exit(pytest.main(sys.argv[1:]) if torch.cuda.is_available() else "no CUDA device here")'
-    -q -p no:cacheprovider --timeout=400)
+    -q -p no:cacheprovider --timeout=400 -W default) # a library's new warning is no disproof
 kernels=(tests/kernels/test_triton_attention.py tests/kernels/test_triton_elementwise.py
     tests/kernels/test_triton_sampling.py)
 checked=("${kernels[@]}" -k "not refuse and not 4096x4096 and not 128256 and not real_shapes and not captured \
@@ -71,7 +71,7 @@ limit() {
 
 one() { # PART -> its log, and `PART.status`: exit status and seconds
     local start=$SECONDS status=0
-    timeout -k 10 "$(limit "$1")" "$0" --run "$1" >"$out/$1.log" 2>&1 || status=$?
+    timeout -k 10 "$(limit "$1")" "$root/benchmarks/${0##*/}" --run "$1" >"$out/$1.log" 2>&1 || status=$?
     if ((status == 0)) && grep -qE "[0-9]+ skipped" "$out/$1.log"; then status=3; fi # which proves nothing
     echo "$status $((SECONDS - start))" >"$work/$1"
 }
