@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -20,6 +21,7 @@ from rich.table import Table
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.model_path import resolve_model
 from pd_cluster.launch.sockets import listen
+from pd_cluster.launch.up_flags import POOL_CONNECTORS
 from pd_connectors.protocol.keys import KEY_ENV, load_cluster_key
 
 if TYPE_CHECKING:
@@ -61,8 +63,10 @@ def run_check(namespace: argparse.Namespace) -> int:
 def _findings(namespace: argparse.Namespace) -> Iterator[Finding]:
     yield check_python()
     yield from check_torch()
-    if namespace.connector == "nixl":
+    if namespace.connector in ("nixl", *POOL_CONNECTORS):
         yield check_transfer()
+    if namespace.connector in POOL_CONNECTORS:
+        yield check_pool(namespace.connector)
     for port in namespace.port or DEFAULT_PORTS:
         yield check_port(port)
     yield check_key(namespace.cluster_key_file, os.environ)
@@ -124,6 +128,13 @@ def read_transfer_result(nixl_version: str, status: int, out: str, err: str) -> 
     verdict = Verdict.OK if speed >= SLOW_TRANSFER_MB_S else Verdict.WARN
     detail = f"nixl-cu13 {nixl_version}: {speed:.0f} MB/s between two processes, {result['device']} memory"
     return Finding(what, verdict, detail)
+
+
+def check_pool(connector: str) -> Finding:
+    """The package of a connector with a pool. Whether a pool is there is seen when nodes run: they do without one."""
+    if importlib.util.find_spec(connector) is None:
+        return Finding(connector, Verdict.FAIL, f"not installed: pip install 'pd-cluster[{connector}]'")
+    return Finding(connector, Verdict.OK, "installed")
 
 
 def check_port(port: int) -> Finding:

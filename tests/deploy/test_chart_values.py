@@ -181,6 +181,8 @@ def test_a_pool_is_there_only_when_it_is_asked_for() -> None:
     assert not [found for found in render() if found["metadata"]["name"].endswith("-pool")]
     objects = [found for found in render({"pool": {"enabled": True}}) if found["metadata"]["name"].endswith("-pool")]
     assert sorted(found["kind"] for found in objects) == ["Deployment", "NetworkPolicy", "Service"]
+    [check, _] = of_kind(render({"pool": {"enabled": True}, "preflight": {"enabled": True}}), "Job")
+    assert "--connector=lmcache" in check["spec"]["template"]["spec"]["containers"][0]["args"]
     elsewhere = {"connector": "mooncake", "nodeDefaults": {"args": {"pool-url": "mooncake://m:50051"}}}
     given = one(render(elsewhere), "StatefulSet", "decode")["spec"]["template"]["spec"]["containers"][0]["args"]
     assert {"--connector=mooncake", "--pool-url=mooncake://m:50051"} <= set(given)

@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pd_cluster.launch import check
-from pd_cluster.launch.check import Verdict, check_key, check_model, check_port, read_transfer_result, run_check
+from pd_cluster.launch.check import (
+    Verdict,
+    check_key,
+    check_model,
+    check_pool,
+    check_port,
+    read_transfer_result,
+    run_check,
+)
 from pd_cluster.launch.model_path import DEMO_MODEL
 from pd_cluster.launch.sockets import listen, port_of
+from pd_cluster.launch.up_flags import POOL_CONNECTORS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,6 +41,15 @@ def test_transfer_results(status: int, out: str, err: str, verdict: Verdict, say
     finding = read_transfer_result("1.5.1", status, out, err)
     assert finding.verdict is verdict
     assert says in finding.detail
+
+
+@pytest.mark.parametrize("connector", POOL_CONNECTORS)
+def test_a_pool_needs_its_package(connector: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == connector else None)
+    assert check_pool(connector).verdict is Verdict.OK
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    missing = check_pool(connector)
+    assert (missing.verdict, f"pd-cluster[{connector}]" in missing.detail) == (Verdict.FAIL, True)
 
 
 def test_ports() -> None:
