@@ -71,7 +71,7 @@ def run_nodes(namespace: argparse.Namespace) -> int:
     Raises StartupError for a key that cannot be read or an address that is none.
     """
     try:
-        key = load_cluster_key(namespace.cluster_key_file)
+        key = b"" if namespace.action == "list" else load_cluster_key(namespace.cluster_key_file)
         client = httpx.Client(base_url=namespace.router, timeout=CALL_S)
     except (OSError, ValueError, httpx.InvalidURL) as error:
         raise StartupError(f"--router {namespace.router}, or the cluster key: {error}") from error
