@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.cli import main
-from pd_cluster.launch.on_ray.connect import prepare_environment
+from pd_cluster.launch.on_ray.connect import check_address, prepare_environment
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,9 +56,22 @@ def test_the_command_line_says_so_too(
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert main(["ray", "status", "--address=10.0.0.1:6379"]) == 2
+    assert main(["ray", "status", "--address=auto"]) == 2
     assert "joining a Ray cluster needs its token" in capsys.readouterr().err
     assert main(["ray", "scale"]) == 2
     assert "say what to scale" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["ray", "scale", "--decode=-1"])
+
+
+@pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "10.0.0.1", "host:port", ":1"])
+def test_an_address_that_cannot_be_one_is_named(address: str) -> None:
+    with pytest.raises(StartupError, match="bad Ray address"):
+        check_address(address)
+
+
+def test_an_address_where_nobody_listens_is_known_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        with pytest.raises(StartupError, match=r"no Ray cluster answers at 127\.0\.0\.1"):
+            check_address(f"127.0.0.1:{taken.getsockname()[1]}")

@@ -163,6 +163,13 @@ def test_nodes_are_spread_and_answer(cluster: Cluster) -> None:
     assert ask(url_of(told)).startswith("Oskar 2210")
 
 
+def test_nobody_comes_in_with_another_token(cluster: Cluster) -> None:
+    here = f"--address={cluster.machines.address}"
+    stranger = cluster.machines.ray("status", "--name=three", here, environment={"RAY_AUTH_TOKEN": "0" * 64})
+    assert stranger.wait(COMMAND_DEADLINE_S) == 2
+    assert "is the token that of this cluster?" in stranger.output
+
+
 def test_a_machine_that_dies_under_load_is_made_up_for(cluster: Cluster) -> None:
     told = cluster.status()
     victim = next(machine for machine in cluster.machines.running if machine is not cluster.machines.head)

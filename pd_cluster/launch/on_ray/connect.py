@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 HEAD_RESOURCE = "node:__internal_head__"
+CONNECT_DEADLINE_S = 10.0
 PROBE_DEADLINE_S = 60.0  # a worker process must start for it
 LOCAL_STORE_BYTES = 100_000_000  # Ray's object store, which holds nothing of ours
 
@@ -38,6 +40,8 @@ def prepare_environment(environ: MutableMapping[str, str], home: Path, *, joins:
         )
     environ[MODE] = "token"
     environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere unless the user has asked for it
+    environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
+    environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # its name is history: how often a refused driver asks again
     # without a GPU of its own a worker keeps the environment as it is; units set CUDA_VISIBLE_DEVICES themselves
     environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
@@ -48,6 +52,7 @@ def connected(name: str, address: str, cpus: float = 0.0) -> Iterator[None]:
 
     `cpus`: what the processes on such a Ray will reserve. Raises StartupError.
     """
+    check_address(address)
     prepare_environment(os.environ, Path.home(), joins=bool(address))
     try:
         import ray
@@ -66,12 +71,26 @@ def connected(name: str, address: str, cpus: float = 0.0) -> Iterator[None]:
         )
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         where = f"the Ray cluster at {address}" if address else "a Ray on this machine"
-        raise StartupError(f"cannot reach {where}: {_first_line(error)}") from error
+        hint = "; is the token that of this cluster?" if address else ""
+        raise StartupError(f"cannot reach {where}: {_first_line(error)}{hint}") from error
     try:
         _check_authentication(address)
         yield
     finally:
         ray.shutdown()
+
+
+def check_address(address: str) -> None:
+    """Raises StartupError when nobody listens there: Ray itself would try for many minutes."""
+    if not address or address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        raise StartupError(f"bad Ray address {address!r}: write host:port or auto, on a machine of that Ray cluster")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_DEADLINE_S).close()
+    except (OSError, OverflowError) as error:
+        raise StartupError(f"no Ray cluster answers at {address}: {error}") from error
 
 
 def _check_authentication(address: str) -> None:
