@@ -98,7 +98,7 @@ class OurEngine:
         connector.register_kv_cache(self._executor.cache)
         self._core = EngineCore(config, self._executor, connector, self._mailbox)
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._decoder: msgspec.msgpack.Decoder[list[FromEngine]] = msgspec.msgpack.Decoder(list[FromEngine])
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         self._round += 1
@@ -122,14 +122,14 @@ class OurEngine:
 
     def _collect(self, tokens: dict[str, list[int]], open_ids: set[str]) -> None:
         while self._from_engine.poll(0):
-            message = self._decoder.decode(self._from_engine.recv())
-            if isinstance(message, RequestFailed):
-                raise RuntimeError(f"request {message.request_id}: {message.error}: {message.message}")
-            if isinstance(message, TokensOut):
-                for part in message.sequences:
-                    tokens[message.request_id] += [token.token_id for token in part.tokens]
-                if message.finished:
-                    open_ids.discard(message.request_id)
+            for message in self._decoder.decode(self._from_engine.recv()):
+                if isinstance(message, RequestFailed):
+                    raise RuntimeError(f"request {message.request_id}: {message.error}: {message.message}")
+                if isinstance(message, TokensOut):
+                    for part in message.sequences:
+                        tokens[message.request_id] += [token.token_id for token in part.tokens]
+                    if message.finished:
+                        open_ids.discard(message.request_id)
 
 
 class StaticTransformers:

@@ -119,7 +119,7 @@ class ZmqEngineClient:
         self._from_engine.set_hwm(0)
         self._from_engine.bind(f"{address}.out")
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._decoder: msgspec.msgpack.Decoder[list[FromEngine]] = msgspec.msgpack.Decoder(list[FromEngine])
         self._streams: dict[str, RequestStream] = {}
         self._on_progress = on_progress
         self._stall_s = stall_s
@@ -186,21 +186,24 @@ class ZmqEngineClient:
                     self.declare_dead(f"the engine has said nothing for {self._stall_s:g} s")
                 continue
             num_silent = 0
-            message = self._decoder.decode(await self._from_engine.recv())
-            match message:
-                case EngineStats():
-                    self._stats = message
-                case EngineReady():
-                    self._ready = message
-                    self._is_ready.set()
-                case StartupProgress():
-                    self._on_progress(message.text)
-                case EngineDied():
-                    self.declare_dead(message.message)
-                case _:
-                    stream = self._streams.get(message.request_id)
-                    if stream is not None:
-                        stream.push(message)
+            for message in self._decoder.decode(await self._from_engine.recv()):
+                self._deliver(message)
+
+    def _deliver(self, message: FromEngine) -> None:
+        match message:
+            case EngineStats():
+                self._stats = message
+            case EngineReady():
+                self._ready = message
+                self._is_ready.set()
+            case StartupProgress():
+                self._on_progress(message.text)
+            case EngineDied():
+                self.declare_dead(message.message)
+            case _:
+                stream = self._streams.get(message.request_id)
+                if stream is not None:
+                    stream.push(message)
 
     def declare_dead(self, why: str) -> None:
         """Fail every open request. Also called by whoever watches the process. Idempotent."""

@@ -113,6 +113,7 @@ class EngineCore:
             self._take(message)
         self._handoffs.take_events(scheduler)
         self._handoffs.reserve(scheduler)
+        self._mailbox.flush()
         if spare_s := pipeline.spare_s:
             self._mailbox.wait(spare_s)  # who comes meanwhile is in the next step
         elif pipeline.is_full or not scheduler.has_work or not pipeline.launch(scheduler.schedule):
@@ -121,6 +122,7 @@ class EngineCore:
             self._await_step()
         if self._clock() - self._stats_sent_at >= STATS_EVERY_S:
             self._send_stats()
+        self._mailbox.flush()
         return True
 
     def _await_step(self) -> None:
@@ -203,6 +205,7 @@ class EngineCore:
         if self._scheduler.idle and not self._requests:
             self._blocks.check()
         self._send_stats()
+        self._mailbox.flush()
 
     def _send_stats(self) -> None:
         scheduler = self._scheduler

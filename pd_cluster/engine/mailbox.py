@@ -30,6 +30,7 @@ class Mailbox:
         self._poller.register(self._bell, zmq.POLLIN)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+        self._unsent: list[FromEngine] = []
         self._closed = False
 
     def wake(self) -> None:
@@ -38,7 +39,8 @@ class Mailbox:
             os.eventfd_write(self._bell, 1)
 
     def wait(self, timeout_s: float) -> None:
-        """Return when there is something to `receive`, when woken, or after `timeout_s`."""
+        """Send what there is; return when there is something to `receive`, when woken, or after `timeout_s`."""
+        self.flush()
         if any(source == self._bell for source, _ in self._poller.poll(int(timeout_s * 1000))):
             os.eventfd_read(self._bell)
 
@@ -52,12 +54,19 @@ class Mailbox:
                 return messages
 
     def send(self, message: FromEngine) -> None:
-        """Queue a message; without a high-water mark this cannot block."""
-        self._out.send(self._encoder.encode(message), zmq.NOBLOCK)
+        """To be sent by the next `flush` or `wait`: the tokens of a step's sequences travel together."""
+        self._unsent.append(message)
+
+    def flush(self) -> None:
+        """Send what there is; without a high-water mark this cannot block."""
+        if self._unsent:
+            self._out.send(self._encoder.encode(self._unsent), zmq.NOBLOCK)
+            self._unsent.clear()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Sends what is left. Idempotent."""
         if not self._closed:
+            self.flush()
             self._closed = True
             self._in.close(linger=0)
             self._out.close()

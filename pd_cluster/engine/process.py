@@ -35,7 +35,7 @@ logger = logging.getLogger("pd_cluster.engine")
 ORPHAN_EXIT_CODE = 3
 STOP_GRACE_S = 8.0  # to end leases and loads once told to stop; then by force
 EPOCH_BITS = 52  # epochs survive JSON readers whose numbers are doubles
-SWITCH_INTERVAL_S = 0.0005  # CPython's 5 ms would let the step loop hold up a confirmation for longer than a handover
+SWITCH_INTERVAL_S = 0.0001  # CPython's 5 ms would let the step loop hold up a confirmation for longer than a handover
 
 
 def spawn_engine(config: NodeConfig, address: str) -> subprocess.Popen[bytes]:
@@ -72,7 +72,11 @@ class ParentWatch:
 def _build(config: NodeConfig, mailbox: Mailbox, cleanup: ExitStack) -> tuple[EngineCore, EngineReady]:
     from pd_cluster.worker.executor import Executor  # torch: only here, so that the errors above come fast
 
-    executor = Executor(config, lambda text: mailbox.send(StartupProgress(text)))
+    def progress(text: str) -> None:
+        mailbox.send(StartupProgress(text))
+        mailbox.flush()
+
+    executor = Executor(config, progress)
     cleanup.callback(executor.close)
     geometry = executor.cache.geometry
     epoch = secrets.randbits(EPOCH_BITS)
@@ -127,6 +131,7 @@ def main() -> int:
             gc.collect()
             gc.freeze()  # what lives for good is not searched for garbage amid a step
             mailbox.send(ready)
+            mailbox.flush()
             core.run()
     except Exception as error:
         expected = isinstance(error, PdError | HandoffError | OSError)

@@ -24,7 +24,7 @@ REQUEST = AddRequest("request", [1, 2, 3], SamplingParams(max_tokens=4))
 
 
 async def _say(socket: zmq.asyncio.Socket, message: FromEngine) -> None:
-    await socket.send(msgspec.msgpack.encode(message))
+    await socket.send(msgspec.msgpack.encode([message]))
 
 
 async def _engine_that_falls_silent(directory: Path) -> RequestFailed:
