@@ -15,10 +15,14 @@ import pytest
 from tests.cluster import Launched, Launcher
 from tests.connectors.mooncake_master import MooncakeMaster, needs_mooncake
 from tests.connectors.store_server import StoreServer, needs_lmcache
-from tests.integration.system import BLOCK_SIZE, wait_until
+from tests.integration.reference import NUM_NEW_TOKENS as NUM_PARITY_TOKENS
+from tests.integration.system import BLOCK_SIZE, Answer, wait_until
+from tests.integration.test_parity import MOST_TIES, Tally, compare
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from tests.integration.reference import DemoModel, Reference
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -26,6 +30,7 @@ ANSWER_DEADLINE_S = 120.0
 NUM_NEW_TOKENS = 6
 LENGTHS = (1, 16, 17, 40, 64, 65, 150, 333)
 VOCABULARY = range(40, 900)
+SHORT = 300  # longest prompt of the parity run that is not slow
 
 
 @dataclass(frozen=True)
@@ -39,22 +44,28 @@ class PoolCluster:
     plain: Launched
     router: Launched  # knows P2 and D
 
-    def ask(self, node: Launched, prompt: Sequence[int], route: str = "", salt: str = "") -> dict[str, Any]:
-        """A completion of `prompt`: its text, its usage and who did the work."""
+    def answer(
+        self, node: Launched, prompt: Sequence[int], route: str = "", salt: str = "", num_tokens: int = NUM_NEW_TOKENS
+    ) -> Answer:
+        """A completion of `prompt`."""
         response = httpx.post(
             f"{node.url}/v1/completions",
             json={
-                "model": "demo", "prompt": list(prompt), "max_tokens": NUM_NEW_TOKENS, "temperature": 0,
+                "model": "demo", "prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0,
                 "ignore_eos": True, "logprobs": 0, "cache_salt": salt or None,
             },
             headers={"x-pd-route": route} if route else {}, timeout=ANSWER_DEADLINE_S, trust_env=False,
         )  # fmt: skip
         assert response.status_code == 200, response.text
-        body = response.json()
+        return Answer(response.json(), response.headers)
+
+    def ask(self, node: Launched, prompt: Sequence[int], route: str = "", salt: str = "") -> dict[str, Any]:
+        """Its tokens, how many of the prompt's were cached, and who prefilled."""
+        answer = self.answer(node, prompt, route, salt)
         return {
-            "tokens": body["choices"][0]["logprobs"]["tokens"],
-            "cached": body["usage"]["prompt_tokens_details"]["cached_tokens"],
-            "prefill": response.headers["x-pd-prefill"],
+            "tokens": answer.choices[0]["logprobs"]["tokens"],
+            "cached": answer.num_cached_tokens,
+            "prefill": answer.headers["x-pd-prefill"],
         }
 
     def metric(self, node: Launched, name: str) -> float:
@@ -87,7 +98,7 @@ UNAVAILABLE = 'pd_pool_misses_total{reason="unavailable"}'
     scope="module",
     params=[
         pytest.param("lmcache", marks=needs_lmcache),
-        pytest.param("mooncake", marks=[needs_mooncake, pytest.mark.slow]),
+        pytest.param("mooncake", marks=needs_mooncake),
     ],
 )
 def cluster(request: pytest.FixtureRequest) -> Iterator[PoolCluster]:
@@ -161,25 +172,32 @@ def test_a_longer_prompt_is_prefilled_from_where_the_pool_ends(cluster: PoolClus
         assert answer["tokens"] == cluster.ask(cluster.plain, longer)["tokens"]
 
 
-@pytest.mark.slow
-def test_two_hundred_prompts_say_what_they_say_without_a_pool(cluster: PoolCluster) -> None:
-    """Each through P1, then, from the pool, through P2 and D by either order; several at once."""
-    prompts = [prompt for seed in range(200, 225) for prompt in make_prompts(seed)]
-    assert len(prompts) == 200
+@pytest.mark.parametrize("num_prompts", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_tokens_are_those_of_transformers(
+    num_prompts: int, cluster: PoolCluster, references: list[Reference], demo_model: DemoModel
+) -> None:
+    """Each prompt through P1, which computes it, then, from the pool, through P2 and D by either order; 6 at once."""
+    longest = max(len(one.prompt) for one in references) if num_prompts == len(references) else SHORT
+    chosen = [one for one in references if len(one.prompt) <= longest][:num_prompts]
+    assert len(chosen) == num_prompts
     hits = cluster.metric(cluster.p2, HIT_TOKENS) + cluster.metric(cluster.d, HIT_TOKENS)
+    tally = Tally()
 
-    def ask(index: int) -> None:
-        prompt = prompts[index]
-        expected = cluster.ask(cluster.plain, prompt)["tokens"]
-        assert cluster.ask(cluster.p1, prompt)["tokens"] == expected, f"prompt {index} on P1"
-        for route in ("p-first", "d-first")[:: 1 if index % 2 else -1]:
-            assert cluster.ask(cluster.router, prompt, route)["tokens"] == expected, f"prompt {index} {route}"
+    def ask(index: int) -> list[Answer]:
+        ways = [("p-first", cluster.router), ("d-first", cluster.router)][:: 1 if index % 2 else -1]
+        return [
+            cluster.answer(node, chosen[index].prompt, route, f"parity {num_prompts}", NUM_PARITY_TOKENS)
+            for route, node in [("", cluster.p1), *ways]
+        ]
 
     with ThreadPoolExecutor(6) as pool:
-        for done in [pool.submit(ask, index) for index in range(len(prompts))]:
-            done.result(ANSWER_DEADLINE_S)
+        for index, answers in enumerate(pool.map(ask, range(num_prompts))):
+            for answer in answers:
+                compare(answer, chosen[index], demo_model, tally)
+    assert tally.num_prompts == 3 * num_prompts
+    assert tally.num_ties <= MOST_TIES * tally.num_prompts
     gained = cluster.metric(cluster.p2, HIT_TOKENS) + cluster.metric(cluster.d, HIT_TOKENS) - hits
-    assert gained > sum(map(num_poolable, prompts)) / 2, "most came from the pool"
+    assert gained > sum(num_poolable(one.prompt) for one in chosen) / 2, "most came from the pool"
 
 
 def test_tenants_share_nothing(cluster: PoolCluster) -> None:
