@@ -44,12 +44,15 @@ _TITLES = {
 def environment() -> dict[str, Any]:
     """Where this runs: commit and whether the tree differs from it, versions, processor, GPUs."""
     here = Path(pd_cluster.__file__).parent
-    commit = _output("git", "-C", str(here), "rev-parse", "HEAD")
-    changes = _output("git", "-C", str(here), "status", "--porcelain", "--untracked-files=no")
+    commit, _, mark = os.environ.get("PD_BENCH_COMMIT", "").partition("-")  # "abc123-dirty": of a copy without history
+    dirty = bool(mark)
+    if not commit:
+        commit = _output("git", "-C", str(here), "rev-parse", "HEAD")
+        dirty = bool(_output("git", "-C", str(here), "status", "--porcelain", "--untracked-files=no"))
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit or os.environ.get("PD_BENCH_COMMIT", ""),  # the variable: for a copy without its history
-        "dirty": bool(changes) if commit else None,
+        "commit": commit,
+        "dirty": dirty if commit else None,
         "version": pd_cluster.__version__,
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
