@@ -117,6 +117,7 @@ class Exchange:
             "loads_done_total": float(reader.loads_done),
             **failed,
             "loads_open": float(reader.num_loads),
+            "loads_reading": float(reader.num_reading),
             "leases_open": float(len(self.leases)),
             "quarantined_loads": float(reader.num_quarantined_loads),
             "quarantined_blocks": float(reader.num_quarantined_blocks),

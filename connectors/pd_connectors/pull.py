@@ -132,7 +132,7 @@ class Pull:
         self._reads: dict[int, int] = {}  # in flight: number -> blocks
         self._num_reads = 0
         self._read_deadline = float("inf")
-        self._num_blocks_read = 0
+        self.num_blocks_read = 0
         self._first_read_at: float | None = None
         self._marks = _Marks()
         self._is_accepted = False  # the owner was greeted, and its KV means the same as ours
@@ -254,7 +254,7 @@ class Pull:
         if error:
             self.fail(LoadFailure.READ_FAILED, error, now)
         else:
-            self._num_blocks_read += num_blocks
+            self.num_blocks_read += num_blocks
         self._advance(now)
 
     def progress(self, now: float) -> None:
@@ -364,7 +364,7 @@ class Pull:
                 self._first_read_at = now
 
     def _finish(self, now: float) -> None:
-        num_bytes = self._num_blocks_read * self.ticket.geometry.block_bytes
+        num_bytes = self.num_blocks_read * self.ticket.geometry.block_bytes
         started = self._first_read_at
         self.phase = Phase.DONE
         transfer_s = now - started if started is not None else 0.0

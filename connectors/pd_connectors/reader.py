@@ -214,6 +214,11 @@ class Reader:
         return len(self._home)
 
     @property
+    def num_reading(self) -> int:
+        """Live loads of which blocks have come."""
+        return sum(pull.is_live and pull.num_blocks_read > 0 for pull in self._pulls())
+
+    @property
     def num_quarantined_blocks(self) -> int:
         """Blocks of failed loads that a read may still write."""
         return sum(pull.num_blocks_in_flight for pull in self._pulls() if not pull.is_live)

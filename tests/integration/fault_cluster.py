@@ -146,9 +146,8 @@ class Member:
         return (await self.metrics()).get(name, 0.0)
 
     async def is_reading(self) -> bool:
-        """A load has blocks reserved and is not done."""
-        told = await self.metrics()
-        return told["pd_num_waiting_for_remote_kv"] > 0 and told['pd_kv_blocks{state="in_use"}'] > 0
+        """A load has read some of its blocks and is not done."""
+        return await self.metric("pd_loads_reading") > 0
 
     async def is_busy(self) -> bool:
         """A sequence runs."""
