@@ -7,9 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_kernels.triton_early import early_options, launches_early, others_may_start, wait_for_others
+
 
 @triton.jit
-def _silu_and_mul_kernel(x, out, size, x_stride, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(x, out, size, x_stride, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    others_may_start(EARLY)
+    wait_for_others(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -27,5 +31,8 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     if num_rows:
         block = min(triton.next_power_of_2(size), 1024)  # 8 elements a thread: 16-byte accesses
-        _silu_and_mul_kernel[(num_rows, triton.cdiv(size, block))](x, out, size, x.stride(0), block, num_warps=4)
+        early = launches_early(x.device)
+        _silu_and_mul_kernel[(num_rows, triton.cdiv(size, block))](
+            x, out, size, x.stride(0), block, early, num_warps=4, **early_options(early)
+        )
     return out

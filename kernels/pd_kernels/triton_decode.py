@@ -21,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_kernels.triton_early import early_options, launches_early, others_may_start, wait_for_others
+
 _LOG2_E = 1.4426950408889634
 _MERGED = 8192  # numbers of parts that a merging program holds at a time, at most
 
@@ -119,7 +121,9 @@ def _decode_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, TILE: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PROGRAMS: tl.constexpr, MEMBERS: tl.constexpr, MERGED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    others_may_start(EARLY)
     program = tl.program_id(0)
     line = tl.load(ends + tl.arange(0, SEQS), mask=tl.arange(0, SEQS) < num_seqs, other=0)
     num_units = tl.max(line, 0) * NUM_KV_HEADS
@@ -144,6 +148,7 @@ def _decode_kernel(
         if WINDOW > 0:
             lowest = tl.maximum(length - WINDOW, 0)
         start = (lowest // TILE + first) * TILE
+        wait_for_others(EARLY)  # lengths and tables are older than the launches that are early
         q = tl.load(query + seq * query_stride + head * GROUP * SIZE + at, mask=inside, other=0.0)
         mean, log = _attend_part(
             q, key_cache + head.to(tl.int64) * head_stride, value_cache + head.to(tl.int64) * head_stride,
@@ -168,6 +173,7 @@ def _decode_kernel(
                 )  # fmt: skip
                 tl.store(counter, 0)  # for the next layer
         unit += count
+    wait_for_others(EARLY)
     for seq in range(program, num_seqs, PROGRAMS):  # the empty ones become 0
         before = tl.load(ends + seq - 1, mask=seq > 0, other=0)
         if tl.load(ends + seq) == before:
@@ -222,6 +228,7 @@ def decode_attention(
     num_kv_heads, block_size = key_cache.shape[1:3]
     group, tiling = num_heads // num_kv_heads, plan.tiling
     programs = tiling.programs_per_processor * num_processors(query.device)
+    early = launches_early(query.device)
     parts = torch.empty((2 * programs * group, size), dtype=torch.float32, device=query.device)
     part_logs = torch.empty(2 * programs * group, dtype=torch.float32, device=query.device)
     columns, members = max(triton.next_power_of_2(size), 16), triton.next_power_of_2(group)
@@ -232,7 +239,8 @@ def decode_attention(
         num_seqs, query.stride(0), block_tables.stride(0), key_cache.stride(0), key_cache.stride(1), scale * _LOG2_E,
         num_kv_heads, group, size, block_size, plan.window, tiling.tile, triton.next_power_of_2(num_seqs),
         max(members, 16), columns, programs, members, merged,
-        "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages, num_warps=tiling.num_warps,
+        "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages, early,
+        num_warps=tiling.num_warps, **early_options(early),
     )  # fmt: skip
 
 

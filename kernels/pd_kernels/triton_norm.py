@@ -10,21 +10,25 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_kernels.triton_early import early_options, launches_early, others_may_start, wait_for_others
+
 _TILE = 4096  # elements a program holds: one row of a large model, many heads of a small tensor
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x, weight, out, num_rows, num_heads, token_stride, head_stride, eps,
-    SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    others_may_start(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = (row < num_rows)[:, None] & (column < SIZE)[None, :]
     source = x + (row // num_heads * token_stride + row % num_heads * head_stride)[:, None] + column[None, :]
+    gain = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    wait_for_others(EARLY)
     value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)
-    gain = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
     normed = (value * scale[:, None]).to(out.dtype.element_ty).to(tl.float32) * gain[None, :]
     tl.store(out + row[:, None] * SIZE + column[None, :], normed.to(out.dtype.element_ty), mask=inside)
 
@@ -32,19 +36,21 @@ def _rms_norm_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_rms_norm_kernel(
     x, residual, weight, num_rows, x_stride, residual_stride, eps,
-    SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    others_may_start(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = (row < num_rows)[:, None] & (column < SIZE)[None, :]
     x_at = x + row[:, None] * x_stride + column[None, :]
     residual_at = residual + row[:, None] * residual_stride + column[None, :]
+    gain = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    wait_for_others(EARLY)
     added = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
     total = (added + tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
     tl.store(residual_at, total, mask=inside)
     value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)
-    gain = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
     normed = (value * scale[:, None]).to(x.dtype.element_ty).to(tl.float32) * gain[None, :]
     tl.store(x_at, normed.to(x.dtype.element_ty), mask=inside)
 
@@ -58,10 +64,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     num_rows = x.shape[0] * num_heads
     if num_rows:
         columns, rows, num_warps = _shape(size, num_rows)
+        early = launches_early(x.device)
         head_stride = x.stride(1) if x.dim() == 3 else 0
         _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
             x, weight, out, num_rows, num_heads, x.stride(0), head_stride, eps, size, columns, rows,
-            num_warps=num_warps,
+            early, num_warps=num_warps, **early_options(early),
         )  # fmt: skip
     return out
 
@@ -77,9 +84,10 @@ def add_rms_norm(
     num_rows, size = x.shape
     if num_rows:
         columns, rows, num_warps = _shape(size, num_rows)
+        early = launches_early(x.device)
         _add_rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
             x, residual, weight, num_rows, x.stride(0), residual.stride(0), eps, size, columns, rows,
-            num_warps=num_warps,
+            early, num_warps=num_warps, **early_options(early),
         )  # fmt: skip
     return x, residual
 

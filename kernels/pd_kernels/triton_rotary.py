@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from pd_kernels.checks import check_cache_views
+from pd_kernels.triton_early import early_options, launches_early, others_may_start, wait_for_others
 
 if TYPE_CHECKING:
     from pd_kernels.head_norms import HeadNorms
@@ -39,8 +40,9 @@ def _norm_rope_write_kernel(
     heads, query_norm, key_norm, cos, sin, query, key_cache, value_cache, slot_mapping,
     heads_stride, block_stride, head_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HALF: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr,
+    HALF: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    others_may_start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     column = tl.arange(0, HALF)
@@ -49,6 +51,8 @@ def _norm_rope_write_kernel(
     sine = tl.load(sin + token * (SIZE // 2) + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     query_parts: tl.constexpr = (NUM_HEADS + TILE - 1) // TILE
     source = heads + token * heads_stride
+    slot = tl.load(slot_mapping + token)
+    wait_for_others(EARLY)  # angles and slots are older than the launches that are early
     if part < query_parts:
         head = part * TILE + tl.arange(0, TILE)
         mask = (head < NUM_HEADS)[:, None] & inside[None, :]
@@ -60,7 +64,6 @@ def _norm_rope_write_kernel(
         tl.store(target, first.to(query.dtype.element_ty), mask=mask)
         tl.store(target + SIZE // 2, second.to(query.dtype.element_ty), mask=mask)
     else:
-        slot = tl.load(slot_mapping + token)
         head = (part - query_parts) * TILE + tl.arange(0, TILE)
         mask = (head < NUM_KV_HEADS)[:, None] & inside[None, :] & (slot >= 0)
         source += NUM_HEADS * SIZE
@@ -98,6 +101,7 @@ def norm_rope_write(
         raise ValueError(f"cos and sin must be contiguous [{num_tokens}, {size // 2}], not {tuple(cos.shape)}")
     query = torch.empty((num_tokens, num_heads, size), dtype=heads.dtype, device=heads.device)
     if num_tokens:
+        early = launches_early(heads.device)
         tile = min(triton.next_power_of_2(max(num_heads, num_kv_heads)), _HEADS)
         grid = (num_tokens, triton.cdiv(num_heads, tile) + triton.cdiv(num_kv_heads, tile))
         query_norm, key_norm = (heads, heads) if norms is None else (norms.query, norms.key)
@@ -106,6 +110,6 @@ def norm_rope_write(
             heads, query_norm, key_norm, cos, sin, query, key_cache, value_cache, slot_mapping,
             heads.stride(0), key_cache.stride(0), key_cache.stride(1), eps,
             num_heads, num_kv_heads, size, block_size, triton.next_power_of_2(size // 2), tile, norms is not None,
-            num_warps=4,
+            early, num_warps=4, **early_options(early),
         )  # fmt: skip
     return query
