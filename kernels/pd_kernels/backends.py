@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pd_kernels.half_normed import HalfNormed
     from pd_kernels.head_norms import HeadNorms
     from pd_kernels.packed import PackedSequences
 
@@ -50,6 +51,25 @@ class NormRopeWrite(Protocol):
     ) -> torch.Tensor: ...
 
 
+class FewRows(Protocol):
+    """The product with one weight for steps of few tokens, which does what stands before and after it."""
+
+    @property
+    def max_rows(self) -> int: ...
+
+    def __call__(self, x: torch.Tensor | HalfNormed) -> torch.Tensor:
+        """`x` [T, in] -> x W^T + b [T, out]; if the weight is gated, silu_and_mul of that [T, out / 2]."""
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float) -> HalfNormed:
+        """`residual` [T, out] += x W^T + b; returns the norm of the sum, with the weight `norm` [out]."""
+
+
+class MakeFewRows(Protocol):
+    """For one weight [out, in], its bias, and whether it is [gate | up]; None: there is no such product for it."""
+
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> FewRows | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """One implementation of every function; their meaning is in `reference` and `sampling`."""
@@ -58,6 +78,7 @@ class Kernels:
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
+    few_rows: MakeFewRows
     norm_rope_write: NormRopeWrite
     plan_attention: PlanAttention
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -68,11 +89,16 @@ class Kernels:
     ]
 
 
+def no_few_rows(weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> None:
+    """Steps of few tokens multiply as all others do."""
+
+
 TORCH = Kernels(
     name="torch",
     rms_norm=torch_ops.rms_norm,
     add_rms_norm=torch_ops.add_rms_norm,
     silu_and_mul=torch_ops.silu_and_mul,
+    few_rows=no_few_rows,
     norm_rope_write=torch_ops.norm_rope_write,
     plan_attention=torch_attention.plan_attention,
     copy_blocks=torch_ops.copy_blocks,

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pd_kernels.half_normed import HalfNormed
+
 if TYPE_CHECKING:
     from pd_kernels.head_norms import HeadNorms
 
@@ -153,3 +155,22 @@ def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor)
     All reads come before all writes when `source` is `target`.
     """
     target[pairs[:, 1].to(target.device)] = source[pairs[:, 0].to(source.device)].to(target.device)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
+    """`x` [T, in] times `weight` [out, in] transposed, plus `bias` [out]; `gated`: silu_and_mul of that."""
+    product = torch.nn.functional.linear(x, weight, bias)
+    return silu_and_mul(product) if gated else product
+
+
+def add_linear(
+    residual: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> HalfNormed:
+    """`residual` [T, out] += linear(x, weight, bias), in place; the norm of the sum with the weight `norm` [out]."""
+    residual += linear(x, weight, bias, False)
+    return HalfNormed(residual * norm, residual.pow(2).sum(-1)[None], eps)

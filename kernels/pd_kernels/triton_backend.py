@@ -6,6 +6,7 @@ from pd_kernels.backends import Kernels
 from pd_kernels.triton_activation import silu_and_mul
 from pd_kernels.triton_attention import plan_attention
 from pd_kernels.triton_blocks import copy_blocks
+from pd_kernels.triton_matmul import FewRowsLinear
 from pd_kernels.triton_norm import add_rms_norm, rms_norm
 from pd_kernels.triton_rotary import norm_rope_write
 from pd_kernels.triton_sampling import argmax, gumbel_sample, truncated_sample
@@ -15,6 +16,7 @@ TRITON = Kernels(
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
     silu_and_mul=silu_and_mul,
+    few_rows=FewRowsLinear.of,
     norm_rope_write=norm_rope_write,
     plan_attention=plan_attention,
     copy_blocks=copy_blocks,

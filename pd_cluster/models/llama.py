@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd_cluster.models.spec import ModelSpec
-    from pd_kernels.backends import AttentionPlan, Kernels
+    from pd_kernels.backends import AttentionPlan, FewRows, Kernels
+    from pd_kernels.half_normed import HalfNormed
     from pd_kernels.products import Measure, ProposeProducts
 
 
@@ -38,6 +39,12 @@ class Stream:
     hidden: torch.Tensor | None  # [T, hidden_size], not yet added to the residual; None at the entrance
     residual: torch.Tensor  # [T, hidden_size]
     angles: tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, head_dim / 2]
+    normed: HalfNormed | None = None  # of the residual, by the next norm's weight: instead of `hidden`, with few tokens
+
+    def of_rows(self, rows: torch.Tensor | slice) -> Stream:
+        """For the logits of some of the tokens."""
+        hidden = None if self.hidden is None else self.hidden[rows]
+        return Stream(hidden, self.residual[rows], self.angles)
 
 
 @dataclass(slots=True)
@@ -52,6 +59,28 @@ class DecoderLayer:
     post_norm: torch.Tensor
     gate_up: Linear  # [2 * intermediate, hidden]
     down: Linear  # [hidden, intermediate]
+
+
+@dataclass(frozen=True, slots=True)
+class FewRowsLayer:
+    """A layer's products in steps of few tokens. See backends.FewRows."""
+
+    qkv: FewRows
+    out: FewRows
+    gate_up: FewRows
+    down: FewRows
+
+
+@dataclass(frozen=True, slots=True)
+class FewRowsProducts:
+    """Of the whole model, in steps of up to `max_rows` tokens."""
+
+    layers: list[FewRowsLayer]
+    head: FewRows
+
+    @property
+    def max_rows(self) -> int:
+        return self.head.max_rows
 
 
 class Llama:
@@ -71,6 +100,7 @@ class Llama:
             self._make_layer(f"model.layers.{index}", spec.windows[index]) for index in range(spec.num_layers)
         ]
         self._norm = self._tensor("model.norm.weight", spec.hidden_size)
+        self._few_rows: FewRowsProducts | None = None
         if spec.tied_embeddings:
             self._head = Linear(self._embedding, None)
         else:
@@ -84,6 +114,7 @@ class Llama:
     def finish_loading(self) -> None:
         """After every slot is filled: let CPU products have the layout they like. The slots are void afterwards."""
         self.slots.clear()
+        self._few_rows = self._make_few_rows()  # before the weights are put into another layout
         for layer in self._layers:
             for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
                 linear.pack()
@@ -96,6 +127,8 @@ class Llama:
         """
         kinds = [[getattr(layer, name) for layer in self._layers] for name in ("qkv", "out", "gate_up", "down")]
         num_chosen = 0
+        if self._few_rows is not None:
+            sizes = [size for size in sizes if size > self._few_rows.max_rows]
         for linears in [*kinds, [self._head]]:
             if linears[0].bias is None:
                 weights = [linear.weight for linear in linears]
@@ -131,8 +164,12 @@ class Llama:
         value_cache: torch.Tensor,
     ) -> torch.Tensor:
         """Layer `index`'s rotated queries [T, num_heads, head_dim]; its keys and values go to `slot_mapping`."""
-        layer = self._layers[index]
-        heads = layer.qkv(self._norm_into(stream, layer.input_norm)).view(len(slot_mapping), -1, self.spec.head_dim)
+        layer, few = self._layers[index], self._few_rows
+        if few is not None and stream.normed is not None:
+            heads = few.layers[index].qkv(stream.normed)
+        else:
+            heads = layer.qkv(self._norm_into(stream, layer.input_norm))
+        heads = heads.view(len(slot_mapping), -1, self.spec.head_dim)
         return self._kernels.norm_rope_write(
             heads, layer.head_norms, *stream.angles, key_cache, value_cache, slot_mapping
         )
@@ -150,18 +187,25 @@ class Llama:
 
     def after_attention(self, index: int, stream: Stream, attended: torch.Tensor) -> None:
         """The rest of layer `index`, into `stream`."""
-        layer = self._layers[index]
-        stream.hidden = layer.out(attended.view(attended.shape[0], -1))
+        layer, attended = self._layers[index], attended.view(attended.shape[0], -1)
+        if self._few_rows is not None and len(attended) <= self._few_rows.max_rows:
+            few, eps = self._few_rows.layers[index], self.spec.norm_eps
+            next_norm = self._layers[index + 1].input_norm if index + 1 < len(self._layers) else self._norm
+            hidden = few.gate_up(few.out.add_to(stream.residual, attended, layer.post_norm, eps))
+            stream.normed = few.down.add_to(stream.residual, hidden, next_norm, eps)
+            return
+        stream.hidden = layer.out(attended)
         hidden = self._norm_into(stream, layer.post_norm)
         stream.hidden = layer.down(self._kernels.silu_and_mul(layer.gate_up(hidden)))
 
     def logits(self, stream: Stream, sample_rows: torch.Tensor | None) -> torch.Tensor:
         """[R, vocab_size] of `sample_rows` (int64 [R]), or of all rows."""
         if sample_rows is not None:
-            assert stream.hidden is not None
             if not sample_rows.shape[0]:  # a chunk in the middle of a prompt
-                return stream.hidden.new_empty(0, self.spec.vocab_size)
-            stream = Stream(stream.hidden[sample_rows], stream.residual[sample_rows], stream.angles)
+                return stream.residual.new_empty(0, self.spec.vocab_size)
+            stream = stream.of_rows(sample_rows)
+        if self._few_rows is not None and stream.normed is not None:
+            return self._few_rows.head(stream.normed)
         return self._head(self._norm_into(stream, self._norm))
 
     def _norm_into(self, stream: Stream, weight: torch.Tensor) -> torch.Tensor:
@@ -171,6 +215,18 @@ class Llama:
             return self._kernels.rms_norm(stream.residual, weight, eps)
         hidden, stream.residual = self._kernels.add_rms_norm(stream.hidden, stream.residual, weight, eps)
         return hidden
+
+    def _make_few_rows(self) -> FewRowsProducts | None:
+        """None where the kernels have nothing for some weight."""
+        make, layers = self._kernels.few_rows, []
+        head = make(self._head.weight, None, False)
+        for layer in self._layers:
+            linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
+            products = [make(linear.weight, linear.bias, linear is layer.gate_up) for linear in linears]
+            found = [product for product in products if product is not None]
+            if len(found) == len(products):
+                layers.append(FewRowsLayer(*found))
+        return None if head is None or len(layers) < len(self._layers) else FewRowsProducts(layers, head)
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)

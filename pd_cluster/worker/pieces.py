@@ -12,7 +12,7 @@ tokens, as one *piece*; attention, whose launches depend on the sequences, runs 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -86,9 +86,7 @@ class PieceGraphs:
             attended.copy_(self._model.attend(index, query, plans, *self._views[index]))
         pieces.replays[-1]()
         stream = pieces.stream
-        assert stream.hidden is not None
-        real = Stream(stream.hidden[:count], stream.residual[:count], stream.angles)
-        return self._model.logits(real, inputs.sample_rows)
+        return self._model.logits(stream.of_rows(slice(count)), inputs.sample_rows)
 
     def _record(self, size: int, recorder: Recorder) -> Pieces:
         """Each piece goes on with the stream that the one before it left."""
@@ -103,7 +101,7 @@ class PieceGraphs:
             def piece(index: int = index, stream: Stream = stream) -> Stream:
                 model = self._model
                 if index:
-                    stream = Stream(stream.hidden, stream.residual, stream.angles)
+                    stream = replace(stream)  # which the model changes
                     model.after_attention(index - 1, stream, self._attended[:size])
                 else:
                     stream = model.enter(token_ids, positions)

@@ -1,0 +1,106 @@
+"""Steps of few tokens, whose products do what stands between them, beside the same steps without that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from pd_cluster.bench.shapes import CONFIGS
+from pd_cluster.models.llama import ForwardInputs, Llama
+from pd_cluster.models.registry import resolve_spec
+from pd_cluster.models.weights import fill_at_random
+from pd_kernels import reference
+from pd_kernels.backends import TORCH, Kernels
+from pd_kernels.half_normed import HalfNormed
+from pd_kernels.packed import PackedSequences
+
+if TYPE_CHECKING:
+    from pd_kernels.products import Product
+
+MAX_ROWS, BLOCK = 4, 16
+
+
+@dataclass(frozen=True)
+class PlainFewRows:
+    """backends.FewRows in plain torch."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    gated: bool
+    max_rows: int = MAX_ROWS
+
+    def __call__(self, x: torch.Tensor | HalfNormed) -> torch.Tensor:
+        if isinstance(x, HalfNormed):
+            x = x.x / torch.sqrt(x.squares.sum(0) / x.x.shape[1] + x.eps)[:, None]
+        return reference.linear(x, self.weight, self.bias, self.gated)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float) -> HalfNormed:
+        return reference.add_linear(residual, norm, eps, x, self.weight, self.bias)
+
+
+FEW_ROWS = replace(TORCH, few_rows=PlainFewRows)
+NOT_FOR_THE_HEAD = replace(
+    TORCH, few_rows=lambda weight, bias, gated: None if len(weight) == 2048 else PlainFewRows(weight, bias, gated)
+)
+
+
+def make_model(kernels: Kernels, bias: bool = True, dtype: torch.dtype = torch.float32) -> Llama:
+    spec = replace(resolve_spec(Path(), CONFIGS["tiny"]), qkv_bias=bias)
+    model = Llama(spec, kernels, 128, dtype, torch.device("cpu"))
+    fill_at_random(model, seed=1)
+    model.finish_loading()
+    return model
+
+
+@torch.inference_mode()
+def decode(model: Llama, count: int, sample_rows: torch.Tensor | None) -> torch.Tensor:
+    """Logits of a step of `count` sequences, the i-th at its (i + 3)-th token, over a cache of noise."""
+    spec, lengths = model.spec, np.arange(count) + 3
+    shape = (count, spec.num_kv_heads, spec.num_layers, 2, BLOCK, spec.head_dim)
+    cache = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    views = [(cache[:, :, layer, 0], cache[:, :, layer, 1]) for layer in range(spec.num_layers)]
+    blocks = torch.arange(count, dtype=torch.int32)
+    packed = PackedSequences(
+        num_decodes=count,
+        query_starts=torch.arange(count + 1, dtype=torch.int32),
+        seq_lens=torch.from_numpy(lengths.astype(np.int32)),
+        block_tables=blocks[:, None],
+        host_query_lens=np.ones(count, np.int64),
+        host_seq_lens=lengths,
+    )
+    positions = torch.from_numpy(lengths) - 1
+    plans = {0: TORCH.plan_attention(packed, views[0][0])}
+    inputs = ForwardInputs(torch.arange(count) + 7, positions, blocks * BLOCK + positions, sample_rows, plans)
+    return model.forward(inputs, views)
+
+
+@pytest.mark.parametrize("rows", [None, [2, 0], []], ids=["all", "some", "none"])
+@pytest.mark.parametrize("count", [3, MAX_ROWS, MAX_ROWS + 1])
+def test_logits_are_the_same(count: int, rows: list[int] | None) -> None:
+    sample_rows = None if rows is None else torch.tensor(rows, dtype=torch.int64)
+    usual, few = (decode(make_model(kernels), count, sample_rows) for kernels in (TORCH, FEW_ROWS))
+    assert usual.shape == few.shape == (count if rows is None else len(rows), 2048)
+    torch.testing.assert_close(few, usual, rtol=1e-4, atol=1e-5)
+
+
+def test_all_products_or_none_are_of_few_rows() -> None:
+    usual, partly = (decode(make_model(kernels), 2, None) for kernels in (TORCH, NOT_FOR_THE_HEAD))
+    assert torch.equal(usual, partly)
+
+
+@pytest.mark.parametrize(("kernels", "expected"), [(TORCH, {2, 8}), (FEW_ROWS, {8})], ids=["usual", "few-rows"])
+def test_products_are_chosen_for_steps_of_more_rows_only(kernels: Kernels, expected: set[int]) -> None:
+    asked: set[int] = set()
+
+    def propose(num_rows: int, weight: torch.Tensor) -> list[Product]:
+        asked.add(num_rows)
+        return []
+
+    model = make_model(kernels, bias=False, dtype=torch.float64)  # which no CPU packs
+    assert model.choose_products([2, 8], propose, lambda run: 1.0) == 0
+    assert asked == expected
