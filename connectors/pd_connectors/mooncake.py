@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import threading
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,13 +26,14 @@ from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.store import KVStore, ObjectName, StoreUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
 
     from pd_connectors.base import ConnectorContext
 
 DEFAULT_URL = "mooncake://127.0.0.1:50051"
 LOCAL_BUFFER_BYTES = 64 << 20  # Mooncake's own, for what is on its way
 PORT_DEADLINE_S = 0.5
+CLOSE_DEADLINE_S = 1.0
 RPC_DEADLINE_MS = 2000  # Mooncake's own: 30 s, for which a master that stands still would hold a request
 
 logger = logging.getLogger(__name__)
@@ -46,12 +48,28 @@ class MooncakeClient:
         self._master = master
         self._host = host
         self._segment_bytes = segment_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held while it is set up
         self._store: Any = None
         self._failed = False
+        self._idle = threading.Condition()
+        self._num_calls = 0
+        self._is_closed = False
 
-    def get(self) -> Any:
-        """Mooncake's store. Raises StoreUnavailable."""
+    @contextmanager
+    def call(self) -> Iterator[Any]:
+        """Mooncake's store, for one call of it. Raises StoreUnavailable."""
+        with self._idle:
+            if self._is_closed:
+                raise StoreUnavailable("this node's client is closed")
+            self._num_calls += 1
+        try:
+            yield self._connected()
+        finally:
+            with self._idle:
+                self._num_calls -= 1
+                self._idle.notify_all()
+
+    def _connected(self) -> Any:
         with self._lock:
             if self._failed or self._store is None:
                 self._try_port()
@@ -75,11 +93,15 @@ class MooncakeClient:
         return StoreUnavailable(f"mooncake_master {self._master[0]}:{self._master[1]}: status {status}")
 
     def close(self) -> None:
-        """Take the segment back. Idempotent."""
-        with self._lock:
-            if self._store is not None:
-                self._store.close()
-                self._store = None
+        """Take the segment back. Idempotent. Waits for calls under way: Mooncake does not survive a close under one."""
+        with self._idle:
+            self._is_closed = True
+            is_idle = self._idle.wait_for(lambda: self._num_calls == 0, CLOSE_DEADLINE_S)
+        if not is_idle:
+            logger.error("a call of Mooncake's hangs: its segment is left for the master to notice")
+        elif self._store is not None:
+            self._store.close()
+            self._store = None
 
     def _try_port(self) -> None:
         try:
@@ -95,21 +117,25 @@ class MooncakeStore(KVStore):
         self._client = client
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        found: list[int] = self._client.get().batch_is_exist([str(name) for name in names])
+        with self._client.call() as store:
+            found: list[int] = store.batch_is_exist([str(name) for name in names])
         for status in found:
             if status < 0:
                 raise self._client.failed(status)
         return [status == 1 for status in found]
 
     def get(self, names: Sequence[ObjectName]) -> Generator[bytearray | None, None, None]:
-        store = self._client.get()
         for name in names:
-            sealed = store.get(str(name))  # empty: gone, or its owner is
+            with self._client.call() as store:
+                sealed = store.get(str(name))  # empty: gone, or its owner is
             yield bytearray(sealed) if sealed else None
 
     def put(self, objects: Sequence[tuple[ObjectName, bytes]]) -> int:
-        store = self._client.get()
-        return sum(store.upsert(str(name), sealed) == 0 for name, sealed in objects)  # not 0: no room, for example
+        num_stored = 0
+        for name, sealed in objects:
+            with self._client.call() as store:
+                num_stored += store.upsert(str(name), sealed) == 0  # not 0: no room, for example
+        return num_stored
 
     def close(self) -> None:
         """The client is the connector's."""

@@ -47,7 +47,7 @@ class PoolLimits:
     deadline_s: float = 5.0
     retry_s: float = 1.0
     backlog_bytes: int = 256 << 20
-    close_s: float = 5.0
+    close_s: float = 3.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ SIZE = GEOMETRY.block_size
 NUM_READER_BLOCKS = 64
 NUM_SOURCE_BLOCKS = 256
 END_DEADLINE_S = 20.0  # every load ends within this, whatever becomes of the source; far beyond each deadline set below
+CLOSE_DEADLINE_S = 8.0  # what a close may take, the engine's own 5 s and some for a busy machine
 SETTLED_S = 0.3  # how long blocks are watched after an end
 LOAD_DEADLINE_S = 10.0
 _GRAMMAR = re.compile(

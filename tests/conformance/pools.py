@@ -181,8 +181,9 @@ class MooncakeHarness(PoolHarness):
         return MooncakeStore(self._mooncake())
 
     def remove(self, names: list[ObjectName]) -> None:
-        for name in names:
-            self._mooncake().get().remove(str(name), True)
+        with self._mooncake().call() as store:
+            for name in names:
+                store.remove(str(name), True)
 
     def _mooncake(self) -> MooncakeClient:
         if self._client is None:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from pd_connectors.protocol.errors import LoadFailure
-from tests.conformance.harness import SIZE, End
+from tests.conformance.harness import CLOSE_DEADLINE_S, SIZE, End
 
 if TYPE_CHECKING:
     from tests.conformance.harness import Harness, Prompt, Reader
@@ -175,15 +175,34 @@ def test_a_source_that_falls_silent_costs_a_deadline(harness: Harness, reader: R
         harness.wait_working(reader)
 
 
-def test_closing_ends_every_load_in_time(harness: Harness) -> None:
+def check_closing(harness: Harness, stopped: str) -> None:
     reader, prompt = harness.reader("D-closes"), harness.prompt(20 * SIZE)
     try:
+        harness.wait_working(reader)
+        reader.wipe()
         start_reading(harness, reader, prompt, harness.load_id("open"), tuple(range(20)))
-        harness.ask(reader, prompt, harness.load_id("asked"))
+        harness.ask(reader, harness.prompt(SIZE), harness.load_id("asked"))
+        if stopped:
+            harness.stop(stopped)
     finally:
+        began_s = time.monotonic()
         reader.node.connector.close()
+    assert time.monotonic() - began_s < CLOSE_DEADLINE_S
     reader.check_quiet()
     reader.node.connector.close()
+
+
+def test_closing_ends_every_load_in_time(harness: Harness) -> None:
+    check_closing(harness, "")
+
+
+def test_closing_does_not_wait_for_a_source_that_stands_still(harness: Harness, reader: Reader) -> None:
+    for part in harness.parts:
+        try:
+            check_closing(harness, part)
+        finally:
+            harness.resume(part)
+        harness.wait_working(reader)
 
 
 def test_an_idle_node_sleeps(harness: Harness, reader: Reader) -> None:
