@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 ANSWER_S = 60.0  # one call to the controller, which may be starting
 CLOSE_ANSWER_S = 15.0  # the same when all is to end: then not to answer is no reason to wait
 POLL_S = 0.5
+WATCH_S = 2.0  # between two looks of `up` at whether its cluster is still there
 MAX_FAILURES = 3  # units of one role in a row that never came up, until `up` and `scale` stop waiting
 DOWN_MARGIN_S = 60.0  # beyond what requests get, until `down` takes away what is left
 
@@ -62,7 +63,8 @@ def _up(namespace: argparse.Namespace) -> int:
         finally:
             _say("stopping (Ctrl-C again: at once)")
             stop.clear()
-            _close(controller, stop)  # what is left ends with its Ray
+            if _is_up(spec.name):
+                _close(controller, stop)  # what is left ends with its Ray
             _say("stopped")
 
 
@@ -83,8 +85,18 @@ def _up_here(controller: Any, spec: ClusterSpec, timeout_s: float, stop: threadi
         return 0 if stop.is_set() else 1
     _greet(status, spec)
     _say("Ctrl-C stops everything")
-    stop.wait()
+    while not stop.wait(WATCH_S) and _is_up(spec.name):
+        pass
     return 0
+
+
+def _is_up(name: str) -> bool:
+    """Whether there is a controller; none: somebody has ended the cluster."""
+    try:
+        find_controller(name)
+    except StartupError:
+        return False
+    return True
 
 
 def _status(namespace: argparse.Namespace) -> int:

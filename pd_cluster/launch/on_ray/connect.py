@@ -40,10 +40,7 @@ def prepare_environment(environ: MutableMapping[str, str], home: Path, *, joins:
         )
     environ[MODE] = "token"
     environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere unless the user has asked for it
-    environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
     environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # its name is history: how often a refused driver asks again
-    # without a GPU of its own a worker keeps the environment as it is; units set CUDA_VISIBLE_DEVICES themselves
-    environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 @contextlib.contextmanager
@@ -141,6 +138,7 @@ def start_controller(name: str, *arguments: Any) -> Any:
                 lifetime="detached",
                 num_cpus=0,
                 max_restarts=-1,
+                max_task_retries=-1,  # to ask it twice is to ask it once
                 scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=True),
             )
             .remote(*arguments)
