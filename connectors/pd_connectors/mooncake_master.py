@@ -46,8 +46,12 @@ def serve(host: str, port: int, on_ready: Callable[[str, int], None]) -> int:
         except OSError:
             if port or attempt == PORT_ATTEMPTS - 1:
                 raise
-    on_ready(host, chosen)
-    return process.wait()
+    try:
+        on_ready(host, chosen)
+        return process.wait()
+    finally:
+        process.kill()
+        process.wait()
 
 
 def start_master(host: str, port: int, *flags: str) -> subprocess.Popen[bytes]:

@@ -137,3 +137,14 @@ def test_nobody_outlives_a_killed_up(launcher: Launcher) -> None:
     assert cluster.wait() == -signal.SIGKILL
     assert len(cluster.family()) >= 5, "up, two nodes, two engines, the router"
     assert cluster.leftovers(20) == []
+
+
+@needs_mooncake
+@pytest.mark.integration
+def test_a_master_does_not_outlive_a_killed_pool(launcher: Launcher) -> None:
+    pool = launcher.command("pool", "--connector=mooncake", "--port=0")
+    pool.wait_line("pool ready on mooncake://127.0.0.1:")
+    assert len(pool.family()) == 2, "the command and the master"
+    pool.send(signal.SIGKILL)
+    assert pool.wait() == -signal.SIGKILL
+    assert pool.leftovers(20) == []
