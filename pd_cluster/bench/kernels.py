@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, VOCAB, BLOCK = 32, 8, 128, 4096, 14336, 128256, 64
 DECODES = [(batch, context) for context in (1024, 4096) for batch in (1, 32, 128, 256)]
 PREFILLS = [(1, 1024), (1, 4096), (4, 15000)]
+PRODUCTS = {  # outputs, inputs, whether the outputs are gates and ups
+    "qkv": ((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN, False),
+    "gate_up": (2 * INTERMEDIATE, HIDDEN, True),
+    "down": (HIDDEN, INTERMEDIATE, False),
+}
 CACHE_BYTES = 8 << 30  # of the layers that a measurement goes round
 
 
@@ -148,6 +153,18 @@ def attention_rows(kernels: Kernels) -> Iterator[Row]:
             yield Row(f"{name} {num_seqs} x {length}", seconds_of(calls), decode_bytes(num_seqs, length), flops)
 
 
+def product_rows(kernels: Kernels, num_rows: int) -> Iterator[Row]:
+    """Products of few rows, each with other weights than the last."""
+    for name, (num_outputs, num_inputs, gated) in PRODUCTS.items():
+        x = torch.randn(num_rows, num_inputs, device="cuda", dtype=torch.bfloat16)
+        weights = torch.randn(8, num_outputs, num_inputs, device="cuda", dtype=torch.bfloat16)
+        products = [kernels.few_rows(weight, None, gated) for weight in weights]
+        calls = [partial(product, x) for product in products if product is not None]
+        if calls:
+            size = 2.0 * num_outputs * num_inputs
+            yield Row(f"product {name} {num_rows}", seconds_of(calls), size, size * num_rows)
+
+
 def elementwise_rows(kernels: Kernels, num_tokens: int) -> Iterator[Row]:
     """Everything between the matrix products, for a step of `num_tokens`."""
     copies = max(min((1 << 31) // (num_tokens * INTERMEDIATE * 4), 32), 2)  # together larger than the cache
@@ -199,6 +216,8 @@ def copy_rows(kernels: Kernels) -> Iterator[Row]:
 def rows(kernels: Kernels) -> Iterator[Row]:
     """The whole table."""
     yield from attention_rows(kernels)
+    for num_rows in (1, 32):
+        yield from product_rows(kernels, num_rows)
     for num_tokens in (1, 32, 256, 4096):
         yield from elementwise_rows(kernels, num_tokens)
     for num_rows in (1, 32, 256):

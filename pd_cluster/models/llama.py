@@ -77,10 +77,7 @@ class FewRowsProducts:
 
     layers: list[FewRowsLayer]
     head: FewRows
-
-    @property
-    def max_rows(self) -> int:
-        return self.head.max_rows
+    max_rows: int
 
 
 class Llama:
@@ -218,15 +215,16 @@ class Llama:
 
     def _make_few_rows(self) -> FewRowsProducts | None:
         """None where the kernels have nothing for some weight."""
-        make, layers = self._kernels.few_rows, []
-        head = make(self._head.weight, None, False)
-        for layer in self._layers:
-            linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
-            products = [make(linear.weight, linear.bias, linear is layer.gate_up) for linear in linears]
-            found = [product for product in products if product is not None]
-            if len(found) == len(products):
-                layers.append(FewRowsLayer(*found))
-        return None if head is None or len(layers) < len(self._layers) else FewRowsProducts(layers, head)
+        found: list[FewRows] = []
+        linears = [linear for layer in self._layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        gated = {id(layer.gate_up) for layer in self._layers}
+        for linear in (*linears, self._head):
+            product = self._kernels.few_rows(linear.weight, linear.bias, id(linear) in gated)
+            if product is None:
+                return None
+            found.append(product)
+        layers = [FewRowsLayer(*found[start : start + 4]) for start in range(0, len(linears), 4)]
+        return FewRowsProducts(layers, found[-1], min(product.max_rows for product in found))
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)

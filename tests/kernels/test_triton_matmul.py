@@ -41,7 +41,7 @@ def few_rows(
     """As `FewRowsLinear.of` makes one, of any device and type."""
     if GPU:  # the matrix unit takes 64 rows of weights
         tiling = replace(tiling, outputs=64)
-    return FewRowsLinear(weight, bias, gated, torch.zeros(256, dtype=torch.int32, device=DEVICE), tiling)
+    return FewRowsLinear(weight, bias, gated, torch.zeros(256, dtype=torch.int32, device=DEVICE), 64, tiling)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -99,6 +99,7 @@ def test_products_of_real_models(rows: int, outputs: int, inputs: int) -> None:
     assert second is not None
     assert third is not None
     found: list[torch.Tensor] = []
+    first, second, third = (replace(product, max_rows=64) for product in (first, second, third))
     for _ in range(3):
         total = residual.clone()
         normed = second.add_to(total, first(x), norm, 1e-5)
