@@ -16,50 +16,62 @@ if TYPE_CHECKING:
 
 SLACK_S = 0.001  # the resolution of waits
 LEAD_FACTOR = 1.5  # of the host's own time for a step, which it must not exceed
-SURE_SHARE = 0.95  # of the predicted time of a decode step; the rest is for what makes one shorter than the last
+SURE_SHARE = 0.95  # of the predicted time of a step; the rest is for what makes one shorter than the last
 LATE_SHARE = 0.8  # what is left of a prediction that was too long
 ALIKE = 0.2  # decode steps whose numbers of sequences differ by less take about as long
-IDLE_S = 50e-6  # a wait that ends sooner found the device idle
 MEMORY = 0.95  # a slow planning is remembered for some tens of steps
+TRUST = 0.34  # won with each step with prompts that outlasted its prediction; all of it is 1
 
 
 @dataclass(slots=True)
 class Pace:
-    """Of one pipeline. Times are in seconds, of any one clock."""
+    """Of one pipeline. Times are in seconds, of any one clock.
+
+    One long step predicts nothing (this process may have been stopped): decode steps are believed when two in a row
+    took as long, steps with prompts by and by.
+    """
 
     _host_s: float = 0.0  # planning and launching a step
-    _decode_s: float = 0.0  # predicted duration of the next pure decode step
-    _num_decodes: int = 0  # sequences in the step that this was learnt from
+    _decode_s: float = 0.0  # predicted duration of the next pure decode step; 0: none
+    _last_decode_s: float = 0.0  # duration of the last one
+    _num_decodes: int = 0  # sequences in it
     _token_s: float = 0.0  # per token, of the fastest step with prompts so far
+    _num_tokens: int = 0  # in it: how long many more take cannot be told from so few, for a step has a fixed cost too
+    _trust: float = 0.0  # in the two above
 
     def note_launch(self, host_s: float) -> None:
         """Planning and launching a step took so long."""
         self._host_s = max(host_s, self._host_s * MEMORY)
 
-    def note_step(self, batch: Batch, duration_s: float, waited_s: float) -> None:
-        """A step took `duration_s` on the device, at most; we had to wait `waited_s` for its end."""
+    def note_step(self, batch: Batch, duration_s: float, *, was_over: bool) -> None:
+        """A step took `duration_s` on the device, at most. `was_over`: it had ended before we came to wait for it."""
         if not batch.chunks:
             return
         if not _is_decode(batch):
-            if waited_s > IDLE_S:
-                token_s = duration_s / batch.num_tokens
-                self._token_s = min(self._token_s or token_s, token_s)
+            self._note_prompts(batch.num_tokens, duration_s, was_over)
             return
-        if waited_s > IDLE_S:
-            self._decode_s = duration_s
+        if not was_over:
+            self._decode_s = min(duration_s, self._last_decode_s) if self._is_alike(len(batch.chunks)) else 0.0
+            self._last_decode_s = duration_s
         elif self._decode_s:
-            self._decode_s = min(self._decode_s, duration_s) * LATE_SHARE
+            self._decode_s = self._last_decode_s = min(self._decode_s, duration_s) * LATE_SHARE
         self._num_decodes = len(batch.chunks)
+
+    def _note_prompts(self, num_tokens: int, duration_s: float, was_over: bool) -> None:
+        self._trust = self._trust * LATE_SHARE if was_over else min(1.0, self._trust + TRUST)
+        token_s = duration_s / num_tokens
+        if token_s < self._token_s or not (self._token_s or was_over):
+            self._token_s, self._num_tokens = token_s, num_tokens
+
+    def _is_alike(self, num_decodes: int) -> bool:
+        return abs(num_decodes - self._num_decodes) <= ALIKE * self._num_decodes
 
     def rest_s(self, batch: Batch, running_s: float) -> float:
         """How long a step that has run for `running_s` will surely go on; 0: it may end any moment."""
-        count = len(batch.chunks)
         if not _is_decode(batch):
-            sure_s = self._token_s * batch.num_tokens
-        elif abs(count - self._num_decodes) <= ALIKE * self._num_decodes:
-            sure_s = self._decode_s
+            sure_s = self._trust * self._token_s * min(batch.num_tokens, self._num_tokens)
         else:
-            return 0.0
+            sure_s = self._decode_s if self._is_alike(len(batch.chunks)) else 0.0
         rest_s = SURE_SHARE * sure_s - running_s - SLACK_S
         return rest_s if rest_s > SLACK_S else 0.0
 

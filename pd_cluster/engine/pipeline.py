@@ -95,11 +95,11 @@ class Pipeline:
     def retire(self) -> tuple[Batch, StepResult]:
         """Wait for the oldest step, and let others read and write what it leaves behind."""
         flight = self._flights.popleft()
-        asked_s = self._clock()
+        was_over = flight.pending.is_over
         result = flight.pending.result()
         now_s = self._clock()
         duration_s = now_s - max(flight.launched_s, self._retired_s)
-        self._pace.note_step(flight.batch, duration_s, now_s - asked_s)
+        self._pace.note_step(flight.batch, duration_s, was_over=was_over)
         self.busy_s += duration_s
         self._retired_s = now_s
         if flight.loads_behind:

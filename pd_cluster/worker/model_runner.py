@@ -34,6 +34,11 @@ class PendingStep:
     sampled: Sampled | None  # in host memory, once retired
     retired: torch.cuda.Event | None  # None: there is no device, or nothing to wait for
 
+    @property
+    def is_over(self) -> bool:
+        """Whether `result` has nothing to wait for."""
+        return self.retired is None or bool(self.retired.query())  # type: ignore[no-untyped-call]
+
     def result(self) -> StepResult:
         """Wait until all the step's work on the device is done and read what was sampled.
 

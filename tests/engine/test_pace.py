@@ -42,10 +42,9 @@ class Device:
             self.pace.note_launch(HOST_S)
             if index + 1 < len(steps):
                 self.joined_s.append(max(0.0, end_s - self.now_s + HOST_S))
-            waited_s = max(0.0, end_s - self.now_s)
-            launched_s = self.now_s
-            self.now_s = max(self.now_s, end_s)
-            self.pace.note_step(batch, self.now_s - start_s, waited_s)
+            launched_s, was_over = self.now_s, self.now_s >= end_s
+            self.now_s = max(self.now_s + self.pace.rest_s(batch, self.now_s - start_s), end_s)
+            self.pace.note_step(batch, self.now_s - start_s, was_over=was_over or self.now_s > end_s)
             next_start_s = max(end_s, launched_s)
             self.idle_s += next_start_s - end_s
             start_s = next_start_s
@@ -70,16 +69,59 @@ def test_a_prediction_that_was_too_long_is_given_up() -> None:
 def test_prompts_are_never_waited_for() -> None:
     pace = Pace()
     for _ in range(3):
-        pace.note_step(prompts(1000), 0.02, 0.01)
+        pace.note_step(prompts(1000), 0.02, was_over=False)
     assert pace.spare_s(prompts(1000), 0.0) == 0
     assert 0.015 < pace.rest_s(prompts(1000), 0.0) < 0.02
     assert pace.rest_s(prompts(1000), 0.0195) == 0
     assert pace.rest_s(Batch(1), 0.0) == 0
 
 
+def test_a_short_prompt_says_little_of_a_long_one() -> None:
+    """Most of a short step's time is the same for any: per token it would foretell seconds for a large one."""
+    pace = Pace()
+    for _ in range(5):
+        pace.note_step(prompts(8), 0.01, was_over=False)
+    assert 0 < pace.rest_s(prompts(2048), 0.0) < 0.01
+    assert pace.rest_s(prompts(4), 0.0) < 0.005
+
+
+def test_a_long_prompt_that_follows_short_ones_is_soon_foretold() -> None:
+    device = Device()
+    device.run([(prompts(8), 0.01)] * 10 + [(prompts(2048), 0.06)] * 50)
+    assert device.idle_s < 0.1, "a launch for each, and no prediction too long"
+    assert 0.045 < device.pace.rest_s(prompts(2048), 0.0) < 0.06
+
+
+def test_a_prediction_of_prompts_that_was_too_long_is_given_up() -> None:
+    pace = Pace()
+    for _ in range(5):
+        pace.note_step(prompts(8), 2.0, was_over=False)  # kernels were compiled
+    rests = []
+    for _ in range(10):
+        rests.append(pace.rest_s(prompts(8), 0.0))
+        pace.note_step(prompts(8), max(0.01, rests[-1]), was_over=rests[-1] > 0.01)
+    assert rests[0] > 1
+    assert sum(rests) < 6, "a few steps' worth, and not one in each"
+    assert rests[-1] < 0.01
+
+
+def test_one_stall_is_no_rule() -> None:
+    """The process was stopped for ten seconds amid a step: the next ones must not be waited for as long."""
+    pace = Pace()
+    for _ in range(5):
+        pace.note_step(decodes(32), 0.01, was_over=False)
+    pace.note_step(decodes(32), 10.0, was_over=False)
+    assert 0 < pace.rest_s(decodes(32), 0.0) < 0.01
+    pace.note_step(decodes(32), 0.01, was_over=False)
+    assert 0 < pace.rest_s(decodes(32), 0.0) < 0.01
+    pace.note_step(decodes(8), 10.0, was_over=False)  # the first of its kind
+    assert pace.rest_s(decodes(8), 0.0) == 0
+
+
 def test_another_number_of_sequences_is_not_like_the_last() -> None:
     pace = Pace()
-    pace.note_step(decodes(32), 0.01, 0.005)
+    for _ in range(2):
+        pace.note_step(decodes(32), 0.01, was_over=False)
     assert pace.spare_s(decodes(33), 0.0) > 0
     assert pace.spare_s(decodes(8), 0.0) == 0
     assert pace.rest_s(decodes(64), 0.0) == 0
@@ -99,7 +141,6 @@ def test_whatever_steps_take_the_wait_is_bounded(steps: list[tuple[Batch, float]
     device.run(steps)
     longest_s = max(duration_s for _, duration_s in steps)
     for batch, duration_s in steps:
-        pace.note_step(batch, duration_s, 1.0)
-        assert 0 <= pace.spare_s(batch, 0.0) <= pace.rest_s(batch, 0.0)
-        if batch.num_tokens == len(batch.chunks):
-            assert pace.rest_s(batch, 0.0) <= longest_s
+        pace.note_step(batch, duration_s, was_over=False)
+        for other, _ in steps:
+            assert 0 <= pace.spare_s(other, 0.0) <= pace.rest_s(other, 0.0) <= longest_s
