@@ -104,6 +104,7 @@ class EngineCore:
                 self._mailbox.wait(IDLE_WAIT_S)
         while len(self._pipeline):
             self._retire()
+        self._mailbox.flush()  # what follows may take seconds
         logger.info("stopping with %d requests", len(self._requests))
 
     def turn(self) -> bool:

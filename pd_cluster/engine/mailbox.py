@@ -60,8 +60,8 @@ class Mailbox:
     def flush(self) -> None:
         """Send what there is; without a high-water mark this cannot block."""
         if self._unsent:
-            self._out.send(self._encoder.encode(self._unsent), zmq.NOBLOCK)
-            self._unsent.clear()
+            unsent, self._unsent = self._unsent, []  # what cannot be encoded does not hold up the word that we died
+            self._out.send(self._encoder.encode(unsent), zmq.NOBLOCK)
 
     def close(self) -> None:
         """Sends what is left. Idempotent."""

@@ -282,8 +282,12 @@ def test_a_lease_that_ends_while_its_prompt_is_computed(executor: Executor, conn
     assert bench.reasons == {("p", 0): FinishReason.ABORT}
 
 
-def test_stop_retires_what_is_under_way(executor: Executor, connector: Connector) -> None:
+def test_stop_retires_what_is_under_way(
+    executor: Executor, connector: Connector, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = Bench(executor, connector, "on")
+    num_sent: list[int] = []
+    monkeypatch.setattr(bench.mailbox, "flush", lambda: num_sent.append(len(bench.mailbox.outbox)))
     bench.send(AddRequest("r", PROMPTS[0], SAMPLINGS[0]))
     for _ in range(4):
         bench.core.turn()
@@ -291,6 +295,7 @@ def test_stop_retires_what_is_under_way(executor: Executor, connector: Connector
     bench.core.stop()
     bench.core.run()
     assert len(bench.core._pipeline) == 0
+    assert num_sent[-1] == len(bench.mailbox.outbox) > 0, "its tokens are not kept until the engine has closed"
     bench.core._stopping = False  # leave the shared executor without rows
     bench.send(Abort("r"))
     bench.open.add("r")
