@@ -54,6 +54,28 @@ def test_torch_stays_unless_another_is_faster_by_more_than_noise(times: tuple[fl
     assert choose(10.0, times)[0] is None
 
 
+def test_a_way_that_does_not_run_is_none() -> None:
+    def broken(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("cublasLtMatmul: status 15")
+
+    def fast(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, weight) + 1
+
+    def measure(run: Callable[[], None]) -> float:
+        run()
+        return next(times)
+
+    times = iter((10.0, 5.0))
+    assert choose_product(2, [torch.zeros(4, 3)], lambda num_rows, weight: [broken, fast], measure) is fast
+
+
+def test_a_shape_without_proposals_is_left_to_torch() -> None:
+    def refuse(num_rows: int, weight: torch.Tensor) -> list[Product]:
+        raise RuntimeError("cublasLtMatmulAlgoGetHeuristic: status 15")
+
+    assert choose_product(2, [torch.zeros(4, 3)], refuse, lambda run: 1.0) is None
+
+
 def test_a_linear_uses_what_was_chosen_for_its_number_of_rows() -> None:
     linear = Linear(torch.randn(4, 3), None)
     linear.use({2: lambda x, weight: F.linear(x, weight) + 1})
