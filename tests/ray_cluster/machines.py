@@ -57,21 +57,20 @@ class Machines:
         for machine in reversed(self.running):
             self.kill(machine)
 
-    def workers(self, number: int, cpus: int) -> list[Launched]:
-        """More Ray nodes, which have joined when this returns."""
-        machines = [self._start(f"--address={self.address}", f"--num-cpus={cpus}") for _ in range(number)]
+    def workers(self, number: int, cpus: int, gpus: int) -> list[Launched]:
+        """More Ray nodes, which have joined when this returns. `gpus`: what Ray counts; they need not be there."""
+        machines = [
+            self._start(f"--address={self.address}", f"--num-cpus={cpus}", f"--num-gpus={gpus}") for _ in range(number)
+        ]
         for machine in machines:
             machine.wait_line("Ray runtime started", START_DEADLINE_S)
         return machines
 
-    def process(self, title: str) -> psutil.Process:
-        """The Ray worker process that is called so, for example ray::ControllerActor."""
-        found = [
-            process for machine in self.running for process in machine.family()
-            if process.is_running() and process.cmdline()[:1] == [title]
-        ]  # fmt: skip
-        assert len(found) == 1, found
-        return found[0]
+    def controller(self) -> psutil.Process:
+        """The controller's process, which is on the head."""
+        alive = [process for process in self.head.family() if process.is_running()]
+        (found,) = (process for process in alive if process.cmdline()[:1] == ["ray::ControllerActor"])
+        return found
 
     def kill(self, machine: Launched) -> None:
         """As if its power had gone: all of Ray's processes at once, and by their end all that hang on them."""

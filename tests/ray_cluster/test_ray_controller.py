@@ -11,7 +11,7 @@ import pytest
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.on_ray import policy
 from pd_cluster.launch.on_ray.cluster import Ledger, UnitDied
-from pd_cluster.launch.on_ray.controller import MAX_SILENCE_S, Controller
+from pd_cluster.launch.on_ray.controller import CENSUS_PERIOD_S, MAX_SILENCE_S, Controller
 from pd_cluster.launch.on_ray.policy import Choice, RayNode
 from pd_cluster.launch.on_ray.routers import Routers
 from pd_cluster.launch.on_ray.spec import ClusterSpec, RoleSpec
@@ -81,7 +81,7 @@ class FakeWorld:
         self.discarded.append(name)
 
     async def report(self, name: str) -> UnitReport:
-        if name in self.dead:
+        if name in self.dead or name not in self.units:
             raise UnitDied("its worker died")
         if name in self.silent:
             await asyncio.Event().wait()
@@ -261,10 +261,26 @@ async def test_the_next_controller_goes_on_where_one_died(stage: Stage) -> None:
     assert stage.controller.status().counts["decode"] == 2
 
 
+async def test_a_unit_that_ray_refuses_to_make_is_tried_again(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise RuntimeError("the store is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage.world, "create", refuse)
+        running = asyncio.create_task(stage.controller.run())
+        async with asyncio.timeout(fakes.WAIT_S):
+            while not stage.controller.status().problems:  # noqa: ASYNC110  # a status is polled
+                await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert stage.controller.status().problems == ("controller: RuntimeError: the store is full",)
+    await stage.whole()
+
+
 async def test_half_made_units_are_taken_away(stage: Stage) -> None:
     await stage.whole()
     stage.world.strays = ["decode-77"]
-    await stage.rounds(1)
+    await stage.rounds(int(CENSUS_PERIOD_S) + 1)
     assert stage.world.discarded == ["decode-77"]
 
 

@@ -152,15 +152,18 @@ class RayCluster:
         return [name for name in names if name not in self._handles]
 
     async def report(self, name: str) -> UnitReport:
-        """Waits for as long as the actor does not answer. Raises UnitDied."""
-        from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+        """Waits for as long as the actor does not answer. Raises UnitDied; TimeoutError when Ray cannot ask now."""
+        from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
+        handle = self._handles.get(name)
+        if handle is None:
+            raise UnitDied("Ray could not make it")
         try:
-            report: UnitReport = await self._handles[name].report.remote()
-        except ActorUnavailableError:
-            raise TimeoutError from None  # Ray cannot reach it now
+            report: UnitReport = await handle.report.remote()
         except (ActorDiedError, RayTaskError) as error:
             raise UnitDied(str(error).strip().splitlines()[0]) from error
+        except RayError as error:
+            raise TimeoutError from error  # Ray cannot reach it now
         return report
 
     def leave(self, name: str) -> None:

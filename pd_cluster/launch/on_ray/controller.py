@@ -34,6 +34,7 @@ logger = logging.getLogger("pd_cluster.ray")
 PERIOD_S = 0.5
 ANSWER_S = 1.0  # how long a round waits for words from units; one that takes longer is heard in a later round
 MAX_SILENCE_S = 2.0  # that one round adds: a pause of the controller itself is nobody else's silence
+CENSUS_PERIOD_S = 5.0  # between two looks at what there is in Ray, which this controller alone makes
 SUSPECT_S = 30.0  # no new unit goes to a Ray node where one fell silent, for so long
 PROBLEMS_KEPT = 20
 
@@ -156,6 +157,7 @@ class Controller:
         self._ledger = Ledger(boot, spec.counts)
         self._saving = asyncio.Lock()
         self._looked_s = clock()
+        self._census_s = 0.0  # when to count again what there is
         self._units: dict[str, _Record] = {}
         self._suspects: dict[str, float] = {}  # Ray node -> until when
         self._backoff = _Backoff()
@@ -178,6 +180,7 @@ class Controller:
                 except Exception as error:
                     logger.exception("a round failed")
                     self._note(f"controller: {type(error).__name__}: {error}")
+                    self._census_s = 0.0
                 await asyncio.sleep(PERIOD_S)
         finally:
             await routers.close()
@@ -224,14 +227,18 @@ class Controller:
         for problems in await asyncio.gather(*told):
             for problem in problems:
                 self._note(problem)
+        for name in decision.discard:
+            self._part(self._units.pop(name))
         await asyncio.to_thread(self._act, decision)
         for role in decision.create:
             await self._create(role)
 
     async def _look(self) -> list[UnitView]:
         """Ask every unit how it does. One that does not answer in time keeps its last word, and grows silent."""
-        for name in await asyncio.to_thread(self._world.find):
-            self._units.setdefault(name, _Record(name))
+        if self._clock() >= self._census_s:
+            for name in await asyncio.to_thread(self._count):
+                self._units.setdefault(name, _Record(name))
+            self._census_s = self._clock() + CENSUS_PERIOD_S
         units = list(self._units.values())
         for unit in units:
             if unit.asking is None:
@@ -259,22 +266,26 @@ class Controller:
             unit.was_ready = True
             self._backoff.worked(unit.role)
 
-    def _act(self, decision: policy.Decision) -> None:
-        for name in decision.discard:
-            unit = self._units.pop(name)
-            if unit.asking is not None:
-                unit.asking.get_loop().call_soon_threadsafe(unit.asking.cancel)
+    def _count(self) -> list[str]:
+        """The units that there are. What a controller that died left half-made is taken away."""
+        names = self._world.find()
+        for name in self._world.stray_groups():
             self._world.discard(name)
-            self._explain(unit)
+        return names
+
+    def _act(self, decision: policy.Decision) -> None:
+        """In a thread: Ray's calls block."""
+        for name in decision.discard:
+            self._world.discard(name)
         for name in decision.leave:
             self._world.leave(name)
         for name, grace_s in decision.stop.items():
             self._world.stop(name, grace_s)
-        for name in self._world.stray_groups():
-            self._world.discard(name)
 
-    def _explain(self, unit: _Record) -> None:
-        """Note why a unit is gone, unless it was meant to go."""
+    def _part(self, unit: _Record) -> None:
+        """Note why a unit goes, unless it was meant to."""
+        if unit.asking is not None:
+            unit.asking.cancel()
         phase, report = unit.view().phase, unit.report
         if phase is Phase.ENDED and report is not None and report.detail == "stopped":
             return
