@@ -42,8 +42,8 @@ class MatmulTiling:
 
 @triton.jit
 def _bits(pointer):
-    """As integers, so that what is loaded waits in registers: values that a product takes as they were loaded are put
-    into shared memory at once, where they are in the way."""
+    """As integers, so that what is loaded waits in registers: values that a product takes as they were loaded wait in
+    shared memory, where there is room for them or for the next kernel's programs."""
     return pointer.to(tl.pointer_type(tl.int16), bitcast=True)
 
 

@@ -1,0 +1,33 @@
+"""What the interpreter cannot show: that Triton takes the kernel, and what a Hopper GPU is told to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("triton", reason="the Triton kernels need triton")
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+COMPILE_S = 240.0
+
+
+def test_products_of_few_rows_hold_weights_ahead_in_registers(tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.kernels.hopper"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=COMPILE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    for name, ptx in json.loads(done.stdout).items():
+        ahead, behind = ptx.split("griddepcontrol.wait", 1)
+        assert "griddepcontrol.launch_dependents" in ahead, name
+        assert len(re.findall(r"ld\.global\S*\.v4\.", ahead)) >= 8, name
+        assert "cp.async.bulk.tensor" in behind, name
+        assert len(re.findall(r"wgmma\.mma_async\S+\s*\{[^}]*\},\s*\{", behind)) >= 8, name  # left operand in registers
