@@ -6,6 +6,7 @@ with Machines(launcher, root) as machines:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -13,10 +14,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 if TYPE_CHECKING:
     from types import TracebackType
-
-    import psutil
 
     from tests.cluster import Launched, Launcher
 
@@ -57,14 +58,14 @@ class Machines:
         for machine in reversed(self.running):
             self.kill(machine)
 
-    def workers(self, number: int, cpus: int, gpus: int) -> list[Launched]:
-        """More Ray nodes, which have joined when this returns. `gpus`: what Ray counts; they need not be there."""
-        machines = [
-            self._start(f"--address={self.address}", f"--num-cpus={cpus}", f"--num-gpus={gpus}") for _ in range(number)
-        ]
-        for machine in machines:
-            machine.wait_line("Ray runtime started", START_DEADLINE_S)
-        return machines
+    def worker(self, cpus: int, gpus: int) -> Launched:
+        """One more Ray node, which has joined when this returns. `gpus`: what Ray counts; they need not be there.
+
+        One by one: two that start on one machine at the same moment take the same files.
+        """
+        machine = self._start(f"--address={self.address}", f"--num-cpus={cpus}", f"--num-gpus={gpus}")
+        machine.wait_line("Ray runtime started", START_DEADLINE_S)
+        return machine
 
     def controller(self) -> psutil.Process:
         """The controller's process, which is on the head."""
@@ -76,6 +77,10 @@ class Machines:
         """As if its power had gone: all of Ray's processes at once, and by their end all that hang on them."""
         machine.family()
         os.killpg(machine.pid, signal.SIGKILL)
+        for process in machine.family():  # a worker that was just starting would look for its raylet for a while
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if any(word.endswith("default_worker.py") for word in process.cmdline()):
+                    process.kill()
         machine.wait()
         self.running.remove(machine)
 

@@ -35,9 +35,9 @@ CLUSTER = """
 name: three
 placement: spread
 grace_s: 20
-flags: {kv-cache-gb: 0.1, num-threads: 1}
-prefill: {count: 2, cpus: 1}
-decode: {count: 2, cpus: 1}
+flags: {kv-cache-gb: 0.1, num-threads: 1, device: cpu}
+prefill: {count: 2, cpus: 1, gpus: 1}
+decode: {count: 2, cpus: 1, gpus: 1}
 router: {count: 1, cpus: 0, resources: {edge: 1}, flags: {port: 0}}
 """
 
@@ -130,7 +130,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         Launcher() as launcher,
         Machines(launcher, Path(root)) as machines,
     ):
-        machines.workers(2, cpus=5)
+        for _ in range(2):
+            machines.worker(cpus=5, gpus=5)
         cluster = Cluster(machines, file)
         ups = [cluster.up(), cluster.up()]
         assert sorted(up.wait(COMMAND_DEADLINE_S) for up in ups) == [0, 2], ups[0].output + ups[1].output
@@ -140,7 +141,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         down = cluster.run("down")
         assert down.returncode == 0, down.output
         assert "is down" in down.output
-        assert cluster.run("status").returncode == 2
         nodes = [p for m in machines.running for p in m.family() if "pd_cluster.launch.cli" in " ".join(cmdline(p))]
         assert not nodes
 
@@ -160,6 +160,11 @@ def test_nodes_are_spread_and_answer(cluster: Cluster) -> None:
     for role in ("prefill", "decode"):
         assert len({unit["ray_node"] for unit in of_role(told, role)}) == 2, told
         assert all(unit["epoch"] for unit in of_role(told, role))
+    assert cluster.machines.controller().is_running()
+    seen = {unit["name"]: psutil.Process(unit["pid"]).environ()["CUDA_VISIBLE_DEVICES"] for unit in told["units"]}
+    given = [(unit["ray_node"], seen[unit["name"]]) for unit in told["units"] if unit["role"] != "router"]
+    assert len(set(given)) == 4, given  # on each Ray node, each has another GPU
+    assert seen[of_role(told, "router")[0]["name"]] == ""
     assert ask(url_of(told)).startswith("Oskar 2210")
 
 
@@ -190,13 +195,11 @@ def test_a_machine_that_dies_under_load_is_made_up_for(cluster: Cluster) -> None
 
 def test_scaling_fails_no_request_even_when_the_controller_has_died(cluster: Cluster) -> None:
     with Load(url_of(cluster.status())) as load:
-        cluster.machines.process("ray::ControllerActor").kill()
-        up = cluster.run("scale", "--decode=3")
-        assert up.returncode == 0, up.output
-        assert len(of_role(cluster.status(), "decode")) == 3
-        down = cluster.run("scale", "--decode=2")
-        assert down.returncode == 0, down.output
-        assert len(of_role(cluster.status(), "decode")) == 2
+        cluster.machines.controller().kill()
+        for number in (3, 2):
+            scaled = cluster.run("scale", f"--decode={number}")
+            assert scaled.returncode == 0, scaled.output
+            assert scaled.lines[-1] == f"whole: 2 prefill, {number} decode, 1 router"
     assert load.answered
     assert not load.failed
 
