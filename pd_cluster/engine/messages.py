@@ -129,8 +129,9 @@ class Timeline(msgspec.Struct, frozen=True, array_like=True):
     def phases(self) -> dict[str, float]:
         """Seconds by name, of the phases that the request went through."""
         named = {name.removesuffix("_s"): getattr(self, name) for name in self.__struct_fields__}
+        computed = ("prefill", "prefill_leg", "first_decode")  # never at once: 0 says that it did not come to that
         was_loaded = self.link_s > 0  # a step of a load may take no time and is still a step
-        return {name: value for name, value in named.items() if value > 0 or (was_loaded and name != "prefill")}
+        return {name: value for name, value in named.items() if value > 0 or (was_loaded and name not in computed)}
 
 
 class SequenceTokens(msgspec.Struct, frozen=True, array_like=True):

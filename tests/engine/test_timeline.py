@@ -35,6 +35,14 @@ def test_a_load_has_all_its_steps() -> None:
     }  # fmt: skip
 
 
+def test_what_was_not_computed_took_no_time_that_could_be_told() -> None:
+    """Aborted before its first decode; and its prefill node, of an older release, does not say what that took."""
+    marks = Marks(arrived_s=1.0, reserved_s=2.0, loaded_s=3.0, load_steps=LoadSteps(link_s=0.5))
+    assert set(request(marks).timeline().phases()) == {
+        "queue", "transfer", "admit", "announce", "reserve", "post", "link", "confirm", "schedule",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(("received_s", "arrived_s"), [(4.0, 4.0), (0.0, 5.0)])
 def test_arrival_is_what_the_api_process_says(received_s: float, arrived_s: float) -> None:
     message = AddRequest("r", [1, 2], SamplingParams(max_tokens=1), received_s=received_s)
