@@ -43,9 +43,14 @@ def test_a_preempted_prefill_is_retracted_before_its_blocks_go() -> None:
     while not runner.first_tokens:
         world.start_step()
     prefill = world.submit(message("p", prompt(78, 1), work=Work.PREFILL, priority=1))
-    announced = []
+    announced: list[tuple[int, int]] = []
+    begun = []
     while not prefill.finished:
-        announced += [(publish.generation, publish.num_tokens) for publish in world.start_step().publishes]
+        batch = world.start_step()
+        begun += [(publish.generation, publish.num_tokens, len(announced)) for publish in batch.begun]
+        announced += [(publish.generation, publish.num_tokens) for publish in batch.publishes]
+    num_void = sum(generation == 0 for generation, _ in announced)
+    assert begun == [(0, 0, 0), (1, 0, num_void)], "told anew, before anything of the second attempt is readable"
     assert (1, 64) in announced  # after the preemption it starts over, with what the cache still has
     assert [seq.request for seq in world.preempted] == [prefill]
     assert world.published["lease-p"].generation == 1
