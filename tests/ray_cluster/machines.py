@@ -70,7 +70,7 @@ class Machines:
     def controller(self) -> psutil.Process:
         """The controller's process, which is on the head."""
         alive = [process for process in self.head.family() if process.is_running()]
-        (found,) = (process for process in alive if process.cmdline()[:1] == ["ray::ControllerActor"])
+        (found,) = (process for process in alive if process.cmdline()[0].startswith("ray::ControllerActor"))
         return found
 
     def kill(self, machine: Launched) -> None:

@@ -123,12 +123,9 @@ def find_controller(name: str) -> Any:
 def start_controller(name: str, *arguments: Any) -> Any:
     """Its handle. Raises StartupError when there is one, in the same act: of two at once, one starts."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from pd_cluster.launch.on_ray.controller import ControllerActor
 
-    # beside Ray's own head, whose death ends everything anyway
-    head = next(node["NodeID"] for node in ray.nodes() if node["Alive"] and HEAD_RESOURCE in node["Resources"])
     try:
         return (
             ray.remote(ControllerActor)
@@ -137,9 +134,9 @@ def start_controller(name: str, *arguments: Any) -> Any:
                 namespace=namespace_of(name),
                 lifetime="detached",
                 num_cpus=0,
+                resources={HEAD_RESOURCE: 0.001},  # on Ray's head, whose death ends everything anyway
                 max_restarts=-1,
                 max_task_retries=-1,  # to ask it twice is to ask it once
-                scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=True),
             )
             .remote(*arguments)
         )
