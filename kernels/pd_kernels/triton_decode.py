@@ -202,8 +202,12 @@ def plan_decode(seq_lens: torch.Tensor, key_cache: torch.Tensor, window: int, ti
 
 
 def decode_tiling(cache: torch.Tensor, num_seqs: int) -> DecodeTiling:
-    """For a layer's view and a GPU with 228 KiB of shared memory a multiprocessor."""
+    """For a layer's view and a GPU with 228 KiB of shared memory a multiprocessor.
+
+    The same for all numbers of sequences up to the next power of two: what differs is compiled anew, a second each.
+    """
     num_kv_heads, head_dim = cache.shape[1], cache.shape[3]
+    num_seqs = triton.next_power_of_2(num_seqs)
     if cache.dtype is torch.float32:
         return DecodeTiling(tile=16, num_warps=4, num_stages=2, programs_per_processor=2)
     # A step of few sequences waits for latencies, not for bytes: fewer parts to merge are faster (7.7 us for one
@@ -232,12 +236,13 @@ def decode_attention(
     parts = torch.empty((2 * programs * group, size), dtype=torch.float32, device=query.device)
     part_logs = torch.empty(2 * programs * group, dtype=torch.float32, device=query.device)
     columns, members = max(triton.next_power_of_2(size), 16), triton.next_power_of_2(group)
-    usual = triton.next_power_of_2(programs // (num_seqs * num_kv_heads) + 1)  # parts of a pair if lengths are alike
+    seqs = triton.next_power_of_2(num_seqs)
+    usual = triton.next_power_of_2(programs // (seqs * num_kv_heads) + 1)  # parts of a pair if lengths are alike
     merged = max(min(usual, _MERGED // (members * columns)), 1)
     _decode_kernel[(programs,)](
         query, key_cache, value_cache, block_tables, seq_lens, plan.ends, plan.arrived, out, parts, part_logs,
         num_seqs, query.stride(0), block_tables.stride(0), key_cache.stride(0), key_cache.stride(1), scale * _LOG2_E,
-        num_kv_heads, group, size, block_size, plan.window, tiling.tile, triton.next_power_of_2(num_seqs),
+        num_kv_heads, group, size, block_size, plan.window, tiling.tile, seqs,
         max(members, 16), columns, programs, members, merged,
         "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages, early,
         num_warps=tiling.num_warps, **early_options(early),
