@@ -126,10 +126,9 @@ def _scale(namespace: argparse.Namespace) -> int:
 
 def _down(namespace: argparse.Namespace) -> int:
     with connected(namespace.name, namespace.address or "auto"), _interrupts() as stop:
-        controller = find_controller(namespace.name)
         if not namespace.now:
-            _close(controller, stop)
-        _sweep(controller, namespace.name)
+            _close(find_controller(namespace.name), stop)
+        _sweep(namespace.name)
         _say(f"the cluster {namespace.name!r} is down")
         return 0
 
@@ -147,11 +146,12 @@ def _close(controller: Any, stop: threading.Event) -> None:
         _say(str(error))
 
 
-def _sweep(controller: Any, name: str) -> None:
+def _sweep(name: str) -> None:
     """Take away whatever there is, at once. The controller first: it would make new units."""
     import ray
 
-    ray.kill(controller)
+    with contextlib.suppress(StartupError):  # it is gone, and may have left units
+        ray.kill(find_controller(name))
     cluster = RayCluster(name)
     for unit in {*cluster.find(), *cluster.stray_groups()}:
         cluster.discard(unit)
