@@ -12,11 +12,12 @@ from pd_connectors.base import CachedBlock
 from pd_connectors.lmcache import LMCacheProtocol, LMCacheStore
 from pd_connectors.mooncake import MooncakeClient, MooncakeStore
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
-from pd_connectors.store import ObjectName, Sealer
+from pd_connectors.store import ObjectName, Sealer, StoreUnavailable
 from tests.conformance.harness import LOAD_DEADLINE_S, NUM_SOURCE_BLOCKS, SIZE, Harness, Prompt, Reader
 from tests.connectors.mooncake_master import MooncakeMaster
 from tests.connectors.remote_node import RemoteNode, context, remote_node
 from tests.connectors.store_server import StoreServer
+from tests.integration.system import wait_until
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -85,7 +86,18 @@ class PoolHarness(Harness):
             self.source.call("stamp", block_id, prompt.version)
         hashes = hashes_of(prompt, prompt.num_offered)
         blocks = prompt.source_blocks[: prompt.num_offered]
-        self.source.call("store", tuple(CachedBlock(*pair) for pair in zip(hashes, blocks, strict=True)))
+        cached = tuple(CachedBlock(*pair) for pair in zip(hashes, blocks, strict=True))
+
+        def are_there() -> bool:
+            """Not at once where something has just died: a server, or a node whose memory is still counted on."""
+            self.source.call("store", cached)
+            try:
+                with closing(self.open_store()) as store:
+                    return all(store.contains(self.names(prompt)[: prompt.num_offered]))
+            except StoreUnavailable:
+                return False
+
+        wait_until(are_there, lambda: "nothing can be stored")
 
     def evict(self, prompt: Prompt) -> None:
         self.remove(self.names(prompt))
