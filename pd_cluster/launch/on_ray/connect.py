@@ -40,7 +40,10 @@ def prepare_environment(environ: MutableMapping[str, str], home: Path, *, joins:
         )
     environ[MODE] = "token"
     environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere unless the user has asked for it
-    environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # its name is history: how often a refused driver asks again
+    if joins:  # a Ray that is only starting gets its usual time
+        environ.setdefault(
+            "RAY_NUM_REDIS_GET_RETRIES", "2"
+        )  # its name is history: how often a refused driver asks again
 
 
 @contextlib.contextmanager
