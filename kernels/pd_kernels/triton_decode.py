@@ -233,6 +233,9 @@ def decode_attention(
     group, tiling = num_heads // num_kv_heads, plan.tiling
     programs = tiling.programs_per_processor * num_processors(query.device)
     early = launches_early(query.device)
+    # Set up early, programs go where the products before leave room: two on some processors, none on others, although
+    # each has an equal share of the keys. Only a sequence alone gains more by it than it loses
+    starts_early = early and num_seqs == 1
     parts = torch.empty((2 * programs * group, size), dtype=torch.float32, device=query.device)
     part_logs = torch.empty(2 * programs * group, dtype=torch.float32, device=query.device)
     columns, members = max(triton.next_power_of_2(size), 16), triton.next_power_of_2(group)
@@ -245,7 +248,7 @@ def decode_attention(
         num_kv_heads, group, size, block_size, plan.window, tiling.tile, seqs,
         max(members, 16), columns, programs, members, merged,
         "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages, early,
-        num_warps=tiling.num_warps, **early_options(early),
+        num_warps=tiling.num_warps, **early_options(starts_early),
     )  # fmt: skip
 
 
