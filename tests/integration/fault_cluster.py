@@ -149,6 +149,11 @@ class Member:
         """A load has read some of its blocks and is not done."""
         return await self.metric("pd_loads_reading") > 0
 
+    async def has_reserved(self) -> bool:
+        """Blocks are in use while a load is not done."""
+        told = await self.metrics()
+        return told["pd_num_waiting_for_remote_kv"] > 0 and told['pd_kv_blocks{state="in_use"}'] > 0
+
     async def is_busy(self) -> bool:
         """A sequence runs."""
         return await self.metric("pd_num_running") > 0

@@ -165,7 +165,7 @@ async def test_bytes_that_come_late(goes_on: bool, cluster: FaultCluster) -> Non
     failed = await failed_loads(d0)
     p1.stop()
     await fills.leave()
-    await until(d0.is_reading, "d0 reads")
+    await until(d0.has_reserved, "d0 has room")
     await wait_fallback(d0, failed, LOAD_DEADLINE_S + SLACK_S, "p1 stopped")
     (await call.outcome()).check(long)
     num_blocks = -(-LONG // BLOCK_SIZE)
