@@ -48,10 +48,7 @@ class RouterOrders:
 
     def give(self, action: Action, node: str, role: str = "") -> Row:
         """The node after the order. `node`: its base URL for "add", else its id or host:port."""
-        order = NodeOrder(action=action, node=node, role=role, expires_at_s=self._wall_clock() + ORDER_LIFETIME_S)
-        method, what = _METHODS.get(action, ("POST", ""))
-        path = "/nodes" if action == "add" else f"/nodes/{quote(node, safe=':[]')}{what}"
-        return self._call(method, path, {"x-pd-order": sign(self._key, order)})
+        return self._call(*order_request(self._key, action, node, role, self._wall_clock()))
 
     def _call(self, method: str, path: str, headers: dict[str, str]) -> Row:
         try:
@@ -63,6 +60,14 @@ class RouterOrders:
             error_body = told.get("error", {}) if isinstance(told, dict) else {}
             raise OrderRefused(f"{answer.status_code}: {error_body.get('message', answer.reason_phrase)}")
         return told
+
+
+def order_request(key: bytes, action: Action, node: str, role: str, now_s: float) -> tuple[str, str, dict[str, str]]:
+    """Method, path and headers of a signed order. `now_s`: wall clock."""
+    order = NodeOrder(action=action, node=node, role=role, expires_at_s=now_s + ORDER_LIFETIME_S)
+    method, what = _METHODS.get(action, ("POST", ""))
+    path = "/nodes" if action == "add" else f"/nodes/{quote(node, safe=':[]')}{what}"
+    return method, path, {"x-pd-order": sign(key, order)}
 
 
 def run_nodes(namespace: argparse.Namespace) -> int:

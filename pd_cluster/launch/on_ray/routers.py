@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
 import httpx
 import msgspec
 
-from pd_cluster.launch.on_ray.policy import Order, RoutedNode
-from pd_connectors.protocol.ticket import NodeOrder, sign
+from pd_cluster.launch.nodes import order_request
+from pd_cluster.launch.on_ray.policy import RoutedNode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
+
+    from pd_cluster.launch.on_ray.policy import Order
 
 DEADLINE_S = 3.0  # for one call; a router that takes longer is asked again in the next round
-ORDER_LIFETIME_S = 30.0
-_PATHS = {"add": ("POST", "/nodes"), "remove": ("DELETE", "/nodes/{}"), "drain": ("POST", "/nodes/{}/drain")}
 
 
 class _Outstanding(msgspec.Struct):
@@ -42,9 +41,8 @@ class _Table(msgspec.Struct):
 class Routers:
     """Speaks to routers by URL. A router that does not answer is no error here: it is asked again."""
 
-    def __init__(self, key: bytes, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, key: bytes) -> None:
         self._key = key
-        self._wall_clock = wall_clock
         self._client = httpx.AsyncClient(timeout=DEADLINE_S, trust_env=False)
 
     async def close(self) -> None:
@@ -73,11 +71,9 @@ class Routers:
     async def send(self, url: str, orders: Sequence[Order]) -> list[str]:
         """Give one router its orders, in this order. Returns what went wrong; the rest is then left for later."""
         for order in orders:
-            method, path = _PATHS[order.action]
-            paper = NodeOrder(order.action, order.node, self._wall_clock() + ORDER_LIFETIME_S, order.role)
-            target = url + path.format(quote(order.node, safe=""))
+            method, path, headers = order_request(self._key, order.action, order.node, order.role, time.time())
             try:
-                answer = await self._client.request(method, target, headers={"x-pd-order": sign(self._key, paper)})
+                answer = await self._client.request(method, url + path, headers=headers)
             except httpx.HTTPError as error:
                 return [f"router {url}: {order.action} {order.node}: {type(error).__name__}"]
             if answer.status_code >= 400:
