@@ -40,10 +40,8 @@ def prepare_environment(environ: MutableMapping[str, str], home: Path, *, joins:
         )
     environ[MODE] = "token"
     environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere unless the user has asked for it
-    if joins:  # a Ray that is only starting gets its usual time
-        environ.setdefault(
-            "RAY_NUM_REDIS_GET_RETRIES", "2"
-        )  # its name is history: how often a refused driver asks again
+    if joins:  # how often a refused driver asks again (the name is history); a Ray that is only starting needs more
+        environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")
 
 
 @contextlib.contextmanager
@@ -97,7 +95,8 @@ def _check_authentication(address: str) -> None:
     """Raises StartupError when the cluster lets in those without a token."""
     import ray
 
-    probe = ray.remote(num_cpus=0)(_mode_here)
+    # on the head, which lets others in or not: that a worker has a token says nothing about it
+    probe = ray.remote(num_cpus=0, resources={HEAD_RESOURCE: 0.001})(_mode_here)
     try:
         mode = ray.get(probe.remote(), timeout=PROBE_DEADLINE_S)
     except ray.exceptions.RayError as error:
