@@ -82,6 +82,7 @@ def test_a_role_without_needs_still_has_a_bundle() -> None:
         ("{decode: {count: 1}, placement: near}", "'near' - at `$.placement`"),
         ("{decode: {count: 1}, grace_s: 0}", "at `$.grace_s`"),
         ("{decode: {count: 1, gpus: 1.5}}", "gpus must be a share of one GPU or a whole number"),
+        ("{decode: {count: 1, resources: {GPU: 1}}}", "decode: CPU and GPU are said as cpus and gpus"),
         ("{decode: {count: 1}, flags: {max-seqs: 3}}", "'max-seqs' is no flag that can be given here"),
         ("{decode: {count: 1}, flags: {port: 3}}", "'port' is no flag that can be given here"),
         ("{decode: {count: 1}, flags: {cluster-key-file: k}}", "'cluster-key-file' is no flag"),

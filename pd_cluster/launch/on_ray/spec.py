@@ -122,6 +122,9 @@ def read_spec(path: Path) -> ClusterSpec:
 def check(spec: ClusterSpec) -> ClusterSpec:
     """`spec`, when a cluster can be made of it. Raises StartupError."""
     check_counts(spec.counts)
+    for role in ROLES:
+        if spec.role(role).resources.keys() & {"CPU", "GPU"}:
+            raise StartupError(f"{role}: CPU and GPU are said as cpus and gpus, not among the resources")
     for role in NODE_ROLES:
         if spec.role(role).gpus > 1 and spec.role(role).gpus % 1:
             raise StartupError(f"{role}: gpus must be a share of one GPU or a whole number of them")
