@@ -106,6 +106,15 @@ async def test_without_a_controller_it_gives_up_its_place() -> None:
     assert unit.report().detail.startswith("no controller asked any more")
 
 
+async def test_one_that_ended_gives_up_its_place_too_when_nobody_takes_it_away() -> None:
+    abandoned = asyncio.Event()
+    unit = make("--nodes-file=/none.json", orphan_s=4.0, abandon=abandoned.set)
+    await reach(unit, Phase.ENDED)
+    assert not abandoned.is_set()
+    async with asyncio.timeout(DEADLINE_S):
+        await abandoned.wait()
+
+
 async def test_stopping_before_it_is_ready_is_no_failure() -> None:
     unit = make()
     unit.leave()  # does nothing: it has no requests

@@ -103,7 +103,7 @@ class Place:
 
 
 class Unit:
-    """Runs one process. `begin` is called once; every call counts as a sign that a controller is there.
+    """Runs one process. `begin` is called once; every `report` is a sign that a controller is there.
 
     `abandon` is called when none has been for `orphan_s` and the process is gone: it must end this actor.
     """
@@ -164,8 +164,8 @@ class Unit:
             if self._tail and not self._stop.is_set():
                 self._detail += ": " + " | ".join(self._tail)
             self._enter(Phase.ENDED)
-        if self._is_orphan:
-            self._abandon()
+        await self._orphaned()  # nobody who would take the actor away
+        self._abandon()
 
     async def _run(self, supervisor: Supervisor) -> str:
         """Returns why the process is no more. Raises StartupError, OSError."""
@@ -205,7 +205,7 @@ class Unit:
         return command
 
     def _environment(self) -> dict[str, str]:
-        """A node has the GPUs that Ray gave and no others, and cannot speak to Ray."""
+        """A node has the GPUs that Ray gave and no others, and does not inherit Ray's token."""
         devices = ",".join(self._place.gpus)
         return {KEY_ENV: self._key.text, "CUDA_VISIBLE_DEVICES": devices, "RAY_AUTH_TOKEN": ""}
 
@@ -229,12 +229,8 @@ class Unit:
                     continue
                 answered_s = self._clock()
 
-    @property
-    def _is_orphan(self) -> bool:
-        return self._clock() - self._heard_s >= self._plan.orphan_s
-
     async def _orphaned(self) -> None:
-        while not self._is_orphan:  # noqa: ASYNC110  # time passing has no event
+        while self._clock() - self._heard_s < self._plan.orphan_s:  # noqa: ASYNC110  # time passing has no event
             await asyncio.sleep(min(ORPHAN_PERIOD_S, self._plan.orphan_s / 4))
 
     def _enter(self, phase: Phase) -> None:
