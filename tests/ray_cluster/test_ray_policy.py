@@ -77,6 +77,14 @@ def test_the_first_to_go_is_the_one_that_serves_nothing_then_one_of_the_fullest_
     assert names == ["decode-6", "decode-5", "decode-3", "decode-4", "decode-2"]
 
 
+def test_a_silent_node_goes_before_one_that_serves() -> None:
+    goal = replace(GOAL, counts={**GOAL.counts, "decode": 1})
+    units = [WHOLE[0], unit("decode-2", silent_s=policy.SILENT_S), WHOLE[2], WHOLE[3]]
+    assert decide(goal, units, [TABLE]).leave == ["decode-2"]  # perhaps its machine has just died
+    units[1] = replace(units[1], silent_s=policy.LOST_S)
+    assert decide(goal, units, [TABLE]) == policy.Decision(discard=["decode-2"])
+
+
 def test_at_the_end_the_routers_go_before_the_nodes() -> None:
     goal = replace(GOAL, closing=True)
     first = decide(goal, WHOLE, [TABLE])
@@ -105,6 +113,7 @@ def test_a_url_that_comes_back_is_removed_before_it_is_added() -> None:
 
 def test_nodes_of_others_are_left_alone() -> None:
     assert orders([], [replace(routed("decode-2"), posted=False), routed("decode-3", "leaving")]) == []
+    assert policy.is_whole(GOAL, WHOLE, [[*TABLE, replace(routed("decode-9"), posted=False)]])
 
 
 A, B = RayNode("a", "10.0.0.1", {"CPU": 4.0}), RayNode("b", "10.0.0.2", {"CPU": 4.0})
@@ -123,6 +132,13 @@ def test_no_room_is_left_to_ray_and_a_suspect_is_avoided() -> None:
     assert choose("spread", "decode", {"CPU": 5}, [], BUNDLES, [A, B]) == Choice(None)
     assert choose("spread", "decode", {"GPU": 1}, [], BUNDLES, [A, B]) == Choice(None)
     assert choose("spread", "decode", {"CPU": 1}, [], BUNDLES, [A, B], {"a"}) == Choice("b", ("a",))
+
+
+def test_a_suspect_is_better_than_no_place() -> None:
+    edge = RayNode("a", A.address, {"edge": 1.0})
+    assert choose("spread", "router", {"edge": 1}, [], BUNDLES, [edge, B], {"a"}) == Choice(None)
+    twin = [unit("router-1", ray_node="a")]  # but where another listens on its port, it never goes
+    assert choose("spread", "router", {}, twin, BUNDLES, [A], {"a"}, one_per_address=True) == Choice(None, ("a",))
 
 
 def test_routers_of_one_port_never_share_an_address() -> None:

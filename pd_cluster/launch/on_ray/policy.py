@@ -156,16 +156,21 @@ def _dismiss(unit: UnitView, goal: Goal, decision: Decision) -> None:
 
 
 def victims(alive: Sequence[UnitView], number: int) -> list[UnitView]:
-    """Which to lose: first those that serve nothing yet, then from the fullest Ray node, then the youngest."""
+    """Which to lose: first those that serve nothing (any more), then from the fullest Ray node, then the youngest."""
     left = list(alive)
     chosen: list[UnitView] = []
-    ranks = {Phase.WAITING: 0, Phase.STARTING: 1}
     while len(chosen) < number:
         here = [unit.ray_node for unit in left]
-        unit = min(left, key=lambda u: (ranks.get(u.phase, 2), -here.count(u.ray_node), -u.number))
+        unit = min(left, key=lambda u: (_rank(u), -here.count(u.ray_node), -u.number))
         left.remove(unit)
         chosen.append(unit)
     return chosen
+
+
+def _rank(unit: UnitView) -> int:
+    if unit.phase is Phase.WAITING:
+        return 0
+    return 1 if unit.phase is Phase.STARTING or unit.silent_s >= SILENT_S else 2
 
 
 def is_drained(url: str, tables: Sequence[Sequence[RoutedNode]]) -> bool:
@@ -198,14 +203,14 @@ def orders(units: Iterable[UnitView], table: Iterable[RoutedNode]) -> list[Order
 
 
 def is_whole(goal: Goal, units: Sequence[UnitView], tables: Sequence[Sequence[RoutedNode]]) -> bool:
-    """Whether there is what should be, and every router can use it."""
+    """Whether there is what should be, and every router can use it. A router may have nodes of others beside it."""
     if len(tables) < goal.counts[ROUTER]:
         return False
     ready = [unit for unit in units if unit.phase is Phase.READY and unit.silent_s < SILENT_S]
     if len(ready) < len(units) or any(sum(u.role == role for u in ready) != goal.counts[role] for role in ROLES):
         return False
     urls = {unit.url for unit in ready if unit.role != ROUTER}
-    return all({node.url for node in table if node.healthy} == urls for table in tables)
+    return all({node.url for node in table if node.posted and node.healthy} == urls for table in tables)
 
 
 def choose(
@@ -222,13 +227,14 @@ def choose(
     """Where a new unit of `role` goes.
 
     `bundles`: by role, what the units there reserve. spread: where the fewest of its role are, then the fewest at all;
-    pack: where most units are and there is room. `suspects`: Ray nodes that seem dead before Ray says so.
-    `one_per_address`: all of this role listen on one port.
+    pack: where most units are and there is room. `suspects`: Ray nodes that seem dead before Ray says so; they are
+    avoided where another has room. `one_per_address`: all of this role listen on one port.
     """
     placed = list(units)
     addresses = {node.node_id: node.address for node in ray_nodes}
     taken = {addresses.get(unit.ray_node) for unit in placed if unit.role == role} if one_per_address else set()
-    avoid = tuple(n.node_id for n in ray_nodes if n.node_id in suspects or n.address in taken)
+    never = tuple(n.node_id for n in ray_nodes if n.address in taken)
+    avoid = (*never, *(n.node_id for n in ray_nodes if n.node_id in suspects and n.node_id not in never))
     best: tuple[tuple[int, ...], str] | None = None
     for node in ray_nodes:
         here = [unit for unit in placed if unit.ray_node == node.node_id]
@@ -237,7 +243,7 @@ def choose(
         same = sum(unit.role == role for unit in here)
         rank = ((same, len(here)) if placement == "spread" else (-len(here), same)), node.node_id
         best = rank if best is None else min(best, rank)
-    return Choice(best[1] if best else None, avoid)
+    return Choice(best[1], avoid) if best else Choice(None, never)
 
 
 def _has_room(node: RayNode, bundle: Mapping[str, float], used: Sequence[Mapping[str, float]]) -> bool:
