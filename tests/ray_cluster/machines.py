@@ -69,8 +69,7 @@ class Machines:
 
     def controller(self) -> psutil.Process:
         """The controller's process, which is on the head."""
-        alive = [process for process in self.head.family() if process.is_running()]
-        (found,) = (process for process in alive if process.cmdline()[0].startswith("ray::ControllerActor"))
+        (found,) = (process for process in self.head.family() if cmdline(process).startswith("ray::ControllerActor"))
         return found
 
     def kill(self, machine: Launched) -> None:
@@ -79,7 +78,7 @@ class Machines:
         os.killpg(machine.pid, signal.SIGKILL)
         for process in machine.family():  # a worker that was just starting would look for its raylet for a while
             with contextlib.suppress(psutil.NoSuchProcess):
-                if any(word.endswith("default_worker.py") for word in process.cmdline()):
+                if "default_worker.py" in cmdline(process):
                     process.kill()
         machine.wait()
         self.running.remove(machine)
@@ -95,3 +94,11 @@ class Machines:
         machine = self._launcher.start("ray node", command, self._environment)
         self.running.append(machine)
         return machine
+
+
+def cmdline(process: psutil.Process) -> str:
+    """ "" for a process that is gone."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.cluster import Launcher
-from tests.ray_cluster.machines import Machines
+from tests.ray_cluster.machines import Machines, cmdline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -141,16 +141,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         down = cluster.run("down")
         assert down.returncode == 0, down.output
         assert "is down" in down.output
-        nodes = [p for m in machines.running for p in m.family() if "pd_cluster.launch.cli" in " ".join(cmdline(p))]
+        nodes = [p for m in machines.running for p in m.family() if "pd_cluster.launch.cli" in cmdline(p)]
         assert not nodes
-
-
-def cmdline(process: psutil.Process) -> list[str]:
-    try:
-        words: list[str] = process.cmdline()
-        return words
-    except psutil.NoSuchProcess:
-        return []
 
 
 def test_nodes_are_spread_and_answer(cluster: Cluster) -> None:

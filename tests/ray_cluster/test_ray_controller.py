@@ -12,7 +12,7 @@ from pd_cluster.errors import StartupError
 from pd_cluster.launch.on_ray import policy
 from pd_cluster.launch.on_ray.cluster import Ledger, UnitDied
 from pd_cluster.launch.on_ray.controller import CENSUS_PERIOD_S, MAX_SILENCE_S, Controller
-from pd_cluster.launch.on_ray.policy import Choice, RayNode
+from pd_cluster.launch.on_ray.policy import Choice, RayNode, RoutedNode
 from pd_cluster.launch.on_ray.routers import Routers
 from pd_cluster.launch.on_ray.spec import ClusterSpec, RoleSpec
 from pd_cluster.launch.on_ray.unit import Phase, Secret, UnitPlan, UnitReport
@@ -21,7 +21,7 @@ from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import KEY, Router, serving
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Iterable, Mapping
 
 pytestmark = pytest.mark.anyio
 SPEC = ClusterSpec(
@@ -259,6 +259,46 @@ async def test_the_next_controller_goes_on_where_one_died(stage: Stage) -> None:
     stage.controller = stage.another("boot-2")  # a later cluster of the same name
     await stage.controller.resume()
     assert stage.controller.status().counts["decode"] == 2
+    assert not stage.world.units  # they have another key
+    await stage.whole()
+    assert "prefill-6" in stage.world.units  # and no name comes twice
+
+
+async def test_a_new_controller_knows_its_units_before_it_has_heard_them(stage: Stage) -> None:
+    await stage.whole()
+    known = stage.known()
+    stage.controller = stage.another("boot-1")
+    await stage.controller.resume()
+    assert len(stage.controller.status().units) == 4  # `down` waits for them
+    answer = stage.world.report
+
+    async def slowly(name: str) -> UnitReport:
+        await asyncio.sleep(0.1 if name == "decode-2" else 0)  # longer than an ordinary round waits
+        return await answer(name)
+
+    stage.world.report = slowly  # type: ignore[method-assign]
+    await stage.rounds(1)
+    assert stage.known() == known
+    assert not stage.controller.status().problems
+
+
+async def test_a_router_whose_machine_is_gone_holds_up_no_round(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    await stage.whole()
+    asked: list[str] = []
+    read = stage.routers.read
+
+    async def note(urls: Iterable[str]) -> dict[str, tuple[RoutedNode, ...]]:
+        asked.extend(urls)
+        return await read(asked)
+
+    monkeypatch.setattr(stage.routers, "read", note)
+    await stage.rounds(1)
+    assert asked == [stage.router.url]
+    asked.clear()
+    stage.world.silent.add("router-4")
+    await stage.rounds(1)
+    assert not asked
+    assert not stage.controller.status().whole
 
 
 async def test_a_unit_that_ray_refuses_to_make_is_tried_again(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +317,24 @@ async def test_a_unit_that_ray_refuses_to_make_is_tried_again(stage: Stage, monk
     await stage.whole()
 
 
+async def test_an_answer_that_nobody_expected_is_silence_and_told(stage: Stage) -> None:
+    await stage.whole()
+    answer = stage.world.report
+
+    async def fail(name: str) -> UnitReport:
+        if name == "decode-2":
+            raise RuntimeError("Ray has a fit")
+        return await answer(name)
+
+    stage.world.report = fail  # type: ignore[method-assign]
+    await stage.rounds(int(policy.SILENT_S) + 1)
+    assert stage.controller.status().problems == ("decode-2: RuntimeError: Ray has a fit",)
+    assert stage.known() == stage.urls("prefill-1", "decode-3")
+    stage.world.report = answer  # type: ignore[method-assign]
+    await stage.whole()
+    assert not stage.world.discarded
+
+
 async def test_half_made_units_are_taken_away(stage: Stage) -> None:
     await stage.whole()
     stage.world.strays = ["decode-77"]
@@ -292,6 +350,8 @@ async def test_closing_ends_the_router_before_the_nodes(stage: Stage) -> None:
     await stage.rounds(6)
     assert not stage.world.units
     assert stage.controller.status().closing
+    with pytest.raises(StartupError, match="is being ended"):
+        await stage.controller.scale({"decode": 3})
     assert not stage.controller.status().whole
 
 

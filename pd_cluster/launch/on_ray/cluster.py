@@ -161,7 +161,7 @@ class RayCluster:
         try:
             report: UnitReport = await handle.report.remote()
         except (ActorDiedError, RayTaskError) as error:
-            raise UnitDied(str(error).strip().splitlines()[0]) from error
+            raise UnitDied(reason(error)) from error
         except RayError as error:
             raise TimeoutError from error  # Ray cannot reach it now
         return report
@@ -190,6 +190,11 @@ class RayCluster:
 
     def _group_name(self, unit: str) -> str:
         return f"{self.namespace}/{unit}"
+
+
+def reason(error: BaseException) -> str:
+    """Ray's messages are long, and their last line says why."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
 
 
 def namespace_of(name: str) -> str:

@@ -18,7 +18,7 @@ import msgspec
 
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.model_path import served_name
-from pd_cluster.launch.on_ray.cluster import RayCluster
+from pd_cluster.launch.on_ray.cluster import RayCluster, reason
 from pd_cluster.launch.on_ray.connect import connected, find_controller, start_controller
 from pd_cluster.launch.on_ray.flags import SCALED
 from pd_cluster.launch.on_ray.spec import ROUTER, read_spec
@@ -28,7 +28,7 @@ from pd_connectors.protocol.keys import KEY_ENV
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from pd_cluster.launch.on_ray.controller import ClusterStatus
     from pd_cluster.launch.on_ray.spec import ClusterSpec
@@ -115,8 +115,9 @@ def _scale(namespace: argparse.Namespace) -> int:
         raise StartupError("say what to scale: " + ", ".join(f"--{role} N" for role in SCALED))
     with connected(namespace.name, namespace.address or "auto"), _interrupts() as stop:
         controller = find_controller(namespace.name)
+        past = _ask(controller.status).problems
         _ask(controller.scale, counts)
-        status = _wait_whole(controller, namespace.timeout_s, stop)
+        status = _wait_whole(controller, namespace.timeout_s, stop, past)
         if status is None:
             _say("not waiting any longer; the cluster goes on: `pd-cluster ray status` shows it")
             return 130 if stop.is_set() else 1
@@ -158,11 +159,13 @@ def _sweep(name: str) -> None:
     cluster.forget()
 
 
-def _wait_whole(controller: Any, timeout_s: float, stop: threading.Event) -> ClusterStatus | None:
-    """The status, once the cluster is whole; None when that is not worth waiting for any longer."""
+def _wait_whole(
+    controller: Any, timeout_s: float, stop: threading.Event, past: Sequence[str] = ()
+) -> ClusterStatus | None:
+    """The status, once the cluster is whole; None when that is not worth waiting for. `past`: problems not to tell."""
     end_s = time.monotonic() + timeout_s
     shown: dict[str, str] = {}
-    problems = 0
+    told = set(past)
     while True:
         status: ClusterStatus = _ask(controller.status)
         for unit in status.units:
@@ -173,9 +176,10 @@ def _wait_whole(controller: Any, timeout_s: float, stop: threading.Event) -> Clu
             if shown.get(unit.name) != line:
                 shown[unit.name] = line
                 _say(line)
-        for problem in status.problems[problems:]:
-            _say(problem)
-        problems = len(status.problems)
+        for problem in status.problems:
+            if problem not in told:
+                told.add(problem)
+                _say(problem)
         if status.whole:
             return status
         failing = [role for role, number in status.failures.items() if number >= MAX_FAILURES]
@@ -221,7 +225,7 @@ def _ask(method: Any, *arguments: Any, deadline_s: float = ANSWER_S) -> Any:
         raise StartupError(str(error.cause)) from error
     except ray.exceptions.RayError as error:
         raise StartupError(
-            f"the cluster's controller does not answer ({type(error).__name__}); `pd-cluster ray down --now` ends all"
+            f"the cluster's controller does not answer ({reason(error)}); `pd-cluster ray down --now` ends all"
         ) from error
 
 

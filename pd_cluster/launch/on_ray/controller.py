@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from pd_cluster.errors import StartupError
 from pd_cluster.launch.on_ray import policy
 from pd_cluster.launch.on_ray.cluster import Ledger, UnitDied
 from pd_cluster.launch.on_ray.policy import Goal, UnitView
@@ -54,19 +55,12 @@ class World(Protocol):
     def load(self) -> Ledger | None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class UnitStatus:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitStatus(UnitReport):
     """One unit for `pd-cluster ray status`."""
 
     name: str
     role: str
-    phase: str
-    url: str
-    epoch: str
-    ray_node: str
-    host: str
-    pid: int
-    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,20 +101,9 @@ class _Record:
     def status(self, spec: ClusterSpec) -> UnitStatus:
         bundle = ", ".join(f"{amount:g} {name}" for name, amount in spec.role(self.role).bundle.items())
         report = self.report or UnitReport(Phase.WAITING, 0.0, self.ray_node, "", detail=f"for {bundle}")
-        phase = Phase.LOST if self.died else report.phase
-        if self.report is not None and self.silent_s >= policy.SILENT_S:
-            phase = Phase.LOST
-        return UnitStatus(
-            self.name,
-            self.role,
-            phase,
-            report.url,
-            report.epoch,
-            report.ray_node,
-            report.host,
-            report.pid,
-            report.detail,
-        )
+        is_lost = self.died or (self.report is not None and self.silent_s >= policy.SILENT_S)
+        told = asdict(report) | ({"phase": Phase.LOST} if is_lost else {})
+        return UnitStatus(name=self.name, role=self.role, **told)
 
 
 @dataclass(slots=True)
@@ -157,6 +140,7 @@ class Controller:
         self._ledger = Ledger(boot, spec.counts)
         self._saving = asyncio.Lock()
         self._looked_s = clock()
+        self._patience_s = policy.SILENT_S  # of the first look: who was not heard yet would be taken from the routers
         self._census_s = 0.0  # when to count again what there is
         self._units: dict[str, _Record] = {}
         self._suspects: dict[str, float] = {}  # Ray node -> until when
@@ -165,10 +149,19 @@ class Controller:
         self._whole = False
 
     async def resume(self) -> None:
-        """Take over the goal of a controller that died; before `run`."""
+        """Take over the goal and the units of a controller that died; before `run`.
+
+        Units of an earlier cluster of this name have another key and other flags: they go.
+        """
         ledger = await asyncio.to_thread(self._world.load)
+        names = await asyncio.to_thread(self._count)
         if ledger is not None and ledger.boot == self._ledger.boot:
             self._ledger = ledger
+            self._units = {name: _Record(name) for name in names}
+            return
+        for name in names:
+            await asyncio.to_thread(self._world.discard, name)
+        self._ledger = msgspec.structs.replace(self._ledger, serial=0 if ledger is None else ledger.serial)
 
     async def run(self) -> None:
         """For ever. A round that fails is logged and repeated: whatever it was, the next one looks anew."""
@@ -190,7 +183,9 @@ class Controller:
         return Goal(self._ledger.counts, self._spec.grace_s, self._ledger.closing)
 
     async def scale(self, counts: Mapping[str, int]) -> None:
-        """Raises StartupError when that many cannot serve. Roles that are not named stay as they are."""
+        """Raises StartupError when that many cannot serve, or at the end. Roles that are not named stay as they are."""
+        if self._ledger.closing:
+            raise StartupError(f"the cluster {self._spec.name!r} is being ended")
         wanted = {**self._ledger.counts, **counts}
         check_counts(wanted)
         self._backoff = _Backoff()  # somebody is looking: try at once
@@ -211,7 +206,8 @@ class Controller:
     async def round(self, routers: Routers) -> None:
         """Look, decide, act, once."""
         views = await self._look()
-        urls = [view.url for view in views if view.role == ROUTER and view.phase is Phase.READY]
+        # of routers whose actor was just heard: to wait for one on a dead machine would stretch the round
+        urls = [view.url for view in views if view.role == ROUTER and view.phase is Phase.READY and not view.silent_s]
         tables = await routers.read(urls)
         for view in views:
             if view.phase is not Phase.WAITING and view.silent_s >= policy.SILENT_S:
@@ -244,7 +240,8 @@ class Controller:
             if unit.asking is None:
                 unit.asking = asyncio.create_task(self._world.report(unit.name))
         if units:
-            await asyncio.wait([unit.asking for unit in units if unit.asking], timeout=ANSWER_S)
+            await asyncio.wait([unit.asking for unit in units if unit.asking], timeout=self._patience_s)
+        self._patience_s = ANSWER_S
         passed_s = min(self._clock() - self._looked_s, MAX_SILENCE_S)
         self._looked_s = self._clock()
         for unit in units:
@@ -261,6 +258,9 @@ class Controller:
             return
         except UnitDied as death:
             unit.died = str(death)
+            return
+        except Exception as error:  # one unit's trouble: the round goes on, and it falls silent
+            self._note(f"{unit.name}: {type(error).__name__}: {error}")
             return
         if unit.report.phase is Phase.READY and not unit.was_ready:
             unit.was_ready = True
