@@ -1,7 +1,7 @@
 """A pool over any KVStore: searches and stores on threads of their own, so that no step waits for a server.
 
 `search` has a search's states. Two threads load; a third, the watch, ends in time what they cannot: a store may stand
-still for much longer than a request should wait. While all of them stand still the pool is down.
+still for much longer than a request should wait. While all of them are held beyond that the pool is down.
 
 Stores: what a step computed is copied at once (`staging`) and sent later by one thread. The backlog is bounded; what
 does not fit is not stored, which costs somebody a prefill and nothing else.
@@ -80,7 +80,7 @@ class StorePool(Pool):
         self._events: deque[Event] = deque()
         self._wake: Callable[[], None] = _nobody
         self._retry_at_s = clock()
-        self._num_stuck = 0  # loading threads that a search was too late for
+        self._held: list[Search | None] = [None] * NUM_LOADERS  # what each is busy with, over or not
         self._num_backlog_bytes = 0
         self._damaged: set[ObjectName] = set()  # seen by a loading thread; the storing thread mends them
         self._counts: defaultdict[str, float] = defaultdict(float)
@@ -92,7 +92,9 @@ class StorePool(Pool):
         """Start the threads. Raises what `open_store` raises."""
         self._staging = Staging(cache)
         for index in range(NUM_LOADERS):
-            self._start_thread(f"pd-pool-load-{index}", partial(self._run_loader, self._open_store(), Inlet(cache)))
+            self._start_thread(
+                f"pd-pool-load-{index}", partial(self._run_loader, index, self._open_store(), Inlet(cache))
+            )
         self._start_thread("pd-pool-watch", self._run_watch)
         self._start_thread("pd-pool-store", partial(self._run_storer, self._open_store()))
 
@@ -189,7 +191,8 @@ class StorePool(Pool):
         self._threads.append(thread)
 
     def _is_down(self) -> bool:
-        return self._clock() < self._retry_at_s or self._num_stuck >= NUM_LOADERS
+        now_s = self._clock()
+        return now_s < self._retry_at_s or all(held is not None and now_s >= held.due_s for held in self._held)
 
     def _went_down(self, error: StoreUnavailable) -> None:
         if not self._is_down():
@@ -205,9 +208,6 @@ class StorePool(Pool):
             with self._changed:
                 now_s = self._clock()
                 ends = [(search, why) for search in self._searches.values() if (why := self._why_end(search, now_s))]
-                for search, why in ends:
-                    search.is_stuck = why is Miss.LATE and search.holder is not None
-                    self._num_stuck += search.is_stuck
                 if not ends:
                     if self._closing.is_set():
                         return
@@ -219,13 +219,12 @@ class StorePool(Pool):
     def _why_end(self, search: Search, now_s: float) -> Miss | None:
         return Miss.CANCELLED if self._closing.is_set() else search.why_end(now_s)
 
-    def _run_loader(self, store: KVStore, inlet: Inlet) -> None:
+    def _run_loader(self, index: int, store: KVStore, inlet: Inlet) -> None:
         with closing(store):
             while (search := self._jobs.get()) is not None:
-                with self._lock:
-                    if search.is_over:
-                        continue
-                    search.holder = threading.get_ident()
+                if search.is_over:
+                    continue
+                self._held[index] = search
                 try:
                     if search.spec is None:
                         self._probe(search, store)
@@ -235,13 +234,7 @@ class StorePool(Pool):
                     logger.exception("a search of the pool failed")
                     self._end(search, Miss.UNAVAILABLE)
                 finally:
-                    self._let_go(search)
-
-    def _let_go(self, search: Search) -> None:
-        with self._lock:
-            if search.holder == threading.get_ident():  # another may have it by now, to read what this one found
-                search.holder = None
-                self._num_stuck -= search.is_stuck
+                    self._held[index] = None
 
     def _hopeless(self, search: Search) -> Miss | None:
         """Why there is no point in going on."""
@@ -269,7 +262,6 @@ class StorePool(Pool):
                 return
             search.miss = miss
             search.is_found = True
-            search.holder = None
             self._events.append(PrefixFound(search.load_id, num_found * self._context.geometry.block_size))
         self._wake()
 

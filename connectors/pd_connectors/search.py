@@ -49,8 +49,6 @@ class Search:
     miss: Miss | None = None  # why it will bring less than all
     is_found: bool = False  # the engine has it, and its time does not count
     is_cancelled: bool = False
-    holder: int | None = None  # the loading thread that is busy with it, over or not
-    is_stuck: bool = False  # it was late while that had it
     is_over: bool = False
     num_read: int = 0  # blocks
     _landing: threading.Lock = field(default_factory=threading.Lock)
