@@ -19,7 +19,7 @@ import struct
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from pd_connectors.pooled import PooledConnector
+from pd_connectors.pooled import PooledConnector, pool_address
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.store import KVStore, ObjectName, StoreUnavailable
 
@@ -197,15 +197,6 @@ class LMCacheConnector(PooledConnector):
     name = "lmcache"
 
     def __init__(self, context: ConnectorContext) -> None:
-        address = parse_url(str(dict(context.options).get("pool_url") or DEFAULT_URL))
+        address = pool_address(context, DEFAULT_URL)
         protocol = LMCacheProtocol()
         super().__init__(context, lambda: LMCacheStore(address, protocol))
-
-
-def parse_url(url: str) -> tuple[str, int]:
-    """Host and port. Raises ConnectorUnavailable."""
-    scheme, _, rest = url.partition("://")
-    host, _, port = rest.rpartition(":")
-    if scheme != "lm" or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConnectorUnavailable(f"connector 'lmcache' needs a pool URL like {DEFAULT_URL}, not {url!r}")
-    return host.strip("[]"), int(port)

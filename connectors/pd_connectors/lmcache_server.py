@@ -74,6 +74,7 @@ def serve(host: str, port: int, max_bytes: int, on_ready: Callable[[str, int], N
         def handle_client(self, client_socket: socket.socket) -> None:
             try:
                 client_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a lost machine says no goodbye
                 super().handle_client(client_socket)
             except OSError as error:  # the client is gone; its thread ends
                 sys.stderr.write(f"a client left: {error}\n")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pd_connectors.bundled import BundledLibraries
-from pd_connectors.pooled import PooledConnector
+from pd_connectors.pooled import PooledConnector, pool_address
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.store import KVStore, ObjectName, StoreUnavailable
 
@@ -46,6 +46,7 @@ class MooncakeClient:
         """Raises ConnectorUnavailable when Mooncake is not installed, or cannot be loaded."""
         self._make = _load_mooncake()
         self._master = master
+        self._address = f"[{master[0]}]:{master[1]}" if ":" in master[0] else f"{master[0]}:{master[1]}"
         self._host = host
         self._segment_bytes = segment_bytes
         self._lock = threading.Lock()  # held while it is set up
@@ -75,14 +76,13 @@ class MooncakeClient:
                 self._try_port()
             if self._store is None:
                 store = self._make()
-                address = f"{self._master[0]}:{self._master[1]}"
                 status = store.setup(
-                    self._host, "P2PHANDSHAKE", self._segment_bytes, LOCAL_BUFFER_BYTES, "tcp", "", address
+                    self._host, "P2PHANDSHAKE", self._segment_bytes, LOCAL_BUFFER_BYTES, "tcp", "", self._address
                 )
                 if status != 0:
                     store.close()
                     self._failed = True
-                    raise StoreUnavailable(f"mooncake_master {address}: setup failed with {status}")
+                    raise StoreUnavailable(f"mooncake_master {self._address}: setup failed with {status}")
                 self._store = store
             self._failed = False
             return self._store
@@ -90,7 +90,7 @@ class MooncakeClient:
     def failed(self, status: int) -> StoreUnavailable:
         """A call returned this negative status. The segment stays: its objects are others' too."""
         self._failed = True
-        return StoreUnavailable(f"mooncake_master {self._master[0]}:{self._master[1]}: status {status}")
+        return StoreUnavailable(f"mooncake_master {self._address}: status {status}")
 
     def close(self) -> None:
         """Take the segment back. Idempotent. Waits for calls under way: Mooncake does not survive a close under one."""
@@ -107,7 +107,7 @@ class MooncakeClient:
         try:
             socket.create_connection(self._master, PORT_DEADLINE_S).close()
         except OSError as error:
-            raise StoreUnavailable(f"mooncake_master {self._master[0]}:{self._master[1]}: {error}") from error
+            raise StoreUnavailable(f"mooncake_master {self._address}: {error}") from error
 
 
 class MooncakeStore(KVStore):
@@ -151,7 +151,7 @@ class MooncakeConnector(PooledConnector):
 
     def __init__(self, context: ConnectorContext) -> None:
         options = dict(context.options)
-        master = parse_url(str(options.get("pool_url") or DEFAULT_URL))
+        master = pool_address(context, DEFAULT_URL)
         segment_bytes = int(float(options.get("pool_segment_gb", 1.0)) * 1e9)
         self._client = MooncakeClient(master, context.host, segment_bytes)
         super().__init__(context, lambda: MooncakeStore(self._client))
@@ -161,15 +161,6 @@ class MooncakeConnector(PooledConnector):
             super().close()
         finally:
             self._client.close()
-
-
-def parse_url(url: str) -> tuple[str, int]:
-    """The master's host and port. Raises ConnectorUnavailable."""
-    scheme, _, rest = url.partition("://")
-    host, _, port = rest.rpartition(":")
-    if scheme != "mooncake" or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConnectorUnavailable(f"connector 'mooncake' needs a pool URL like {DEFAULT_URL}, not {url!r}")
-    return host, int(port)
 
 
 def _load_mooncake() -> Any:

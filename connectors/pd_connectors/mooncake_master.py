@@ -55,7 +55,7 @@ def serve(host: str, port: int, on_ready: Callable[[str, int], None]) -> int:
 
 
 def start_master(host: str, port: int, *flags: str) -> subprocess.Popen[bytes]:
-    """A master that listens. It is killed when the calling thread's process ends. Raises as `serve` does."""
+    """A master that listens. It is killed when the calling thread ends, however it does. Raises as `serve` does."""
     spec = find_spec("mooncake")
     if spec is None or spec.origin is None:
         raise ConnectorUnavailable("the pool needs Mooncake Store: pip install 'pd-cluster[mooncake]'")

@@ -21,12 +21,15 @@ def run_pool(connector: str, host: str, port: int | None, max_gb: float) -> int:
     if not 0 < max_gb < 1e6 or not 0 <= (port or 0) < 65536:
         raise StartupError(f"--max-gb {max_gb:g} --port {port}: no memory to serve, or no port")
     hold_lifeline()
+    # Said aloud, since the first process of a container does not hear it otherwise. There is nothing to finish, and
+    # Mooncake's master ends with us.
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
     try:
         if connector == "mooncake":
             port = mooncake_master.DEFAULT_PORT if port is None else port
-            return 1 if mooncake_master.serve(host, port, partial(_say_ready, "mooncake")) else 0
-        # Said aloud, since the first process of a container does not hear it otherwise. There is nothing to finish.
-        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+            status = mooncake_master.serve(host, port, partial(_say_ready, "mooncake"))
+            sys.stderr.write(f"pd-cluster pool: mooncake_master ended with status {status}\n")
+            return 1
         port = lmcache_server.DEFAULT_PORT if port is None else port
         lmcache_server.serve(host, port, int(max_gb * 1e9), partial(_say_ready, "lm"))
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pd_connectors.lmcache import LMCacheConnector, LMCacheProtocol, LMCacheStore, parse_url
+from pd_connectors.lmcache import LMCacheConnector, LMCacheProtocol, LMCacheStore
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.registry import create_connector
 from pd_connectors.store import ObjectName, StoreUnavailable
@@ -134,8 +134,3 @@ def test_without_lmcache_the_message_names_the_extra(monkeypatch: pytest.MonkeyP
 def test_a_url_that_is_none_is_explained(url: str) -> None:
     with pytest.raises(ConnectorUnavailable, match="like lm://"):
         LMCacheConnector(replace(POOL_CONTEXT, options=(("pool_url", url),)))
-
-
-def test_urls_are_read() -> None:
-    assert parse_url("lm://10.0.0.9:6500") == ("10.0.0.9", 6500)
-    assert parse_url("lm://[::1]:1") == ("::1", 1)

@@ -10,6 +10,7 @@ import torch
 
 from pd_connectors.base import CachedBlock, LoadSpec, PrefixFound, PrefixLoaded
 from pd_connectors.pool import PoolLimits
+from pd_connectors.pooled import pool_address
 from pd_connectors.store import HEADER_BYTES, Sealer
 from tests.connectors.pool_bench import GEOMETRY, POOL_CONTEXT, MemoryStore, Shelf, hashes_of, nodes
 from tests.integration.system import wait_until
@@ -137,6 +138,29 @@ def test_a_store_that_stands_still_costs_a_deadline_and_is_left_alone() -> None:
         assert node.recall(hashes, [8, 9], name="again") == 2 * SIZE
 
 
+def test_a_store_that_keeps_every_thread_is_left_alone_although_its_searches_were_cancelled() -> None:
+    shelf = Shelf()
+    hashes = hashes_of(1)
+    with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT, limits=PoolLimits(deadline_s=3.0)) as (node,):
+        node.store(hashes, [0])
+        shelf.gate.clear()
+        node.pool.find("first", hashes, 0)
+        wait_until(lambda: shelf.num_waiting == 1, lambda: "nobody looks")
+        node.pool.find("second", hashes, 0)
+        wait_until(lambda: shelf.num_waiting == 2, lambda: "the other does not look")
+        for name in ("first", "second"):
+            node.pool.cancel(name)
+            assert node.event() == PrefixLoaded(name, 0)
+        assert node.stat("pool_up") == 1, "they may be back at any moment"
+        node.now_s += 3.0
+        node.pool.find("at once", hashes, 0)
+        assert node.event() == PrefixLoaded("at once", 0)
+        assert node.misses() == {"cancelled": 2, "unavailable": 1}
+        shelf.gate.set()
+        wait_until(lambda: node.stat("pool_up") == 1, lambda: "the threads did not come back")
+        assert node.recall(hashes, [8], name="again") == SIZE
+
+
 def test_a_search_is_cancelled_in_any_state() -> None:
     shelf = Shelf()
     hashes = hashes_of(2)
@@ -236,3 +260,14 @@ def test_closing_ends_what_waits_for_the_engine() -> None:
         assert node.event() == PrefixLoaded("r", 0)
         node.pool.find("after", hashes, 0)
         assert node.event() == PrefixLoaded("after", 0)
+
+
+@pytest.mark.parametrize("default", ["lm://127.0.0.1:6500", "mooncake://127.0.0.1:50051"])
+def test_urls_of_pools_are_read(default: str) -> None:
+    scheme = default.partition(":")[0]
+    assert pool_address(POOL_CONTEXT, default) == ("127.0.0.1", int(default.rpartition(":")[2]))
+    for url, address in (
+        (f"{scheme}://10.0.0.9:1", ("10.0.0.9", 1)),
+        (f"{scheme}://[fd00::9]:65535", ("fd00::9", 65535)),
+    ):
+        assert pool_address(replace(POOL_CONTEXT, options=(("pool_url", url),)), default) == address
