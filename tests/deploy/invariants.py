@@ -28,12 +28,12 @@ def quantity(text: object) -> Decimal:
 
 
 def names(objects: list[Object]) -> list[str]:
-    """No two objects of a kind share a name, and every name is one that DNS takes, with room for a pod's ordinal."""
+    """No two objects of a kind share a name, and every name is one that DNS takes, with room for what pods append."""
     seen = Counter(title(found) for found in objects)
     wrong = [f"{name} is there {count} times" for name, count in seen.items() if count > 1]
     for found in objects:
-        name = found["metadata"]["name"]
-        if not _NAME.fullmatch(name) or len(name) > 60:
+        name, longest = found["metadata"]["name"], 52 if found["kind"] == "StatefulSet" else 60
+        if not _NAME.fullmatch(name) or len(name) > longest:
             wrong.append(f"{title(found)}: not a name")
     return wrong
 

@@ -30,6 +30,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"router": {"httpRoute": {"enabled": True}}}, "parentRefs"),
     ({"env": [{"name": "A"}]}, "env"),
     ({"nodePorts": {"http": 80}}, "http"),
+    ({"nodeDefaults": {"podLabels": {"pd-cluster/part": "router"}}}, "pd-cluster/part"),
+    ({"router": {"podLabels": {"app.kubernetes.io/instance": "x"}}}, "app.kubernetes.io/instance"),
+    ({"nodeDefaults": {"extraPodSpec": {"containers": []}}}, "containers"),
+    ({"roles": {"decode": {"extraPodSpec": {"securityContext": {}}}}}, "securityContext"),
     ({"roles": {"decode": None}}, "no role can decode"),
     ({"roles": {"router": {"kind": "decode"}}}, "name is taken"),
     ({"roles": {"decode": {"args": {"block-size": 32}}}}, "block-size differs"),
@@ -226,7 +230,11 @@ def test_flags_that_the_chart_owns_are_the_ones_it_sets() -> None:
 
 
 def test_role_names_and_release_names_fit_together() -> None:
-    assert invariants.names(render(name="a-release-name-of-fifty-three-characters-is-the-most")) == []
+    name = "a-release-name-of-fifty-three-characters-is-the-most"
+    assert invariants.names(render(name=name)) == []
+    assert invariants.names(render({"roles": {"prefill-for": {"kind": "mixed"}}}, name=name)) == []
+    with pytest.raises(helm_python.HelmError, match="longer than 52 characters"):
+        render({"roles": {"prefill-four": {"kind": "mixed"}}}, name=name)
 
 
 def test_dataclass_of_flags_is_what_the_parser_has() -> None:

@@ -1,6 +1,7 @@
 {{- /* What a schema cannot say. Each message names what to change. */ -}}
 {{- define "pd-cluster.validate" -}}
 {{- $roles := include "pd-cluster.roles" . | fromYaml -}}
+{{- $full := include "pd-cluster.fullname" . -}}
 {{- $kinds := list -}}
 {{- $sizes := list -}}
 {{- $dtypes := list -}}
@@ -13,6 +14,10 @@
   {{- end -}}
   {{- if eq $name "router" "pool" "models" "key" "preflight" "test" -}}
     {{- fail (printf "roles.%s: this name is taken by another part of the chart" $name) -}}
+  {{- end -}}
+  {{- /* a StatefulSet's pods carry its name and 11 characters more in a label of 63 */ -}}
+  {{- if gt (add (len $full) (len $name) 1) 52 -}}
+    {{- fail (printf "roles.%s: %s-%s is longer than 52 characters, so no pod of it could be made; shorten the role's name, or set fullnameOverride" $name $full $name) -}}
   {{- end -}}
 {{- end -}}
 {{- if not (or (has "decode" $kinds) (has "mixed" $kinds)) -}}
