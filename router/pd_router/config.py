@@ -7,6 +7,8 @@ from enum import StrEnum
 from typing import Any
 from urllib.parse import urlsplit
 
+from yarl import URL
+
 from pd_router.errors import StartupError
 
 
@@ -118,6 +120,8 @@ def check_node_url(url: str) -> None:
     try:
         parts = urlsplit(url)
         port = parts.port
+        URL(url)  # stricter, and what will be asked
+        (parts.hostname or "").encode("idna")  # as a resolver will: no label empty or too long
     except ValueError as error:
         raise StartupError(f"bad node URL {url!r}: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:

@@ -51,7 +51,11 @@ class HealthPoller:
         while True:
             if node.polled:
                 await asyncio.sleep(self._interval_s)
-            await self.poll(node)
+            try:
+                await self.poll(node)
+            except Exception:  # a bug that one node brings out must not end the looks at all others
+                log.exception("node %s (%s) cannot be asked", node.node_id, node.url)
+                node.reachable = False
 
     async def poll(self, node: Node) -> None:
         was_reachable = node.reachable

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
+    from pd_router.nodes import Node
+    from pd_router.upstream import Answer
+
 pytestmark = pytest.mark.anyio
 
 GONE_S = 1.0  # the promise
@@ -173,3 +176,27 @@ async def test_an_ill_node_is_out_in_time_and_back_after_one_good_answer(
         await traffic.hears_from(ill)
         assert time.monotonic() - got_well_at < INTERVAL_S + TIMEOUT_S + SLACK_S
         assert traffic.statuses == {200}
+
+
+async def test_a_bug_about_one_node_stops_no_look_at_another(
+    nodes: list[FakeNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served("flags", nodes, tmp_path) as (router, _, _):
+        upstream = router.services.upstream
+        get = upstream.get
+
+        async def broken(node: Node, *rest: Any) -> Answer:
+            if node.node_id == "d-0":
+                raise RuntimeError("a bug")
+            return await get(node, *rest)
+
+        def healthy() -> list[object]:
+            return [node["healthy"] for node in router.services.table.report()]
+
+        monkeypatch.setattr(upstream, "get", broken)
+        await until(lambda: healthy() == [False, True])
+        nodes[1].is_up = False
+        await until(lambda: healthy() == [False, False])
+        nodes[1].is_up = True
+        monkeypatch.undo()
+        await until(lambda: healthy() == [True, True])
