@@ -54,7 +54,7 @@ class NodePlan:
 
 
 def run_up(namespace: argparse.Namespace) -> int:
-    """Run the cluster until Ctrl-C (exit status 0) or until a part of it dies (1). Raises StartupError."""
+    """Run the cluster until Ctrl-C (exit status 0) or until a node or the router dies (1). Raises StartupError."""
     flags = given_flags(namespace, skip=("host", "port"))
     config = config_from(namespace)
     counts = {role: getattr(namespace, role) for role in ROLES}
@@ -146,11 +146,12 @@ class _Cluster:
                 await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
                 if start.done():
                     self._greet(start.result())
-                    death = asyncio.create_task(supervisor.first_death())
+                    death = asyncio.create_task(self._fatal_death(supervisor))
                     await asyncio.wait({death, stop}, return_when=asyncio.FIRST_COMPLETED)
                     if not stop.done():
                         self._display.say(f"{describe_death(death.result())}: stopping the cluster")
                     death.cancel()
+                    await asyncio.gather(death, return_exceptions=True)
             finally:
                 start.cancel()
                 await asyncio.gather(start, return_exceptions=True)
@@ -185,14 +186,29 @@ class _Cluster:
 
     async def _start_pool(self, supervisor: Supervisor) -> list[str]:
         """The pool that the nodes will share, unless they need none or have one. Returns the nodes' flags for it."""
-        connector = self._config.handoff.connector
-        if connector not in POOL_CONNECTORS or self._config.handoff.pool_url:
+        if self._config.handoff.connector not in POOL_CONNECTORS or self._config.handoff.pool_url:
             return []
-        arguments = [*_SELF, "pool", f"--connector={connector}", "--host=127.0.0.1", "--port=0"]
-        arguments.append(f"--max-gb={self._namespace.pool_gb:g}")
+        return [f"--pool-url={await self._run_pool(supervisor, '0')}"]
+
+    async def _run_pool(self, supervisor: Supervisor, port: str) -> str:
+        """Returns its URL."""
+        arguments = [*_SELF, "pool", f"--connector={self._config.handoff.connector}", "--host=127.0.0.1"]
+        arguments += [f"--port={port}", f"--max-gb={self._namespace.pool_gb:g}"]
         pool = await supervisor.start("pool", arguments, POOL_READY, {})
         await supervisor.wait_ready([pool], POOL_DEADLINE_S)
-        return [f"--pool-url={pool.ready.result().rpartition(' ')[2]}"]
+        return _pool_url(pool)
+
+    async def _fatal_death(self, supervisor: Supervisor) -> Child:
+        """The first death that the cluster does not outlive. A pool is started again where it was, and found there."""
+        while (child := await supervisor.first_death()).name == "pool":
+            self._display.say(f"{describe_death(child)}: starting it again; meanwhile the nodes do without")
+            supervisor.children.remove(child)
+            try:
+                await self._run_pool(supervisor, _pool_url(child).rpartition(":")[2])
+            except StartupError:
+                return await supervisor.first_death()
+            self._display.say("the pool is there again")
+        return child
 
     async def _wait_healthy(self, supervisor: Supervisor, url: str) -> None:
         death = asyncio.create_task(supervisor.first_death())
@@ -243,6 +259,10 @@ def curl_line(url: str, model: str, demo: bool) -> str:
     content = QUESTION if demo else "Tell me about the sea."
     body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 32, "temperature": 0}
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+
+
+def _pool_url(pool: Child) -> str:
+    return pool.ready.result().rpartition(" ")[2]
 
 
 def _url_in(line: str) -> str:

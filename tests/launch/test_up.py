@@ -113,8 +113,21 @@ def test_up_brings_the_pool_that_its_nodes_need(launcher: Launcher, connector: s
     cluster = up(launcher, f"--connector={connector}", "--pool-gb=0.1", "--pool-segment-gb=0.05")
     assert cluster.wait_line(f"pool ready on {scheme}://127.0.0.1:").rpartition(":")[2].isdigit()
     words = shlex.split(cluster.wait_line("curl "))
-    answer = httpx.post(words[1], content=words[words.index("-d") + 1], headers={"Content-Type": "application/json"})
-    assert answer.json()["choices"][0]["message"]["content"] == "Oskar 2210"
+
+    def ask() -> None:
+        headers = {"Content-Type": "application/json"}
+        answer = httpx.post(words[1], content=words[words.index("-d") + 1], headers=headers, timeout=60.0)
+        assert answer.json()["choices"][0]["message"]["content"] == "Oskar 2210"
+
+    ask()
+    cluster.family()
+    [pool] = [process for process in psutil.Process(cluster.pid).children() if "pool" in process.cmdline()]
+    pool.kill()
+    cluster.wait_line("pool was killed by SIGKILL: starting it again")
+    ask()
+    cluster.wait_line("the pool is there again")
+    assert len({line.split("://")[1] for line in cluster.lines if "pool ready on" in line}) == 1, "at its old address"
+    ask()
     assert cluster.stop(signal.SIGINT) == 0
     assert cluster.leftovers() == []
 
