@@ -43,22 +43,26 @@ class RouterOrders:
         self._wall_clock = wall_clock
 
     def list(self) -> Sequence[Row]:
-        rows: Sequence[Row] = self._call("GET", "/nodes", {})["nodes"]
+        rows: Sequence[Row] = self._call("GET", "/nodes", {}, "nodes")["nodes"]
         return rows
 
     def give(self, action: Action, node: str, role: str = "") -> Row:
         """The node after the order. `node`: its base URL for "add", else its id or host:port."""
-        return self._call(*order_request(self._key, action, node, role, self._wall_clock()))
+        return self._call(*order_request(self._key, action, node, role, self._wall_clock()), "outstanding")
 
-    def _call(self, method: str, path: str, headers: dict[str, str]) -> Row:
+    def _call(self, method: str, path: str, headers: dict[str, str], wanted: str) -> Row:
+        """wanted: what a router's answer has, and hardly anybody else's."""
         try:
             answer = self._client.request(method, path, headers=headers)
             told: Row = answer.json()
         except (httpx.HTTPError, ValueError) as error:
             raise OrderRefused(f"no answer from a router on {self._client.base_url}: {error}") from error
         if answer.is_error:
-            error_body = told.get("error", {}) if isinstance(told, dict) else {}
-            raise OrderRefused(f"{answer.status_code}: {error_body.get('message', answer.reason_phrase)}")
+            detail = told.get("error") if isinstance(told, dict) else None
+            why = detail.get("message") if isinstance(detail, dict) else None
+            raise OrderRefused(f"{answer.status_code}: {why or answer.reason_phrase}")
+        if not isinstance(told, dict) or wanted not in told:
+            raise OrderRefused(f"what answers on {self._client.base_url} is no router")
         return told
 
 

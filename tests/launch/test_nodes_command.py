@@ -92,6 +92,23 @@ def test_something_else_on_that_port_is_no_router() -> None:
             serving.join()
 
 
+@pytest.mark.parametrize(
+    ("status", "told", "says"),
+    [
+        (200, [], "is no router"),
+        (200, {"nodes": []}, "is no router"),
+        (404, {"error": "no such page"}, "404: Not Found"),
+    ],
+)
+def test_whatever_else_answers_is_refused(status: int, told: object, says: str) -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(status, json=told))
+    with (
+        httpx.Client(base_url="http://elsewhere", transport=transport) as client,
+        pytest.raises(OrderRefused, match=says),
+    ):
+        RouterOrders(client, b"k" * 32).give("drain", "d-0")
+
+
 def test_drain_waits_and_says_what_is_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A fake router whose node has one sequence left, then none."""
     left = [2, 1, 0]
