@@ -149,13 +149,14 @@ class LMCacheStore(KVStore):
             self._socket = None
 
     def _send(self, parts: Iterable[bytes]) -> None:
-        data = b"".join(parts)
+        data = memoryview(b"".join(parts))
         try:
             if self._socket is None:
                 self._socket = socket.create_connection(self._address, self._connect_deadline_s)
                 self._socket.settimeout(self._io_deadline_s)
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket.sendall(data)
+            while data:  # `sendall` has one deadline for all of it, too short for a big object to a busy server
+                data = data[self._socket.send(data) :]
         except OSError as error:
             raise self._failed(error) from error
 

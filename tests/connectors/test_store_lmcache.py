@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -120,6 +120,44 @@ def test_a_server_that_answers_nonsense_or_nothing_is_unavailable(protocol: LMCa
 def test_nobody_there_is_known_at_once(protocol: LMCacheProtocol) -> None:
     with pytest.raises(StoreUnavailable, match="refused"):
         LMCacheStore(("127.0.0.1", closed_port()), protocol).contains(NAMES)
+
+
+class _Wire:
+    """The protocol in a byte for each message."""
+
+    answer_bytes = 1
+
+    def put(self, name: ObjectName, num_bytes: int) -> bytes:
+        return b"P"
+
+    def exists(self, name: ObjectName) -> bytes:
+        return b"E"
+
+    def read_answer(self, header: bytearray) -> int:
+        return 0
+
+
+def test_each_piece_of_an_object_has_the_whole_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server with many clients takes a big object slowly; that is no server which is gone."""
+    sent = bytearray()
+
+    class Busy(socket.socket):
+        def send(self, data: object, flags: int = 0) -> int:
+            piece = bytes(cast("memoryview", data)[:1000])
+            assert self.gettimeout() == 2.0
+            sent.extend(piece)
+            return super().send(piece)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, Busy() as busy:
+        busy.connect(listener.getsockname())
+        monkeypatch.setattr(socket, "create_connection", lambda *_: busy)
+        there, _ = listener.accept()
+        with there:
+            there.sendall(b"1")
+            store = LMCacheStore(("nobody", 1), cast("LMCacheProtocol", _Wire()))
+            assert store.put([(NAMES[0], bytes(10_500))]) == 1
+            assert sent == b"P" + bytes(10_500) + b"E"
+            store.close()
 
 
 def test_without_lmcache_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
