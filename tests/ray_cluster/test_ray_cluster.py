@@ -97,7 +97,8 @@ class Cluster:
         return launched
 
     def status(self) -> dict[str, Any]:
-        told: dict[str, Any] = json.loads(self.run("status", "--json").output.splitlines()[-1])
+        output = self.run("status", "--json").output  # with what Ray itself has to say of a dead machine
+        told: dict[str, Any] = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
         return told
 
     def await_change(self, gone: set[str]) -> dict[str, Any]:
