@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 50051
 READY_DEADLINE_S = 30.0
+END_DEADLINE_S = 10.0  # of a killed master
 POLL_S = 0.02
 PORT_ATTEMPTS = 5  # with a port of the OS's choice, which somebody else may take before the master does
 # PR_SET_PDEATHSIG outlives exec; a parent that died before it was set is noticed by its id
@@ -51,7 +52,7 @@ def serve(host: str, port: int, on_ready: Callable[[str, int], None]) -> int:
         return process.wait()
     finally:
         process.kill()
-        process.wait()
+        process.wait(END_DEADLINE_S)
 
 
 def start_master(host: str, port: int, *flags: str) -> subprocess.Popen[bytes]:
@@ -73,7 +74,7 @@ def start_master(host: str, port: int, *flags: str) -> subprocess.Popen[bytes]:
         _wait_listening(process, host, port)
     except BaseException:
         process.kill()
-        process.wait()
+        process.wait(END_DEADLINE_S)
         raise
     return process
 

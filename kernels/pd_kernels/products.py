@@ -5,7 +5,7 @@ Timed as a step runs them: replayed as a graph, each product with another layer'
 
 from __future__ import annotations
 
-import contextlib
+import logging
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -13,6 +13,8 @@ import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+logger = logging.getLogger(__name__)
 
 COLD_BYTES = 200e6  # weights that together push each other out of any GPU's cache
 MARGIN = 0.985  # of the usual time: what is saved must be more than noise
@@ -46,7 +48,7 @@ def choose_product(
 ) -> Product | None:
     """The fastest way to multiply `num_rows` rows with weights of one shape [N, K]; None when that is torch's own.
 
-    Raises RuntimeError when the device fails; a way that does not run is none.
+    Raises RuntimeError when torch's own way fails; another that does not run is none, and logged.
     """
     some = weights[: max(1, round(COLD_BYTES / weights[0].nbytes))]
     x = torch.randn(num_rows, weights[0].shape[1], device=weights[0].device).to(weights[0].dtype)
@@ -60,10 +62,18 @@ def choose_product(
 
     best: Product | None = None
     best_time = MARGIN * measure(repeat(usual_product))
-    with contextlib.suppress(RuntimeError):  # there is nothing to propose for such a shape
-        for product in propose(num_rows, weights[0]):
-            with contextlib.suppress(RuntimeError):
-                time = measure(repeat(product))
-                if time < best_time:
-                    best, best_time = product, time
+    shape = f"{num_rows} rows by {tuple(weights[0].shape)}"
+    try:
+        proposals = propose(num_rows, weights[0])
+    except RuntimeError as error:
+        logger.info("nothing is proposed for %s: %s", shape, error)
+        return None
+    for product in proposals:
+        try:
+            time = measure(repeat(product))
+        except RuntimeError as error:
+            logger.info("a way to multiply %s does not run: %s", shape, error)
+        else:
+            if time < best_time:
+                best, best_time = product, time
     return best
