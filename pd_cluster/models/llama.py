@@ -22,14 +22,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Tail:
+    """The rows that go on once the last layer's keys and values are written: of the others nothing more is read."""
+
+    rows: torch.Tensor  # int64 [R] into T, each its sequence's last token; R may be 0
+    plan: AttentionPlan  # of R sequences with one query token each, for the last layer's window
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardInputs:
     """One packed step. T tokens: decodes first, then prefill chunks."""
 
     token_ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]
     slot_mapping: torch.Tensor  # int64 [T]
-    sample_rows: torch.Tensor | None  # int64 [R]: rows whose logits are wanted; None: all
     plans: dict[int, AttentionPlan]  # window -> plan
+    tail: Tail | None  # whose logits are wanted; None: everybody's
 
 
 @dataclass(slots=True)
@@ -42,9 +50,8 @@ class Stream:
     normed: HalfNormed | None = None  # of the residual, by the next norm's weight: instead of `hidden`, with few tokens
 
     def of_rows(self, rows: torch.Tensor | slice) -> Stream:
-        """For the logits of some of the tokens."""
-        hidden = None if self.hidden is None else self.hidden[rows]
-        return Stream(hidden, self.residual[rows], self.angles)
+        """Of some of the tokens, amid a layer: what came into it is in the residual by then, the angles are used."""
+        return Stream(None, self.residual[rows], self.angles)
 
 
 @dataclass(slots=True)
@@ -108,6 +115,11 @@ class Llama:
         """The distinct windows of its layers; a step needs an attention plan for each."""
         return frozenset(self.spec.windows)
 
+    @property
+    def last_window(self) -> int:
+        """The last layer's, for which a `Tail` is planned."""
+        return self._layers[-1].window
+
     def finish_loading(self) -> None:
         """After every slot is filled: let CPU products have the layout they like. The slots are void afterwards."""
         self.slots.clear()
@@ -137,16 +149,17 @@ class Llama:
         return num_chosen
 
     def forward(self, inputs: ForwardInputs, layer_views: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """Logits [R, vocab_size] of the sampling rows. Writes this step's keys and values into `layer_views`.
+        """Logits [R, vocab_size] of the tail's rows, or of all T. Writes the step's keys and values into `layer_views`.
 
         `layer_views`: per layer the cache's K and V views, each [num_blocks, num_kv_heads, block_size, head_dim].
         """
         stream = self.enter(inputs.token_ids, inputs.positions)
-        for index in range(len(self._layers)):
+        query = self.before_attention(0, stream, inputs.slot_mapping, *layer_views[0])
+        for index in range(1, len(self._layers)):
+            attended = self.attend(index - 1, query, inputs.plans, *layer_views[index - 1])
+            self.after_attention(index - 1, stream, attended)
             query = self.before_attention(index, stream, inputs.slot_mapping, *layer_views[index])
-            attended = self.attend(index, query, inputs.plans, *layer_views[index])
-            self.after_attention(index, stream, attended)
-        return self.logits(stream, inputs.sample_rows)
+        return self.finish(stream, query, inputs, *layer_views[-1])
 
     def enter(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Stream:
         """Of T tokens."""
@@ -195,12 +208,22 @@ class Llama:
         hidden = self._norm_into(stream, layer.post_norm)
         stream.hidden = layer.down(self._kernels.silu_and_mul(layer.gate_up(hidden)))
 
-    def logits(self, stream: Stream, sample_rows: torch.Tensor | None) -> torch.Tensor:
-        """[R, vocab_size] of `sample_rows` (int64 [R]), or of all rows."""
-        if sample_rows is not None:
-            if not sample_rows.shape[0]:  # a chunk in the middle of a prompt
-                return stream.residual.new_empty(0, self.spec.vocab_size)
-            stream = stream.of_rows(sample_rows)
+    def finish(
+        self,
+        stream: Stream,
+        query: torch.Tensor,
+        inputs: ForwardInputs,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """From the last layer's queries [T, num_heads, head_dim] to the logits. See `forward`."""
+        last, plan = len(self._layers) - 1, inputs.plans[self.last_window]
+        if inputs.tail is not None:
+            rows, plan = inputs.tail.rows, inputs.tail.plan
+            if not len(rows):  # chunks in the middle of prompts
+                return query.new_empty(0, self.spec.vocab_size)
+            stream, query = stream.of_rows(rows), query[rows]
+        self.after_attention(last, stream, plan.run(query, key_cache, value_cache, self._scale))
         if self._few_rows is not None and stream.normed is not None:
             return self._few_rows.head(stream.normed)
         return self._head(self._norm_into(stream, self._norm))

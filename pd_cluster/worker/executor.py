@@ -145,8 +145,8 @@ class Executor:
         """With `capture`, which hears of the progress, decode steps are captured as graphs where that is possible."""
         config, block_size = self._config.scheduler, cache.geometry.block_size
         num_rows = config.max_num_seqs
-        # Some 30 bytes a token and a block table a sequence; what is more goes its own way
-        staging = Staging(self._device, config.max_num_batched_tokens * 64 + num_rows * -(-max_len // block_size) * 4)
+        # Some 30 bytes a token and two block tables a sequence, of all and of those that sample; more goes its own way
+        staging = Staging(self._device, config.max_num_batched_tokens * 64 + num_rows * -(-max_len // block_size) * 8)
         sampling = SamplingState(num_rows, self.model.vocab_size, self.model.eos_token_ids, staging, self._device)
         rows = InputBatch(num_rows, max_len, block_size, sampling, staging, self._device)
         graphs, pieces = None, None
@@ -251,11 +251,12 @@ class Executor:
         """Steps of decodes amid prefills, greedy rows amid drawn ones.
 
         Triton compiles a kernel anew for each power of two of sequences, and again for sizes that are 1, or multiples
-        of 16, or neither: a second each, which would be some request's second.
+        of 16, or neither: a second each, which would be some request's second. Sequences that sample, prefills among
+        them, attend as decodes in the last layer.
         """
         params = [SamplingParams(max_tokens=1, temperature=temperature) for temperature in (1.0, 0.0)]
         num_rows = self._config.scheduler.max_num_seqs
-        sizes = [2**power - 1 for power in range(1, num_rows.bit_length())]
+        sizes = sorted({num_rows - 1, *(2**power - 1 for power in range(1, num_rows.bit_length()))} - {0})
         for step, size in enumerate(sizes, 3):
             num_prefills = min((1, 3, 16)[step % 3], num_rows - size)
             lengths = [1] * size + [length] * num_prefills

@@ -132,7 +132,7 @@ class DecodeGraphs:
         plans = {
             window: self._kernels.plan_attention(packed, self._views[0][0], window) for window in self._model.windows
         }
-        logits = self._model.forward(ForwardInputs(token_ids, positions, slots, None, plans), self._views)
+        logits = self._model.forward(ForwardInputs(token_ids, positions, slots, plans, tail=None), self._views)
         chosen = self._kernels.argmax(logits)
         last_tokens.index_copy_(0, rows, chosen)
         return DecodeOutputs(logits, chosen)

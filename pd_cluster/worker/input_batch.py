@@ -24,9 +24,17 @@ LATE = -1  # in place of a token id: it is only in `last_tokens` yet
 
 
 @dataclass(frozen=True, slots=True)
+class TailInputs:
+    """The sequences of a step that sample, if they are not all its tokens."""
+
+    rows: torch.Tensor  # int64 [N] into T: each one's last token, whose logits are wanted
+    sequences: PackedSequences  # with that token alone
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step, packed: T tokens, S sequences, R logits rows. The tensors hold their values once staging has flushed,
-    token_ids once `InputBatch.fill_late` was called besides. Padding may follow the T tokens."""
+    """One step, packed: T tokens, S sequences. The tensors hold their values once staging has flushed, token_ids once
+    `InputBatch.fill_late` was called besides. Padding may follow the T tokens."""
 
     token_ids: torch.Tensor  # int64 [T]
     late: (
@@ -36,9 +44,14 @@ class StepInputs:
     slot_mapping: torch.Tensor  # int64 [T]
     sequences: PackedSequences
     fresh_blocks: torch.Tensor | None  # int64: blocks that this step begins and does not fill
-    sample_rows: torch.Tensor | None  # int64 [R] into T; None: all tokens, in order
+    tail: TailInputs | None  # None: all tokens sample, in order
     sampling: SamplingInputs
     samples: Samples
+
+    @property
+    def num_tokens(self) -> int:
+        """Without padding."""
+        return int(self.sequences.host_query_lens.sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +68,8 @@ class DecodeInputs:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The sequences that a step samples for, in the order of the logits rows. Of one with several rows the first counts
-    as its next token."""
+    """The N sequences that a step samples R tokens for, in the order of the logits rows. Of one with several rows the
+    first counts as its next token."""
 
     seq_ids: tuple[int, ...]
     rows: Ints
@@ -65,7 +78,8 @@ class Samples:
     counts: tuple[int, ...]  # logits rows of each
     num_logprobs: Ints  # -1: none
     device_rows: torch.Tensor  # `rows` on the device
-    firsts: torch.Tensor | None  # int64: each sequence's first logits row; None: it has one each
+    firsts: torch.Tensor | None  # int64 [N]: each sequence's first logits row; None: it has one each
+    owners: torch.Tensor | None  # int64 [R]: the sequence of each logits row; None as well
 
     def __len__(self) -> int:
         return len(self.seq_ids)
@@ -132,7 +146,6 @@ class InputBatch:
         lens = np.array([chunk.num_tokens for chunk in chunks])
         ends = starts + lens
         assert (ends <= self._num_tokens[rows]).all(), "a chunk reaches past its sequence's last known token"
-        num_decodes = _leading_ones(lens)
         query_starts = np.concatenate(([0], np.cumsum(lens)))
         row_of_token = np.repeat(rows, lens)
         positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lens)
@@ -145,23 +158,15 @@ class InputBatch:
         token_ids, placed_positions, slots = self._staging.move_first(fields) if bucket else self._move(fields)
         late = np.flatnonzero(ends > self._num_on_host[rows])  # their last token is still on the device only
         samples = self._plan_samples(chunks, rows, ends)
-        sample_rows, inputs = self._prepare_sampling(chunks, samples, query_starts)
         return StepInputs(
             token_ids=token_ids,
             late=(self._move(query_starts[late + 1] - 1), self._move(rows[late])) if len(late) else None,
             positions=placed_positions,
             slot_mapping=slots,
-            sequences=PackedSequences(
-                num_decodes=num_decodes,
-                query_starts=self._move(query_starts.astype(np.int32)),
-                seq_lens=self._move(ends.astype(np.int32)),
-                block_tables=self._move(self._blocks[rows, : _table_width(-(-int(ends.max()) // self._block_size))]),
-                host_query_lens=lens,
-                host_seq_lens=ends,
-            ),
+            sequences=self._pack(rows, lens, ends),
             fresh_blocks=self._fresh_blocks(rows, starts, ends),
-            sample_rows=sample_rows,
-            sampling=inputs,
+            tail=self._plan_tail(chunks, samples, query_starts),
+            sampling=self._prepare_sampling(samples),
             samples=samples,
         )
 
@@ -218,6 +223,17 @@ class InputBatch:
         self._blocks[row, : len(start.block_ids)] = start.block_ids
         self._sampling.start(row, start)
 
+    def _pack(self, rows: Ints, lens: Ints, ends: Ints) -> PackedSequences:
+        width = _table_width(-(-int(ends.max(initial=0)) // self._block_size))
+        return PackedSequences(
+            num_decodes=_leading_ones(lens),
+            query_starts=self._move(np.concatenate(([0], np.cumsum(lens))).astype(np.int32)),
+            seq_lens=self._move(ends.astype(np.int32)),
+            block_tables=self._move(self._blocks[rows, :width]),
+            host_query_lens=lens,
+            host_seq_lens=ends,
+        )
+
     def _slots(self, rows: Ints, positions: Ints) -> Ints:
         blocks = self._blocks[rows, positions // self._block_size].astype(np.int64)
         slots: Ints = blocks * self._block_size + positions % self._block_size
@@ -234,9 +250,10 @@ class InputBatch:
             rows, ends = rows[wanted], ends[wanted]
         assert (ends == self._num_tokens[rows]).all(), "a chunk samples before its sequence's last known token"
         counts = tuple(chunks[index].num_samples for index in wanted)
-        firsts = None
+        firsts = owners = None
         if sum(counts) > len(counts):
             firsts = self._move(np.concatenate(([0], np.cumsum(counts)[:-1])))
+            owners = self._move(np.repeat(np.arange(len(counts)), counts))
         return Samples(
             seq_ids=tuple(chunks[index].seq_id for index in wanted),
             rows=rows,
@@ -246,20 +263,21 @@ class InputBatch:
             num_logprobs=self._sampling.num_logprobs[rows],
             device_rows=self._move(rows),
             firsts=firsts,
+            owners=owners,
         )
 
-    def _prepare_sampling(
-        self, chunks: tuple[SequenceChunk, ...], samples: Samples, query_starts: Ints
-    ) -> tuple[torch.Tensor | None, SamplingInputs]:
+    def _plan_tail(self, chunks: tuple[SequenceChunk, ...], samples: Samples, query_starts: Ints) -> TailInputs | None:
+        if len(samples) == query_starts[-1]:
+            return None  # every token is a decode that samples
+        rows = query_starts[1:][[chunk.num_samples > 0 for chunk in chunks]] - 1
+        return TailInputs(self._move(rows), self._pack(samples.rows, np.ones_like(rows), samples.positions))
+
+    def _prepare_sampling(self, samples: Samples) -> SamplingInputs:
         counts = samples.counts
         rows, lengths = samples.rows, samples.positions
         if samples.firsts is not None:
             rows, lengths = np.repeat(rows, counts), np.repeat(lengths, counts)
-        inputs = self._sampling.prepare(rows, lengths, counts)
-        if len(counts) == query_starts[-1] and samples.firsts is None:
-            return None, inputs  # every token is a decode that samples
-        num_samples = np.array([chunk.num_samples for chunk in chunks])
-        return self._move(np.repeat(query_starts[1:] - 1, num_samples)), inputs
+        return self._sampling.prepare(rows, lengths, counts)
 
 
 def _table_width(num_blocks: int) -> int:

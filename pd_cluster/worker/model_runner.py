@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pd_cluster.engine.batch import Batch, StepResult
-from pd_cluster.models.llama import ForwardInputs, Llama
+from pd_cluster.models.llama import ForwardInputs, Llama, Tail
 from pd_cluster.worker.sampler import Sampled, sample
 
 if TYPE_CHECKING:
@@ -104,18 +104,18 @@ class ModelRunner:
         return self._compute(batch)
 
     def forward(self, inputs: StepInputs, in_pieces: bool = False) -> torch.Tensor:
-        """Logits [R, vocab_size] of the rows that sample. Its inputs are on the device, and padded if `in_pieces`."""
-        key_view = self._views[0][0]
-        plans = {
-            window: self._kernels.plan_attention(inputs.sequences, key_view, window) for window in self._model.windows
-        }
+        """Logits [R, vocab_size] of the samples. Its inputs are on the device, and padded if `in_pieces`."""
+        plan, key_view, tail = self._kernels.plan_attention, self._views[0][0], None
+        plans = {window: plan(inputs.sequences, key_view, window) for window in self._model.windows}
+        if inputs.tail is not None:
+            tail = Tail(inputs.tail.rows, plan(inputs.tail.sequences, key_view, self._model.last_window))
+        step = ForwardInputs(inputs.token_ids, inputs.positions, inputs.slot_mapping, plans, tail)
         if in_pieces:
             assert self._pieces is not None
-            return self._pieces.run(inputs, plans)
-        forward_inputs = ForwardInputs(
-            inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.sample_rows, plans
-        )
-        return self._model.forward(forward_inputs, self._views)
+            logits = self._pieces.run(step, inputs.num_tokens)
+        else:
+            logits = self._model.forward(step, self._views)
+        return logits if inputs.samples.owners is None else logits[inputs.samples.owners]
 
     def _compute(self, batch: Batch) -> PendingStep:
         rows, pieces = self._rows, self._pieces

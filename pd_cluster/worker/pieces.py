@@ -6,7 +6,8 @@ tokens, as one *piece*; attention, whose launches depend on the sequences, runs 
 
     piece 0                       embedding ........................... norm, QKV, rotation and cache write of layer 0
     piece i, 0 < i < num_layers   output product and MLP of layer i-1,  the same of layer i
-    piece num_layers              output product and MLP of the last layer
+
+The rest of the last layer concerns the rows that sample alone, and is launched as usual.
 """
 
 from __future__ import annotations
@@ -23,12 +24,10 @@ from pd_cluster.models.llama import Stream
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pd_cluster.models.llama import Llama
-    from pd_cluster.worker.input_batch import StepInputs
+    from pd_cluster.models.llama import ForwardInputs, Llama
     from pd_cluster.worker.kv_cache import KVCache
     from pd_cluster.worker.recorder import Recorder
     from pd_cluster.worker.staging import Staging
-    from pd_kernels.backends import AttentionPlan
 
 _NUM_FIELDS = 3
 
@@ -76,17 +75,15 @@ class PieceGraphs:
         """The bucket that serves a step of as many tokens; 0 when none does."""
         return next((size for size in self._sizes if size >= num_tokens), 0)
 
-    def run(self, inputs: StepInputs, plans: dict[int, AttentionPlan]) -> torch.Tensor:
-        """Logits [R, vocab_size] of the sampling rows; `inputs` were built for a bucket."""
-        bucket, count = inputs.slot_mapping.shape[0], int(inputs.sequences.host_query_lens.sum())
-        pieces = self._pieces[bucket]
-        query, attended = self._query[:count], self._attended[:count]
-        for index, replay in enumerate(pieces.replays[:-1]):
+    def run(self, inputs: ForwardInputs, num_tokens: int) -> torch.Tensor:
+        """See Llama.forward; `inputs` were built for a bucket, and padding follows the `num_tokens`."""
+        pieces, real = self._pieces[inputs.slot_mapping.shape[0]], slice(num_tokens)
+        query, attended = self._query[real], self._attended[real]
+        pieces.replays[0]()
+        for index, replay in enumerate(pieces.replays[1:]):
+            attended.copy_(self._model.attend(index, query, inputs.plans, *self._views[index]))
             replay()
-            attended.copy_(self._model.attend(index, query, plans, *self._views[index]))
-        pieces.replays[-1]()
-        stream = pieces.stream
-        return self._model.logits(stream.of_rows(slice(count)), inputs.sample_rows)
+        return self._model.finish(pieces.stream.of_rows(real), query, inputs, *self._views[-1])
 
     def _record(self, size: int, recorder: Recorder) -> Pieces:
         """Each piece goes on with the stream that the one before it left."""
@@ -96,7 +93,7 @@ class PieceGraphs:
         token_ids, positions, slots = self._staging.move_first(fields)
         self._staging.flush()
         replays, stream = [], Stream(None, torch.empty(0), (torch.empty(0), torch.empty(0)))
-        for index in range(len(self._views) + 1):
+        for index in range(len(self._views)):
 
             def piece(index: int = index, stream: Stream = stream) -> Stream:
                 model = self._model
@@ -105,8 +102,7 @@ class PieceGraphs:
                     model.after_attention(index - 1, stream, self._attended[:size])
                 else:
                     stream = model.enter(token_ids, positions)
-                if index < len(self._views):
-                    self._query[:size].copy_(model.before_attention(index, stream, slots, *self._views[index]))
+                self._query[:size].copy_(model.before_attention(index, stream, slots, *self._views[index]))
                 return stream
 
             replay, stream = recorder(piece)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pd_cluster.bench.shapes import CONFIGS
-from pd_cluster.models.llama import ForwardInputs, Llama
+from pd_cluster.models.llama import ForwardInputs, Llama, Tail
 from pd_cluster.models.registry import resolve_spec
 from pd_cluster.models.weights import fill_at_random
 from pd_kernels import reference
@@ -20,6 +20,7 @@ from pd_kernels.half_normed import HalfNormed
 from pd_kernels.packed import PackedSequences
 
 if TYPE_CHECKING:
+    from pd_kernels.backends import AttentionPlan
     from pd_kernels.products import Product
 
 MAX_ROWS, BLOCK = 4, 16
@@ -65,25 +66,35 @@ def make_model(
 
 
 @torch.inference_mode()
-def decode(model: Llama, count: int, sample_rows: torch.Tensor | None) -> torch.Tensor:
+def decode(model: Llama, count: int, sampling: list[int] | None) -> torch.Tensor:
     """Logits of a step of `count` sequences, the i-th at its (i + 3)-th token, over a cache of noise."""
     spec, lengths, device = model.spec, np.arange(count) % (BLOCK - 3) + 3, model.device
     shape = (count, spec.num_kv_heads, spec.num_layers, 2, BLOCK, spec.head_dim)
     cache = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device, model.dtype)
     views = [(cache[:, :, layer, 0], cache[:, :, layer, 1]) for layer in range(spec.num_layers)]
     blocks = torch.arange(count, dtype=torch.int32, device=device)
-    packed = PackedSequences(
-        num_decodes=count,
-        query_starts=torch.arange(count + 1, dtype=torch.int32, device=device),
-        seq_lens=torch.from_numpy(lengths.astype(np.int32)).to(device),
-        block_tables=blocks[:, None],
-        host_query_lens=np.ones(count, np.int64),
-        host_seq_lens=lengths,
-    )
+
+    def plan(rows: list[int]) -> AttentionPlan:
+        packed = PackedSequences(
+            num_decodes=len(rows),
+            query_starts=torch.arange(len(rows) + 1, dtype=torch.int32, device=device),
+            seq_lens=torch.from_numpy(lengths[rows].astype(np.int32)).to(device),
+            block_tables=blocks[rows, None],
+            host_query_lens=np.ones(len(rows), np.int64),
+            host_seq_lens=lengths[rows],
+        )
+        return select_kernels(device).plan_attention(packed, views[0][0])
+
+    tail = None
+    if sampling is not None:
+        tail = Tail(torch.tensor(sampling, dtype=torch.int64, device=device), plan(sampling))
     positions = torch.from_numpy(lengths).to(device) - 1
-    plans = {0: select_kernels(device).plan_attention(packed, views[0][0])}
     inputs = ForwardInputs(
-        torch.arange(count, device=device) + 7, positions, blocks * BLOCK + positions, sample_rows, plans
+        token_ids=torch.arange(count, device=device) + 7,
+        positions=positions,
+        slot_mapping=blocks * BLOCK + positions,
+        plans={0: plan(list(range(count)))},
+        tail=tail,
     )
     return model.forward(inputs, views)
 
@@ -91,8 +102,7 @@ def decode(model: Llama, count: int, sample_rows: torch.Tensor | None) -> torch.
 @pytest.mark.parametrize("rows", [None, [2, 0], []], ids=["all", "some", "none"])
 @pytest.mark.parametrize("count", [3, MAX_ROWS, MAX_ROWS + 1])
 def test_logits_are_the_same(count: int, rows: list[int] | None) -> None:
-    sample_rows = None if rows is None else torch.tensor(rows, dtype=torch.int64)
-    usual, few = (decode(make_model(kernels), count, sample_rows) for kernels in (TORCH, FEW_ROWS))
+    usual, few = (decode(make_model(kernels), count, rows) for kernels in (TORCH, FEW_ROWS))
     assert usual.shape == few.shape == (count if rows is None else len(rows), 2048)
     torch.testing.assert_close(few, usual, rtol=1e-4, atol=1e-5)
 

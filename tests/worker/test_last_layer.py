@@ -1,0 +1,159 @@
+"""The last layer goes on with the rows that sample alone; beside the same steps whose rows all go on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
+from pd_cluster.engine.batch import Batch, SequenceChunk, SequenceStart
+from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.worker.executor import Executor
+from pd_cluster.worker.pieces import PieceGraphs
+from pd_kernels.backends import TORCH, Kernels
+from tests.worker.conftest import VOCAB_SIZE, ModelStore
+from tests.worker.driver import Driver, make_executor, random_prompts
+from tests.worker.test_decode_graphs import Repeater
+from tests.worker.test_few_rows import FEW_ROWS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pd_cluster.worker.input_batch import StepInputs
+
+LENGTHS = (1, 15, 16, 17, 70, 40, 2)
+WINDOWED = [
+    "qwen3",
+    "mistral-window",
+    "qwen2-some-windows",
+    "qwen3-some-windows",
+]  # of no, all, two, one layer
+
+
+class Beside:
+    """Runs each step a second time with all rows to the end, first, and compares what is sampled from."""
+
+    def __init__(self, executor: Executor, tolerance: float) -> None:
+        self._forward = executor._runner.forward
+        self._tolerance = tolerance
+        self.rows: list[int | None] = []  # of each step's tail
+        self.pieces: list[bool] = []
+        executor._runner.forward = self.forward  # type: ignore[method-assign]
+
+    def forward(self, inputs: StepInputs, in_pieces: bool = False) -> torch.Tensor:
+        samples, tail = inputs.samples, inputs.tail
+        whole = self._forward(replace(inputs, tail=None, samples=replace(samples, owners=None)), in_pieces).clone()
+        found = self._forward(inputs, in_pieces)
+        if tail is not None:
+            whole = whole[tail.rows]
+        if samples.owners is not None:
+            whole = whole[samples.owners]
+        assert found.shape == whole.shape == (sum(samples.counts), VOCAB_SIZE)
+        assert (found.double() - whole.double()).norm() <= self._tolerance * whole.double().norm()
+        self.rows.append(None if tail is None else len(tail.rows))
+        self.pieces.append(in_pieces)
+        return found
+
+
+def run(executor: Executor, budget: int) -> None:
+    """Prompts around the block size, in chunks beside decodes."""
+    driver = Driver(executor, budget)
+    for seed, prompt in enumerate(random_prompts(LENGTHS, VOCAB_SIZE)):
+        driver.add(prompt, SamplingParams(max_tokens=5 + seed, temperature=0.7 * (seed % 2)), seed)
+    driver.run()
+
+
+def last_layer_rows(executor: Executor) -> list[int]:
+    """Fills up with the number of rows of each product after the last layer's attention."""
+    layer, counts = executor._llama._layers[-1], list[int]()
+    for linear in (layer.out, layer.gate_up, layer.down):
+
+        def counted(x: torch.Tensor, forward: object = linear._forward) -> torch.Tensor:
+            counts.append(len(x))
+            product: torch.Tensor = forward(x)  # type: ignore[operator]
+            return product
+
+        linear._forward = counted
+    return counts
+
+
+@pytest.mark.parametrize("budget", [9, 33, 512])
+@pytest.mark.parametrize("kernels", [TORCH, FEW_ROWS], ids=["usual", "few-rows"])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_logits_equal_those_of_all_rows(
+    models: ModelStore, monkeypatch: pytest.MonkeyPatch, name: str, kernels: Kernels, budget: int
+) -> None:
+    monkeypatch.setattr("pd_cluster.worker.executor.select_kernels", lambda device: kernels)
+    executor = make_executor(models.get(name).directory)
+    beside = Beside(executor, 2e-5)
+    run(executor, budget)
+    assert {None, 0} <= set(beside.rows) if budget == 9 else None in beside.rows, "decodes alone, and chunks alone"
+    assert any(beside.rows), "some of a step's rows"
+    executor.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
+def test_logits_of_pieces_equal_those_of_all_rows(models: ModelStore, name: str) -> None:
+    executor = make_executor(models.get(name).directory)
+    runner = executor._runner
+    runner._pieces = PieceGraphs(executor._llama, executor._cache, runner._staging)
+    runner._pieces.capture([8, 28], Repeater(100), lambda text: None)
+    beside = Beside(executor, 2e-5)
+    run(executor, 40)
+    assert {(rows is None, pieces) for rows, pieces in zip(beside.rows, beside.pieces, strict=True)} == {
+        (True, True), (False, True), (False, False),
+    }  # fmt: skip
+    executor.close()
+
+
+def test_several_samples_of_one_row(executor: Executor) -> None:
+    """The row is computed once: three tokens of a prompt, one of a decode, none in the middle of another prompt."""
+    counts, beside = last_layer_rows(executor), Beside(executor, 2e-5)
+    prompts = random_prompts([7, 20, 40], VOCAB_SIZE)
+    drawn = SamplingParams(max_tokens=9, n=3, logprobs=1)
+    starts = [
+        SequenceStart(0, tuple(prompts[0]), 7, (0,), SamplingParams(max_tokens=9, temperature=0.0), 0),
+        SequenceStart(1, tuple(prompts[1]), 20, (1, 2), drawn, 0, num_sample_seeds=(0, 1, 2)),
+        SequenceStart(2, tuple(prompts[2]), 40, (3, 4, 5), drawn, 0),
+    ]
+    executor.execute(Batch(0, (starts[0],), (SequenceChunk(0, 0, 7, num_samples=1),)))
+    counts.clear()
+    chunks = (SequenceChunk(0, 7, 1, num_samples=1), SequenceChunk(1, 0, 20, num_samples=3), SequenceChunk(2, 0, 30))
+    samples = executor.execute(Batch(1, tuple(starts[1:]), chunks)).samples
+    assert {seq_id: len(tokens) for seq_id, tokens in samples.items()} == {0: 1, 1: 3}
+    assert beside.rows == [1, 2]
+    assert counts == [51, 51, 51, 2, 2, 2]
+
+
+def test_nothing_of_a_chunk_in_the_middle_of_a_prompt_goes_on(executor: Executor) -> None:
+    counts = last_layer_rows(executor)
+    start = SequenceStart(0, tuple(random_prompts([40], VOCAB_SIZE)[0]), 40, (0, 1, 2), SamplingParams(max_tokens=9), 0)
+    executor.execute(Batch(0, (start,), (SequenceChunk(0, 0, 30),)))
+    assert counts == []
+
+
+@pytest.fixture
+def cuda_executor(models: ModelStore) -> Iterator[Executor]:
+    """In bfloat16, with graphs of decodes and of small steps."""
+    config = NodeConfig(
+        model=ModelConfig(model=str(models.get("qwen3").directory), device="cuda", dtype="bfloat16"),
+        cache=CacheConfig(num_blocks=64, block_size=64),
+        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512, max_graph_tokens=64, max_graph_batch=4),
+    )
+    executor = Executor(config, lambda _: None)
+    yield executor
+    executor.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("budget", [9, 33, 512])
+def test_logits_equal_those_of_all_rows_on_a_gpu(cuda_executor: Executor, budget: int) -> None:
+    """To bfloat16's rounding: fewer rows are multiplied by other kernels."""
+    beside = Beside(cuda_executor, 5e-2)
+    run(cuda_executor, budget)
+    assert any(beside.rows)
+    assert any(beside.pieces)
