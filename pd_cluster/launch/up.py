@@ -176,6 +176,8 @@ class _Cluster:
         arguments += [f"--{plan.role}={_url_in(child.ready.result())}" for plan, child in nodes]
         if self._namespace.route:
             arguments.append(f"--route={self._namespace.route}")
+        if self._namespace.prefill_on_decode:
+            arguments.append(f"--prefill-on-decode={self._namespace.prefill_on_decode}")
         if self._config.handoff.cluster_key_file:
             arguments.append(f"--cluster-key-file={self._config.handoff.cluster_key_file}")
         router = await supervisor.start("router", arguments, "router ready on ", key)

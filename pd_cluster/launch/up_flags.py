@@ -22,6 +22,11 @@ def add_up_flags(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--port", type=int, default=8000, metavar="N", help="Port of the router (default: 8000).")
     cluster.add_argument("--route", choices=("p-first", "d-first"), help="Which node sees a request first.")
     cluster.add_argument(
+        "--prefill-on-decode",
+        choices=("auto", "never"),
+        help="Whether decode nodes help out while prefill nodes queue.",
+    )
+    cluster.add_argument(
         "--pool-gb",
         type=float,
         default=1.0,

@@ -53,6 +53,12 @@ class RouterConfig:
     on_prefill_failure: str = setting(
         "local", "When no prefill node answers: let the decode node prefill, or fail.", choices=("local", "fail")
     )
+    prefill_on_decode: str = setting(
+        "auto",
+        "auto: while prefill nodes queue, a decode node reads a prompt that it would answer clearly sooner, unless "
+        "local prefill is not allowed (--on-prefill-failure) or the request asks for an order.",
+        choices=("auto", "never"),
+    )
     max_prefill_tries: int = setting(2, "Prefill nodes tried for one request.")
     max_decode_tries: int = setting(2, "Decode nodes tried for one request, while the client has seen no byte.")
     offer_size: int = setting(3, "Prefill nodes named to a decode node, best first.")
@@ -109,6 +115,11 @@ class RouterConfig:
     @property
     def default_order(self) -> Order:
         return Order(self.route)
+
+    @property
+    def spills(self) -> bool:
+        """Whether a decode node may read prompts while there are prefill nodes."""
+        return self.prefill_on_decode == "auto" and self.on_prefill_failure == "local"
 
     @property
     def max_body_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from pd_connectors.protocol.ticket import Offer, sign
-from pd_router import policy
+from pd_router import policy, spill
 from pd_router.client import JSON_TYPE, Reply
 from pd_router.config import Order, RouterConfig
 from pd_router.errors import NodeFailed, NoNode, RouterError
@@ -76,6 +77,8 @@ class Exchange:
 
     async def run(self) -> None:
         try:
+            if await self._spill():
+                return
             if self.plan.order is Order.P_FIRST:
                 await self._p_first()
             elif self.plan.order is Order.D_FIRST:
@@ -90,6 +93,23 @@ class Exchange:
             raise
 
     # --- orders
+
+    async def _spill(self) -> bool:
+        """Let a decode node read the prompt when one would clearly sooner. False: none would, or none did."""
+        planned, num_bytes = self.plan, self._body.num_bytes
+
+        def sooner(nodes: Iterable[Node], now_s: float) -> Node | None:
+            return spill.sooner_node(planned.prefills, nodes, num_bytes, now_s)
+
+        if planned.is_asked or not self._s.config.spills or not sooner(planned.decodes, self._s.table.clock()):
+            return False
+        self._set_direct("prefill-busy")
+        decode, _ = await self._try_decodes(self._body.plain(), sooner, num_bytes, planned.prefills)
+        if decode is None:
+            self.plan, self.phase = planned, "prefill"
+            return False
+        await self._answer(decode, prefill_by=None)
+        return True
 
     async def _p_first(self) -> None:
         leg, handoff = await self._open_prefill()
@@ -117,8 +137,11 @@ class Exchange:
     async def _d_first(self) -> None:
         offered = policy.offer_order(self.plan.prefills, self._s.table.clock())
         body = self._body.with_transfer({"do_remote_prefill": True, "offer": self._offer()})
-        with Charge(offered[0], prefill_bytes=self._body.num_bytes):  # D asks the first one, if it asks at all
+        # D asks the first one, if it asks at all
+        with Charge(offered[0], self._s.table.clock, prefill_bytes=self._body.num_bytes) as charge:
             decode = await self._open_decode(body, policy.best_decode)
+            if decode is not None and decode.prefilled_by == offered[0].node_id:
+                charge.prefill_done()
         if decode is not None:
             await self._answer(decode, prefill_by=None)
 
@@ -131,8 +154,11 @@ class Exchange:
         """No P has answered. Raises NodeFailed when local prefill is not allowed."""
         if self._s.config.on_prefill_failure == "fail":
             raise NodeFailed("no prefill node answered, and local prefill is not allowed (on_prefill_failure)")
-        self.plan = dataclasses.replace(self.plan, order=Order.DIRECT, reason="prefill-failed", prefills=())
+        self._set_direct("prefill-failed")
         await self._direct()
+
+    def _set_direct(self, reason: str) -> None:
+        self.plan = dataclasses.replace(self.plan, order=Order.DIRECT, reason=reason, prefills=())
 
     # --- legs
 
@@ -148,7 +174,7 @@ class Exchange:
             if node is None:
                 break
             left.remove(node)
-            leg = PrefillLeg(s.upstream, node, Charge(node, prefill_bytes=self._body.num_bytes))
+            leg = PrefillLeg(s.upstream, node, Charge(node, s.table.clock, prefill_bytes=self._body.num_bytes))
             try:
                 handoff = await leg.open(self._path, headers, body, s.config.ticket_timeout_s)
             except LegFailed as failure:
@@ -164,6 +190,24 @@ class Exchange:
 
         Raises Refused, NodeFailed, NoNode.
         """
+        leg, last = await self._try_decodes(body, choose, prefill_bytes)
+        if leg is not None:
+            return leg
+        if last is None:
+            raise NoNode("every decode node went down while the request was prefilled; try again")
+        if last.answer is None:
+            raise NodeFailed(f"no decode node could serve the request; the last one: {last}")
+        self.outcome = "failed"
+        await self._pass_on(last.answer, last.answer.status if last.answer.status in (429, 503, 504) else 502)
+        return None
+
+    async def _try_decodes(
+        self, body: bytes, choose: Choose, prefill_bytes: int, prefills: tuple[Node, ...] = ()
+    ) -> tuple[DecodeLeg | None, LegFailed | None]:
+        """A leg that has begun to answer, or nothing and how the last one failed, if any was tried. Raises Refused.
+
+        `prefills`: whose speed is a guess at a decode node's.
+        """
         s = self._s
         self.phase = "decode"
         left = list(self.plan.decodes)
@@ -174,9 +218,10 @@ class Exchange:
             if node is None:
                 break
             left.remove(node)
-            leg = DecodeLeg(
-                s.upstream, node, Charge(node, prefill_bytes=prefill_bytes, sequences=self._body.num_samples)
-            )
+            charge = Charge(node, s.table.clock, prefill_bytes=prefill_bytes, sequences=self._body.num_samples)
+            if prefills and not self._body.wants_stream:
+                self._forget_in_time(charge, node, prefills)
+            leg = DecodeLeg(s.upstream, node, charge)
             try:
                 await leg.open(self._path, self._headers, body, wait_s, s.config.idle_timeout_s)
             except LegFailed as failure:
@@ -186,14 +231,14 @@ class Exchange:
                     break
                 continue
             s.table.answered(node)
-            return leg
-        if last is None:
-            raise NoNode("every decode node went down while the request was prefilled; try again")
-        if last.answer is None:
-            raise NodeFailed(f"no decode node could serve the request; the last one: {last}")
-        self.outcome = "failed"
-        await self._pass_on(last.answer, last.answer.status if last.answer.status in (429, 503, 504) else 502)
-        return None
+            return leg, last
+        return None, last
+
+    def _forget_in_time(self, charge: Charge, node: Node, prefills: tuple[Node, ...]) -> None:
+        """An answer that comes whole does not show when its prompt was read: it is believed to be when expected."""
+        rest_s = spill.reading_s(node, prefills, self._s.table.clock())
+        if rest_s is not None:
+            asyncio.get_running_loop().call_later(rest_s, charge.prefill_over)
 
     async def _drain(self, leg: PrefillLeg) -> None:
         """P's leg after the ticket. A failure is only counted: D notices by itself, from the lease."""

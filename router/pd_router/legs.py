@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 
 from pd_router.body import raw_object
+from pd_router.headers import PREFILL_BY
 from pd_router.sse import Event, SseParser
 from pd_router.upstream import Answer, FailureKind, LegFailed, Upstream
 
@@ -92,6 +93,7 @@ class PrefillLeg:
             if self._response.content_type == EVENT_STREAM:
                 async with asyncio.timeout(timeout_s):
                     await self._read_to_end(self._response)
+            self._charge.prefill_done()
         except TimeoutError as error:
             raise LegFailed(self.node, FailureKind.TIMEOUT, f"prefill not done within {timeout_s} s") from error
         except (aiohttp.ClientError, ValueError) as error:
@@ -166,7 +168,10 @@ class DecodeLeg:
         except BaseException:
             self.close()
             raise
-        self._charge.prefill_done()
+        if self.whole is None:
+            self._charge.prefill_done()
+        else:
+            self._charge.prefill_over()  # long ago
 
     @property
     def status(self) -> int:
@@ -177,6 +182,12 @@ class DecodeLeg:
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
         assert self._response is not None
         return tuple(self._response.raw_headers)
+
+    @property
+    def prefilled_by(self) -> str:
+        """Who has read the prompt just now, if this node's stream has begun by telling; else ""."""
+        assert self._response is not None
+        return self._response.headers.get(PREFILL_BY, "") if self.whole is None else ""
 
     async def read(self) -> bytes:
         """The next bytes of the stream as they came; empty at its end. Raises LegFailed when it was cut off."""

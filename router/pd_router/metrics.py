@@ -75,10 +75,16 @@ class _NodeCollector(Collector):
         prompts = GaugeMetricFamily(
             "pd_router_node_outstanding_prefill_bytes", "Prompt bytes not prefilled.", labels=labels
         )
+        speeds = GaugeMetricFamily(
+            "pd_router_node_prefill_bytes_per_second", "Prompt bytes read, of nodes that have read any lately.",
+            labels=labels,
+        )  # fmt: skip
         now_s = self._table.clock()
         for node in self._table.nodes:
             names = [node.node_id, node.url, node.role.value]
             healthy.add_metric(names, float(node.is_healthy(now_s)))
             sequences.add_metric(names, node.decode_sequences)
             prompts.add_metric(names, node.prefill_bytes)
-        yield from (healthy, sequences, prompts)
+            if (speed := node.speed.at(now_s)) is not None:
+                speeds.add_metric(names, speed)
+        yield from (healthy, sequences, prompts, speeds)

@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 from yarl import URL
 
+from pd_router.speed import ReadingSpeed
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import TracebackType
@@ -53,6 +55,7 @@ class Node:
     models: frozenset[str] | None = None  # None: not known, so any model is tried
     prefill_bytes: int = 0  # outstanding prompt bytes: prefill work grows with the prompt
     decode_sequences: int = 0  # outstanding generations
+    speed: ReadingSpeed = field(default_factory=ReadingSpeed)
     urls: dict[str, URL] = field(default_factory=dict)
 
     def is_healthy(self, now_s: float) -> bool:
@@ -85,21 +88,30 @@ class Node:
 class Charge:
     """Work booked on a node at the moment it is chosen, so that a burst spreads; given back exactly once."""
 
-    __slots__ = ("_node", "_prefill_bytes", "_sequences")
+    __slots__ = ("_begun_s", "_clock", "_node", "_prefill_bytes", "_sequences")
 
-    def __init__(self, node: Node, *, prefill_bytes: int = 0, sequences: int = 0) -> None:
+    def __init__(self, node: Node, clock: Callable[[], float], *, prefill_bytes: int = 0, sequences: int = 0) -> None:
         node.prefill_bytes += prefill_bytes
         node.decode_sequences += sequences
         self._node = node
+        self._clock = clock
+        self._begun_s = clock()
         self._prefill_bytes = prefill_bytes
         self._sequences = sequences
 
     def prefill_done(self) -> None:
+        """The node has read the prompt just now: that tells its speed."""
+        if self._prefill_bytes:
+            self._node.speed.note(self._prefill_bytes, self._begun_s, self._clock())
+        self.prefill_over()
+
+    def prefill_over(self) -> None:
+        """It is not reading the prompt any more, or so it is believed."""
         self._node.prefill_bytes -= self._prefill_bytes
         self._prefill_bytes = 0
 
     def release(self) -> None:
-        self.prefill_done()
+        self.prefill_over()
         self._node.decode_sequences -= self._sequences
         self._sequences = 0
 

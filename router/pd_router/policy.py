@@ -21,9 +21,10 @@ class Plan:
     """
 
     order: Order
-    reason: str  # default | header | several-prompts | no-prefill-node | prefill-failed
+    reason: str  # default | header | several-prompts | no-prefill-node | prefill-busy | prefill-failed
     prefills: tuple[Node, ...]
     decodes: tuple[Node, ...]
+    is_asked: bool = False  # the client wants to have it so
 
 
 def make_plan(
@@ -53,7 +54,7 @@ def make_plan(
     order, reason = (default, "default") if asked is None else (asked, "header")
     if several_prompts and order is Order.P_FIRST:
         order, reason = Order.D_FIRST, "several-prompts"
-    return Plan(order, reason, prefills, decodes)
+    return Plan(order, reason, prefills, decodes, is_asked=asked is not None)
 
 
 def rotate(nodes: Sequence[Node], turn: int) -> tuple[Node, ...]:

@@ -76,7 +76,8 @@ async def serving(
     sources: list[NodeSource] | None = None,
     **settings: object,
 ) -> AsyncIterator[Router]:
-    """Starts the router over nodes that run already. Health is polled once, then only when a test asks.
+    """Starts the router over nodes that run already. Health is polled once, then only when a test asks; no order is
+    changed for a queue, unless it is asked for.
 
     `sources`: instead of those that the settings ask for.
     """
@@ -84,7 +85,7 @@ async def serving(
         prefill=tuple(n.url for n in prefill or []),
         decode=tuple(n.url for n in decode or []),
         mixed=tuple(n.url for n in mixed or []),
-        **{"health_interval_s": 3600.0, "connect_timeout_s": 2.0, **settings},  # type: ignore[arg-type]
+        **{"health_interval_s": 3600.0, "connect_timeout_s": 2.0, "prefill_on_decode": "never", **settings},  # type: ignore[arg-type]
     )
     app = create_app(config, KEY, make_sources(config) if sources is None else sources)
     listener = listen("127.0.0.1", 0)

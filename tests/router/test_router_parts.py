@@ -165,9 +165,10 @@ def test_equal_nodes_take_turns() -> None:
 
 def test_long_prompts_weigh_more() -> None:
     nodes = table()
-    with Charge(nodes.nodes[0], prefill_bytes=1000), Charge(nodes.nodes[1], prefill_bytes=10):
+    p0, p1, clock = *nodes.nodes[:2], nodes.clock
+    with Charge(p0, clock, prefill_bytes=1000), Charge(p1, clock, prefill_bytes=10):
         for turn in range(4):
-            assert policy.best_prefill(plan(nodes, turn).prefills, 0.0) is nodes.nodes[1]
+            assert policy.best_prefill(plan(nodes, turn).prefills, 0.0) is p1
 
 
 def test_reasons() -> None:
@@ -213,7 +214,7 @@ def test_an_ejected_node_returns_when_its_time_is_over() -> None:
 def test_charges_come_back_exactly_once(steps: list[tuple[int, int, bool, bool]]) -> None:
     node = Node(url="", role=Role.MIXED, node_id="m")
     for prefill_bytes, sequences, prefilled, twice in steps:
-        with Charge(node, prefill_bytes=prefill_bytes, sequences=sequences) as charge:
+        with Charge(node, FakeClock(), prefill_bytes=prefill_bytes, sequences=sequences) as charge:
             if prefilled:
                 charge.prefill_done()
                 assert node.prefill_bytes == 0

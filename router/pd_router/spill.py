@@ -1,0 +1,61 @@
+"""When a prompt is read where it is answered, though there are prefill nodes: they queue, and it is clearly sooner.
+
+A decode node has arithmetic to spare: its steps are bound by reading weights, so some prompt tokens beside the decodes
+cost next to nothing. It reads slower than a prefill node, but at once. Pure: reads nodes, changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pd_router.nodes import Role
+from pd_router.policy import best_prefill
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pd_router.nodes import Node
+
+# Of the best prefill node's speed, while a node has not shown its own. Mixed nodes read as prefill nodes do.
+GUESSES = {Role.PREFILL: 1.0, Role.MIXED: 1.0, Role.DECODE: 0.5}
+MARGIN = 0.25  # of the shorter time: what must be saved to be worth slower decodes (simulated: benchmarks/LOG.md)
+SLACK_S = 0.03  # and at least so much: a step or two of each node, which none of this knows
+
+
+def sooner_node(prefills: Sequence[Node], decodes: Iterable[Node], num_bytes: int, now_s: float) -> Node | None:
+    """The healthy one of `decodes` that would read a prompt of `num_bytes` clearly sooner than the prefill node whose
+    turn it is. None: nobody would, or that node has nothing else to do, or no prefill node's speed is known."""
+    first = best_prefill(prefills, now_s)
+    if first is None or not first.prefill_bytes:
+        return None
+    usual = _usual_speed(prefills, now_s)
+    if usual is None:
+        return None
+
+    def wait_s(node: Node) -> float:
+        return (node.prefill_bytes + num_bytes) / _speed(node, usual, now_s)
+
+    ready = [node for node in decodes if node.is_healthy(now_s)]
+    best = min(ready, key=lambda n: (wait_s(n), n.role is not Role.MIXED, n.decode_sequences), default=None)
+    if best is None:
+        return None
+    saved_s = wait_s(first) - wait_s(best)
+    return best if saved_s > max(SLACK_S, MARGIN * wait_s(best)) else None
+
+
+def reading_s(node: Node, prefills: Iterable[Node], now_s: float) -> float | None:
+    """How long `node` will need for what it has to read now. None: nobody's speed is known."""
+    usual = _usual_speed(prefills, now_s)
+    return None if usual is None else node.prefill_bytes / _speed(node, usual, now_s)
+
+
+def _usual_speed(prefills: Iterable[Node], now_s: float) -> float | None:
+    """The fastest prefill node's."""
+    speeds = (node.speed.at(now_s) for node in prefills)
+    return max((speed for speed in speeds if speed is not None), default=None)
+
+
+def _speed(node: Node, usual: float, now_s: float) -> float:
+    speed = node.speed.at(now_s, guess=GUESSES[node.role] * usual)
+    assert speed is not None
+    return speed
