@@ -11,6 +11,8 @@ from typing import Any
 
 from pd_cluster.errors import StartupError
 
+TOKENS_BESIDE_DECODES = 192  # of a decode node; a size for which products are chosen and pieces captured
+
 
 def setting(default: Any, help: str, **metadata: Any) -> Any:
     """A dataclass field that becomes a flag."""
@@ -30,6 +32,12 @@ class ModelConfig:
     )
     device: str = setting(
         "auto", "Where the engine runs. auto: cuda when there is one.", choices=("auto", "cpu", "cuda")
+    )
+    prefill_attention: str = setting(
+        "auto",
+        "Whose kernel computes the attention of prompts on a GPU. auto: flashinfer's if compiled and measured faster; "
+        "flashinfer: compile it if need be, minutes.",
+        choices=("auto", "triton", "flashinfer"),
     )
     max_model_len: int = setting(0, "Longest prompt + output in tokens. 0: the model's own limit.")
     load_format: str = setting("auto", "dummy: random weights from the config alone.", choices=("auto", "dummy"))
@@ -57,6 +65,11 @@ class SchedulerConfig:
 
     max_num_seqs: int = setting(64, "Sequences that run at once.")
     max_num_batched_tokens: int = setting(2048, "Token budget of one step; longer prompts are cut into chunks.")
+    max_tokens_beside_decodes: int = setting(
+        -1,
+        "Tokens in all of a step that has decodes, or awaits some: what cuts prompts into pieces that hardly hold them "
+        "up. 0: no such limit. -1: 192 on a decode node's GPU, else none.",
+    )
     max_waiting: int = setting(1024, "Requests that may queue before new ones get 503.")
     async_scheduling: str = setting(
         "auto", "Plan and launch a step while the one before it runs. auto: on GPUs.", choices=("auto", "on", "off")
@@ -76,6 +89,8 @@ class SchedulerConfig:
                 f"max_graph_batch ({self.max_graph_batch}) must be at least 1, max_graph_tokens "
                 f"({self.max_graph_tokens}) at least 0; --no-cuda-graphs turns graphs off"
             )
+        if self.max_tokens_beside_decodes < -1:
+            raise StartupError(f"max_tokens_beside_decodes ({self.max_tokens_beside_decodes}) must be at least -1")
 
     def depth_on(self, device: str) -> int:
         """How many steps may be under way at once on this device ("cpu", "cuda:0", ...)."""
@@ -137,6 +152,16 @@ class NodeConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+
+    def tokens_beside_decodes_on(self, device: str) -> int:
+        """`max_tokens_beside_decodes` on this device ("cpu", "cuda:0", ...); 0: no limit.
+
+        A GPU reads all weights in each step, and multiplies some hundred tokens in that time: on an H200 a step of 192
+        takes 1.4 ms more than one of 48 (8B). On a CPU each token costs the same, whatever it shares a step with.
+        """
+        if self.scheduler.max_tokens_beside_decodes >= 0:
+            return self.scheduler.max_tokens_beside_decodes
+        return TOKENS_BESIDE_DECODES if self.server.role == "decode" and device != "cpu" else 0
 
     @classmethod
     def sections(cls) -> dict[str, type]:

@@ -76,6 +76,7 @@ class EngineCore:
         self._scheduler = Scheduler(
             config.scheduler,
             self._blocks,
+            max_tokens_beside_decodes=config.tokens_beside_decodes_on(executor.model.device),
             max_model_len=executor.model.max_model_len,
             eos_token_ids=executor.model.eos_token_ids,
             on_preempt=self._handoffs.on_preempt,

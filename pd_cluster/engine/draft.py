@@ -20,6 +20,7 @@ class Draft:
 
     step: int
     budget: int  # tokens left
+    prompt_budget: int = 0  # of these, for chunks of more than one
     starts: list[SequenceStart] = field(default_factory=list)
     chunks: list[SequenceChunk] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -44,11 +45,15 @@ class Draft:
             publishes=tuple(self.publishes),
         )
 
+    def has_room_for(self, seq: Sequence) -> bool:
+        """Whether the budgets allow any of its tokens; it has some left."""
+        return self.prompt_budget > 0 or (self.budget > 0 and seq.num_remaining_tokens == 1)
+
     def add_chunk(self, seq: Sequence, blocks: BlockManager) -> None:
-        """As many of the sequence's tokens as the budget allows. Its blocks exist, or can be had."""
+        """As many of the sequence's tokens as the budgets allow: there is room. Its blocks exist, or can be had."""
         table, start, num_remaining = seq.table, seq.num_scheduled_tokens, seq.num_remaining_tokens
         assert table is not None
-        num_tokens = min(num_remaining, self.budget)
+        num_tokens = 1 if num_remaining == 1 else min(num_remaining, self.prompt_budget)
         end = start + num_tokens
         first_block = 0
         new_block_ids: tuple[int, ...] = ()
@@ -68,6 +73,7 @@ class Draft:
         seq.num_in_flight += 1
         seq.planned_step = self.step
         self.budget -= num_tokens
+        self.prompt_budget = min(self.prompt_budget - (num_tokens if num_remaining > 1 else 0), self.budget)
         self.chunks.append(SequenceChunk(seq.seq_id, start, num_tokens, first_block, new_block_ids, num_samples))
         if seq.request.lease_id is not None:
             self._announce(seq, table, seq.request.lease_id, blocks)

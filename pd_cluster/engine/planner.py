@@ -1,8 +1,11 @@
 """What the next step computes. There is no prefill phase and no decode phase: every sequence has tokens left.
 
     1  running sequences with one token left (decodes), best rank first; short of memory, the worst rank is preempted
-    2  running sequences with more (prefill chunks), while the token budget lasts
+    2  running sequences with more (prefill chunks), while the prompts' share of the token budget lasts
     3  unless something was preempted: sequences that wait, while slots, memory and budget last
+
+A long prompt never takes the token of a sequence whose KV has come and that finds a slot: that decodes at once. Where
+steps with decodes are limited (`max_tokens_beside_decodes`), prompts get what the limit leaves, and a minimum.
 
 Who gets memory: running sequences take it from parked prefix pins, then from the worst-ranked holder. Those that wait
 (admissions here, reservations for loads) hold nothing and are served strictly by rank, so that no stream of small ones
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
     from pd_cluster.engine.block_manager import BlockManager
     from pd_connectors.base import LoadSpec
 
+LEAST_PROMPT_TOKENS = (
+    64  # of a step, however many decode: no prompt starves. And sizes of captured steps are such wholes
+)
 RUNNING, SWAPPED = SequenceStatus.RUNNING, SequenceStatus.SWAPPED
 
 
@@ -38,6 +44,7 @@ class Planner:
         self,
         config: SchedulerConfig,
         blocks: BlockManager,
+        max_tokens_beside_decodes: int,
         on_preempt: Callable[[Sequence], None],
         clock: Callable[[], float],
     ) -> None:
@@ -59,6 +66,7 @@ class Planner:
         )
         self._config = config
         self._blocks = blocks
+        self._max_tokens_beside_decodes = max_tokens_beside_decodes
         self._on_preempt = on_preempt
         self._clock = clock
         self._num_slots_used = 0
@@ -158,14 +166,28 @@ class Planner:
         """The next step's batch. It counts as running until `Scheduler.update` has seen its result."""
         draft = Draft(step=self._next_step, budget=self._config.max_num_batched_tokens)
         self._next_step += 1
-        for seq in self._plan_decodes(draft):
-            if seq.status is RUNNING and draft.budget and seq.seq_id not in draft.held:
+        prefills = self._plan_decodes(draft)
+        draft.prompt_budget = self._prompt_budget(draft)
+        for seq in prefills:
+            if seq.status is RUNNING and draft.prompt_budget and seq.seq_id not in draft.held:
                 draft.add_chunk(seq, self._blocks)
         if not draft.preempted and not draft.held and (self.waiting or self.loaded):
             self._admit(draft)
         batch = draft.batch(self.departures, self.loads)
         self.departures, self.loads = [], []
         return batch
+
+    def _prompt_budget(self, draft: Draft) -> int:
+        """Tokens that prompts may take of this step. Those of its decodes, and of loaded sequences that may enter, are
+        not among them."""
+        config, limit, step = self._config, self._max_tokens_beside_decodes, LEAST_PROMPT_TOKENS
+        num_entering = min(len(self.loaded), config.max_num_seqs - self._num_slots_used)
+        num_decodes = config.max_num_batched_tokens - draft.budget + num_entering
+        num_tokens = config.max_num_batched_tokens
+        if limit and (num_decodes or self.parked):  # who is parked decodes soon, and must not wait for a long step
+            least = -(-(num_decodes + step) // step) * step
+            num_tokens = min(num_tokens, max(limit, least))
+        return num_tokens - num_decodes
 
     def _plan_decodes(self, draft: Draft) -> list[Sequence]:
         """Plan every decode; return the running sequences that have more than one token left."""
@@ -214,22 +236,37 @@ class Planner:
     # admission
 
     def _admit(self, draft: Draft) -> None:
-        """Best rank first. Short of slots nobody passes; short of memory only those may that hold theirs already."""
-        self._short_of_memory = None
+        """Best rank first. Short of slots nobody passes; short of memory, or of the prompts' share of the budget, only
+        those may that hold their memory already.
+
+        Who is short of memory stays first to get it until it is asked again, which takes some budget.
+        """
+        is_short = False
         for seq in merge(tuple(self.loaded), tuple(self.waiting), key=lambda s: s.rank):
             if not draft.budget or draft.preempted or self._num_slots_used + seq.num_slots > self._config.max_num_seqs:
                 return
             if seq.table is not None:
                 self._enter_loaded(seq, draft)
-            elif self._short_of_memory is None and not self._awaits_sibling(seq):
-                if self._find_memory(seq, draft):
-                    self.waiting.discard(seq)
-                    self.run(seq)
-                    draft.add_chunk(seq, self._blocks)
-                else:
+            elif (
+                not is_short
+                and (draft.prompt_budget or seq.num_remaining_tokens == 1)
+                and not self._awaits_sibling(seq)
+            ):
+                is_short = not self._find_memory(seq, draft)
+                if is_short:
                     self._short_of_memory = seq
-            if self._short_of_memory is not None and not self.loaded:
+                else:
+                    self._enter(seq, draft)
+            if is_short and not self.loaded:
                 return
+
+    def _enter(self, seq: Sequence, draft: Draft) -> None:
+        """Its blocks have been found."""
+        if self._short_of_memory is seq:
+            self._short_of_memory = None
+        self.waiting.discard(seq)
+        self.run(seq)
+        draft.add_chunk(seq, self._blocks)
 
     def _enter_loaded(self, seq: Sequence, draft: Draft) -> None:
         """Its KV is here; it needs room for one token. With nobody running, worse-ranked ones make room."""

@@ -24,7 +24,7 @@ def add_up_flags(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--prefill-on-decode",
         choices=("auto", "never"),
-        help="Whether decode nodes help out while prefill nodes queue.",
+        help="Whether decode nodes help while prefill nodes queue.",
     )
     cluster.add_argument(
         "--pool-gb",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,8 +27,9 @@ from pd_cluster.worker.recorder import CudaRecorder, GraphTimer
 from pd_cluster.worker.sampling_state import SamplingState
 from pd_cluster.worker.staging import Staging
 from pd_connectors.protocol.ticket import Geometry
-from pd_kernels.backends import select_kernels
+from pd_kernels.backends import select_kernels, with_flashinfer
 from pd_kernels.cublas_lt import CublasLt
+from pd_kernels.prefill_choice import AttentionShape, choose_prefill
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.config import NodeConfig
     from pd_connectors.base import CacheDescription
+    from pd_kernels.backends import Kernels
 
 GRAPH_BYTES = 1.0e9  # what captured steps take besides the logits; measured with them: 0.9 GB (0.6B), 1.1 GB (8B)
 CUDA_CONTEXT_BYTES = 0.7e9  # the driver's and the libraries' own, which no allocator statistic shows
@@ -72,7 +75,6 @@ class Executor:
             torch.set_num_threads(config.model.num_threads)
         self._device = device
         self._cublas: CublasLt | None = None
-        self._kernels = select_kernels(device)
         directory = model_directory(config.model.model)
         raw = read_json(directory / "config.json")
         spec = resolve_spec(directory, raw)
@@ -87,8 +89,9 @@ class Executor:
             device=str(device),
             fingerprint=fingerprint(spec, dummy_name if dummy else directory),
         )
-        self._llama = self._load_model(None if dummy else directory, progress)
         self.block_size = _resolve_block_size(config.cache.block_size, device)
+        self._kernels = self._choose_kernels(progress)
+        self._llama = self._load_model(None if dummy else directory, progress)
         geometry = Geometry(self.block_size, spec.num_kv_heads, spec.num_layers, spec.head_dim, dtype)
         num_blocks = self._size_cache(geometry)
         num_host_blocks = blocks_in(config.cache.swap_gb * 1e9, geometry)
@@ -126,6 +129,29 @@ class Executor:
             torch.cuda.synchronize(self._device)
         if self._cublas is not None:
             self._cublas.close()
+
+    def _choose_kernels(self, progress: Callable[[str], None]) -> Kernels:
+        """The device's own, or with another one's attention of prompts. Raises StartupError if that was asked for."""
+        usual, wanted = select_kernels(self._device), self._config.model.prefill_attention
+        if wanted == "triton" or (wanted == "auto" and usual.name != "triton"):
+            return usual
+        spec, dtype = self.model.spec, DTYPES[self.model.dtype]
+        shape = AttentionShape(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, self.block_size, dtype, self._device
+        )  # fmt: skip
+        if wanted == "flashinfer":
+            try:
+                return with_flashinfer(shape, compiles=True)
+            except Exception as error:  # a foreign library's, of any kind
+                raise StartupError(f"--prefill-attention flashinfer: {error}") from error
+        num_tokens = min(self._config.scheduler.max_num_batched_tokens, self.model.max_model_len)
+        with torch.inference_mode():
+            timer = GraphTimer(CudaRecorder(self._device))
+            choice = choose_prefill(usual, partial(with_flashinfer, shape, compiles=False), shape, num_tokens, timer)
+            del timer
+            torch.cuda.empty_cache()  # of its pool
+        progress(f"attention of prompts by {choice.reason}")
+        return choice.kernels
 
     def _load_model(self, directory: Path | None, progress: Callable[[str], None]) -> Llama:
         """The model with its weights from `directory`; None: random ones. Raises StartupError."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.staging import Staging
     from pd_kernels.backends import Kernels
 
-CAPTURABLE = frozenset({"triton"})  # kernels whose plan of decodes reads lengths on the device only
+CAPTURABLE = frozenset({"triton", "flashinfer"})  # kernels whose plan of decodes reads lengths on the device only
 _NUM_FIELDS = 5
 
 

@@ -70,6 +70,7 @@ class World:
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 64
     max_waiting: int = 64
+    max_tokens_beside_decodes: int = 0
     prefix_caching: bool = True
     depth: int = 1
     clients: dict[str, Client] = field(default_factory=dict)
@@ -93,6 +94,7 @@ class World:
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=frozenset({EOS}),
             on_preempt=self._on_preempt,
+            max_tokens_beside_decodes=self.max_tokens_beside_decodes,
             clock=lambda: self.now_s,
         )
         self.worker = FakeWorker(self.max_num_seqs, self.max_num_batched_tokens)
