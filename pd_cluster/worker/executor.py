@@ -274,7 +274,7 @@ class Executor:
         self._cache.tensor[:2].zero_()
 
     def _warm_up_mixed_steps(self, runner: ModelRunner, length: int) -> None:
-        """Steps of decodes amid prefills, greedy rows amid drawn ones.
+        """Steps of decodes, alone and amid prefills, greedy rows amid drawn ones.
 
         Triton compiles a kernel anew for each power of two of sequences, and again for sizes that are 1, or multiples
         of 16, or neither: a second each, which would be some request's second. Sequences that sample, prefills among
@@ -282,10 +282,10 @@ class Executor:
         """
         params = [SamplingParams(max_tokens=1, temperature=temperature) for temperature in (1.0, 0.0)]
         num_rows = self._config.scheduler.max_num_seqs
-        sizes = sorted({num_rows - 1, *(2**power - 1 for power in range(1, num_rows.bit_length()))} - {0})
-        for step, size in enumerate(sizes, 3):
-            num_prefills = min((1, 3, 16)[step % 3], num_rows - size)
-            lengths = [1] * size + [length] * num_prefills
+        sizes = {2, num_rows - 1, num_rows, *(2**power - 1 for power in range(1, num_rows.bit_length()))}
+        mixes = {(size, min(count, num_rows - size)) for size in sizes for count in (0, 1, 3, 16) if size <= num_rows}
+        for step, (num_decodes, num_prefills) in enumerate(sorted(mixes - {(0, 0)}), 3):
+            lengths = [1] * num_decodes + [length] * num_prefills
             starts = tuple(SequenceStart(i, (0,) * n, n, (0,), params[i % 2], i) for i, n in enumerate(lengths))
             chunks = tuple(SequenceChunk(i, 0, n, num_samples=1) for i, n in enumerate(lengths))
             runner.launch(Batch(step, starts, chunks)).result()

@@ -1,0 +1,24 @@
+"""What Triton compiles, it compiles at start: later it would be some request's second."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="the Triton kernels need triton")
+
+RUN_S = 240.0
+
+
+def test_no_step_needs_a_kernel_that_the_start_did_not_compile() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.worker.variants"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_S, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {"_decode_kernel", "_prefill_kernel", "_linear_kernel", "_add_rms_norm_kernel"} <= set(found["kernels"])
+    assert found["later"] == {"full": [], "windows": []}
