@@ -116,7 +116,7 @@ class EngineCore:
         self._handoffs.take_events(scheduler)
         self._handoffs.reserve(scheduler)
         self._mailbox.flush()
-        if spare_s := pipeline.spare_s:
+        if spare_s := pipeline.spare_s(prompts_wait=scheduler.prompts_wait):
             self._mailbox.wait(spare_s)  # who comes meanwhile is in the next step
         elif pipeline.is_full or not scheduler.has_work or not pipeline.launch(scheduler.schedule):
             if not len(pipeline):

@@ -31,7 +31,8 @@ class Pace:
     took as long, steps with prompts by and by.
     """
 
-    _host_s: float = 0.0  # planning and launching a step
+    _host_s: float = 0.0  # planning and launching a step of decodes
+    _prompt_host_s: float = 0.0  # the same with prompts: that is not one replay
     _decode_s: float = 0.0  # predicted duration of the next pure decode step; 0: none
     _last_decode_s: float = 0.0  # duration of the last one
     _num_decodes: int = 0  # sequences in it
@@ -39,9 +40,12 @@ class Pace:
     _num_tokens: int = 0  # in it: how long many more take cannot be told from so few, for a step has a fixed cost too
     _trust: float = 0.0  # in the two above
 
-    def note_launch(self, host_s: float) -> None:
+    def note_launch(self, batch: Batch, host_s: float) -> None:
         """Planning and launching a step took so long."""
-        self._host_s = max(host_s, self._host_s * MEMORY)
+        if _is_decode(batch):
+            self._host_s = max(host_s, self._host_s * MEMORY)
+        else:
+            self._prompt_host_s = max(host_s, self._prompt_host_s * MEMORY)
 
     def note_step(self, batch: Batch, duration_s: float, *, was_over: bool) -> None:
         """A step took `duration_s` on the device, at most. `was_over`: it had ended before we came to wait for it."""
@@ -75,14 +79,16 @@ class Pace:
         rest_s = SURE_SHARE * sure_s - running_s - SLACK_S
         return rest_s if rest_s > SLACK_S else 0.0
 
-    def spare_s(self, batch: Batch, running_s: float) -> float:
+    def spare_s(self, batch: Batch, running_s: float, *, prompts_wait: bool = False) -> float:
         """How long planning may wait when `batch` is all the device has, and has run for `running_s`. 0: not at all.
 
+        `prompts_wait`: the next step will have some, and takes longer to launch.
         Steps with prompts are not waited for: to have two prompts in one step makes neither faster.
         """
         if not _is_decode(batch):
             return 0.0
-        spare_s = self.rest_s(batch, running_s) - self._host_s * LEAD_FACTOR
+        host_s = max(self._host_s, self._prompt_host_s) if prompts_wait else self._host_s
+        spare_s = self.rest_s(batch, running_s) - host_s * LEAD_FACTOR
         return spare_s if spare_s > SLACK_S else 0.0
 
 

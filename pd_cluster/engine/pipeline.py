@@ -58,12 +58,11 @@ class Pipeline:
         """Whether the oldest step should be retired before another is planned."""
         return len(self._flights) >= self.depth
 
-    @property
-    def spare_s(self) -> float:
+    def spare_s(self, *, prompts_wait: bool) -> float:
         """How long planning the next step may wait, in the hope of more to put into it; 0: not at all."""
         if len(self._flights) != 1 or self.depth == 1:
             return 0.0
-        return self._pace.spare_s(*self._running)
+        return self._pace.spare_s(*self._running, prompts_wait=prompts_wait)
 
     @property
     def rest_s(self) -> float:
@@ -89,7 +88,7 @@ class Pipeline:
         launched_s = self._clock()
         self._connector.send_after(batch.begun)  # first: a launch takes milliseconds, on a CPU the whole step
         self._flights.append(Flight(batch, self._executor.launch(batch), launched_s))
-        self._pace.note_launch(self._clock() - started_s)
+        self._pace.note_launch(batch, self._clock() - started_s)
         return True
 
     def retire(self) -> tuple[Batch, StepResult]:

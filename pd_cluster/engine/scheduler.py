@@ -84,6 +84,11 @@ class Scheduler:
         return bool(planner.running or planner.waiting or planner.loaded or planner.loads or planner.departures)
 
     @property
+    def prompts_wait(self) -> bool:
+        """Whether the next step will probably enter a prompt."""
+        return bool(self._planner.waiting)
+
+    @property
     def idle(self) -> bool:
         """No request is anywhere; only leases and quarantines may still hold blocks."""
         return not (self.has_work or self._planner.parked or self._life.sequences)

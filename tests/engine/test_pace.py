@@ -39,7 +39,7 @@ class Device:
             spare_s = self.pace.spare_s(batch, self.now_s - start_s)
             assert spare_s >= 0
             self.now_s += spare_s + HOST_S
-            self.pace.note_launch(HOST_S)
+            self.pace.note_launch(batch, HOST_S)
             if index + 1 < len(steps):
                 self.joined_s.append(max(0.0, end_s - self.now_s + HOST_S))
             launched_s, was_over = self.now_s, self.now_s >= end_s
@@ -74,6 +74,18 @@ def test_prompts_are_never_waited_for() -> None:
     assert 0.015 < pace.rest_s(prompts(1000), 0.0) < 0.02
     assert pace.rest_s(prompts(1000), 0.0195) == 0
     assert pace.rest_s(Batch(1), 0.0) == 0
+
+
+def test_slow_launches_of_prompts_do_not_hasten_the_planning_of_decodes() -> None:
+    """On a decode node that reads some prompts, who is handed over must still be in the next step of decodes."""
+    pace = Pace()
+    for _ in range(3):
+        pace.note_launch(decodes(32), HOST_S)
+        pace.note_step(decodes(32), 0.01, was_over=False)
+    spare_s = pace.spare_s(decodes(32), 0.0)
+    pace.note_launch(prompts(150), 4 * HOST_S)
+    assert pace.spare_s(decodes(32), 0.0) == spare_s
+    assert 0 < pace.spare_s(decodes(32), 0.0, prompts_wait=True) < spare_s - 3 * HOST_S
 
 
 def test_a_short_prompt_says_little_of_a_long_one() -> None:
