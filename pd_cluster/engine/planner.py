@@ -185,8 +185,8 @@ class Planner:
         num_decodes = config.max_num_batched_tokens - draft.budget + num_entering
         num_tokens = config.max_num_batched_tokens
         if limit and (num_decodes or self.parked):  # who is parked decodes soon, and must not wait for a long step
-            least = -(-(num_decodes + step) // step) * step
-            num_tokens = min(num_tokens, max(limit, least))
+            least = num_decodes + step
+            num_tokens = min(num_tokens, limit if limit >= least else -(-least // step) * step)
         return num_tokens - num_decodes
 
     def _plan_decodes(self, draft: Draft) -> list[Sequence]:

@@ -1,0 +1,167 @@
+"""What prompts may take of steps that decode: a limit for their sum, a minimum, and never somebody else's token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pd_cluster.config import NodeConfig, SchedulerConfig, ServerConfig
+from pd_cluster.engine.messages import Work
+from pd_cluster.engine.planner import LEAST_PROMPT_TOKENS
+from pd_cluster.errors import StartupError
+from tests.engine.simulation import BLOCK_SIZE, message, prompt
+from tests.engine.world import World
+
+LIMIT = 96
+LONG = 140
+
+
+def busy_world(num_decodes: int, limit: int = LIMIT, num_blocks: int = 256, depth: int = 1) -> World:
+    """`num_decodes` sequences that decode, and slots and budget to spare."""
+    world = World(
+        num_blocks=num_blocks,
+        max_num_seqs=num_decodes + 8,
+        max_num_batched_tokens=512,
+        max_tokens_beside_decodes=limit,
+        max_waiting=256,
+        prefix_caching=False,
+        depth=depth,
+    )
+    for index in range(num_decodes):
+        world.submit(message(f"d{index}", prompt(3, index), max_tokens=60))
+    while world.scheduler.num_running < num_decodes:
+        world.start_step()
+    return world
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_decodes=st.integers(0, 140),
+    lengths=st.lists(st.integers(1, LONG), min_size=1, max_size=6),
+    limit=st.sampled_from([0, 1, 64, LIMIT, 192]),
+    depth=st.sampled_from([1, 2]),
+)
+def test_the_limit_holds_and_every_prompt_gets_on(num_decodes: int, lengths: list[int], limit: int, depth: int) -> None:
+    world = busy_world(num_decodes, limit, depth=depth)
+    world.settle()
+    for index, length in enumerate(lengths):
+        world.submit(message(f"p{index}", prompt(length, 7), max_tokens=2))
+    least = -(-(num_decodes + len(lengths) + LEAST_PROMPT_TOKENS) // 64) * 64
+    while world.scheduler.num_waiting or not all(client.outputs[0] for client in world.clients.values()):
+        batch = world.start_step()
+        ones = sum(chunk.num_tokens == 1 for chunk in batch.chunks)
+        if limit and ones and batch.num_tokens > ones:
+            assert batch.num_tokens <= max(limit, least)
+        in_prompts = [chunk for chunk in batch.chunks if not chunk.num_samples]
+        assert len(in_prompts) <= 1, "one prompt is cut, those before it came to their end"
+        assert not in_prompts or in_prompts[0].num_tokens <= LONG
+    world.run_until_idle()
+    world.check_empty()
+
+
+@pytest.mark.parametrize(("num_decodes", "total"), [(4, 96), (32, 96), (33, 128), (100, 192)])
+def test_steps_beside_decodes_have_sizes_that_are_captured(num_decodes: int, total: int) -> None:
+    world = busy_world(num_decodes)
+    world.submit(message("long", prompt(LONG, 7), max_tokens=2))
+    assert world.start_step().num_tokens == total
+    world.run_until_idle()
+    world.check_empty()
+
+
+def test_without_decodes_a_step_is_full() -> None:
+    world = busy_world(0)
+    world.submit(message("long", prompt(LONG), max_tokens=2))
+    assert world.start_step().num_tokens == LONG
+    world.submit(message("long too", prompt(LONG, 7), max_tokens=2))
+    assert world.start_step().num_tokens == LIMIT
+    world.run_until_idle()
+
+
+def test_who_will_decode_soon_counts_already() -> None:
+    """A parked request is handed over any moment: it must not find a long step under way."""
+    world = busy_world(0)
+    parked = world.submit(message("from afar", prompt(20), work=Work.TAKE_OVER))
+    world.submit(message("long", prompt(LONG, 7), max_tokens=2))
+    assert world.start_step().num_tokens == LIMIT
+    load = world.reserve(parked)
+    assert load is not None
+    world.start_step()
+    world.finish_load(load)
+    world.give_first_tokens(parked)
+    world.run_until_idle()
+    world.check_empty()
+
+
+@pytest.mark.parametrize("limit", [0, LIMIT])
+def test_a_handed_over_sequence_decodes_in_the_next_step_beside_any_number_of_prompts(limit: int) -> None:
+    world = busy_world(2, limit)
+    for index in range(5):  # of better rank, some running and some waiting
+        world.submit(message(f"long{index}", prompt(LONG, index), max_tokens=2))
+    parked = world.submit(message("from afar", prompt(20), work=Work.TAKE_OVER, max_tokens=3))
+    load = world.reserve(parked)
+    assert load is not None
+    world.start_step()
+    world.finish_load(load)
+    world.give_first_tokens(parked)
+    batch = world.start_step()
+    assert parked.sequences[0].seq_id in {chunk.seq_id for chunk in batch.chunks if chunk.num_tokens == 1}
+    assert any(chunk.num_tokens > 1 for chunk in batch.chunks)
+    world.run_until_idle()
+    world.check_empty()
+
+
+def test_a_local_prompt_and_a_load_share_scarce_memory_in_the_order_of_their_ranks() -> None:
+    """The local prompt holds what the load needs; a second one of worse rank than the load does not pass it."""
+    world = busy_world(1, num_blocks=16)
+    size = BLOCK_SIZE
+    world.submit(message("local", prompt(7 * size, 3), max_tokens=2))
+    world.start_step()
+    parked = world.submit(message("from afar", prompt(9 * size, 5), work=Work.TAKE_OVER, max_tokens=2))
+    assert world.reserve(parked) is None
+    late = world.submit(message("local too", prompt(6 * size, 6), max_tokens=2))
+    for _ in range(5):
+        load = world.reserve(parked)
+        if load is not None:
+            break
+        world.start_step()
+        assert late.sequences[0].table is None
+    assert load is not None, "the local prompt has ended, and what it held was free"
+    world.start_step()
+    world.finish_load(load)
+    world.give_first_tokens(parked)
+    world.run_until_idle()
+    world.check_empty()
+
+
+def test_loads_do_not_starve_a_local_prompt_that_waits_for_memory_and_then_for_tokens() -> None:
+    """Once it was found short of memory nobody of worse rank is given any, also in steps that have no token for it."""
+    world = busy_world(1, limit=66, num_blocks=16)
+    size = BLOCK_SIZE
+    world.submit(message("local", prompt(6 * size, 3), max_tokens=40))
+    world.start_step()
+    short = world.submit(message("short of memory", prompt(9 * size, 4), max_tokens=2, priority=2))
+    world.start_step()
+    world.submit(message("urgent", prompt(70, 5), max_tokens=2))
+    small = world.submit(message("small", prompt(size, 6), work=Work.TAKE_OVER, max_tokens=2, priority=3))
+    assert world.start_step().num_tokens == 66
+    assert world.blocks.num_available >= 3
+    assert world.reserve(small) is None
+    world.take(world.scheduler.abort(small))
+    world.run_until_idle()
+    assert short.finished
+    world.check_empty()
+
+
+def test_the_limit_is_a_decode_nodes_on_a_gpu_unless_told_otherwise() -> None:
+    def limit(role: str, device: str, told: int = -1) -> int:
+        config = NodeConfig(server=ServerConfig(role=role), scheduler=SchedulerConfig(max_tokens_beside_decodes=told))
+        return config.tokens_beside_decodes_on(device)
+
+    assert limit("decode", "cuda:0") == 192
+    assert [limit(*where) for where in (("decode", "cpu"), ("prefill", "cuda:0"), ("mixed", "cuda:0"))] == [0, 0, 0]
+    assert (limit("decode", "cuda:0", 0), limit("mixed", "cpu", 256)) == (0, 256)
+    with pytest.raises(StartupError, match="max_tokens_beside_decodes"):
+        replace(SchedulerConfig(), max_tokens_beside_decodes=-2)
