@@ -19,12 +19,14 @@ LIMIT = 96
 LONG = 140
 
 
-def busy_world(num_decodes: int, limit: int = LIMIT, num_blocks: int = 256, depth: int = 1) -> World:
+def busy_world(
+    num_decodes: int, limit: int = LIMIT, num_blocks: int = 256, depth: int = 1, max_num_batched_tokens: int = 512
+) -> World:
     """`num_decodes` sequences that decode, and slots and budget to spare."""
     world = World(
         num_blocks=num_blocks,
         max_num_seqs=num_decodes + 8,
-        max_num_batched_tokens=512,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_tokens_beside_decodes=limit,
         max_waiting=256,
         prefix_caching=False,
@@ -97,7 +99,7 @@ def test_who_will_decode_soon_counts_already() -> None:
 
 @pytest.mark.parametrize("limit", [0, LIMIT])
 def test_a_handed_over_sequence_decodes_in_the_next_step_beside_any_number_of_prompts(limit: int) -> None:
-    world = busy_world(2, limit)
+    world = busy_world(2, limit, max_num_batched_tokens=160)
     for index in range(5):  # of better rank, some running and some waiting
         world.submit(message(f"long{index}", prompt(LONG, index), max_tokens=2))
     parked = world.submit(message("from afar", prompt(20), work=Work.TAKE_OVER, max_tokens=3))
