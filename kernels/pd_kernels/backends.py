@@ -6,7 +6,7 @@ A new backend adds a row: a `Kernels` with the functions that it has, the others
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from pd_kernels import sampling, torch_attention, torch_ops
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pd_kernels.half_normed import HalfNormed
     from pd_kernels.head_norms import HeadNorms
     from pd_kernels.packed import PackedSequences
+    from pd_kernels.prefill_choice import AttentionShape
 
 
 class AttentionPlan(Protocol):
@@ -118,6 +119,16 @@ def _for_cuda() -> Kernels:
 
 
 BACKENDS: dict[str, Callable[[], Kernels]] = {"cpu": lambda: TORCH, "cuda": _for_cuda}  # device type -> what runs there
+
+
+def with_flashinfer(shape: AttentionShape, compiles: bool) -> Kernels:
+    """The row of CUDA with another prefill attention, for models of one shape; whether it pays is to be measured.
+
+    Raises as `FlashPrefill.load` does, and ImportError without triton.
+    """
+    from pd_kernels.flashinfer_attention import FlashAttention
+
+    return replace(_for_cuda(), name="flashinfer", plan_attention=FlashAttention.load(shape, compiles))
 
 
 def select_kernels(device: torch.device) -> Kernels:

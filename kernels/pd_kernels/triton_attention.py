@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from pd_kernels.packed import PackedSequences
 
 
+class Chunks(Protocol):
+    """A step's prefill chunks, planned for another kernel than Triton's."""
+
+    def run(
+        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, out: torch.Tensor, scale: float
+    ) -> None:
+        """`query`, `out` [T, H, D] of the whole step; one layer's cache views [N, G, B, D]."""
+
+
 @dataclass(frozen=True, slots=True)
 class TritonAttentionPlan:
     """One step's attention for every layer with the same window.
@@ -35,6 +44,7 @@ class TritonAttentionPlan:
     window: int
     decode: DecodePlan | None  # None without decodes
     prefill: PrefillTiling | None  # None: the usual one
+    chunks: Chunks | None = None  # instead of Triton's own
     prefills: dict[int, PrefillPlan] = field(default_factory=dict)  # by query heads per KV head, made by the first run
 
     def run(
@@ -52,7 +62,9 @@ class TritonAttentionPlan:
             decode_attention(
                 query[rows], key_cache, value_cache, packed.block_tables, packed.seq_lens, self.decode, out[rows], scale
             )
-        if packed.num_decodes < packed.num_seqs:
+        if self.chunks is not None:
+            self.chunks.run(query, key_cache, value_cache, out, scale)
+        elif packed.num_decodes < packed.num_seqs:
             group = query.shape[1] // key_cache.shape[1]
             if group not in self.prefills:
                 num_rows = (self.num_tokens - packed.num_decodes) * query.shape[1]
@@ -70,10 +82,14 @@ def plan_attention(
     window: int = 0,
     decode: DecodeTiling | None = None,
     prefill: PrefillTiling | None = None,
+    chunks: Chunks | None = None,
 ) -> TritonAttentionPlan:
-    """`key_cache`: any layer's view, for shape and dtype. The tilings are for measurements."""
+    """`key_cache`: any layer's view, for shape and dtype. The tilings are for measurements.
+
+    `chunks`: how all prefill chunks of the step are computed if not by Triton.
+    """
     count = packed.num_decodes
     plan = None
     if count:
         plan = plan_decode(packed.seq_lens[:count], key_cache, window, decode or decode_tiling(key_cache, count))
-    return TritonAttentionPlan(packed, int(packed.host_query_lens.sum()), window, plan, prefill)
+    return TritonAttentionPlan(packed, int(packed.host_query_lens.sum()), window, plan, prefill, chunks)

@@ -44,6 +44,11 @@ def test_the_cache_is_block_first_and_as_large_as_asked(models: ModelStore) -> N
     executor.close()
 
 
+def test_a_kernel_that_was_asked_for_and_cannot_be_had_ends_the_start(models: ModelStore) -> None:
+    with pytest.raises(StartupError, match="--prefill-attention flashinfer: "):
+        build(models.get("llama").directory, CacheConfig(), prefill_attention="flashinfer")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_runs_close_to_float32(models: ModelStore, dtype: str) -> None:
     directory = models.get("llama").directory
