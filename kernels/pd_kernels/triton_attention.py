@@ -91,5 +91,5 @@ def plan_attention(
     count = packed.num_decodes
     plan = None
     if count:
-        plan = plan_decode(packed.seq_lens[:count], key_cache, window, decode or decode_tiling(key_cache, count))
+        plan = plan_decode(packed.seq_lens[:count], key_cache, window, decode or decode_tiling(key_cache))
     return TritonAttentionPlan(packed, int(packed.host_query_lens.sum()), window, plan, prefill, chunks)

@@ -5,6 +5,7 @@ The unit of work is one tile of TILE tokens of one (sequence, KV head). All unit
 by sequence, head by head, tile by tile) and program p of P takes the p-th equal share of it, as stream-K does for
 matrix products (arXiv 2301.03598). So no mix of lengths leaves a multiprocessor idle, and the grid does not depend on
 lengths: they are read on the device, nothing waits for the host, and a CUDA graph can replay a launch with others.
+To begin a pair takes time too: SETUP units without tokens stand behind each, so that no program has all the short ones.
 
 A share may begin and end within a (sequence, head) pair. Such parts go to a workspace, each with the logarithm of its
 sum of exponentials; the last program to bring a part of a pair merges them all. A program leaves at most two parts: in
@@ -25,6 +26,7 @@ from pd_kernels.triton_early import early_options, launches_early, others_may_st
 
 _LOG2_E = 1.4426950408889634
 _MERGED = 8192  # numbers of parts that a merging program holds at a time, at most
+_PARTS = 15  # of a pair, if that leaves every multiprocessor a program; more take longer to merge than they save
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +37,27 @@ class DecodeTiling:
     num_warps: int
     num_stages: int
     programs_per_processor: int
+    setup: int = 2  # units that a (sequence, KV head) counts besides its tiles
+    least: int = 2  # units of a program
 
 
 # Numbers that change from step to step are not specialized on: a variant costs a second or two to compile
 @triton.jit(do_not_specialize=["num_seqs"])
-def _plan_kernel(seq_lens, ends, num_seqs, WINDOW: tl.constexpr, TILE: tl.constexpr, SEQS: tl.constexpr):
-    """ends[i]: tiles of one head of the sequences 0..i."""
+def _plan_kernel(
+    seq_lens, ends, num_seqs, NUM_KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    SETUP: tl.constexpr, LEAST: tl.constexpr, PARTS: tl.constexpr, PROGRAMS: tl.constexpr, PROCESSORS: tl.constexpr,
+    SEQS: tl.constexpr,
+):  # fmt: skip
+    """ends[i]: units of one head of the sequences 0..i; behind the last, a program's share of all."""
     seq = tl.arange(0, SEQS)
     length = tl.load(seq_lens + seq, mask=seq < num_seqs, other=0)
-    tiles = (length + TILE - 1) // TILE
+    units = (length + TILE - 1) // TILE + tl.where(length > 0, SETUP, 0)
     if WINDOW > 0:
-        tiles -= tl.maximum(length - WINDOW, 0) // TILE
-    tl.store(ends + seq, tl.cumsum(tiles, 0), mask=seq < num_seqs)
+        units -= tl.maximum(length - WINDOW, 0) // TILE
+    tl.store(ends + seq, tl.cumsum(units, 0), mask=seq < num_seqs)
+    total = tl.sum(units, 0) * NUM_KV_HEADS
+    share = tl.minimum(tl.cdiv(tl.max(units, 0), PARTS), tl.cdiv(total, PROCESSORS))
+    tl.store(ends + num_seqs, tl.maximum(tl.maximum(tl.cdiv(total, PROGRAMS), share), LEAST))
 
 
 @triton.jit
@@ -114,6 +125,40 @@ def _merge_parts(
     tl.store(target + member[:, None] * SIZE + column[None, :], merged.to(target.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _attend_pair(
+    q, keys, values, table, length, first, count, tiles, first_program, last_program, counter, target, parts, part_logs,
+    block_stride, scale,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, MEMBERS: tl.constexpr, MERGED: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Tiles [first, first + count) of one (sequence, KV head), which programs [first_program, last_program] share."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    at = row[:, None] * SIZE + column[None, :]
+    inside = (row < GROUP)[:, None] & (column < SIZE)[None, :]
+    lowest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(length - WINDOW, 0)
+    start = (lowest // TILE + first) * TILE
+    mean, log = _attend_part(
+        q, keys, values, table, start, start + count * TILE, length, lowest, block_stride, scale,
+        SIZE, BLOCK_SIZE, WINDOW, TILE, ROWS, COLUMNS, PRECISION, STAGES,
+    )  # fmt: skip
+    if count == tiles:
+        tl.store(target + at, mean.to(target.dtype.element_ty), mask=inside)
+    else:
+        slot = (2 * tl.program_id(0) + (first == 0).to(tl.int32)) * GROUP
+        tl.store(parts + slot * SIZE + at, mean, mask=inside)
+        tl.store(part_logs + slot + row, log, mask=row < GROUP)
+        tl.debug_barrier()  # all the part is written before its arrival is told
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == last_program - first_program:
+            _merge_parts(
+                parts, part_logs, target, first_program, last_program, GROUP, SIZE, COLUMNS, MEMBERS, MERGED
+            )  # fmt: skip
+            tl.store(counter, 0)  # for the next layer
+
+
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def _decode_kernel(
     query, key_cache, value_cache, block_tables, seq_lens, ends, arrived, out, parts, part_logs,
@@ -121,59 +166,38 @@ def _decode_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, TILE: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PROGRAMS: tl.constexpr, MEMBERS: tl.constexpr, MERGED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    SETUP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     others_may_start(EARLY)
     program = tl.program_id(0)
     line = tl.load(ends + tl.arange(0, SEQS), mask=tl.arange(0, SEQS) < num_seqs, other=0)
-    num_units = tl.max(line, 0) * NUM_KV_HEADS
-    share = tl.maximum((num_units + PROGRAMS - 1) // PROGRAMS, 1)
+    share = tl.load(ends + num_seqs)
     unit = program * share
-    stop = tl.minimum(unit + share, num_units)
+    stop = tl.minimum(unit + share, tl.max(line, 0) * NUM_KV_HEADS)
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     at = row[:, None] * SIZE + column[None, :]
     inside = (row < GROUP)[:, None] & (column < SIZE)[None, :]
+    wait_for_others(EARLY)
     while unit < stop:
         over = (line <= unit // NUM_KV_HEADS) & (tl.arange(0, SEQS) < num_seqs)  # sequences that end before the unit
         seq = tl.sum(over.to(tl.int32), 0).to(tl.int64)
         before = tl.max(tl.where(over, line, 0), 0)
-        tiles = tl.min(tl.where(over | (line == 0), 2147483647, line), 0) - before
-        start_unit = before * NUM_KV_HEADS  # of the sequence
-        head = (unit - start_unit) // tiles
-        start_unit += head * tiles  # of the pair
-        first = unit - start_unit
+        units = tl.min(tl.where(over | (line == 0), 2147483647, line), 0) - before  # of one head
+        head = (unit - before * NUM_KV_HEADS) // units
+        start = before * NUM_KV_HEADS + head * units  # of the pair
+        tiles, first = units - SETUP, unit - start
         count = tl.minimum(tiles - first, stop - unit)
-        length = tl.load(seq_lens + seq)
-        lowest = 0
-        if WINDOW > 0:
-            lowest = tl.maximum(length - WINDOW, 0)
-        start = (lowest // TILE + first) * TILE
-        wait_for_others(EARLY)  # lengths and tables are older than the launches that are early
-        q = tl.load(query + seq * query_stride + head * GROUP * SIZE + at, mask=inside, other=0.0)
-        mean, log = _attend_part(
-            q, key_cache + head.to(tl.int64) * head_stride, value_cache + head.to(tl.int64) * head_stride,
-            block_tables + seq * table_stride, start, start + count * TILE, length, lowest, block_stride, scale,
-            SIZE, BLOCK_SIZE, WINDOW, TILE, ROWS, COLUMNS, PRECISION, STAGES,
-        )  # fmt: skip
-        target = out + (seq * NUM_KV_HEADS + head) * GROUP * SIZE
-        if count == tiles:
-            tl.store(target + at, mean.to(out.dtype.element_ty), mask=inside)
-        else:
-            slot = (2 * program + (first == 0).to(tl.int32)) * GROUP
-            tl.store(parts + slot * SIZE + at, mean, mask=inside)
-            tl.store(part_logs + slot + row, log, mask=row < GROUP)
-            tl.debug_barrier()  # all the part is written before its arrival is told
-            others = (start_unit + tiles - 1) // share - start_unit // share
-            counter = arrived + seq * NUM_KV_HEADS + head
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == others:
-                first_program = start_unit // share
-                _merge_parts(
-                    parts, part_logs, target, first_program, first_program + others,
-                    GROUP, SIZE, COLUMNS, MEMBERS, MERGED,
-                )  # fmt: skip
-                tl.store(counter, 0)  # for the next layer
-        unit += count
-    wait_for_others(EARLY)
+        if count > 0:
+            length = tl.load(seq_lens + seq)
+            q = tl.load(query + seq * query_stride + head * GROUP * SIZE + at, mask=inside, other=0.0)
+            _attend_pair(
+                q, key_cache + head.to(tl.int64) * head_stride, value_cache + head.to(tl.int64) * head_stride,
+                block_tables + seq * table_stride, length, first, count, tiles,
+                start // share, (start + tiles - 1) // share, arrived + seq * NUM_KV_HEADS + head,
+                out + (seq * NUM_KV_HEADS + head) * GROUP * SIZE, parts, part_logs, block_stride, scale,
+                GROUP, SIZE, BLOCK_SIZE, WINDOW, TILE, ROWS, COLUMNS, MEMBERS, MERGED, PRECISION, STAGES,
+            )  # fmt: skip
+        unit = start + units
     for seq in range(program, num_seqs, PROGRAMS):  # the empty ones become 0
         before = tl.load(ends + seq - 1, mask=seq > 0, other=0)
         if tl.load(ends + seq) == before:
@@ -188,33 +212,28 @@ class DecodePlan:
 
     tiling: DecodeTiling
     window: int
-    ends: torch.Tensor  # int32 [S]: where each sequence's tiles of one head end
+    ends: torch.Tensor  # int32 [S + 1]: where each sequence's units of one head end; a program's share
     arrived: torch.Tensor  # int32 [S, num_kv_heads]: parts so far; 0 between launches
 
 
 def plan_decode(seq_lens: torch.Tensor, key_cache: torch.Tensor, window: int, tiling: DecodeTiling) -> DecodePlan:
     """From `seq_lens` int32 [S]. Two launches, no wait."""
-    ends = torch.empty_like(seq_lens)
-    num_seqs = len(seq_lens)
-    _plan_kernel[(1,)](seq_lens, ends, num_seqs, window, tiling.tile, triton.next_power_of_2(num_seqs), num_warps=4)
-    arrived = torch.zeros((num_seqs, key_cache.shape[1]), dtype=torch.int32, device=seq_lens.device)
+    num_seqs, num_kv_heads, processors = len(seq_lens), key_cache.shape[1], num_processors(seq_lens.device)
+    ends = torch.empty(num_seqs + 1, dtype=torch.int32, device=seq_lens.device)
+    _plan_kernel[(1,)](
+        seq_lens, ends, num_seqs, num_kv_heads, window, tiling.tile, tiling.setup, tiling.least, _PARTS,
+        tiling.programs_per_processor * processors, processors, triton.next_power_of_2(num_seqs), num_warps=4,
+    )  # fmt: skip
+    arrived = torch.zeros((num_seqs, num_kv_heads), dtype=torch.int32, device=seq_lens.device)
     return DecodePlan(tiling, window, ends, arrived)
 
 
-def decode_tiling(cache: torch.Tensor, num_seqs: int) -> DecodeTiling:
-    """For a layer's view and a GPU with 228 KiB of shared memory a multiprocessor.
-
-    The same for all numbers of sequences up to the next power of two: what differs is compiled anew, a second each.
-    """
-    num_kv_heads, head_dim = cache.shape[1], cache.shape[3]
-    num_seqs = triton.next_power_of_2(num_seqs)
+def decode_tiling(cache: torch.Tensor) -> DecodeTiling:
+    """For a layer's view and a GPU with 228 KiB of shared memory a multiprocessor."""
     if cache.dtype is torch.float32:
         return DecodeTiling(tile=16, num_warps=4, num_stages=2, programs_per_processor=2)
-    # A step of few sequences waits for latencies, not for bytes: fewer parts to merge are faster (7.7 us for one
-    # sequence of 1024 on an H200, 9.1 with two programs a multiprocessor; 32 sequences 39.6 and 35.6)
-    programs = 1 if num_seqs * num_kv_heads < num_processors(cache.device) else 2
     # 5 stages are two tiles in flight: a tile's address waits for the block table
-    return DecodeTiling(64 if head_dim <= 128 else 32, num_warps=4, num_stages=5, programs_per_processor=programs)
+    return DecodeTiling(64 if cache.shape[3] <= 128 else 32, num_warps=4, num_stages=5, programs_per_processor=2)
 
 
 def decode_attention(
@@ -247,7 +266,8 @@ def decode_attention(
         num_seqs, query.stride(0), block_tables.stride(0), key_cache.stride(0), key_cache.stride(1), scale * _LOG2_E,
         num_kv_heads, group, size, block_size, plan.window, tiling.tile, seqs,
         max(members, 16), columns, programs, members, merged,
-        "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages, early,
+        "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages,
+        tiling.setup, early,
         num_warps=tiling.num_warps, **early_options(starts_early),
     )  # fmt: skip
 

@@ -30,6 +30,7 @@ SHAPES = {
     "gqa-128": Shape(8, 4, 128, 128, (1, 1, 20, 1), (128, 129, 150, 77), 2),
     "gqa-256": Shape(4, 2, 256, 64, (1, 9), (65, 70), 1),
     "only-decodes": Shape(4, 2, 64, 16, (1,) * 7, (1, 2, 15, 16, 17, 33, 130), 7),
+    "short-beside-long": Shape(4, 2, 64, 16, (1,) * 9, (1, 3, 200, 1, 1, 16, 90, 2, 1), 9),
     "only-prefill": Shape(4, 2, 64, 64, (40, 30), (40, 100), 0),
 }
 REAL = {
@@ -98,6 +99,13 @@ def check(paged: Paged, window: int, decode: DecodeTiling | None, prefill: Prefi
 def test_small_tiles_equal_the_oracle(name: str, window: int) -> None:
     """Tiles far smaller than the sequences: every loop runs, shares end within heads, parts are merged."""
     check(on_device(make_paged(SHAPES[name], torch.float32)), window, SMALL_DECODE, SMALL_PREFILL)
+
+
+@pytest.mark.parametrize(("setup", "least"), [(0, 1), (1, 5), (3, 1), (5, 2)])
+def test_any_shares_equal_the_oracle(setup: int, least: int) -> None:
+    """Shares begin and end among tiles, and among the units that stand for the beginning of a pair."""
+    paged = on_device(make_paged(SHAPES["short-beside-long"], torch.float32))
+    check(paged, 0, replace(SMALL_DECODE, setup=setup, least=least), None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])], ids=str)
