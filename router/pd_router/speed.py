@@ -26,11 +26,12 @@ class ReadingSpeed:
 
     def note(self, num_bytes: int, begun_s: float, now_s: float) -> None:
         """A prompt that was given to the node at `begun_s` has been read just now."""
-        took_s = now_s - max(begun_s, self._last_s)
-        fade = self._fade(now_s)
-        if self._seconds * fade > FORGOTTEN_S:
+        start_s = max(begun_s, self._last_s)
+        took_s = now_s - start_s
+        if self._seconds * self._fade(start_s) > FORGOTTEN_S:
             usual_s = num_bytes * self._seconds / self._num_bytes
             took_s = min(max(took_s, usual_s / ODD), usual_s * ODD)
+        fade = self._fade(now_s)
         self._num_bytes = self._num_bytes * fade + num_bytes
         self._seconds = self._seconds * fade + took_s
         self._last_s = now_s

@@ -1,0 +1,371 @@
+"""When decode nodes read prompts while the prefill nodes queue: speeds that decide it, the choice, the requests."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pd_router import spill
+from pd_router.config import Order, RouterConfig
+from pd_router.nodes import Charge, Node, Role
+from pd_router.policy import make_plan
+from pd_router.speed import DOUBT_S, FORGET_S, ODD, ReadingSpeed
+from tests.router import fake_nodes as fakes
+from tests.router.fake_nodes import FakeNode, running
+from tests.router.router_process import Router, serving, until
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+BODY: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+P_SPEED = 100_000.0  # bytes per second
+BUSY_BYTES = 1_000_000  # ten seconds of it
+
+
+# --- speeds
+
+
+def reader(*samples: tuple[float, float], num_bytes: int = 1000) -> ReadingSpeed:
+    """Of prompts of 1000 bytes that took (begun, ended)."""
+    speed = ReadingSpeed()
+    for begun_s, ended_s in samples:
+        speed.note(num_bytes, begun_s, ended_s)
+    return speed
+
+
+def test_a_speed_is_learned_from_what_was_read() -> None:
+    assert ReadingSpeed().at(5.0) is None
+    assert ReadingSpeed().at(5.0, guess=7.0) == 7.0
+    assert reader((0.0, 0.5)).at(0.5) == pytest.approx(2000)
+
+
+def test_who_waits_for_another_is_not_slow() -> None:
+    """Three at once, read one after the other; and three that end together."""
+    assert reader((0.0, 0.1), (0.0, 0.2), (0.0, 0.3)).at(0.3) == pytest.approx(10_000, rel=0.01)
+    assert reader((0.0, 0.3), (0.0, 0.3), (0.0, 0.3)).at(0.3) == pytest.approx(10_000, rel=0.4)
+
+
+def test_idle_time_counts_for_nothing_and_forgets() -> None:
+    speed = reader((0.0, 1.0), (50.0, 51.0))
+    assert speed.at(51.0) == pytest.approx(1000, rel=0.02)
+    assert speed.at(51.0 + FORGET_S) == pytest.approx(1000, rel=0.02)
+    guess = 8000.0
+    guesses = [speed.at(51.0 + FORGET_S * age, guess) for age in range(12)]
+    assert all(one is not None and 1000 < one < guess for one in guesses)
+    assert guesses == sorted(guesses, key=float)  # type: ignore[arg-type]
+    assert guesses[-1] == pytest.approx(guess, rel=0.01)
+    assert speed.at(51.0 + 100 * FORGET_S) is None
+
+
+@pytest.mark.parametrize("took_s", [1e-6, 1000.0])
+def test_one_odd_sample_is_no_rule(took_s: float) -> None:
+    speed = reader(*((float(i), i + 0.1) for i in range(10)))
+    usual = speed.at(10.0)
+    assert usual is not None
+    speed.note(1000, 20.0, 20.0 + took_s)
+    odd = speed.at(20.0 + took_s)
+    assert odd is not None
+    assert usual / ODD <= odd * 1.001
+    assert odd <= ODD * usual * 1.001
+    guess = speed.at(20.0 + took_s + 5 * FORGET_S, guess=usual)
+    assert guess == pytest.approx(usual, rel=0.05), "nobody is locked out, or flooded, for long"
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 10**8), st.floats(0, 1e4), st.floats(0, 1e4), st.floats(0, 1e6)),
+        min_size=1, max_size=30,
+    ),
+    st.floats(0, 1e7),
+)  # fmt: skip
+def test_whatever_is_read_the_speed_is_a_number(samples: list[tuple[int, float, float, float]], idle_s: float) -> None:
+    speed, now_s = ReadingSpeed(), 0.0
+    for num_bytes, waited_s, took_s, pause_s in samples:
+        now_s += pause_s + took_s
+        speed.note(num_bytes, max(0.0, now_s - took_s - waited_s), now_s)
+        for at_s in (now_s, now_s + idle_s):
+            known, guessed = speed.at(at_s), speed.at(at_s, guess=1000.0)
+            assert known is None or (known > 0 and math.isfinite(known))
+            assert guessed is not None
+            assert 0 < guessed < math.inf
+            assert guessed >= 1000.0 * DOUBT_S / (DOUBT_S + ODD * 31e4)
+
+
+def test_only_a_prompt_that_was_read_tells_a_speed() -> None:
+    now_s = [1.0]
+    node = Node(url="", role=Role.DECODE, node_id="d")
+    for end in ("release", "prefill_over"):
+        with Charge(node, lambda: now_s[0], prefill_bytes=100) as charge:
+            now_s[0] += 1
+            getattr(charge, end)()
+            charge.prefill_done()
+    assert node.speed.at(now_s[0]) is None
+    with Charge(node, lambda: now_s[0], prefill_bytes=100) as charge:
+        now_s[0] += 1
+        charge.prefill_done()
+        charge.prefill_done()
+    assert node.speed.at(now_s[0]) == pytest.approx(100)
+    assert node.is_idle
+
+
+# --- the choice
+
+
+def a_node(role: Role, prefill_bytes: int = 0, speed: float = 0.0, sequences: int = 0, **fields: Any) -> Node:
+    node = Node(url="", role=role, node_id=role.value, prefill_bytes=prefill_bytes, decode_sequences=sequences)
+    node.reachable = fields.get("reachable", True)
+    if speed:
+        node.speed.note(round(speed * 100), 0.0, 100.0)  # for so long that no guess matters
+    return node
+
+
+NOW_S = 100.0
+
+
+def sooner(prefills: list[Node], decodes: list[Node], num_bytes: int = 1000) -> Node | None:
+    return spill.sooner_node(prefills, decodes, num_bytes, NOW_S)
+
+
+def test_an_idle_decode_node_helps_a_prefill_node_that_queues() -> None:
+    d = a_node(Role.DECODE)
+    assert sooner([a_node(Role.PREFILL, BUSY_BYTES, P_SPEED)], [d]) is d
+    assert sooner([a_node(Role.PREFILL, 0, P_SPEED)], [d]) is None, "it does not queue"
+    assert sooner([a_node(Role.PREFILL, BUSY_BYTES)], [d]) is None, "who knows for how long"
+    assert sooner([a_node(Role.PREFILL, BUSY_BYTES, P_SPEED), a_node(Role.PREFILL, 0, P_SPEED)], [d]) is None
+    assert sooner([a_node(Role.PREFILL, 2000, P_SPEED)], [d]) is None, "for milliseconds"
+    assert sooner([a_node(Role.PREFILL, BUSY_BYTES, P_SPEED)], [a_node(Role.DECODE, BUSY_BYTES)]) is None
+    assert sooner([a_node(Role.PREFILL, BUSY_BYTES, P_SPEED)], [a_node(Role.DECODE, reachable=False)]) is None
+    assert sooner([a_node(Role.PREFILL, BUSY_BYTES, P_SPEED)], [a_node(Role.DECODE, speed=1000.0)], 20_000) is None
+    assert sooner([a_node(Role.PREFILL, BUSY_BYTES, P_SPEED, reachable=False)], [d]) is None
+    assert sooner([], [d]) is None
+
+
+def test_of_those_that_may_read_the_soonest_does() -> None:
+    prefills = [a_node(Role.PREFILL, BUSY_BYTES, P_SPEED)]
+    decode, mixed = a_node(Role.DECODE), a_node(Role.MIXED, sequences=9)
+    assert sooner(prefills, [decode, mixed]) is mixed, "it reads as fast as a prefill node"
+    mixed.prefill_bytes = 10_000
+    assert sooner(prefills, [decode, mixed]) is decode
+    assert sooner(prefills, [a_node(Role.DECODE, sequences=2), decode]) is decode
+    fast = a_node(Role.DECODE, speed=2 * P_SPEED, sequences=9)
+    assert sooner(prefills, [decode, fast]) is fast
+
+
+@given(
+    sizes=st.lists(st.integers(100, 50_000), min_size=1, max_size=100),
+    d_share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    num_decodes=st.integers(1, 3),
+)
+def test_a_burst_spreads(sizes: list[int], d_share: float, num_decodes: int) -> None:
+    """All at once: each is charged where it goes, and nobody goes where it would wait clearly longer."""
+    p = a_node(Role.PREFILL, speed=P_SPEED)
+    ds = [a_node(Role.DECODE, speed=d_share * P_SPEED) for _ in range(num_decodes)]
+    d_speed = P_SPEED * (d_share or spill.GUESSES[Role.DECODE])
+    for size in sizes:
+        node = sooner([p], ds, size) or p
+        best_s = min((d.prefill_bytes + size) / d_speed for d in ds)
+        p_s = (p.prefill_bytes + size) / P_SPEED
+        if node is p:
+            assert not p.prefill_bytes or p_s <= best_s + max(spill.SLACK_S, spill.MARGIN * best_s) * 1.05
+        else:
+            assert p.prefill_bytes
+            assert (node.prefill_bytes + size) / d_speed <= p_s - spill.SLACK_S * 0.95
+        node.prefill_bytes += size
+    assert p.prefill_bytes >= sizes[0], "the first one found nobody in its way"
+
+
+def test_the_time_until_all_is_read_follows_the_charges() -> None:
+    p, d = a_node(Role.PREFILL, BUSY_BYTES, P_SPEED), a_node(Role.DECODE, 1000)
+    assert spill.reading_s(p, [p], NOW_S) == pytest.approx(BUSY_BYTES / P_SPEED)
+    assert spill.reading_s(d, [p], NOW_S) == pytest.approx(1000 / P_SPEED / spill.GUESSES[Role.DECODE])
+    assert spill.reading_s(d, [], NOW_S) is None
+
+
+def test_what_the_operator_forbids_is_not_done() -> None:
+    def config(**settings: str) -> RouterConfig:
+        return RouterConfig(decode=("http://d:1",), **settings)  # type: ignore[arg-type]
+
+    assert config().spills
+    assert not config(prefill_on_decode="never").spills
+    assert not config(on_prefill_failure="fail").spills
+
+
+# --- requests
+
+
+def make_busy(router: Router) -> Charge:
+    """The first prefill node has read at its speed, and has a lot to read."""
+    node, clock = router.services.table.nodes[0], router.services.table.clock
+    node.speed.note(round(P_SPEED * 10), clock() - 10.0, clock())
+    return Charge(node, clock, prefill_bytes=BUSY_BYTES)
+
+
+async def post(
+    router: Router, body: dict[str, Any], path: str = CHAT, order: str | None = None
+) -> tuple[int, dict[str, str], bytes]:
+    headers = {"x-pd-route": order} if order else {}
+    async with router.session.post(router.url + path, json=body, headers=headers) as answer:
+        return answer.status, {k.lower(): v for k, v in answer.headers.items()}, await answer.read()
+
+
+async def direct_only(node: FakeNode, request: Any, seen: fakes.Seen) -> Any:
+    """Refuses whoever brings no ticket."""
+    script = fakes.decode if "kv_transfer_params" in seen.body else fakes.refuse(int(node.node_id))
+    return await script(node, request, seen)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["p-first", "d-first"])
+async def test_a_request_goes_where_it_is_read_sooner(stream: bool, route: str) -> None:
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode)
+    async with running(p, d), serving([p], [d], prefill_on_decode="auto", route=route) as router:
+        status, headers, _ = await post(router, BODY | {"stream": stream})
+        assert (status, headers["x-pd-route"]) == (200, f"{route}; reason=default")
+        with make_busy(router):
+            status, headers, data = await post(router, BODY | {"stream": stream})
+        assert (status, headers["x-pd-route"]) == (200, "direct; reason=prefill-busy")
+        assert headers["x-pd-prefill"] == headers["x-pd-decode"] == "fake-decode"
+        assert not stream or data == fakes.WHOLE_STREAM
+        assert "kv_transfer_params" not in d.seen[1].body
+        assert len(p.seen) == (route == "p-first")
+        labels = {"order": "direct", "reason": "prefill-busy", "outcome": "ok"}
+        assert router.count("pd_router_requests_total", **labels) == 1
+        knows_d = router.services.table.nodes[1].speed.at(router.services.table.clock()) is not None
+        assert knows_d == stream, "an answer that comes whole does not show when its prompt was read"
+        await router.idle()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("order", "settings"),
+    [
+        ("p-first", {}), ("d-first", {}), (None, {"prefill_on_decode": "never"}),
+        (None, {"on_prefill_failure": "fail"}),
+    ],
+)  # fmt: skip
+async def test_an_order_that_is_asked_for_or_demanded_is_kept(order: str | None, settings: dict[str, str]) -> None:
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode)
+    async with running(p, d), serving([p], [d], **{"prefill_on_decode": "auto", **settings}) as router:  # type: ignore[arg-type]
+        with make_busy(router):
+            status, headers, _ = await post(router, BODY, order=order)
+        assert status == 200
+        assert headers["x-pd-route"] == (f"{order}; reason=header" if order else "p-first; reason=default")
+        assert "kv_transfer_params" in d.seen[0].body
+
+
+@pytest.mark.anyio
+async def test_several_prompts_go_there_too_unless_an_order_was_asked_for() -> None:
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode)
+    body = {"model": "demo", "prompt": ["one", "two"]}
+    async with running(p, d), serving([p], [d], prefill_on_decode="auto") as router:
+        with make_busy(router):
+            _, headers, _ = await post(router, body, COMPLETIONS)
+            assert headers["x-pd-route"] == "direct; reason=prefill-busy"
+            _, headers, _ = await post(router, body, COMPLETIONS, order="p-first")
+            assert headers["x-pd-route"] == "d-first; reason=several-prompts"
+    asked = make_plan(router.services.table, None, Order.P_FIRST, Order.P_FIRST, 0, several_prompts=True)
+    assert asked.is_asked
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("status", [429, 500, 503, 504])
+async def test_a_decode_node_that_will_not_read_costs_no_request(status: int, stream: bool) -> None:
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", direct_only, node_id=str(status))
+    async with running(p, d), serving([p], [d], prefill_on_decode="auto") as router:
+        with make_busy(router):
+            got, headers, _ = await post(router, BODY | {"stream": stream})
+        assert (got, headers["x-pd-route"]) == (200, "p-first; reason=default")
+        assert [("kv_transfer_params" in leg.body) for leg in d.seen] == [False, True]
+        assert len(p.seen) == 1
+        assert router.count("pd_router_requests_total", order="p-first", reason="default", outcome="ok") == 1
+        assert router.count("pd_router_leg_failures_total", leg="decode", node=str(status), kind="refused") == 1
+        await router.idle()
+
+
+@pytest.mark.anyio
+async def test_a_broken_decode_node_is_followed_by_another_and_then_by_the_prefill_node() -> None:
+    p, broken = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.hang_up, node_id="broken")
+    good = FakeNode("decode", fakes.decode, node_id="good")
+    async with running(p, broken, good), serving([p], [broken, good], prefill_on_decode="auto") as router:
+        with make_busy(router):
+            for _ in range(2):  # one of the two begins with the broken one
+                status, headers, _ = await post(router, BODY | {"stream": True})
+                assert (status, headers["x-pd-route"]) == (200, "direct; reason=prefill-busy")
+                assert headers["x-pd-decode"] == "good"
+            assert broken.seen
+            router.services.table.nodes[2].prefill_bytes += BUSY_BYTES  # it would be no sooner than the prefill node
+            for _ in range(2):
+                status, headers, _ = await post(router, BODY | {"stream": True})
+                assert (status, headers["x-pd-decode"]) == (200, "good")
+                assert headers["x-pd-route"] == "p-first; reason=default"
+            router.services.table.nodes[2].prefill_bytes -= BUSY_BYTES
+        await router.idle()
+
+
+@pytest.mark.anyio
+async def test_a_wrong_request_is_refused_once() -> None:
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.refuse(400))
+    async with running(p, d), serving([p], [d], prefill_on_decode="auto") as router:
+        with make_busy(router):
+            status, headers, _ = await post(router, BODY)
+        assert (status, headers["x-pd-route"]) == (400, "direct; reason=prefill-busy")
+        assert (len(p.seen), len(d.seen)) == (0, 1)
+        await router.idle()
+
+
+@pytest.mark.anyio
+async def test_a_whole_answer_holds_the_charge_of_its_prompt_no_longer_than_expected() -> None:
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode_until_told)
+    async with running(p, d), serving([p], [d], prefill_on_decode="auto") as router:
+        with make_busy(router):
+            request = asyncio.ensure_future(post(router, BODY))
+            await d.wait_seen(1)
+            await until(lambda: router.outstanding()[1] == (0, 1))
+            assert not request.done()
+            d.go_on.set()
+            assert (await request)[0] == 200
+        await router.idle()
+
+
+@pytest.mark.anyio
+async def test_a_client_that_leaves_a_decode_node_reading_leaves_nothing_behind() -> None:
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.silent)
+    async with running(p, d), serving([p], [d], prefill_on_decode="auto") as router:
+        with make_busy(router):
+            request = asyncio.ensure_future(post(router, BODY | {"stream": True}))
+            seen = await d.wait_seen(1)
+            assert router.outstanding()[1][0] > 0
+            request.cancel()
+            await asyncio.wait_for(seen.gone.wait(), fakes.WAIT_S)
+            await until(lambda: router.outstanding()[1] == (0, 0))
+        assert p.seen == []
+        labels = {"order": "direct", "reason": "prefill-busy", "outcome": "client_gone"}
+        await until(lambda: router.count("pd_router_requests_total", **labels) == 1)
+
+
+@pytest.mark.anyio
+async def test_prompts_that_queue_at_p_teach_its_speed_and_then_spill() -> None:
+    """Nothing is set by hand: the first prompt is read, two more queue, and the next one finds D sooner."""
+    p, d = FakeNode("prefill", fakes.prefill_until_told), FakeNode("decode", fakes.decode)
+    body = {"model": "demo", "prompt": "x" * 200_000, "stream": True}
+    async with running(p, d), serving([p], [d], prefill_on_decode="auto") as router:
+        clock, node = router.services.table.clock, router.services.table.nodes[0]
+        begun_s = clock()
+        await post(router, body, COMPLETIONS)
+        await until(lambda: clock() - begun_s > 0.1)
+        p.go_on.set()
+        await until(lambda: not node.prefill_bytes)
+        speed = node.speed.at(clock())
+        assert speed is not None
+        assert 0 < speed < 2_010_000
+        p.go_on.clear()
+        routes = [(await post(router, body, COMPLETIONS))[1]["x-pd-route"] for _ in range(3)]
+        assert routes == ["p-first; reason=default"] * 2 + ["direct; reason=prefill-busy"], "D is thought half as fast"
+        p.go_on.set()
+        await router.idle()
