@@ -129,17 +129,19 @@ class Llama:
                 linear.pack()
         self._head.pack(keep_weight=self.spec.tied_embeddings)
 
-    def choose_products(self, sizes: Sequence[int], propose: ProposeProducts, measure: Measure) -> int:
-        """For steps of `sizes` tokens, multiply in the fastest ways proposed; returns how many of them are not torch's.
+    def choose_products(
+        self, decodes: Sequence[int], prompts: Sequence[int], propose: ProposeProducts, measure: Measure
+    ) -> int:
+        """Multiply in the fastest ways proposed; returns how many of them are not torch's.
 
-        Raises RuntimeError when the device fails.
+        For steps of so many decodes, and for steps of so many tokens, few of which sample: no logits are wanted of them
+        all. Raises RuntimeError when the device fails.
         """
         kinds = [[getattr(layer, name) for layer in self._layers] for name in ("qkv", "out", "gate_up", "down")]
-        num_chosen = 0
-        if self._few_rows is not None:
-            sizes = [size for size in sizes if size > self._few_rows.max_rows]
+        num_chosen, few = 0, 0 if self._few_rows is None else self._few_rows.max_rows
         for linears in [*kinds, [self._head]]:
             if linears[0].bias is None:
+                sizes = sorted({size for size in (*decodes, *(prompts if linears in kinds else ())) if size > few})
                 weights = [linear.weight for linear in linears]
                 found = {size: choose_product(size, weights, propose, measure) for size in sizes}
                 chosen = {size: product for size, product in found.items() if product is not None}

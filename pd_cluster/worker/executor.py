@@ -178,19 +178,22 @@ class Executor:
         graphs, pieces = None, None
         if capture is not None and self._captures_graphs:
             graphs = DecodeGraphs(self._llama, cache, rows, staging, self._kernels, cache.padding_block)
-            sizes = bucket_sizes(self._max_graph_batch)
-            self._choose_products(sizes, capture)
+            decodes, budget = bucket_sizes(self._max_graph_batch), config.max_num_batched_tokens
+            prompts = token_buckets(min(config.max_graph_tokens, budget)) if config.max_graph_tokens else []
+            # What larger steps of prompts have is often the whole budget, or a power of two
+            powers = [
+                1 << power for power in range(max(config.max_graph_tokens, 1024).bit_length(), budget.bit_length())
+            ]
+            self._choose_products(decodes, [*prompts, *powers, budget], capture)
             recorder = CudaRecorder(self._device)
-            graphs.capture(sizes, recorder, capture)
-            if config.max_graph_tokens:
+            graphs.capture(decodes, recorder, capture)
+            if prompts:
                 pieces = PieceGraphs(self._llama, cache, staging)
-                pieces.capture(
-                    token_buckets(min(config.max_graph_tokens, config.max_num_batched_tokens)), recorder, capture
-                )
+                pieces.capture(prompts, recorder, capture)
         return ModelRunner(self._llama, cache, rows, staging, self._kernels, graphs, pieces)
 
-    def _choose_products(self, sizes: list[int], progress: Callable[[str], None]) -> None:
-        """How decode steps of `sizes` sequences multiply."""
+    def _choose_products(self, decodes: list[int], prompts: list[int], progress: Callable[[str], None]) -> None:
+        """How steps of so many decodes, and steps of so many tokens, multiply."""
         started_s = time.perf_counter()
         try:
             self._cublas = CublasLt(self._device)
@@ -199,11 +202,11 @@ class Executor:
             return
         with torch.inference_mode():
             timer = GraphTimer(CudaRecorder(self._device))
-            num_chosen = self._llama.choose_products(sizes, self._cublas.propose, timer)
+            num_chosen = self._llama.choose_products(decodes, prompts, self._cublas.propose, timer)
             del timer
             torch.cuda.empty_cache()  # of its pool
         seconds = time.perf_counter() - started_s
-        progress(f"{num_chosen} products of decode steps are not as torch would choose ({seconds:.1f} s)")
+        progress(f"{num_chosen} products are not as torch would choose ({seconds:.1f} s)")
 
     @property
     def _captures_graphs(self) -> bool:

@@ -112,17 +112,20 @@ def test_all_products_or_none_are_of_few_rows() -> None:
     assert torch.equal(usual, partly)
 
 
-@pytest.mark.parametrize(("kernels", "expected"), [(TORCH, {2, 8}), (FEW_ROWS, {8})], ids=["usual", "few-rows"])
-def test_products_are_chosen_for_steps_of_more_rows_only(kernels: Kernels, expected: set[int]) -> None:
-    asked: set[int] = set()
+@pytest.mark.parametrize(("kernels", "least"), [(TORCH, 2), (FEW_ROWS, 8)], ids=["usual", "few-rows"])
+def test_products_are_chosen_for_steps_of_more_rows_only(kernels: Kernels, least: int) -> None:
+    asked: set[tuple[int, int]] = set()
 
     def propose(num_rows: int, weight: torch.Tensor) -> list[Product]:
-        asked.add(num_rows)
+        asked.add((num_rows, len(weight)))
         return []
 
     model = make_model(kernels, bias=False, dtype=torch.float64)  # which no CPU packs
-    assert model.choose_products([2, 8], propose, lambda run: 1.0) == 0
-    assert asked == expected
+    assert model.choose_products([2, 8], [2, 8, 30], propose, lambda run: 1.0) == 0
+    assert {size for size, _ in asked} == {size for size in (2, 8, 30) if size >= least}
+    assert {size for size, num_outputs in asked if num_outputs == model.spec.vocab_size} == {
+        size for size in (2, 8) if size >= least
+    }, "of prompts nobody wants all logits"
 
 
 @pytest.mark.gpu
