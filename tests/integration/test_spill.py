@@ -1,0 +1,83 @@
+"""A slow prefill node, and a decode node that reads what queues there beside its own streams: real processes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from tests.integration.calls import Call, Outcome
+from tests.integration.system import System, running_system
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+FILLER = "The old man walked to the river. A small dog was in the garden. It was cold and the wind was strong. "
+PEOPLE = {
+    "Mira": 4831,
+    "Oskar": 2210,
+    "Lena": 7745,
+    "Anton": 3906,
+    "Ida": 5518,
+    "Nora": 6127,
+    "Emil": 9043,
+    "Zoe": 1384,
+}
+DIRECT = "direct; reason=prefill-busy"
+FLAGS = {
+    "prefill": ("--max-num-batched-tokens=64",),
+    "decode": ("--max-tokens-beside-decodes=80", "--max-num-batched-tokens=256"),
+}
+
+
+@pytest.fixture(scope="module")
+def system() -> Iterator[System]:
+    with running_system("--kv-cache-gb=0.15", role_flags=FLAGS) as system:
+        yield system
+
+
+def body(name: str, *, stream: bool, salt: str) -> dict[str, Any]:
+    """Some eight hundred tokens, and then who is asked for among three people."""
+    names = [name, *(other for other in PEOPLE if other != name)][:3]
+    facts = " ".join(f"{one} {PEOPLE[one]}." for one in sorted(names))
+    return {
+        "prompt": f"{FILLER * 30}{facts} {name}?", "max_tokens": 8, "temperature": 0, "stream": stream,
+        "cache_salt": salt,
+    }  # fmt: skip
+
+
+async def ask_all(url: str) -> dict[str, Outcome]:
+    """About everybody at once, streamed and not."""
+    calls = {
+        name: Call(url, body(name, stream=bool(index % 2), salt=f"burst {name}")) for index, name in enumerate(PEOPLE)
+    }
+    return {name: await call.outcome() for name, call in calls.items()}
+
+
+async def ask_one_and_then_all(url: str) -> dict[str, Outcome]:
+    """The first one teaches the router how fast P reads."""
+    first = await Call(url, body("Zoe", stream=True, salt="first")).outcome()
+    assert (first.text, first.headers["x-pd-route"]) == (" Zoe 1384.", "p-first; reason=default")
+    return await ask_all(url)
+
+
+def test_long_prompts_at_once_are_read_by_both_nodes_and_none_is_lost(system: System) -> None:
+    found = asyncio.run(ask_one_and_then_all(system.router_url))
+    assert {name: (one.status, one.error, one.text) for name, one in found.items()} == {
+        name: (200, None, f" {name} {number}.") for name, number in PEOPLE.items()
+    }
+    routes = [one.headers["x-pd-route"] for one in found.values()]
+    assert 1 <= routes.count(DIRECT) < len(PEOPLE)
+    assert set(routes) == {DIRECT, "p-first; reason=default"}
+    readers = {one.headers["x-pd-route"]: one.headers["x-pd-prefill"] for one in found.values()}
+    assert readers == {DIRECT: "decode", "p-first; reason=default": "prefill"}
+    assert {one.headers["x-pd-decode"] for one in found.values()} == {"decode"}
+    system.settle()
+    nodes = httpx.get(f"{system.router_url}/nodes", trust_env=False).json()["nodes"]
+    assert all(node["outstanding"] == {"prefill_bytes": 0, "sequences": 0} for node in nodes)
+    sample = 'pd_router_requests_total{order="direct",outcome="ok",reason="prefill-busy"}'
+    assert f"{sample} {routes.count(DIRECT)}.0" in httpx.get(f"{system.router_url}/metrics", trust_env=False).text
