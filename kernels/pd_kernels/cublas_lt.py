@@ -17,7 +17,8 @@ import torch
 
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends for Hopper; splits along K need some
 NUM_PROPOSALS = 8
-_COMPUTE_32F, _SCALE_32F = 68, 0
+_COMPUTE_32F, _FLOAT_32 = 68, 0
+_BATCH_COUNT, _BATCH_STRIDE = 5, 6  # attributes of a matrix
 _TRANSPOSE_A, _MAX_WORKSPACE = 3, 1  # attributes of a product, of a preference
 _SWIZZLE = 4  # attribute of an algorithm: the order of tiles, 0 or 1
 _TYPES = {torch.bfloat16: 14, torch.float16: 2}
@@ -44,8 +45,12 @@ class Algorithm:
     proposal: _Proposal
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """`x` [M, K] and `weight` [N, K], both contiguous and of the type asked for -> [M, N]. Raises RuntimeError."""
-        out = x.new_empty(x.shape[0], weight.shape[0])
+        """`x` [M, K] and `weight` [N, K], both contiguous and of the type asked for -> [M, N], or the parts asked for.
+
+        Raises RuntimeError.
+        """
+        size, parts = (x.shape[0], weight.shape[0]), self.shape.parts
+        out = x.new_empty(size) if parts == 1 else x.new_empty((parts, *size), dtype=torch.float32)
         self.library.multiply(self.shape, self.proposal, x, weight, out)
         return out
 
@@ -58,6 +63,7 @@ class _Shape:
     weight: ctypes.c_void_p
     x: ctypes.c_void_p
     out: ctypes.c_void_p
+    parts: int  # each of as many inputs, one behind the other
 
 
 class CublasLt:
@@ -78,13 +84,13 @@ class CublasLt:
         """Algorithms must not be used after this; graphs that captured them may. Idempotent."""
         self._created.close()
 
-    def propose(self, num_rows: int, weight: torch.Tensor) -> list[Algorithm]:
+    def propose(self, num_rows: int, weight: torch.Tensor, parts: int = 1) -> list[Algorithm]:
         """What may multiply `num_rows` rows with `weight` [N, K], best guess first, then the same with their tiles in
         another order; nothing for float32, which torch multiplies with or without TensorFloat-32 as it is told.
-        Raises RuntimeError."""
-        if weight.dtype not in _TYPES:
+        With `parts`, each is of as many inputs. Raises RuntimeError."""
+        if weight.dtype not in _TYPES or weight.shape[1] % (8 * parts):  # 8: whole 16 bytes
             return []
-        shape = self._describe(num_rows, weight.shape[0], weight.shape[1], _TYPES[weight.dtype])
+        shape = self._describe(num_rows, weight.shape[0], weight.shape[1], _TYPES[weight.dtype], parts)
         preference = self._create("MatmulPreference")
         limit = ctypes.c_size_t(WORKSPACE_BYTES)
         self._call("MatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, ctypes.byref(limit), ctypes.c_size_t(8))
@@ -125,18 +131,26 @@ class CublasLt:
             ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream),
         )  # fmt: skip
 
-    def _describe(self, num_rows: int, num_outputs: int, num_inputs: int, dtype: int) -> _Shape:
-        product = self._create("MatmulDesc", _COMPUTE_32F, _SCALE_32F)
+    def _describe(self, num_rows: int, num_outputs: int, num_inputs: int, dtype: int, parts: int) -> _Shape:
+        product = self._create("MatmulDesc", _COMPUTE_32F, _FLOAT_32)
         transpose = ctypes.c_int32(1)
         self._call("MatmulDescSetAttribute", product, _TRANSPOSE_A, ctypes.byref(transpose), ctypes.c_size_t(4))
-        weight = self._layout(dtype, num_inputs, num_outputs)
-        return _Shape(
-            product, weight, self._layout(dtype, num_inputs, num_rows), self._layout(dtype, num_outputs, num_rows)
-        )
+        size = num_inputs // parts
+        weight, x = (self._layout(dtype, size, count, num_inputs, parts, size) for count in (num_outputs, num_rows))
+        out_type = dtype if parts == 1 else _FLOAT_32
+        out = self._layout(out_type, num_outputs, num_rows, num_outputs, parts, num_outputs * num_rows)
+        return _Shape(product, weight, x, out, parts)
 
-    def _layout(self, dtype: int, num_rows: int, num_columns: int) -> ctypes.c_void_p:
-        sizes = ctypes.c_uint64(num_rows), ctypes.c_uint64(num_columns), ctypes.c_int64(num_rows)
-        return self._create("MatrixLayout", dtype, *sizes)
+    def _layout(
+        self, dtype: int, num_rows: int, num_columns: int, column_stride: int, parts: int, part_stride: int
+    ) -> ctypes.c_void_p:
+        sizes = ctypes.c_uint64(num_rows), ctypes.c_uint64(num_columns), ctypes.c_int64(column_stride)
+        made = self._create("MatrixLayout", dtype, *sizes)
+        if parts > 1:
+            count, stride = ctypes.c_int32(parts), ctypes.c_int64(part_stride)
+            self._call("MatrixLayoutSetAttribute", made, _BATCH_COUNT, ctypes.byref(count), ctypes.c_size_t(4))
+            self._call("MatrixLayoutSetAttribute", made, _BATCH_STRIDE, ctypes.byref(stride), ctypes.c_size_t(8))
+        return made
 
     def _create(self, kind: str, *arguments: object) -> ctypes.c_void_p:
         made = ctypes.c_void_p()

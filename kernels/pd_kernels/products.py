@@ -19,21 +19,22 @@ logger = logging.getLogger(__name__)
 
 COLD_BYTES = 200e6  # weights that together push each other out of any GPU's cache
 MARGIN = 0.985  # of the usual time: what is saved must be more than noise
+PARTS = 2  # of a product whose outputs are too few tiles for all multiprocessors; with 4, summing takes what is won
 MANY_ROWS = 512  # from here on a product's time is that of its multiplications, and depends on the clock that is left
 ROUNDS = 4  # of the better ways to multiply many rows, in turn, for the power limit slows down whoever comes later
 BETTER = 1.04  # times the best of the first round
 
 
 class Product(Protocol):
-    """x [M, K], weight [N, K] -> x weight^T [M, N]."""
+    """x [M, K], weight [N, K] -> x weight^T [M, N], or its parts, float32 [parts, M, N], still to be summed."""
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
 
 
 class ProposeProducts(Protocol):
-    """Ways to multiply `num_rows` rows with weights like this one."""
+    """Ways to multiply `num_rows` rows with weights like this one, to so many parts."""
 
-    def __call__(self, num_rows: int, weight: torch.Tensor) -> Sequence[Product]: ...
+    def __call__(self, num_rows: int, weight: torch.Tensor, parts: int = 1) -> Sequence[Product]: ...
 
 
 class Measure(Protocol):
@@ -48,17 +49,24 @@ def usual_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def choose_product(
-    num_rows: int, weights: Sequence[torch.Tensor], propose: ProposeProducts, measure: Measure
+    num_rows: int,
+    weights: Sequence[torch.Tensor],
+    propose: ProposeProducts,
+    measure: Measure,
+    finish: Callable[[torch.Tensor], object] | None = None,
 ) -> Product | None:
     """The fastest way to multiply `num_rows` rows with weights of one shape [N, K]; None when that is torch's own.
 
+    `finish` does with the product what the model does, parts or not; its time counts. Without, there may be no parts.
     Raises RuntimeError when torch's own way fails; another that does not run is none, and logged.
     """
     many = num_rows >= MANY_ROWS
     some = weights[: 1 if many else max(1, round(COLD_BYTES / weights[0].nbytes))]
     shape = f"{num_rows} rows by {tuple(weights[0].shape)}"
     try:
-        proposals = propose(num_rows, weights[0])
+        proposals = [*propose(num_rows, weights[0])]
+        if finish is not None and not many:
+            proposals += propose(num_rows, weights[0], PARTS)
     except RuntimeError as error:
         logger.info("nothing is proposed for %s: %s", shape, error)
         return None
@@ -69,7 +77,9 @@ def choose_product(
     def time(product: Product) -> float:
         def run() -> None:
             for weight in some:
-                product(x, weight)
+                done = product(x, weight)
+                if finish is not None:
+                    finish(done)
 
         return measure(run)
 

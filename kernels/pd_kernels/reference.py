@@ -26,8 +26,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual). A kernel may overwrite either argument."""
-    total = x + residual
+    """(norm(x + residual), x + residual). A kernel may overwrite either argument.
+
+    `residual` [T, size]; `x` [T, size], or float32 [parts, T, size], which are to be summed and rounded first.
+    """
+    total = (x if x.dim() == 2 else x.sum(0).to(residual.dtype)) + residual
     return rms_norm(total, weight, eps), total
 
 

@@ -27,7 +27,7 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See reference.add_rms_norm. Overwrites `residual`."""
-    residual += x
+    residual += x if x.dim() == 2 else x.sum(0).to(residual.dtype)
     return rms_norm(residual, weight, eps), residual
 
 

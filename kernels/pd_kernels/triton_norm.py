@@ -35,8 +35,8 @@ def _rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_rms_norm_kernel(
-    x, residual, weight, num_rows, x_stride, residual_stride, eps,
-    SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    x, residual, weight, out, num_rows, part_stride, x_stride, residual_stride, out_stride, eps,
+    PARTS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     others_may_start(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -46,13 +46,17 @@ def _add_rms_norm_kernel(
     residual_at = residual + row[:, None] * residual_stride + column[None, :]
     gain = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
     wait_for_others(EARLY)
+    dtype = residual.dtype.element_ty
+    old = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
     added = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
-    total = (added + tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
+    for part in tl.static_range(1, PARTS):
+        added += tl.load(x_at + part * part_stride, mask=inside, other=0.0)
+    total = (added.to(dtype).to(tl.float32) + old).to(dtype)
     tl.store(residual_at, total, mask=inside)
     value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)
-    normed = (value * scale[:, None]).to(x.dtype.element_ty).to(tl.float32) * gain[None, :]
-    tl.store(x_at, normed.to(x.dtype.element_ty), mask=inside)
+    normed = (value * scale[:, None]).to(dtype).to(tl.float32) * gain[None, :]
+    tl.store(out + row[:, None] * out_stride + column[None, :], normed.to(dtype), mask=inside)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -76,20 +80,22 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See reference.add_rms_norm. [T, size] each, unit last stride. Overwrites and returns both arguments."""
-    if x.dim() != 2 or x.shape != residual.shape or x.stride(1) != 1 or residual.stride(1) != 1:
+    """See reference.add_rms_norm. Unit last strides. Overwrites and returns both arguments, but not parts."""
+    if x.shape[-2:] != residual.shape or x.stride(-1) != 1 or residual.stride(1) != 1 or x.dim() not in (2, 3):
         raise ValueError(f"x and residual must be [T, size] with unit last stride, not {x.shape} and {residual.shape}")
-    if x.dtype != residual.dtype:
+    if x.dtype != (residual.dtype if x.dim() == 2 else torch.float32):
         raise ValueError(f"x is {x.dtype}, the residual {residual.dtype}")
-    num_rows, size = x.shape
+    num_rows, size = residual.shape
+    parts, part_stride = (1, 0) if x.dim() == 2 else (x.shape[0], x.stride(0))
+    out = x if x.dim() == 2 else torch.empty_like(residual)
     if num_rows:
         columns, rows, num_warps = _shape(size, num_rows)
         early = launches_early(x.device)
         _add_rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-            x, residual, weight, num_rows, x.stride(0), residual.stride(0), eps, size, columns, rows,
-            early, num_warps=num_warps, **early_options(early),
+            x, residual, weight, out, num_rows, part_stride, x.stride(-2), residual.stride(0), out.stride(0), eps,
+            parts, size, columns, rows, early, num_warps=num_warps, **early_options(early),
         )  # fmt: skip
-    return x, residual
+    return out, residual
 
 
 def _shape(size: int, num_rows: int) -> tuple[int, int, int]:

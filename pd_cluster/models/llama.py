@@ -13,7 +13,7 @@ from pd_kernels.head_norms import HeadNorms
 from pd_kernels.products import choose_product
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pd_cluster.models.spec import ModelSpec
     from pd_kernels.backends import AttentionPlan, FewRows, Kernels
@@ -44,7 +44,7 @@ class ForwardInputs:
 class Stream:
     """What flows from layer to layer."""
 
-    hidden: torch.Tensor | None  # [T, hidden_size], not yet added to the residual; None at the entrance
+    hidden: torch.Tensor | None  # [T, hidden_size], or its parts, not yet added to the residual; None at the entrance
     residual: torch.Tensor  # [T, hidden_size]
     angles: tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, head_dim / 2]
     normed: HalfNormed | None = None  # of the residual, by the next norm's weight: instead of `hidden`, with few tokens
@@ -137,13 +137,15 @@ class Llama:
         For steps of so many decodes, and for steps of so many tokens, few of which sample: no logits are wanted of them
         all. Raises RuntimeError when the device fails.
         """
-        kinds = [[getattr(layer, name) for layer in self._layers] for name in ("qkv", "out", "gate_up", "down")]
+        kinds = {name: [getattr(layer, name) for layer in self._layers] for name in ("qkv", "out", "gate_up", "down")}
         num_chosen, few = 0, 0 if self._few_rows is None else self._few_rows.max_rows
-        for linears in [*kinds, [self._head]]:
+        for name, linears in {**kinds, "head": [self._head]}.items():
             if linears[0].bias is None:
-                sizes = sorted({size for size in (*decodes, *(prompts if linears in kinds else ())) if size > few})
-                weights = [linear.weight for linear in linears]
-                found = {size: choose_product(size, weights, propose, measure) for size in sizes}
+                sizes = sorted({size for size in (*decodes, *(prompts if name in kinds else ())) if size > few})
+                weights, found = [linear.weight for linear in linears], {}
+                for size in sizes:
+                    finish = self._add_and_norm(size) if name in ("out", "down") else None
+                    found[size] = choose_product(size, weights, propose, measure, finish)
                 chosen = {size: product for size, product in found.items() if product is not None}
                 num_chosen += len(chosen)
                 for linear in linears:
@@ -237,6 +239,11 @@ class Llama:
             return self._kernels.rms_norm(stream.residual, weight, eps)
         hidden, stream.residual = self._kernels.add_rms_norm(stream.hidden, stream.residual, weight, eps)
         return hidden
+
+    def _add_and_norm(self, num_rows: int) -> Callable[[torch.Tensor], object]:
+        """What follows the output and the down product."""
+        residual = torch.zeros(num_rows, self.spec.hidden_size, dtype=self.dtype, device=self.device)
+        return lambda x: self._kernels.add_rms_norm(x, residual, self._norm, self.spec.norm_eps)
 
     def _make_few_rows(self) -> FewRowsProducts | None:
         """None where the kernels have nothing for some weight."""

@@ -40,6 +40,14 @@ def test_add_rms_norm_gives_norm_and_sum(dtype: torch.dtype) -> None:
     assert (found_normed.double() - normed.double()).abs().max() < 5 * DTYPES[dtype]
 
 
+def test_add_rms_norm_sums_parts() -> None:
+    parts, residual, weight = (random(*shape, dtype=torch.float32) for shape in ((3, 5, 33), (5, 33), (33,)))
+    for function in (reference.add_rms_norm, torch_ops.add_rms_norm):
+        found = function(parts, residual.clone(), weight, 1e-6)
+        for left, right in zip(found, function(parts.sum(0), residual.clone(), weight, 1e-6), strict=True):
+            torch.testing.assert_close(left, right)
+
+
 @pytest.mark.parametrize("head_dim", [2, 64, 80, 96])
 def test_rope_is_a_rotation_of_pairs(head_dim: int) -> None:
     x, angles = random(6, 3, head_dim, dtype=torch.float64), random(6, head_dim // 2, dtype=torch.float64, seed=1)

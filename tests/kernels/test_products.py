@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from pd_cluster.models.layers import Linear
 from pd_cluster.worker.recorder import CudaRecorder, GraphTimer
 from pd_kernels.cublas_lt import CublasLt
-from pd_kernels.products import choose_product
+from pd_kernels.products import MANY_ROWS, PARTS, ROUNDS, choose_product
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ def choose(usual: float, times: Sequence[float]) -> tuple[Product | None, list[T
         return sum(clock) or usual
 
     weights = [torch.zeros(4, 3)]
-    return choose_product(2, weights, lambda num_rows, weight: products, measure), products
+    return choose_product(2, weights, lambda num_rows, weight, parts=1: products, measure), products
 
 
 def test_the_fastest_is_chosen() -> None:
@@ -66,14 +66,64 @@ def test_a_way_that_does_not_run_is_none() -> None:
         return next(times)
 
     times = iter((10.0, 5.0))
-    assert choose_product(2, [torch.zeros(4, 3)], lambda num_rows, weight: [broken, fast], measure) is fast
+    assert choose_product(2, [torch.zeros(4, 3)], lambda num_rows, weight, parts=1: [broken, fast], measure) is fast
 
 
 def test_a_shape_without_proposals_is_left_to_torch() -> None:
-    def refuse(num_rows: int, weight: torch.Tensor) -> list[Product]:
+    def refuse(num_rows: int, weight: torch.Tensor, parts: int = 1) -> list[Product]:
         raise RuntimeError("cublasLtMatmulAlgoGetHeuristic: status 15")
 
     assert choose_product(2, [torch.zeros(4, 3)], refuse, lambda run: 1.0) is None
+
+
+def test_parts_are_proposed_where_somebody_sums_them() -> None:
+    """And where rows are few: of many, the outputs are enough tiles."""
+    asked: list[tuple[int, int]] = []
+
+    def propose(num_rows: int, weight: torch.Tensor, parts: int = 1) -> list[Product]:
+        asked.append((num_rows, parts))
+        return [halves] if parts == PARTS else []
+
+    def halves(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        clock.append(5.0)
+        return torch.stack([F.linear(x, weight) / 2] * 2)
+
+    def measure(run: Callable[[], None]) -> float:
+        clock[:] = [9.0]
+        run()
+        return clock[-1]
+
+    clock: list[float] = []
+    sums: list[torch.Size] = []
+    weights = [torch.zeros(4, 3)]
+    assert choose_product(2, weights, propose, measure) is None
+    assert choose_product(2, weights, propose, measure, lambda done: sums.append(done.shape)) is halves
+    assert choose_product(MANY_ROWS, weights, propose, measure, lambda done: None) is None
+    assert asked == [(2, 1), (2, 1), (2, PARTS), (MANY_ROWS, 1)]
+    assert sums == [(2, 4), (2, 2, 4)]
+
+
+def test_many_rows_are_multiplied_in_turn() -> None:
+    """A first measurement on a cool device says little; what is far behind in it is not measured again."""
+    times = {"usual": iter([5.0, 9.0, 9.0, 9.0, 9.0]), "even": iter([5.1, 8.0, 8.0, 8.0, 8.0]), "slow": iter([7.0])}
+    order: list[str] = []
+
+    def way(name: str) -> Product:
+        def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            order.append(name)
+            return F.linear(x, weight)
+
+        return multiply
+
+    def measure(run: Callable[[], None]) -> float:
+        before = len(order)
+        run()
+        return next(times[order[-1] if len(order) > before else "usual"])
+
+    even = way("even")
+    ways = [way("slow"), even]
+    assert choose_product(MANY_ROWS, [torch.zeros(4, 3)], lambda num_rows, weight, parts=1: ways, measure) is even
+    assert order == ["slow"] + ["even"] * (1 + ROUNDS)
 
 
 def test_a_linear_uses_what_was_chosen_for_its_number_of_rows() -> None:
@@ -92,7 +142,7 @@ def test_nothing_is_proposed_for_float32() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("num_rows", [1, 40, 224])
+@pytest.mark.parametrize("num_rows", [1, 40, 224, 1024])
 def test_every_proposal_multiplies(dtype: torch.dtype, num_rows: int) -> None:
     generator = torch.Generator("cuda").manual_seed(num_rows)
     weight = torch.randn(1536, 1024, generator=generator, device="cuda", dtype=dtype)
@@ -105,6 +155,10 @@ def test_every_proposal_multiplies(dtype: torch.dtype, num_rows: int) -> None:
         assert not library.propose(num_rows, weight.float())
         for proposal in proposals:  # 1024 products of about 1, rounded once: half a unit of the largest
             torch.testing.assert_close(proposal(x, weight).double(), wanted, rtol=1e-2, atol=0.1)
+        for proposal in library.propose(num_rows, weight, PARTS):
+            found = proposal(x, weight)
+            assert found.shape == (PARTS, num_rows, 1536)
+            torch.testing.assert_close(found.double().sum(0), wanted, rtol=1e-4, atol=1e-3)
 
         def run() -> None:
             proposals[0](x, weight)

@@ -44,6 +44,19 @@ def test_rms_norm_and_the_sum_before_it(rows: int, size: int, dtype: torch.dtype
     assert close(normed, expected, dtype)
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(("parts", "rows", "size"), [(2, 5, 80), (3, 1, 7), *([(2, 192, 4096)] if GPU else [])])
+def test_the_sum_of_parts_and_its_norm(parts: int, rows: int, size: int, dtype: torch.dtype) -> None:
+    """Rounded before it is added to the residual, as a product is."""
+    x, residual = random(parts, rows, size, dtype=torch.float32), random(rows, size, dtype=dtype, seed=1)
+    weight, before = random(size, dtype=dtype, seed=2), x.clone()
+    wanted_normed, wanted = reference.add_rms_norm(x, residual, weight, 1e-5)
+    normed, found = triton_norm.add_rms_norm(x, residual, weight, 1e-5)
+    assert close(found, wanted.double(), dtype)
+    assert close(normed, wanted_normed.double(), dtype)
+    assert torch.equal(x, before)
+
+
 def test_rms_norm_of_some_heads_of_a_wider_row() -> None:
     wide, weight = random(5, 7, 80, dtype=torch.float32), random(80, dtype=torch.float32, seed=1)
     found = triton_norm.rms_norm(wide[:, 2:5], weight, 1e-6)

@@ -116,7 +116,7 @@ def test_all_products_or_none_are_of_few_rows() -> None:
 def test_products_are_chosen_for_steps_of_more_rows_only(kernels: Kernels, least: int) -> None:
     asked: set[tuple[int, int]] = set()
 
-    def propose(num_rows: int, weight: torch.Tensor) -> list[Product]:
+    def propose(num_rows: int, weight: torch.Tensor, parts: int = 1) -> list[Product]:
         asked.add((num_rows, len(weight)))
         return []
 
