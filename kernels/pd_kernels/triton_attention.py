@@ -68,10 +68,11 @@ class TritonAttentionPlan:
             group = query.shape[1] // key_cache.shape[1]
             if group not in self.prefills:
                 num_rows = (self.num_tokens - packed.num_decodes) * query.shape[1]
+                num_keys = 0 if self.window else int(packed.host_seq_lens[packed.num_decodes :].max())
                 tiling = self.prefill or prefill_tiling(
-                    query.dtype, query.shape[2], num_rows, num_processors(query.device)
+                    query.dtype, query.shape[2], num_rows, num_keys, num_processors(query.device)
                 )
-                self.prefills[group] = plan_prefill(packed, group, tiling, query.device)
+                self.prefills[group] = plan_prefill(packed, query.shape[1], key_cache, tiling)
             prefill_attention(query, key_cache, value_cache, packed, self.prefills[group], out, scale, self.window)
         return out
 

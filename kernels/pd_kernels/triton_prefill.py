@@ -5,13 +5,14 @@ A program has the query rows of some tokens and one KV head: all query heads of 
 for the group and a chunk of few tokens still fills the matrix unit. It walks the keys with an online softmax
 (arXiv 2205.14135): first, under a window, the tiles that only some rows see, then those that all rows see, without a
 mask, then the diagonal. Unmasked tiles come through the tensor memory accelerator when a cache block holds whole tiles.
-Programs with the most keys start first.
+Programs with the most keys start first. Where there are too few for the GPU, as in a short chunk behind a long prefix,
+each tile's keys are shared among several, whose parts a second launch puts together.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from pd_kernels.packed import PackedSequences
 
 _LOG2_E = 1.4426950408889634
+_SHARED_KEYS = 1024  # with fewer, a tile is one program's
+_FAR_KEYS = 4096  # so many that a chunk's tiles are nearly as long as each other
+_MOST_PARTS = 16  # the merge takes them one after the other
+_MERGED_ROWS = 16  # by one program
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,7 @@ class PrefillTiling:
     num_warps: int
     num_stages: int
     max_registers: int | None = None  # of a thread; None leaves it to the compiler
+    parts: int = 1  # programs that share a tile's keys; 1 under a window
     descriptors: bool = True  # use the tensor memory accelerator where the layout allows it
 
 
@@ -83,11 +89,11 @@ def _attend_tiles(
 # Numbers that change from step to step are not specialized on: a variant costs a second or two to compile
 @triton.jit(do_not_specialize=["num_tiles", "table_stride"])
 def _prefill_kernel(
-    query, key_tiles, value_tiles, key_cache, value_cache, block_tables, query_starts, seq_lens, tiles, out,
+    query, key_tiles, value_tiles, key_cache, value_cache, block_tables, query_starts, seq_lens, tiles, out, parts,
     num_tiles, query_stride, table_stride, block_stride, head_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     head, tile = tl.program_id(0), tl.program_id(1)
     seq = tl.load(tiles + tile).to(tl.int64)
@@ -110,6 +116,11 @@ def _prefill_kernel(
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     start, diagonal = 0, (low + 1) // KEYS * KEYS
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(high, KEYS), tl.num_programs(2)) * KEYS
+        start = tl.program_id(2) * share
+        high = tl.minimum(high, start + share)
+        diagonal = tl.minimum(tl.maximum(diagonal, start), high)
     if WINDOW > 0:
         start = tl.maximum(low - WINDOW + 1, 0) // KEYS * KEYS
         everyone = (tl.maximum(high - WINDOW, 0) + KEYS - 1) // KEYS * KEYS
@@ -131,8 +142,45 @@ def _prefill_kernel(
         block_stride, scale, NUM_KV_HEADS, SIZE, BLOCK_SIZE, WINDOW, KEYS, COLUMNS, PRECISION, 1,
         True, DESCRIPTORS,
     )  # fmt: skip
+    if SPLIT:
+        all_rows = num_tiles * tl.num_programs(2) * NUM_KV_HEADS * ROWS
+        at_row = ((tile * tl.num_programs(2) + tl.program_id(2)) * NUM_KV_HEADS + head) * ROWS + row
+        tl.store(parts + at_row[:, None] * COLUMNS + column[None, :], sums)
+        tl.store(parts + all_rows * COLUMNS + at_row, top)
+        tl.store(parts + all_rows * (COLUMNS + 1) + at_row, total)
+    else:
+        mean = (sums / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + query_row * (NUM_KV_HEADS * GROUP * SIZE) + at, mean, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_parts"])
+def _merge_kernel(
+    parts, query_starts, tiles, out, num_tiles, num_parts, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
+    """MERGED rows of one tile and KV head: the parts' sums, each weighed by its rows' highest score."""
+    head, tile = tl.program_id(0), tl.program_id(1)
+    seq = tl.load(tiles + tile).to(tl.int64)
+    row, column = tl.program_id(2) * MERGED + tl.arange(0, MERGED), tl.arange(0, COLUMNS)
+    token = tl.load(tiles + num_tiles + tile) + row // GROUP
+    query_start = tl.load(query_starts + seq)
+    top = tl.full([MERGED], -1e30, tl.float32)
+    total = tl.zeros([MERGED], tl.float32)
+    sums = tl.zeros([MERGED, COLUMNS], tl.float32)
+    all_rows = num_tiles * num_parts * NUM_KV_HEADS * ROWS
+    for part in range(num_parts):
+        at_row = ((tile * num_parts + part) * NUM_KV_HEADS + head) * ROWS + row
+        part_top = tl.load(parts + all_rows * COLUMNS + at_row)
+        higher = tl.maximum(top, part_top)
+        shrink, weight = tl.exp2(top - higher), tl.exp2(part_top - higher)
+        total = total * shrink + tl.load(parts + all_rows * (COLUMNS + 1) + at_row) * weight
+        part_sums = tl.load(parts + at_row[:, None] * COLUMNS + column[None, :])
+        sums = sums * shrink[:, None] + part_sums * weight[:, None]
+        top = higher
+    inside = (row < ROWS // GROUP * GROUP) & (token < tl.load(query_starts + seq + 1) - query_start)
+    where = (query_start + token).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head * GROUP + row % GROUP
     mean = (sums / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + query_row * (NUM_KV_HEADS * GROUP * SIZE) + at, mean, mask=inside)
+    tl.store(out + where[:, None] * SIZE + column[None, :], mean, mask=inside[:, None] & (column < SIZE)[None, :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +189,16 @@ class PrefillPlan:
 
     tiling: PrefillTiling
     tiles: torch.Tensor  # int32 [2, n]: each program's sequence and first token of its chunk, most keys first
+    parts: torch.Tensor  # float32: what shared tiles leave for the merge, a layer after the other; else empty
+    launches: list[Any] = field(default_factory=list)  # the kernels as compiled for the first layer
 
 
-def plan_prefill(packed: PackedSequences, group: int, tiling: PrefillTiling, device: torch.device) -> PrefillPlan:
-    """`group`: query heads per KV head. Raises ValueError when they are more than a tile's rows."""
+def plan_prefill(
+    packed: PackedSequences, num_heads: int, key_cache: torch.Tensor, tiling: PrefillTiling
+) -> PrefillPlan:
+    """`key_cache`: any layer's. Raises ValueError for more query heads to a KV head than a tile has rows."""
+    num_kv_heads, size = key_cache.shape[1], key_cache.shape[3]
+    group = num_heads // num_kv_heads
     if group > tiling.rows:
         raise ValueError(f"{group} query heads share a KV head; this kernel takes at most {tiling.rows}")
     lens = packed.host_query_lens[packed.num_decodes :]
@@ -155,20 +209,40 @@ def plan_prefill(packed: PackedSequences, group: int, tiling: PrefillTiling, dev
     num_keys = (packed.host_seq_lens - packed.host_query_lens)[seqs] + firsts
     order = np.argsort(-num_keys, kind="stable")
     tiles = torch.from_numpy(np.stack((seqs[order], firsts[order])).astype(np.int32))
-    return PrefillPlan(tiling, tiles.to(device, non_blocking=True))
+    num_rows = len(seqs) * tiling.parts * num_kv_heads * tiling.rows if tiling.parts > 1 else 0
+    parts = torch.empty(num_rows * (_columns(size) + 2), dtype=torch.float32, device=key_cache.device)
+    return PrefillPlan(tiling, tiles.to(key_cache.device, non_blocking=True), parts)
 
 
-def prefill_tiling(dtype: torch.dtype, head_dim: int, num_rows: int, num_processors: int) -> PrefillTiling:
-    """For a GPU with 228 KiB of shared memory a multiprocessor. `num_rows`: query tokens times query heads."""
+def prefill_tiling(
+    dtype: torch.dtype, head_dim: int, num_rows: int, num_keys: int, num_processors: int
+) -> PrefillTiling:
+    """For a GPU with 228 KiB of shared memory a multiprocessor.
+
+    `num_rows`: query tokens times query heads; `num_keys`: of the longest sequence, 0 under a window.
+    """
     if dtype is torch.float32:
         return PrefillTiling(rows=32, keys=16, num_warps=4, num_stages=1, descriptors=False)
     if head_dim > 128:
         return PrefillTiling(rows=128, keys=64, num_warps=8, num_stages=2)
-    if num_rows <= 2 * 128 * num_processors:  # the large tiles would all run at once, the longest alone at the end
-        return PrefillTiling(rows=64, keys=64, num_warps=4, num_stages=2, max_registers=168)
     # 128 registers let two programs share a multiprocessor: one's softmax runs under the other's matrix products.
     # On an H200 at head_dim 128 that is 500 TFLOP/s where the compiler's own choice, 168 registers, gives 356
-    return PrefillTiling(rows=128, keys=64, num_warps=8, num_stages=2, max_registers=128)
+    large = PrefillTiling(rows=128, keys=64, num_warps=8, num_stages=2, max_registers=128)
+    small = PrefillTiling(rows=64, keys=64, num_warps=4, num_stages=2, max_registers=168)
+    num_tiles = -(-num_rows // large.rows)
+    is_far = num_keys >= _FAR_KEYS
+    if num_tiles <= num_processors // 4:
+        parts = min(num_processors // num_tiles, num_keys // 256, _MOST_PARTS)
+        if parts > 1 and num_keys >= _SHARED_KEYS:
+            return replace(small, parts=parts)
+    elif num_tiles <= num_processors:
+        parts = min(2 * num_processors // num_tiles, num_keys // 512)
+        if parts > 2 or (parts == 2 and is_far):
+            return replace(large, parts=parts)
+    # Two large tiles a multiprocessor or less: all run at once, and behind no prefix the longest ends alone
+    if num_tiles <= 2 * num_processors and not (is_far and 2 * num_tiles >= 3 * num_processors):
+        return small
+    return large
 
 
 def prefill_attention(
@@ -183,25 +257,61 @@ def prefill_attention(
 ) -> None:
     """See reference.prefill_attention: the sequences from `packed.num_decodes` on, into their rows of `out`.
 
-    `query`, `out` [T, H, D] of the whole step; `plan`: of `plan_prefill` for as many heads.
+    `query`, `out` [T, H, D] of the whole step; `plan`: of `plan_prefill` for as many heads and the same window.
     """
     tiling, tiles = plan.tiling, plan.tiles
     num_heads, size = query.shape[1:]
     num_kv_heads, block_size = key_cache.shape[1:3]
-    columns = max(triton.next_power_of_2(size), 16)
+    group, columns, num_tiles = num_heads // num_kv_heads, _columns(size), tiles.shape[1]
     descriptors = tiling.descriptors and block_size % tiling.keys == 0
     key_tiles: torch.Tensor | TensorDescriptor = key_cache
     value_tiles: torch.Tensor | TensorDescriptor = value_cache
     if descriptors:
         key_tiles, value_tiles = (_descriptor(cache, tiling.keys, columns) for cache in (key_cache, value_cache))
-    num_tiles = tiles.shape[1]
-    _prefill_kernel[(num_kv_heads, num_tiles)](
-        query, key_tiles, value_tiles, key_cache, value_cache, packed.block_tables, packed.query_starts,
-        packed.seq_lens, tiles, out, num_tiles, query.stride(0), packed.block_tables.stride(0), key_cache.stride(0),
-        key_cache.stride(1), scale * _LOG2_E, num_kv_heads, num_heads // num_kv_heads, size, block_size, window,
-        tiling.rows, tiling.keys, columns, "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages,
-        descriptors, num_warps=tiling.num_warps, maxnreg=tiling.max_registers,
-    )  # fmt: skip
+    split = tiling.parts > 1
+    calls: list[tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, int | None]]] = [(
+        _prefill_kernel, (num_kv_heads, num_tiles, tiling.parts),
+        (
+            query, key_tiles, value_tiles, key_cache, value_cache, packed.block_tables, packed.query_starts,
+            packed.seq_lens, tiles, out, plan.parts if split else out, num_tiles, query.stride(0),
+            packed.block_tables.stride(0), key_cache.stride(0), key_cache.stride(1), scale * _LOG2_E, num_kv_heads,
+            group, size, block_size, window, tiling.rows, tiling.keys, columns,
+            "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages, descriptors, split,
+        ),
+        {"num_warps": tiling.num_warps, "maxnreg": tiling.max_registers},
+    )]  # fmt: skip
+    if split:
+        merged = min(tiling.rows, _MERGED_ROWS)
+        calls.append((
+            _merge_kernel, (num_kv_heads, num_tiles, tiling.rows // merged),
+            (
+                plan.parts, packed.query_starts, tiles, out, num_tiles, tiling.parts, num_kv_heads, group, size,
+                tiling.rows, columns, merged,
+            ),
+            {"num_warps": 4},
+        ))  # fmt: skip
+    _launch(calls, plan.launches)
+
+
+def _launch(
+    calls: list[tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, int | None]]], launches: list[Any]
+) -> None:
+    """Each kernel on its grid. `launches`: as compiled for another layer, whose arguments differ in pointers alone.
+
+    Finding out from the arguments which compiled kernel is meant costs the host 15 us a launch. The pointers of all
+    layers are aligned alike, so it is the same one.
+    """
+    if launches:
+        for compiled, (_, grid, arguments, _) in zip(launches, calls, strict=True):
+            compiled[grid](*arguments)
+        return
+    found = [kernel[grid](*arguments, **options) for kernel, grid, arguments, options in calls]
+    if found[0] is not None:  # the interpreter compiles nothing
+        launches.extend(found)
+
+
+def _columns(size: int) -> int:
+    return max(int(triton.next_power_of_2(size)), 16)
 
 
 def _descriptor(cache: torch.Tensor, keys: int, columns: int) -> TensorDescriptor:

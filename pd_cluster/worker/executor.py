@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 GRAPH_BYTES = 1.0e9  # what captured steps take besides the logits; measured with them: 0.9 GB (0.6B), 1.1 GB (8B)
 CUDA_CONTEXT_BYTES = 0.7e9  # the driver's and the libraries' own, which no allocator statistic shows
+_LONG_PREFIX = 4096  # tokens: attention of chunks behind so many is cut otherwise, by their size
 _BLOCK_SIZE_STEP = 16  # the hash unit: blocks are whole numbers of it
 
 
@@ -277,7 +278,7 @@ class Executor:
         self._cache.tensor[:2].zero_()
 
     def _warm_up_mixed_steps(self, runner: ModelRunner, length: int) -> None:
-        """Steps of decodes, alone and amid prefills, greedy rows amid drawn ones.
+        """Steps of decodes, alone and amid prefills, greedy rows amid drawn ones; chunks behind a long prefix.
 
         Triton compiles a kernel anew for each power of two of sequences, and again for sizes that are 1, or multiples
         of 16, or neither: a second each, which would be some request's second. Sequences that sample, prefills among
@@ -293,6 +294,13 @@ class Executor:
             chunks = tuple(SequenceChunk(i, 0, n, num_samples=1) for i, n in enumerate(lengths))
             runner.launch(Batch(step, starts, chunks)).result()
             runner.launch(Batch(step, departures=tuple(range(len(lengths)))))
+        for count in (length, 4 * length, 16 * length):
+            whole = min(_LONG_PREFIX + count, self.model.max_model_len)
+            if count <= min(whole, self._config.scheduler.max_num_batched_tokens):
+                blocks = (0,) * -(-whole // self.block_size)
+                start = SequenceStart(0, (0,) * whole, whole, blocks, params[0], 0)
+                runner.launch(Batch(0, (start,), (SequenceChunk(0, whole - count, count, num_samples=1),))).result()
+                runner.launch(Batch(0, departures=(0,)))
 
 
 def _resolve_device(name: str) -> torch.device:

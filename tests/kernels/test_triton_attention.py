@@ -14,7 +14,7 @@ from pd_kernels import reference
 from pd_kernels.packed import PackedSequences
 from pd_kernels.triton_attention import plan_attention
 from pd_kernels.triton_decode import DecodeTiling
-from pd_kernels.triton_prefill import PrefillTiling
+from pd_kernels.triton_prefill import PrefillTiling, prefill_tiling
 from tests.kernels.paged import Paged, Shape, make_paged
 
 # Triton's interpreter on numpy
@@ -37,6 +37,7 @@ REAL = {
     "8b": Shape(32, 8, 128, 64, (*(1,) * 40, 700, 1024, 3), (*range(1, 3000, 75), 700, 2500, 4000), 40),
     "8b-block-16": Shape(32, 8, 128, 16, (1, 1, 333), (1025, 4000, 1111), 2),
     "8b-block-128": Shape(32, 8, 128, 128, (1, 1, 333), (1025, 4000, 1111), 2),
+    "8b-short-chunks": Shape(32, 8, 128, 64, (1, 40, 64, 7), (100, 6000, 3000, 2000), 1),
     "head-64": Shape(32, 8, 64, 32, (1, 1, 500), (1025, 2000, 700), 2),
     "head-80": Shape(28, 4, 80, 64, (1, 1, 500), (1025, 2000, 700), 2),
     "head-96": Shape(32, 32, 96, 64, (1, 1, 500), (1025, 2000, 700), 2),
@@ -115,6 +116,13 @@ def test_short_dtypes_and_default_tiles(name: str, dtype: torch.dtype) -> None:
     check(on_device(make_paged(SHAPES[name], dtype)), 0, None, None)
 
 
+@pytest.mark.parametrize("parts", [2, 5])
+@pytest.mark.parametrize("name", ["mha-64", "gqa-80", "mqa-96", "only-prefill"])
+def test_programs_share_a_tiles_keys(name: str, parts: int) -> None:
+    """More parts than some tiles have keys for, parts that end on the diagonal, rows that a part shows nothing to."""
+    check(on_device(make_paged(SHAPES[name], torch.float32)), 0, None, replace(SMALL_PREFILL, parts=parts))
+
+
 @pytest.mark.parametrize("descriptors", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 30])
 def test_tiles_by_pointer_and_by_descriptor(window: int, descriptors: bool) -> None:
@@ -136,6 +144,20 @@ def test_nobodys_memory_does_not_matter() -> None:
     plan = plan_attention(paged.packed, paged.key_cache, 0, SMALL_DECODE, SMALL_PREFILL)
     found = plan.run(paged.query, paged.key_cache, paged.value_cache, paged.query.shape[2] ** -0.5)
     assert (found.double() - before).abs().max() < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_keys", "rows", "parts"),
+    [
+        (16, 16000, 64, 16), (64, 2048, 64, 8), (64, 8064, 64, 8), (64, 500, 64, 1), (64, 0, 64, 1),
+        (256, 8256, 128, 4), (512, 1536, 64, 1), (512, 8512, 128, 2), (1000, 15000, 128, 1), (1024, 1024, 64, 1),
+        (4096, 4096, 128, 1),
+    ],
+)  # fmt: skip
+def test_the_fastest_tiling_is_chosen(num_tokens: int, num_keys: int, rows: int, parts: int) -> None:
+    """Of those measured on an H200 for 32 heads of 128."""
+    tiling = prefill_tiling(torch.bfloat16, 128, num_tokens * 32, num_keys, 132)
+    assert (tiling.rows, tiling.parts) == (rows, parts)
 
 
 def test_an_empty_sequence_gives_zeros() -> None:

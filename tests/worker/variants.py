@@ -109,6 +109,7 @@ def compiled_later(worker: Executor, variants: Variants) -> list[str]:
     for size in (2, 15, 16, 17, 31, 33, 64, 500):
         serve(worker, 0, (0, size, 0))
         serve(worker, 3, (17, size, 0), (0, size, 5))
+        serve(worker, size % 3, (1500, size, 5))
     return [text for variant, text in variants.seen.items() if variant not in known]
 
 
