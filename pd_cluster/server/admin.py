@@ -90,6 +90,7 @@ def _health(state: NodeState) -> dict[str, Any]:
         "node_id": state.node_id,
         "model": state.model_name,
         "epoch": ready.epoch if ready else None,
+        "max_num_seqs": state.config.scheduler.max_num_seqs,
         "engine_id": ready.engine_id if ready else None,
         "num_in_flight": state.num_in_flight,
     }

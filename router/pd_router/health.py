@@ -18,7 +18,7 @@ log = logging.getLogger("pd_router")
 
 
 class HealthPoller:
-    """Writes `reachable`, `node_id`, `epoch` and `models` of the nodes."""
+    """Writes `reachable`, `node_id`, `epoch`, `num_slots` and `models` of the nodes."""
 
     def __init__(self, config: RouterConfig, table: NodeTable, upstream: Upstream) -> None:
         self._table = table
@@ -97,6 +97,8 @@ class HealthPoller:
             log.warning("node %s has restarted (epoch %s -> %s)", node.node_id, node.epoch, epoch)
             node.failures_in_row, node.ejected_until_s, node.draining = 0, 0.0, False
         node.epoch = epoch if isinstance(epoch, int) else None
+        num_slots = told.get("max_num_seqs")
+        node.num_slots = num_slots if isinstance(num_slots, int) else None
         return restarted
 
     async def _read_models(self, node: Node) -> None:

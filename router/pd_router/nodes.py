@@ -53,6 +53,7 @@ class Node:
     failures_in_row: int = 0
     epoch: int | None = None  # the engine's boot; None for nodes that tell none
     models: frozenset[str] | None = None  # None: not known, so any model is tried
+    num_slots: int | None = None  # sequences that run there at once; None for nodes that do not tell
     prefill_bytes: int = 0  # outstanding prompt bytes: prefill work grows with the prompt
     decode_sequences: int = 0  # outstanding generations
     speed: ReadingSpeed = field(default_factory=ReadingSpeed)
@@ -61,6 +62,11 @@ class Node:
     def is_healthy(self, now_s: float) -> bool:
         """Whether a request may go there now."""
         return self.reachable and not self.draining and not self.gone and now_s >= self.ejected_until_s
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether one more generation would run at once, as far as this router knows."""
+        return self.num_slots is None or self.decode_sequences < self.num_slots
 
     @property
     def is_idle(self) -> bool:

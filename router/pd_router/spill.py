@@ -24,7 +24,11 @@ SLACK_S = 0.03  # and at least so much: a step or two of each node, which none o
 
 def sooner_node(prefills: Sequence[Node], decodes: Iterable[Node], num_bytes: int, now_s: float) -> Node | None:
     """The healthy one of `decodes` that would read a prompt of `num_bytes` clearly sooner than the prefill node whose
-    turn it is. None: nobody would, or that node has nothing else to do, or no prefill node's speed is known."""
+    turn it is. None: nobody would, or that node has nothing else to do, or no prefill node's speed is known.
+
+    A node without a free slot is not one: a prompt waits there for somebody's last token before it is read, a
+    sequence that is handed over has its first token already.
+    """
     first = best_prefill(prefills, now_s)
     if first is None or not first.prefill_bytes:
         return None
@@ -35,7 +39,7 @@ def sooner_node(prefills: Sequence[Node], decodes: Iterable[Node], num_bytes: in
     def wait_s(node: Node) -> float:
         return (node.prefill_bytes + num_bytes) / _speed(node, usual, now_s)
 
-    ready = [node for node in decodes if node.is_healthy(now_s)]
+    ready = [node for node in decodes if node.is_healthy(now_s) and node.has_slot]
     best = min(ready, key=lambda n: (wait_s(n), n.role is not Role.MIXED, n.decode_sequences), default=None)
     if best is None:
         return None

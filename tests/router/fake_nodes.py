@@ -41,6 +41,7 @@ class FakeNode:
         self.models = models
         self.node_id = node_id or f"fake-{role}"
         self.epoch = 7
+        self.num_slots: int | None = None  # as other engines, which do not tell
         self.is_up = True
         self.is_silent = False  # /health is heard and not answered
         self.seen: list[Seen] = []
@@ -92,6 +93,7 @@ class FakeNode:
             "role": self.role,
             "node_id": self.node_id,
             "epoch": self.epoch,
+            "max_num_seqs": self.num_slots,
             "model": self.models[0],
         }
         return web.json_response(told, status=200 if self.is_up else 503)

@@ -144,6 +144,14 @@ def test_an_idle_decode_node_helps_a_prefill_node_that_queues() -> None:
     assert sooner([], [d]) is None
 
 
+def test_a_prompt_does_not_wait_for_a_slot_where_it_would_be_read() -> None:
+    prefills = [a_node(Role.PREFILL, BUSY_BYTES, P_SPEED)]
+    full, free = a_node(Role.DECODE, sequences=8), a_node(Role.DECODE, 3000, sequences=7)
+    full.num_slots = free.num_slots = 8
+    assert sooner(prefills, [full]) is None
+    assert sooner(prefills, [full, free]) is free
+
+
 def test_of_those_that_may_read_the_soonest_does() -> None:
     prefills = [a_node(Role.PREFILL, BUSY_BYTES, P_SPEED)]
     decode, mixed = a_node(Role.DECODE), a_node(Role.MIXED, sequences=9)
@@ -330,6 +338,22 @@ async def test_a_whole_answer_holds_the_charge_of_its_prompt_no_longer_than_expe
             assert not request.done()
             d.go_on.set()
             assert (await request)[0] == 200
+        await router.idle()
+
+
+@pytest.mark.anyio
+async def test_a_decode_node_tells_its_slots_and_reads_nothing_when_they_are_taken() -> None:
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode_until_told)
+    d.num_slots = 1
+    async with running(p, d), serving([p], [d], prefill_on_decode="auto") as router:
+        with make_busy(router):
+            requests = [asyncio.ensure_future(post(router, BODY | {"stream": True}))]
+            await d.wait_seen(1)
+            requests.append(asyncio.ensure_future(post(router, BODY | {"stream": True})))
+            await d.wait_seen(2)
+            d.go_on.set()
+            routes = [(await request)[1]["x-pd-route"] for request in requests]
+        assert routes == ["direct; reason=prefill-busy", "p-first; reason=default"]
         await router.idle()
 
 

@@ -57,7 +57,7 @@ async def test_health_follows_the_engine() -> None:
     async with running(engine) as node:
         status, body = await get(node, "/health")
         assert (status, body["status"], body["role"], body["node_id"], body["epoch"]) == (200, "ok", "mixed", "node", 7)
-        assert body["model"] == "demo"
+        assert (body["model"], body["max_num_seqs"]) == ("demo", 64)
         engine.is_alive = False
         assert (await get(node, "/health"))[1]["status"] == "dead"
         assert (await post(node, "/v1/completions", {"prompt": "a"}))[0] == 503
