@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class FlashAttention:
     """Plans a step: decodes and small prefills are Triton's, and what sees a window.
 
-    The kernel has a processor work at one tile of 128 rows of one head at a time; Triton's packs a group's heads
-    into a tile, and so finds work for all processors in chunks in which this one does not.
+    Here a processor works at one tile of 128 rows of one head at a time, to its last key. Triton's kernel packs a
+    group's heads into a tile and shares a tile's keys, and so occupies all processors with a chunk of any size.
     """
 
     prefill: FlashPrefill
@@ -33,10 +33,9 @@ class FlashAttention:
 
     def __call__(self, packed: PackedSequences, key_cache: torch.Tensor, window: int = 0) -> TritonAttentionPlan:
         chunks = None
-        if (
-            not window and packed.num_decodes < packed.num_seqs
-        ):  # flashinfer 0.6.13 reads a window's first V tile wrongly
+        # Under a window flashinfer 0.6.13 ends with values of tile 0 where its first keys are (sparse_mainloop.cuh)
+        if not window and packed.num_decodes < packed.num_seqs:
             num_tiles = self.prefill.num_tiles(packed.host_query_lens[packed.num_decodes :])
-            if num_tiles >= num_processors(self.prefill.shape.device):
+            if 4 * num_tiles >= 3 * num_processors(self.prefill.shape.device):
                 chunks = self.prefill.plan(packed)
         return plan_attention(packed, key_cache, window, chunks=chunks)

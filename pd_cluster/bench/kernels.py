@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, VOCAB, BLOCK = 32, 8, 128, 4096, 14336, 128256, 64
 DECODES = [(batch, context) for context in (1024, 4096) for batch in (1, 32, 128, 256)]
-PREFILLS = [(1, 1024), (1, 4096), (4, 15000)]
+PREFILLS = [  # sequences, their tokens, those of this step
+    (1, 1024, 1024), (1, 4096, 4096), (4, 15000, 15000), (1, 8064, 64), (1, 8256, 256), (1, 8512, 512),
+]  # fmt: skip
 PRODUCTS = {  # outputs, inputs, whether the outputs are gates and ups
     "qkv": ((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN, False),
     "gate_up": (2 * INTERMEDIATE, HIDDEN, True),
@@ -136,21 +138,24 @@ def decode_bytes(num_seqs: int, context: int) -> float:
     return num_seqs * (context * KV_HEADS * 2 + 2 * HEADS) * HEAD_DIM * 2
 
 
-def prefill_flops(num_seqs: int, length: int) -> float:
-    """Two products of length x length / 2 (causal) a head."""
-    return num_seqs * 2 * length * (length + 1) * HEADS * HEAD_DIM
+def prefill_flops(num_seqs: int, context: int, query_len: int) -> float:
+    """Two products a head of each query with all keys up to its own."""
+    return num_seqs * 2 * query_len * (2 * context - query_len + 1) * HEADS * HEAD_DIM
 
 
 def attention_rows(kernels: Kernels) -> Iterator[Row]:
     """Decode and prefill."""
     scale = HEAD_DIM**-0.5
-    for name, shapes in (("decode", DECODES), ("prefill", PREFILLS)):
-        for num_seqs, length in shapes:
-            problem = make_attention(num_seqs, length, 1 if name == "decode" else length)
-            plan = kernels.plan_attention(problem.packed, problem.views[0][0])
-            calls = [partial(plan.run, problem.query, *view, scale) for view in problem.views]
-            flops = prefill_flops(num_seqs, length) if name == "prefill" else 0
-            yield Row(f"{name} {num_seqs} x {length}", seconds_of(calls), decode_bytes(num_seqs, length), flops)
+    for num_seqs, context, query_len in [*((batch, context, 1) for batch, context in DECODES), *PREFILLS]:
+        problem = make_attention(num_seqs, context, query_len)
+        plan = kernels.plan_attention(problem.packed, problem.views[0][0])
+        calls = [partial(plan.run, problem.query, *view, scale) for view in problem.views]
+        if query_len == 1:
+            name, flops = f"decode {num_seqs} x {context}", 0.0
+        else:
+            name, flops = f"prefill {num_seqs} x {query_len}", prefill_flops(num_seqs, context, query_len)
+            name += f" behind {context - query_len}" if context > query_len else ""
+        yield Row(name, seconds_of(calls), decode_bytes(num_seqs, context), flops)
 
 
 def product_rows(kernels: Kernels, num_rows: int) -> Iterator[Row]:
