@@ -123,6 +123,16 @@ def test_programs_share_a_tiles_keys(name: str, parts: int) -> None:
     check(on_device(make_paged(SHAPES[name], torch.float32)), 0, None, replace(SMALL_PREFILL, parts=parts))
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_plan_serves_all_layers(parts: int) -> None:
+    """The second takes another way to the kernel. Here its keys are the first one's values."""
+    paged = on_device(make_paged(SHAPES["only-prefill"], torch.float16))
+    plan = plan_attention(paged.packed, paged.key_cache, 0, None, replace(SMALL_PREFILL, parts=parts))
+    for layer in (paged, replace(paged, key_cache=paged.value_cache, value_cache=paged.key_cache)):
+        found = plan.run(layer.query, layer.key_cache, layer.value_cache, paged.query.shape[2] ** -0.5)
+        assert (found.double() - expected(layer, 0)).abs().max() < TOLERANCE[torch.float16]
+
+
 @pytest.mark.parametrize("descriptors", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 30])
 def test_tiles_by_pointer_and_by_descriptor(window: int, descriptors: bool) -> None:
