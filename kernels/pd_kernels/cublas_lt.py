@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends for Hopper; splits along K need some
-NUM_PROPOSALS = 8
+NUM_PROPOSALS, NUM_SWIZZLED = 8, 4
 _COMPUTE_32F, _FLOAT_32 = 68, 0
 _BATCH_COUNT, _BATCH_STRIDE = 5, 6  # attributes of a matrix
 _TRANSPOSE_A, _MAX_WORKSPACE = 3, 1  # attributes of a product, of a preference
@@ -85,7 +85,7 @@ class CublasLt:
         self._created.close()
 
     def propose(self, num_rows: int, weight: torch.Tensor, parts: int = 1) -> list[Algorithm]:
-        """What may multiply `num_rows` rows with `weight` [N, K], best guess first, then the same with their tiles in
+        """What may multiply `num_rows` rows with `weight` [N, K], best guess first, then the first with their tiles in
         another order; nothing for float32, which torch multiplies with or without TensorFloat-32 as it is told.
         With `parts`, each is of as many inputs. Raises RuntimeError."""
         if weight.dtype not in _TYPES or weight.shape[1] % (8 * parts):  # 8: whole 16 bytes
@@ -100,7 +100,7 @@ class CublasLt:
             preference, NUM_PROPOSALS, proposals, ctypes.byref(count),
         )  # fmt: skip
         found = [proposal for proposal in proposals[: count.value] if proposal.status == 0]
-        swizzled = [self._swizzled(shape, proposal) for proposal in found]
+        swizzled = [self._swizzled(shape, proposal) for proposal in found[: NUM_SWIZZLED if parts == 1 else 0]]
         distinct = {bytes(proposal.algorithm): proposal for proposal in (*found, *swizzled) if proposal is not None}
         return [Algorithm(self, shape, proposal) for proposal in distinct.values()]
 

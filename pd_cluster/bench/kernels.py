@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, VOCAB, BLOCK = 32, 8, 128, 4096, 14336, 128256, 64
-DECODES = [(batch, context) for context in (1024, 4096) for batch in (1, 32, 128, 256)]
+DECODES = [[context] * batch for context in (1024, 4096) for batch in (1, 32, 128, 256)]
+MIXED_DECODES = [[1024, 2048, 3072, 5120, 8192, 10240, 12288, 15360], [20 + index * index for index in range(64)]]
 PREFILLS = [  # sequences, their tokens, those of this step
     (1, 1024, 1024), (1, 4096, 4096), (4, 15000, 15000), (1, 8064, 64), (1, 8256, 256), (1, 8512, 512),
 ]  # fmt: skip
@@ -113,15 +114,15 @@ class Attention:
     views: list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def make_attention(num_seqs: int, context: int, query_len: int, block_size: int = BLOCK) -> Attention:
-    """Sequences of `context` tokens of which the last `query_len` are this step's; their blocks are scattered."""
-    per_seq = -(-context // block_size)
+def make_attention(contexts: Sequence[int], query_len: int, block_size: int = BLOCK) -> Attention:
+    """Sequences of so many tokens of which the last `query_len` are this step's; their blocks are scattered."""
+    num_seqs, per_seq = len(contexts), -(-max(contexts) // block_size)
     layer_bytes = num_seqs * per_seq * KV_HEADS * 2 * block_size * HEAD_DIM * 2
     num_layers = int(np.clip(CACHE_BYTES // layer_bytes, 2, 32))
     shape = (num_seqs * per_seq, KV_HEADS, num_layers, 2, block_size, HEAD_DIM)
     cache = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_()
     tables = torch.randperm(num_seqs * per_seq, device="cuda").to(torch.int32).view(num_seqs, per_seq)
-    lens, query_lens = np.full(num_seqs, context), np.full(num_seqs, query_len)
+    lens, query_lens = np.array(contexts), np.full(num_seqs, query_len)
     packed = PackedSequences(
         num_seqs if query_len == 1 else 0,
         torch.arange(num_seqs + 1, device="cuda", dtype=torch.int32) * query_len,
@@ -134,8 +135,8 @@ def make_attention(num_seqs: int, context: int, query_len: int, block_size: int 
     return Attention(packed, query, [(cache[:, :, layer, 0], cache[:, :, layer, 1]) for layer in range(num_layers)])
 
 
-def decode_bytes(num_seqs: int, context: int) -> float:
-    return num_seqs * (context * KV_HEADS * 2 + 2 * HEADS) * HEAD_DIM * 2
+def decode_bytes(contexts: Sequence[int]) -> float:
+    return sum(context * KV_HEADS * 2 + 2 * HEADS for context in contexts) * HEAD_DIM * 2.0
 
 
 def prefill_flops(num_seqs: int, context: int, query_len: int) -> float:
@@ -145,17 +146,20 @@ def prefill_flops(num_seqs: int, context: int, query_len: int) -> float:
 
 def attention_rows(kernels: Kernels) -> Iterator[Row]:
     """Decode and prefill."""
-    scale = HEAD_DIM**-0.5
-    for num_seqs, context, query_len in [*((batch, context, 1) for batch, context in DECODES), *PREFILLS]:
-        problem = make_attention(num_seqs, context, query_len)
-        plan = kernels.plan_attention(problem.packed, problem.views[0][0])
-        calls = [partial(plan.run, problem.query, *view, scale) for view in problem.views]
-        if query_len == 1:
-            name, flops = f"decode {num_seqs} x {context}", 0.0
-        else:
-            name, flops = f"prefill {num_seqs} x {query_len}", prefill_flops(num_seqs, context, query_len)
-            name += f" behind {context - query_len}" if context > query_len else ""
-        yield Row(name, seconds_of(calls), decode_bytes(num_seqs, context), flops)
+    for contexts in (*DECODES, *MIXED_DECODES):
+        low, high = min(contexts), max(contexts)
+        name = f"decode {len(contexts)} x {low}" if low == high else f"decode {len(contexts)} of {low} to {high}"
+        yield Row(name, _attention_seconds(kernels, contexts, 1), decode_bytes(contexts), 0.0)
+    for num_seqs, context, query_len in PREFILLS:
+        name = f"prefill {num_seqs} x {query_len}" + (f" behind {context - query_len}" if context > query_len else "")
+        contexts, flops = [context] * num_seqs, prefill_flops(num_seqs, context, query_len)
+        yield Row(name, _attention_seconds(kernels, contexts, query_len), decode_bytes(contexts), flops)
+
+
+def _attention_seconds(kernels: Kernels, contexts: Sequence[int], query_len: int) -> float:
+    problem = make_attention(contexts, query_len)
+    plan = kernels.plan_attention(problem.packed, problem.views[0][0])
+    return seconds_of([partial(plan.run, problem.query, *view, HEAD_DIM**-0.5) for view in problem.views])
 
 
 def product_rows(kernels: Kernels, num_rows: int) -> Iterator[Row]:

@@ -181,11 +181,9 @@ class Executor:
             graphs = DecodeGraphs(self._llama, cache, rows, staging, self._kernels, cache.padding_block)
             decodes, budget = bucket_sizes(self._max_graph_batch), config.max_num_batched_tokens
             prompts = token_buckets(min(config.max_graph_tokens, budget)) if config.max_graph_tokens else []
-            # What larger steps of prompts have is often the whole budget, or a power of two
-            powers = [
-                1 << power for power in range(max(config.max_graph_tokens, 1024).bit_length(), budget.bit_length())
-            ]
-            self._choose_products(decodes, [*prompts, *powers, budget], capture)
+            # What large steps of prompts have is often the whole budget, or a power of two
+            powers = [1 << power for power in range(10, budget.bit_length())]
+            self._choose_products(decodes, [*powers, budget], capture)
             recorder = CudaRecorder(self._device)
             graphs.capture(decodes, recorder, capture)
             if prompts:
