@@ -26,9 +26,14 @@ class AttentionPlan(Protocol):
     """What one step's attention needs besides the tensors of a layer."""
 
     def run(
-        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`query` [T, H, D] over one layer's cache views [N, G, B, D] -> [T, H, D]."""
+        """`query` [T, H, D] over one layer's cache views [N, G, B, D] -> [T, H, D]: contiguous `out`, or a new one."""
 
 
 class PlanAttention(Protocol):
@@ -49,7 +54,9 @@ class NormRopeWrite(Protocol):
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
-    ) -> torch.Tensor: ...
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The queries go to `out`, contiguous, or to a new tensor."""
 
 
 class FewRows(Protocol):

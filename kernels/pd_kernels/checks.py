@@ -40,6 +40,15 @@ def check_query(query: torch.Tensor, key_cache: torch.Tensor, num_tokens: int) -
         raise ValueError(f"query is {query.dtype}, the cache {key_cache.dtype}")
 
 
+def output(out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """`out`, which must be contiguous, of this shape, and on the device and of the dtype of `like`; None: a new one."""
+    if out is None:
+        return like.new_empty(shape)
+    if out.shape != shape or out.dtype != like.dtype or out.device != like.device or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous {shape} of {like.dtype}, not {tuple(out.shape)} of {out.dtype}")
+    return out
+
+
 def check_write(
     key: torch.Tensor,
     value: torch.Tensor,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pd_kernels.checks import check_cache_views, check_query
+from pd_kernels.checks import check_cache_views, check_query, output
 
 if TYPE_CHECKING:
     from pd_kernels.packed import Ints, PackedSequences
@@ -53,15 +53,21 @@ class TorchAttentionPlan:
     prefills: tuple[PrefillGroup, ...]
 
     def run(
-        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`query` [T, H, D] over one layer's cache views [N, G, B, D] -> [T, H, D]. Raises ValueError."""
+        """See backends.AttentionPlan. Raises ValueError."""
         check_cache_views(key_cache, value_cache)
         check_query(query, key_cache, self.num_tokens)
         keys, values = tile_view(key_cache), tile_view(value_cache)
         if len(self.decodes) == 1 and self.decodes[0].rows is None and not self.prefills:
-            return _decode(self.decodes[0], query, keys, values, key_cache.shape, scale)
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+            found = _decode(self.decodes[0], query, keys, values, key_cache.shape, scale)
+            return found if out is None else out.copy_(found)
+        out = output(out, query.shape, query)
         for bucket in self.decodes:
             rows = slice(0, bucket.num_rows) if bucket.rows is None else bucket.rows
             out[rows] = _decode(bucket, query[rows], keys, values, key_cache.shape, scale)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
-from pd_kernels.checks import check_cache_views, check_query
+from pd_kernels.checks import check_cache_views, check_query, output
 from pd_kernels.triton_decode import (
     DecodePlan,
     DecodeTiling,
@@ -19,6 +17,8 @@ from pd_kernels.triton_decode import (
 from pd_kernels.triton_prefill import PrefillPlan, PrefillTiling, plan_prefill, prefill_attention, prefill_tiling
 
 if TYPE_CHECKING:
+    import torch
+
     from pd_kernels.packed import PackedSequences
 
 
@@ -48,14 +48,19 @@ class TritonAttentionPlan:
     prefills: dict[int, PrefillPlan] = field(default_factory=dict)  # by query heads per KV head, made by the first run
 
     def run(
-        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`query` [T, H, D] over one layer's cache views [N, G, B, D] -> [T, H, D]. Raises ValueError."""
+        """See backends.AttentionPlan. Raises ValueError."""
         check_cache_views(key_cache, value_cache)
         check_query(query, key_cache, self.num_tokens)
         if query.stride(1) != query.shape[2]:
             raise ValueError(f"a token's query heads must be contiguous, not of stride {query.stride(1)}")
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        out = output(out, query.shape, query)
         packed = self.packed
         if self.decode is not None:
             rows = slice(0, packed.num_decodes)

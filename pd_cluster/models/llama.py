@@ -176,8 +176,10 @@ class Llama:
         slot_mapping: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Layer `index`'s rotated queries [T, num_heads, head_dim]; its keys and values go to `slot_mapping`."""
+        """Layer `index`'s rotated queries [T, num_heads, head_dim], into `out` if there is one; its keys and values go
+        to `slot_mapping`."""
         layer, few = self._layers[index], self._few_rows
         if few is not None and stream.normed is not None:
             heads = few.layers[index].qkv(stream.normed)
@@ -185,7 +187,7 @@ class Llama:
             heads = layer.qkv(self._norm_into(stream, layer.input_norm))
         heads = heads.view(len(slot_mapping), -1, self.spec.head_dim)
         return self._kernels.norm_rope_write(
-            heads, layer.head_norms, *stream.angles, key_cache, value_cache, slot_mapping
+            heads, layer.head_norms, *stream.angles, key_cache, value_cache, slot_mapping, out
         )
 
     def attend(
@@ -195,9 +197,10 @@ class Llama:
         plans: dict[int, AttentionPlan],
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, num_heads, head_dim] -> the same."""
-        return plans[self._layers[index].window].run(query, key_cache, value_cache, self._scale)
+        """[T, num_heads, head_dim] -> the same, into `out` if there is one."""
+        return plans[self._layers[index].window].run(query, key_cache, value_cache, self._scale, out)
 
     def after_attention(self, index: int, stream: Stream, attended: torch.Tensor) -> None:
         """The rest of layer `index`, into `stream`."""

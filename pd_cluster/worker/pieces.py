@@ -81,7 +81,7 @@ class PieceGraphs:
         query, attended = self._query[real], self._attended[real]
         pieces.replays[0]()
         for index, replay in enumerate(pieces.replays[1:]):
-            attended.copy_(self._model.attend(index, query, inputs.plans, *self._views[index]))
+            self._model.attend(index, query, inputs.plans, *self._views[index], out=attended)
             replay()
         return self._model.finish(pieces.stream.of_rows(real), query, inputs, *self._views[-1])
 
@@ -102,7 +102,7 @@ class PieceGraphs:
                     model.after_attention(index - 1, stream, self._attended[:size])
                 else:
                     stream = model.enter(token_ids, positions)
-                self._query[:size].copy_(model.before_attention(index, stream, slots, *self._views[index]))
+                model.before_attention(index, stream, slots, *self._views[index], out=self._query[:size])
                 return stream
 
             replay, stream = recorder(piece)

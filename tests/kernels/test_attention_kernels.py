@@ -87,6 +87,9 @@ def test_torch_attention_equals_the_reference(name: str, window: int, dtype: tor
     found = plan.run(paged.query, paged.key_cache, paged.value_cache, scale)
     assert found.dtype == dtype
     assert (found.double() - expected).abs().max() < TOLERANCE[dtype]
+    place = torch.full_like(found, torch.nan)
+    assert plan.run(paged.query, paged.key_cache, paged.value_cache, scale, place) is place
+    assert torch.equal(place, found)
 
 
 def test_decode_attention_is_prefill_of_one_token() -> None:

@@ -39,12 +39,17 @@ class FakePlan:
     plan: AttentionPlan
 
     def run(
-        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if self.fake.broken:
             raise RuntimeError("no such instruction")
         self.fake.clock.append(self.fake.time)
-        return self.plan.run(query, key_cache, value_cache, scale) + self.fake.offset
+        return self.plan.run(query, key_cache, value_cache, scale, out) + self.fake.offset
 
 
 def fake(name: str, time: float, clock: list[float], offset: float = 0.0, broken: bool = False) -> Kernels:

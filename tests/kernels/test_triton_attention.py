@@ -90,7 +90,9 @@ def expected(paged: Paged, window: int) -> torch.Tensor:
 
 def check(paged: Paged, window: int, decode: DecodeTiling | None, prefill: PrefillTiling | None) -> None:
     plan = plan_attention(paged.packed, paged.key_cache, window, decode, prefill)
-    found = plan.run(paged.query, paged.key_cache, paged.value_cache, paged.query.shape[2] ** -0.5)
+    place = torch.full_like(paged.query, torch.nan)
+    found = plan.run(paged.query, paged.key_cache, paged.value_cache, paged.query.shape[2] ** -0.5, place)
+    assert found is place
     difference = (found.double() - expected(paged, window)).abs().max()
     assert difference < TOLERANCE[paged.query.dtype]
 
@@ -189,6 +191,8 @@ def test_a_query_of_scattered_heads_is_refused() -> None:
     scattered = paged.query.transpose(0, 1).contiguous().transpose(0, 1)
     with pytest.raises(ValueError, match="must be contiguous"):
         plan.run(scattered, paged.key_cache, paged.value_cache, 1.0)
+    with pytest.raises(ValueError, match="out must be contiguous"):
+        plan.run(paged.query, paged.key_cache, paged.value_cache, 1.0, torch.empty_like(paged.query)[:-1])
 
 
 def test_more_heads_in_a_group_than_a_tile_has_rows_are_refused() -> None:

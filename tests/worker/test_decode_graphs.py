@@ -37,9 +37,14 @@ class DevicePlan:
     window: int
 
     def run(
-        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out = torch.zeros_like(query)
+        out = torch.zeros_like(query) if out is None else out.zero_()
         real = self.packed.seq_lens > 0
         tables = self.packed.block_tables[real].clamp(min=0)
         out[real] = reference.decode_attention(
