@@ -72,7 +72,7 @@ def choose_product(
         return None
     if not proposals:
         return None
-    x = torch.randn(num_rows, weights[0].shape[1], device=weights[0].device).to(weights[0].dtype)
+    x = torch.randn(num_rows, weights[0].shape[1], device=weights[0].device, dtype=weights[0].dtype)
 
     def time(product: Product) -> float:
         def run() -> None:
