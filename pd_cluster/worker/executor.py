@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pd_cluster.engine.batch import Batch, BlockCopies, SequenceChunk, SequenceStart, StepResult
+from pd_cluster.engine.batch import Batch, SequenceChunk, SequenceStart, StepResult
 from pd_cluster.engine.sampling_params import SamplingParams
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import model_directory, read_json
@@ -26,6 +26,7 @@ from pd_cluster.worker.pieces import PieceGraphs, token_buckets
 from pd_cluster.worker.recorder import CudaRecorder, GraphTimer
 from pd_cluster.worker.sampling_state import SamplingState
 from pd_cluster.worker.staging import Staging
+from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
 from pd_connectors.protocol.ticket import Geometry
 from pd_kernels.backends import select_kernels, with_flashinfer
 from pd_kernels.cublas_lt import CublasLt
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 GRAPH_BYTES = 1.0e9  # what captured steps take besides the logits; measured with them: 0.9 GB (0.6B), 1.1 GB (8B)
 CUDA_CONTEXT_BYTES = 0.7e9  # the driver's and the libraries' own, which no allocator statistic shows
-_LONG_PREFIX = 4096  # tokens: attention of chunks behind so many is cut otherwise, by their size
 _BLOCK_SIZE_STEP = 16  # the hash unit: blocks are whole numbers of it
 
 
@@ -261,44 +261,12 @@ class Executor:
         runner.launch(Batch(0, starts, chunks)).result()
 
     def _warm_up(self) -> None:
-        """A prefill and a decode, so that no request waits for a first call's compilations. Leaves the cache zeroed."""
-        runner = self._make_runner(self._cache, self.model.max_model_len)
-        length = min(self.block_size, self.model.max_model_len - 1)
-        params = SamplingParams(max_tokens=2, temperature=0.0)
-        blocks = tuple(range(1 + length // self.block_size))
-        start = SequenceStart(0, (0,) * length, length, blocks, params, 0)
-        runner.launch(Batch(0, (start,), (SequenceChunk(0, 0, length, num_samples=1),))).result()
-        runner.launch(Batch(1, (), (SequenceChunk(0, length, 1, num_samples=1),))).result()
-        copies = BlockCopies(copy_on_write=((0, 1),))
-        runner.launch(Batch(2, departures=(0,), copies=copies))
+        """Leaves the cache zeroed."""
+        runner, max_len = self._make_runner(self._cache, self.model.max_model_len), self.model.max_model_len
+        run_first_steps(runner, self.block_size, max_len)
         if self._device.type == "cuda":
-            self._warm_up_mixed_steps(runner, length)
-        self._cache.tensor[:2].zero_()
-
-    def _warm_up_mixed_steps(self, runner: ModelRunner, length: int) -> None:
-        """Steps of decodes, alone and amid prefills, greedy rows amid drawn ones; chunks behind a long prefix.
-
-        Triton compiles a kernel anew for each power of two of sequences, and again for sizes that are 1, or multiples
-        of 16, or neither: a second each, which would be some request's second. Sequences that sample, prefills among
-        them, attend as decodes in the last layer.
-        """
-        params = [SamplingParams(max_tokens=1, temperature=temperature) for temperature in (1.0, 0.0)]
-        num_rows = self._config.scheduler.max_num_seqs
-        sizes = {2, num_rows - 1, num_rows, *(2**power - 1 for power in range(1, num_rows.bit_length()))}
-        mixes = {(size, min(count, num_rows - size)) for size in sizes for count in (0, 1, 3, 16) if size <= num_rows}
-        for step, (num_decodes, num_prefills) in enumerate(sorted(mixes - {(0, 0)}), 3):
-            lengths = [1] * num_decodes + [length] * num_prefills
-            starts = tuple(SequenceStart(i, (0,) * n, n, (0,), params[i % 2], i) for i, n in enumerate(lengths))
-            chunks = tuple(SequenceChunk(i, 0, n, num_samples=1) for i, n in enumerate(lengths))
-            runner.launch(Batch(step, starts, chunks)).result()
-            runner.launch(Batch(step, departures=tuple(range(len(lengths)))))
-        for count in (length, 4 * length, 16 * length):
-            whole = min(_LONG_PREFIX + count, self.model.max_model_len)
-            if count <= min(whole, self._config.scheduler.max_num_batched_tokens):
-                blocks = (0,) * -(-whole // self.block_size)
-                start = SequenceStart(0, (0,) * whole, whole, blocks, params[0], 0)
-                runner.launch(Batch(0, (start,), (SequenceChunk(0, whole - count, count, num_samples=1),))).result()
-                runner.launch(Batch(0, departures=(0,)))
+            run_steps_of_all_kinds(runner, self.block_size, max_len, self._config.scheduler)
+        self._cache.tensor[:NUM_BLOCKS].zero_()
 
 
 def _resolve_device(name: str) -> torch.device:

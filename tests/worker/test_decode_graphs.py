@@ -183,14 +183,6 @@ def test_no_room_leaves_the_largest(models: ModelStore) -> None:
     executor.close()
 
 
-def test_warm_up_of_mixed_steps_leaves_nothing_behind(models: ModelStore) -> None:
-    """It runs on GPUs only; its steps are legal everywhere."""
-    executor = make_executor(models.get("qwen3").directory, num_blocks=2, max_num_seqs=9)
-    executor._warm_up_mixed_steps(executor._runner, 16)
-    assert executor._runner._rows.num_rows_in_use == 0
-    executor.close()
-
-
 def test_bucket_sizes() -> None:
     assert bucket_sizes(1) == [1]
     assert bucket_sizes(6) == [1, 2, 4, 6]

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -22,19 +23,41 @@ from pd_cluster.bench.shapes import CONFIGS
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.engine.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.models import layers
+from pd_cluster.worker import executor
 from pd_cluster.worker.executor import Executor
+from pd_cluster.worker.warm_up import run_steps_of_all_kinds
 from pd_kernels import triton_early
-from pd_kernels.backends import BACKENDS, TORCH
+from pd_kernels.backends import BACKENDS
 
 if TYPE_CHECKING:
     from pd_kernels.backends import Kernels
 
-NUM_SEQS = 21  # neither a power of two nor right below one
-PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
-SMALL = {**CONFIGS["8b"], "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}  # fmt: skip
+BLOCK_SIZE = 64
+SIZES = {2, 15, 16, 17, 31, 33, 63, 64, 65, 200, 384, 500, 1000, 1100, 1584, 2000}  # some by which kernels are cut
+PARAMS = [SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k) for temperature, top_k in
+          ((0.0, 0), (1.0, 0), (1.0, 9))]  # fmt: skip
 WINDOWS = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True,
            "sliding_window": 100, "max_window_layers": 1}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A worker: its model, of few layers and words, and what it may hold."""
+
+    config: dict[str, Any]
+    num_seqs: int
+    budget: int
+    max_len: int
+    dtype: str = "bfloat16"
+
+
+CASES = {
+    "large": Case(CONFIGS["8b"], 7, 2048, 8192),
+    "windows": Case({**CONFIGS["8b"], **WINDOWS}, 21, 2048, 2048),
+    "small": Case(CONFIGS["0.6b"], 64, 2048, 8192),
+    "small, float16": Case(CONFIGS["0.6b"], 8, 4096, 2048, "float16"),
+}
 
 
 class Variants:
@@ -57,70 +80,81 @@ class Variants:
 
 
 def hopper_kernels() -> Kernels:
-    """As a Hopper GPU has them; but what samples gives an id."""
+    """As a Hopper GPU has them. Under another name, for nothing is to be measured."""
     triton_early.launches_early = lambda device: True
     from pd_kernels import triton_decode  # which takes the name as it is now, as all others do
 
     triton_decode.num_processors = lambda device: 132
     from pd_kernels.triton_backend import TRITON
 
-    return replace(
-        TRITON,
-        name="hopper",
-        argmax=lambda logits: logits.new_zeros(len(logits), dtype=torch.int64),
-        gumbel_sample=TORCH.gumbel_sample,
-        truncated_sample=TORCH.truncated_sample,
-    )
+    return replace(TRITON, name="hopper")
 
 
-def start(config: dict[str, Any]) -> Executor:
-    """A worker that has warmed up as on a GPU."""
+def leave_out_products() -> None:
+    """Weights are not filled, nor read: what torch multiplies is of any value."""
+    executor.fill_at_random = lambda model, seed: None  # type: ignore[attr-defined]
+    layers._packs = lambda dtype: False
+    F.linear = lambda x, weight, bias: x.new_empty(len(x), len(weight))  # type: ignore[assignment, misc]
+
+
+def start(case: Case) -> Executor:
+    """A worker that has warmed up as on a GPU, without graphs and without a measured cache, whose steps compile too."""
+    config = {**case.config, "num_hidden_layers": 3, "intermediate_size": 1024, "vocab_size": 512}
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config))
         node = NodeConfig(
-            model=ModelConfig(model=directory, device="cpu", dtype="bfloat16", load_format="dummy", max_model_len=2048),
-            cache=CacheConfig(num_blocks=40, block_size=64),
-            scheduler=SchedulerConfig(max_num_seqs=NUM_SEQS, max_num_batched_tokens=1024),
+            model=ModelConfig(
+                model=directory, device="cpu", dtype=case.dtype, load_format="dummy", max_model_len=case.max_len
+            ),
+            cache=CacheConfig(num_blocks=case.max_len // BLOCK_SIZE, block_size=BLOCK_SIZE),
+            scheduler=SchedulerConfig(max_num_seqs=case.num_seqs, max_num_batched_tokens=case.budget),
         )
         worker = Executor(node, lambda line: None)
-    worker._warm_up_mixed_steps(worker._runner, worker.block_size)
+    run_steps_of_all_kinds(worker._runner, BLOCK_SIZE, case.max_len, node.scheduler)
     return worker
 
 
 def serve(worker: Executor, num_decodes: int, *prompts: tuple[int, int, int]) -> None:
     """One step of decodes and of chunks of `prompts`: (tokens before it, its tokens, those that it lacks)."""
-    lengths = [(index % 5 * 64, 1, 0) for index in range(num_decodes)] + list(prompts)
+    lengths = [(index % 5 * BLOCK_SIZE, 1, 0) for index in range(num_decodes)] + list(prompts)
     starts, chunks = [], []
     for seq_id, (begin, size, rest) in enumerate(lengths):
-        ids, blocks = (0,) * (begin + size + rest), tuple(range(-(-(begin + size + rest) // 64)))
-        starts.append(SequenceStart(seq_id, ids, len(ids), blocks, PARAMS, seq_id))
+        count = begin + size + rest
+        params, blocks = PARAMS[seq_id % len(PARAMS)], tuple(range(-(-count // BLOCK_SIZE)))
+        starts.append(SequenceStart(seq_id, (0,) * count, count, blocks, params, seq_id))
         chunks.append(SequenceChunk(seq_id, begin, size, num_samples=0 if rest else 1))
     worker.execute(Batch(0, tuple(starts), tuple(chunks)))
     worker.execute(Batch(1, departures=tuple(range(len(lengths)))))
 
 
-def compiled_later(worker: Executor, variants: Variants) -> list[str]:
+def compiled_later(worker: Executor, case: Case, variants: Variants) -> list[str]:
     """What steps of all sorts ask for that nothing before them did."""
-    known = set(variants.seen)
-    for count in range(NUM_SEQS):
+    known, most = set(variants.seen), case.num_seqs
+    for count in (count for count in (*range(19), 31, 32, 33, 48) if count < most):
         serve(worker, count, (0, 65, 0))
         serve(worker, count, (10, 100, 3))
         serve(worker, max(count - 2, 0), (0, 70, 0), (64, 130, 0), (10, 100, 3))
-    for size in (2, 15, 16, 17, 31, 33, 64, 500):
-        serve(worker, 0, (0, size, 0))
-        serve(worker, 3, (17, size, 0), (0, size, 5))
-        serve(worker, size % 3, (1500, size, 5))
+    sizes = {3 << power >> 1 for power in range(1, case.budget.bit_length())} | SIZES
+    for size in sorted(size for size in sizes if size <= case.budget):
+        for begin in (0, 17, 1100, 1600, 3000, 4200):
+            if begin + size + 5 <= case.max_len:
+                serve(worker, 0, (begin, size, 0))
+                serve(worker, min(size % 5, most - 2), (begin, size, 5), (0, 2, 0))
     return [text for variant, text in variants.seen.items() if variant not in known]
 
 
 def main() -> None:
     torch.set_num_threads(1)
+    leave_out_products()
     variants, kernels, later = Variants(), hopper_kernels(), {}
     BACKENDS["cpu"] = lambda: kernels
     JITFunction.run = lambda kernel, *args, **options: variants.run(kernel, *args, **options)
-    for name, config in {"full": SMALL, "windows": {**SMALL, **WINDOWS}}.items():
-        later[name] = compiled_later(start(config), variants)
-    json.dump({"kernels": sorted({variant[0] for variant in variants.seen}), "later": later}, sys.stdout)
+    names = set[str]()
+    for name, case in CASES.items():
+        later[name] = compiled_later(start(case), case, variants)
+        names.update(variant[0] for variant in variants.seen)
+        variants.seen.clear()
+    json.dump({"kernels": sorted(names), "later": later}, sys.stdout)
 
 
 if __name__ == "__main__":

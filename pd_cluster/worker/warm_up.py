@@ -1,0 +1,72 @@
+"""The first steps of a worker, whose results nobody reads: what they compile or load, no request waits for.
+
+Triton compiles a kernel anew for each power of two of sequences or rows, for sizes that are 1, or multiples of 16, or
+neither, and for each way to cut it, which depends on the tokens of a step and on what is before them: a second each.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pd_cluster.engine.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
+from pd_cluster.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pd_cluster.config import SchedulerConfig
+    from pd_cluster.worker.model_runner import ModelRunner
+
+GREEDY, DRAWN = (SamplingParams(max_tokens=1, temperature=temperature) for temperature in (0.0, 1.0))
+LONG_PREFIX = 4096  # tokens: no kernel is cut otherwise for more
+NUM_BLOCKS = 2  # of the cache, the first ones, are written; whoever runs these steps zeroes them
+
+Chunks = list[tuple[int, int]]  # of each sequence: tokens before the chunk, its tokens
+
+
+def run_first_steps(runner: ModelRunner, block_size: int, max_len: int) -> None:
+    """A prefill, a decode and a copy."""
+    length = min(block_size, max_len - 1)
+    for chunks in ([(0, length)], [(length, 1)]):
+        _run(runner, block_size, chunks, (GREEDY,))
+    runner.launch(Batch(0, copies=BlockCopies(copy_on_write=((0, 1),)))).result()
+
+
+def run_steps_of_all_kinds(runner: ModelRunner, block_size: int, max_len: int, limits: SchedulerConfig) -> None:
+    """One step at least for each variant of a kernel that steps within the limits may need."""
+    num_seqs, budget = limits.max_num_seqs, limits.max_num_batched_tokens
+    for chunks in (*mixed_steps(num_seqs, min(block_size, max_len)), *prompt_steps(num_seqs, budget, max_len)):
+        _run(runner, block_size, chunks, (DRAWN, GREEDY))
+
+
+def mixed_steps(num_seqs: int, length: int) -> Iterator[Chunks]:
+    """Decodes, alone and before prompts of `length` tokens, all of which attend as decodes in the last layer."""
+    sizes = {2, num_seqs - 1, num_seqs, *(2**power - 1 for power in range(1, num_seqs.bit_length()))}
+    mixes = {(size, min(count, num_seqs - size)) for size in sizes for count in (0, 1, 3, 16) if size <= num_seqs}
+    for num_decodes, num_prompts in sorted(mixes - {(0, 0)}):
+        yield [(0, 1)] * num_decodes + [(0, length)] * num_prompts
+
+
+def prompt_steps(num_seqs: int, budget: int, max_len: int) -> Iterator[Chunks]:
+    """Every power of two of tokens, and as many as fit into a step; without and with a prefix; in few sequences.
+
+    How a kernel is cut changes at sizes at least a factor of 2 apart, or lasts from one size on.
+    """
+    largest = min(budget, num_seqs * max_len)
+    for size in sorted({largest, *(2**power for power in range(1, largest.bit_length()))}):
+        count = -(-size // max_len)
+        shares = [size // count + (index < size % count) for index in range(count)]
+        for prefix in (0, LONG_PREFIX):
+            yield [(min(prefix, max_len - share), share) for share in shares]
+
+
+def _run(runner: ModelRunner, block_size: int, chunks: Chunks, params: Sequence[SamplingParams]) -> None:
+    """One step of chunks that all sample, with the parameters in turn, and the end of their sequences."""
+    ends = [before + count for before, count in chunks]
+    starts = tuple(
+        SequenceStart(index, (0,) * end, end, (0,) * -(-end // block_size), params[index % len(params)], index)
+        for index, end in enumerate(ends)
+    )
+    samples = tuple(SequenceChunk(index, *chunk, num_samples=1) for index, chunk in enumerate(chunks))
+    runner.launch(Batch(0, starts, samples)).result()
+    runner.launch(Batch(0, departures=tuple(range(len(chunks))))).result()

@@ -1,0 +1,37 @@
+"""The first steps of a worker; that they suffice, `test_variants.py` tells."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pd_cluster.worker.warm_up import LONG_PREFIX, mixed_steps, prompt_steps, run_steps_of_all_kinds
+from tests.worker.driver import make_executor
+
+if TYPE_CHECKING:
+    from tests.worker.conftest import ModelStore
+
+LIMITS = [(1, 1, 2), (1, 7, 5), (9, 512, 40), (9, 512, 512), (64, 2048, 8192), (3, 100, 8192)]
+
+
+@pytest.mark.parametrize(("num_seqs", "budget", "max_len"), LIMITS)
+def test_steps_are_within_the_limits(num_seqs: int, budget: int, max_len: int) -> None:
+    prompts = list(prompt_steps(num_seqs, budget, max_len))
+    for chunks in prompts:
+        assert sum(count for _, count in chunks) <= budget
+        assert len(chunks) <= num_seqs
+        assert all(before >= 0 and count and before + count <= max_len for before, count in chunks)
+    assert all(0 < len(chunks) <= num_seqs for chunks in mixed_steps(num_seqs, 1))
+    sizes = [sum(count for _, count in chunks) for chunks in prompts]
+    assert max(sizes) == min(budget, num_seqs * max_len)
+    ends = {before + count for chunks in prompts for before, count in chunks if before}
+    assert not ends or max(ends) == min(max_len, LONG_PREFIX + budget)
+
+
+def test_the_steps_leave_nothing_behind(models: ModelStore) -> None:
+    """They are run on GPUs only, but legal everywhere."""
+    executor = make_executor(models.get("qwen3").directory, num_blocks=2, max_num_seqs=9, max_model_len=40)
+    run_steps_of_all_kinds(executor._runner, 16, 40, executor._config.scheduler)
+    assert executor._runner._rows.num_rows_in_use == 0
+    executor.close()
