@@ -78,6 +78,11 @@ class RequestBody:
         raw = self._fields.get("prompt")
         return raw is not None and _PROMPT_LISTS.match(memoryview(raw)) is not None
 
+    @property
+    def shows_reading(self) -> bool:
+        """Whether the beginning of the answer shows that all of the body has been read."""
+        return self.wants_stream and not self.has_several_prompts
+
     def plain(self) -> bytes:
         """For a node that does everything."""
         return msgspec.json.encode(self._fields)

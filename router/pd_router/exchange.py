@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable
@@ -74,6 +73,7 @@ class Exchange:
         self._headers = headers
         self._reply = reply
         self._arrived_at = arrived_at
+        self._prefills = plan.prefills  # `plan` forgets them when it becomes direct; their speed is a guess at others'
 
     async def run(self) -> None:
         try:
@@ -96,15 +96,15 @@ class Exchange:
 
     async def _spill(self) -> bool:
         """Let a decode node read the prompt when one would clearly sooner. False: none would, or none did."""
-        planned, num_bytes = self.plan, self._body.num_bytes
+        planned, body = self.plan, self._body
 
         def sooner(nodes: Iterable[Node], now_s: float) -> Node | None:
-            return spill.sooner_node(planned.prefills, nodes, num_bytes, now_s)
+            return spill.sooner_node(planned.prefills, nodes, body.num_bytes, body.num_samples, now_s)
 
         if planned.is_asked or not self._s.config.spills or not sooner(planned.decodes, self._s.table.clock()):
             return False
         self._set_direct("prefill-busy")
-        decode, _ = await self._try_decodes(self._body.plain(), sooner, num_bytes, planned.prefills)
+        decode, _ = await self._try_decodes(body.plain(), sooner, body.num_bytes)
         if decode is None:
             self.plan, self.phase = planned, "prefill"
             return False
@@ -136,9 +136,12 @@ class Exchange:
 
     async def _d_first(self) -> None:
         offered = policy.offer_order(self.plan.prefills, self._s.table.clock())
+        if not offered:  # all went down while a decode node was asked to read
+            await self._fall_back()
+            return
         body = self._body.with_transfer({"do_remote_prefill": True, "offer": self._offer()})
         # D asks the first one, if it asks at all
-        with Charge(offered[0], self._s.table.clock, prefill_bytes=self._body.num_bytes) as charge:
+        with self._charge(offered[0], self._body.num_bytes) as charge:
             decode = await self._open_decode(body, policy.best_decode)
             if decode is not None and decode.prefilled_by == offered[0].node_id:
                 charge.prefill_done()
@@ -202,12 +205,9 @@ class Exchange:
         return None
 
     async def _try_decodes(
-        self, body: bytes, choose: Choose, prefill_bytes: int, prefills: tuple[Node, ...] = ()
+        self, body: bytes, choose: Choose, prefill_bytes: int
     ) -> tuple[DecodeLeg | None, LegFailed | None]:
-        """A leg that has begun to answer, or nothing and how the last one failed, if any was tried. Raises Refused.
-
-        `prefills`: whose speed is a guess at a decode node's.
-        """
+        """A leg that has begun to answer, or nothing and how the last one failed, if any was tried. Raises Refused."""
         s = self._s
         self.phase = "decode"
         left = list(self.plan.decodes)
@@ -218,10 +218,7 @@ class Exchange:
             if node is None:
                 break
             left.remove(node)
-            charge = Charge(node, s.table.clock, prefill_bytes=prefill_bytes, sequences=self._body.num_samples)
-            if prefills and not self._body.wants_stream:
-                self._forget_in_time(charge, node, prefills)
-            leg = DecodeLeg(s.upstream, node, charge)
+            leg = DecodeLeg(s.upstream, node, self._charge(node, prefill_bytes, self._body.num_samples))
             try:
                 await leg.open(self._path, self._headers, body, wait_s, s.config.idle_timeout_s)
             except LegFailed as failure:
@@ -234,11 +231,13 @@ class Exchange:
             return leg, last
         return None, last
 
-    def _forget_in_time(self, charge: Charge, node: Node, prefills: tuple[Node, ...]) -> None:
-        """An answer that comes whole does not show when its prompt was read: it is believed to be when expected."""
-        rest_s = spill.reading_s(node, prefills, self._s.table.clock())
-        if rest_s is not None:
-            asyncio.get_running_loop().call_later(rest_s, charge.prefill_over)
+    def _charge(self, node: Node, prefill_bytes: int, sequences: int = 0) -> Charge:
+        """What a node is given whose reading only a decode node's answer shows."""
+        clock = self._s.table.clock
+        charge = Charge(node, clock, prefill_bytes=prefill_bytes, sequences=sequences)
+        if prefill_bytes and not self._body.shows_reading:
+            charge.hide_prefill(spill.reading_s(node, self._prefills, clock()))
+        return charge
 
     async def _drain(self, leg: PrefillLeg) -> None:
         """P's leg after the ticket. A failure is only counted: D notices by itself, from the lease."""

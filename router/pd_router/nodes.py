@@ -63,10 +63,9 @@ class Node:
         """Whether a request may go there now."""
         return self.reachable and not self.draining and not self.gone and now_s >= self.ejected_until_s
 
-    @property
-    def has_slot(self) -> bool:
-        """Whether one more generation would run at once, as far as this router knows."""
-        return self.num_slots is None or self.decode_sequences < self.num_slots
+    def has_slots(self, count: int) -> bool:
+        """Whether `count` more generations would run at once, as far as this router knows."""
+        return self.num_slots is None or self.decode_sequences + count <= self.num_slots
 
     @property
     def is_idle(self) -> bool:
@@ -94,7 +93,7 @@ class Node:
 class Charge:
     """Work booked on a node at the moment it is chosen, so that a burst spreads; given back exactly once."""
 
-    __slots__ = ("_begun_s", "_clock", "_node", "_prefill_bytes", "_sequences")
+    __slots__ = ("_begun_s", "_clock", "_is_hidden", "_node", "_prefill_bytes", "_sequences", "_timer")
 
     def __init__(self, node: Node, clock: Callable[[], float], *, prefill_bytes: int = 0, sequences: int = 0) -> None:
         node.prefill_bytes += prefill_bytes
@@ -104,9 +103,22 @@ class Charge:
         self._begun_s = clock()
         self._prefill_bytes = prefill_bytes
         self._sequences = sequences
+        self._is_hidden = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def hide_prefill(self, expected_s: float | None) -> None:
+        """Nothing will show when the node has read the prompt: it is believed to have, `expected_s` from now.
+
+        None: nobody can tell, so not before it is known to be over.
+        """
+        self._is_hidden = True
+        if expected_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(expected_s, self.prefill_over)
 
     def prefill_done(self) -> None:
-        """The node has read the prompt just now: that tells its speed."""
+        """The node has read the prompt just now: that tells its speed. Ignored where it does not show."""
+        if self._is_hidden:
+            return
         if self._prefill_bytes:
             self._node.speed.note(self._prefill_bytes, self._begun_s, self._clock())
         self.prefill_over()
@@ -115,6 +127,8 @@ class Charge:
         """It is not reading the prompt any more, or so it is believed."""
         self._node.prefill_bytes -= self._prefill_bytes
         self._prefill_bytes = 0
+        if self._timer is not None:
+            self._timer.cancel()
 
     def release(self) -> None:
         self.prefill_over()

@@ -22,12 +22,15 @@ MARGIN = 0.25  # of the shorter time: what must be saved to be worth slower deco
 SLACK_S = 0.03  # and at least so much: a step or two of each node, which none of this knows
 
 
-def sooner_node(prefills: Sequence[Node], decodes: Iterable[Node], num_bytes: int, now_s: float) -> Node | None:
+def sooner_node(
+    prefills: Sequence[Node], decodes: Iterable[Node], num_bytes: int, num_sequences: int, now_s: float
+) -> Node | None:
     """The healthy one of `decodes` that would read a prompt of `num_bytes` clearly sooner than the prefill node whose
-    turn it is. None: nobody would, or that node has nothing else to do, or no prefill node's speed is known.
+    turn it is; of several, the one with the fewest generations, unless another is clearly sooner than that.
+    None: nobody would, or the prefill node has nothing else to do, or no prefill node's speed is known.
 
-    A node without a free slot is not one: a prompt waits there for somebody's last token before it is read, a
-    sequence that is handed over has its first token already.
+    A node without slots for `num_sequences` more is not one: a prompt waits there for somebody's last token before it
+    is read, a sequence that is handed over has its first token already.
     """
     first = best_prefill(prefills, now_s)
     if first is None or not first.prefill_bytes:
@@ -39,12 +42,17 @@ def sooner_node(prefills: Sequence[Node], decodes: Iterable[Node], num_bytes: in
     def wait_s(node: Node) -> float:
         return (node.prefill_bytes + num_bytes) / _speed(node, usual, now_s)
 
-    ready = [node for node in decodes if node.is_healthy(now_s) and node.has_slot]
-    best = min(ready, key=lambda n: (wait_s(n), n.role is not Role.MIXED, n.decode_sequences), default=None)
-    if best is None:
+    ready = [n for n in decodes if n.is_healthy(now_s) and n.has_slots(num_sequences)]
+    sooner = [n for n in ready if _is_clearly_less(wait_s(n), wait_s(first))]
+    if not sooner:
         return None
-    saved_s = wait_s(first) - wait_s(best)
-    return best if saved_s > max(SLACK_S, MARGIN * wait_s(best)) else None
+    best_s = min(map(wait_s, sooner))
+    equals = [n for n in sooner if not _is_clearly_less(best_s, wait_s(n))]
+    return min(equals, key=lambda n: (n.decode_sequences, wait_s(n)))
+
+
+def _is_clearly_less(short_s: float, long_s: float) -> bool:
+    return long_s - short_s > max(SLACK_S, MARGIN * short_s)
 
 
 def reading_s(node: Node, prefills: Iterable[Node], now_s: float) -> float | None:

@@ -1,12 +1,12 @@
-"""When decode nodes read prompts while the prefill nodes queue: speeds that decide it, the choice, the requests."""
+"""When decode nodes read prompts while the prefill nodes queue: the choice, and the requests."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 from typing import Any
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +14,6 @@ from pd_router import spill
 from pd_router.config import Order, RouterConfig
 from pd_router.nodes import Charge, Node, Role
 from pd_router.policy import make_plan
-from pd_router.speed import DOUBT_S, FORGET_S, ODD, ReadingSpeed
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import Router, serving, until
@@ -24,92 +23,6 @@ COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 P_SPEED = 100_000.0  # bytes per second
 BUSY_BYTES = 1_000_000  # ten seconds of it
-
-
-# --- speeds
-
-
-def reader(*samples: tuple[float, float], num_bytes: int = 1000) -> ReadingSpeed:
-    """Of prompts of 1000 bytes that took (begun, ended)."""
-    speed = ReadingSpeed()
-    for begun_s, ended_s in samples:
-        speed.note(num_bytes, begun_s, ended_s)
-    return speed
-
-
-def test_a_speed_is_learned_from_what_was_read() -> None:
-    assert ReadingSpeed().at(5.0) is None
-    assert ReadingSpeed().at(5.0, guess=7.0) == 7.0
-    assert reader((0.0, 0.5)).at(0.5) == pytest.approx(2000)
-
-
-def test_who_waits_for_another_is_not_slow() -> None:
-    """Three at once, read one after the other; and three that end together."""
-    assert reader((0.0, 0.1), (0.0, 0.2), (0.0, 0.3)).at(0.3) == pytest.approx(10_000, rel=0.01)
-    assert reader((0.0, 0.3), (0.0, 0.3), (0.0, 0.3)).at(0.3) == pytest.approx(10_000, rel=0.4)
-
-
-def test_idle_time_counts_for_nothing_and_forgets() -> None:
-    speed = reader((0.0, 1.0), (50.0, 51.0))
-    assert speed.at(51.0) == pytest.approx(1000, rel=0.02)
-    assert speed.at(51.0 + FORGET_S) == pytest.approx(1000, rel=0.02)
-    guess = 8000.0
-    guesses = [speed.at(51.0 + FORGET_S * age, guess) for age in range(12)]
-    assert all(one is not None and 1000 < one < guess for one in guesses)
-    assert guesses == sorted(guesses, key=float)  # type: ignore[arg-type]
-    assert guesses[-1] == pytest.approx(guess, rel=0.01)
-    assert speed.at(51.0 + 100 * FORGET_S) is None
-
-
-@pytest.mark.parametrize("took_s", [1e-6, 1000.0])
-def test_one_odd_sample_is_no_rule(took_s: float) -> None:
-    speed = reader(*((float(i), i + 0.1) for i in range(10)))
-    usual = speed.at(10.0)
-    assert usual is not None
-    speed.note(1000, 20.0, 20.0 + took_s)
-    odd = speed.at(20.0 + took_s)
-    assert odd is not None
-    assert usual / ODD <= odd * 1.001
-    assert odd <= ODD * usual * 1.001
-    guess = speed.at(20.0 + took_s + 5 * FORGET_S, guess=usual)
-    assert guess == pytest.approx(usual, rel=0.05), "nobody is locked out, or flooded, for long"
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 10**8), st.floats(0, 1e4), st.floats(0, 1e4), st.floats(0, 1e6)),
-        min_size=1, max_size=30,
-    ),
-    st.floats(0, 1e7),
-)  # fmt: skip
-def test_whatever_is_read_the_speed_is_a_number(samples: list[tuple[int, float, float, float]], idle_s: float) -> None:
-    speed, now_s = ReadingSpeed(), 0.0
-    for num_bytes, waited_s, took_s, pause_s in samples:
-        now_s += pause_s + took_s
-        speed.note(num_bytes, max(0.0, now_s - took_s - waited_s), now_s)
-        for at_s in (now_s, now_s + idle_s):
-            known, guessed = speed.at(at_s), speed.at(at_s, guess=1000.0)
-            assert known is None or (known > 0 and math.isfinite(known))
-            assert guessed is not None
-            assert 0 < guessed < math.inf
-            assert guessed >= 1000.0 * DOUBT_S / (DOUBT_S + ODD * 31e4)
-
-
-def test_only_a_prompt_that_was_read_tells_a_speed() -> None:
-    now_s = [1.0]
-    node = Node(url="", role=Role.DECODE, node_id="d")
-    for end in ("release", "prefill_over"):
-        with Charge(node, lambda: now_s[0], prefill_bytes=100) as charge:
-            now_s[0] += 1
-            getattr(charge, end)()
-            charge.prefill_done()
-    assert node.speed.at(now_s[0]) is None
-    with Charge(node, lambda: now_s[0], prefill_bytes=100) as charge:
-        now_s[0] += 1
-        charge.prefill_done()
-        charge.prefill_done()
-    assert node.speed.at(now_s[0]) == pytest.approx(100)
-    assert node.is_idle
 
 
 # --- the choice
@@ -126,8 +39,8 @@ def a_node(role: Role, prefill_bytes: int = 0, speed: float = 0.0, sequences: in
 NOW_S = 100.0
 
 
-def sooner(prefills: list[Node], decodes: list[Node], num_bytes: int = 1000) -> Node | None:
-    return spill.sooner_node(prefills, decodes, num_bytes, NOW_S)
+def sooner(prefills: list[Node], decodes: list[Node], num_bytes: int = 1000, n: int = 1) -> Node | None:
+    return spill.sooner_node(prefills, decodes, num_bytes, n, NOW_S)
 
 
 def test_an_idle_decode_node_helps_a_prefill_node_that_queues() -> None:
@@ -150,17 +63,31 @@ def test_a_prompt_does_not_wait_for_a_slot_where_it_would_be_read() -> None:
     full.num_slots = free.num_slots = 8
     assert sooner(prefills, [full]) is None
     assert sooner(prefills, [full, free]) is free
+    assert sooner(prefills, [full, free], n=2) is None
+    free.num_slots = 9
+    assert sooner(prefills, [full, free], n=2) is free
 
 
 def test_of_those_that_may_read_the_soonest_does() -> None:
     prefills = [a_node(Role.PREFILL, BUSY_BYTES, P_SPEED)]
     decode, mixed = a_node(Role.DECODE), a_node(Role.MIXED, sequences=9)
-    assert sooner(prefills, [decode, mixed]) is mixed, "it reads as fast as a prefill node"
+    assert sooner(prefills, [decode, mixed], 10_000) is mixed, "it reads as fast as a prefill node"
     mixed.prefill_bytes = 10_000
-    assert sooner(prefills, [decode, mixed]) is decode
-    assert sooner(prefills, [a_node(Role.DECODE, sequences=2), decode]) is decode
+    assert sooner(prefills, [decode, mixed], 10_000) is decode
+    assert sooner(prefills, [a_node(Role.DECODE, sequences=2), decode], 10_000) is decode
     fast = a_node(Role.DECODE, speed=2 * P_SPEED, sequences=9)
-    assert sooner(prefills, [decode, fast]) is fast
+    assert sooner(prefills, [decode, fast], 10_000) is fast
+
+
+def test_generations_spread_over_those_that_read_about_as_soon() -> None:
+    """The fastest by a hair is not given everybody's generation, nor is one whose speed is known preferred for that."""
+    prefills = [a_node(Role.PREFILL, BUSY_BYTES, P_SPEED)]
+    decodes = [a_node(Role.DECODE, speed=0.52 * P_SPEED), a_node(Role.DECODE, speed=0.5 * P_SPEED), a_node(Role.DECODE)]
+    for _ in range(12):  # each has been read before the next comes, and goes on
+        node = sooner(prefills, decodes, 10_000)
+        assert node is not None
+        node.decode_sequences += 1
+    assert [node.decode_sequences for node in decodes] == [4, 4, 4]
 
 
 @given(
@@ -338,6 +265,64 @@ async def test_a_whole_answer_holds_the_charge_of_its_prompt_no_longer_than_expe
             assert not request.done()
             d.go_on.set()
             assert (await request)[0] == 200
+        await router.idle()
+
+
+@pytest.mark.anyio
+async def test_d_first_too_a_whole_answer_keeps_no_prefill_node_busy() -> None:
+    """Else prompts would be kept from prefill nodes that have nothing to do."""
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode_until_told)
+    async with running(p, d), serving([p], [d], prefill_on_decode="auto", route="d-first") as router:
+        make_busy(router).release()  # its speed is known
+        requests = [asyncio.ensure_future(post(router, BODY)) for _ in range(2)]
+        await d.wait_seen(2)
+        await until(lambda: router.outstanding() == [(0, 0), (0, 2)])
+        d.go_on.set()
+        assert {(await request)[1]["x-pd-route"] for request in requests} == {"d-first; reason=default"}
+        await router.idle()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("is_busy", [False, True])
+async def test_the_first_of_several_prompts_tells_no_speed(is_busy: bool) -> None:
+    """The answer begins when one of them has been read: by P, at D's request, or by D."""
+
+    async def script(node: FakeNode, request: Any, seen: fakes.Seen) -> Any:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", "x-pd-prefill": p.node_id})
+        await response.prepare(request)
+        await response.write(fakes.WHOLE_STREAM)
+        return response
+
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", script)
+    body = {"model": "demo", "prompt": ["one", "two"], "stream": True}
+    async with running(p, d), serving([p], [d], prefill_on_decode="auto") as router:
+        clock, (p_node, d_node) = router.services.table.clock, router.services.table.nodes
+        charge = make_busy(router)
+        if not is_busy:
+            charge.release()
+        known = p_node.speed.at(clock())
+        _, headers, _ = await post(router, body, COMPLETIONS)
+        order = "direct; reason=prefill-busy" if is_busy else "d-first; reason=several-prompts"
+        assert headers["x-pd-route"] == order
+        assert p_node.speed.at(clock()) == pytest.approx(known)
+        assert d_node.speed.at(clock()) is None
+        charge.release()
+        await router.idle()
+
+
+@pytest.mark.anyio
+async def test_prefill_nodes_that_go_down_meanwhile_fail_no_request() -> None:
+    """D-first, when the decode node that was to read has refused: there is nobody left to be offered."""
+
+    async def script(node: FakeNode, request: Any, seen: fakes.Seen) -> Any:
+        router.services.table.nodes[0].reachable = False
+        return await (fakes.refuse(503) if len(node.seen) == 1 else fakes.decode)(node, request, seen)
+
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", script)
+    async with running(p, d), serving([p], [d], prefill_on_decode="auto", route="d-first") as router:
+        with make_busy(router):
+            status, headers, _ = await post(router, BODY | {"stream": True})
+        assert (status, headers["x-pd-route"]) == (200, "direct; reason=prefill-failed")
         await router.idle()
 
 
