@@ -19,7 +19,7 @@ from pd_cluster.models.registry import resolve_spec
 from pd_cluster.models.spec import ModelSpec, read_eos_token_ids
 from pd_cluster.models.weights import fill_at_random, load_weights
 from pd_cluster.worker.graphs import CAPTURABLE, DecodeGraphs, bucket_sizes
-from pd_cluster.worker.input_batch import InputBatch
+from pd_cluster.worker.input_batch import InputBatch, table_width
 from pd_cluster.worker.kv_cache import DTYPES, KVCache, blocks_in
 from pd_cluster.worker.model_runner import ModelRunner, PendingStep
 from pd_cluster.worker.pieces import PieceGraphs, token_buckets
@@ -172,8 +172,9 @@ class Executor:
         """With `capture`, which hears of the progress, decode steps are captured as graphs where that is possible."""
         config, block_size = self._config.scheduler, cache.geometry.block_size
         num_rows = config.max_num_seqs
-        # Some 30 bytes a token and two block tables a sequence, of all and of those that sample; more goes its own way
-        staging = Staging(self._device, config.max_num_batched_tokens * 64 + num_rows * -(-max_len // block_size) * 8)
+        # Some 30 bytes a token, 80 a sequence, block tables of all and of those that sample; more goes its own way
+        num_bytes = config.max_num_batched_tokens * 64 + num_rows * (128 + 8 * table_width(max_len, block_size))
+        staging = Staging(self._device, num_bytes)
         sampling = SamplingState(num_rows, self.model.vocab_size, self.model.eos_token_ids, staging, self._device)
         rows = InputBatch(num_rows, max_len, block_size, sampling, staging, self._device)
         graphs, pieces = None, None

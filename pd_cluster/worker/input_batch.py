@@ -105,7 +105,7 @@ class InputBatch:
         self._free = list(range(num_rows - 1, -1, -1))
         self._serials = np.zeros(num_rows, np.int64)
         self._tokens = np.zeros((num_rows, max_len + 1), np.int32)
-        self._blocks = np.zeros((num_rows, _table_width(-(-max_len // block_size))), np.int32)
+        self._blocks = np.zeros((num_rows, table_width(max_len, block_size)), np.int32)
         self._num_tokens = np.zeros(num_rows, np.int64)
         self._num_on_host = np.zeros(num_rows, np.int64)  # of num_tokens, those whose value `_tokens` has
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)  # and one for padding
@@ -224,7 +224,7 @@ class InputBatch:
         self._sampling.start(row, start)
 
     def _pack(self, rows: Ints, lens: Ints, ends: Ints) -> PackedSequences:
-        width = _table_width(-(-int(ends.max(initial=0)) // self._block_size))
+        width = table_width(int(ends.max(initial=0)), self._block_size)
         return PackedSequences(
             num_decodes=_leading_ones(lens),
             query_starts=self._move(np.concatenate(([0], np.cumsum(lens))).astype(np.int32)),
@@ -280,9 +280,9 @@ class InputBatch:
         return self._sampling.prepare(rows, lengths, counts)
 
 
-def _table_width(num_blocks: int) -> int:
-    """Rounded up, so that kernels that are compiled for the divisors of a stride are compiled for one."""
-    return -(-num_blocks // 16) * 16
+def table_width(num_tokens: int, block_size: int) -> int:
+    """Blocks of a table for as many tokens: rounded up, for some kernels are compiled for the divisors of a stride."""
+    return -(-num_tokens // (16 * block_size)) * 16
 
 
 def _leading_ones(lens: Ints) -> int:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
-from pd_cluster.engine.batch import SequenceChunk
+from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
+from pd_cluster.engine.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.engine.sampling_params import SamplingParams
 from pd_cluster.models.llama import Stream
+from pd_cluster.worker.executor import Executor
 from pd_cluster.worker.graphs import DecodeGraphs, DecodeOutputs, bucket_sizes
 from pd_cluster.worker.pieces import PieceGraphs, token_buckets
 from pd_cluster.worker.staging import Staging
@@ -22,7 +24,6 @@ from tests.worker.driver import Driver, make_executor, random_prompts
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_cluster.worker.executor import Executor
     from pd_cluster.worker.recorder import Outputs
     from pd_kernels.packed import PackedSequences
 
@@ -87,7 +88,10 @@ def tensors_of(outputs: object) -> list[torch.Tensor]:
     if isinstance(outputs, DecodeOutputs):
         return [outputs.logits, outputs.token_ids]
     assert isinstance(outputs, Stream)
-    return [outputs.residual, *outputs.angles, *([] if outputs.hidden is None else [outputs.hidden])]
+    left = [] if outputs.hidden is None else [outputs.hidden]
+    if outputs.normed is not None:
+        left = [outputs.normed.x, outputs.normed.squares]
+    return [outputs.residual, *outputs.angles, *left]
 
 
 def with_graphs(executor: Executor, sizes: list[int], room: int = 100) -> tuple[Repeater, DecodeGraphs, list[str]]:
@@ -204,3 +208,34 @@ def test_staging_on_cpu_copies_nothing_but_what_is_first() -> None:
     assert torch.equal(staging.first(5, 2), torch.arange(10).view(5, 2))
     array = np.array([1.5, 2.5], np.float32)
     assert staging.move(array).data_ptr() == array.ctypes.data
+
+
+def test_staging_holds_a_step_of_as_many_sequences_as_there_may_be(
+    models: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes and a chunk, drawn within limits: both sets of block tables, none of a round width."""
+    config = NodeConfig(
+        model=ModelConfig(model=str(models.get("qwen3").directory), device="cpu", max_model_len=272),
+        cache=CacheConfig(num_blocks=17, block_size=16),
+        scheduler=SchedulerConfig(max_num_seqs=24, max_num_batched_tokens=30),
+    )
+    executor, sizes = Executor(config, lambda _: None), list[int]()
+    params = SamplingParams(max_tokens=1, top_k=5, top_p=0.9)
+    lengths = [1] * 23 + [7]
+    starts = tuple(SequenceStart(i, (9,) * 272, 272, tuple(range(17)), params, i) for i in range(24))
+    chunks = tuple(SequenceChunk(i, 272 - size, size, num_samples=1) for i, size in enumerate(lengths))
+    move = Staging.move
+
+    def counted(staging: Staging, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        sizes.append(-(-array.nbytes // 16) * 16)
+        return move(staging, array)
+
+    monkeypatch.setattr(Staging, "move", counted)
+    rows, staging = executor._runner._rows, executor._runner._staging
+    rows.apply(Batch(0, starts))
+    monkeypatch.setattr(rows, "_move", staging.move)
+    monkeypatch.setattr(rows._sampling, "_move", staging.move)
+    assert rows.build(chunks).tail is not None
+    late = 2 * 24 * 8  # had their tokens been on the device only
+    assert 24 * 32 * 8 < sum(sizes) + late <= staging._num_bytes
+    executor.close()
