@@ -17,7 +17,7 @@ from pd_kernels.backends import TORCH, Kernels
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts
 from tests.worker.test_decode_graphs import Repeater
-from tests.worker.test_few_rows import FEW_ROWS
+from tests.worker.test_few_rows import FEW_ROWS, MAX_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,12 +25,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.input_batch import StepInputs
 
 LENGTHS = (1, 15, 16, 17, 70, 40, 2)
-WINDOWED = [
-    "qwen3",
-    "mistral-window",
-    "qwen2-some-windows",
-    "qwen3-some-windows",
-]  # of no, all, two, one layer
+WINDOWED = ["qwen3", "mistral-window", "qwen2-some-windows", "qwen3-some-windows"]  # no layer, all, two, the last
 
 
 class Beside:
@@ -95,18 +90,47 @@ def test_logits_equal_those_of_all_rows(
     executor.close()
 
 
+@pytest.mark.parametrize("kernels", [TORCH, FEW_ROWS], ids=["usual", "few-rows"])
 @pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
-def test_logits_of_pieces_equal_those_of_all_rows(models: ModelStore, name: str) -> None:
+def test_logits_of_pieces_equal_those_of_all_rows(
+    models: ModelStore, monkeypatch: pytest.MonkeyPatch, name: str, kernels: Kernels
+) -> None:
+    monkeypatch.setattr("pd_cluster.worker.executor.select_kernels", lambda device: kernels)
     executor = make_executor(models.get(name).directory)
     runner = executor._runner
     runner._pieces = PieceGraphs(executor._llama, executor._cache, runner._staging)
-    runner._pieces.capture([8, 28], Repeater(100), lambda text: None)
+    runner._pieces.capture([MAX_ROWS, 8, 28], Repeater(100), lambda text: None)
     beside = Beside(executor, 2e-5)
     run(executor, 40)
     assert {(rows is None, pieces) for rows, pieces in zip(beside.rows, beside.pieces, strict=True)} == {
         (True, True), (False, True), (False, False),
     }  # fmt: skip
     executor.close()
+
+
+def test_rows_whose_token_is_on_the_device_only(executor: Executor) -> None:
+    """A sequence decodes amid another's chunks, each step launched before the one before it is read."""
+    first, second = random_prompts([20, 50], VOCAB_SIZE)
+    driver = Driver(executor)
+    driver.add(first, SamplingParams(max_tokens=4, temperature=0.0))
+    driver.add(second, SamplingParams(max_tokens=1, temperature=0.0))
+    expected, beside = driver.run(), Beside(executor, 2e-5)
+    greedy = SamplingParams(max_tokens=9, temperature=0.0)
+    start, other = (
+        SequenceStart(0, tuple(first), 20, (0, 1), greedy, 0),
+        SequenceStart(1, tuple(second), 50, (2, 3, 4, 5), greedy, 0),
+    )
+    pending = executor.launch(Batch(0, (start,), (SequenceChunk(0, 0, 20, num_samples=1),)))
+    tokens: list[list[int]] = [[], []]
+    for step, (begin, size) in enumerate(((0, 30), (30, 19), (49, 1), (50, 1)), 1):
+        chunk = SequenceChunk(1, begin, size, num_samples=int(begin + size >= 50))
+        decode = SequenceChunk(0, 19 + step, 1, num_samples=1)
+        following = executor.launch(Batch(step, (other,) if step == 1 else (), (decode, chunk)))
+        for seq_id, sampled in pending.result().samples.items():
+            tokens[seq_id] += [token.token_id for token in sampled]
+        pending = following
+    assert beside.rows == [1, 1, 1, None, None]
+    assert tokens == expected
 
 
 def test_several_samples_of_one_row(executor: Executor) -> None:
