@@ -80,7 +80,7 @@ def _model_card(state: NodeState) -> dict[str, Any]:
 
 
 def _health(state: NodeState) -> dict[str, Any]:
-    ready = state.engine.ready
+    ready, stats = state.engine.ready, state.engine.stats
     status = (
         "starting" if ready is None else "dead" if not state.engine.alive else "draining" if state.draining else "ok"
     )
@@ -93,6 +93,7 @@ def _health(state: NodeState) -> dict[str, Any]:
         "max_num_seqs": state.config.scheduler.max_num_seqs,
         "engine_id": ready.engine_id if ready else None,
         "num_in_flight": state.num_in_flight,
+        "kv_in_use": round(stats.kv.in_use / stats.kv.num_blocks, 3) if stats else 0.0,
     }
     if ready is not None:
         body |= {"fingerprint": ready.fingerprint, "connector": ready.connector, "max_model_len": ready.max_model_len}

@@ -18,7 +18,7 @@ log = logging.getLogger("pd_router")
 
 
 class HealthPoller:
-    """Writes `reachable`, `node_id`, `epoch`, `num_slots` and `models` of the nodes."""
+    """Writes `reachable`, `node_id`, `epoch`, `num_slots`, `kv_in_use` and `models` of the nodes."""
 
     def __init__(self, config: RouterConfig, table: NodeTable, upstream: Upstream) -> None:
         self._table = table
@@ -99,6 +99,8 @@ class HealthPoller:
         node.epoch = epoch if isinstance(epoch, int) else None
         num_slots = told.get("max_num_seqs")
         node.num_slots = num_slots if isinstance(num_slots, int) else None
+        kv_in_use = told.get("kv_in_use")
+        node.kv_in_use = kv_in_use if isinstance(kv_in_use, float) else 0.0
         return restarted
 
     async def _read_models(self, node: Node) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pd_router.config import RouterConfig
 
 log = logging.getLogger("pd_router")
+FULL_KV = 0.9  # share in use from which prompts are likely to wait for memory
 FLAGS = "flags"  # the source of the nodes that the command line names
 
 
@@ -54,6 +55,7 @@ class Node:
     epoch: int | None = None  # the engine's boot; None for nodes that tell none
     models: frozenset[str] | None = None  # None: not known, so any model is tried
     num_slots: int | None = None  # sequences that run there at once; None for nodes that do not tell
+    kv_in_use: float = 0.0  # share of its KV cache, when last asked; 0 for nodes that do not tell
     prefill_bytes: int = 0  # outstanding prompt bytes: prefill work grows with the prompt
     decode_sequences: int = 0  # outstanding generations
     speed: ReadingSpeed = field(default_factory=ReadingSpeed)
@@ -63,9 +65,10 @@ class Node:
         """Whether a request may go there now."""
         return self.reachable and not self.draining and not self.gone and now_s >= self.ejected_until_s
 
-    def has_slots(self, count: int) -> bool:
+    def has_room(self, count: int) -> bool:
         """Whether `count` more generations would run at once, as far as this router knows."""
-        return self.num_slots is None or self.decode_sequences + count <= self.num_slots
+        has_slots = self.num_slots is None or self.decode_sequences + count <= self.num_slots
+        return has_slots and self.kv_in_use < FULL_KV
 
     @property
     def is_idle(self) -> bool:

@@ -29,7 +29,7 @@ def sooner_node(
     turn it is; of several, the one with the fewest generations, unless another is clearly sooner than that.
     None: nobody would, or the prefill node has nothing else to do, or no prefill node's speed is known.
 
-    A node without slots for `num_sequences` more is not one: a prompt waits there for somebody's last token before it
+    A node without room for `num_sequences` more is not one: a prompt waits there for somebody's last token before it
     is read, a sequence that is handed over has its first token already.
     """
     first = best_prefill(prefills, now_s)
@@ -42,7 +42,7 @@ def sooner_node(
     def wait_s(node: Node) -> float:
         return (node.prefill_bytes + num_bytes) / _speed(node, usual, now_s)
 
-    ready = [n for n in decodes if n.is_healthy(now_s) and n.has_slots(num_sequences)]
+    ready = [n for n in decodes if n.is_healthy(now_s) and n.has_room(num_sequences)]
     sooner = [n for n in ready if _is_clearly_less(wait_s(n), wait_s(first))]
     if not sooner:
         return None

@@ -42,6 +42,7 @@ class FakeNode:
         self.node_id = node_id or f"fake-{role}"
         self.epoch = 7
         self.num_slots: int | None = None  # as other engines, which do not tell
+        self.kv_in_use: float | None = None  # the same
         self.is_up = True
         self.is_silent = False  # /health is heard and not answered
         self.seen: list[Seen] = []
@@ -94,6 +95,7 @@ class FakeNode:
             "node_id": self.node_id,
             "epoch": self.epoch,
             "max_num_seqs": self.num_slots,
+            "kv_in_use": self.kv_in_use,
             "model": self.models[0],
         }
         return web.json_response(told, status=200 if self.is_up else 503)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pd_router import spill
 from pd_router.config import Order, RouterConfig
-from pd_router.nodes import Charge, Node, Role
+from pd_router.nodes import FULL_KV, Charge, Node, Role
 from pd_router.policy import make_plan
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
@@ -66,6 +66,8 @@ def test_a_prompt_does_not_wait_for_a_slot_where_it_would_be_read() -> None:
     assert sooner(prefills, [full, free], n=2) is None
     free.num_slots = 9
     assert sooner(prefills, [full, free], n=2) is free
+    free.kv_in_use = FULL_KV
+    assert sooner(prefills, [full, free]) is None
 
 
 def test_of_those_that_may_read_the_soonest_does() -> None:
@@ -327,18 +329,19 @@ async def test_prefill_nodes_that_go_down_meanwhile_fail_no_request() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_decode_node_tells_its_slots_and_reads_nothing_when_they_are_taken() -> None:
+async def test_a_decode_node_tells_its_room_and_reads_nothing_when_it_is_taken() -> None:
     p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode_until_told)
+    full = FakeNode("decode", fakes.decode, node_id="full")
+    full.kv_in_use = 0.95
     d.num_slots = 1
-    async with running(p, d), serving([p], [d], prefill_on_decode="auto") as router:
+    async with running(p, d, full), serving([p], [full, d], prefill_on_decode="auto") as router:
         with make_busy(router):
-            requests = [asyncio.ensure_future(post(router, BODY | {"stream": True}))]
+            request = asyncio.ensure_future(post(router, BODY | {"stream": True}))
             await d.wait_seen(1)
-            requests.append(asyncio.ensure_future(post(router, BODY | {"stream": True})))
-            await d.wait_seen(2)
+            _, headers, _ = await post(router, BODY | {"stream": True})
+            assert (headers["x-pd-route"], headers["x-pd-decode"]) == ("p-first; reason=default", "full")
             d.go_on.set()
-            routes = [(await request)[1]["x-pd-route"] for request in requests]
-        assert routes == ["direct; reason=prefill-busy", "p-first; reason=default"]
+            assert (await request)[1]["x-pd-route"] == "direct; reason=prefill-busy"
         await router.idle()
 
 

@@ -58,6 +58,8 @@ async def test_health_follows_the_engine() -> None:
         status, body = await get(node, "/health")
         assert (status, body["status"], body["role"], body["node_id"], body["epoch"]) == (200, "ok", "mixed", "node", 7)
         assert (body["model"], body["max_num_seqs"]) == ("demo", 64)
+        assert engine.stats is not None
+        assert body["kv_in_use"] == round(engine.stats.kv.in_use / engine.stats.kv.num_blocks, 3)
         engine.is_alive = False
         assert (await get(node, "/health"))[1]["status"] == "dead"
         assert (await post(node, "/v1/completions", {"prompt": "a"}))[0] == 503
