@@ -255,10 +255,11 @@ class Executor:
         """A step with the whole token budget in as many sequences as may run, each with every sampling feature."""
         num_seqs = self._config.scheduler.max_num_seqs
         params = SamplingParams(max_tokens=1, top_k=50, top_p=0.9, frequency_penalty=0.1, logprobs=1)
-        share = min(budget // num_seqs, self.model.max_model_len)
-        num_blocks = -(-share // self.block_size)
-        starts = tuple(SequenceStart(i, (0,) * share, share, (0,) * num_blocks, params, i) for i in range(num_seqs))
-        chunks = tuple(SequenceChunk(i, 0, share, num_samples=1) for i in range(num_seqs))
+        share, rest = divmod(budget, num_seqs)
+        sizes = [min(share + (i >= num_seqs - rest), self.model.max_model_len) for i in range(num_seqs)]
+        blocks = (0,) * -(-max(sizes) // self.block_size)
+        starts = tuple(SequenceStart(i, (0,) * size, size, blocks, params, i) for i, size in enumerate(sizes))
+        chunks = tuple(SequenceChunk(i, 0, size, num_samples=1) for i, size in enumerate(sizes))
         runner.launch(Batch(0, starts, chunks)).result()
 
     def _warm_up(self) -> None:

@@ -35,16 +35,16 @@ def run_first_steps(runner: ModelRunner, block_size: int, max_len: int) -> None:
 def run_steps_of_all_kinds(runner: ModelRunner, block_size: int, max_len: int, limits: SchedulerConfig) -> None:
     """One step at least for each variant of a kernel that steps within the limits may need."""
     num_seqs, budget = limits.max_num_seqs, limits.max_num_batched_tokens
-    for chunks in (*mixed_steps(num_seqs, min(block_size, max_len)), *prompt_steps(num_seqs, budget, max_len)):
+    for chunks in (*mixed_steps(num_seqs), *prompt_steps(num_seqs, budget, max_len)):
         _run(runner, block_size, chunks, (DRAWN, GREEDY))
 
 
-def mixed_steps(num_seqs: int, length: int) -> Iterator[Chunks]:
-    """Decodes, alone and before prompts of `length` tokens, all of which attend as decodes in the last layer."""
+def mixed_steps(num_seqs: int) -> Iterator[Chunks]:
+    """Decodes, alone and before prompts of two tokens, all of which attend as decodes in the last layer."""
     sizes = {2, num_seqs - 1, num_seqs, *(2**power - 1 for power in range(1, num_seqs.bit_length()))}
     mixes = {(size, min(count, num_seqs - size)) for size in sizes for count in (0, 1, 3, 16) if size <= num_seqs}
     for num_decodes, num_prompts in sorted(mixes - {(0, 0)}):
-        yield [(0, 1)] * num_decodes + [(0, length)] * num_prompts
+        yield [(0, 1)] * num_decodes + [(0, 2)] * num_prompts
 
 
 def prompt_steps(num_seqs: int, budget: int, max_len: int) -> Iterator[Chunks]:

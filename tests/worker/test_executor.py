@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig
+from pd_cluster.engine.batch import Batch
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.executor import Executor
 from tests.worker.driver import Driver, make_executor
@@ -18,6 +19,7 @@ from tests.worker.driver import Driver, make_executor
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pd_cluster.worker.model_runner import PendingStep
     from tests.worker.conftest import ModelStore
 
 
@@ -127,3 +129,19 @@ def test_a_worker_needs_no_transformers() -> None:
     """Importing it costs 0.8 s, and the engine process starts without."""
     code = "import sys, pd_cluster.worker.executor; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_the_step_that_is_measured_has_the_whole_budget(models: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 512 tokens, nine sequences have 56 or 57."""
+    executor, batches = make_executor(models.get("qwen3").directory, max_num_seqs=9), list[Batch]()
+    launch = executor._runner.launch
+
+    def recorded(batch: Batch) -> PendingStep:
+        batches.append(batch)
+        return launch(batch)
+
+    monkeypatch.setattr(executor._runner, "launch", recorded)
+    executor._run_largest_step(executor._runner, 512)
+    assert [batch.num_tokens for batch in batches] == [512]
+    assert len(batches[0].chunks) == 9
+    executor.close()

@@ -22,7 +22,7 @@ def test_steps_are_within_the_limits(num_seqs: int, budget: int, max_len: int) -
         assert sum(count for _, count in chunks) <= budget
         assert len(chunks) <= num_seqs
         assert all(before >= 0 and count and before + count <= max_len for before, count in chunks)
-    assert all(0 < len(chunks) <= num_seqs for chunks in mixed_steps(num_seqs, 1))
+    assert all(0 < len(chunks) <= num_seqs for chunks in mixed_steps(num_seqs))
     sizes = [sum(count for _, count in chunks) for chunks in prompts]
     assert max(sizes) == min(budget, num_seqs * max_len)
     ends = {before + count for chunks in prompts for before, count in chunks if before}
