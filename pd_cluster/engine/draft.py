@@ -45,10 +45,6 @@ class Draft:
             publishes=tuple(self.publishes),
         )
 
-    def has_room_for(self, seq: Sequence) -> bool:
-        """Whether the budgets allow any of its tokens; it has some left."""
-        return self.prompt_budget > 0 or (self.budget > 0 and seq.num_remaining_tokens == 1)
-
     def add_chunk(self, seq: Sequence, blocks: BlockManager) -> None:
         """As many of the sequence's tokens as the budgets allow: there is room. Its blocks exist, or can be had."""
         table, start, num_remaining = seq.table, seq.num_scheduled_tokens, seq.num_remaining_tokens

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from pd_cluster.engine.block_manager import BlockManager
     from pd_connectors.base import LoadSpec
 
-LEAST_PROMPT_TOKENS = (
-    64  # of a step, however many decode: no prompt starves. And sizes of captured steps are such wholes
-)
+LEAST_PROMPT_TOKENS = 64  # of a step, however many decode: no prompt starves. Captured steps have multiples of it
 RUNNING, SWAPPED = SequenceStatus.RUNNING, SequenceStatus.SWAPPED
 
 
@@ -180,13 +178,15 @@ class Planner:
     def _prompt_budget(self, draft: Draft) -> int:
         """Tokens that prompts may take of this step. Those of its decodes, and of loaded sequences that may enter, are
         not among them."""
-        config, limit, step = self._config, self._max_tokens_beside_decodes, LEAST_PROMPT_TOKENS
+        config, limit = self._config, self._max_tokens_beside_decodes
         num_entering = min(len(self.loaded), config.max_num_seqs - self._num_slots_used)
         num_decodes = config.max_num_batched_tokens - draft.budget + num_entering
         num_tokens = config.max_num_batched_tokens
         if limit and (num_decodes or self.parked):  # who is parked decodes soon, and must not wait for a long step
-            least = num_decodes + step
-            num_tokens = min(num_tokens, limit if limit >= least else -(-least // step) * step)
+            least = num_decodes + LEAST_PROMPT_TOKENS
+            if limit < least:
+                limit = -(-least // LEAST_PROMPT_TOKENS) * LEAST_PROMPT_TOKENS
+            num_tokens = min(num_tokens, limit)
         return num_tokens - num_decodes
 
     def _plan_decodes(self, draft: Draft) -> list[Sequence]:

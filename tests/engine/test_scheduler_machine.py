@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from pd_cluster.engine import planner
 from pd_cluster.engine.messages import FinishReason, Work
 from pd_cluster.engine.sequence import KvArrival, Request
 from pd_cluster.errors import InvalidRequest, Overloaded
@@ -31,6 +32,12 @@ def choose(options: list[Option], pick: int) -> Option | None:
     return options[pick % len(options)] if options else None
 
 
+@pytest.fixture(autouse=True)
+def small_least_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the limit of a step leaves to prompts is as small as the engine is."""
+    monkeypatch.setattr(planner, "LEAST_PROMPT_TOKENS", 4)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Random operations on a small engine; `teardown` lets it come to rest and checks the accounts."""
 
@@ -41,10 +48,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.sampled_from([5, 16, 24, 64]),
         prefix_caching=st.sampled_from([True, True, False]),
         depth=st.sampled_from([1, 2]),
+        limit=st.sampled_from([0, 0, 1, 20]),
     )
     def boot(
-        self, num_blocks: int, num_host_blocks: int, max_num_seqs: int, budget: int, prefix_caching: bool, depth: int
-    ) -> None:
+        self, num_blocks: int, num_host_blocks: int, max_num_seqs: int, budget: int, prefix_caching: bool, depth: int,
+        limit: int,
+    ) -> None:  # fmt: skip
         self.world = World(
             num_blocks=num_blocks,
             num_host_blocks=num_host_blocks,
@@ -53,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_waiting=8,
             prefix_caching=prefix_caching,
             depth=depth,
+            max_tokens_beside_decodes=limit,
         )
         self.num_requests = 0
 
@@ -231,6 +241,7 @@ def random_walk(seed: int, num_steps: int) -> int:
         budget=rng.choice([5, 16, 24, 64]),
         prefix_caching=rng.random() < 0.75,
         depth=rng.randint(1, 2),
+        limit=rng.choice([0, 0, 1, 6, 20]),
     )
     for _ in range(num_steps):
         pick = rng.randrange(8)
