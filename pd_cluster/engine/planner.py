@@ -68,7 +68,7 @@ class Planner:
         self._on_preempt = on_preempt
         self._clock = clock
         self._num_slots_used = 0
-        self._short_of_memory: Sequence | None = None  # the waiting sequence that the last step had no blocks for
+        self._short_of_memory: Sequence | None = None  # the last one without blocks; while it waits, nobody passes it
         self._watermark = max(1, blocks.num_blocks // 100)  # kept for those that run already
         self._next_step = 0
 
@@ -256,17 +256,11 @@ class Planner:
                 if is_short:
                     self._short_of_memory = seq
                 else:
-                    self._enter(seq, draft)
+                    self.waiting.discard(seq)
+                    self.run(seq)
+                    draft.add_chunk(seq, self._blocks)
             if is_short and not self.loaded:
                 return
-
-    def _enter(self, seq: Sequence, draft: Draft) -> None:
-        """Its blocks have been found."""
-        if self._short_of_memory is seq:
-            self._short_of_memory = None
-        self.waiting.discard(seq)
-        self.run(seq)
-        draft.add_chunk(seq, self._blocks)
 
     def _enter_loaded(self, seq: Sequence, draft: Draft) -> None:
         """Its KV is here; it needs room for one token. With nobody running, worse-ranked ones make room."""
