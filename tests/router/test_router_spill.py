@@ -210,8 +210,7 @@ async def test_several_prompts_go_there_too_unless_an_order_was_asked_for() -> N
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("status", [429, 500, 503, 504])
+@pytest.mark.parametrize(("status", "stream"), [(429, False), (500, True), (503, True), (504, False)])
 async def test_a_decode_node_that_will_not_read_costs_no_request(status: int, stream: bool) -> None:
     p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", direct_only, node_id=str(status))
     async with running(p, d), serving([p], [d], prefill_on_decode="auto") as router:
