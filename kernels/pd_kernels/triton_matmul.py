@@ -130,6 +130,10 @@ def _linear_kernel(
     for place in tl.range(begin + HEAD, end, INPUTS, num_stages=STAGES):
         w = tl.reshape(weight_tiles.load([0, tile * WIDTH, place]), [OUTPUTS, INPUTS])
         sums = tl.dot(w, tl.trans(x_tiles.load([0, place])), sums)
+        if GATED:
+            # Two tiles as one go through registers. Triton 3.6 loads the next pair into them while the matrix unit may
+            # still read them, unless sums that something else uses make it wait: always true, not known to Triton
+            sums = tl.where(num_rows > 0, sums, 0.0)
     if HEAD > 0:
         dtype = weight.dtype.element_ty
         sums = tl.dot(head.to(dtype, bitcast=True), x_head.to(dtype, bitcast=True), sums)

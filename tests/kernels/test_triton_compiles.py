@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 COMPILE_S = 240.0
 
 
-def test_products_of_few_rows_hold_weights_ahead_in_registers(tmp_path: Path) -> None:
+def test_products_of_few_rows_hold_weights_ahead_in_registers_and_let_them_be_read(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     command = [sys.executable, "-m", "tests.kernels.hopper"]
@@ -31,3 +31,15 @@ def test_products_of_few_rows_hold_weights_ahead_in_registers(tmp_path: Path) ->
         assert len(re.findall(r"ld\.global\S*\.v4\.", ahead)) >= 8, name
         assert "cp.async.bulk.tensor" in behind, name
         assert len(re.findall(r"wgmma\.mma_async\S+\s*\{[^}]*\},\s*\{", behind)) >= 8, name  # left operand in registers
+        assert_registers_are_read(ptx, name)
+
+
+def assert_registers_are_read(ptx: str, name: str) -> None:
+    """A loop that loads a matrix unit's left operand into registers ends with nothing left that may still read them.
+
+    Otherwise the next turn overwrites them: wrong sums wherever the tiles come faster than they are multiplied.
+    """
+    for label, body in re.findall(r"(\$L__BB\d+_\d+):(.*?)\bbra\s+\1;", ptx, re.DOTALL):
+        if "ldmatrix" in body and "wgmma.mma_async" in body:
+            behind = body.rpartition("wgmma.mma_async")[2]
+            assert "wgmma.wait_group.sync.aligned 0;" in behind, f"{name}: {label}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ from pd_kernels.half_normed import HalfNormed
 from pd_kernels.packed import PackedSequences
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pd_kernels.backends import AttentionPlan
     from pd_kernels.products import Product
 
@@ -68,6 +71,10 @@ def make_model(
 @torch.inference_mode()
 def decode(model: Llama, count: int, sampling: list[int] | None) -> torch.Tensor:
     """Logits of a step of `count` sequences, the i-th at its (i + 3)-th token, over a cache of noise."""
+    return prepare(model, count, sampling)()
+
+
+def prepare(model: Llama, count: int, sampling: list[int] | None) -> Callable[[], torch.Tensor]:
     spec, lengths, device = model.spec, np.arange(count) % (BLOCK - 3) + 3, model.device
     shape = (count, spec.num_kv_heads, spec.num_layers, 2, BLOCK, spec.head_dim)
     cache = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device, model.dtype)
@@ -96,7 +103,7 @@ def decode(model: Llama, count: int, sampling: list[int] | None) -> torch.Tensor
         plans={0: plan(list(range(count)))},
         tail=tail,
     )
-    return model.forward(inputs, views)
+    return partial(model.forward, inputs, views)
 
 
 @pytest.mark.parametrize("rows", [None, [2, 0], []], ids=["all", "some", "none"])
@@ -131,7 +138,7 @@ def test_products_are_chosen_for_steps_of_more_rows_only(kernels: Kernels, least
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("hidden_size", [64, 1024])
-@pytest.mark.parametrize("count", [1, 16, 20, 50])
+@pytest.mark.parametrize("count", [1, 16, 20, 33, 50, 64])
 def test_logits_are_the_same_on_a_gpu(count: int, hidden_size: int) -> None:
     """To bfloat16's rounding; and bit by bit each time, whichever kernel is launched how early."""
     triton = select_kernels(torch.device("cuda"))
@@ -143,3 +150,9 @@ def test_logits_are_the_same_on_a_gpu(count: int, hidden_size: int) -> None:
     assert (found.double() - expected).norm() < 3e-2 * expected.norm()
     for _ in range(20):
         assert torch.equal(decode(few, count, None), found)
+    graph, step = torch.cuda.CUDAGraph(), prepare(few, count, None)
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        replayed = step()
+    for _ in range(20):  # back to back, as in decode graphs: what is launched early does overlap then
+        graph.replay()
+        assert torch.equal(replayed, found)
