@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import sys
@@ -147,6 +148,8 @@ class Node:
             raise StartupError(
                 f"the engine was not ready after {deadline_s:g} s: give it longer with --start-deadline-s"
             ) from error
+        gc.collect()
+        gc.freeze()  # libraries' objects by the hundred thousand: a search for garbage among them holds up all streams
         role, node_id = self._config.server.role, self._config.server.node_id
         sys.stdout.write(
             f"ready: {role} node {node_id} on {server.url} (engine {ready.engine_id}, epoch {ready.epoch:x}, "

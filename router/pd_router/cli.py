@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -73,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
         logging.getLogger("httpx2").setLevel(logging.WARNING)  # tells every request to the Kubernetes API
     with listener:
         server = make_server(config, key, sources)
+        gc.collect()
+        gc.freeze()  # what lives for good is not searched for garbage while answers stream
         server.run(sockets=[listener])
     return 0 if server.started else 1
 
