@@ -30,7 +30,8 @@ class ReadingSpeed:
         took_s = now_s - start_s
         if self._seconds * self._fade(start_s) > FORGOTTEN_S:
             usual_s = num_bytes * self._seconds / self._num_bytes
-            took_s = min(max(took_s, usual_s / ODD), usual_s * ODD)
+            least_s = min(usual_s / ODD, DOUBT_S)  # a speed so far that is absurd is not stretched for ever
+            took_s = min(max(took_s, least_s), usual_s * ODD)
         fade = self._fade(now_s)
         self._num_bytes = self._num_bytes * fade + num_bytes
         self._seconds = self._seconds * fade + took_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pd_router.nodes import Charge, Node, Role
@@ -65,6 +65,7 @@ def test_one_odd_sample_is_no_rule(took_s: float) -> None:
     ),
     st.floats(0, 1e7),
 )  # fmt: skip
+@example([(1, 529.0, 10000.0, 529.0), (8092, 0.0, 0.0, 0.0)], 0.0)
 def test_whatever_is_read_the_speed_is_a_number(samples: list[tuple[int, float, float, float]], idle_s: float) -> None:
     speed, now_s = ReadingSpeed(), 0.0
     for num_bytes, waited_s, took_s, pause_s in samples:
