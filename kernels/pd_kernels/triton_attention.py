@@ -14,7 +14,14 @@ from pd_kernels.triton_decode import (
     num_processors,
     plan_decode,
 )
-from pd_kernels.triton_prefill import PrefillPlan, PrefillTiling, plan_prefill, prefill_attention, prefill_tiling
+from pd_kernels.triton_prefill import (
+    PrefillPlan,
+    PrefillTiling,
+    plan_prefill,
+    prefill_attention,
+    prefill_tiling,
+    unshared_if_many,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -74,9 +81,11 @@ class TritonAttentionPlan:
             if group not in self.prefills:
                 num_rows = (self.num_tokens - packed.num_decodes) * query.shape[1]
                 num_keys = 0 if self.window else int(packed.host_seq_lens[packed.num_decodes :].max())
-                tiling = self.prefill or prefill_tiling(
-                    query.dtype, query.shape[2], num_rows, num_keys, num_processors(query.device)
-                )
+                processors = num_processors(query.device)
+                tiling = self.prefill or unshared_if_many(
+                    prefill_tiling(query.dtype, query.shape[2], num_rows, num_keys, processors),
+                    packed, query.shape[1], key_cache.shape[1], processors,
+                )  # fmt: skip
                 self.prefills[group] = plan_prefill(packed, query.shape[1], key_cache, tiling)
             prefill_attention(query, key_cache, value_cache, packed, self.prefills[group], out, scale, self.window)
         return out

@@ -245,6 +245,17 @@ def prefill_tiling(
     return large
 
 
+def unshared_if_many(
+    tiling: PrefillTiling, packed: PackedSequences, num_heads: int, num_kv_heads: int, num_processors: int
+) -> PrefillTiling:
+    """Many short chunks fill the GPU with tiles that are mostly empty: shared, they only take more memory."""
+    tokens = tiling.rows // (num_heads // num_kv_heads)
+    if tiling.parts == 1 or not tokens:
+        return tiling
+    num_tiles = int((-(-packed.host_query_lens[packed.num_decodes :] // tokens)).sum())
+    return replace(tiling, parts=1) if num_tiles * num_kv_heads >= num_processors else tiling
+
+
 def prefill_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,

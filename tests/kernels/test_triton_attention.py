@@ -14,7 +14,7 @@ from pd_kernels import reference
 from pd_kernels.packed import PackedSequences
 from pd_kernels.triton_attention import plan_attention
 from pd_kernels.triton_decode import DecodeTiling
-from pd_kernels.triton_prefill import PrefillTiling, prefill_tiling
+from pd_kernels.triton_prefill import PrefillTiling, prefill_tiling, unshared_if_many
 from tests.kernels.paged import Paged, Shape, make_paged
 
 # Triton's interpreter on numpy
@@ -170,6 +170,18 @@ def test_the_fastest_tiling_is_chosen(num_tokens: int, num_keys: int, rows: int,
     """Of those measured on an H200 for 32 heads of 128."""
     tiling = prefill_tiling(torch.bfloat16, 128, num_tokens * 32, num_keys, 132)
     assert (tiling.rows, tiling.parts) == (rows, parts)
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "num_heads", "parts"), [(1, 64, 32, 8), (4, 64, 32, 8), (64, 2, 32, 1), (17, 2, 256, 1)]
+)
+def test_many_short_chunks_share_no_tiles(count: int, length: int, num_heads: int, parts: int) -> None:
+    """Of 8 KV heads, on 132 processors: else their parts would take a gigabyte that nobody has measured."""
+    lens = np.full(count, length)
+    none = torch.empty(0, dtype=torch.int32)
+    packed = PackedSequences(0, none, none, none[:, None], lens, lens + 5000)
+    tiling = unshared_if_many(PrefillTiling(64, 64, 4, 2, parts=8), packed, num_heads, 8, 132)
+    assert tiling.parts == parts
 
 
 def test_an_empty_sequence_gives_zeros() -> None:
