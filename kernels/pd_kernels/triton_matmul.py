@@ -48,6 +48,13 @@ def _bits(pointer):
 
 
 @triton.jit
+def _awaited(sums, num_rows):
+    """`sums` as they are. Two tiles as one go through registers, and Triton 3.6 loads the next pair into them while the
+    matrix unit may still read them, unless something else uses its sums: this does, always, and Triton cannot know."""
+    return tl.where(num_rows > 0, sums, 0.0)
+
+
+@triton.jit
 def _sum_parts(parts, tile_at, split, SIZE: tl.constexpr):
     """Of all programs of a tile, in the order of their inputs: the result does not depend on who was last."""
     total = tl.load(parts + tile_at, cache_modifier=".cg")
@@ -131,9 +138,7 @@ def _linear_kernel(
         w = tl.reshape(weight_tiles.load([0, tile * WIDTH, place]), [OUTPUTS, INPUTS])
         sums = tl.dot(w, tl.trans(x_tiles.load([0, place])), sums)
         if GATED:
-            # Two tiles as one go through registers. Triton 3.6 loads the next pair into them while the matrix unit may
-            # still read them, unless sums that something else uses make it wait: always true, not known to Triton
-            sums = tl.where(num_rows > 0, sums, 0.0)
+            sums = _awaited(sums, num_rows)
     if HEAD > 0:
         dtype = weight.dtype.element_ty
         sums = tl.dot(head.to(dtype, bitcast=True), x_head.to(dtype, bitcast=True), sums)

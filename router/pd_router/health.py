@@ -100,7 +100,7 @@ class HealthPoller:
         num_slots = told.get("max_num_seqs")
         node.num_slots = num_slots if isinstance(num_slots, int) else None
         kv_in_use = told.get("kv_in_use")
-        node.kv_in_use = kv_in_use if isinstance(kv_in_use, float) else 0.0
+        node.kv_in_use = kv_in_use if isinstance(kv_in_use, float | int) else 0.0
         return restarted
 
     async def _read_models(self, node: Node) -> None:

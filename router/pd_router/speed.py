@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 FORGET_S = 10.0  # after as long a sample weighs 1/e, whether or not others have come
-DOUBT_S = 0.5  # of reading: a guess is worth as much as samples of so long
-ODD = 4.0  # no sample counts for slower or faster than the speed so far by more
+DOUBT_S = 0.5  # of reading: a guess is worth as much as samples of so long, and no sample is made longer than this
+ODD = 4.0  # no sample counts for slower than the speed so far by more; nor for faster, but for that
 FORGOTTEN_S = 1e-6  # samples that weigh less are none
 
 
