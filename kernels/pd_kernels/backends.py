@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pd_kernels.draws import Draws
     from pd_kernels.half_normed import HalfNormed
     from pd_kernels.head_norms import HeadNorms
     from pd_kernels.packed import PackedSequences
@@ -91,10 +92,7 @@ class Kernels:
     plan_attention: PlanAttention
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     argmax: Callable[[torch.Tensor], torch.Tensor]
-    gumbel_sample: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    truncated_sample: Callable[
-        [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
-    ]
+    draw: Callable[[torch.Tensor, Draws], torch.Tensor]
 
 
 def no_few_rows(weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> None:
@@ -111,8 +109,7 @@ TORCH = Kernels(
     plan_attention=torch_attention.plan_attention,
     copy_blocks=torch_ops.copy_blocks,
     argmax=sampling.argmax,
-    gumbel_sample=sampling.gumbel_sample,
-    truncated_sample=sampling.truncated_sample,
+    draw=sampling.draw,
 )
 
 

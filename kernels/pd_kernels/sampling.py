@@ -7,7 +7,12 @@ prefill node, decode node and a rerun draw the same bits.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from pd_kernels.draws import Draws
 
 _CANDIDATES = (64, 1024)  # how many of the best are sorted on CPU before all are: a row of 32000 takes 2 ms
 _PIECE = 1 << 18  # elements drawn at a time on CPU: noise for 32 x 32000 takes 3.5 ms in cache, 6.0 out of it
@@ -39,8 +44,12 @@ def truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min
     float32 [R], a share of the best token's probability. Tokens that tie with the last one kept are kept: the result
     does not depend on how a sort breaks ties.
     """
-    best = logits.sort(-1, descending=True).values
-    return logits.masked_fill(logits < _floor(logits, best, top_k, top_p, min_p)[:, None], -torch.inf)
+    return logits.masked_fill(logits < lowest_kept(logits, top_k, top_p, min_p)[:, None], -torch.inf)
+
+
+def lowest_kept(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """The lowest of `logits` [R, V] that each row keeps within the limits of `truncate`. -> [R]."""
+    return _floor(logits, logits.sort(-1, descending=True).values, top_k, top_p, min_p)
 
 
 def truncated_sample(
@@ -100,7 +109,32 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     """
     if logits.is_cuda:
         return logits.argmax(-1)
-    return torch.from_numpy(logits.numpy().argmax(-1))
+    return torch.from_numpy(logits.float().numpy().argmax(-1))  # numpy knows no bfloat16
+
+
+def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """One token per row of `logits` [R, V], drawn from the softmax of float32(logits) / temperature. -> int64 [R].
+
+    Leaves `logits` as they are. Waits for the device; Triton's does not.
+    """
+    token_ids = argmax(logits)
+    is_free, limits = draws.temperature > 0, draws.limits
+    if limits is not None:
+        is_free[limits.rows] = False
+        rows = limits.rows
+        bounds = limits.top_k, limits.top_p, limits.min_p
+        token_ids[rows] = truncated_sample(
+            scaled(logits, draws, rows), *bounds, draws.seeds[rows], draws.positions[rows]
+        )
+    rows = is_free.nonzero()[:, 0]
+    if len(rows):
+        token_ids[rows] = gumbel_sample(scaled(logits, draws, rows), draws.seeds[rows], draws.positions[rows])
+    return token_ids
+
+
+def scaled(logits: torch.Tensor, draws: Draws, rows: torch.Tensor) -> torch.Tensor:
+    """Those `rows` (int64 [P]) of `logits` divided by their temperatures, a copy. -> float32 [P, V]."""
+    return logits[rows].float().div_(draws.temperature[rows, None])
 
 
 def gumbel_sample(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pd_kernels.triton_blocks import copy_blocks
 from pd_kernels.triton_matmul import FewRowsLinear
 from pd_kernels.triton_norm import add_rms_norm, rms_norm
 from pd_kernels.triton_rotary import norm_rope_write
-from pd_kernels.triton_sampling import argmax, gumbel_sample, truncated_sample
+from pd_kernels.triton_sampling import argmax, draw
 
 TRITON = Kernels(
     name="triton",
@@ -21,6 +21,5 @@ TRITON = Kernels(
     plan_attention=plan_attention,
     copy_blocks=copy_blocks,
     argmax=argmax,
-    gumbel_sample=gumbel_sample,
-    truncated_sample=truncated_sample,
+    draw=draw,
 )

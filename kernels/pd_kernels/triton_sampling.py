@@ -8,11 +8,16 @@ library's.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
-from pd_kernels.sampling import truncate
+from pd_kernels.sampling import lowest_kept, scaled
+
+if TYPE_CHECKING:
+    from pd_kernels.draws import Draws
 
 _PIECE = 4096
 
@@ -47,15 +52,21 @@ def gumbel_noise(seed, position, token):
     return tl.log(-_log1p(-tl.minimum(uniform, 1 - 5.960464477539063e-08)))  # 1 - 2 ** -24
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["is_limited"])
 def _best_of_piece_kernel(
-    logits, seeds, positions, best, best_token, vocab_size, stride, num_pieces, DRAW: tl.constexpr, PIECE: tl.constexpr
-):
+    logits, temperatures, seeds, positions, floors, is_limited, best, best_token, vocab_size, stride, num_pieces,
+    DRAW: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = piece * PIECE + tl.arange(0, PIECE)
     value = tl.load(logits + row * stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     if DRAW:
-        value -= gumbel_noise(tl.load(seeds + row), tl.load(positions + row), token)
+        temperature = tl.load(temperatures + row)
+        if temperature > 0:
+            value = tl.div_rn(value, temperature)  # as torch divides: a floor is one of the quotients
+            floor = tl.load(floors + row, mask=is_limited != 0, other=float("-inf"))
+            noise = gumbel_noise(tl.load(seeds + row), tl.load(positions + row), token)
+            value = tl.where(value < floor, float("-inf"), value - noise)
     value = tl.where(value == value, value, float("-inf"))  # NaN has no order: padding could win over it
     winner, index = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best + row * num_pieces + piece, winner)
@@ -71,31 +82,19 @@ def _best_of_row_kernel(best, best_token, out, num_pieces, PIECES: tl.constexpr)
     tl.store(out + row, tl.load(best_token + row * num_pieces + index).to(tl.int64))
 
 
-def gumbel_sample(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """See sampling.gumbel_sample. Leaves `logits` as they are."""
-    if len(seeds) != len(logits) or len(positions) != len(logits):
-        raise ValueError(f"{len(logits)} rows with {len(seeds)} seeds and {len(positions)} positions")
-    return _best(logits, seeds, positions)
-
-
 def argmax(logits: torch.Tensor) -> torch.Tensor:
     """Per row of `logits` [R, V], the first of the greatest. -> int64 [R], always in [0, V): NaN counts least."""
-    return _best(logits, None, None)
+    return _best(logits, None)
 
 
-def truncated_sample(
-    logits: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
-    """See sampling.truncated_sample."""
-    return gumbel_sample(truncate(logits, top_k, top_p, min_p), seeds, positions)
+def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """See sampling.draw. Logits of rows without limits are read once, in their own type."""
+    if len(draws.temperature) != len(logits):
+        raise ValueError(f"{len(logits)} rows of logits, {len(draws.temperature)} that draw")
+    return _best(logits, draws)
 
 
-def _best(logits: torch.Tensor, seeds: torch.Tensor | None, positions: torch.Tensor | None) -> torch.Tensor:
+def _best(logits: torch.Tensor, draws: Draws | None) -> torch.Tensor:
     if logits.dim() != 2 or logits.stride(1) != 1:
         raise ValueError(f"logits must be [rows, vocabulary] with unit last stride, not {tuple(logits.shape)}")
     num_rows, vocab_size = logits.shape
@@ -105,10 +104,23 @@ def _best(logits: torch.Tensor, seeds: torch.Tensor | None, positions: torch.Ten
     num_pieces = triton.cdiv(vocab_size, _PIECE)
     best = torch.empty((num_rows, num_pieces), dtype=torch.float32, device=logits.device)
     tokens = torch.empty((num_rows, num_pieces), dtype=torch.int32, device=logits.device)
-    draw = seeds is not None
+    temperature, seeds, positions, floors = best, out, out, None  # places that nobody looks at
+    if draws is not None:
+        temperature, seeds, positions, floors = draws.temperature, draws.seeds, draws.positions, _floors(logits, draws)
+    is_limited = floors is not None
     _best_of_piece_kernel[(num_rows, num_pieces)](
-        logits, seeds if draw else out, positions if draw else out, best, tokens,
-        vocab_size, logits.stride(0), num_pieces, draw, _PIECE, num_warps=8,
+        logits, temperature, seeds, positions, floors if is_limited else best, int(is_limited), best, tokens,
+        vocab_size, logits.stride(0), num_pieces, draws is not None, _PIECE, num_warps=8,
     )  # fmt: skip
     _best_of_row_kernel[(num_rows,)](best, tokens, out, num_pieces, triton.next_power_of_2(num_pieces), num_warps=1)
     return out
+
+
+def _floors(logits: torch.Tensor, draws: Draws) -> torch.Tensor | None:
+    """What a row's logits over its temperature must reach to be drawn, float32 [R]; None: nothing, in any row."""
+    limits = draws.limits
+    if limits is None:
+        return None
+    floors = torch.full_like(draws.temperature, -torch.inf)
+    floors[limits.rows] = lowest_kept(scaled(logits, draws, limits.rows), limits.top_k, limits.top_p, limits.min_p)
+    return floors

@@ -10,7 +10,7 @@ import torch
 from pd_connectors.protocol.messages import SampledToken, TopLogprob
 
 if TYPE_CHECKING:
-    from pd_cluster.worker.sampling_state import Draws, SamplingInputs
+    from pd_cluster.worker.sampling_state import SamplingInputs
     from pd_kernels.backends import Kernels
 
 
@@ -51,38 +51,26 @@ class Sampled:
 
 
 def sample(logits: torch.Tensor, inputs: SamplingInputs, kernels: Kernels) -> Sampled:
-    """One token per row of `logits` [R, V]. Overwrites them.
+    """One token per row of `logits` [R, V]. May overwrite them.
 
     Penalties, then logit_bias, then the ban on EOS, then temperature, top k, top p and min p. Logprobs are those of the
-    unmodified distribution.
+    unmodified distribution. Where nothing changes the logits, they are read once, as they are.
     """
-    if inputs.is_greedy and logits.is_cuda:
-        return Sampled(kernels.argmax(logits))
-    logits = logits.float()
-    raw = logits.log_softmax(-1) if inputs.num_logprobs >= 0 else None
-    _adjust(logits, inputs)
     draws = inputs.draws
-    if len(draws) == 1 and draws[0].rows is None:
-        token_ids = _draw(logits, draws[0], kernels)
-    else:
-        token_ids = kernels.argmax(logits)
-        for some in draws:
-            assert some.rows is not None
-            token_ids[some.rows] = _draw(logits[some.rows], some, kernels)
+    if draws is None:
+        return Sampled(kernels.argmax(logits))
+    raw = logits.float().log_softmax(-1) if inputs.num_logprobs >= 0 else None
+    if inputs.changes_logits:
+        logits = logits.float()
+        _change(logits, inputs)
+    token_ids = kernels.draw(logits, draws)
     if raw is None:
         return Sampled(token_ids)
     top = raw.topk(inputs.num_logprobs, dim=-1)
     return Sampled(token_ids, raw.gather(1, token_ids[:, None])[:, 0], top.indices, top.values)
 
 
-def _draw(logits: torch.Tensor, draws: Draws, kernels: Kernels) -> torch.Tensor:
-    logits.div_(draws.temperature[:, None])
-    if draws.limits is None:
-        return kernels.gumbel_sample(logits, draws.seeds, draws.positions)
-    return kernels.truncated_sample(logits, *draws.limits, draws.seeds, draws.positions)
-
-
-def _adjust(logits: torch.Tensor, inputs: SamplingInputs) -> None:
+def _change(logits: torch.Tensor, inputs: SamplingInputs) -> None:
     """What changes greedy choices too, in place."""
     if inputs.penalties is not None:
         inputs.penalties.apply(logits)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pd_cluster.worker.penalties import PenaltyTables
+from pd_kernels.draws import Draws, Limits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,17 +22,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
-    """Rows whose token is drawn, not the greatest."""
-
-    rows: torch.Tensor | None  # int64 [P] into the R logits rows; None: all of them
-    temperature: torch.Tensor  # float32 [P]
-    seeds: torch.Tensor  # int64 [P]
-    positions: torch.Tensor  # int64 [P]: tokens of the sequence before the sampled one
-    limits: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # top_k int64, top_p, min_p float32, each [P]
-
-
-@dataclass(frozen=True, slots=True)
 class SamplingInputs:
     """What the sampler needs for R logits rows. A field is None when no row asks for it: greedy steps skip it all."""
 
@@ -39,15 +29,20 @@ class SamplingInputs:
     penalties: Penalties | None
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # row, token, amount
     banned: tuple[torch.Tensor, torch.Tensor] | None  # row, token: EOS and stop ids before min_tokens
-    draws: tuple[Draws, ...]  # those with limits apart from those without
+    draws: Draws | None  # None in GREEDY alone
 
     @property
     def is_greedy(self) -> bool:
         """The greatest logit, for all rows, and nothing but its index is wanted."""
-        return self is GREEDY
+        return self.draws is None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Before anything is chosen from them."""
+        return self.penalties is not None or self.bias is not None or self.banned is not None
 
 
-GREEDY = SamplingInputs(-1, None, None, None, ())
+GREEDY = SamplingInputs(-1, None, None, None, None)
 
 
 class SamplingState:
@@ -61,9 +56,8 @@ class SamplingState:
         self._move = staging.move
         self._penalties = PenaltyTables(num_rows, vocab_size, device)
         self._plain = np.ones(num_rows, bool)  # greedy and nothing else
-        self._greedy = np.ones(num_rows, bool)
         self._limited = np.zeros(num_rows, bool)
-        self._temperature = np.ones(num_rows, np.float32)
+        self._temperature = np.zeros(num_rows, np.float32)  # 0: greedy
         self._top_k = np.zeros(num_rows, np.int64)
         self._top_p = np.ones(num_rows, np.float32)
         self._min_p = np.zeros(num_rows, np.float32)
@@ -77,11 +71,11 @@ class SamplingState:
     def start(self, row: int, start: SequenceStart) -> None:
         """Set a row from scratch."""
         params = start.sampling
-        self._greedy[row] = params.greedy
-        self._temperature[row] = params.temperature
+        self._temperature[row] = 0 if params.greedy else params.temperature
         self._top_k[row] = min(params.top_k or self._vocab_size, self._vocab_size)
         self._top_p[row], self._min_p[row] = params.top_p, params.min_p
-        self._limited[row] = self._top_k[row] < self._vocab_size or params.top_p < 1 or params.min_p > 0
+        is_limited = self._top_k[row] < self._vocab_size or params.top_p < 1 or params.min_p > 0
+        self._limited[row] = is_limited and not params.greedy
         self._seeds[row] = _wrap_64(start.seed)
         self._sample_seeds[row] = tuple(map(_wrap_64, start.num_sample_seeds))
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
@@ -121,27 +115,13 @@ class SamplingState:
         """Each of `rows` (distinct) goes on with the token in `token_ids` (int64 [len(rows)], on the device)."""
         self._penalties.count(rows, token_ids)
 
-    def _prepare_draws(self, rows: Ints, lengths: Ints, num_samples: Sequence[int]) -> tuple[Draws, ...]:
-        drawn = ~self._greedy[rows]
-        if not drawn.any():
-            return ()
+    def _prepare_draws(self, rows: Ints, lengths: Ints, num_samples: Sequence[int]) -> Draws:
+        limits = None
+        if len(found := np.flatnonzero(self._limited[rows])):
+            bounds = (values[rows[found]] for values in (self._top_k, self._top_p, self._min_p))
+            limits = Limits(*map(self._move, (found, *bounds)))
         seeds = self._resolve_seeds(rows, num_samples)
-        draws = []
-        for limited in (False, True):
-            found = np.flatnonzero(drawn & (self._limited[rows] == limited))
-            if len(found):
-                chosen = rows[found]
-                limits = tuple(self._move(values[chosen]) for values in (self._top_k, self._top_p, self._min_p))
-                draws.append(
-                    Draws(
-                        rows=None if len(found) == len(rows) else self._move(found),
-                        temperature=self._move(self._temperature[chosen]),
-                        seeds=self._move(seeds[found]),
-                        positions=self._move(lengths[found]),
-                        limits=(limits[0], limits[1], limits[2]) if limited else None,
-                    )
-                )
-        return tuple(draws)
+        return Draws(self._move(self._temperature[rows]), self._move(seeds), self._move(lengths), limits)
 
     def _prepare_bias(self, rows: Ints) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         entries = [(i, token, amount) for i, row in enumerate(rows) for token, amount in self._bias[row].items()]

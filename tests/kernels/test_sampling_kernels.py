@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_kernels import sampling
+from pd_kernels.draws import Draws, Limits
 
 MASK = (1 << 64) - 1
 
@@ -146,6 +147,24 @@ def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
     shuffled = sampling.gumbel_sample(logits[order], seeds[order], positions[order])
     assert together.tolist() == alone
     assert torch.equal(shuffled, together[order])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draw_is_that_of_logits_over_their_temperature(dtype: torch.dtype) -> None:
+    """In float32, whatever the logits' type; a row is drawn as if it were alone, and one of temperature 0 is not."""
+    count, vocab_size = 8, 3000
+    logits = (3 * torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(4))).to(dtype)
+    temperature = torch.tensor([0.6, 0.0, 1.3, 0.2, 0.9, 1.0, 0.0, 0.7])
+    bounds = [torch.tensor([5, vocab_size]), torch.tensor([1.0, 0.8]), torch.tensor([0.0, 0.05])]
+    limited, free, greedy = torch.tensor([4, 7]), torch.tensor([0, 2, 3, 5]), torch.tensor([1, 6])
+    seeds, positions, before = torch.arange(count) * 977, torch.arange(count) + 5, logits.clone()
+    found = sampling.draw(logits, Draws(temperature, seeds, positions, Limits(limited, *bounds)))
+    assert torch.equal(logits, before)
+    over = logits.float() / temperature[:, None]
+    assert torch.equal(found[free], sampling.gumbel_sample(over[free], seeds[free], positions[free]))
+    cut = sampling.truncate(over[limited], *bounds)
+    assert torch.equal(found[limited], sampling.gumbel_sample(cut, seeds[limited], positions[limited]))
+    assert torch.equal(found[greedy], logits.argmax(-1)[greedy])
 
 
 def test_penalties() -> None:

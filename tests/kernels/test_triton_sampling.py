@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ triton = pytest.importorskip("triton", reason="the Triton kernels need triton")
 import triton.language as tl  # noqa: E402
 
 from pd_kernels import sampling, triton_sampling  # noqa: E402
+from pd_kernels.draws import Draws, Limits  # noqa: E402
 
 # Triton's interpreter on numpy
 pytestmark = [
@@ -47,24 +50,37 @@ def test_noise_is_the_references() -> None:
     assert ((found.double() - expected).abs() < 2e-6 * expected.abs().clamp(min=1)).all()
 
 
+def draws_of(temperatures: list[float], limits: Limits | None = None) -> Draws:
+    return Draws(torch.tensor(temperatures, device=DEVICE), *keys(len(temperatures)), limits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])], ids=str)
 @pytest.mark.parametrize(("num_rows", "vocab_size"), SIZES)
-def test_the_draw_is_the_references(num_rows: int, vocab_size: int) -> None:
-    seeds, positions = keys(num_rows)
+def test_the_draw_is_the_references(num_rows: int, vocab_size: int, dtype: torch.dtype) -> None:
+    """Whatever the logits' type, with rows of all sorts side by side."""
     generator = torch.Generator().manual_seed(2)
-    logits = 3 * torch.randn((num_rows, vocab_size), generator=generator).to(DEVICE)
-    before = logits.clone()
-    found = triton_sampling.gumbel_sample(logits, seeds, positions)
+    logits = (3 * torch.randn((num_rows, vocab_size), generator=generator)).to(DEVICE, dtype)
+    before, draws = logits.clone(), draws_of(([0.6, 0.0, 1.3] * num_rows)[:num_rows])
+    found = triton_sampling.draw(logits, draws)
     assert torch.equal(logits, before)
-    assert torch.equal(found, sampling.gumbel_sample(logits, seeds, positions))
+    assert torch.equal(found, sampling.draw(logits, draws))
+    assert torch.equal(found, triton_sampling.draw(logits.float(), draws))
 
 
 def test_a_limited_draw_is_the_references() -> None:
-    seeds, positions = keys(4)
-    logits = torch.randn((4, 700), generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    top_k = torch.tensor([1, 5, 700, 700], device=DEVICE)
-    top_p, min_p = torch.tensor([1, 1, 0.5, 1.0], device=DEVICE), torch.tensor([0, 0, 0, 0.2], device=DEVICE)
-    found = triton_sampling.truncated_sample(logits.clone(), top_k, top_p, min_p, seeds, positions)
-    assert torch.equal(found, sampling.truncated_sample(logits, top_k, top_p, min_p, seeds, positions))
+    logits = torch.randn((9, 700), generator=torch.Generator().manual_seed(3)).to(DEVICE, torch.float16)
+    limits = Limits(
+        rows=torch.tensor([1, 2, 4, 7, 8], device=DEVICE),
+        top_k=torch.tensor([1, 5, 700, 700, 700], device=DEVICE),
+        top_p=torch.tensor([1, 1, 0.5, 1.0, 1.0], device=DEVICE),
+        min_p=torch.tensor([0, 0, 0, 0.2, 1.0], device=DEVICE),
+    )
+    draws = draws_of([0.7, 0.3, 0.9, 0.0, 1.7, 1.0, 0.0, 1.1, 0.6], limits)
+    found = triton_sampling.draw(logits, draws)
+    assert torch.equal(found, sampling.draw(logits, draws))
+    best = logits.argmax(-1)
+    assert torch.equal(found[[1, 3, 6, 8]], best[[1, 3, 6, 8]])  # the best of one, no draw, only those as good
+    assert not torch.equal(found, triton_sampling.draw(logits, replace(draws, limits=None)))
 
 
 @pytest.mark.parametrize(("num_rows", "vocab_size"), SIZES)
@@ -82,7 +98,7 @@ def test_nan_is_never_chosen_and_never_leads_out_of_the_vocabulary(vocab_size: i
     logits = torch.zeros((3, vocab_size), device=DEVICE)
     logits[0], logits[1, ::2], logits[1, 3] = torch.nan, torch.nan, 1.0
     assert triton_sampling.argmax(logits).tolist() == [0, 3, 0]
-    drawn = triton_sampling.gumbel_sample(logits, *keys(3)).tolist()
+    drawn = triton_sampling.draw(logits, draws_of([1.0] * 3)).tolist()
     assert drawn[0] == 0
     assert drawn[1] % 2 == 1
     assert max(drawn) < vocab_size
@@ -90,7 +106,7 @@ def test_nan_is_never_chosen_and_never_leads_out_of_the_vocabulary(vocab_size: i
 
 def test_wrong_shapes_are_refused() -> None:
     logits = torch.zeros((3, 8), device=DEVICE)
-    with pytest.raises(ValueError, match="2 seeds"):
-        triton_sampling.gumbel_sample(logits, *keys(2))
+    with pytest.raises(ValueError, match="2 that draw"):
+        triton_sampling.draw(logits, draws_of([1.0, 1.0]))
     with pytest.raises(ValueError, match="unit last stride"):
         triton_sampling.argmax(logits.T)
