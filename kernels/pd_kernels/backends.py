@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pd_kernels.draws import Draws
     from pd_kernels.half_normed import HalfNormed
     from pd_kernels.head_norms import HeadNorms
-    from pd_kernels.packed import PackedSequences
+    from pd_kernels.packed import Ints, PackedSequences, StepOnDevice, StepSize
     from pd_kernels.prefill_choice import AttentionShape
 
 
@@ -41,6 +41,25 @@ class PlanAttention(Protocol):
     """Makes a plan once a step for all layers with the same window."""
 
     def __call__(self, packed: PackedSequences, key_cache: torch.Tensor, window: int = 0) -> AttentionPlan: ...
+
+
+class Replayable(Protocol):
+    """Attention of captured steps of one size."""
+
+    @property
+    def num_tiles(self) -> int: ...
+
+    def tiles(self, query_lens: Ints, seq_lens: Ints, num_decodes: int, nobody: int) -> Ints:
+        """[2, num_tiles] for a step's StepOnDevice.tiles, from its S' lengths [S']; sequence `nobody` is empty."""
+
+    def plan(self, step: StepOnDevice, key_cache: torch.Tensor, window: int = 0) -> AttentionPlan:
+        """To be captured with what runs it."""
+
+
+class MakeReplayable(Protocol):
+    """For one size and one shape, that of a layer's `key_cache`; None: there is no such attention for it."""
+
+    def __call__(self, size: StepSize, num_heads: int, key_cache: torch.Tensor) -> Replayable | None: ...
 
 
 class NormRopeWrite(Protocol):
@@ -90,6 +109,7 @@ class Kernels:
     few_rows: MakeFewRows
     norm_rope_write: NormRopeWrite
     plan_attention: PlanAttention
+    replayable: MakeReplayable
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     argmax: Callable[[torch.Tensor], torch.Tensor]
     draw: Callable[[torch.Tensor, Draws], torch.Tensor]
@@ -97,6 +117,10 @@ class Kernels:
 
 def no_few_rows(weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> None:
     """Steps of few tokens multiply as all others do."""
+
+
+def not_replayable(size: StepSize, num_heads: int, key_cache: torch.Tensor) -> None:
+    """Attention that plans with the lengths."""
 
 
 TORCH = Kernels(
@@ -107,6 +131,7 @@ TORCH = Kernels(
     few_rows=no_few_rows,
     norm_rope_write=torch_ops.norm_rope_write,
     plan_attention=torch_attention.plan_attention,
+    replayable=not_replayable,
     copy_blocks=torch_ops.copy_blocks,
     argmax=sampling.argmax,
     draw=sampling.draw,

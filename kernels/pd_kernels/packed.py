@@ -32,3 +32,28 @@ class PackedSequences:
     @property
     def num_seqs(self) -> int:
         return len(self.host_seq_lens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What a captured step has room for."""
+
+    num_tokens: int
+    num_seqs: int  # at most as many as tokens
+    num_chunks: int  # of the sequences, those that attend as prefill chunks
+    has_decodes: bool  # whether sequences may attend as decodes
+    is_far: bool = False  # meant for chunks at the end of many keys; right for all
+
+
+@dataclass(frozen=True, slots=True)
+class StepOnDevice:
+    """A step of a StepSize whose numbers the host does not know: a replay reads those that are there by then.
+
+    S = num_seqs. Sequences are numbered as in PackedSequences; those behind the last real one are empty.
+    """
+
+    decode_lens: torch.Tensor  # int32 [S], [0] without decodes: tokens in the cache of those that attend as decodes
+    seq_lens: torch.Tensor  # int32 [S + 1]
+    query_starts: torch.Tensor  # int32 [S + 2]
+    block_tables: torch.Tensor  # int32 [S + 1, max_blocks]
+    tiles: torch.Tensor  # int32 [2, num_tiles]: see ReplayableAttention.tiles

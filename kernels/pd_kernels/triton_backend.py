@@ -8,6 +8,7 @@ from pd_kernels.triton_attention import plan_attention
 from pd_kernels.triton_blocks import copy_blocks
 from pd_kernels.triton_matmul import FewRowsLinear
 from pd_kernels.triton_norm import add_rms_norm, rms_norm
+from pd_kernels.triton_replayable import TritonReplayable
 from pd_kernels.triton_rotary import norm_rope_write
 from pd_kernels.triton_sampling import argmax, draw
 
@@ -19,6 +20,7 @@ TRITON = Kernels(
     few_rows=FewRowsLinear.of,
     norm_rope_write=norm_rope_write,
     plan_attention=plan_attention,
+    replayable=TritonReplayable.of,
     copy_blocks=copy_blocks,
     argmax=argmax,
     draw=draw,

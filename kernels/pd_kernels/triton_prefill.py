@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 if TYPE_CHECKING:
-    from pd_kernels.packed import PackedSequences
+    from pd_kernels.packed import Ints, PackedSequences
 
 _LOG2_E = 1.4426950408889634
 _SHARED_KEYS = 1024  # with fewer, a tile is one program's
@@ -86,6 +86,20 @@ def _attend_tiles(
     return top, total, sums
 
 
+@triton.jit
+def _store_part(
+    parts, top, total, sums, present, num_tiles, NUM_KV_HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """For `_merge_kernel`: the sums of all programs, then their rows' highest scores, then the sums of weights."""
+    head, tile, part, num_parts = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    at_row = ((tile * num_parts + part) * NUM_KV_HEADS + head) * ROWS + row
+    all_rows = num_tiles * num_parts * NUM_KV_HEADS * ROWS
+    tl.store(parts + at_row[:, None] * COLUMNS + column[None, :], sums, mask=present[:, None])
+    tl.store(parts + all_rows * COLUMNS + at_row, top, mask=present)
+    tl.store(parts + all_rows * (COLUMNS + 1) + at_row, total, mask=present)
+
+
 # Numbers that change from step to step are not specialized on: a variant costs a second or two to compile
 @triton.jit(do_not_specialize=["num_tiles", "table_stride"])
 def _prefill_kernel(
@@ -143,12 +157,10 @@ def _prefill_kernel(
         True, DESCRIPTORS,
     )  # fmt: skip
     if SPLIT:
-        all_rows = num_tiles * tl.num_programs(2) * NUM_KV_HEADS * ROWS
-        at_row = ((tile * tl.num_programs(2) + tl.program_id(2)) * NUM_KV_HEADS + head) * ROWS + row
-        tl.store(parts + at_row[:, None] * COLUMNS + column[None, :], sums)
-        tl.store(parts + all_rows * COLUMNS + at_row, top)
-        tl.store(parts + all_rows * (COLUMNS + 1) + at_row, total)
+        present = (row < num_tokens * GROUP) & (token < num_queries)
+        _store_part(parts, top, total, sums, present, num_tiles, NUM_KV_HEADS, ROWS, COLUMNS)
     else:
+        total = tl.where(total > 0, total, 1.0)  # captured steps have tiles of nobody
         mean = (sums / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + query_row * (NUM_KV_HEADS * GROUP * SIZE) + at, mean, mask=inside)
 
@@ -164,20 +176,21 @@ def _merge_kernel(
     row, column = tl.program_id(2) * MERGED + tl.arange(0, MERGED), tl.arange(0, COLUMNS)
     token = tl.load(tiles + num_tiles + tile) + row // GROUP
     query_start = tl.load(query_starts + seq)
+    inside = (row < ROWS // GROUP * GROUP) & (token < tl.load(query_starts + seq + 1) - query_start)
     top = tl.full([MERGED], -1e30, tl.float32)
     total = tl.zeros([MERGED], tl.float32)
     sums = tl.zeros([MERGED, COLUMNS], tl.float32)
     all_rows = num_tiles * num_parts * NUM_KV_HEADS * ROWS
     for part in range(num_parts):
         at_row = ((tile * num_parts + part) * NUM_KV_HEADS + head) * ROWS + row
-        part_top = tl.load(parts + all_rows * COLUMNS + at_row)
+        part_top = tl.load(parts + all_rows * COLUMNS + at_row, mask=inside, other=0.0)
         higher = tl.maximum(top, part_top)
         shrink, weight = tl.exp2(top - higher), tl.exp2(part_top - higher)
-        total = total * shrink + tl.load(parts + all_rows * (COLUMNS + 1) + at_row) * weight
-        part_sums = tl.load(parts + at_row[:, None] * COLUMNS + column[None, :])
+        part_total = tl.load(parts + all_rows * (COLUMNS + 1) + at_row, mask=inside, other=1.0)
+        total = total * shrink + part_total * weight
+        part_sums = tl.load(parts + at_row[:, None] * COLUMNS + column[None, :], mask=inside[:, None], other=0.0)
         sums = sums * shrink[:, None] + part_sums * weight[:, None]
         top = higher
-    inside = (row < ROWS // GROUP * GROUP) & (token < tl.load(query_starts + seq + 1) - query_start)
     where = (query_start + token).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head * GROUP + row % GROUP
     mean = (sums / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + where[:, None] * SIZE + column[None, :], mean, mask=inside[:, None] & (column < SIZE)[None, :])
@@ -197,21 +210,30 @@ def plan_prefill(
     packed: PackedSequences, num_heads: int, key_cache: torch.Tensor, tiling: PrefillTiling
 ) -> PrefillPlan:
     """`key_cache`: any layer's. Raises ValueError for more query heads to a KV head than a tile has rows."""
-    num_kv_heads, size = key_cache.shape[1], key_cache.shape[3]
-    group = num_heads // num_kv_heads
+    group = num_heads // key_cache.shape[1]
     if group > tiling.rows:
         raise ValueError(f"{group} query heads share a KV head; this kernel takes at most {tiling.rows}")
-    lens = packed.host_query_lens[packed.num_decodes :]
-    tokens = tiling.rows // group
-    counts = -(-lens // tokens)
-    seqs = np.repeat(np.arange(packed.num_decodes, packed.num_seqs), counts)
-    firsts = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * tokens
-    num_keys = (packed.host_seq_lens - packed.host_query_lens)[seqs] + firsts
+    tiles = cut_chunks(packed.host_query_lens, packed.host_seq_lens, packed.num_decodes, tiling.rows // group)
+    on_device = torch.from_numpy(tiles.astype(np.int32)).to(key_cache.device, non_blocking=True)
+    return PrefillPlan(tiling, on_device, room_for_parts(tiling, tiles.shape[1], key_cache))
+
+
+def cut_chunks(query_lens: Ints, seq_lens: Ints, num_decodes: int, num_tokens: int) -> Ints:
+    """Tiles of so many tokens of the chunks, which follow the decodes: each one's sequence and first token of the
+    chunk, [2, n]; most keys first."""
+    lens = query_lens[num_decodes:]
+    counts = -(-lens // num_tokens)
+    seqs = np.repeat(np.arange(num_decodes, len(query_lens)), counts)
+    firsts = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * num_tokens
+    num_keys = (seq_lens - query_lens)[seqs] + firsts
     order = np.argsort(-num_keys, kind="stable")
-    tiles = torch.from_numpy(np.stack((seqs[order], firsts[order])).astype(np.int32))
-    num_rows = len(seqs) * tiling.parts * num_kv_heads * tiling.rows if tiling.parts > 1 else 0
-    parts = torch.empty(num_rows * (_columns(size) + 2), dtype=torch.float32, device=key_cache.device)
-    return PrefillPlan(tiling, tiles.to(key_cache.device, non_blocking=True), parts)
+    return np.stack((seqs[order], firsts[order]))
+
+
+def room_for_parts(tiling: PrefillTiling, num_tiles: int, key_cache: torch.Tensor) -> torch.Tensor:
+    """What shared tiles leave for the merge, a layer after the other: float32, empty without."""
+    num_rows = num_tiles * tiling.parts * key_cache.shape[1] * tiling.rows if tiling.parts > 1 else 0
+    return torch.empty(num_rows * (_columns(key_cache.shape[3]) + 2), dtype=torch.float32, device=key_cache.device)
 
 
 def prefill_tiling(

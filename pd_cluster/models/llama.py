@@ -26,7 +26,7 @@ class Tail:
     """The rows that go on once the last layer's keys and values are written: of the others nothing more is read."""
 
     rows: torch.Tensor  # int64 [R] into T, each its sequence's last token; R may be 0
-    plan: AttentionPlan  # of R sequences with one query token each, for the last layer's window
+    plan: AttentionPlan | None  # of R sequences with one query token each, for the last layer's window; None: of all T
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Stream:
     angles: tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, head_dim / 2]
     normed: HalfNormed | None = None  # of the residual, by the next norm's weight: instead of `hidden`, with few tokens
 
-    def of_rows(self, rows: torch.Tensor | slice) -> Stream:
+    def of_rows(self, rows: torch.Tensor) -> Stream:
         """Of some of the tokens, amid a layer: what came into it is in the residual by then, the angles are used."""
         return Stream(None, self.residual[rows], self.angles)
 
@@ -176,10 +176,8 @@ class Llama:
         slot_mapping: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Layer `index`'s rotated queries [T, num_heads, head_dim], into `out` if there is one; its keys and values go
-        to `slot_mapping`."""
+        """Layer `index`'s rotated queries [T, num_heads, head_dim]; its keys and values go to `slot_mapping`."""
         layer, few = self._layers[index], self._few_rows
         if few is not None and stream.normed is not None:
             heads = few.layers[index].qkv(stream.normed)
@@ -187,7 +185,7 @@ class Llama:
             heads = layer.qkv(self._norm_into(stream, layer.input_norm))
         heads = heads.view(len(slot_mapping), -1, self.spec.head_dim)
         return self._kernels.norm_rope_write(
-            heads, layer.head_norms, *stream.angles, key_cache, value_cache, slot_mapping, out
+            heads, layer.head_norms, *stream.angles, key_cache, value_cache, slot_mapping
         )
 
     def attend(
@@ -197,10 +195,9 @@ class Llama:
         plans: dict[int, AttentionPlan],
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, num_heads, head_dim] -> the same, into `out` if there is one."""
-        return plans[self._layers[index].window].run(query, key_cache, value_cache, self._scale, out)
+        """[T, num_heads, head_dim] -> the same."""
+        return plans[self._layers[index].window].run(query, key_cache, value_cache, self._scale)
 
     def after_attention(self, index: int, stream: Stream, attended: torch.Tensor) -> None:
         """The rest of layer `index`, into `stream`."""
@@ -224,13 +221,18 @@ class Llama:
         value_cache: torch.Tensor,
     ) -> torch.Tensor:
         """From the last layer's queries [T, num_heads, head_dim] to the logits. See `forward`."""
-        last, plan = len(self._layers) - 1, inputs.plans[self.last_window]
-        if inputs.tail is not None:
-            rows, plan = inputs.tail.rows, inputs.tail.plan
-            if not len(rows):  # chunks in the middle of prompts
-                return query.new_empty(0, self.spec.vocab_size)
-            stream, query = stream.of_rows(rows), query[rows]
-        self.after_attention(last, stream, plan.run(query, key_cache, value_cache, self._scale))
+        tail, plan = inputs.tail, inputs.plans[self.last_window]
+        if tail is None:
+            attended = plan.run(query, key_cache, value_cache, self._scale)
+        elif not len(tail.rows):  # chunks in the middle of prompts
+            return query.new_empty(0, self.spec.vocab_size)
+        elif tail.plan is None:
+            attended = plan.run(query, key_cache, value_cache, self._scale)[tail.rows]
+        else:
+            attended = tail.plan.run(query[tail.rows], key_cache, value_cache, self._scale)
+        if tail is not None:
+            stream = stream.of_rows(tail.rows)
+        self.after_attention(len(self._layers) - 1, stream, attended)
         if self._few_rows is not None and stream.normed is not None:
             return self._few_rows.head(stream.normed)
         return self._head(self._norm_into(stream, self._norm))

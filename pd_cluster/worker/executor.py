@@ -22,10 +22,10 @@ from pd_cluster.worker.graphs import CAPTURABLE, DecodeGraphs, bucket_sizes
 from pd_cluster.worker.input_batch import InputBatch, table_width
 from pd_cluster.worker.kv_cache import DTYPES, KVCache, blocks_in
 from pd_cluster.worker.model_runner import ModelRunner, PendingStep
-from pd_cluster.worker.pieces import PieceGraphs, token_buckets
 from pd_cluster.worker.recorder import CudaRecorder, GraphTimer
 from pd_cluster.worker.sampling_state import SamplingState
 from pd_cluster.worker.staging import Staging
+from pd_cluster.worker.step_graphs import StepGraphs, step_sizes
 from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
 from pd_connectors.protocol.ticket import Geometry
 from pd_kernels.backends import select_kernels, with_flashinfer
@@ -172,25 +172,27 @@ class Executor:
         """With `capture`, which hears of the progress, decode steps are captured as graphs where that is possible."""
         config, block_size = self._config.scheduler, cache.geometry.block_size
         num_rows = config.max_num_seqs
-        # Some 30 bytes a token, 80 a sequence, block tables of all and of those that sample; more goes its own way
-        num_bytes = config.max_num_batched_tokens * 64 + num_rows * (128 + 8 * table_width(max_len, block_size))
+        # Up to 50 bytes a token, 120 a sequence, block tables of all and of those that sample; more goes its own way
+        num_bytes = config.max_num_batched_tokens * 64 + num_rows * (160 + 8 * table_width(max_len, block_size)) + 1024
         staging = Staging(self._device, num_bytes)
         sampling = SamplingState(num_rows, self.model.vocab_size, self.model.eos_token_ids, staging, self._device)
         rows = InputBatch(num_rows, max_len, block_size, sampling, staging, self._device)
-        graphs, pieces = None, None
+        graphs, steps = None, None
         if capture is not None and self._captures_graphs:
             graphs = DecodeGraphs(self._llama, cache, rows, staging, self._kernels, cache.padding_block)
             decodes, budget = bucket_sizes(self._max_graph_batch), config.max_num_batched_tokens
-            prompts = token_buckets(min(config.max_graph_tokens, budget)) if config.max_graph_tokens else []
+            limit = min(config.max_graph_tokens, budget)
             # What large steps of prompts have is often the whole budget, or a power of two
             powers = [1 << power for power in range(10, budget.bit_length())]
             self._choose_products(decodes, [*powers, budget], capture)
             recorder = CudaRecorder(self._device)
             graphs.capture(decodes, recorder, capture)
-            if prompts:
-                pieces = PieceGraphs(self._llama, cache, staging)
-                pieces.capture(prompts, recorder, capture)
-        return ModelRunner(self._llama, cache, rows, staging, self._kernels, graphs, pieces)
+            if limit:
+                steps = StepGraphs(self._llama, cache, rows, staging, self._kernels)
+                # Under a window no chunk has many keys
+                sizes = step_sizes(limit, num_rows, with_far=not any(self._llama.windows))
+                steps.capture(sizes, recorder, capture)
+        return ModelRunner(self._llama, cache, rows, staging, self._kernels, graphs, steps)
 
     def _choose_products(self, decodes: list[int], prompts: list[int], progress: Callable[[str], None]) -> None:
         """How steps of so many decodes, and steps of so many tokens, multiply."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.engine.batch import SequenceChunk
     from pd_cluster.models.llama import Llama
-    from pd_cluster.worker.input_batch import DecodeInputs, InputBatch
+    from pd_cluster.worker.input_batch import InputBatch, ReplayInputs
     from pd_cluster.worker.kv_cache import KVCache
     from pd_cluster.worker.recorder import Recorder
     from pd_cluster.worker.staging import Staging
@@ -36,11 +36,11 @@ _NUM_FIELDS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeOutputs:
-    """What a replay leaves in the pool until the next one, for all rows of the bucket."""
+class ReplayOutputs:
+    """What a replay leaves where it is until the next one, for all rows that there is room for."""
 
-    logits: torch.Tensor  # [B, vocab_size]
-    token_ids: torch.Tensor  # int64 [B]: the greedy choice
+    logits: torch.Tensor  # [R, vocab_size]
+    token_ids: torch.Tensor  # int64 [R]: the greedy choice
 
 
 def bucket_sizes(limit: int) -> list[int]:
@@ -63,7 +63,7 @@ class DecodeGraphs:
         self._block_size = cache.geometry.block_size
         self._padding_slot = padding_block * self._block_size
         self._sizes: list[int] = []
-        self._graphs: dict[int, tuple[Callable[[], None], DecodeOutputs]] = {}
+        self._graphs: dict[int, tuple[Callable[[], None], ReplayOutputs]] = {}
         self._block_tables = torch.empty(0)
 
     @torch.inference_mode()
@@ -95,17 +95,17 @@ class DecodeGraphs:
                 return 0
         return next(size for size in self._sizes if size >= len(chunks))
 
-    def build(self, chunks: tuple[SequenceChunk, ...], bucket: int) -> DecodeInputs:
+    def build(self, chunks: tuple[SequenceChunk, ...], bucket: int) -> ReplayInputs:
         """The step's inputs. They are in place once staging has flushed."""
         return self._rows.build_decodes(chunks, bucket, self._padding_slot)
 
-    def replay(self, inputs: DecodeInputs) -> DecodeOutputs:
+    def replay(self, inputs: ReplayInputs) -> ReplayOutputs:
         """Run the step. Row i of the outputs is chunk i's; greedy choices are in `last_tokens` already."""
         count, width = inputs.block_tables.shape
         self._block_tables[:count, :width].copy_(inputs.block_tables)
         replay, outputs = self._graphs[inputs.fields.shape[1]]
         replay()
-        return DecodeOutputs(outputs.logits[:count], outputs.token_ids[:count])
+        return ReplayOutputs(outputs.logits[:count], outputs.token_ids[:count])
 
     def _write_padding(self, size: int) -> None:
         """A step of nobody, for the run before the capture."""
@@ -115,7 +115,7 @@ class DecodeGraphs:
         self._staging.move_first(fields)
         self._staging.flush()
 
-    def _run(self, size: int) -> DecodeOutputs:
+    def _run(self, size: int) -> ReplayOutputs:
         """What is captured. Its only inputs are the staged fields, `last_tokens`, the block tables and the cache."""
         rows, known_ids, positions, slots, lengths = self._staging.first(_NUM_FIELDS, size)
         last_tokens = self._rows.last_tokens
@@ -135,4 +135,4 @@ class DecodeGraphs:
         logits = self._model.forward(ForwardInputs(token_ids, positions, slots, plans, tail=None), self._views)
         chosen = self._kernels.argmax(logits)
         last_tokens.index_copy_(0, rows, chosen)
-        return DecodeOutputs(logits, chosen)
+        return ReplayOutputs(logits, chosen)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pd_cluster.engine.batch import Batch, SequenceChunk, SequenceStart
     from pd_cluster.worker.sampling_state import SamplingInputs, SamplingState
     from pd_cluster.worker.staging import Staging
+    from pd_cluster.worker.step_layout import StepLayout
 
 LATE = -1  # in place of a token id: it is only in `last_tokens` yet
 
@@ -34,7 +35,7 @@ class TailInputs:
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """One step, packed: T tokens, S sequences. The tensors hold their values once staging has flushed, token_ids once
-    `InputBatch.fill_late` was called besides. Padding may follow the T tokens."""
+    `InputBatch.fill_late` was called besides."""
 
     token_ids: torch.Tensor  # int64 [T]
     late: (
@@ -48,19 +49,12 @@ class StepInputs:
     sampling: SamplingInputs
     samples: Samples
 
-    @property
-    def num_tokens(self) -> int:
-        """Without padding."""
-        return int(self.sequences.host_query_lens.sum())
-
 
 @dataclass(frozen=True, slots=True)
-class DecodeInputs:
-    """One step of nothing but decodes, padded to a bucket of B sequences of which the first S are real."""
+class ReplayInputs:
+    """One step for a graph, padded to what that has room for. The first S sequences are real."""
 
-    fields: (
-        torch.Tensor
-    )  # int64 [5, B]: row, token id or LATE, position, slot, length; where staging puts what is first
+    fields: torch.Tensor  # int64, where staging puts what is first; see `build_decodes`, `build_step`
     block_tables: torch.Tensor  # int32 [S, width]
     sampling: SamplingInputs
     samples: Samples
@@ -135,12 +129,8 @@ class InputBatch:
                 first = chunk.first_new_block
                 self._blocks[self._row_of[chunk.seq_id], first : first + len(chunk.new_block_ids)] = chunk.new_block_ids
 
-    def build(self, chunks: tuple[SequenceChunk, ...], bucket: int = 0, padding_slot: int = 0) -> StepInputs:
-        """Pack the chunks (at least one).
-
-        With a `bucket` the tokens are padded to as many, and the fields lie where staging puts what is first, as
-        int64 [3, bucket]: token id, position, slot. Padding writes to `padding_slot`; no sequence owns it.
-        """
+    def build(self, chunks: tuple[SequenceChunk, ...]) -> StepInputs:
+        """Pack the chunks (at least one)."""
         rows = np.array([self._row_of[chunk.seq_id] for chunk in chunks])
         starts = np.array([chunk.start for chunk in chunks])
         lens = np.array([chunk.num_tokens for chunk in chunks])
@@ -149,13 +139,8 @@ class InputBatch:
         query_starts = np.concatenate(([0], np.cumsum(lens)))
         row_of_token = np.repeat(rows, lens)
         positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lens)
-        count = len(positions)
-        fields = np.zeros((3, bucket or count), np.int64)
-        fields[2, count:] = padding_slot
-        fields[0, :count] = self._tokens[row_of_token, positions]
-        fields[1, :count] = positions
-        fields[2, :count] = self._slots(row_of_token, positions)
-        token_ids, placed_positions, slots = self._staging.move_first(fields) if bucket else self._move(fields)
+        fields = np.stack((self._tokens[row_of_token, positions], positions, self._slots(row_of_token, positions)))
+        token_ids, placed_positions, slots = self._move(fields)
         late = np.flatnonzero(ends > self._num_on_host[rows])  # their last token is still on the device only
         samples = self._plan_samples(chunks, rows, ends)
         return StepInputs(
@@ -170,8 +155,11 @@ class InputBatch:
             samples=samples,
         )
 
-    def build_decodes(self, chunks: tuple[SequenceChunk, ...], bucket: int, padding_slot: int) -> DecodeInputs:
-        """Pack chunks of one token each, all of which sample one. Padding writes to `padding_slot`, reads nothing."""
+    def build_decodes(self, chunks: tuple[SequenceChunk, ...], bucket: int, padding_slot: int) -> ReplayInputs:
+        """Pack chunks of one token each, all of which sample one. Padding writes to `padding_slot`, reads nothing.
+
+        Fields: row, token id or LATE, position, slot, length; [5, bucket].
+        """
         count = len(chunks)
         rows = np.array([self._row_of[chunk.seq_id] for chunk in chunks])
         starts = np.array([chunk.start for chunk in chunks])
@@ -186,7 +174,43 @@ class InputBatch:
         placed = self._staging.move_first(fields)
         tables = self._move(self._blocks[rows, : int(starts.max()) // self._block_size + 1])
         samples = self._plan_samples(chunks, rows, starts + 1)
-        return DecodeInputs(placed, tables, self._sampling.prepare(rows, samples.positions, samples.counts), samples)
+        return ReplayInputs(placed, tables, self._sampling.prepare(rows, samples.positions, samples.counts), samples)
+
+    def build_step(self, chunks: tuple[SequenceChunk, ...], layout: StepLayout, padding_slot: int) -> ReplayInputs:
+        """Pack chunks of any kind that sample one token each, or none. Fields: [1, layout.length].
+
+        Padding writes to `padding_slot`, belongs to no sequence, and samples for the padding row.
+        """
+        count = len(chunks)
+        rows = np.array([self._row_of[chunk.seq_id] for chunk in chunks])
+        starts = np.array([chunk.start for chunk in chunks])
+        lens = np.array([chunk.num_tokens for chunk in chunks])
+        ends, query_ends = starts + lens, np.cumsum(lens)
+        num_tokens, num_decodes = int(query_ends[-1]), _leading_ones(lens)
+        assert (ends <= self._num_tokens[rows]).all(), "a chunk reaches past its sequence's last known token"
+        row_of_token = np.repeat(rows, lens)
+        positions = np.arange(num_tokens) + np.repeat(ends - query_ends, lens)
+        is_known = positions < self._num_on_host[row_of_token]
+        sampling = np.flatnonzero([chunk.num_samples > 0 for chunk in chunks])
+        fields = np.zeros((1, layout.length), np.int64)
+        places = layout.places(fields)
+        places.rows[:num_tokens] = row_of_token
+        places.token_ids[:num_tokens] = np.where(is_known, self._tokens[row_of_token, positions], LATE)
+        places.positions[:num_tokens] = positions
+        places.slots[:num_tokens] = self._slots(row_of_token, positions)
+        places.slots[num_tokens:] = padding_slot
+        places.owners[:] = self.padding_row
+        places.owners[: len(sampling)] = rows[sampling]
+        places.sampled[: len(sampling)] = query_ends[sampling] - 1
+        places.decode_lens[:num_decodes] = ends[:num_decodes]
+        places.seq_lens[:count] = ends
+        places.query_starts[1 : count + 1] = query_ends
+        places.query_starts[count + 1 :] = num_tokens
+        places.tiles[:] = layout.attention.tiles(lens, ends, num_decodes, nobody=layout.size.num_seqs)
+        placed = self._staging.move_first(fields)
+        tables = self._move(self._blocks[rows, : (int(ends.max()) - 1) // self._block_size + 1])
+        samples = self._plan_samples(chunks, rows, ends)
+        return ReplayInputs(placed, tables, self._prepare_sampling(samples), samples)
 
     def fill_late(self, inputs: StepInputs) -> None:
         """Put the tokens that never left the device where they belong."""

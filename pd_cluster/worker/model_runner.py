@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,11 +16,11 @@ from pd_cluster.worker.sampler import Sampled, sample
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_cluster.worker.graphs import DecodeGraphs
-    from pd_cluster.worker.input_batch import InputBatch, Samples, StepInputs
+    from pd_cluster.worker.graphs import DecodeGraphs, ReplayOutputs
+    from pd_cluster.worker.input_batch import InputBatch, ReplayInputs, Samples, StepInputs
     from pd_cluster.worker.kv_cache import KVCache
-    from pd_cluster.worker.pieces import PieceGraphs
     from pd_cluster.worker.staging import Staging
+    from pd_cluster.worker.step_graphs import StepGraphs
     from pd_connectors.protocol.messages import SampledToken
     from pd_kernels.backends import Kernels
 
@@ -68,7 +69,7 @@ class PendingStep:
 
 
 class ModelRunner:
-    """Runs batches in the order given. Not thread-safe. Steps that `graphs` or `pieces` can replay are replayed."""
+    """Runs batches in the order given. Not thread-safe. Steps that `decodes` or `steps` can replay are replayed."""
 
     def __init__(
         self,
@@ -77,16 +78,16 @@ class ModelRunner:
         rows: InputBatch,
         staging: Staging,
         kernels: Kernels,
-        graphs: DecodeGraphs | None = None,
-        pieces: PieceGraphs | None = None,
+        decodes: DecodeGraphs | None = None,
+        steps: StepGraphs | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
         self._rows = rows
         self._staging = staging
         self._kernels = kernels
-        self._graphs = graphs
-        self._pieces = pieces
+        self._decodes = decodes
+        self._steps = steps
         self._views = list(cache.layer_views)
         self.watcher: Callable[[torch.Tensor], None] | None = None  # is shown every step's logits [R, vocab_size]
 
@@ -96,39 +97,32 @@ class ModelRunner:
         self._staging.begin()
         self._rows.apply(batch)
         self._cache.run_copies(batch.copies, self._kernels)
-        if not batch.chunks:
+        chunks, decodes, steps = batch.chunks, self._decodes, self._steps
+        if not chunks:
             return self._pending(batch, None, None)
-        bucket = 0 if self._graphs is None else self._graphs.bucket_for(batch.chunks)
-        if bucket:
-            return self._replay(batch, bucket)
+        if decodes is not None and (bucket := decodes.bucket_for(chunks)):
+            return self._replay(batch, decodes.build(chunks, bucket), decodes.replay)
+        if steps is not None and (size := steps.size_for(chunks)):
+            return self._replay(batch, steps.build(chunks, size), partial(steps.replay, size=size))
         return self._compute(batch)
 
-    def forward(self, inputs: StepInputs, in_pieces: bool = False) -> torch.Tensor:
-        """Logits [R, vocab_size] of the samples. Its inputs are on the device, and padded if `in_pieces`."""
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """Logits [R, vocab_size] of the samples. Its inputs are on the device."""
         plan, key_view, tail = self._kernels.plan_attention, self._views[0][0], None
         plans = {window: plan(inputs.sequences, key_view, window) for window in self._model.windows}
         if inputs.tail is not None:
             tail = Tail(inputs.tail.rows, plan(inputs.tail.sequences, key_view, self._model.last_window))
         step = ForwardInputs(inputs.token_ids, inputs.positions, inputs.slot_mapping, plans, tail)
-        if in_pieces:
-            assert self._pieces is not None
-            logits = self._pieces.run(step, inputs.num_tokens)
-        else:
-            logits = self._model.forward(step, self._views)
+        logits = self._model.forward(step, self._views)
         return logits if inputs.samples.owners is None else logits[inputs.samples.owners]
 
     def _compute(self, batch: Batch) -> PendingStep:
-        rows, pieces = self._rows, self._pieces
-        bucket = 0 if pieces is None else pieces.bucket_for(batch.num_tokens)
-        if pieces is None or not bucket:
-            inputs = rows.build(batch.chunks)
-        else:
-            inputs = rows.build(batch.chunks, bucket, pieces.padding_slot)
+        rows, inputs = self._rows, self._rows.build(batch.chunks)
         self._staging.flush()
         rows.fill_late(inputs)
         if inputs.fresh_blocks is not None:
             self._cache.clear(inputs.fresh_blocks)
-        logits = self.forward(inputs, in_pieces=bucket > 0)
+        logits = self.forward(inputs)
         if not len(inputs.samples):
             return self._pending(batch, None, None)
         if self.watcher is not None:
@@ -137,12 +131,14 @@ class ModelRunner:
         rows.note_launched(inputs.samples, sampled.token_ids)
         return self._pending(batch, inputs.samples, sampled)
 
-    def _replay(self, batch: Batch, bucket: int) -> PendingStep:
+    def _replay(
+        self, batch: Batch, inputs: ReplayInputs, replay: Callable[[ReplayInputs], ReplayOutputs]
+    ) -> PendingStep:
         """No blocks are cleared: kernels that can be captured load nothing past a sequence's length."""
-        assert self._graphs is not None
-        inputs = self._graphs.build(batch.chunks, bucket)
         self._staging.flush()
-        outputs = self._graphs.replay(inputs)
+        outputs = replay(inputs)
+        if not len(inputs.samples):
+            return self._pending(batch, None, None)
         if self.watcher is not None:
             self.watcher(outputs.logits)
         if inputs.sampling.is_greedy:

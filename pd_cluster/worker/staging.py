@@ -85,6 +85,7 @@ class Staging:
     def move_first(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
         """`move` for an array that comes before all others of its step: arrays of a shape get the same place."""
         assert not self._used
+        assert array.nbytes <= self._num_bytes
         place = self.first(*array.shape)
         if self._buffers:
             self.move(array)

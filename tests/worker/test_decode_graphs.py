@@ -12,10 +12,8 @@ import torch
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.engine.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.engine.sampling_params import SamplingParams
-from pd_cluster.models.llama import Stream
 from pd_cluster.worker.executor import Executor
-from pd_cluster.worker.graphs import DecodeGraphs, DecodeOutputs, bucket_sizes
-from pd_cluster.worker.pieces import PieceGraphs, token_buckets
+from pd_cluster.worker.graphs import DecodeGraphs, ReplayOutputs, bucket_sizes
 from pd_cluster.worker.staging import Staging
 from pd_kernels import reference
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
@@ -85,13 +83,8 @@ class Repeater:
 
 
 def tensors_of(outputs: object) -> list[torch.Tensor]:
-    if isinstance(outputs, DecodeOutputs):
-        return [outputs.logits, outputs.token_ids]
-    assert isinstance(outputs, Stream)
-    left = [] if outputs.hidden is None else [outputs.hidden]
-    if outputs.normed is not None:
-        left = [outputs.normed.x, outputs.normed.squares]
-    return [outputs.residual, *outputs.angles, *left]
+    assert isinstance(outputs, ReplayOutputs)
+    return [outputs.logits, outputs.token_ids]
 
 
 def with_graphs(executor: Executor, sizes: list[int], room: int = 100) -> tuple[Repeater, DecodeGraphs, list[str]]:
@@ -101,7 +94,7 @@ def with_graphs(executor: Executor, sizes: list[int], room: int = 100) -> tuple[
     cache = executor._cache
     graphs = DecodeGraphs(executor._llama, cache, runner._rows, runner._staging, kernels, cache.padding_block)
     graphs.capture(sizes, repeater, lines.append)
-    runner._graphs = graphs
+    runner._decodes = graphs
     return repeater, graphs, lines
 
 
@@ -128,25 +121,6 @@ def test_padded_steps_sample_the_same(models: ModelStore, name: str) -> None:
         executor.close()
     assert outputs[0] == outputs[1]
     assert set(repeaters[0].replays) == {6, 4, 2, 1}  # five, then fewer and fewer
-
-
-@pytest.mark.parametrize("name", ["qwen3", "mistral-window", "qwen2"])
-def test_steps_in_pieces_sample_the_same(models: ModelStore, name: str) -> None:
-    """Prompts in chunks, decodes amid them, and steps larger than the largest bucket."""
-    outputs, repeater = [], Repeater(100)
-    for in_pieces in (False, True):
-        executor = make_executor(models.get(name).directory)
-        if in_pieces:
-            runner = executor._runner
-            runner._pieces = PieceGraphs(executor._llama, executor._cache, runner._staging)
-            runner._pieces.capture([8, 28], repeater, lambda text: None)
-        driver = Driver(executor, budget=40)
-        for seed, prompt in enumerate(random_prompts((5, 16, 40, 31, 64), VOCAB_SIZE)):
-            driver.add(prompt, SamplingParams(max_tokens=6 + seed, temperature=0.7 * (seed % 2), logprobs=1), seed)
-        outputs.append(driver.run())
-        executor.close()
-    assert outputs[0] == outputs[1]
-    assert set(repeater.replays) == {8, 28}
 
 
 def test_padding_touches_no_live_block(models: ModelStore) -> None:
@@ -192,12 +166,6 @@ def test_bucket_sizes() -> None:
     assert bucket_sizes(6) == [1, 2, 4, 6]
     assert bucket_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
     assert bucket_sizes(256)[-3:] == [224, 240, 256]
-
-
-def test_token_buckets() -> None:
-    assert token_buckets(16) == [16]
-    assert token_buckets(700) == [16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 700]
-    assert token_buckets(2048)[-5:] == [1024, 1280, 1536, 1792, 2048]
 
 
 def test_staging_on_cpu_copies_nothing_but_what_is_first() -> None:

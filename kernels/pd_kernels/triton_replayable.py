@@ -1,0 +1,105 @@
+"""Attention of a captured step of any mix: nothing of its plan depends on lengths, which replays read on the device.
+
+Decodes are planned on the device anyway. The tiles of prefill chunks come from the host with the step's other numbers:
+as many as its size may ever need, those of nobody among them. A kernel stops at once where a tile has no tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pd_kernels.checks import check_cache_views, check_query, output
+from pd_kernels.packed import PackedSequences
+from pd_kernels.triton_decode import DecodePlan, decode_attention, decode_tiling, num_processors, plan_decode
+from pd_kernels.triton_prefill import (
+    PrefillPlan,
+    PrefillTiling,
+    cut_chunks,
+    prefill_attention,
+    prefill_tiling,
+    room_for_parts,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from pd_kernels.packed import Ints, StepOnDevice, StepSize
+
+_FAR_KEYS = 4096  # steps that are far are cut as for so many
+_VOID = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonReplayable:
+    """For steps of one size."""
+
+    num_heads: int
+    group: int  # query heads per KV head
+    num_tiles: int
+    tiling: PrefillTiling
+
+    @classmethod
+    def of(cls, size: StepSize, num_heads: int, key_cache: torch.Tensor) -> TritonReplayable | None:
+        """`key_cache`: any layer's, for shape and dtype. None: that many query heads share a KV head that no tile has
+        room for a token."""
+        num_kv_heads, head_dim = key_cache.shape[1], key_cache.shape[3]
+        num_keys = _FAR_KEYS if size.is_far else 0
+        processors = num_processors(key_cache.device)
+        tiling = prefill_tiling(key_cache.dtype, head_dim, size.num_tokens * num_heads, num_keys, processors)
+        group = num_heads // num_kv_heads
+        if group > tiling.rows:
+            return None
+        num_tiles = size.num_tokens // (tiling.rows // group) + size.num_chunks
+        return cls(num_heads, group, num_tiles, tiling)
+
+    def tiles(self, query_lens: Ints, seq_lens: Ints, num_decodes: int, nobody: int) -> Ints:
+        """[2, num_tiles] of the step's chunks, which follow the decodes, filled up with those of sequence `nobody`."""
+        found = cut_chunks(query_lens, seq_lens, num_decodes, self.tiling.rows // self.group)
+        tiles = np.zeros((2, self.num_tiles), np.int64)
+        tiles[0, found.shape[1] :] = nobody
+        tiles[:, : found.shape[1]] = found
+        return tiles
+
+    def plan(self, step: StepOnDevice, key_cache: torch.Tensor, window: int = 0) -> ReplayablePlan:
+        """For all layers with this window. Raises ValueError for one if the size is far: a window's keys are few."""
+        if window and self.tiling.parts > 1:
+            raise ValueError("a window's keys are not shared among programs")
+        decode = None
+        if len(step.decode_lens):
+            decode = plan_decode(step.decode_lens, key_cache, window, decode_tiling(key_cache))
+        packed = PackedSequences(0, step.query_starts, step.seq_lens, step.block_tables, _VOID, _VOID)
+        room = room_for_parts(self.tiling, self.num_tiles, key_cache)
+        return ReplayablePlan(step, packed, window, decode, PrefillPlan(self.tiling, step.tiles, room))
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayablePlan:
+    """One size's attention for every layer with the same window."""
+
+    step: StepOnDevice
+    packed: PackedSequences  # the same, without what the host knows
+    window: int
+    decode: DecodePlan | None
+    prefill: PrefillPlan
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See backends.AttentionPlan. Rows of no sequence are left as they are, or 0. Raises ValueError."""
+        check_cache_views(key_cache, value_cache)
+        check_query(query, key_cache, len(query))
+        out = output(out, query.shape, query)
+        lens, tables = self.step.decode_lens, self.step.block_tables
+        if self.decode is not None:  # first: it zeroes the rows of chunks
+            rows = slice(0, len(lens))
+            decode_attention(query[rows], key_cache, value_cache, tables, lens, self.decode, out[rows], scale)
+        prefill_attention(query, key_cache, value_cache, self.packed, self.prefill, out, scale, self.window)
+        return out

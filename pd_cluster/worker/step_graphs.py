@@ -1,0 +1,170 @@
+"""Small steps with prompts as CUDA graphs, whole: one replay instead of some hundred launches.
+
+A step of a few hundred tokens keeps a GPU busy for less time than the host takes to launch its kernels one by one, and
+meanwhile nobody hears of the step before it. So steps of any mix are padded to the next *size*: with room for some
+tokens, for some sequences, and for a few chunks among them; steps without decodes have sizes of their own, which need
+no attention of decodes. Inputs lie in fixed places as those of decode graphs do (`graphs`). Logits are of the tokens
+that sample, and copied out of the pool, where otherwise each of many graphs would keep its own.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from pd_cluster.models.llama import ForwardInputs, Tail
+from pd_cluster.worker.graphs import ReplayOutputs
+from pd_cluster.worker.step_layout import StepLayout
+from pd_kernels.packed import StepOnDevice, StepSize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pd_cluster.engine.batch import SequenceChunk
+    from pd_cluster.models.llama import Llama
+    from pd_cluster.worker.input_batch import InputBatch, ReplayInputs
+    from pd_cluster.worker.kv_cache import KVCache
+    from pd_cluster.worker.recorder import Recorder
+    from pd_cluster.worker.staging import Staging
+    from pd_kernels.backends import Kernels
+
+FAR_KEYS = 1024  # a chunk that ends behind as many in the cache is better off in a step meant for that
+FEW_SEQS = 64  # in most steps: more take longer where only those rows go on that sample
+_TOKENS_PER_CHUNK = 32  # a size has room for as many chunks as if they had so many tokens,
+_LEAST_CHUNKS = 4  # and for so many
+
+
+class StepGraphs:
+    """The sizes' graphs."""
+
+    def __init__(self, model: Llama, cache: KVCache, rows: InputBatch, staging: Staging, kernels: Kernels) -> None:
+        self._model = model
+        self._views = list(cache.layer_views)
+        self._rows = rows
+        self._staging = staging
+        self._kernels = kernels
+        self._padding_slot = cache.padding_block * cache.geometry.block_size
+        self._layouts: dict[StepSize, StepLayout] = {}
+        self._replays: dict[StepSize, Callable[[], None]] = {}
+        self._block_tables = self._logits = self._token_ids = torch.empty(0)
+
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[StepSize], recorder: Recorder, progress: Callable[[str], None]) -> None:
+        """Capture every size, or as many of the largest as there is memory for."""
+        started_s, free = time.perf_counter(), recorder.free_bytes
+        device, num_seqs = self._model.device, max(size.num_seqs for size in sizes)
+        self._block_tables = torch.zeros((num_seqs + 1, self._rows.max_blocks), dtype=torch.int32, device=device)
+        self._logits = torch.empty((num_seqs, self._model.spec.vocab_size), dtype=self._model.dtype, device=device)
+        self._token_ids = torch.empty(num_seqs, dtype=torch.int64, device=device)
+        for layout in self._lay_out(sizes):
+            if not recorder.has_room():
+                progress(f"no memory for {len(sizes) - len(self._replays)} graphs of smaller steps with prompts")
+                break
+            self._write_padding(layout)
+            self._replays[layout.size], _ = recorder(lambda layout=layout: self._run(layout))  # type: ignore[misc]
+            self._layouts[layout.size] = layout
+        if self._replays:
+            progress(
+                f"{len(self._replays)} graphs of steps with prompts, up to "
+                f"{max(size.num_tokens for size in self._replays)} tokens, in "
+                f"{time.perf_counter() - started_s:.1f} s and {(free - recorder.free_bytes) / 1e9:.2f} GB"
+            )
+
+    def size_for(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
+        """The size that serves a step of these chunks, as small as can be."""
+        num_tokens = num_decodes = 0
+        for chunk in chunks:
+            if chunk.num_samples > 1:
+                return None
+            if num_tokens == num_decodes and chunk.num_tokens == 1:
+                num_decodes += 1
+            num_tokens += chunk.num_tokens
+        later = chunks[num_decodes:]
+        is_far = any(chunk.start + chunk.num_tokens >= FAR_KEYS for chunk in later)
+        fitting = [
+            size for size in self._replays
+            if size.num_tokens >= num_tokens and size.num_seqs >= len(chunks) and size.num_chunks >= len(later)
+            and (size.has_decodes or not num_decodes)
+        ]  # fmt: skip
+        return min(
+            fitting,
+            key=lambda size: (size.num_tokens, size.has_decodes, size.num_seqs, size.is_far != is_far),
+            default=None,
+        )
+
+    def build(self, chunks: tuple[SequenceChunk, ...], size: StepSize) -> ReplayInputs:
+        """The step's inputs. They are in place once staging has flushed."""
+        return self._rows.build_step(chunks, self._layouts[size], self._padding_slot)
+
+    def replay(self, inputs: ReplayInputs, size: StepSize) -> ReplayOutputs:
+        """Run the step. Rows of the outputs are of the chunks that sample; greedy choices are in `last_tokens`."""
+        num_seqs, width = inputs.block_tables.shape
+        self._block_tables[:num_seqs, :width].copy_(inputs.block_tables)
+        self._replays[size]()
+        count = len(inputs.samples)
+        return ReplayOutputs(self._logits[:count], self._token_ids[:count])
+
+    def _lay_out(self, sizes: Sequence[StepSize]) -> list[StepLayout]:
+        """Largest first; without those that are cut like nearer ones, and those that the kernels have nothing for."""
+        num_heads, layouts, seen = self._model.spec.num_heads, list[StepLayout](), set[object]()
+        for size in sorted(sizes, key=lambda size: (-size.num_tokens, -size.num_seqs, size.is_far)):
+            attention = self._kernels.replayable(size, num_heads, self._views[0][0])
+            like = (size.num_tokens, size.num_seqs, size.has_decodes, attention)
+            if attention is not None and like not in seen:
+                layouts.append(StepLayout(size, attention))
+                seen.add(like)
+        return layouts
+
+    def _write_padding(self, layout: StepLayout) -> None:
+        """A step of nobody, for the run before the capture."""
+        fields = np.zeros((1, layout.length), np.int64)
+        places = layout.places(fields)
+        places.owners[:] = self._rows.padding_row
+        places.slots[:] = self._padding_slot
+        places.tiles[0] = layout.size.num_seqs
+        self._staging.begin()
+        self._staging.move_first(fields)
+        self._staging.flush()
+
+    def _run(self, layout: StepLayout) -> ReplayOutputs:
+        """What is captured. Its only inputs are the staged fields, `last_tokens`, the block tables and the cache."""
+        size, last_tokens = layout.size, self._rows.last_tokens
+        places = layout.places(self._staging.first(1, layout.length))
+        token_ids = torch.where(places.token_ids < 0, last_tokens[places.rows], places.token_ids)
+        step = StepOnDevice(
+            decode_lens=places.decode_lens.to(torch.int32),
+            seq_lens=places.seq_lens.to(torch.int32),
+            query_starts=places.query_starts.to(torch.int32),
+            block_tables=self._block_tables[: size.num_seqs + 1],
+            tiles=places.tiles.to(torch.int32),
+        )
+        plans = {window: layout.attention.plan(step, self._views[0][0], window) for window in self._model.windows}
+        inputs = ForwardInputs(token_ids, places.positions, places.slots, plans, Tail(places.sampled, plan=None))
+        logits = self._model.forward(inputs, self._views)
+        chosen = self._kernels.argmax(logits)
+        last_tokens.index_copy_(0, places.owners, chosen)
+        outputs = ReplayOutputs(self._logits[: size.num_seqs], self._token_ids[: size.num_seqs])
+        outputs.logits.copy_(logits)
+        outputs.token_ids.copy_(chosen)
+        return outputs
+
+
+def step_sizes(limit: int, max_seqs: int, *, with_far: bool) -> list[StepSize]:
+    """For every bucket of tokens: no decodes; few sequences; `max_seqs`. Each near, and far if that is asked for."""
+    sizes = set()
+    for num_tokens in token_buckets(limit):
+        most = min(num_tokens, max_seqs)
+        num_chunks = min(max(_LEAST_CHUNKS, num_tokens // _TOKENS_PER_CHUNK), most)
+        for num_seqs, has_decodes in ((num_chunks, False), (min(FEW_SEQS, most), True), (most, True)):
+            for is_far in (False, True) if with_far else (False,):
+                sizes.add(StepSize(num_tokens, num_seqs, min(num_chunks, num_seqs), has_decodes, is_far))
+    return sorted(sizes, key=lambda size: (size.num_tokens, size.num_seqs, size.has_decodes, size.is_far))
+
+
+def token_buckets(limit: int) -> list[int]:
+    """Every 64th up to 512, every 128th up to 1024, every 256th from there, `limit` itself."""
+    sizes = [16, 32, *range(64, 512, 64), *range(512, 1024, 128), *range(1024, limit, 256), limit]
+    return sorted({size for size in sizes if size <= limit})
