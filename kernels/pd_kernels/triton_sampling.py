@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pd_kernels.draws import Draws
 
 _PIECE = 4096
+_ROUNDING = 2.0**-22  # the kernel's quotient of the lowest logit that is kept may be so much smaller than torch's
 
 
 @triton.jit
@@ -52,6 +53,16 @@ def gumbel_noise(seed, position, token):
     return tl.log(-_log1p(-tl.minimum(uniform, 1 - 5.960464477539063e-08)))  # 1 - 2 ** -24
 
 
+@triton.jit
+def _divide(x, y, reciprocal):
+    """x / y, rounded as torch rounds it, without the branches of div_rn: `reciprocal` is 1 / y, rounded (Markstein).
+
+    NaN for infinite x. Where a fused product is none, as in Triton's interpreter, the last bit may be wrong.
+    """
+    quotient = x * reciprocal
+    return tl.fma(tl.fma(-quotient, y, x), reciprocal, quotient)
+
+
 @triton.jit(do_not_specialize=["is_limited"])
 def _best_of_piece_kernel(
     logits, temperatures, seeds, positions, floors, is_limited, best, best_token, vocab_size, stride, num_pieces,
@@ -63,7 +74,7 @@ def _best_of_piece_kernel(
     if DRAW:
         temperature = tl.load(temperatures + row)
         if temperature > 0:
-            value = tl.div_rn(value, temperature)  # as torch divides: a floor is one of the quotients
+            value = _divide(value, temperature, tl.div_rn(1.0, temperature))
             floor = tl.load(floors + row, mask=is_limited != 0, other=float("-inf"))
             noise = gumbel_noise(tl.load(seeds + row), tl.load(positions + row), token)
             value = tl.where(value < floor, float("-inf"), value - noise)
@@ -122,5 +133,6 @@ def _floors(logits: torch.Tensor, draws: Draws) -> torch.Tensor | None:
     if limits is None:
         return None
     floors = torch.full_like(draws.temperature, -torch.inf)
-    floors[limits.rows] = lowest_kept(scaled(logits, draws, limits.rows), limits.top_k, limits.top_p, limits.min_p)
+    lowest = lowest_kept(scaled(logits, draws, limits.rows), limits.top_k, limits.top_p, limits.min_p)
+    floors[limits.rows] = lowest - lowest.abs() * _ROUNDING
     return floors

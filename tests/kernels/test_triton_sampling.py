@@ -18,6 +18,7 @@ from pd_kernels.draws import Draws, Limits  # noqa: E402
 # Triton's interpreter on numpy
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),  # infinities over a temperature
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # the hash wraps, as it should
 ]
 GPU = torch.cuda.is_available()
