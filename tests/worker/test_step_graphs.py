@@ -259,7 +259,7 @@ def test_step_sizes() -> None:
 def cuda_executor(directory: Path, max_graph_tokens: int) -> Executor:
     config = NodeConfig(
         model=ModelConfig(model=str(directory), device="cuda", dtype="bfloat16", max_model_len=512),
-        cache=CacheConfig(num_blocks=64, block_size=64),
+        cache=CacheConfig(num_blocks=170, block_size=64),
         scheduler=SchedulerConfig(
             max_num_seqs=100, max_num_batched_tokens=512, max_graph_tokens=max_graph_tokens, max_graph_batch=4
         ),
@@ -279,7 +279,7 @@ def test_logits_of_replayed_steps_on_a_gpu(models: ModelStore, num_decodes: int)
         lengths = [(length, 1) for length in range(2, 2 + num_decodes)] + [(0, 90), (70, 33), (5, 7)]
         prompts = random_prompts([begin + count for begin, count in lengths], VOCAB_SIZE)
         starts = tuple(
-            SequenceStart(i, tuple(prompt), len(prompt), (i % 60, 60 + i % 3), GREEDY, i)
+            SequenceStart(i, tuple(prompt), len(prompt), (2 * i, 2 * i + 1), GREEDY, i)
             for i, prompt in enumerate(prompts)
         )
         before = tuple(
