@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from pd_cluster.engine.core import EngineCore
+from pd_cluster.engine.garbage import rare_searches
 from pd_cluster.engine.messages import AddRequest, FromEngine, RequestFailed, ToEngine, TokensOut
 from pd_cluster.worker.executor import Executor
 from pd_connectors.base import ConnectorContext
@@ -64,14 +65,15 @@ class OfflineEngine:
 
     def __init__(self, config: NodeConfig, progress: Callable[[str], None]) -> None:
         """Raises StartupError."""
+        self._cleanup = ExitStack()
         self.executor = Executor(config, progress)
+        self._cleanup.callback(self.executor.close)
         connector = create_connector("none", _context(self.executor))
         connector.register_kv_cache(self.executor.cache)
         self.mailbox = DirectMailbox()
         self.core = EngineCore(config, self.executor, connector, cast("Mailbox", self.mailbox))
         self._num_calls = 0
-        gc.collect()
-        gc.freeze()  # as in the engine's own process
+        self._cleanup.enter_context(rare_searches())  # as in the engine's own process
 
     def generate(self, prompts: list[list[int]], samplings: list[SamplingParams]) -> Generated:
         """Raises RuntimeError when a request is refused."""
@@ -98,8 +100,7 @@ class OfflineEngine:
 
     def close(self) -> None:
         """Idempotent."""
-        gc.unfreeze()
-        self.executor.close()
+        self._cleanup.close()
 
 
 def _context(executor: Executor) -> ConnectorContext:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 if TYPE_CHECKING:
     from pd_cluster.engine.sampling_params import SamplingParams
     from pd_connectors.base import LoadSpec, PublishSpec
@@ -28,8 +30,7 @@ class SequenceStart:
     num_sample_seeds: tuple[int, ...] = ()  # n > 1 before the fork: of all n first tokens; the row keeps the first
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceChunk:
+class SequenceChunk(msgspec.Struct, frozen=True, gc=False):
     """Compute tokens [start, start + num_tokens) of a sequence. A decode step is a chunk of one."""
 
     seq_id: int

@@ -109,7 +109,7 @@ class TicketOpened(msgspec.Struct, frozen=True, tag=True):
     ticket: Ticket
 
 
-class Timeline(msgspec.Struct, frozen=True, array_like=True):
+class Timeline(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a request waited for, in seconds. Sums to the engine's share of its TTFT (or, on D, of its second token)."""
 
     queue_s: float = 0.0  # received to first scheduled (prefill) or to blocks reserved (take over)
@@ -134,7 +134,7 @@ class Timeline(msgspec.Struct, frozen=True, array_like=True):
         return {name: value for name, value in named.items() if value > 0 or (was_loaded and name not in computed)}
 
 
-class SequenceTokens(msgspec.Struct, frozen=True, array_like=True):
+class SequenceTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one of the request's sequences since the last message."""
 
     index: int
@@ -143,7 +143,7 @@ class SequenceTokens(msgspec.Struct, frozen=True, array_like=True):
     stop_token_id: int | None = None  # the EOS or stop token that ended it (it is the last of `tokens`)
 
 
-class TokensOut(msgspec.Struct, frozen=True, tag=True):
+class TokensOut(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Tokens of one request after one step."""
 
     request_id: str

@@ -6,7 +6,6 @@ end is how the engine learns that it was orphaned, whatever killed the parent.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import secrets
@@ -22,6 +21,7 @@ import zmq
 
 from pd_cluster.config import NodeConfig
 from pd_cluster.engine.core import EngineCore
+from pd_cluster.engine.garbage import rare_searches
 from pd_cluster.engine.mailbox import Mailbox
 from pd_cluster.engine.messages import EngineDied, EngineReady, StartupProgress
 from pd_cluster.errors import PdError
@@ -128,8 +128,7 @@ def main() -> int:
         with ExitStack() as cleanup:
             core, ready = _build(config, mailbox, cleanup)
             watch.core = core
-            gc.collect()
-            gc.freeze()  # what lives for good is not searched for garbage amid a step
+            cleanup.enter_context(rare_searches())
             mailbox.send(ready)
             mailbox.flush()
             core.run()

@@ -25,7 +25,7 @@ class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
 
 
-class SampledToken(msgspec.Struct, frozen=True, array_like=True):
+class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sampled token. `logprob` and `top` are there when the request asked for logprobs."""
 
     token_id: int
