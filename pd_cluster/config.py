@@ -76,7 +76,7 @@ class SchedulerConfig:
     )
     cuda_graphs: bool = setting(True, "On GPUs, replay steps as captured graphs.")
     max_graph_batch: int = setting(256, "Largest decode batch that is captured as a graph (at most max_num_seqs).")
-    max_graph_tokens: int = setting(1024, "Largest step with prompts that is captured as a graph. 0: none.")
+    max_graph_tokens: int = setting(2048, "Largest step with prompts that is captured as a graph. 0: none.")
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1 or self.max_num_batched_tokens < self.max_num_seqs:

@@ -165,6 +165,6 @@ def step_sizes(limit: int, max_seqs: int, *, with_far: bool) -> list[StepSize]:
 
 
 def token_buckets(limit: int) -> list[int]:
-    """Every 64th up to 512, every 128th up to 1024, every 256th from there, `limit` itself."""
-    sizes = [16, 32, *range(64, 512, 64), *range(512, 1024, 128), *range(1024, limit, 256), limit]
+    """Every 64th up to 512, every 128th from there, `limit` itself: products compute whole tiles of 64 or 128 rows."""
+    sizes = [16, 32, *range(64, 512, 64), *range(512, limit, 128), limit]
     return sorted({size for size in sizes if size <= limit})

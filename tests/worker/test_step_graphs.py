@@ -240,7 +240,7 @@ def test_far_sizes_are_captured_where_they_differ(models: ModelStore) -> None:
 def test_token_buckets() -> None:
     assert token_buckets(16) == [16]
     assert token_buckets(700) == [16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 700]
-    assert token_buckets(2048)[-5:] == [1024, 1280, 1536, 1792, 2048]
+    assert token_buckets(1400)[-4:] == [1024, 1152, 1280, 1400]
 
 
 def test_step_sizes() -> None:
