@@ -63,13 +63,6 @@ class ModelCosts:
     itemsize: int = 2
 
     @property
-    def layer_parameters(self) -> int:
-        """In the products of all layers."""
-        s = self.spec
-        attention = s.hidden_size * s.head_dim * (2 * s.num_heads + 2 * s.num_kv_heads)
-        return s.num_layers * (attention + 3 * s.hidden_size * s.intermediate_size)
-
-    @property
     def head_parameters(self) -> int:
         return self.spec.vocab_size * self.spec.hidden_size
 
@@ -79,13 +72,13 @@ class ModelCosts:
 
     def decode_s(self, num_sequences: int, context: float, ceilings: Ceilings) -> float:
         """One step: all weights and all KV are read once, or the products take longer than that."""
-        parameters = self.layer_parameters + self.head_parameters
+        parameters = self.spec.layer_parameters + self.head_parameters
         num_bytes = parameters * self.itemsize + num_sequences * context * self.kv_token_bytes
         return max(num_bytes / ceilings.memory, 2 * parameters * num_sequences / ceilings.matrix)
 
     def prefill_s(self, lengths: Sequence[int], ceilings: Ceilings) -> float:
         """Products of all tokens, the head for the last of each prompt, causal attention."""
         s = self.spec
-        products = 2 * (self.layer_parameters * sum(lengths) + self.head_parameters * len(lengths))
+        products = 2 * (s.layer_parameters * sum(lengths) + self.head_parameters * len(lengths))
         attention = sum(2 * s.num_layers * s.num_heads * s.head_dim * length * length for length in lengths)
         return (products + attention) / ceilings.matrix

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pd_cluster.engine.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
+from pd_cluster.engine.prompt_share import PromptShare
 from pd_cluster.engine.sequence import sequence_seed
 from pd_connectors.base import LoadSpec, PublishSpec
 
@@ -20,7 +21,7 @@ class Draft:
 
     step: int
     budget: int  # tokens left
-    prompt_budget: int = 0  # of these, for chunks of more than one
+    prompts: PromptShare = field(default_factory=PromptShare)  # of these, for chunks of prompts
     starts: list[SequenceStart] = field(default_factory=list)
     chunks: list[SequenceChunk] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -46,10 +47,10 @@ class Draft:
         )
 
     def add_chunk(self, seq: Sequence, blocks: BlockManager) -> None:
-        """As many of the sequence's tokens as the budgets allow: there is room. Its blocks exist, or can be had."""
+        """One token if one is left, else as many as the prompts' share admits. Its blocks exist, or can be had."""
         table, start, num_remaining = seq.table, seq.num_scheduled_tokens, seq.num_remaining_tokens
         assert table is not None
-        num_tokens = 1 if num_remaining == 1 else min(num_remaining, self.prompt_budget)
+        num_tokens = 1 if num_remaining == 1 else self.prompts.take(start, num_remaining)
         end = start + num_tokens
         first_block = 0
         new_block_ids: tuple[int, ...] = ()
@@ -69,7 +70,7 @@ class Draft:
         seq.num_in_flight += 1
         seq.planned_step = self.step
         self.budget -= num_tokens
-        self.prompt_budget = min(self.prompt_budget - (num_tokens if num_remaining > 1 else 0), self.budget)
+        self.prompts.tokens_left = min(self.prompts.tokens_left, self.budget)
         self.chunks.append(SequenceChunk(seq.seq_id, start, num_tokens, first_block, new_block_ids, num_samples))
         if seq.request.lease_id is not None:
             self._announce(seq, table, seq.request.lease_id, blocks)

@@ -5,7 +5,8 @@
     3  unless something was preempted: sequences that wait, while slots, memory and budget last
 
 A long prompt never takes the token of a sequence whose KV has come and that finds a slot: that decodes at once. Where
-steps with decodes are limited (`max_tokens_beside_decodes`), prompts get what the limit leaves, and a minimum.
+steps with decodes are limited (`max_tokens_beside_decodes`), prompts get what the limit leaves, and a minimum
+(`PromptShare`).
 
 Who gets memory: running sequences take it from parked prefix pins, then from the worst-ranked holder. Those that wait
 (admissions here, reservations for loads) hold nothing and are served strictly by rank, so that no stream of small ones
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.engine.batch import SequenceChunk
 from pd_cluster.engine.draft import Draft
+from pd_cluster.engine.prompt_share import PromptShare
 from pd_cluster.engine.ranked_queue import RankedQueue
 from pd_cluster.engine.sequence import KvArrival, Request, Sequence, SequenceStatus
 
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from pd_cluster.engine.block_manager import BlockManager
     from pd_connectors.base import LoadSpec
 
-LEAST_PROMPT_TOKENS = 64  # of a step, however many decode: no prompt starves. Captured steps have multiples of it
 RUNNING, SWAPPED = SequenceStatus.RUNNING, SequenceStatus.SWAPPED
 
 
@@ -43,6 +44,7 @@ class Planner:
         config: SchedulerConfig,
         blocks: BlockManager,
         max_tokens_beside_decodes: int,
+        keys_per_token: int,
         on_preempt: Callable[[Sequence], None],
         clock: Callable[[], float],
     ) -> None:
@@ -65,6 +67,7 @@ class Planner:
         self._config = config
         self._blocks = blocks
         self._max_tokens_beside_decodes = max_tokens_beside_decodes
+        self._keys_per_token = keys_per_token
         self._on_preempt = on_preempt
         self._clock = clock
         self._num_slots_used = 0
@@ -165,9 +168,10 @@ class Planner:
         draft = Draft(step=self._next_step, budget=self._config.max_num_batched_tokens)
         self._next_step += 1
         prefills = self._plan_decodes(draft)
-        draft.prompt_budget = self._prompt_budget(draft)
+        draft.prompts = self._prompt_share(draft)
         for seq in prefills:
-            if seq.status is RUNNING and draft.prompt_budget and seq.seq_id not in draft.held:
+            may_run = seq.status is RUNNING and seq.seq_id not in draft.held
+            if may_run and draft.prompts.admits(seq.num_scheduled_tokens):
                 draft.add_chunk(seq, self._blocks)
         if not draft.preempted and not draft.held and (self.waiting or self.loaded):
             self._admit(draft)
@@ -175,19 +179,14 @@ class Planner:
         self.departures, self.loads = [], []
         return batch
 
-    def _prompt_budget(self, draft: Draft) -> int:
-        """Tokens that prompts may take of this step. Those of its decodes, and of loaded sequences that may enter, are
-        not among them."""
-        config, limit = self._config, self._max_tokens_beside_decodes
+    def _prompt_share(self, draft: Draft) -> PromptShare:
+        """What prompts may take of this step. Its decodes, and loaded sequences that may enter, come first."""
+        config = self._config
         num_entering = min(len(self.loaded), config.max_num_seqs - self._num_slots_used)
         num_decodes = config.max_num_batched_tokens - draft.budget + num_entering
-        num_tokens = config.max_num_batched_tokens
-        if limit and (num_decodes or self.parked):  # who is parked decodes soon, and must not wait for a long step
-            least = num_decodes + LEAST_PROMPT_TOKENS
-            if limit < least:
-                limit = -(-least // LEAST_PROMPT_TOKENS) * LEAST_PROMPT_TOKENS
-            num_tokens = min(num_tokens, limit)
-        return num_tokens - num_decodes
+        has_limit = num_decodes or self.parked  # who is parked decodes soon, and must not wait for a long step
+        limit = self._max_tokens_beside_decodes if has_limit else 0
+        return PromptShare.beside(num_decodes, config.max_num_batched_tokens, limit, self._keys_per_token)
 
     def _plan_decodes(self, draft: Draft) -> list[Sequence]:
         """Plan every decode; return the running sequences that have more than one token left."""
@@ -249,8 +248,8 @@ class Planner:
                 self._enter_loaded(seq, draft)
             elif (
                 not is_short
-                and (draft.prompt_budget or seq.num_remaining_tokens == 1)
                 and not self._awaits_sibling(seq)
+                and (seq.num_remaining_tokens == 1 or draft.prompts.admits(len(seq.token_ids)))
             ):
                 is_short = not self._find_memory(seq, draft)
                 if is_short:

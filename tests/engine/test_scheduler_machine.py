@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from pd_cluster.engine import planner
+from pd_cluster.engine import prompt_share
 from pd_cluster.engine.messages import FinishReason, Work
 from pd_cluster.engine.sequence import KvArrival, Request
 from pd_cluster.errors import InvalidRequest, Overloaded
@@ -35,7 +35,7 @@ def choose(options: list[Option], pick: int) -> Option | None:
 @pytest.fixture(autouse=True)
 def small_least_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the limit of a step leaves to prompts is as small as the engine is."""
-    monkeypatch.setattr(planner, "LEAST_PROMPT_TOKENS", 4)
+    monkeypatch.setattr(prompt_share, "LEAST_PROMPT_TOKENS", 4)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -49,10 +49,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching=st.sampled_from([True, True, False]),
         depth=st.sampled_from([1, 2]),
         limit=st.sampled_from([0, 0, 1, 20]),
+        keys_per_token=st.sampled_from([0, 1, 15]),
     )
     def boot(
         self, num_blocks: int, num_host_blocks: int, max_num_seqs: int, budget: int, prefix_caching: bool, depth: int,
-        limit: int,
+        limit: int, keys_per_token: int,
     ) -> None:  # fmt: skip
         self.world = World(
             num_blocks=num_blocks,
@@ -63,6 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_caching=prefix_caching,
             depth=depth,
             max_tokens_beside_decodes=limit,
+            keys_per_token=keys_per_token,
         )
         self.num_requests = 0
 
@@ -242,6 +244,7 @@ def random_walk(seed: int, num_steps: int) -> int:
         prefix_caching=rng.random() < 0.75,
         depth=rng.randint(1, 2),
         limit=rng.choice([0, 0, 1, 6, 20]),
+        keys_per_token=rng.choice([0, 1, 15]),
     )
     for _ in range(num_steps):
         pick = rng.randrange(8)

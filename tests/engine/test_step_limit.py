@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pd_cluster.config import NodeConfig, SchedulerConfig, ServerConfig
 from pd_cluster.engine.messages import Work
-from pd_cluster.engine.planner import LEAST_PROMPT_TOKENS
+from pd_cluster.engine.prompt_share import LEAST_PROMPT_TOKENS, cost_of
 from pd_cluster.errors import StartupError
 from tests.engine.simulation import BLOCK_SIZE, message, prompt
 from tests.engine.world import World
@@ -20,14 +20,16 @@ LONG = 140
 
 
 def busy_world(
-    num_decodes: int, limit: int = LIMIT, num_blocks: int = 256, depth: int = 1, max_num_batched_tokens: int = 512
-) -> World:
+    num_decodes: int, limit: int = LIMIT, num_blocks: int = 256, depth: int = 1, max_num_batched_tokens: int = 512,
+    keys_per_token: int = 0,
+) -> World:  # fmt: skip
     """`num_decodes` sequences that decode, and slots and budget to spare."""
     world = World(
         num_blocks=num_blocks,
         max_num_seqs=num_decodes + 8,
         max_num_batched_tokens=max_num_batched_tokens,
         max_tokens_beside_decodes=limit,
+        keys_per_token=keys_per_token,
         max_waiting=256,
         prefix_caching=False,
         depth=depth,
@@ -45,9 +47,12 @@ def busy_world(
     lengths=st.lists(st.integers(2, LONG), min_size=1, max_size=6),
     limit=st.sampled_from([0, 1, 64, LIMIT, 192]),
     depth=st.sampled_from([1, 2]),
+    keys_per_token=st.sampled_from([0, 1, 40]),
 )
-def test_the_limit_holds_and_every_prompt_gets_on(num_decodes: int, lengths: list[int], limit: int, depth: int) -> None:
-    world = busy_world(num_decodes, limit, depth=depth)
+def test_the_limit_holds_and_every_prompt_gets_on(
+    num_decodes: int, lengths: list[int], limit: int, depth: int, keys_per_token: int
+) -> None:
+    world = busy_world(num_decodes, limit, depth=depth, keys_per_token=keys_per_token)
     world.settle()
     for index, length in enumerate(lengths):
         world.submit(message(f"p{index}", prompt(length, 7), max_tokens=2))
@@ -57,6 +62,10 @@ def test_the_limit_holds_and_every_prompt_gets_on(num_decodes: int, lengths: lis
         num_ones = sum(chunk.num_tokens == 1 and chunk.start > 0 and chunk.num_samples > 0 for chunk in batch.chunks)
         if limit and num_ones < batch.num_tokens and num_ones:
             assert batch.num_tokens <= max(limit, least)
+            prompts = [chunk for chunk in batch.chunks if chunk.num_tokens > 1]
+            cost = sum(cost_of(chunk.num_tokens, chunk.start, keys_per_token) for chunk in prompts)
+            num_tokens = sum(chunk.num_tokens for chunk in prompts)
+            assert num_tokens <= LEAST_PROMPT_TOKENS or num_ones + cost <= max(limit, least)
         in_prompts = [chunk for chunk in batch.chunks if not chunk.num_samples]
         assert len(in_prompts) <= 1, "one prompt is cut, those before it came to their end"
         assert not in_prompts or in_prompts[0].num_tokens <= LONG
@@ -71,6 +80,31 @@ def test_steps_beside_decodes_have_sizes_that_are_captured(num_decodes: int, tot
     assert world.start_step().num_tokens == total
     world.run_until_idle()
     world.check_empty()
+
+
+def test_a_prompt_takes_smaller_steps_the_further_it_is() -> None:
+    world = busy_world(4, limit=192, keys_per_token=60)
+    world.submit(message("long", prompt(LONG, 7), max_tokens=2))
+    chunks = [world.start_step().chunks[-1] for _ in range(2)]
+    assert [chunk.num_tokens for chunk in chunks] == [101, 39]
+    world.run_until_idle()
+    world.check_empty()
+
+
+@pytest.mark.parametrize("limit", [0, LIMIT])
+def test_a_price_changes_no_step_that_is_not_limited(limit: int) -> None:
+    """Twice the same, too: what is planned depends on nothing else."""
+
+    def steps(keys_per_token: int) -> list[list[tuple[int, int]]]:
+        world = busy_world(3 if not limit else 0, limit, keys_per_token=keys_per_token)
+        world.submit(message("long", prompt(LONG, 7), max_tokens=2))
+        world.submit(message("long too", prompt(LONG, 8), max_tokens=2))
+        first = world.start_step()
+        world.run_until_idle()
+        world.check_empty()
+        return [[(chunk.start, chunk.num_tokens) for chunk in first.chunks]]
+
+    assert steps(0) == steps(1) == steps(1)
 
 
 def test_without_decodes_a_step_is_full() -> None:
@@ -148,7 +182,7 @@ def test_loads_do_not_starve_a_local_prompt_that_waits_for_memory_and_then_for_t
     world.start_step()
     world.submit(message("urgent", prompt(70, 5), max_tokens=2))
     small = world.submit(message("small", prompt(size, 6), work=Work.TAKE_OVER, max_tokens=2, priority=3))
-    assert world.start_step().num_tokens == 66
+    assert world.start_step().num_tokens == 64
     assert world.blocks.num_available >= 3
     assert world.reserve(small) is None
     world.take(world.scheduler.abort(small))

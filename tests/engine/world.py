@@ -71,6 +71,7 @@ class World:
     max_num_batched_tokens: int = 64
     max_waiting: int = 64
     max_tokens_beside_decodes: int = 0
+    keys_per_token: int = 0
     prefix_caching: bool = True
     depth: int = 1
     clients: dict[str, Client] = field(default_factory=dict)
@@ -95,6 +96,7 @@ class World:
             eos_token_ids=frozenset({EOS}),
             on_preempt=self._on_preempt,
             max_tokens_beside_decodes=self.max_tokens_beside_decodes,
+            keys_per_token=self.keys_per_token,
             clock=lambda: self.now_s,
         )
         self.worker = FakeWorker(self.max_num_seqs, self.max_num_batched_tokens)

@@ -28,14 +28,22 @@ def costs_of(name: str, tmp_path: Path) -> ModelCosts:
 def test_bytes_and_operations_of_the_shapes(tmp_path: Path) -> None:
     large, small = costs_of("8b", tmp_path), costs_of("0.6b", tmp_path)
     assert large.kv_token_bytes == 128 * 1024
-    assert large.layer_parameters + 2 * large.head_parameters == pytest.approx(8.03e9, rel=0.001)
-    assert small.layer_parameters + small.head_parameters == pytest.approx(0.596e9, rel=0.001)
+    assert large.spec.layer_parameters + 2 * large.head_parameters == pytest.approx(8.03e9, rel=0.001)
+    assert small.spec.layer_parameters + small.head_parameters == pytest.approx(0.596e9, rel=0.001)
     # The field note's rooflines, from the same ceilings
     assert large.decode_s(1, 1088, CEILINGS) * 1e3 == pytest.approx(3.5, abs=0.05)
     assert large.decode_s(256, 1088, CEILINGS) * 1e3 == pytest.approx(11.8, abs=0.2)
     assert 64 * 1024 / large.prefill_s([1024] * 64, CEILINGS) == pytest.approx(55_500, rel=0.02)
     assert large.prefill_s([4096], CEILINGS) * 1e3 == pytest.approx(77.9, rel=0.02)
     assert small.decode_s(32, 1088, CEILINGS) * 1e3 == pytest.approx(1.15, rel=0.06)
+
+
+def test_so_many_keys_cost_as_much_as_a_token(tmp_path: Path) -> None:
+    large, small = costs_of("8b", tmp_path).spec, costs_of("0.6b", tmp_path).spec
+    assert (large.keys_per_token, small.keys_per_token) == (5990, 864)
+    half = replace(large, windows=(0, 4096) * (large.num_layers // 2))
+    assert half.keys_per_token == pytest.approx(2 * large.keys_per_token, abs=1)
+    assert replace(large, windows=(4096,) * large.num_layers).keys_per_token == 0
 
 
 def test_shares_and_gains() -> None:
