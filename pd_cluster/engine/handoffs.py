@@ -274,7 +274,8 @@ class Handoffs:
 def admit(message: AddRequest, handoffs: Handoffs, scheduler: Scheduler, drawn_seed: int, vocab_size: int) -> Request:
     """Validate a request and put it on its way. Raises PdError (InvalidRequest, Overloaded, ...), leaving no trace."""
     message.sampling.validate(vocab_size)
-    if any(not 0 <= token_id < vocab_size for token_id in message.prompt_token_ids):
+    token_ids = message.prompt_token_ids  # two passes in C take two thirds of one in Python
+    if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= vocab_size:
         raise InvalidRequest(f"the prompt has token ids outside the vocabulary 0..{vocab_size - 1}", "prompt")
     request = Request.from_message(message, drawn_seed=drawn_seed)
     scheduler.validate(request)

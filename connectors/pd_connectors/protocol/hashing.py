@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 HASH_UNIT_TOKENS = 16
 DIGEST_BYTES = 16
+_TOKEN_BYTES = 4
+_UNIT = blake2b(digest_size=DIGEST_BYTES, person=b"pd-kv-unit")  # copied for every unit: half the time of a new one
 
 
 def root_hash(salt: str = "") -> bytes:
@@ -25,7 +27,13 @@ def root_hash(salt: str = "") -> bytes:
 
 def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Hash of `token_ids` (each 0 <= id < 2**32) following the prefix that `parent` names."""
-    return blake2b(parent + array("I", token_ids).tobytes(), digest_size=DIGEST_BYTES, person=b"pd-kv-unit").digest()
+    return _chain(parent, array("I", token_ids).tobytes())
+
+
+def _chain(parent: bytes, tokens: bytes) -> bytes:
+    state = _UNIT.copy()
+    state.update(parent + tokens)
+    return state.digest()
 
 
 def extend_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
@@ -35,10 +43,11 @@ def extend_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> l
     """
     if block_size % HASH_UNIT_TOKENS:
         raise ValueError(f"block_size {block_size} is not a multiple of {HASH_UNIT_TOKENS}")
-    hashes = []
-    for start in range(0, len(token_ids) // block_size * block_size, block_size):
-        for unit in range(start, start + block_size, HASH_UNIT_TOKENS):
-            parent = chain_hash(parent, token_ids[unit : unit + HASH_UNIT_TOKENS])
+    tokens, unit_bytes, hashes = array("I", token_ids).tobytes(), HASH_UNIT_TOKENS * _TOKEN_BYTES, []
+    block_bytes = block_size * _TOKEN_BYTES
+    for end in range(block_bytes, len(tokens) + 1, block_bytes):
+        for start in range(end - block_bytes, end, unit_bytes):
+            parent = _chain(parent, tokens[start : start + unit_bytes])
         hashes.append(parent)
     return hashes
 
