@@ -25,7 +25,7 @@ from pd_cluster.worker.model_runner import ModelRunner, PendingStep
 from pd_cluster.worker.recorder import CudaRecorder, GraphTimer
 from pd_cluster.worker.sampling_state import SamplingState
 from pd_cluster.worker.staging import Staging
-from pd_cluster.worker.step_graphs import StepGraphs, step_sizes
+from pd_cluster.worker.step_graphs import StepGraphs, step_sizes, token_buckets
 from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
 from pd_connectors.protocol.ticket import Geometry
 from pd_kernels.backends import select_kernels, with_flashinfer
@@ -182,9 +182,9 @@ class Executor:
             graphs = DecodeGraphs(self._llama, cache, rows, staging, self._kernels, cache.padding_block)
             decodes, budget = bucket_sizes(self._max_graph_batch), config.max_num_batched_tokens
             limit = min(config.max_graph_tokens, budget)
-            # What large steps of prompts have is often the whole budget, or a power of two
+            # What larger steps of prompts have is often the whole budget, or a power of two
             powers = [1 << power for power in range(10, budget.bit_length())]
-            self._choose_products(decodes, [*powers, budget], capture)
+            self._choose_products(decodes, [*token_buckets(limit), *powers, budget], capture)
             recorder = CudaRecorder(self._device)
             graphs.capture(decodes, recorder, capture)
             if limit:
