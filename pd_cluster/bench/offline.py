@@ -32,9 +32,10 @@ class DirectMailbox:
     def wake(self) -> None:
         """Nobody sleeps."""
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float) -> bool:
         """Nobody will ring."""
         time.sleep(timeout_s)
+        return False
 
     def receive(self) -> list[ToEngine]:
         messages, self.inbox = self.inbox, []

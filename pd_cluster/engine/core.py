@@ -100,12 +100,19 @@ class EngineCore:
 
     def run(self) -> None:
         """Until `stop`. Whatever this raises is a bug of ours or a broken device."""
+        is_settled = False
         while not self._stopping:
-            if not self.turn():
-                self.settle()
-                self._mailbox.wait(IDLE_WAIT_S)
+            if self.turn():
+                continue
+            self._send_stats()
+            if self._mailbox.wait(IDLE_WAIT_S):
+                is_settled = False
+            elif not is_settled:
+                self.settle()  # not before: it takes milliseconds, and who has just had an answer may ask again
+                is_settled = True
         while len(self._pipeline):
             self._retire()
+        self.settle()
         self._mailbox.flush()  # what follows may take seconds
         logger.info("stopping with %d requests", len(self._requests))
 
@@ -206,7 +213,7 @@ class EngineCore:
             request.sequences = []  # they know the request, too: else both would wait for a search for garbage
 
     def settle(self) -> None:
-        """Before sleeping: prove that no block is lost, and say how things stand."""
+        """In quiet times: prove that no block is lost, and say how things stand."""
         if self._scheduler.idle and not self._requests:
             self._blocks.check()
         self._send_stats()

@@ -38,11 +38,13 @@ class Mailbox:
         if not self._closed:
             os.eventfd_write(self._bell, 1)
 
-    def wait(self, timeout_s: float) -> None:
-        """Send what there is; return when there is something to `receive`, when woken, or after `timeout_s`."""
+    def wait(self, timeout_s: float) -> bool:
+        """Send what there is; return when there is something to `receive`, when woken, or after `timeout_s`: False."""
         self.flush()
-        if any(source == self._bell for source, _ in self._poller.poll(int(timeout_s * 1000))):
+        events = self._poller.poll(int(timeout_s * 1000))
+        if any(source == self._bell for source, _ in events):
             os.eventfd_read(self._bell)
+        return bool(events)
 
     def receive(self) -> list[ToEngine]:
         """Everything that has arrived. Never blocks."""

@@ -70,9 +70,10 @@ class FakeMailbox:
     def wake(self) -> None:
         self.bell.set()
 
-    def wait(self, timeout_s: float) -> None:
-        self.bell.wait(timeout_s)
+    def wait(self, timeout_s: float) -> bool:
+        was_rung = self.bell.wait(timeout_s)
         self.bell.clear()
+        return was_rung
 
     def receive(self) -> list[ToEngine]:
         messages = list(self.inbox)
@@ -300,3 +301,25 @@ def test_stop_retires_what_is_under_way(
     bench.send(Abort("r"))
     bench.open.add("r")
     bench.run()
+
+
+def test_blocks_are_counted_when_nobody_has_come_for_a_while_and_at_the_end(
+    executor: Executor, connector: Connector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as soon as there is nothing to do: counting takes milliseconds, and the next request may be under way."""
+    bench, happened = Bench(executor, connector, "off"), list[str]()
+    waits = iter([True, False, False, True, True, False])
+
+    def wait(timeout_s: float) -> bool:
+        happened.append("wait")
+        is_rung = next(waits, None)
+        if is_rung is None:
+            bench.core.stop()
+        elif is_rung:
+            bench.send(AddRequest(str(len(happened)), PROMPTS[1], SAMPLINGS[5]))
+        return bool(is_rung)
+
+    monkeypatch.setattr(bench.mailbox, "wait", wait)
+    monkeypatch.setattr(bench.core._blocks, "check", lambda: happened.append("check"))
+    bench.core.run()
+    assert " ".join(happened) == "wait wait check wait wait wait wait check wait check"
