@@ -15,6 +15,8 @@ class ReadingSpeed:
 
     A prompt is read from its beginning, or from the end of the one before it, until its own end: exact for a node that
     reads one after the other, right in sum for one that reads several at once. Times are of any one clock.
+    Bytes count alike wherever they stand, though the end of a long prompt is read slower: prompts of more than 6,000
+    tokens take a decode node 1.3 times as long as expected (simulated; counting them as longer gained nothing).
     """
 
     __slots__ = ("_last_s", "_num_bytes", "_seconds")
