@@ -1,0 +1,204 @@
+"""Any step that a size accepts: its numbers are those of the same step packed as it is, and its tiles cover it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="tiles are those of the Triton kernels")
+
+from pd_cluster.engine.batch import Batch, SequenceChunk, SequenceStart
+from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.worker.input_batch import LATE, InputBatch
+from pd_cluster.worker.kv_cache import KVCache
+from pd_cluster.worker.sampling_state import SamplingState
+from pd_cluster.worker.staging import Staging
+from pd_cluster.worker.step_graphs import FAR_KEYS, StepGraphs, step_sizes
+from pd_connectors.protocol.ticket import Geometry
+from pd_kernels.backends import TORCH
+from pd_kernels.triton_replayable import TritonReplayable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pd_cluster.worker.step_layout import StepLayout, StepPlaces
+
+MAX_LEN, BLOCK_SIZE, CPU = FAR_KEYS + 700, 16, torch.device("cpu")
+GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One sequence's part in a step."""
+
+    start: int
+    num_tokens: int
+    rest: int  # tokens known behind them; 0: the chunk samples
+    is_late: bool  # its last token is on the device only
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A worker's limits and a step within them."""
+
+    max_seqs: int
+    limit: int
+    group: int
+    dtype: str
+    with_far: bool
+    parts: tuple[Part, ...]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def gpu() -> Iterator[None]:
+    """Cut as for a GPU with so many multiprocessors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pd_kernels.triton_replayable.num_processors", lambda device: 132)
+        yield
+
+
+class NoRecorder:
+    """Runs nothing, and records it."""
+
+    free_bytes = 0
+
+    def has_room(self) -> bool:
+        return True
+
+    def __call__(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        return lambda: None, None
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    max_seqs, limit = draw(st.integers(1, 90)), draw(st.integers(1, 900))
+    starts = st.one_of(st.just(0), st.integers(0, 60), st.integers(FAR_KEYS - 50, FAR_KEYS + 50))
+    lengths = st.one_of(st.just(1), st.integers(1, 20), st.integers(1, 600))
+    parts, left = list[Part](), limit
+    num_decodes = draw(st.one_of(st.just(0), st.integers(0, min(max_seqs, left))))
+    for index in range(draw(st.integers(0 if num_decodes else 1, max(max_seqs - num_decodes, 1))) + num_decodes):
+        if len(parts) == max_seqs or not left:
+            break
+        num_tokens = 1 if index < num_decodes else min(draw(lengths), left)
+        left -= num_tokens
+        rest = draw(st.integers(0, 3))
+        parts.append(Part(draw(starts), num_tokens, rest, not rest and draw(st.booleans())))
+    group, dtype = draw(st.integers(1, 32)), draw(st.sampled_from(["float32", "float16"]))
+    return Problem(max_seqs, limit, group, dtype, draw(st.booleans()), tuple(parts))
+
+
+def make_rows(problem: Problem) -> tuple[InputBatch, Staging, tuple[SequenceChunk, ...]]:
+    """Rows in which the step may be launched. Late tokens were sampled by a step whose result nobody has read."""
+    staging = Staging(CPU, 64 * problem.limit + 200 * problem.max_seqs + 1024)
+    sampling = SamplingState(problem.max_seqs, 99, frozenset(), staging, CPU)
+    rows = InputBatch(problem.max_seqs, MAX_LEN, BLOCK_SIZE, sampling, staging, CPU)
+    random, starts, chunks, before = np.random.default_rng(0), [], [], []
+    for seq_id, part in enumerate(problem.parts):
+        end = part.start + part.num_tokens
+        known = end + part.rest - part.is_late
+        blocks = tuple(random.permutation(1000)[: -(-end // BLOCK_SIZE)].tolist())
+        starts.append(SequenceStart(seq_id, tuple(random.integers(0, 99, known).tolist()), known, blocks, GREEDY, 0))
+        chunks.append(SequenceChunk(seq_id, part.start, part.num_tokens, num_samples=int(not part.rest)))
+        if part.is_late:
+            before.append(SequenceChunk(seq_id, known - 1, 1, num_samples=1))
+    rows.apply(Batch(0, tuple(starts)))
+    if before:
+        rows.note_launched(rows.build(tuple(before)).samples, torch.from_numpy(random.integers(0, 99, len(before))))
+    return rows, staging, tuple(chunks)
+
+
+def make_graphs(problem: Problem, rows: InputBatch, staging: Staging) -> StepGraphs:
+    """Of a model whose shape is all that there is of it."""
+    geometry = Geometry(BLOCK_SIZE, 2, 1, 16, problem.dtype)
+    spec = SimpleNamespace(num_heads=2 * problem.group, vocab_size=99)
+    model = cast("Any", SimpleNamespace(device=CPU, dtype=torch.float32, spec=spec))
+    kernels = replace(TORCH, replayable=TritonReplayable.of)
+    steps = StepGraphs(model, KVCache.allocate(geometry, 1, 0, CPU), rows, staging, kernels)
+    sizes = step_sizes(problem.limit, problem.max_seqs, with_far=problem.with_far)
+    steps.capture(sizes, NoRecorder(), lambda _: None)
+    return steps
+
+
+def check_tokens(rows: InputBatch, chunks: tuple[SequenceChunk, ...], places: StepPlaces, padding_slot: int) -> None:
+    """And who samples, against the packing of steps that are not captured."""
+    plain = rows.build(chunks)
+    count = len(plain.token_ids)
+    token_ids = torch.where(places.token_ids == LATE, rows.last_tokens[places.rows], places.token_ids)
+    rows.fill_late(plain)
+    assert torch.equal(token_ids[:count], plain.token_ids)
+    assert torch.equal(places.positions[:count], plain.positions)
+    assert torch.equal(places.slots[:count], plain.slot_mapping)
+    assert set(places.slots[count:].tolist()) <= {padding_slot}
+    assert not token_ids[count:].any(), "padding needs nobody's last token"
+    samples = plain.samples
+    expected = torch.arange(count) if plain.tail is None else plain.tail.rows
+    assert places.sampled[: len(samples)].tolist() == expected.tolist()
+    assert places.owners.tolist()[: len(samples)] == samples.rows.tolist()
+    assert set(places.owners.tolist()[len(samples) :]) <= {rows.padding_row}
+
+
+def check_sequences(rows: InputBatch, chunks: tuple[SequenceChunk, ...], places: StepPlaces, tables: Any) -> None:
+    """Their order, lengths and tables. Those behind the last one are empty."""
+    packed, count = rows.build(chunks).sequences, len(chunks)
+    decodes = places.decode_lens.tolist()
+    assert decodes[: packed.num_decodes] == packed.host_seq_lens[: packed.num_decodes].tolist()
+    assert not any(decodes[packed.num_decodes :])
+    assert places.seq_lens.tolist()[:count] == packed.host_seq_lens.tolist()
+    assert not places.seq_lens[count:].any()
+    starts = places.query_starts.tolist()
+    assert starts[: count + 1] == packed.query_starts.tolist()
+    assert set(starts[count:]) == {starts[count]}
+    assert len(places.seq_lens) > count, "there is a sequence of nobody"
+    assert torch.equal(tables, packed.block_tables[:, : tables.shape[1]])
+    assert tables.shape[1] * BLOCK_SIZE >= int(packed.host_seq_lens.max())
+
+
+def check_tiles(layout: StepLayout, chunks: tuple[SequenceChunk, ...], places: StepPlaces) -> None:
+    """Every chunk's tokens are covered once, and nobody else's."""
+    attention = layout.attention
+    assert isinstance(attention, TritonReplayable)
+    tokens = attention.tiling.rows // attention.group
+    num_decodes = int((places.decode_lens > 0).sum())
+    seqs, firsts = places.tiles.tolist()
+    found = [(seq, first) for seq, first in zip(seqs, firsts, strict=True) if seq != layout.size.num_seqs]
+    wanted = [
+        (seq, first) for seq in range(num_decodes, len(chunks)) for first in range(0, chunks[seq].num_tokens, tokens)
+    ]  # fmt: skip
+    assert sorted(found) == wanted
+    assert seqs[: len(found)] == [seq for seq, _ in found], "nobody's come last"
+    assert not any(firsts[len(found) :])
+
+
+def room(problem: Problem) -> int:
+    """Chunks in the largest size."""
+    return max(size.num_chunks for size in step_sizes(problem.limit, problem.max_seqs, with_far=False))
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems())
+def test_a_step_in_any_place_is_the_step(problem: Problem) -> None:
+    rows, staging, chunks = make_rows(problem)
+    steps = make_graphs(problem, rows, staging)
+    size = steps.size_for(chunks)
+    later = len(chunks) - next((i for i, chunk in enumerate(chunks) if chunk.num_tokens > 1), len(chunks))
+    if size is None:
+        assert later > room(problem)
+        return
+    assert size.num_chunks >= later
+    assert size.has_decodes or later == len(chunks)
+    staging.begin()
+    inputs = steps.build(chunks, size)
+    layout = steps._layouts[size]
+    places = layout.places(inputs.fields)
+    assert [len(part) for part in places[:6]] == [size.num_tokens] * 4 + [size.num_seqs] * 2
+    padding_slot = BLOCK_SIZE  # behind the only block
+    check_tokens(rows, chunks, places, padding_slot)
+    check_sequences(rows, chunks, places, inputs.block_tables)
+    check_tiles(layout, chunks, places)
