@@ -12,8 +12,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends for Hopper; splits along K need some
 NUM_PROPOSALS, NUM_SWIZZLED = 8, 4
@@ -22,6 +26,10 @@ _BATCH_COUNT, _BATCH_STRIDE = 5, 6  # attributes of a matrix
 _TRANSPOSE_A, _MAX_WORKSPACE = 3, 1  # attributes of a product, of a preference
 _SWIZZLE = 4  # attribute of an algorithm: the order of tiles, 0 or 1
 _TYPES = {torch.bfloat16: 14, torch.float16: 2}
+_ADDRESS = ctypes.c_void_p
+# Handle, product, 1, A and its layout, B and its layout, 0, C and its layout, D and its layout, algorithm, workspace,
+# its size, stream. Of arguments that are declared, ctypes takes plain integers, without an object for each
+_MATMUL: list[type[ctypes.c_void_p | ctypes.c_size_t]] = [*[_ADDRESS] * 14, ctypes.c_size_t, _ADDRESS]
 
 
 class _Proposal(ctypes.Structure):
@@ -40,18 +48,18 @@ class _Proposal(ctypes.Structure):
 class Algorithm:
     """One way to compute x [M, K] times weight^T [K, N], fit for capture. Valid until its library is closed."""
 
-    library: CublasLt
-    shape: _Shape
-    proposal: _Proposal
+    library: CublasLt  # whose descriptions and workspace it uses
+    parts: int  # of the product: each of as many inputs, one behind the other
+    launch: Callable[[int, int, int], None]  # with the addresses of x, the weight and the product
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """`x` [M, K] and `weight` [N, K], both contiguous and of the type asked for -> [M, N], or the parts asked for.
 
         Raises RuntimeError.
         """
-        size, parts = (x.shape[0], weight.shape[0]), self.shape.parts
+        size, parts = (x.shape[0], weight.shape[0]), self.parts
         out = x.new_empty(size) if parts == 1 else x.new_empty((parts, *size), dtype=torch.float32)
-        self.library.multiply(self.shape, self.proposal, x, weight, out)
+        self.launch(x.data_ptr(), weight.data_ptr(), out.data_ptr())
         return out
 
 
@@ -63,7 +71,6 @@ class _Shape:
     weight: ctypes.c_void_p
     x: ctypes.c_void_p
     out: ctypes.c_void_p
-    parts: int  # each of as many inputs, one behind the other
 
 
 class CublasLt:
@@ -77,7 +84,7 @@ class CublasLt:
         with torch.cuda.device(device):
             self._handle = ctypes.c_void_p(_cublas_handle())
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        self._library.cublasLtMatmul.argtypes = _MATMUL
         self._created = contextlib.ExitStack()
 
     def close(self) -> None:
@@ -102,7 +109,9 @@ class CublasLt:
         found = [proposal for proposal in proposals[: count.value] if proposal.status == 0]
         swizzled = [self._swizzled(shape, proposal) for proposal in found[: NUM_SWIZZLED if parts == 1 else 0]]
         distinct = {bytes(proposal.algorithm): proposal for proposal in (*found, *swizzled) if proposal is not None}
-        return [Algorithm(self, shape, proposal) for proposal in distinct.values()]
+        matmul, stream_of = self._library.cublasLtMatmul, torch._C._cuda_getCurrentRawStream
+        launchers = [self._launcher(shape, proposal, matmul, stream_of) for proposal in distinct.values()]
+        return [Algorithm(self, parts, launch) for launch in launchers]
 
     def _swizzled(self, shape: _Shape, proposal: _Proposal) -> _Proposal | None:
         """None when the algorithm does not take tiles in another order."""
@@ -118,18 +127,28 @@ class CublasLt:
             return None
         return _Proposal(changed, checked.workspace_bytes)
 
-    def multiply(
-        self, shape: _Shape, proposal: _Proposal, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        """Launch on the current stream. Raises RuntimeError."""
-        output = ctypes.c_void_p(out.data_ptr())
-        self._call(
-            "Matmul", self._handle, shape.product, ctypes.byref(self._one),
-            ctypes.c_void_p(weight.data_ptr()), shape.weight, ctypes.c_void_p(x.data_ptr()), shape.x,
-            ctypes.byref(self._zero), output, shape.out, output, shape.out, ctypes.byref(proposal.algorithm),
-            ctypes.c_void_p(self._workspace.data_ptr()), ctypes.c_size_t(proposal.workspace_bytes),
-            ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream),
-        )  # fmt: skip
+    def _launcher(
+        self, shape: _Shape, proposal: _Proposal, matmul: Callable[..., int], stream_of: Callable[[int], int]
+    ) -> Callable[[int, int, int], None]:
+        """What multiplies on the current stream, given the addresses of x, the weight and the product.
+
+        Everything else is ready: a prompt's step has a hundred products, and the host must stay ahead of the device.
+        """
+        handle, product, size = self._handle, shape.product, proposal.workspace_bytes
+        weight_layout, x_layout, out_layout = shape.weight, shape.x, shape.out
+        one, zero = ctypes.byref(ctypes.c_float(1.0)), ctypes.byref(ctypes.c_float(0.0))
+        algorithm, workspace = ctypes.byref(proposal.algorithm), self._workspace.data_ptr()
+        device = self._workspace.device.index
+
+        def launch(x: int, weight: int, out: int) -> None:
+            status = matmul(
+                handle, product, one, weight, weight_layout, x, x_layout, zero, out, out_layout, out, out_layout,
+                algorithm, workspace, size, stream_of(device),
+            )  # fmt: skip
+            if status:
+                raise RuntimeError(f"cublasLtMatmul: status {status}")
+
+        return launch
 
     def _describe(self, num_rows: int, num_outputs: int, num_inputs: int, dtype: int, parts: int) -> _Shape:
         product = self._create("MatmulDesc", _COMPUTE_32F, _FLOAT_32)
@@ -139,7 +158,7 @@ class CublasLt:
         weight, x = (self._layout(dtype, size, count, num_inputs, parts, size) for count in (num_outputs, num_rows))
         out_type = dtype if parts == 1 else _FLOAT_32
         out = self._layout(out_type, num_outputs, num_rows, num_outputs, parts, num_outputs * num_rows)
-        return _Shape(product, weight, x, out, parts)
+        return _Shape(product, weight, x, out)
 
     def _layout(
         self, dtype: int, num_rows: int, num_columns: int, column_stride: int, parts: int, part_stride: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 
 from pd_cluster.models.layers import Linear
 from pd_cluster.worker.recorder import CudaRecorder, GraphTimer
+from pd_kernels import cublas_lt
 from pd_kernels.cublas_lt import CublasLt
 from pd_kernels.products import MANY_ROWS, PARTS, ROUNDS, choose_product
 
@@ -137,6 +139,37 @@ def test_a_linear_uses_what_was_chosen_for_its_number_of_rows() -> None:
 def test_nothing_is_proposed_for_float32() -> None:
     """Without a look at any library: none is loaded here."""
     assert CublasLt.__new__(CublasLt).propose(2, torch.zeros(4, 3)) == []
+
+
+def test_a_product_is_handed_over_whole() -> None:
+    """Addresses of more than 32 bits among the 16 arguments, and a status that is looked at."""
+    heard: list[list[int]] = []
+    values: list[object] = []
+    status = 0
+
+    def matmul(*arguments: int) -> int:
+        heard.append([*arguments])
+        one, zero = (ctypes.c_float.from_address(arguments[place]).value for place in (2, 7))
+        values[:] = [one, zero, *(ctypes.c_uint64 * 8).from_address(arguments[12])]
+        return status
+
+    far = 1 << 40
+    library = CublasLt.__new__(CublasLt)
+    library._handle, library._workspace = ctypes.c_void_p(far), torch.empty(64)
+    shape = cublas_lt._Shape(*(ctypes.c_void_p(far + place) for place in range(1, 5)))
+    proposal = cublas_lt._Proposal((ctypes.c_uint64 * 8)(*range(8)), workspace_bytes=48)
+    launch = library._launcher(
+        shape, proposal, ctypes.CFUNCTYPE(ctypes.c_int, *cublas_lt._MATMUL)(matmul), lambda device: far + 9
+    )
+    del proposal
+    launch(far + 5, far + 6, far + 7)
+    places = [0, 1, 3, 4, 5, 6, 8, 9, 10, 11, 13, 14, 15]
+    assert [heard[0][place] - far for place in places[:10]] == [0, 1, 6, 2, 5, 3, 7, 4, 7, 4]
+    assert [heard[0][place] for place in places[10:]] == [library._workspace.data_ptr(), 48, far + 9]
+    assert values == [1.0, 0.0, *range(8)]
+    status = 15
+    with pytest.raises(RuntimeError, match="cublasLtMatmul: status 15"):
+        launch(0, 0, 0)
 
 
 @pytest.mark.gpu
