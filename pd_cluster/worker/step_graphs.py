@@ -35,6 +35,7 @@ FAR_KEYS = 1024  # a chunk that ends behind as many in the cache is better off i
 FEW_SEQS = 64  # in most steps: more take longer where only those rows go on that sample
 _TOKENS_PER_CHUNK = 32  # a size has room for as many chunks as if they had so many tokens,
 _LEAST_CHUNKS = 4  # and for so many
+_MOST_PADDING = 256  # tokens; more take the device longer than launching their step as it is takes the host
 
 
 class StepGraphs:
@@ -59,9 +60,10 @@ class StepGraphs:
         self._block_tables = torch.zeros((num_seqs + 1, self._rows.max_blocks), dtype=torch.int32, device=device)
         self._logits = torch.empty((num_seqs, self._model.spec.vocab_size), dtype=self._model.dtype, device=device)
         self._token_ids = torch.empty(num_seqs, dtype=torch.int64, device=device)
-        for layout in self._lay_out(sizes):
+        layouts = self._lay_out(sizes)
+        for layout in layouts:
             if not recorder.has_room():
-                progress(f"no memory for {len(sizes) - len(self._replays)} graphs of smaller steps with prompts")
+                progress(f"no memory for {len(layouts) - len(self._replays)} graphs of smaller steps with prompts")
                 break
             self._write_padding(layout)
             self._replays[layout.size], _ = recorder(lambda layout=layout: self._run(layout))  # type: ignore[misc]
@@ -74,7 +76,8 @@ class StepGraphs:
             )
 
     def size_for(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
-        """The size that serves a step of these chunks, as small as can be."""
+        """The size that serves a step of these chunks, as small as can be. None as well where all are far too large:
+        many chunks of few tokens, or no memory was left for smaller ones."""
         num_tokens = num_decodes = 0
         for chunk in chunks:
             if chunk.num_samples > 1:
@@ -86,8 +89,8 @@ class StepGraphs:
         is_far = any(chunk.start + chunk.num_tokens >= FAR_KEYS for chunk in later)
         fitting = [
             size for size in self._replays
-            if size.num_tokens >= num_tokens and size.num_seqs >= len(chunks) and size.num_chunks >= len(later)
-            and (size.has_decodes or not num_decodes)
+            if 0 <= size.num_tokens - num_tokens < _MOST_PADDING and size.num_seqs >= len(chunks)
+            and size.num_chunks >= len(later) and (size.has_decodes or not num_decodes)
         ]  # fmt: skip
         return min(
             fitting,

@@ -199,6 +199,17 @@ def test_which_size_serves_a_step(models: ModelStore) -> None:
     executor.close()
 
 
+def test_no_size_serves_steps_that_are_far_smaller(models: ModelStore) -> None:
+    """Without memory for smaller sizes, or of more chunks than a step of so few tokens has room for."""
+    executor = make_executor(models.get("qwen3").directory)
+    largest = StepSize(300, 6, 6, has_decodes=True)
+    _, steps, _ = with_steps(executor, [largest, StepSize(16, 4, 4, has_decodes=False)])
+    assert steps.size_for((SequenceChunk(0, 0, 45),)) == largest
+    assert steps.size_for((SequenceChunk(0, 0, 44),)) is None
+    assert steps.size_for(tuple(SequenceChunk(i, 0, 2) for i in range(5))) is None
+    executor.close()
+
+
 def test_padding_touches_no_live_block(models: ModelStore) -> None:
     executor = make_executor(models.get("qwen3").directory, num_blocks=8)
     replayed, _, _ = with_steps(executor, SIZES)

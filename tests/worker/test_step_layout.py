@@ -176,9 +176,14 @@ def check_tiles(layout: StepLayout, chunks: tuple[SequenceChunk, ...], places: S
     assert not any(firsts[len(found) :])
 
 
-def room(problem: Problem) -> int:
-    """Chunks in the largest size."""
-    return max(size.num_chunks for size in step_sizes(problem.limit, problem.max_seqs, with_far=False))
+def is_served(problem: Problem, num_decodes: int) -> bool:
+    """Whether some size has room for the step, and not for far more."""
+    num_tokens, num_seqs = sum(part.num_tokens for part in problem.parts), len(problem.parts)
+    return any(
+        num_tokens <= size.num_tokens < num_tokens + 256 and size.num_seqs >= num_seqs
+        and size.num_chunks >= num_seqs - num_decodes and (size.has_decodes or not num_decodes)
+        for size in step_sizes(problem.limit, problem.max_seqs, with_far=False)
+    )  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)
@@ -187,12 +192,12 @@ def test_a_step_in_any_place_is_the_step(problem: Problem) -> None:
     rows, staging, chunks = make_rows(problem)
     steps = make_graphs(problem, rows, staging)
     size = steps.size_for(chunks)
-    later = len(chunks) - next((i for i, chunk in enumerate(chunks) if chunk.num_tokens > 1), len(chunks))
+    num_decodes = next((i for i, chunk in enumerate(chunks) if chunk.num_tokens > 1), len(chunks))
+    assert (size is not None) == is_served(problem, num_decodes)
     if size is None:
-        assert later > room(problem)
         return
-    assert size.num_chunks >= later
-    assert size.has_decodes or later == len(chunks)
+    assert size.num_chunks >= len(chunks) - num_decodes
+    assert size.has_decodes or not num_decodes
     staging.begin()
     inputs = steps.build(chunks, size)
     layout = steps._layouts[size]
