@@ -10,6 +10,8 @@ Source: NVIDIA CUDA Programming Guide, "Programmatic Dependent Launch and Synchr
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -30,8 +32,9 @@ def wait_for_others(EARLY: tl.constexpr):
         gdc_wait()
 
 
+@cache
 def launches_early(device: torch.device) -> bool:
-    """Whether a device can: GPUs from Hopper on."""
+    """Whether a device can: GPUs from Hopper on. Asked at every launch, and torch takes microseconds to say."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
