@@ -61,7 +61,7 @@ def test_a_way_that_does_not_run_is_none() -> None:
         raise RuntimeError("cublasLtMatmul: status 15")
 
     def fast(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, weight) + 1
+        return F.linear(x, weight) + 0
 
     def measure(run: Callable[[], None]) -> float:
         run()
@@ -69,6 +69,27 @@ def test_a_way_that_does_not_run_is_none() -> None:
 
     times = iter((10.0, 5.0))
     assert choose_product(2, [torch.zeros(4, 3)], lambda num_rows, weight, parts=1: [broken, fast], measure) is fast
+
+
+def test_a_wrong_product_is_not_taken_however_fast() -> None:
+    def wrong(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        product = F.linear(x, weight)
+        product[-1] = torch.nan if x.shape[1] == 3 else 0.0
+        return product
+
+    def halves(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.stack([F.linear(x, weight) / 2] * 2)
+
+    def measure(run: Callable[[], None]) -> float:
+        run()
+        return next(times)
+
+    for num_inputs in (3, 8):
+        weights = [torch.ones(4, num_inputs)]
+        for ways in ([wrong, halves], [wrong]):
+            times = iter((10.0, 5.0, 5.1))
+            chosen = choose_product(2, weights, lambda num_rows, weight, parts=1, ways=ways: ways, measure)
+            assert chosen is (halves if len(ways) > 1 else None)
 
 
 def test_a_shape_without_proposals_is_left_to_torch() -> None:
@@ -125,7 +146,7 @@ def test_many_rows_are_multiplied_in_turn() -> None:
     even = way("even")
     ways = [way("slow"), even]
     assert choose_product(MANY_ROWS, [torch.zeros(4, 3)], lambda num_rows, weight, parts=1: ways, measure) is even
-    assert order == ["slow"] + ["even"] * (1 + ROUNDS)
+    assert order == ["slow"] + ["even"] * (1 + ROUNDS) + ["even"], "and once more for its result"
 
 
 def test_a_linear_uses_what_was_chosen_for_its_number_of_rows() -> None:
