@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from pd_cluster.worker.staging import Staging
 from pd_cluster.worker.step_graphs import StepGraphs, step_sizes, token_buckets
 from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
 from pd_connectors.protocol.ticket import Geometry
-from pd_kernels.backends import select_kernels, with_flashinfer
+from pd_kernels.backends import not_replayable, select_kernels, with_flashinfer
 from pd_kernels.cublas_lt import CublasLt
 from pd_kernels.prefill_choice import AttentionShape, choose_prefill
 
@@ -142,7 +142,8 @@ class Executor:
         )  # fmt: skip
         if wanted == "flashinfer":
             try:
-                return with_flashinfer(shape, compiles=True)
+                # Steps that are captured would all have Triton's
+                return replace(with_flashinfer(shape, compiles=True), replayable=not_replayable)
             except Exception as error:  # a foreign library's, of any kind
                 raise StartupError(f"--prefill-attention flashinfer: {error}") from error
         num_tokens = min(self._config.scheduler.max_num_batched_tokens, self.model.max_model_len)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,8 @@ from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig
 from pd_cluster.engine.batch import Batch
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.executor import Executor
+from pd_kernels.backends import TORCH
+from pd_kernels.packed import StepSize
 from tests.worker.driver import Driver, make_executor
 
 if TYPE_CHECKING:
@@ -49,6 +52,18 @@ def test_the_cache_is_block_first_and_as_large_as_asked(models: ModelStore) -> N
 def test_a_kernel_that_was_asked_for_and_cannot_be_had_ends_the_start(models: ModelStore) -> None:
     with pytest.raises(StartupError, match="--prefill-attention flashinfer: "):
         build(models.get("llama").directory, CacheConfig(), prefill_attention="flashinfer")
+
+
+def test_a_kernel_that_was_asked_for_is_not_replaced_in_captured_steps(
+    models: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = replace(TORCH, name="flashinfer", replayable=lambda size, num_heads, key_cache: pytest.fail("Triton's"))
+    monkeypatch.setattr("pd_cluster.worker.executor.with_flashinfer", lambda shape, compiles: row)
+    executor, _ = build(models.get("llama").directory, CacheConfig(), prefill_attention="flashinfer")
+    size = StepSize(16, 4, 4, has_decodes=True)
+    assert executor._kernels.name == "flashinfer"
+    assert executor._kernels.replayable(size, 6, executor._cache.layer_views[0][0]) is None
+    executor.close()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
