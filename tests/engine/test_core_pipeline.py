@@ -323,3 +323,16 @@ def test_blocks_are_counted_when_nobody_has_come_for_a_while_and_at_the_end(
     monkeypatch.setattr(bench.core._blocks, "check", lambda: happened.append("check"))
     bench.core.run()
     assert " ".join(happened) == "wait wait check wait wait wait wait check wait check"
+
+
+def test_ids_outside_the_vocabulary_are_refused(executor: Executor, connector: Connector) -> None:
+    bench, vocab_size = Bench(executor, connector, "off"), executor.model.vocab_size
+    for wrong in (-1, vocab_size, (1 << 32) + 5, -(1 << 40)):
+        bench.mailbox.inbox.append(AddRequest(str(wrong), [5, wrong, 6], SAMPLINGS[5]))
+    bench.core.turn()
+    failed = [message for message in bench.mailbox.outbox if isinstance(message, RequestFailed)]
+    assert [(message.error, message.param) for message in failed] == [("InvalidRequest", "prompt")] * 4
+    bench.mailbox.outbox.clear()
+    bench.send(AddRequest("right", [0, vocab_size - 1], SAMPLINGS[5]))
+    bench.run()
+    assert len(bench.tokens["right", 0]) == 1
