@@ -81,7 +81,7 @@ class Variants:
 
 def hopper_kernels() -> Kernels:
     """As a Hopper GPU has them. Under another name, for nothing is to be measured."""
-    triton_early.launches_early = lambda device: True
+    triton_early.launches_early = lambda device: True  # type: ignore[assignment]
     from pd_kernels import triton_decode  # which takes the name as it is now, as all others do
 
     triton_decode.num_processors = lambda device: 132
