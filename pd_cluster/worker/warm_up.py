@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.model_runner import ModelRunner
 
 GREEDY, DRAWN = (SamplingParams(max_tokens=1, temperature=temperature) for temperature in (0.0, 1.0))
+CHANGED = SamplingParams(max_tokens=1, logit_bias={0: 1.0})  # logits in float32, as sampling changes them
 LONG_PREFIX = 4096  # tokens: no kernel is cut otherwise for more
 NUM_BLOCKS = 2  # of the cache, the first ones, are written; whoever runs these steps zeroes them
 
@@ -37,6 +38,7 @@ def run_steps_of_all_kinds(runner: ModelRunner, block_size: int, max_len: int, l
     num_seqs, budget = limits.max_num_seqs, limits.max_num_batched_tokens
     for chunks in (*mixed_steps(num_seqs), *prompt_steps(num_seqs, budget, max_len)):
         _run(runner, block_size, chunks, (DRAWN, GREEDY))
+    _run(runner, block_size, [(0, 1)], (CHANGED,))
 
 
 def mixed_steps(num_seqs: int) -> Iterator[Chunks]:

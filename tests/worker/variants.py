@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 64
 SIZES = {2, 15, 16, 17, 31, 33, 63, 64, 65, 200, 384, 500, 1000, 1100, 1584, 2000}  # some by which kernels are cut
 PARAMS = [SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k) for temperature, top_k in
-          ((0.0, 0), (1.0, 0), (1.0, 9))]  # fmt: skip
+          ((0.0, 0), (1.0, 0), (1.0, 9))] + [SamplingParams(max_tokens=1, logit_bias={0: 1.0})]  # fmt: skip
 WINDOWS = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True,
            "sliding_window": 100, "max_window_layers": 1}  # fmt: skip
 
