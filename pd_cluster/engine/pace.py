@@ -4,6 +4,7 @@ A step that is planned as soon as the device has begun the one before it leaves 
 request that was handed over then waits one and a half steps on average before its first decode. Planned just before the
 device runs dry, it waits half a step. So the end of the running step is predicted from the last step like it. When a
 prediction was too long (the device was idle when we looked), the next ones are shortened: the device comes first.
+A step of decodes and prompts takes at least as long as its decodes alone do.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Pace:
 
     def note_launch(self, batch: Batch, host_s: float) -> None:
         """Planning and launching a step took so long."""
-        if _is_decode(batch):
+        if batch.num_tokens == len(batch.chunks):
             self._host_s = max(host_s, self._host_s * MEMORY)
         else:
             self._prompt_host_s = max(host_s, self._prompt_host_s * MEMORY)
@@ -51,15 +52,16 @@ class Pace:
         """A step took `duration_s` on the device, at most. `was_over`: it had ended before we came to wait for it."""
         if not batch.chunks:
             return
-        if not _is_decode(batch):
+        num_decodes = _num_decodes(batch)
+        if was_over and self._decode_s and self._is_alike(num_decodes):
+            self._decode_s = self._last_decode_s = min(self._decode_s, duration_s) * LATE_SHARE
+        if num_decodes < len(batch.chunks):
             self._note_prompts(batch.num_tokens, duration_s, was_over)
             return
         if not was_over:
-            self._decode_s = min(duration_s, self._last_decode_s) if self._is_alike(len(batch.chunks)) else 0.0
+            self._decode_s = min(duration_s, self._last_decode_s) if self._is_alike(num_decodes) else 0.0
             self._last_decode_s = duration_s
-        elif self._decode_s:
-            self._decode_s = self._last_decode_s = min(self._decode_s, duration_s) * LATE_SHARE
-        self._num_decodes = len(batch.chunks)
+        self._num_decodes = num_decodes
 
     def _note_prompts(self, num_tokens: int, duration_s: float, was_over: bool) -> None:
         self._trust = self._trust * LATE_SHARE if was_over else min(1.0, self._trust + TRUST)
@@ -72,26 +74,36 @@ class Pace:
 
     def rest_s(self, batch: Batch, running_s: float) -> float:
         """How long a step that has run for `running_s` will surely go on; 0: it may end any moment."""
-        if not _is_decode(batch):
-            sure_s = self._trust * self._token_s * min(batch.num_tokens, self._num_tokens)
-        else:
-            sure_s = self._decode_s if self._is_alike(len(batch.chunks)) else 0.0
-        rest_s = SURE_SHARE * sure_s - running_s - SLACK_S
-        return rest_s if rest_s > SLACK_S else 0.0
+        num_decodes = _num_decodes(batch)
+        sure_s = self._sure_s(num_decodes)
+        if num_decodes < len(batch.chunks):
+            sure_s = max(sure_s, self._trust * self._token_s * min(batch.num_tokens, self._num_tokens))
+        return _until(sure_s, running_s)
 
     def spare_s(self, batch: Batch, running_s: float, *, prompts_wait: bool = False) -> float:
         """How long planning may wait when `batch` is all the device has, and has run for `running_s`. 0: not at all.
 
         `prompts_wait`: the next step will have some, and takes longer to launch.
-        Steps with prompts are not waited for: to have two prompts in one step makes neither faster.
+        What prompts take is not waited for: to have two of them in one step makes neither faster.
         """
-        if not _is_decode(batch):
-            return 0.0
-        host_s = max(self._host_s, self._prompt_host_s) if prompts_wait else self._host_s
-        spare_s = self.rest_s(batch, running_s) - host_s * LEAD_FACTOR
+        num_decodes = _num_decodes(batch)
+        with_prompts = prompts_wait or num_decodes < len(batch.chunks)
+        host_s = max(self._host_s, self._prompt_host_s) if with_prompts else self._host_s
+        spare_s = _until(self._sure_s(num_decodes), running_s) - host_s * LEAD_FACTOR
         return spare_s if spare_s > SLACK_S else 0.0
 
+    def _sure_s(self, num_decodes: int) -> float:
+        """How long a step with as many decodes takes at least; 0: who knows."""
+        return self._decode_s if num_decodes and self._is_alike(num_decodes) else 0.0
 
-def _is_decode(batch: Batch) -> bool:
-    """Whether it is nothing but decodes, whose durations resemble each other."""
-    return batch.num_tokens == len(batch.chunks)
+
+def _until(sure_s: float, running_s: float) -> float:
+    rest_s = SURE_SHARE * sure_s - running_s - SLACK_S
+    return rest_s if rest_s > SLACK_S else 0.0
+
+
+def _num_decodes(batch: Batch) -> int:
+    """Of one token each; they come first. All of a batch's chunks: then its duration resembles others'."""
+    if batch.num_tokens == len(batch.chunks):
+        return len(batch.chunks)
+    return next((index for index, chunk in enumerate(batch.chunks) if chunk.num_tokens > 1), len(batch.chunks))

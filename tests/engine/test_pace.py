@@ -66,6 +66,34 @@ def test_a_prediction_that_was_too_long_is_given_up() -> None:
     assert device.idle_s == before_s
 
 
+def mixed(count: int, num_tokens: int) -> Batch:
+    """Decodes, and a chunk."""
+    return Batch(0, chunks=(*decodes(count).chunks, SequenceChunk(count, 0, num_tokens)))
+
+
+def test_a_step_with_prompts_is_waited_for_as_long_as_its_decodes_take() -> None:
+    """Who is handed over while a decode node reads a prompt waits no longer than else."""
+    device = Device()
+    device.run([(decodes(32), 0.007)] * 10 + [(mixed(32, 150), 0.009)] * 20)
+    assert device.idle_s == 0
+    pace = device.pace
+    spare_s = pace.spare_s(mixed(32, 150), 0.0)
+    assert 0.003 < spare_s == pace.spare_s(decodes(32), 0.0, prompts_wait=True)
+    assert pace.spare_s(mixed(8, 150), 0.0) == 0, "other decodes"
+    assert pace.rest_s(mixed(32, 150), 0.0) > 0.005
+    pace.note_launch(mixed(32, 2000), 5 * HOST_S)
+    assert pace.spare_s(mixed(32, 150), 0.0) == 0, "a launch that takes too long"
+
+
+def test_a_step_with_prompts_that_was_over_shortens_what_decodes_are_said_to_take() -> None:
+    device = Device()
+    device.run([(decodes(32), 0.02)] * 5 + [(mixed(32, 150), 0.008)] * 20)
+    before_s = device.idle_s
+    assert before_s < 0.03
+    device.run([(mixed(32, 150), 0.008)] * 20)
+    assert device.idle_s == before_s
+
+
 def test_prompts_are_never_waited_for() -> None:
     pace = Pace()
     for _ in range(3):
