@@ -1,0 +1,134 @@
+"""Steps launched before the results of those before them are read, replayed by graphs of both kinds and not, in any
+order: sequences come, go while a step is under way, and leave their rows to others."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from pd_cluster.engine.batch import Batch, SequenceChunk, SequenceStart
+from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.worker.graphs import ReplayOutputs
+from pd_cluster.worker.model_runner import PendingStep
+from pd_cluster.worker.step_graphs import step_sizes
+from tests.worker.conftest import VOCAB_SIZE, ModelStore
+from tests.worker.driver import make_executor
+from tests.worker.test_decode_graphs import with_graphs
+from tests.worker.test_step_graphs import cuda_executor, with_steps
+
+if TYPE_CHECKING:
+    from pd_cluster.worker.executor import Executor
+    from pd_cluster.worker.input_batch import ReplayInputs
+
+MAX_SEQS, MAX_LEN = 8, 120
+GREEDY = SamplingParams(max_tokens=99, temperature=0.0)  # most, for the graphs' own choices count where all are
+PARAMS = [
+    *[GREEDY] * 20, SamplingParams(max_tokens=99, temperature=0.8, top_k=20, logprobs=1),
+    SamplingParams(max_tokens=99, frequency_penalty=0.5, repetition_penalty=1.2),
+    SamplingParams(max_tokens=99, temperature=0.0, min_tokens=5),
+]  # fmt: skip
+
+
+@dataclass
+class Live:
+    """A sequence; it has blocks of its own for all its life."""
+
+    start: SequenceStart
+    num_samples: int  # of its first step that samples
+    num_known: int  # tokens, those under way among them
+    num_computed: int = 0
+
+
+@dataclass
+class Walk:
+    """Batches in which nothing depends on what is sampled. Of two walks with one seed all are the same."""
+
+    random: random.Random
+    free: list[tuple[int, ...]]
+    live: dict[int, Live] = field(default_factory=dict)
+    departures: list[int] = field(default_factory=list)
+    num_started: int = 0
+
+    @classmethod
+    def of(cls, seed: int, block_size: int) -> Walk:
+        """Blocks are not given back before all steps that know them have retired: there are many."""
+        width = -(-MAX_LEN // block_size)
+        return cls(random.Random(seed), [tuple(range(at * width, (at + 1) * width)) for at in range(3 * MAX_SEQS)])
+
+    def batch(self, step: int) -> Batch:
+        rng, chunks, starts, departures = self.random, list[SequenceChunk](), list[SequenceStart](), self.departures
+        self.departures, budget = [], rng.choice((3, 12, 28, 40))
+        while len(self.live) < MAX_SEQS and rng.random() < 0.6:
+            starts.append(self._start())
+        for seq_id, live in tuple(self.live.items()):
+            count = min(live.num_known - live.num_computed, budget, rng.choice((1, 2, 9, 30)))
+            if count and (live.num_computed == 0 or rng.random() < 0.85):
+                budget -= count
+                chunks.append(self._chunk(seq_id, live, count))
+            if live.num_known == MAX_LEN or rng.random() < 0.04:
+                del self.live[seq_id]
+                self.departures.append(seq_id)
+                self.free.append(live.start.block_ids)
+        chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
+        return Batch(step, tuple(starts), tuple(chunks), tuple(departures))
+
+    def _start(self) -> SequenceStart:
+        rng, seq_id, blocks = self.random, self.num_started, self.free.pop(0)
+        length, num_samples = rng.choice((1, 2, 5, 16, 17, 40, 64)), rng.choice((1, 1, 1, 2))
+        tokens, params = tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(length)), rng.choice(PARAMS)
+        start = SequenceStart(seq_id, tokens, length, blocks, params, rng.getrandbits(40), tuple(range(num_samples)))
+        self.live[seq_id] = Live(start, num_samples, length)
+        self.num_started += 1
+        return start
+
+    def _chunk(self, seq_id: int, live: Live, count: int) -> SequenceChunk:
+        begin, num_samples = live.num_computed, 0
+        live.num_computed += count
+        if live.num_computed == live.num_known:
+            num_samples, live.num_samples = live.num_samples, 1
+            live.num_known += 1
+        return SequenceChunk(seq_id, begin, count, num_samples=num_samples)
+
+
+def sampled(executor: Executor, seed: int, depth: int, num_steps: int) -> dict[int, list[int]]:
+    """All sequences' tokens when so many steps are under way before the oldest one's result is read."""
+    walk, flights, found = Walk.of(seed, executor.block_size), list[PendingStep](), dict[int, list[int]]()
+    for step in range(num_steps):
+        flights.append(executor.launch(walk.batch(step)))
+        while flights and (len(flights) == depth or step == num_steps - 1):
+            for seq_id, tokens in flights.pop(0).result().samples.items():
+                found.setdefault(seq_id, []).extend(token.token_id for token in tokens)
+    executor.close()
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
+def test_graphs_of_both_kinds_sample_what_steps_as_they_are_do(models: ModelStore, name: str) -> None:
+    executor, plain = (make_executor(models.get(name).directory, max_num_seqs=MAX_SEQS) for _ in range(2))
+    replayed, _, _ = with_steps(executor, step_sizes(28, MAX_SEQS, with_far=False))
+    repeater, graphs, _ = with_graphs(executor, [1, 2, 4, 6])
+    replay = graphs.replay
+
+    def copied(inputs: ReplayInputs) -> ReplayOutputs:
+        outputs = replay(inputs)
+        return ReplayOutputs(outputs.logits, outputs.token_ids.clone())  # as the copy to the host does on a device
+
+    graphs.replay = copied  # type: ignore[method-assign]
+    found = sampled(executor, 0, 2, 120)
+    assert found == sampled(plain, 0, 1, 120)
+    assert sum(map(len, found.values())) > 250
+    assert len(repeater.replays) > 15
+    assert len(replayed) > 60
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_steps_ahead_find_what_they_would_one_by_one(models: ModelStore) -> None:
+    """The same graphs in the same order: bit by bit, unless inputs or outputs of one are overwritten by another's."""
+    executors = [cuda_executor(models.get("qwen3").directory, 512) for _ in range(2)]
+    ahead, one_by_one = (sampled(executor, 0, depth, 600) for executor, depth in zip(executors, (2, 1), strict=True))
+    assert ahead == one_by_one
