@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pd_cluster.engine.batch import Batch
 
-SLACK_S = 0.001  # the resolution of waits
+SLACK_S = 0.0005  # how much longer a wait may be than it was meant to
 LEAD_FACTOR = 1.5  # of the host's own time for a step, which it must not exceed
 SURE_SHARE = 0.95  # of the predicted time of a step; the rest is for what makes one shorter than the last
 LATE_SHARE = 0.8  # what is left of a prediction that was too long

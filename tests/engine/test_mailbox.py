@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from pd_cluster.engine.mailbox import Mailbox
-from pd_cluster.engine.messages import EngineDied, FromEngine, StartupProgress
+from pd_cluster.engine.messages import Abort, EngineDied, FromEngine, StartupProgress, ToEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +24,8 @@ class Line:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self.mailbox = Mailbox(context, address)
+        self._orders = context.socket(zmq.PUSH)
+        self._orders.bind(f"{address}.in")
         self._replies = context.socket(zmq.PULL)
         self._replies.bind(f"{address}.out")
 
@@ -31,11 +33,15 @@ class Line:
         assert self._replies.poll(DEADLINE_MS), "nothing came"
         return msgspec.msgpack.decode(self._replies.recv(), type=list[FromEngine])
 
+    def order(self, request_id: str) -> None:
+        self._orders.send(msgspec.msgpack.encode(Abort(request_id)))
+
     def is_silent(self) -> bool:
         return not self._replies.poll(0)
 
     def close(self) -> None:
         self.mailbox.close()
+        self._orders.close(linger=0)
         self._replies.close(linger=0)
 
 
@@ -76,3 +82,17 @@ def test_a_bell_that_rang_before_the_wait_ends_it(line: Line) -> None:
     started_s = time.monotonic()
     line.mailbox.wait(DEADLINE_MS / 1000)
     assert time.monotonic() - started_s < DEADLINE_MS / 2000
+
+
+def test_mail_that_was_not_taken_yet_ends_every_wait(line: Line) -> None:
+    """Its descriptor has told of it only once."""
+    for request_id in ("a", "b", "c"):
+        line.order(request_id)
+        found: list[ToEngine] = []
+        while not found:
+            started_s = time.monotonic()
+            assert line.mailbox.wait(DEADLINE_MS / 1000)
+            assert line.mailbox.wait(DEADLINE_MS / 1000)
+            assert time.monotonic() - started_s < DEADLINE_MS / 2000
+            found = line.mailbox.receive()
+        assert found == [Abort(request_id)]
