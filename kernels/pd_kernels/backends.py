@@ -57,7 +57,8 @@ class Replayable(Protocol):
 
 
 class MakeReplayable(Protocol):
-    """For one size and one shape, that of a layer's `key_cache`; None: there is no such attention for it."""
+    """For one size and one shape, that of a layer's `key_cache`; None: there is none for it, or it is far and a near
+    one does as well."""
 
     def __call__(self, size: StepSize, num_heads: int, key_cache: torch.Tensor) -> Replayable | None: ...
 

@@ -44,13 +44,16 @@ class TritonReplayable:
     @classmethod
     def of(cls, size: StepSize, num_heads: int, key_cache: torch.Tensor) -> TritonReplayable | None:
         """`key_cache`: any layer's, for shape and dtype. None: that many query heads share a KV head that no tile has
-        room for a token."""
-        num_kv_heads, head_dim = key_cache.shape[1], key_cache.shape[3]
-        num_keys = _FAR_KEYS if size.is_far else 0
-        processors = num_processors(key_cache.device)
-        tiling = prefill_tiling(key_cache.dtype, head_dim, size.num_tokens * num_heads, num_keys, processors)
-        group = num_heads // num_kv_heads
-        if group > tiling.rows:
+        room for a token, or what is far is cut like what is near."""
+        near, far = (
+            prefill_tiling(
+                key_cache.dtype, key_cache.shape[3], size.num_tokens * num_heads, num_keys,
+                num_processors(key_cache.device),
+            )
+            for num_keys in (0, _FAR_KEYS)
+        )  # fmt: skip
+        tiling, group = far if size.is_far else near, num_heads // key_cache.shape[1]
+        if group > tiling.rows or (size.is_far and far == near):
             return None
         num_tiles = size.num_tokens // (tiling.rows // group) + size.num_chunks
         return cls(num_heads, group, num_tiles, tiling)

@@ -33,7 +33,7 @@ class Pace:
     """
 
     _host_s: float = 0.0  # planning and launching a step of decodes
-    _prompt_host_s: float = 0.0  # the same with prompts: that is not one replay
+    _prompt_host_s: float = 0.0  # the same with prompts: that may not be one replay
     _decode_s: float = 0.0  # predicted duration of the next pure decode step; 0: none
     _last_decode_s: float = 0.0  # duration of the last one
     _num_decodes: int = 0  # sequences in it

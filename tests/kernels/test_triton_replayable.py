@@ -106,7 +106,10 @@ def test_real_steps_equal_the_oracle(name: str, is_far: bool) -> None:
     for num_tokens in (1792, 2048) if sum(REAL[name].query_lens) > 512 else (192, 512):
         if num_tokens >= sum(REAL[name].query_lens):
             paged = on_device(make_paged(REAL[name], torch.bfloat16))
-            check(paged, sized(paged, num_tokens, 64, is_far=is_far))
+            size = sized(paged, num_tokens, 64, is_far=is_far)
+            if is_far and TritonReplayable.of(size, paged.query.shape[1], paged.key_cache) is None:
+                continue  # cut like what is near
+            check(paged, size)
 
 
 @pytest.mark.gpu

@@ -138,7 +138,7 @@ def test_prompts_alone_have_sizes_of_their_own(models: ModelStore) -> None:
         outputs.append(driver.run())
         worker.close()
     assert outputs[0] == outputs[1]
-    assert replayed[:2] == [StepSize(28, 4, 4, has_decodes=False)] * 2, "twenty tokens, then fifteen and five"
+    assert replayed[:2] == [StepSize(28, 6, 6, has_decodes=False)] * 2, "twenty tokens, then fifteen and five"
     assert all(size.has_decodes for size in replayed[2:])
 
 
@@ -220,14 +220,14 @@ def test_padding_touches_no_live_block(models: ModelStore) -> None:
     driver.step()
     changed = (executor._cache.tensor != before).flatten(1).any(1).nonzero()[:, 0].tolist()
     assert changed == sorted([*driver.sequences[0].blocks, executor.num_blocks])
-    assert replayed == [StepSize(28, 4, 4, has_decodes=False)]
+    assert replayed == [StepSize(28, 6, 6, has_decodes=False)]
     executor.close()
 
 
 def test_no_room_leaves_the_largest(models: ModelStore) -> None:
     executor = make_executor(models.get("qwen3").directory)
     _, steps, lines = with_steps(executor, SIZES, room=2)
-    assert steps.size_for((SequenceChunk(0, 0, 3),)) == StepSize(28, 4, 4, has_decodes=False)
+    assert steps.size_for((SequenceChunk(0, 0, 3),)) == StepSize(28, 6, 6, has_decodes=False)
     assert lines == [f"no memory for {len(SIZES) - 2} graphs of smaller steps with prompts", lines[1]]
     executor.close()
 
@@ -237,11 +237,14 @@ def test_far_sizes_are_captured_where_they_differ(models: ModelStore) -> None:
     sizes = step_sizes(16, 4, with_far=True)
     assert {size.is_far for size in sizes} == {False, True}
     runner, lines = executor._runner, list[str]()
-    for is_told, count in ((True, 4), (False, 2)):
-        kernels = replace(
-            executor._kernels,
-            replayable=lambda size, heads, cache, is_told=is_told: ReferenceReplayable(size.is_far and is_told),
-        )
+    for differs, count in ((True, 4), (False, 2)):
+
+        def make(
+            size: StepSize, num_heads: int, key_cache: torch.Tensor, differs: bool = differs
+        ) -> ReferenceReplayable | None:
+            return ReferenceReplayable(size.is_far) if differs or not size.is_far else None
+
+        kernels = replace(executor._kernels, replayable=make)
         steps = StepGraphs(executor._llama, executor._cache, runner._rows, runner._staging, kernels)
         steps.capture(sizes, Repeater(100), lines.append)
         assert lines[-1].startswith(f"{count} graphs")
@@ -261,9 +264,11 @@ def test_step_sizes() -> None:
     ]  # fmt: skip
     largest = [size for size in step_sizes(1024, 256, with_far=False) if size.num_tokens == 1024]
     assert largest == [
-        StepSize(1024, 32, 32, has_decodes=False), StepSize(1024, 64, 32, has_decodes=True),
-        StepSize(1024, 256, 32, has_decodes=True),
+        StepSize(1024, 64, 64, has_decodes=False), StepSize(1024, 64, 64, has_decodes=True),
+        StepSize(1024, 256, 64, has_decodes=True),
     ]  # fmt: skip
+    sizes = [size for size in step_sizes(192, 256, with_far=True) if size.num_tokens == 192]
+    assert {(size.num_chunks, size.is_far) for size in sizes} == {(12, False), (6, True)}
     assert all(size.num_chunks <= size.num_seqs <= size.num_tokens for size in step_sizes(1024, 256, with_far=True))
 
 
