@@ -101,7 +101,13 @@ class Executor:
         self.cache: CacheDescription = self._cache.describe()
         progress("warm-up")
         self._warm_up()
-        self._runner = self._make_runner(self._cache, self.model.max_model_len, progress)
+        try:
+            self._runner = self._make_runner(self._cache, self.model.max_model_len, progress)
+        except torch.OutOfMemoryError as error:
+            hint = "lower --gpu-memory-utilization or --max-graph-tokens"
+            raise StartupError(f"{device} has no room for captured steps: {hint} ({error})") from error
+        except RuntimeError as error:
+            raise StartupError(f"steps cannot be captured on {device}: {error}") from error
 
     @property
     def num_blocks(self) -> int:

@@ -22,7 +22,8 @@ from tests.worker.driver import Driver, make_executor
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pd_cluster.worker.model_runner import PendingStep
+    from pd_cluster.worker.kv_cache import KVCache
+    from pd_cluster.worker.model_runner import ModelRunner, PendingStep
     from tests.worker.conftest import ModelStore
 
 
@@ -52,6 +53,28 @@ def test_the_cache_is_block_first_and_as_large_as_asked(models: ModelStore) -> N
 def test_a_kernel_that_was_asked_for_and_cannot_be_had_ends_the_start(models: ModelStore) -> None:
     with pytest.raises(StartupError, match="--prefill-attention flashinfer: "):
         build(models.get("llama").directory, CacheConfig(), prefill_attention="flashinfer")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError("tried to allocate 2 GiB"), "no room for captured steps: .*--max-graph-tokens .*2 GiB"),
+        (RuntimeError("CUDA error: an illegal access"), "cannot be captured on cpu: CUDA error"),
+    ],
+)
+def test_a_capture_that_fails_ends_the_start_with_words(
+    models: ModelStore, monkeypatch: pytest.MonkeyPatch, error: RuntimeError, words: str
+) -> None:
+    make = Executor._make_runner
+
+    def fail_to_capture(executor: Executor, cache: KVCache, max_len: int, capture: object = None) -> ModelRunner:
+        if capture is not None:
+            raise error
+        return make(executor, cache, max_len)
+
+    monkeypatch.setattr(Executor, "_make_runner", fail_to_capture)
+    with pytest.raises(StartupError, match=words):
+        build(models.get("llama").directory, CacheConfig())
 
 
 def test_a_kernel_that_was_asked_for_is_not_replaced_in_captured_steps(
