@@ -75,9 +75,7 @@ class NormRopeWrite(Protocol):
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The queries go to `out`, contiguous, or to a new tensor."""
+    ) -> torch.Tensor: ...
 
 
 class FewRows(Protocol):

@@ -76,7 +76,6 @@ def norm_rope_write(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See reference.norm_rope_write. `cos`, `sin` have the dtype of `heads`."""
     num_rotated = heads.shape[1] - key_cache.shape[1]
@@ -87,7 +86,7 @@ def norm_rope_write(
         rotated = torch.cat((query, rms_norm(rotated[:, num_heads:], norms.key, norms.eps)), dim=1)
     rotated = rope(rotated, cos, sin)
     write_cache(rotated[:, num_heads:], heads[:, num_rotated:], key_cache, value_cache, slot_mapping)
-    return rotated[:, :num_heads] if out is None else out.copy_(rotated[:, :num_heads])
+    return rotated[:, :num_heads]
 
 
 def _num_rows(cache: torch.Tensor) -> int:

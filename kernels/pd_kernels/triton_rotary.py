@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from pd_kernels.checks import check_cache_views, output
+from pd_kernels.checks import check_cache_views
 from pd_kernels.triton_early import early_options, launches_early, others_may_start, wait_for_others
 
 if TYPE_CHECKING:
@@ -89,7 +89,6 @@ def norm_rope_write(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See reference.norm_rope_write. A token whose slot is negative is stored nowhere (padding of a CUDA graph)."""
     check_cache_views(key_cache, value_cache)
@@ -101,7 +100,7 @@ def norm_rope_write(
         raise ValueError(f"{heads.dtype} of {num_tokens} tokens into {key_cache.dtype} at {len(slot_mapping)} slots")
     if cos.shape != (num_tokens, size // 2) or not cos.is_contiguous() or not sin.is_contiguous():
         raise ValueError(f"cos and sin must be contiguous [{num_tokens}, {size // 2}], not {tuple(cos.shape)}")
-    query = output(out, (num_tokens, num_heads, size), heads)
+    query = heads.new_empty((num_tokens, num_heads, size))
     if num_tokens:
         early = launches_early(heads.device)
         tile = min(triton.next_power_of_2(max(num_heads, num_kv_heads)), _HEADS)
