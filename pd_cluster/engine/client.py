@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -29,6 +30,8 @@ from pd_cluster.errors import EngineUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+
+logger = logging.getLogger("pd_cluster.engine")
 
 STALL_S = 60.0  # silence after which an engine counts as hung; the longest step, with compilations, is shorter
 
@@ -161,8 +164,9 @@ class ZmqEngineClient:
     def send(self, message: ToEngine) -> None:
         if self._death:
             return
-        # NOBLOCK cannot fail: the high-water mark is off and the socket is bound, so the message is queued
-        self._to_engine.send(self._encoder.encode(message), zmq.NOBLOCK)
+        # Never held up, for the high-water mark is off; it fails where no engine is connected
+        sent = asyncio.ensure_future(self._to_engine.send(self._encoder.encode(message), zmq.NOBLOCK))
+        sent.add_done_callback(_note_loss)
 
     async def wait_ready(self, deadline_s: float) -> EngineReady:
         """Raises EngineUnavailable when the engine dies first, TimeoutError after `deadline_s`."""
@@ -220,3 +224,9 @@ class ZmqEngineClient:
         for socket in (self._to_engine, self._from_engine):
             with contextlib.suppress(zmq.ZMQError):
                 socket.close(linger=0)
+
+
+def _note_loss(sent: asyncio.Future[zmq.MessageTracker | None]) -> None:
+    """An engine process that is gone hears nothing; its requests fail as soon as that is noticed."""
+    if not sent.cancelled() and (error := sent.exception()) is not None:
+        logger.warning("the engine did not get a message: %s", error)

@@ -51,11 +51,14 @@ async def _engine_that_falls_silent(directory: Path) -> RequestFailed:
         context.term()
 
 
-def test_a_silent_engine_fails_its_requests(tmp_path: Path) -> None:
-    """Nobody waits for ever for an engine process that hangs while it lives."""
+def test_a_silent_engine_fails_its_requests(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody waits for ever for an engine process that hangs while it lives, nor for one that hears nothing."""
     failed = asyncio.run(_engine_that_falls_silent(tmp_path))
     assert failed.error == "EngineUnavailable"
     assert "said nothing" in failed.message
+    assert {record.message for record in caplog.records} == {
+        "the engine did not get a message: Resource temporarily unavailable"
+    }
 
 
 def test_a_refusal_names_the_field() -> None:
