@@ -103,6 +103,7 @@ class EngineCore:
         is_settled = False
         while not self._stopping:
             if self.turn():
+                is_settled = False  # who has come need not have ended the wait: it may have just run out
                 continue
             self._send_stats()
             if self._mailbox.wait(IDLE_WAIT_S):

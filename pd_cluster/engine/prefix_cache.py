@@ -23,11 +23,15 @@ if TYPE_CHECKING:
 
 
 class Node(msgspec.Struct, eq=False, gc=False):
-    """One cached block. There are tens of thousands, in no cycle: no search for garbage looks at them."""
+    """One cached block. There are tens of thousands, in no cycle: no search for garbage looks at them.
+
+    They know each other by number alone: what no search looks at is freed recursively, and 100,000 in a row are too
+    deep for that.
+    """
 
     hash: bytes
     block_id: int
-    parent: Node | None
+    parent_block: int | None  # None: a child of a root
     num_children: int = 0
 
 
@@ -68,10 +72,9 @@ class PrefixCache:
         """Add a referenced node below the node of `parent_block` (None: below a root). The hash must be new."""
         assert block_hash not in self._by_hash
         assert block_id not in self._by_block
-        parent = None if parent_block is None else self._by_block[parent_block]
-        node = Node(block_hash, block_id, parent)
-        if parent is not None:
-            parent.num_children += 1
+        if parent_block is not None:
+            self._by_block[parent_block].num_children += 1
+        node = Node(block_hash, block_id, parent_block)
         self._by_hash[block_hash] = node
         self._by_block[block_id] = node
 
@@ -87,8 +90,8 @@ class PrefixCache:
         """Forget the least recently used unreferenced leaf and return its block. There must be one."""
         block_id, node = self._evictable.popitem(last=False)
         assert node.num_children == 0, f"block {block_id} was to be evicted before its {node.num_children} children"
-        if node.parent is not None:
-            node.parent.num_children -= 1
+        if node.parent_block is not None:
+            self._by_block[node.parent_block].num_children -= 1
         del self._by_hash[node.hash]
         del self._by_block[block_id]
         return block_id
@@ -104,9 +107,8 @@ class PrefixCache:
             assert (num_refs == 0) == evictable, (
                 f"cached block {block_id}: {num_refs} references, evictable {evictable}"
             )
-            if node.parent is not None:
-                parent = node.parent.block_id
-                assert self._by_block.get(parent) is node.parent, f"parent of cached block {block_id} is not cached"
+            if (parent := node.parent_block) is not None:
+                assert parent in self._by_block, f"parent of cached block {block_id} is not cached"
                 assert refs[parent] or not refs[block_id], f"block {block_id} is referenced, its parent {parent} is not"
                 children[parent] = children.get(parent, 0) + 1
         for block_id, node in self._by_block.items():

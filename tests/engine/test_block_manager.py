@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
 from pd_cluster.engine.block_manager import BlockManager, BlockTable
+from pd_cluster.engine.prefix_cache import PrefixCache
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
 
 SIZE = 16
@@ -42,6 +45,17 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     assert blocks.match(probe, hashes(4)) == 0
     assert blocks.match(probe, hashes(1, 2)) == 2
     blocks.check()
+
+
+def test_a_path_as_long_as_memory_is_let_go_of() -> None:
+    """Were a node's last reference its child's, freeing the last one would recurse to the root, and end the process."""
+    cache = PrefixCache()
+    for block_id in range(200_000):
+        cache.insert(block_id.to_bytes(4, "big"), block_id, block_id - 1 if block_id else None)
+    assert len(cache) == 200_000
+    nodes = weakref.ref(cache)
+    del cache
+    assert nodes() is None
 
 
 def test_what_is_matched_cannot_be_evicted() -> None:

@@ -65,6 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             depth=depth,
             max_tokens_beside_decodes=limit,
             keys_per_token=keys_per_token,
+            forgets=True,
         )
         self.num_requests = 0
 

@@ -74,6 +74,7 @@ class World:
     keys_per_token: int = 0
     prefix_caching: bool = True
     depth: int = 1
+    forgets: bool = False  # a request's sequences when it has ended, as the core does; tests may want to see them
     clients: dict[str, Client] = field(default_factory=dict)
     loads: dict[str, tuple[LoadSpec, Request]] = field(default_factory=dict)  # in progress, or not drained
     leases: dict[str, Request] = field(default_factory=dict)
@@ -137,6 +138,8 @@ class World:
         for update in updates:
             if update is not None:
                 self.clients[update.request.request_id].take(update)
+                if update.finished and self.forgets:
+                    update.request.sequences = []
 
     def client(self, request: Request) -> Client:
         return self.clients[request.request_id]
