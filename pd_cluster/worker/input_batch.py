@@ -131,14 +131,8 @@ class InputBatch:
 
     def build(self, chunks: tuple[SequenceChunk, ...]) -> StepInputs:
         """Pack the chunks (at least one)."""
-        rows = np.array([self._row_of[chunk.seq_id] for chunk in chunks])
-        starts = np.array([chunk.start for chunk in chunks])
-        lens = np.array([chunk.num_tokens for chunk in chunks])
-        ends = starts + lens
-        assert (ends <= self._num_tokens[rows]).all(), "a chunk reaches past its sequence's last known token"
+        rows, lens, ends, row_of_token, positions = self._spread(chunks)
         query_starts = np.concatenate(([0], np.cumsum(lens)))
-        row_of_token = np.repeat(rows, lens)
-        positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lens)
         fields = np.stack((self._tokens[row_of_token, positions], positions, self._slots(row_of_token, positions)))
         token_ids, placed_positions, slots = self._move(fields)
         late = np.flatnonzero(ends > self._num_on_host[rows])  # their last token is still on the device only
@@ -149,7 +143,7 @@ class InputBatch:
             positions=placed_positions,
             slot_mapping=slots,
             sequences=self._pack(rows, lens, ends),
-            fresh_blocks=self._fresh_blocks(rows, starts, ends),
+            fresh_blocks=self._fresh_blocks(rows, ends - lens, ends),
             tail=self._plan_tail(chunks, samples, query_starts),
             sampling=self._prepare_sampling(samples),
             samples=samples,
@@ -182,14 +176,8 @@ class InputBatch:
         Padding writes to `padding_slot`, belongs to no sequence, and samples for the padding row.
         """
         count = len(chunks)
-        rows = np.array([self._row_of[chunk.seq_id] for chunk in chunks])
-        starts = np.array([chunk.start for chunk in chunks])
-        lens = np.array([chunk.num_tokens for chunk in chunks])
-        ends, query_ends = starts + lens, np.cumsum(lens)
-        num_tokens, num_decodes = int(query_ends[-1]), _leading_ones(lens)
-        assert (ends <= self._num_tokens[rows]).all(), "a chunk reaches past its sequence's last known token"
-        row_of_token = np.repeat(rows, lens)
-        positions = np.arange(num_tokens) + np.repeat(ends - query_ends, lens)
+        rows, lens, ends, row_of_token, positions = self._spread(chunks)
+        query_ends, num_tokens, num_decodes = np.cumsum(lens), len(positions), _leading_ones(lens)
         is_known = positions < self._num_on_host[row_of_token]
         sampling = np.flatnonzero([chunk.num_samples > 0 for chunk in chunks])
         fields = np.zeros((1, layout.length), np.int64)
@@ -246,6 +234,15 @@ class InputBatch:
         self._num_tokens[row] = self._num_on_host[row] = count
         self._blocks[row, : len(start.block_ids)] = start.block_ids
         self._sampling.start(row, start)
+
+    def _spread(self, chunks: tuple[SequenceChunk, ...]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """Of each chunk: its row, its length, where it ends; of each of their tokens: its row, its position."""
+        rows = np.array([self._row_of[chunk.seq_id] for chunk in chunks])
+        lens = np.array([chunk.num_tokens for chunk in chunks])
+        ends = np.array([chunk.start for chunk in chunks]) + lens
+        assert (ends <= self._num_tokens[rows]).all(), "a chunk reaches past its sequence's last known token"
+        positions = np.arange(lens.sum()) + np.repeat(ends - np.cumsum(lens), lens)
+        return rows, lens, ends, np.repeat(rows, lens), positions
 
     def _pack(self, rows: Ints, lens: Ints, ends: Ints) -> PackedSequences:
         width = table_width(int(ends.max(initial=0)), self._block_size)
