@@ -1,7 +1,7 @@
 """When a prompt is read where it is answered, though there are prefill nodes: they queue, and it is clearly sooner.
 
 A decode node has arithmetic to spare: its steps are bound by reading weights, so a prompt's token beside the decodes
-costs it less than half of what it costs a prefill node (benchmarks/LOG.md). It reads slower than that, but at once.
+costs it half of what it costs a prefill node (benchmarks/LOG.md). It reads slower than that, but at once.
 Pure: reads nodes, changes nothing.
 """
 
