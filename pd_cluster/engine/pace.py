@@ -19,6 +19,7 @@ SLACK_S = 0.0005  # how much longer a wait may be than it was meant to
 LEAD_FACTOR = 1.5  # of the host's own time for a step, which it must not exceed
 SURE_SHARE = 0.95  # of the predicted time of a step; the rest is for what makes one shorter than the last
 LATE_SHARE = 0.8  # what is left of a prediction that was too long
+GROWTH = 1.05  # of a prediction in one step: where long and short ones take turns, the short ones are foretold
 ALIKE = 0.2  # decode steps whose numbers of sequences differ by less take about as long
 MEMORY = 0.95  # a slow planning is remembered for some tens of steps
 TRUST = 0.34  # won with each step with prompts that outlasted its prediction; all of it is 1
@@ -59,7 +60,8 @@ class Pace:
             self._note_prompts(batch.num_tokens, duration_s, was_over)
             return
         if not was_over:
-            self._decode_s = min(duration_s, self._last_decode_s) if self._is_alike(num_decodes) else 0.0
+            sure_s = min(duration_s, self._last_decode_s) if self._is_alike(num_decodes) else 0.0
+            self._decode_s = min(sure_s, self._decode_s * GROWTH) if self._decode_s else sure_s
             self._last_decode_s = duration_s
         self._num_decodes = num_decodes
 
