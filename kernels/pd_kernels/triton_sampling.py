@@ -2,8 +2,9 @@
 """Gumbel-max and argmax in one pass over the logits, with the reference's random bits.
 
 A row's vocabulary is cut into pieces of one program each; a second launch takes the best of the pieces. The hash is
-integer arithmetic, so its bits are those of `sampling.random_bits`; logarithms may differ in the last bit from the
-library's.
+integer arithmetic, so its bits are those of `sampling.random_bits`. Arithmetic is what a draw takes its time for, so
+scores are in units of log2, as the device's own logarithm is: logit * (log2(e) / temperature) - log2(E * log2(e)), with
+the reference's exponential variate E.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda.libdevice import fast_log2f
 
 from pd_kernels.sampling import lowest_kept, scaled
+from pd_kernels.triton_early import early_options, launches_early, others_may_start, wait_for_others
 
 if TYPE_CHECKING:
     from pd_kernels.draws import Draws
 
-_PIECE = 4096
+_PIECE, _TILE = 4096, 2048  # tokens of a program, and at a time
 _ROUNDING = 2.0**-22  # the kernel's quotient of the lowest logit that is kept may be so much smaller than torch's
 
 
@@ -32,25 +35,45 @@ def _mix_64(x):
 
 
 @triton.jit
-def _log1p(x):
-    """log(1 + x) for -1 < x <= 0 in float32: exact for small x, where 1 + x would lose its digits (Kahan)."""
-    y = 1.0 + x
-    off = y - 1.0
-    corrected = tl.log(y) * (x / tl.where(off == 0, 1.0, off))
-    return tl.where(off == 0, x, corrected)
+def draw_key(seed, position):
+    """What a row's hash begins with: two uint32, the second one as the second round wants it."""
+    key = _mix_64(_mix_64(seed.to(tl.uint64)) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+    high = (key >> 32).to(tl.uint32)
+    return key.to(tl.uint32), high ^ (high >> 15)
 
 
 @triton.jit
-def gumbel_noise(seed, position, token):
-    """sampling._exponential(random_bits(...)).log(): minus this is Gumbel noise. `token` int32 [W] -> float32 [W]."""
-    key = _mix_64(_mix_64(seed.to(tl.uint64)) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
-    low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+def _log2(x, FAST: tl.constexpr):
+    """To 2^-22 (PTX ISA, lg2.approx), or as numpy has it where Triton's interpreter stands in for a GPU."""
+    if FAST:
+        return fast_log2f(x)
+    return tl.log2(x)
+
+
+@triton.jit
+def hash_token(low, high, token):
+    """31 of the bits of sampling.random_bits. `token` int32 [W] -> int32 [W]."""
     bits = token.to(tl.uint32) * 0x9E3779B1 + low
-    bits = ((bits ^ (bits >> 16)) * 0x21F0AAAD) ^ high
-    bits = (bits ^ (bits >> 15)) * 0x735A2D97
-    bits = bits ^ (bits >> 15)
-    uniform = ((bits & 0x7FFFFFFF).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2 ** -31
-    return tl.log(-_log1p(-tl.minimum(uniform, 1 - 5.960464477539063e-08)))  # 1 - 2 ** -24
+    bits = (bits ^ (bits >> 16)) * 0x21F0AAAD
+    bits = (bits ^ (bits >> 15) ^ high) * 0x735A2D97
+    return ((bits ^ (bits >> 15)) & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def noise_of(bits, FAST: tl.constexpr):
+    """log2(sampling._exponential(bits) * log2(e)), to 1.2e-6, or 1.2e-6 of it: minus this is Gumbel noise.
+
+    -log2(1 - u) is a polynomial for u < 1/4, to 4e-8 of it (a weighted least-squares fit): small u, which decide, keep
+    their precision, where a logarithm of 1 - u would lose it.
+    """
+    uniform = tl.fma(bits.to(tl.float32), 4.656612873077393e-10, 2.3283064365386963e-10)  # 2 ** -31, 2 ** -32
+    near = tl.fma(uniform, 0.4902183413505554, 0.20762422680854797)
+    near = tl.fma(uniform, near, 0.3719276189804077)
+    near = tl.fma(uniform, near, 0.4802103042602539)
+    near = tl.fma(uniform, near, 0.7213627099990845)
+    near = uniform * tl.fma(uniform, near, 1.4426950216293335)
+    far = -_log2(tl.maximum(1.0 - uniform, 5.960464477539063e-08), FAST)  # 2 ** -24
+    return _log2(tl.where(uniform < 0.25, near, far), FAST)
 
 
 @triton.jit
@@ -63,29 +86,41 @@ def _divide(x, y, reciprocal):
     return tl.fma(tl.fma(-quotient, y, x), reciprocal, quotient)
 
 
-@triton.jit(do_not_specialize=["is_limited"])
+@triton.jit(do_not_specialize=["temperatures", "seeds", "positions", "floors", "is_limited"])
 def _best_of_piece_kernel(
     logits, temperatures, seeds, positions, floors, is_limited, best, best_token, vocab_size, stride, num_pieces,
-    DRAW: tl.constexpr, PIECE: tl.constexpr,
+    DRAW: tl.constexpr, PIECE: tl.constexpr, TILE: tl.constexpr, FAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    others_may_start(EARLY)
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token = piece * PIECE + tl.arange(0, PIECE)
-    value = tl.load(logits + row * stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+    first = piece * PIECE + tl.arange(0, TILE)
+    top, chosen = tl.full([TILE], float("-inf"), tl.float32), first
+    temperature, factor, low, high = 0.0, 0.0, 0, 0
     if DRAW:
         temperature = tl.load(temperatures + row)
-        if temperature > 0:
-            value = _divide(value, temperature, tl.div_rn(1.0, temperature))
-            floor = tl.load(floors + row, mask=is_limited != 0, other=float("-inf"))
-            noise = gumbel_noise(tl.load(seeds + row), tl.load(positions + row), token)
-            value = tl.where(value < floor, float("-inf"), value - noise)
-    value = tl.where(value == value, value, float("-inf"))  # NaN has no order: padding could win over it
-    winner, index = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
+        factor = 1.4426950408889634 / tl.where(temperature > 0, temperature, 1.0)
+        low, high = draw_key(tl.load(seeds + row), tl.load(positions + row))
+    wait_for_others(EARLY)
+    for tile in tl.static_range(PIECE // TILE):
+        token = first + tile * TILE
+        value = tl.load(logits + row * stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+        if DRAW and temperature > 0:
+            score = tl.fma(value, factor, -noise_of(hash_token(low, high, token), FAST))
+            if is_limited != 0:
+                scaled = _divide(value, temperature, tl.div_rn(1.0, temperature))
+                score = tl.where(scaled < tl.load(floors + row), float("-inf"), score)
+            value = score
+        better = value > top  # never of NaN, which has no order; of equals the first stays
+        top, chosen = tl.where(better, value, top), tl.where(better, token, chosen)
+    winner = tl.max(top, 0)
     tl.store(best + row * num_pieces + piece, winner)
-    tl.store(best_token + row * num_pieces + piece, piece * PIECE + index)
+    tl.store(best_token + row * num_pieces + piece, tl.min(tl.where(top == winner, chosen, 2147483647), 0))
 
 
 @triton.jit
-def _best_of_row_kernel(best, best_token, out, num_pieces, PIECES: tl.constexpr):
+def _best_of_row_kernel(best, best_token, out, num_pieces, PIECES: tl.constexpr, EARLY: tl.constexpr):
+    others_may_start(EARLY)
+    wait_for_others(EARLY)
     row = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, PIECES)
     value = tl.load(best + row * num_pieces + piece, mask=piece < num_pieces, other=float("-inf"))
@@ -118,12 +153,14 @@ def _best(logits: torch.Tensor, draws: Draws | None) -> torch.Tensor:
     temperature, seeds, positions, floors = best, out, out, None  # places that nobody looks at
     if draws is not None:
         temperature, seeds, positions, floors = draws.temperature, draws.seeds, draws.positions, _floors(logits, draws)
-    is_limited = floors is not None
+    is_limited, early = floors is not None, launches_early(logits.device)
     _best_of_piece_kernel[(num_rows, num_pieces)](
         logits, temperature, seeds, positions, floors if is_limited else best, int(is_limited), best, tokens,
-        vocab_size, logits.stride(0), num_pieces, draws is not None, _PIECE, num_warps=8,
+        vocab_size, logits.stride(0), num_pieces, draws is not None, _PIECE, _TILE, logits.is_cuda, early,
+        num_warps=4, **early_options(early),
     )  # fmt: skip
-    _best_of_row_kernel[(num_rows,)](best, tokens, out, num_pieces, triton.next_power_of_2(num_pieces), num_warps=1)
+    pieces = triton.next_power_of_2(num_pieces)
+    _best_of_row_kernel[(num_rows,)](best, tokens, out, num_pieces, pieces, early, num_warps=1, **early_options(early))
     return out
 
 

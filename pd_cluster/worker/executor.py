@@ -179,7 +179,7 @@ class Executor:
         """With `capture`, which hears of the progress, decode steps are captured as graphs where that is possible."""
         config, block_size = self._config.scheduler, cache.geometry.block_size
         num_rows = config.max_num_seqs
-        # Up to 50 bytes a token, 120 a sequence, block tables of all and of those that sample; more goes its own way
+        # Up to 50 bytes a token, 150 a sequence, block tables of all and of those that sample; more goes its own way
         num_bytes = config.max_num_batched_tokens * 64 + num_rows * (160 + 8 * table_width(max_len, block_size)) + 1024
         staging = Staging(self._device, num_bytes)
         sampling = SamplingState(num_rows, self.model.vocab_size, self.model.eos_token_ids, staging, self._device)

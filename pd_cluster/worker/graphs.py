@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: one replay instead of some hundred launches.
 
 A step of nothing but decodes is padded to the next *bucket* of sequences. A bucket's graph reads its inputs from fixed
-places (`Staging.move_first`, `block_tables`), takes last tokens from where earlier steps left them, and leaves greedy
-choices there in turn. Padding has length 0, so attention reads nothing for it; it writes into a block of its own.
+places (`Staging.move_first`, `block_tables`), takes last tokens from where earlier steps left them, and leaves there in
+turn what it draws. Where temperature and seed do not say all, others draw from its logits. Padding has length 0, so
+attention reads nothing for it; it writes into a block of its own.
 
 One memory pool serves all buckets, the largest first: their replays follow each other on one stream, and nothing that a
 graph leaves in the pool is needed once the next one has started.
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from pd_cluster.models.llama import ForwardInputs
+from pd_kernels.draws import Draws
 from pd_kernels.packed import PackedSequences
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from pd_kernels.backends import Kernels
 
 CAPTURABLE = frozenset({"triton", "flashinfer"})  # kernels whose plan of decodes reads lengths on the device only
-_NUM_FIELDS = 5
+_NUM_FIELDS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class ReplayOutputs:
     """What a replay leaves where it is until the next one, for all rows that there is room for."""
 
     logits: torch.Tensor  # [R, vocab_size]
-    token_ids: torch.Tensor  # int64 [R]: the greedy choice
+    token_ids: torch.Tensor  # int64 [R]: drawn from them, or the greedy choice
 
 
 def bucket_sizes(limit: int) -> list[int]:
@@ -64,7 +66,7 @@ class DecodeGraphs:
         self._padding_slot = padding_block * self._block_size
         self._sizes: list[int] = []
         self._graphs: dict[int, tuple[Callable[[], None], ReplayOutputs]] = {}
-        self._block_tables = torch.empty(0)
+        self._block_tables = self._query_starts = torch.empty(0)
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], recorder: Recorder, progress: Callable[[str], None]) -> None:
@@ -72,6 +74,7 @@ class DecodeGraphs:
         started_s, free = time.perf_counter(), recorder.free_bytes
         device = self._rows.last_tokens.device
         self._block_tables = torch.zeros((max(sizes), self._rows.max_blocks), dtype=torch.int32, device=device)
+        self._query_starts = torch.arange(max(sizes) + 1, dtype=torch.int32, device=device)
         for size in sorted(sizes, reverse=True):
             if not recorder.has_room():
                 progress(f"no memory for decode graphs of fewer than {min(self._sizes, default=0)} sequences")
@@ -100,7 +103,7 @@ class DecodeGraphs:
         return self._rows.build_decodes(chunks, bucket, self._padding_slot)
 
     def replay(self, inputs: ReplayInputs) -> ReplayOutputs:
-        """Run the step. Row i of the outputs is chunk i's; greedy choices are in `last_tokens` already."""
+        """Run the step. Row i of the outputs is chunk i's; what was drawn is in `last_tokens` already."""
         count, width = inputs.block_tables.shape
         self._block_tables[:count, :width].copy_(inputs.block_tables)
         replay, outputs = self._graphs[inputs.fields.shape[1]]
@@ -117,13 +120,13 @@ class DecodeGraphs:
 
     def _run(self, size: int) -> ReplayOutputs:
         """What is captured. Its only inputs are the staged fields, `last_tokens`, the block tables and the cache."""
-        rows, known_ids, positions, slots, lengths = self._staging.first(_NUM_FIELDS, size)
+        rows, known_ids, positions, slots, lengths, temperatures, seeds = self._staging.first(_NUM_FIELDS, size)
         last_tokens = self._rows.last_tokens
         token_ids = torch.where(known_ids < 0, last_tokens[rows], known_ids)
         ones = np.ones(size, np.int64)
         packed = PackedSequences(
             num_decodes=size,
-            query_starts=torch.arange(size + 1, dtype=torch.int32, device=token_ids.device),
+            query_starts=self._query_starts[: size + 1],
             seq_lens=lengths.to(torch.int32),
             block_tables=self._block_tables[:size],
             host_query_lens=ones,
@@ -133,6 +136,6 @@ class DecodeGraphs:
             window: self._kernels.plan_attention(packed, self._views[0][0], window) for window in self._model.windows
         }
         logits = self._model.forward(ForwardInputs(token_ids, positions, slots, plans, tail=None), self._views)
-        chosen = self._kernels.argmax(logits)
+        chosen = self._kernels.draw(logits, Draws(temperatures.view(torch.float32)[:size], seeds, lengths, None))
         last_tokens.index_copy_(0, rows, chosen)
         return ReplayOutputs(logits, chosen)

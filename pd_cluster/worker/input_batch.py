@@ -56,7 +56,7 @@ class ReplayInputs:
 
     fields: torch.Tensor  # int64, where staging puts what is first; see `build_decodes`, `build_step`
     block_tables: torch.Tensor  # int32 [S, width]
-    sampling: SamplingInputs
+    sampling: SamplingInputs | None  # None: what the graph draws by the fields stands
     samples: Samples
 
 
@@ -152,12 +152,14 @@ class InputBatch:
     def build_decodes(self, chunks: tuple[SequenceChunk, ...], bucket: int, padding_slot: int) -> ReplayInputs:
         """Pack chunks of one token each, all of which sample one. Padding writes to `padding_slot`, reads nothing.
 
-        Fields: row, token id or LATE, position, slot, length; [5, bucket].
+        Fields: row, token id or LATE, position, slot, length, temperature (float32, in the first half; 0 where that
+        does not say all), seed; [7, bucket].
         """
         count = len(chunks)
         rows = np.array([self._row_of[chunk.seq_id] for chunk in chunks])
         starts = np.array([chunk.start for chunk in chunks])
-        fields = np.zeros((5, bucket), np.int64)
+        drawn = self._sampling.plain_draws(rows)
+        fields = np.zeros((7, bucket), np.int64)
         fields[0, count:] = self.padding_row
         fields[3, count:] = padding_slot
         fields[0, :count] = rows
@@ -165,10 +167,12 @@ class InputBatch:
         fields[2, :count] = starts
         fields[3, :count] = self._slots(rows, starts)
         fields[4, :count] = starts + 1
+        if drawn is not None:
+            fields[5].view(np.float32)[:count], fields[6, :count] = drawn
         placed = self._staging.move_first(fields)
         tables = self._move(self._blocks[rows, : int(starts.max()) // self._block_size + 1])
         samples = self._plan_samples(chunks, rows, starts + 1)
-        return ReplayInputs(placed, tables, self._sampling.prepare(rows, samples.positions, samples.counts), samples)
+        return ReplayInputs(placed, tables, self._prepare_sampling(samples) if drawn is None else None, samples)
 
     def build_step(self, chunks: tuple[SequenceChunk, ...], layout: StepLayout, padding_slot: int) -> ReplayInputs:
         """Pack chunks of any kind that sample one token each, or none. Fields: [1, layout.length].
@@ -180,6 +184,7 @@ class InputBatch:
         query_ends, num_tokens, num_decodes = np.cumsum(lens), len(positions), _leading_ones(lens)
         is_known = positions < self._num_on_host[row_of_token]
         sampling = np.flatnonzero([chunk.num_samples > 0 for chunk in chunks])
+        num_samples, drawn = len(sampling), self._sampling.plain_draws(rows[sampling])
         fields = np.zeros((1, layout.length), np.int64)
         places = layout.places(fields)
         places.rows[:num_tokens] = row_of_token
@@ -188,8 +193,11 @@ class InputBatch:
         places.slots[:num_tokens] = self._slots(row_of_token, positions)
         places.slots[num_tokens:] = padding_slot
         places.owners[:] = self.padding_row
-        places.owners[: len(sampling)] = rows[sampling]
-        places.sampled[: len(sampling)] = query_ends[sampling] - 1
+        places.owners[:num_samples] = rows[sampling]
+        places.sampled[:num_samples] = query_ends[sampling] - 1
+        if drawn is not None:
+            places.temperatures.view(np.float32)[:num_samples], places.seeds[:num_samples] = drawn
+            places.lengths[:num_samples] = ends[sampling]
         places.decode_lens[:num_decodes] = ends[:num_decodes]
         places.seq_lens[:count] = ends
         places.query_starts[1 : count + 1] = query_ends
@@ -198,7 +206,7 @@ class InputBatch:
         placed = self._staging.move_first(fields)
         tables = self._move(self._blocks[rows, : (int(ends.max()) - 1) // self._block_size + 1])
         samples = self._plan_samples(chunks, rows, ends)
-        return ReplayInputs(placed, tables, self._prepare_sampling(samples), samples)
+        return ReplayInputs(placed, tables, self._prepare_sampling(samples) if drawn is None else None, samples)
 
     def fill_late(self, inputs: StepInputs) -> None:
         """Put the tokens that never left the device where they belong."""

@@ -141,11 +141,11 @@ class ModelRunner:
             return self._pending(batch, None, None)
         if self.watcher is not None:
             self.watcher(outputs.logits)
-        if inputs.sampling.is_greedy:
+        if inputs.sampling is None:
             sampled = Sampled(outputs.token_ids)
         else:
             sampled = sample(outputs.logits, inputs.sampling, self._kernels)
-        self._rows.note_launched(inputs.samples, sampled.token_ids, is_written=inputs.sampling.is_greedy)
+        self._rows.note_launched(inputs.samples, sampled.token_ids, is_written=inputs.sampling is None)
         return self._pending(batch, inputs.samples, sampled)
 
     def _pending(self, batch: Batch, samples: Samples | None, sampled: Sampled | None) -> PendingStep:

@@ -13,6 +13,7 @@ from pd_kernels.draws import Draws, Limits
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy.typing as npt
     import torch
 
     from pd_cluster.engine.batch import SequenceStart
@@ -30,11 +31,6 @@ class SamplingInputs:
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # row, token, amount
     banned: tuple[torch.Tensor, torch.Tensor] | None  # row, token: EOS and stop ids before min_tokens
     draws: Draws | None  # None in GREEDY alone
-
-    @property
-    def is_greedy(self) -> bool:
-        """The greatest logit, for all rows, and nothing but its index is wanted."""
-        return self.draws is None
 
     @property
     def changes_logits(self) -> bool:
@@ -55,7 +51,7 @@ class SamplingState:
         self._eos_token_ids = eos_token_ids
         self._move = staging.move
         self._penalties = PenaltyTables(num_rows, vocab_size, device)
-        self._plain = np.ones(num_rows, bool)  # greedy and nothing else
+        self._plain = np.ones(num_rows, bool)  # temperature and seed say all
         self._limited = np.zeros(num_rows, bool)
         self._temperature = np.zeros(num_rows, np.float32)  # 0: greedy
         self._top_k = np.zeros(num_rows, np.int64)
@@ -84,14 +80,18 @@ class SamplingState:
         self._banned[row] = tuple(sorted(ends)) if params.min_tokens else ()
         self._ban_until[row] = start.num_prompt_tokens + params.min_tokens if self._banned[row] else 0
         changed = self._penalties.start(row, start) or params.logit_bias or self._banned[row]
-        self._plain[row] = params.greedy and not changed and params.logprobs is None
+        self._plain[row] = not (self._limited[row] or changed or params.logprobs is not None)
+
+    def plain_draws(self, rows: Ints) -> tuple[npt.NDArray[np.float32], Ints] | None:
+        """Temperatures (0: greedy) and seeds of `rows` with one sample each, if nothing else is asked for any."""
+        return (self._temperature[rows], self._seeds[rows]) if self._plain[rows].all() else None
 
     def prepare(self, rows: Ints, lengths: Ints, num_samples: Sequence[int]) -> SamplingInputs:
         """Inputs for logits of `rows`; `lengths`: tokens of each sequence before the sampled one.
 
         A row with several samples comes several times in a row; its i-th sample uses the i-th of its sample seeds.
         """
-        if self._plain[rows].all():
+        if self._plain[rows].all() and not self._temperature[rows].any():
             return GREEDY
         return SamplingInputs(
             num_logprobs=int(self.num_logprobs[rows].max()),

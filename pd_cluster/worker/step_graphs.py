@@ -18,6 +18,7 @@ import torch
 from pd_cluster.models.llama import ForwardInputs, Tail
 from pd_cluster.worker.graphs import ReplayOutputs
 from pd_cluster.worker.step_layout import StepLayout
+from pd_kernels.draws import Draws
 from pd_kernels.packed import StepOnDevice, StepSize
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class StepGraphs:
         return self._rows.build_step(chunks, self._layouts[size], self._padding_slot)
 
     def replay(self, inputs: ReplayInputs, size: StepSize) -> ReplayOutputs:
-        """Run the step. Rows of the outputs are of the chunks that sample; greedy choices are in `last_tokens`."""
+        """Run the step. Rows of the outputs are of the chunks that sample; what was drawn is in `last_tokens`."""
         num_seqs, width = inputs.block_tables.shape
         self._block_tables[:num_seqs, :width].copy_(inputs.block_tables)
         self._replays[size]()
@@ -146,7 +147,8 @@ class StepGraphs:
         plans = {window: layout.attention.plan(step, self._views[0][0], window) for window in self._model.windows}
         inputs = ForwardInputs(token_ids, places.positions, places.slots, plans, Tail(places.sampled, plan=None))
         logits = self._model.forward(inputs, self._views)
-        chosen = self._kernels.argmax(logits)
+        temperatures = places.temperatures.view(torch.float32)[: size.num_seqs]
+        chosen = self._kernels.draw(logits, Draws(temperatures, places.seeds, places.lengths, None))
         last_tokens.index_copy_(0, places.owners, chosen)
         outputs = ReplayOutputs(self._logits[: size.num_seqs], self._token_ids[: size.num_seqs])
         outputs.logits.copy_(logits)

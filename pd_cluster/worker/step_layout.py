@@ -20,6 +20,9 @@ class StepPlaces(NamedTuple):
     slots: Any  # [T]
     owners: Any  # [S]: of InputBatch, the sequences that sample
     sampled: Any  # [S]: their tokens
+    temperatures: Any  # float32 in the first half of [S], as are the next two: see Draws; 0 where that does not say all
+    seeds: Any  # [S]
+    lengths: Any  # [S]
     decode_lens: Any  # [S], as are the rest: see StepOnDevice; [0] without decodes
     seq_lens: Any  # [S + 1]
     query_starts: Any  # [S + 2]
@@ -43,7 +46,7 @@ class StepLayout:
         num_tokens, num_seqs = self.size.num_tokens, self.size.num_seqs
         num_decodes = num_seqs if self.size.has_decodes else 0
         return (
-            *[num_tokens] * 4, num_seqs, num_seqs, num_decodes, num_seqs + 1, num_seqs + 2, 2 * self.attention.num_tiles
+            *[num_tokens] * 4, *[num_seqs] * 5, num_decodes, num_seqs + 1, num_seqs + 2, 2 * self.attention.num_tiles
         )  # fmt: skip
 
     def places(self, fields: Any) -> StepPlaces:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -27,10 +28,16 @@ SIZES = [(1, 5), (3, 5000), *([(256, 128256)] if GPU else [])]
 
 
 @triton.jit
-def _noise_kernel(seeds, positions, out, SIZE: tl.constexpr):
+def _hash_kernel(seeds, positions, out, SIZE: tl.constexpr):
     row, token = tl.program_id(0), tl.arange(0, SIZE)
-    noise = triton_sampling.gumbel_noise(tl.load(seeds + row), tl.load(positions + row), token)
-    tl.store(out + row * SIZE + token, noise)
+    low, high = triton_sampling.draw_key(tl.load(seeds + row), tl.load(positions + row))
+    tl.store(out + row * SIZE + token, triton_sampling.hash_token(low, high, token))
+
+
+@triton.jit
+def _noise_kernel(bits, out, SIZE: tl.constexpr, FAST: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(out + at, triton_sampling.noise_of(tl.load(bits + at), FAST))
 
 
 def keys(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,16 +46,28 @@ def keys(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return seeds.to(DEVICE), torch.randint(0, 100_000, (num_rows,), generator=generator).to(DEVICE)
 
 
-def test_noise_is_the_references() -> None:
-    """To a few units in the last place of the logarithms; a single wrong bit of the hash would show."""
+def test_the_hash_is_the_references() -> None:
     seeds, positions = keys(8)
-    found = torch.empty((8, 2048), device=DEVICE)
-    _noise_kernel[(8,)](seeds, positions, found, 2048)
+    found = torch.empty((8, 2048), dtype=torch.int32, device=DEVICE)
+    _hash_kernel[(8,)](seeds, positions, found, 2048)
     tokens = torch.arange(2048, dtype=torch.int32, device=DEVICE)
-    bits = sampling.random_bits(seeds, positions, tokens).long() & 0x7FFFFFFF
+    assert torch.equal(found, sampling.random_bits(seeds, positions, tokens) & 0x7FFFFFFF)
+
+
+def test_noise_is_exact_to_a_few_units_in_the_last_place() -> None:
+    """Of uniform variates of all sizes, from the smallest to the largest."""
+    generator = torch.Generator().manual_seed(5)
+    spread = (2 ** (31 * torch.rand(1 << 15, generator=generator, dtype=torch.float64))).long() - 1
+    quarter = (1 << 29) + torch.arange(-64, 64)  # where the polynomial ends
+    ends = torch.cat((torch.arange(64), (1 << 31) - 1 - torch.arange(64)))
+    even = torch.randint(0, 1 << 31, ((1 << 15) - 256,), generator=generator)
+    bits = torch.cat((spread, even, quarter, ends)).clamp(max=(1 << 31) - 1).int().to(DEVICE)
+    found = torch.empty(len(bits), device=DEVICE)
+    _noise_kernel[(len(bits) // 4096,)](bits, found, 4096, GPU)
     uniform = ((bits.float() + 0.5) * 2.0**-31).clamp(max=1 - 2.0**-24).double()
-    expected = (-torch.log1p(-uniform)).log()
-    assert ((found.double() - expected).abs() < 2e-6 * expected.abs().clamp(min=1)).all()
+    expected = (-torch.log1p(-uniform) / math.log(2)).log2()
+    limit = 1.2e-6 if GPU else 6e-7
+    assert ((found.double() - expected).abs() < limit * expected.abs().clamp(min=1)).all()
 
 
 def draws_of(temperatures: list[float], limits: Limits | None = None) -> Draws:

@@ -14,6 +14,7 @@ from pd_cluster.engine.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.engine.sampling_params import SamplingParams
 from pd_cluster.worker.executor import Executor
 from pd_cluster.worker.graphs import DecodeGraphs, ReplayOutputs, bucket_sizes
+from pd_cluster.worker.sampler import Sampled, sample
 from pd_cluster.worker.staging import Staging
 from pd_kernels import reference
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
@@ -121,6 +122,34 @@ def test_padded_steps_sample_the_same(models: ModelStore, name: str) -> None:
         executor.close()
     assert outputs[0] == outputs[1]
     assert set(repeaters[0].replays) == {6, 4, 2, 1}  # five, then fewer and fewer
+
+
+def test_what_temperature_and_seed_say_is_drawn_by_the_graph(
+    models: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that draw beside greedy ones and padding; once a row comes that asks for more, others draw for all."""
+    outputs: list[object] = []
+    for is_replayed in (False, True):
+        executor, calls = make_executor(models.get("qwen3").directory), list[int]()
+
+        def counted(logits: torch.Tensor, *rest: Any, calls: list[int] = calls) -> Sampled:
+            calls.append(len(logits))
+            return sample(logits, *rest)
+
+        driver = Driver(executor)
+        for seed, prompt in enumerate(random_prompts((5, 16, 40), VOCAB_SIZE)):
+            driver.add(prompt, SamplingParams(max_tokens=9, temperature=0.6 * seed), seed)
+        driver.step()
+        if is_replayed:
+            with_graphs(executor, SIZES)
+            monkeypatch.setattr("pd_cluster.worker.model_runner.sample", counted)
+        for _ in range(3):
+            driver.step()
+        driver.add(random_prompts([9], VOCAB_SIZE)[0], SamplingParams(max_tokens=3, top_k=5), 7)
+        outputs.append(driver.run())
+        assert calls == [4, 4, 4] * is_replayed, "its prompt and two tokens"
+        executor.close()
+    assert outputs[0] == outputs[1]
 
 
 def test_padding_touches_no_live_block(models: ModelStore) -> None:
