@@ -68,7 +68,8 @@ class SchedulerConfig:
     max_tokens_beside_decodes: int = setting(
         -1,
         "Tokens in all of a step that has decodes, or awaits some: what cuts prompts into pieces that hardly hold them "
-        "up; those far behind in their prompt count for more. 0: no limit. -1: 192 on a decode node's GPU, else none.",
+        "up; those far behind in their prompt count for more. 64 fewer beside more than 48 decodes. 0: no limit. "
+        "-1: 192 on a decode node's GPU, else none.",
     )
     max_waiting: int = setting(1024, "Requests that may queue before new ones get 503.")
     async_scheduling: str = setting(

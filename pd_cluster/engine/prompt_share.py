@@ -3,6 +3,9 @@
 A step that decodes keeps streams waiting, so where those are limited its prompts have a *cost* besides their number: a
 token counts as one, and once more for every `keys_per_token` keys that it sees. Behind 6,000 tokens of its own prompt a
 token holds decodes up for twice as long as at the beginning (`ModelSpec.keys_per_token`), and half as many fit.
+
+Beside many decodes a step is long already, and the limit is less: a short answer that lies wholly within the reading of
+long prompts has all of its steps prolonged, and makes the 99th percentile of the time per token (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Self
 
-LEAST_PROMPT_TOKENS = 64  # of a step, however many decode: no prompt starves. Captured steps have multiples of it
+LEAST_PROMPT_TOKENS = 32  # of a step, however many decode: no prompt starves
+STEP_MULTIPLE = 64  # captured steps have whole ones; prompts get one, if it fits, whatever they cost
+MANY_DECODES = 48  # beside more the limit is one STEP_MULTIPLE less
 PADDING_PRICE = 4  # of a prompt that is cut, so many tokens stay for each that is put off lest the step be padded
 
 
@@ -28,18 +33,20 @@ class PromptShare:
 
     @classmethod
     def beside(cls, num_decodes: int, max_num_tokens: int, limit: int = 0, keys_per_token: int = 0) -> Self:
-        """Of a step of at most `max_num_tokens`. `limit`: what its tokens may cost, 0: anything; it is raised to a
-        multiple of LEAST_PROMPT_TOKENS when it leaves prompts less than that beside `num_decodes`."""
+        """Of a step of at most `max_num_tokens`. `limit`: what its tokens may cost, 0: anything; it is lowered beside
+        many decodes, then raised to a multiple of STEP_MULTIPLE if it leaves prompts less than LEAST_PROMPT_TOKENS."""
         room = max_num_tokens - num_decodes
         if not limit:
             return cls(tokens_left=room, cost_left=room)
+        if num_decodes > MANY_DECODES:
+            limit -= STEP_MULTIPLE
         least = num_decodes + LEAST_PROMPT_TOKENS
         if limit < least:
-            limit = -(-least // LEAST_PROMPT_TOKENS) * LEAST_PROMPT_TOKENS
+            limit = -(-least // STEP_MULTIPLE) * STEP_MULTIPLE
         return cls(
             tokens_left=room,
             cost_left=limit - num_decodes,
-            least_left=LEAST_PROMPT_TOKENS,
+            least_left=min(STEP_MULTIPLE, limit - num_decodes),
             keys_per_token=keys_per_token,
             num_planned=num_decodes,
             is_limited=True,
@@ -58,7 +65,7 @@ class PromptShare:
         """
         num_tokens = min(num_remaining, self._room(start))
         if num_tokens < num_remaining:
-            excess = (self.num_planned + num_tokens) % LEAST_PROMPT_TOKENS
+            excess = (self.num_planned + num_tokens) % STEP_MULTIPLE
             if self.is_limited and num_tokens >= PADDING_PRICE * excess:
                 num_tokens -= excess
             self.tokens_left = 0

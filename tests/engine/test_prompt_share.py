@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cluster.engine.prompt_share import LEAST_PROMPT_TOKENS, PromptShare, affordable, cost_of
+from pd_cluster.engine.prompt_share import (
+    LEAST_PROMPT_TOKENS,
+    MANY_DECODES,
+    STEP_MULTIPLE,
+    PromptShare,
+    affordable,
+    cost_of,
+)
 
 KEYS = 6000  # about those of Llama 8B
 STARTS = st.one_of(st.just(0), st.integers(0, 12_000), st.integers(0, 200_000))
@@ -46,11 +53,12 @@ def test_no_step_costs_more_than_its_limit_unless_that_is_the_least_of_prompts(
 ) -> None:
     share = PromptShare.beside(num_decodes, num_decodes + room, limit, keys_per_token)
     room_cost = share.cost_left
-    assert room_cost == limit - num_decodes or LEAST_PROMPT_TOKENS <= room_cost < 2 * LEAST_PROMPT_TOKENS
+    own = limit - STEP_MULTIPLE * (num_decodes > MANY_DECODES)
+    assert room_cost == own - num_decodes or LEAST_PROMPT_TOKENS <= room_cost < LEAST_PROMPT_TOKENS + STEP_MULTIPLE
     chunks = chunks_of(share, prompts)
     num_tokens = sum(count for _, count in chunks)
     assert num_tokens <= room
-    assert num_tokens <= LEAST_PROMPT_TOKENS or cost(chunks, keys_per_token) <= room_cost
+    assert num_tokens <= min(STEP_MULTIPLE, room_cost) or cost(chunks, keys_per_token) <= room_cost
     assert all(count for _, count in chunks)
     assert chunks[:-1] == prompts[: max(0, len(chunks) - 1)], "those before the last came to their end: nobody passes"
 
@@ -62,13 +70,14 @@ def test_the_first_prompt_gets_on_however_many_decode_and_wherever_it_stands(
     share = PromptShare.beside(num_decodes, 2048, limit, keys_per_token)
     assert share.admits(start)
     count = share.take(start, left)
-    assert count == left or count >= LEAST_PROMPT_TOKENS * 3 // 4
+    assert count == left or count >= LEAST_PROMPT_TOKENS
     if count < left:
         assert not share.admits(0)
 
 
 def test_a_prompt_far_behind_beside_many_decodes_gets_the_least() -> None:
     assert PromptShare.beside(200, 2048, 192, KEYS).take(100_000, 5000) == 56, "256 in all"
+    assert PromptShare.beside(80, 2048, 192, KEYS).take(100_000, 5000) == 48, "128 in all"
     assert PromptShare.beside(30, 2048, 192, KEYS).take(100_000, 5000) == 64, "half of that would fit into 64 in all"
 
 
@@ -79,6 +88,15 @@ def test_a_prompt_far_behind_beside_many_decodes_gets_the_least() -> None:
 def test_steps_end_at_or_below_a_size_that_is_captured(start: int, total: int) -> None:
     share = PromptShare.beside(30, 2048, 192, KEYS)
     assert 30 + share.take(start, 20_000) == total == share.num_planned
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "total"),
+    [(1, 192), (MANY_DECODES, 192), (MANY_DECODES + 1, 128), (96, 128), (97, 192), (160, 192), (161, 256)],
+)
+def test_beside_many_decodes_a_step_is_smaller_while_that_leaves_room(num_decodes: int, total: int) -> None:
+    assert num_decodes + PromptShare.beside(num_decodes, 2048, 192, KEYS).take(0, 20_000) in range(total - 3, total + 1)
+    assert num_decodes + PromptShare.beside(num_decodes, 2048, 192).take(0, 20_000) == total
 
 
 def test_a_prompt_that_ends_is_not_cut_for_the_sake_of_a_size() -> None:
@@ -98,4 +116,4 @@ def test_without_a_limit_position_costs_nothing(
 def test_without_a_price_a_limited_step_is_full(num_decodes: int, left: int, start: int, limit: int) -> None:
     share = PromptShare.beside(num_decodes, 2048, limit)
     count = share.take(start, left)
-    assert count == left or (num_decodes + count) % LEAST_PROMPT_TOKENS == 0
+    assert count == left or (num_decodes + count) % STEP_MULTIPLE == 0

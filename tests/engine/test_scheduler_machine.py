@@ -36,6 +36,7 @@ def choose(options: list[Option], pick: int) -> Option | None:
 def small_least_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the limit of a step leaves to prompts is as small as the engine is."""
     monkeypatch.setattr(prompt_share, "LEAST_PROMPT_TOKENS", 4)
+    monkeypatch.setattr(prompt_share, "STEP_MULTIPLE", 4)
 
 
 class SchedulerMachine(RuleBasedStateMachine):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pd_cluster.config import NodeConfig, SchedulerConfig, ServerConfig
 from pd_cluster.engine.messages import Work
-from pd_cluster.engine.prompt_share import LEAST_PROMPT_TOKENS, cost_of
+from pd_cluster.engine.prompt_share import LEAST_PROMPT_TOKENS, STEP_MULTIPLE, cost_of
 from pd_cluster.errors import StartupError
 from tests.engine.simulation import BLOCK_SIZE, message, prompt
 from tests.engine.world import World
@@ -65,7 +65,7 @@ def test_the_limit_holds_and_every_prompt_gets_on(
             prompts = [chunk for chunk in batch.chunks if chunk.num_tokens > 1]
             cost = sum(cost_of(chunk.num_tokens, chunk.start, keys_per_token) for chunk in prompts)
             num_tokens = sum(chunk.num_tokens for chunk in prompts)
-            assert num_tokens <= LEAST_PROMPT_TOKENS or num_ones + cost <= max(limit, least)
+            assert num_tokens <= STEP_MULTIPLE or num_ones + cost <= max(limit, least)
         in_prompts = [chunk for chunk in batch.chunks if not chunk.num_samples]
         assert len(in_prompts) <= 1, "one prompt is cut, those before it came to their end"
         assert not in_prompts or in_prompts[0].num_tokens <= LONG
@@ -73,7 +73,7 @@ def test_the_limit_holds_and_every_prompt_gets_on(
     world.check_empty()
 
 
-@pytest.mark.parametrize(("num_decodes", "total"), [(4, 96), (32, 96), (33, 128), (100, 192)])
+@pytest.mark.parametrize(("num_decodes", "total"), [(4, 96), (32, 96), (48, 96), (65, 128), (96, 128), (100, 192)])
 def test_steps_beside_decodes_have_sizes_that_are_captured(num_decodes: int, total: int) -> None:
     world = busy_world(num_decodes)
     world.submit(message("long", prompt(LONG, 7), max_tokens=2))
