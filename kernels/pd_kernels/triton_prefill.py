@@ -6,7 +6,8 @@ for the group and a chunk of few tokens still fills the matrix unit. It walks th
 (arXiv 2205.14135): first, under a window, the tiles that only some rows see, then those that all rows see, without a
 mask, then the diagonal. Unmasked tiles come through the tensor memory accelerator when a cache block holds whole tiles.
 Programs with the most keys start first. Where there are too few for the GPU, as in a short chunk behind a long prefix,
-each tile's keys are shared among several, whose parts a second launch puts together.
+each tile's keys are shared among several, whose parts a second launch puts together. Where there are many, Hopper GPUs
+have another kernel (`hopper_prefill.py`), which takes the same plan.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from pd_kernels.hopper_prefill import HopperPrefill, compiled
 
 if TYPE_CHECKING:
     from pd_kernels.packed import Ints, PackedSequences
@@ -293,6 +296,10 @@ def prefill_attention(
     `query`, `out` [T, H, D] of the whole step; `plan`: of `plan_prefill` for as many heads and the same window.
     """
     tiling, tiles = plan.tiling, plan.tiles
+    hopper = HopperPrefill.of(query, key_cache, tiling, window)
+    if hopper is not None and (kernel := compiled(hopper)) is not None:
+        hopper.launch(kernel, query, key_cache, value_cache, packed, tiles, out, scale)
+        return
     num_heads, size = query.shape[1:]
     num_kv_heads, block_size = key_cache.shape[1:3]
     group, columns, num_tiles = num_heads // num_kv_heads, _columns(size), tiles.shape[1]

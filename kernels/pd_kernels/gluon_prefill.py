@@ -1,0 +1,289 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+"""Prefill attention for Hopper GPUs in Gluon: chunks with much to do, by warps that each do one thing.
+
+A program stays on its multiprocessor and takes one tile after another: 128 query rows (tokens times the group's query
+heads) of one KV head. One warp brings queries, keys and values by the tensor memory accelerator into a ring of shared
+memory, as far ahead as that has room; two warpgroups of 64 rows each compute. While the values of 128 keys are
+multiplied, a warpgroup exponentiates the scores of the next ones, and it takes turns with the other at the matrix unit,
+so that one's softmax runs under the other's products (FlashAttention-3, arXiv 2407.08608). Keys are walked from the
+diagonal to the beginning.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+ROWS = gl.constexpr(128)  # of a tile
+KEYS = gl.constexpr(128)  # of a step
+STAGES = gl.constexpr(2)  # of the ring
+_ROWS = gl.constexpr(64)  # of a warpgroup
+_HIDDEN = gl.constexpr(-1e30)  # score of a key that a row does not see
+_LOWEST = gl.constexpr(-1e15)  # of scores; far above hidden ones, whose weights so are 0 even where no other is
+_PIECE = gl.constexpr(64)  # keys that lie in one cache block, and columns that the accelerator swizzles as one
+
+
+@gluon.jit
+def _tile(turn, work, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
+    """The program's tile of a turn: most keys first, and every other turn in reverse order for balance.
+
+    Its KV head, its sequence, its first token's query row, tokens of the chunk from there on, that token's position,
+    the sequence's length, steps of KEYS keys (0: no tile).
+    """
+    tiles, num_tiles, _, query_starts, seq_lens = work
+    num_programs = gl.num_programs(0)
+    place = gl.program_id(0)
+    place = turn * num_programs + gl.where(turn % 2 == 0, place, num_programs - 1 - place)
+    there = place < num_tiles * NUM_KV_HEADS
+    place = gl.where(there, place, 0)
+    head, tile = place % NUM_KV_HEADS, place // NUM_KV_HEADS
+    seq, first = gl.load(tiles + tile), gl.load(tiles + num_tiles + tile)
+    query_start, length = gl.load(query_starts + seq), gl.load(seq_lens + seq)
+    num_queries = gl.load(query_starts + seq + 1) - query_start
+    low = length - num_queries + first
+    high = gl.minimum(low + ROWS // GROUP, length)
+    num_steps = gl.where(there & (first < num_queries), gl.cdiv(high, KEYS), 0)
+    return head, seq, query_start + first, num_queries - first, low, length, num_steps
+
+
+@gluon.jit
+def _bring(descriptor, blocks, offsets, barrier, ring, stage, SIZE: gl.constexpr):
+    """KEYS tokens of two cache blocks' halves into a stage, in the order that a product reads."""
+    pieces: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
+    tile = ring.index(stage)._reinterpret(ring.dtype, [2 * SIZE // _PIECE, 1, _PIECE, _PIECE], pieces)
+    for column in gl.static_range(SIZE // _PIECE):
+        for half in gl.static_range(2):
+            at = [blocks[half], offsets[half], column * _PIECE]
+            tma.async_copy_global_to_shared(descriptor, at, barrier, tile.index(column * 2 + half))
+
+
+@gluon.jit
+def _clear(tile, count, SIZE: gl.constexpr):
+    """Zero the rows from `count` on: what lies behind a sequence may be NaN, and so is 0 * NaN."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    pieces = tile._reinterpret(tile.dtype, [KEYS * SIZE // 512, 8, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+    row = gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
+    for eighth in range(count // 8, KEYS // 8):
+        filled = (eighth * 8 + row < count)[:, None]
+        for column in gl.static_range(SIZE // _PIECE):
+            piece = pieces.index(column * (KEYS // 8) + eighth)
+            piece.store(gl.where(filled, piece.load(layout), 0.0))
+
+
+@gluon.jit
+def _produce(
+    given, work, buffers, barriers,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    query_tiles, key_tiles, value_tiles, block_tables, table_stride = given
+    q_buffers, k_ring, v_ring, _ = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _, alone = barriers
+    NUM_BYTES: gl.constexpr = KEYS * SIZE * 2
+    at, num_done, num_cleared = 0, 0, 0
+    for turn in range(work[2]):
+        head, seq, query_row, _left, _low, length, num_steps = _tile(turn, work, NUM_KV_HEADS, GROUP)
+        table = block_tables + seq.to(gl.int64) * table_stride
+        if num_steps > 0:
+            for w in gl.static_range(2):
+                mbarrier.wait(q_empty.index(w), (num_done & 1) ^ 1)
+                mbarrier.expect(q_full.index(w), _ROWS * SIZE * 2)
+                where = [query_row + w * (_ROWS // GROUP), head * GROUP, 0]
+                tma.async_copy_global_to_shared(query_tiles, where, q_full.index(w), q_buffers.index(w))
+            num_done += 1
+        for i in range(num_steps):
+            begin = (num_steps - 1 - i) * KEYS
+            stage, phase = at % STAGES, at // STAGES & 1
+            middle = gl.minimum(begin + _PIECE, length - 1)  # no block has the second half: any, its keys are masked
+            block = gl.load(table + begin // BLOCK_SIZE) * NUM_KV_HEADS + head
+            next_block = gl.load(table + middle // BLOCK_SIZE) * NUM_KV_HEADS + head
+            blocks, offsets = (block, next_block), (begin % BLOCK_SIZE, (begin + _PIECE) % BLOCK_SIZE)
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), NUM_BYTES)
+            _bring(key_tiles, blocks, offsets, k_full.index(stage), k_ring, stage, SIZE)
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            if begin + KEYS <= length:
+                mbarrier.expect(v_full.index(stage), NUM_BYTES)
+                _bring(value_tiles, blocks, offsets, v_full.index(stage), v_ring, stage, SIZE)
+            else:
+                mbarrier.expect(alone, NUM_BYTES)
+                _bring(value_tiles, blocks, offsets, alone, v_ring, stage, SIZE)
+                mbarrier.wait(alone, num_cleared & 1)
+                num_cleared += 1
+                _clear(v_ring.index(stage), length - begin, SIZE)
+                fence_async_shared()
+                mbarrier.arrive(v_full.index(stage), count=1)
+            at += 1
+
+
+@gluon.jit
+def _weigh(scores, top, total, position, begin, scale, MASKED: gl.constexpr):
+    """The keys' weights, the highest score and sum of weights so far, and what the sums before shrink by."""
+    if MASKED:
+        token = begin + gl.arange(0, KEYS, layout=gl.SliceLayout(0, scores.type.layout))
+        scores = gl.where(token[None, :] <= position[:, None], scores, _HIDDEN)
+    higher = gl.maximum(top, gl.max(scores, 1) * scale)
+    weights = gl.exp2(scores * scale - higher[:, None])
+    shrink = gl.exp2(top - higher)
+    return weights, shrink, higher, total * shrink + gl.sum(weights, 1)
+
+
+@gluon.jit
+def _multiply_keys(q, k_ring, stage):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    zeros = gl.zeros([_ROWS, KEYS], gl.float32, layout)
+    return warpgroup_mma(q, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_values(weights, shrink, sums, v_ring, stage):
+    """The left operand, too: until the product is there its registers must not be used for anything else."""
+    shrink = gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))
+    weights = gl.convert_layout(weights.to(v_ring.dtype), gl.DotOperandLayout(0, sums.type.layout, 2))
+    return warpgroup_mma(weights, v_ring.index(stage), sums * shrink[:, None], is_async=True), weights
+
+
+@gluon.jit
+def _take_turn(turns, at, WARPGROUP: gl.constexpr):
+    """Wait for the matrix unit: the first warpgroup's turn comes when the second has had the one before."""
+    mbarrier.wait(turns.index(WARPGROUP), (at & 1) ^ (1 - WARPGROUP))
+
+
+@gluon.jit
+def _walk(
+    q, k_ring, v_ring, barriers, weights, shrink, top, total, sums, position, scale, at, start, stop,
+    WARPGROUP: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Steps [start, stop), the last first. `weights` are of the step before, whose values are not yet added."""
+    _, _, k_full, k_empty, v_full, v_empty, turns, _ = barriers
+    for i in range(stop - start):
+        before, phase_before = at % STAGES, at // STAGES & 1
+        at += 1
+        stage = at % STAGES
+        mbarrier.wait(k_full.index(stage), at // STAGES & 1)
+        _take_turn(turns, at, WARPGROUP)
+        scores = _multiply_keys(q, k_ring, stage)
+        mbarrier.wait(v_full.index(before), phase_before)
+        sums, operand = _add_values(weights, shrink, sums, v_ring, before)
+        mbarrier.arrive(turns.index(1 - WARPGROUP), count=1)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        weights, shrink, top, total = _weigh(scores, top, total, position, (stop - 1 - i) * KEYS, scale, MASKED)
+        # It is full since long. But ptxas moves nothing over a branch: else the softmax would begin when the sums are
+        # there, instead of while they are computed
+        mbarrier.wait(v_full.index(before), phase_before)
+        sums, operand = warpgroup_mma_wait(0, deps=[sums, operand])
+        mbarrier.arrive(v_empty.index(before), count=1)
+    return weights, shrink, top, total, sums, at
+
+
+@gluon.jit
+def _store(
+    sums, total, buffer, out, head, query_row, left, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    SIZE: gl.constexpr, WARPGROUP: gl.constexpr,
+):  # fmt: skip
+    """By way of shared memory, so that rows are written whole."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [4, 1], [1, 0])
+    row = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, layout))
+    mean = sums / gl.convert_layout(total, gl.SliceLayout(1, sums.type.layout))[:, None]
+    buffer.store(mean.to(buffer.dtype))
+    token = WARPGROUP * (_ROWS // GROUP) + row // GROUP
+    at = (query_row + token).to(gl.int64) * (NUM_KV_HEADS * GROUP) + head * GROUP + row % GROUP
+    gl.store(out + at[:, None] * SIZE + column[None, :], buffer.load(layout), mask=(token < left)[:, None])
+
+
+@gluon.jit
+def _consume(
+    out, scale, work, buffers, barriers, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr,
+    WARPGROUP: gl.constexpr,
+):  # fmt: skip
+    q_buffers, k_ring, v_ring, out_buffers = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, _ = barriers
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    q = q_buffers.index(WARPGROUP)._reinterpret(q_buffers.dtype, [_ROWS, SIZE], gl.NVMMASharedLayout(128, 16, rank=2))
+    row = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
+    at, num_done = 0, 0
+    for turn in range(work[2]):
+        head, _seq, query_row, left, low, _length, num_steps = _tile(turn, work, NUM_KV_HEADS, GROUP)
+        if num_steps > 0:
+            position = low + (WARPGROUP * _ROWS + row) // GROUP
+            mbarrier.wait(q_full.index(WARPGROUP), num_done & 1)
+            mbarrier.wait(k_full.index(at % STAGES), at // STAGES & 1)
+            _take_turn(turns, at, WARPGROUP)
+            scores = _multiply_keys(q, k_ring, at % STAGES)
+            mbarrier.arrive(turns.index(1 - WARPGROUP), count=1)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            mbarrier.arrive(k_empty.index(at % STAGES), count=1)
+            top = gl.full([_ROWS], _LOWEST, gl.float32, gl.SliceLayout(1, layout))
+            total = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, layout))
+            weights, shrink, top, total = _weigh(scores, top, total, position, (num_steps - 1) * KEYS, scale, True)
+            sums = gl.zeros([_ROWS, SIZE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16]))
+            seen = gl.minimum((low + 1) // KEYS, num_steps - 1)  # of the steps, those that all rows see wholly
+            weights, shrink, top, total, sums, at = _walk(
+                q, k_ring, v_ring, barriers, weights, shrink, top, total, sums, position, scale, at, seen,
+                num_steps - 1, WARPGROUP, True,
+            )  # fmt: skip
+            weights, shrink, top, total, sums, at = _walk(
+                q, k_ring, v_ring, barriers, weights, shrink, top, total, sums, position, scale, at, 0, seen,
+                WARPGROUP, False,
+            )  # fmt: skip
+            mbarrier.arrive(q_empty.index(WARPGROUP), count=1)
+            mbarrier.wait(v_full.index(at % STAGES), at // STAGES & 1)
+            sums, operand = _add_values(weights, shrink, sums, v_ring, at % STAGES)
+            sums, operand = warpgroup_mma_wait(0, deps=[sums, operand])
+            mbarrier.arrive(v_empty.index(at % STAGES), count=1)
+            at += 1
+            num_done += 1
+            _store(
+                sums, total, out_buffers.index(WARPGROUP), out, head, query_row, left, NUM_KV_HEADS, GROUP, SIZE,
+                WARPGROUP,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        mbarrier.init(barriers.index(i), count=COUNT)
+    return barriers
+
+
+@gluon.jit(do_not_specialize=["num_tiles", "num_turns", "table_stride"])
+def gluon_prefill_kernel(
+    query_tiles, key_tiles, value_tiles, out, block_tables, query_starts, seq_lens, tiles, num_tiles, num_turns,
+    table_stride, scale, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Four warps, and eight that this starts beside them. `scale` is of scores to the base 2; the rest as Triton's."""
+    dtype: gl.constexpr = out.dtype.element_ty
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    buffers = (
+        gl.allocate_shared_memory(dtype, [2, _ROWS // GROUP, GROUP, SIZE], gl.NVMMASharedLayout(128, 16, rank=3)),
+        gl.allocate_shared_memory(dtype, [STAGES, KEYS, SIZE], layout),
+        gl.allocate_shared_memory(dtype, [STAGES, KEYS, SIZE], layout),
+        gl.allocate_shared_memory(dtype, [2, _ROWS, SIZE], layout),
+    )
+    barriers = (
+        _barriers(2, 1), _barriers(2, 1), _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(STAGES, 1),
+        _barriers(STAGES, 2), _barriers(2, 1), gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
+    )  # fmt: skip
+    mbarrier.init(barriers[7], count=1)
+    fence_async_shared()
+    work = (tiles, num_tiles, num_turns, query_starts, seq_lens)
+    given = (query_tiles, key_tiles, value_tiles, block_tables, table_stride)
+    gl.warp_specialize(
+        [
+            (_consume, (out, scale, work, buffers, barriers, NUM_KV_HEADS, GROUP, SIZE, 0)),
+            (_consume, (out, scale, work, buffers, barriers, NUM_KV_HEADS, GROUP, SIZE, 1)),
+            (_produce, (given, work, buffers, barriers, NUM_KV_HEADS, GROUP, SIZE, BLOCK_SIZE)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

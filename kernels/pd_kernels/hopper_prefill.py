@@ -1,0 +1,136 @@
+"""What of prefill attention the Gluon kernel computes on Hopper GPUs, and not Triton's; its compilation and launch."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import compile as compile_source
+
+from pd_kernels.triton_decode import num_processors
+
+if TYPE_CHECKING:
+    from pd_kernels.packed import PackedSequences
+    from pd_kernels.triton_prefill import PrefillTiling
+
+logger = logging.getLogger(__name__)
+_LOG2_E = 1.4426950408889634
+_ROWS = 128  # of a tile
+_HEAD_DIMS = (64, 128)
+_PIECE = 64  # a warpgroup's rows; the keys and the columns that one copy brings
+_MAX_REGISTERS = 168  # of a thread when the twelve warps start; then most of the producer's go to the others
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True, slots=True)
+class HopperPrefill:
+    """What a compiled kernel is specialized on."""
+
+    num_kv_heads: int
+    group: int  # query heads per KV head
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls, query: torch.Tensor, key_cache: torch.Tensor, tiling: PrefillTiling, window: int
+    ) -> HopperPrefill | None:
+        """None where it does not serve: small or shared tiles, windows, other heads than of 64 or 128, other GPUs.
+
+        `query` [T, H, D]; `key_cache`: any layer's view [N, G, B, D].
+        """
+        num_kv_heads, block_size = key_cache.shape[1:3]
+        group = query.shape[1] // num_kv_heads
+        serves = (
+            _is_hopper(query.device)
+            and (tiling.rows, tiling.parts, window) == (_ROWS, 1, 0)
+            and (block_size % _PIECE, _PIECE % group) == (0, 0)
+            and (query.stride(0) % 8, query.data_ptr() % 16) == (0, 0)  # as the tensor memory accelerator wants it
+            and query.shape[2] in _HEAD_DIMS
+            and query.dtype in _TYPES
+        )
+        return cls(num_kv_heads, group, query.shape[2], block_size, query.dtype) if serves else None
+
+    def compile(self) -> Any:
+        """For a Hopper GPU, which none is needed for. Raises what Triton does: Gluon differs by version."""
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        from pd_kernels.gluon_prefill import gluon_prefill_kernel as kernel
+
+        element, layout = _TYPES[self.dtype], gl.NVMMASharedLayout(128, 16, rank=3)
+        types = {
+            "query_tiles": f"tensordesc<{element}{self._query_block},{layout!r}>",
+            **dict.fromkeys(("key_tiles", "value_tiles"), f"tensordesc<{element}{[1, _PIECE, _PIECE]},{layout!r}>"),
+            "out": f"*{element}",
+            **dict.fromkeys(("block_tables", "query_starts", "seq_lens", "tiles"), "*i32"),
+            **dict.fromkeys(("num_tiles", "num_turns", "table_stride"), "i32"),
+            "scale": "fp32",
+        }
+        constants = dict(zip(kernel.arg_names[-4:], self._constants, strict=True))
+        signature = {**types, **dict.fromkeys(constants, "constexpr")}
+        aligned = {(kernel.arg_names.index("out"),): [["tt.divisibility", 16]]}
+        source = GluonASTSource(kernel, signature, constants, aligned)
+        options = {"num_warps": 4, "maxnreg": _MAX_REGISTERS}
+        return compile_source(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+    def launch(
+        self,
+        kernel: Any,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        packed: PackedSequences,
+        tiles: torch.Tensor,
+        out: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """See triton_prefill.prefill_attention; `kernel`: of `compile`. Raises AssertionError for unaligned caches."""
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        layout = gl.NVMMASharedLayout(128, 16, rank=3)
+        keys, values = (
+            TensorDescriptor(
+                cache, [cache.shape[0] * self.num_kv_heads, self.block_size, self.head_dim],
+                [cache.stride(1), self.head_dim, 1], [1, _PIECE, _PIECE], layout,
+            )
+            for cache in (key_cache, value_cache)
+        )  # fmt: skip
+        queries = TensorDescriptor(query, list(query.shape), list(query.stride()), self._query_block, layout)
+        num_tiles = tiles.shape[1]
+        num_programs = min(num_tiles * self.num_kv_heads, num_processors(query.device))
+        kernel[(num_programs, 1, 1)](
+            queries, keys, values, out, packed.block_tables, packed.query_starts, packed.seq_lens, tiles, num_tiles,
+            -(-num_tiles * self.num_kv_heads // num_programs), packed.block_tables.stride(0), scale * _LOG2_E,
+            *self._constants,
+        )  # fmt: skip
+
+    @property
+    def _query_block(self) -> list[int]:
+        return [_PIECE // self.group, self.group, self.head_dim]
+
+    @property
+    def _constants(self) -> tuple[int, int, int, int]:
+        return self.num_kv_heads, self.group, self.head_dim, self.block_size
+
+
+@cache
+def compiled(prefill: HopperPrefill) -> Any | None:
+    """None where this version of Triton does not compile it."""
+    try:
+        return prefill.compile()
+    except Exception:  # whatever a compiler may raise: we do without it
+        logger.warning("prefill attention stays with Triton: the kernel for Hopper does not compile", exc_info=True)
+        return None
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    """Asked at every launch, and torch takes microseconds to say."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)

@@ -1,0 +1,177 @@
+"""Prefill attention's kernel for Hopper GPUs: what it is chosen for, how it compiles, its sums against the oracle."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from pd_kernels import hopper_prefill, reference
+from pd_kernels.hopper_prefill import HopperPrefill, compiled
+from pd_kernels.triton_attention import plan_attention
+from pd_kernels.triton_prefill import PrefillTiling
+from tests.kernels.paged import Paged, Shape, make_paged
+from tests.kernels.test_triton_attention import DEVICE, TOLERANCE, on_device
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+COMPILE_S = 240.0
+LARGE = PrefillTiling(rows=128, keys=64, num_warps=8, num_stages=2, max_registers=128)
+PREFILL = HopperPrefill(num_kv_heads=8, group=4, head_dim=128, block_size=64, dtype=torch.bfloat16)
+SHAPES = {
+    "one-token": Shape(32, 8, 128, 64, (1,), (1,), 0),
+    "tails": Shape(32, 8, 128, 64, (1, 700, 1024, 3), (900, 700, 2500, 4000), 1),
+    "odd-prefixes": Shape(32, 8, 128, 64, (1, 130, 33, 7, 257), (100, 130, 1031, 2000, 1281), 1),
+    "group-of-2": Shape(16, 8, 128, 128, (200, 515), (200, 900), 0),
+    "group-of-1": Shape(4, 4, 128, 64, (200, 515), (200, 900), 0),
+    "group-of-8": Shape(64, 8, 128, 192, (200, 300), (200, 900), 0),
+    "head-64": Shape(32, 8, 64, 64, (200, 515), (200, 900), 0),
+}
+COMPILE = """
+import torch
+from pd_kernels.hopper_prefill import HopperPrefill
+print(HopperPrefill(num_kv_heads=8, group=4, head_dim=128, block_size=64, dtype=torch.bfloat16).compile().asm["ptx"])
+"""
+on_hopper = pytest.mark.skipif(
+    DEVICE.type != "cuda" or torch.cuda.get_device_capability(DEVICE) != (9, 0), reason="needs a Hopper GPU"
+)
+
+
+def case(**changes: Any) -> tuple[torch.Tensor, torch.Tensor, PrefillTiling, int]:
+    """What `HopperPrefill.of` is asked, at a shape that it serves but for `changes`."""
+    of: dict[str, Any]
+    of = {"heads": 32, "kv_heads": 8, "head_dim": 128, "block": 64, "dtype": torch.bfloat16, "window": 0, "parts": 1}
+    of |= {"rows": 128, "spare": 0} | changes
+    query = torch.zeros(5, of["heads"] * of["head_dim"] + of["spare"], dtype=of["dtype"])
+    query = query[:, : of["heads"] * of["head_dim"]].view(5, of["heads"], of["head_dim"])
+    cache = torch.zeros(3, of["kv_heads"], of["block"], of["head_dim"], dtype=of["dtype"])
+    return query, cache, replace(LARGE, rows=of["rows"], parts=of["parts"]), of["window"]
+
+
+def test_large_steps_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_prefill, "_is_hopper", lambda _: True)
+    assert HopperPrefill.of(*case()) == PREFILL
+    assert HopperPrefill.of(*case(block=128, dtype=torch.float16, spare=1024)) == replace(
+        PREFILL, block_size=128, dtype=torch.float16
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"window": 20}, {"parts": 2}, {"rows": 64}, {"head_dim": 96}, {"block": 16}, {"block": 96}, {"heads": 24},
+        {"dtype": torch.float32}, {"spare": 4},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_whatever_else_is_left_to_triton(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_prefill, "_is_hopper", lambda _: True)
+    assert HopperPrefill.of(*case(**changes)) is None
+
+
+def test_other_devices_are_left_to_triton() -> None:
+    assert HopperPrefill.of(*case()) is None
+
+
+def test_without_a_compiler_that_takes_it_triton_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said once, not at every step."""
+
+    def fail(_: HopperPrefill) -> None:
+        raise TypeError("no such layout")
+
+    monkeypatch.setattr(HopperPrefill, "compile", fail)
+    compiled.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert [compiled(PREFILL), compiled(PREFILL)] == [None, None]
+    finally:
+        compiled.cache_clear()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_it_compiles_and_the_softmax_runs_under_the_products(tmp_path: Path) -> None:
+    """In a process of its own: where the tests run in Triton's interpreter, nothing can be compiled."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=COMPILE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    ptx = done.stdout
+    assert "setmaxnreg.inc.sync.aligned.u32 	240;" in ptx
+    assert "cp.async.bulk.tensor.3d" in ptx
+    walks = re.findall(r"wgmma\.wait_group\.sync\.aligned 1;(.*?)wgmma\.wait_group\.sync\.aligned 0;", ptx, re.DOTALL)
+    assert len(walks) == 4  # with a mask and without, in each warpgroup
+    for walk in walks:
+        exponents, last = walk.rindex("ex2.approx"), walk.rindex("mbarrier.try_wait")
+        assert exponents < last  # this wait's branch keeps the assembler from moving them behind the products
+
+
+def expected(paged: Paged, scale: float) -> torch.Tensor:
+    packed = paged.packed
+    tables, starts, lens = packed.block_tables, packed.query_starts, packed.seq_lens
+    caches = paged.key_cache.double(), paged.value_cache.double()
+    return reference.prefill_attention(paged.query.double(), *caches, tables, starts, lens, scale, 0)
+
+
+def spoil(paged: Paged) -> None:
+    """NaN in every slot that no sequence fills, those of its own last block too."""
+    block_size = paged.key_cache.shape[2]
+    owned = torch.zeros(paged.key_cache.shape[0], block_size, dtype=torch.bool)
+    for row, length in enumerate(paged.packed.host_seq_lens.tolist()):
+        position = torch.arange(length)
+        owned[paged.packed.block_tables[row].cpu().long()[position // block_size], position % block_size] = True
+    for cache in (paged.key_cache, paged.value_cache):
+        cache.masked_fill_(~owned[:, None, :, None].to(DEVICE), torch.nan)
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [0.088, 0.125, 0.3])
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.bfloat16) for name in SHAPES), ("tails", torch.float16)])
+def test_sums_equal_the_oracle_whatever_lies_behind_sequences(name: str, dtype: torch.dtype, scale: float) -> None:
+    """Any scale: rows that see nothing of a tile's keys must weigh them 0 exactly. Queries are strided as a step's."""
+    paged = on_device(make_paged(SHAPES[name], dtype))
+    paged = replace(paged, query=torch.cat((paged.query, paged.query), dim=1)[:, : paged.query.shape[1]])
+    assert HopperPrefill.of(paged.query, paged.key_cache, LARGE, 0) is not None
+    want = expected(paged, scale)
+    spoil(paged)
+    plan = plan_attention(paged.packed, paged.key_cache, prefill=LARGE)
+    place = torch.full_like(want, torch.nan, dtype=dtype)
+    plan.run(paged.query, paged.key_cache, paged.value_cache, scale, place)
+    assert (place.double() - want).abs().max() < TOLERANCE[dtype]
+
+
+@on_hopper
+@pytest.mark.gpu
+def test_replays_are_the_same_bit_by_bit() -> None:
+    """More tiles than processors, so that programs take several; warps that overtake each other would show."""
+    paged = on_device(make_paged(Shape(32, 8, 128, 64, (1500, 700), (1500, 2300), 0), torch.bfloat16))
+    plan = plan_attention(paged.packed, paged.key_cache, prefill=LARGE)
+    found = [torch.empty_like(paged.query) for _ in range(50)]
+
+    def run() -> None:
+        for place in found:
+            plan.run(paged.query, paged.key_cache, paged.value_cache, 0.088, place)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    first = found[0].clone()
+    for place in found:
+        place.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(place, first) for place in found)
