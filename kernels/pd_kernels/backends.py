@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from pd_kernels import sampling, torch_attention, torch_ops
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pd_kernels.head_norms import HeadNorms
     from pd_kernels.packed import Ints, PackedSequences, StepOnDevice, StepSize
     from pd_kernels.prefill_choice import AttentionShape
+    from pd_kernels.products import Product
 
 
 class AttentionPlan(Protocol):
@@ -97,6 +98,13 @@ class MakeFewRows(Protocol):
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> FewRows | None: ...
 
 
+class ProposeGated(Protocol):
+    """Products that come to silu_and_mul of x weight^T at once, for `num_rows` rows and more, with weights like this
+    one [N, K], gates, then ups. Whether they are faster is to be measured."""
+
+    def __call__(self, num_rows: int, weight: torch.Tensor) -> Sequence[Product]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """One implementation of every function; their meaning is in `reference` and `sampling`."""
@@ -106,6 +114,7 @@ class Kernels:
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
     few_rows: MakeFewRows
+    gated_products: ProposeGated
     norm_rope_write: NormRopeWrite
     plan_attention: PlanAttention
     replayable: MakeReplayable
@@ -118,6 +127,11 @@ def no_few_rows(weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) ->
     """Steps of few tokens multiply as all others do."""
 
 
+def no_gated_products(num_rows: int, weight: torch.Tensor) -> tuple[()]:
+    """What is multiplied is activated by itself."""
+    return ()
+
+
 def not_replayable(size: StepSize, num_heads: int, key_cache: torch.Tensor) -> None:
     """Attention that plans with the lengths."""
 
@@ -128,6 +142,7 @@ TORCH = Kernels(
     add_rms_norm=torch_ops.add_rms_norm,
     silu_and_mul=torch_ops.silu_and_mul,
     few_rows=no_few_rows,
+    gated_products=no_gated_products,
     norm_rope_write=torch_ops.norm_rope_write,
     plan_attention=torch_attention.plan_attention,
     replayable=not_replayable,

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import statistics
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +24,13 @@ PARTS = 2  # of a product whose outputs are too few tiles for all multiprocessor
 MANY_ROWS = 512  # from here on a product's time is that of its multiplications, and depends on the clock that is left
 ROUNDS = 4  # of the better ways to multiply many rows, in turn, for the power limit slows down whoever comes later
 BETTER = 1.04  # times the best of the first round
+FAVOUR = 0.97  # of the time of what activates too: under the power limit it gains so much that is not seen before
 AGREEMENT = 0.01  # of the norm; bfloat16's rounding, twice, is a third of it
 
 
 class Product(Protocol):
-    """x [M, K], weight [N, K] -> x weight^T [M, N], or its parts, float32 [parts, M, N], still to be summed."""
+    """x [M, K], weight [N, K] -> x weight^T [M, N], or its parts, float32 [parts, M, N], still to be summed; or what
+    an activation makes of it."""
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
 
@@ -49,17 +52,32 @@ def usual_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(x, weight)
 
 
+@dataclass(frozen=True, slots=True)
+class Activated:
+    """A product, and then its activation, for comparison with those that do both at once."""
+
+    product: Product
+    activate: Callable[[torch.Tensor], torch.Tensor]
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See Product."""
+        return self.activate(self.product(x, weight))
+
+
 def choose_product(
     num_rows: int,
     weights: Sequence[torch.Tensor],
     propose: ProposeProducts,
     measure: Measure,
     finish: Callable[[torch.Tensor], object] | None = None,
+    usual: Product = usual_product,
+    favoured: Sequence[Product] = (),
 ) -> Product | None:
-    """The fastest way to multiply `num_rows` rows with weights of one shape [N, K]; None when that is torch's own.
+    """The fastest way to multiply `num_rows` rows with weights of one shape [N, K]; None when that is the `usual` one.
 
     `finish` does with the product what the model does, parts or not; its time counts. Without, there may be no parts.
-    Raises RuntimeError when torch's own way fails; another that does not run, or comes to something else, is none, and
+    What is `favoured` among the proposals is taken to be faster than it is measured to be, by FAVOUR.
+    Raises RuntimeError when the usual way fails; another that does not run, or comes to something else, is none, and
     logged.
     """
     many = num_rows >= MANY_ROWS
@@ -85,7 +103,7 @@ def choose_product(
 
         return measure(run)
 
-    usual, ways = [time(usual_product)], []
+    usual_times, ways = [time(usual)], []
     for product in proposals:
         try:
             ways.append((product, [time(product)]))
@@ -94,20 +112,41 @@ def choose_product(
     limit = BETTER * min((times[0] for _, times in ways), default=0.0)
     ways = [(product, times) for product, times in ways if times[0] <= limit]
     for _ in range(ROUNDS if many else 0):
-        for product, times in ((usual_product, usual), *ways):
+        for product, times in ((usual, usual_times), *ways):
             times.append(time(product))
-    limit = MARGIN * statistics.median(usual)
-    for product, times in sorted(ways, key=lambda way: statistics.median(way[1])):
-        if statistics.median(times) >= limit:
+    limit = MARGIN * statistics.median(usual_times)
+    taken = [(statistics.median(times) * (FAVOUR if product in favoured else 1.0), product) for product, times in ways]
+    for seconds, product in sorted(taken, key=lambda way: way[0]):
+        if seconds >= limit:
             break
-        if _agrees(product, x, some[0]):
+        if _agrees(product, usual, x, some[0]):
             return product
         logger.warning("a way to multiply %s is wrong, and not taken: %s", shape, product)
     return None
 
 
-def _agrees(product: Product, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether it comes to what torch's own way does, to rounding."""
-    expected, found = usual_product(x, weight).float(), product(x, weight).float()
+@dataclass(frozen=True, slots=True)
+class From:
+    """A product for any number of rows from `least` on."""
+
+    least: int
+    product: Product
+
+
+def winner_from(found: Mapping[int, Product | None], general: Sequence[Product]) -> From | None:
+    """Of `general`, products for any number of rows, the one that was found best for the most rows that were measured,
+    from where on it was best for all; `found`: by numbers of rows. None: another was."""
+    least, sizes = None, sorted(found, reverse=True)
+    for size in sizes:
+        if found[size] not in general or found[size] != found[sizes[0]]:
+            break
+        least = size
+    winner = found[sizes[0]] if sizes else None
+    return None if least is None or winner is None else From(least, winner)
+
+
+def _agrees(product: Product, usual: Product, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether it comes to what the usual way does, to rounding."""
+    expected, found = usual(x, weight).float(), product(x, weight).float()
     found = found.sum(0) if found.dim() == 3 else found
     return bool((found - expected).norm() <= AGREEMENT * expected.norm())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pd_kernels.backends import Kernels
+import logging
+
+from pd_kernels.backends import Kernels, ProposeGated, no_gated_products
 from pd_kernels.triton_activation import silu_and_mul
 from pd_kernels.triton_attention import plan_attention
 from pd_kernels.triton_blocks import copy_blocks
@@ -12,12 +14,25 @@ from pd_kernels.triton_replayable import TritonReplayable
 from pd_kernels.triton_rotary import norm_rope_write
 from pd_kernels.triton_sampling import argmax, draw
 
+logger = logging.getLogger(__name__)
+
+
+def _gated_products() -> ProposeGated:
+    try:
+        from pd_kernels.gluon_gated import propose_gated
+    except ImportError as error:  # Gluon is called experimental: it moves with Triton's versions
+        logger.warning("no SwiGLU with its product: %s", error)
+        return no_gated_products
+    return propose_gated
+
+
 TRITON = Kernels(
     name="triton",
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
     silu_and_mul=silu_and_mul,
     few_rows=FewRowsLinear.of,
+    gated_products=_gated_products(),
     norm_rope_write=norm_rope_write,
     plan_attention=plan_attention,
     replayable=TritonReplayable.of,

@@ -16,30 +16,41 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pd_cluster.models.spec import RopeSpec
-    from pd_kernels.products import Product
+    from pd_kernels.products import From, Product
 
 
 class Linear:
-    """y = x W^T + b, W merged from one or more checkpoint tensors along its rows."""
+    """y = x W^T + b, W merged from one or more checkpoint tensors along its rows; then `activate`, if there is one."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activate: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         self.weight = weight  # [out, in]
         self.bias = bias  # [out]
+        self.activate = activate
         self._forward: Callable[[torch.Tensor], torch.Tensor] = self._plain
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._forward(x)
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        product = F.linear(x, self.weight, self.bias)
+        return product if self.activate is None else self.activate(product)
 
-    def use(self, products: Mapping[int, Product]) -> None:
-        """Multiply so many rows in these ways, all others as before. Not for one with a bias."""
+    def use(self, products: Mapping[int, Product], others: From | None = None) -> None:
+        """Multiply so many rows in these ways, which activate as well; other numbers of rows like `others`, and those
+        below it as before. Not for one with a bias."""
         assert self.bias is None
         weight, plain = self.weight, self._forward
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            product = products.get(x.shape[0])
+            num_rows = x.shape[0]
+            product = products.get(num_rows)
+            if product is None and others is not None and num_rows >= others.least:
+                product = others.product
             return plain(x) if product is None else product(x, weight)
 
         self._forward = forward
@@ -53,11 +64,11 @@ class Linear:
         if self.weight.device.type != "cpu" or not _packs(self.weight.dtype):
             return
         packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
-        bias, multiply = self.bias, torch.ops.mkldnn._linear_pointwise
+        bias, activate, multiply = self.bias, self.activate, torch.ops.mkldnn._linear_pointwise
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             product: torch.Tensor = multiply(x, packed, bias, "none", [], "")
-            return product
+            return product if activate is None else activate(product)
 
         self._forward = forward
         if not keep_weight:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from pd_cluster.models.layers import Linear, RopeTable, make_rope_table
 from pd_kernels.head_norms import HeadNorms
-from pd_kernels.products import choose_product
+from pd_kernels.products import Activated, choose_product, usual_product, winner_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pd_cluster.models.spec import ModelSpec
     from pd_kernels.backends import AttentionPlan, FewRows, Kernels
     from pd_kernels.half_normed import HalfNormed
-    from pd_kernels.products import Measure, ProposeProducts
+    from pd_kernels.products import Measure, Product, ProposeProducts
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class DecoderLayer:
     head_norms: HeadNorms | None
     out: Linear  # [hidden, num_heads * head_dim]
     post_norm: torch.Tensor
-    gate_up: Linear  # [2 * intermediate, hidden]
+    gate_up: Linear  # [2 * intermediate, hidden], activated: [T, intermediate]
     down: Linear  # [hidden, intermediate]
 
 
@@ -142,15 +142,32 @@ class Llama:
         for name, linears in {**kinds, "head": [self._head]}.items():
             if linears[0].bias is None:
                 sizes = sorted({size for size in (*decodes, *(prompts if name in kinds else ())) if size > few})
-                weights, found = [linear.weight for linear in linears], {}
-                for size in sizes:
-                    finish = self._add_and_norm(size) if name in ("out", "down") else None
-                    found[size] = choose_product(size, weights, propose, measure, finish)
+                normed = name in ("out", "down")
+                found = {size: self._choose_product(size, linears, normed, propose, measure) for size in sizes}
                 chosen = {size: product for size, product in found.items() if product is not None}
                 num_chosen += len(chosen)
                 for linear in linears:
-                    linear.use(chosen)
+                    linear.use(chosen, winner_from(found, self._gated_products(sizes[-1], linear)) if sizes else None)
         return num_chosen
+
+    def _choose_product(
+        self, num_rows: int, linears: Sequence[Linear], normed: bool, propose: ProposeProducts, measure: Measure
+    ) -> Product | None:
+        """For linears of one shape. `normed`: what they come to is added to the residual, which is normed."""
+        weights, activate = [linear.weight for linear in linears], linears[0].activate
+        if activate is None:
+            finish = self._add_and_norm(num_rows) if normed else None
+            return choose_product(num_rows, weights, propose, measure, finish)
+        gated = self._gated_products(num_rows, linears[0])
+
+        def propose_activated(num_rows: int, weight: torch.Tensor, parts: int = 1) -> list[Product]:
+            return [*(Activated(product, activate) for product in propose(num_rows, weight)), *gated]
+
+        usual = Activated(usual_product, activate)
+        return choose_product(num_rows, weights, propose_activated, measure, usual=usual, favoured=gated)
+
+    def _gated_products(self, num_rows: int, linear: Linear) -> Sequence[Product]:
+        return () if linear.activate is None else self._kernels.gated_products(num_rows, linear.weight)
 
     def forward(self, inputs: ForwardInputs, layer_views: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """Logits [R, vocab_size] of the tail's rows, or of all T. Writes the step's keys and values into `layer_views`.
@@ -210,7 +227,7 @@ class Llama:
             return
         stream.hidden = layer.out(attended)
         hidden = self._norm_into(stream, layer.post_norm)
-        stream.hidden = layer.down(self._kernels.silu_and_mul(layer.gate_up(hidden)))
+        stream.hidden = layer.down(layer.gate_up(hidden))
 
     def finish(
         self,
@@ -268,7 +285,14 @@ class Llama:
         self.slots[name] = tensor
         return tensor
 
-    def _linear(self, prefix: str, parts: dict[str, int], num_inputs: int, bias: bool) -> Linear:
+    def _linear(
+        self,
+        prefix: str,
+        parts: dict[str, int],
+        num_inputs: int,
+        bias: bool,
+        activate: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> Linear:
         """A product merged from the checkpoint's `parts` (name -> rows), in this order."""
         num_rows = sum(parts.values())
         weight = torch.empty(num_rows, num_inputs, dtype=self.dtype, device=self.device)
@@ -279,7 +303,7 @@ class Llama:
             if offsets is not None:
                 self.slots[f"{prefix}.{name}.bias"] = offsets[start : start + rows]
             start += rows
-        return Linear(weight, offsets)
+        return Linear(weight, offsets, activate)
 
     def _head_norms(self, prefix: str) -> HeadNorms:
         size = self.spec.head_dim
@@ -298,6 +322,6 @@ class Llama:
             head_norms=self._head_norms(attention) if spec.qk_norm else None,
             out=self._linear(attention, {"o_proj": spec.hidden_size}, query_size, spec.out_bias),
             post_norm=self._tensor(f"{prefix}.post_attention_layernorm.weight", spec.hidden_size),
-            gate_up=self._linear(mlp, gate_up, spec.hidden_size, spec.mlp_bias),
+            gate_up=self._linear(mlp, gate_up, spec.hidden_size, spec.mlp_bias, self._kernels.silu_and_mul),
             down=self._linear(mlp, {"down_proj": spec.hidden_size}, spec.intermediate_size, spec.mlp_bias),
         )

@@ -13,7 +13,16 @@ from pd_cluster.models.layers import Linear
 from pd_cluster.worker.recorder import CudaRecorder, GraphTimer
 from pd_kernels import cublas_lt
 from pd_kernels.cublas_lt import CublasLt
-from pd_kernels.products import MANY_ROWS, PARTS, ROUNDS, choose_product
+from pd_kernels.products import (
+    MANY_ROWS,
+    PARTS,
+    ROUNDS,
+    Activated,
+    From,
+    choose_product,
+    usual_product,
+    winner_from,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -155,6 +164,46 @@ def test_a_linear_uses_what_was_chosen_for_its_number_of_rows() -> None:
     two, three = torch.randn(2, 3), torch.randn(3, 3)
     assert torch.equal(linear(two), F.linear(two, linear.weight) + 1)
     assert torch.equal(linear(three), F.linear(three, linear.weight))
+
+
+def test_a_linear_multiplies_many_rows_like_the_winner_and_activates_all() -> None:
+    def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, weight).relu() + 1
+
+    linear = Linear(torch.randn(4, 3), None, torch.relu)
+    linear.use({2: Activated(usual_product, torch.relu)}, From(4, gated))
+    for num_rows, more in ((2, 0), (3, 0), (4, 1), (5, 1)):
+        x = torch.randn(num_rows, 3)
+        assert torch.equal(linear(x), F.linear(x, linear.weight).relu() + more)
+
+
+@pytest.mark.parametrize(
+    ("winners", "least"),
+    [("oogg", 30), ("oggg", 20), ("gogg", 30), ("gggo", None), ("gggn", None), ("gggh", 40), ("gggg", 10), ("", None)],
+)
+def test_what_won_at_the_most_rows_is_used_for_those_between(winners: str, least: int | None) -> None:
+    """`g` and `h`: products for any number of rows; `o`: for one number; `n`: torch's own."""
+    products: dict[str, Product | None] = {name: Timed(1.0, []) for name in "gho"} | {"n": None}
+    found = {10 * (place + 1): products[name] for place, name in enumerate(winners)}
+    winner = winner_from(found, [product for name in "gh" if (product := products[name]) is not None])
+    assert winner == (None if least is None else From(least, products[winners[-1]]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("time", "taken"), [(9.0, True), (9.9, True), (10.4, False)])
+def test_the_favoured_is_taken_though_it_is_only_as_fast(time: float, taken: bool) -> None:
+    clock: list[float] = []
+    favoured, other, usual = Timed(time, clock), Timed(9.8, clock), Timed(10.0, clock)
+
+    def measure(run: Callable[[], None]) -> float:
+        clock.clear()
+        run()
+        return sum(clock)
+
+    ways = [other, favoured]
+    chosen = choose_product(
+        2, [torch.zeros(4, 3)], lambda num_rows, weight, parts=1: ways, measure, usual=usual, favoured=[favoured]
+    )
+    assert chosen is (favoured if taken else other)
 
 
 def test_nothing_is_proposed_for_float32() -> None:

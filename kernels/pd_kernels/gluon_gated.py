@@ -1,0 +1,165 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+"""SwiGLU with its product, for many rows on Hopper GPUs: gates and ups are never in global memory.
+
+At many rows a product runs into the power limit, and whatever else moves data burns power that multiplies no more.
+A program goes from tile to tile. One warp brings the rows, gates' and ups' weights of the tiles to come into a ring of
+shared memory; two groups of four warps multiply what is there, each half of the tile's rows by all of its outputs, and
+bring away what they have while the next tile's operands are on their way.
+
+Needs Triton's Gluon, which says more than Triton about who waits for whom, and runs in no interpreter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from pd_kernels.products import MANY_ROWS
+from pd_kernels.triton_decode import num_processors
+
+ROWS, OUTPUTS, INPUTS = 128, 128, 64  # of a tile: rows, gates and as many ups, and what they share, 128 bytes of each
+STAGES = 4  # of the ring: 192 KiB
+DOWN = 16  # tiles below each other before the next to the right: their weights are still in the second-level cache
+_MULTIPLIERS = 2  # groups of warps
+
+
+@gluon.jit
+def _place(tile, num_down, num_across, DOWN: gl.constexpr):
+    width = DOWN * num_across
+    first = tile // width * DOWN
+    height = gl.minimum(num_down - first, DOWN)
+    return first + tile % width % height, tile % width // height
+
+
+@gluon.jit
+def _bring(
+    x_tiles, weight_tiles, x_ring, weight_ring, is_full, is_free, num_rows, num_outputs, num_inputs,
+    DOWN: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, INPUTS: gl.constexpr,
+):  # fmt: skip
+    num_down, num_across = gl.cdiv(num_rows, ROWS), gl.cdiv(num_outputs, OUTPUTS)
+    turn = 0
+    for tile in range(gl.program_id(0), num_down * num_across, gl.num_programs(0)):
+        down, across = _place(tile, num_down, num_across, DOWN)
+        gate, up = across * OUTPUTS, num_outputs + across * OUTPUTS
+        for place in range(0, num_inputs, INPUTS):
+            stage = turn % STAGES
+            full, weight = is_full.index(stage), weight_ring.index(stage)
+            mbarrier.wait(is_free.index(stage), (turn // STAGES & 1) ^ 1)
+            mbarrier.expect(full, (ROWS + 2 * OUTPUTS) * INPUTS * 2)  # bytes, whether inside the matrices or beyond
+            tma.async_copy_global_to_shared(x_tiles, [down * ROWS, place], full, x_ring.index(stage))
+            tma.async_copy_global_to_shared(weight_tiles, [gate, place], full, weight.slice(0, OUTPUTS))
+            tma.async_copy_global_to_shared(weight_tiles, [up, place], full, weight.slice(OUTPUTS, OUTPUTS))
+            turn += 1
+
+
+@gluon.jit
+def _multiply(
+    out_tiles, x_ring, weight_ring, out_places, is_full, is_free, num_rows, num_outputs, num_inputs,
+    GROUP: gl.constexpr, DOWN: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
+    INPUTS: gl.constexpr,
+):  # fmt: skip
+    half: gl.constexpr = ROWS // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, 2 * OUTPUTS, 16])
+    num_down, num_across = gl.cdiv(num_rows, ROWS), gl.cdiv(num_outputs, OUTPUTS)
+    out = out_places.index(GROUP)
+    turn = 0
+    for tile in range(gl.program_id(0), num_down * num_across, gl.num_programs(0)):
+        down, across = _place(tile, num_down, num_across, DOWN)
+        sums = gl.zeros([half, 2 * OUTPUTS], gl.float32, layout)
+        for place in range(0, num_inputs, INPUTS):
+            stage = turn % STAGES
+            mbarrier.wait(is_full.index(stage), turn // STAGES & 1)
+            weight = weight_ring.index(stage).permute((1, 0))
+            sums = warpgroup_mma(x_ring.index(stage).slice(GROUP * half, half), weight, sums, is_async=True)
+            sums = warpgroup_mma_wait(1, deps=[sums])  # the turn before: its stage is read
+            mbarrier.arrive(is_free.index((turn + STAGES - 1) % STAGES), count=1, pred=place > 0)
+            turn += 1
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        mbarrier.arrive(is_free.index((turn + STAGES - 1) % STAGES), count=1)
+        gate, up = gl.split(gl.permute(gl.reshape(sums, [half, 2, OUTPUTS]), [0, 2, 1]))
+        gate = gate.to(out.dtype).to(gl.float32)  # rounded where the separate functions round
+        gated = (gate / (1.0 + gl.exp(-gate))).to(out.dtype).to(gl.float32) * up.to(out.dtype).to(gl.float32)
+        tma.store_wait(0)
+        out.store(gated.to(out.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_tiles, [down * ROWS + GROUP * half, across * OUTPUTS], out)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def _gated_kernel(
+    x_tiles, weight_tiles, out_tiles, num_rows, num_outputs, num_inputs,
+    DOWN: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, INPUTS: gl.constexpr,
+):  # fmt: skip
+    """`num_outputs`: half of what the weight has."""
+    plain: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    x_ring = gl.allocate_shared_memory(x_tiles.dtype, [STAGES, ROWS, INPUTS], plain)
+    weight_ring = gl.allocate_shared_memory(x_tiles.dtype, [STAGES, 2 * OUTPUTS, INPUTS], plain)
+    out_places = gl.allocate_shared_memory(x_tiles.dtype, [2, ROWS // 2, OUTPUTS], plain)
+    is_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    is_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(is_full.index(stage), count=1)
+        mbarrier.init(is_free.index(stage), count=2)  # both groups have read it
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                out_tiles, x_ring, weight_ring, out_places, is_full, is_free, num_rows, num_outputs, num_inputs, 0,
+                DOWN, STAGES, ROWS, OUTPUTS, INPUTS,
+            )),
+            (_multiply, (
+                out_tiles, x_ring, weight_ring, out_places, is_full, is_free, num_rows, num_outputs, num_inputs, 1,
+                DOWN, STAGES, ROWS, OUTPUTS, INPUTS,
+            )),
+            (_bring, (
+                x_tiles, weight_tiles, x_ring, weight_ring, is_full, is_free, num_rows, num_outputs, num_inputs,
+                DOWN, STAGES, ROWS, OUTPUTS, INPUTS,
+            )),
+        ],
+        [4, 1],  # warps of the second and the third; the first's are the launch's
+        [240, 24],  # and their registers
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GatedProduct:
+    """See products.Product: silu_and_mul of it, [M, N / 2]. For any number of rows, though it is made for hundreds."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """`x` [M, K], `weight` [N, K]: gates, then ups; contiguous, bfloat16 or float16. Raises RuntimeError."""
+        (num_rows, num_inputs), num_outputs = x.shape, len(weight) // 2
+        out = x.new_empty((num_rows, num_outputs))
+        num_tiles = triton.cdiv(num_rows, ROWS) * triton.cdiv(num_outputs, OUTPUTS)
+        plain = gl.NVMMASharedLayout(128, 16, rank=2)
+        try:
+            _gated_kernel[(min(num_tiles, num_processors(x.device)),)](
+                TensorDescriptor.from_tensor(x, [ROWS, INPUTS], plain),
+                TensorDescriptor.from_tensor(weight, [OUTPUTS, INPUTS], plain),
+                TensorDescriptor.from_tensor(out, [ROWS // _MULTIPLIERS, OUTPUTS], plain),
+                num_rows, num_outputs, num_inputs, DOWN, STAGES, ROWS, OUTPUTS, INPUTS, num_warps=4, maxnreg=168,
+            )  # fmt: skip
+        except Exception as error:  # Gluon is called experimental: another version's compiler may say no in any way
+            raise RuntimeError(f"SwiGLU with its product: {type(error).__name__}: {error}") from error
+        return out
+
+
+def propose_gated(num_rows: int, weight: torch.Tensor) -> list[GatedProduct]:
+    """For a weight [N, K] in many rows, where the GPU has what the kernel needs; else nothing."""
+    fits = weight.dtype in (torch.bfloat16, torch.float16) and weight.is_contiguous() and weight.is_cuda
+    fits = fits and weight.shape[1] % 8 == 0 and len(weight) % 16 == 0  # whole 16 bytes, of halves too
+    if not fits or num_rows < MANY_ROWS or torch.cuda.get_device_capability(weight.device)[0] != 9:
+        return []
+    return [GatedProduct()]
