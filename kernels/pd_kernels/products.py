@@ -24,7 +24,7 @@ PARTS = 2  # of a product whose outputs are too few tiles for all multiprocessor
 MANY_ROWS = 512  # from here on a product's time is that of its multiplications, and depends on the clock that is left
 ROUNDS = 4  # of the better ways to multiply many rows, in turn, for the power limit slows down whoever comes later
 BETTER = 1.04  # times the best of the first round
-FAVOUR = 0.97  # of the time of what activates too: under the power limit it gains so much that is not seen before
+FAVOUR = 0.95  # of the time of what activates too: under the power limit it gains what a short measurement hides
 AGREEMENT = 0.01  # of the norm; bfloat16's rounding, twice, is a third of it
 
 
@@ -135,14 +135,15 @@ class From:
 
 def winner_from(found: Mapping[int, Product | None], general: Sequence[Product]) -> From | None:
     """Of `general`, products for any number of rows, the one that was found best for the most rows that were measured,
-    from where on it was best for all; `found`: by numbers of rows. None: another was."""
-    least, sizes = None, sorted(found, reverse=True)
-    for size in sizes:
-        if found[size] not in general or found[size] != found[sizes[0]]:
+    from as many on as are nearer to those for which it was than to fewer; `found`: by numbers of rows. None: another
+    was."""
+    winner, least = None, 0
+    for size in sorted(found, reverse=True):
+        if found[size] not in general or winner not in (None, found[size]):
+            least = (least + size) // 2 + 1
             break
-        least = size
-    winner = found[sizes[0]] if sizes else None
-    return None if least is None or winner is None else From(least, winner)
+        winner, least = found[size], size
+    return None if winner is None else From(least, winner)
 
 
 def _agrees(product: Product, usual: Product, x: torch.Tensor, weight: torch.Tensor) -> bool:

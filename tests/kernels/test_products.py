@@ -179,7 +179,7 @@ def test_a_linear_multiplies_many_rows_like_the_winner_and_activates_all() -> No
 
 @pytest.mark.parametrize(
     ("winners", "least"),
-    [("oogg", 30), ("oggg", 20), ("gogg", 30), ("gggo", None), ("gggn", None), ("gggh", 40), ("gggg", 10), ("", None)],
+    [("oogg", 26), ("oggg", 16), ("gogg", 26), ("gggo", None), ("gggn", None), ("gggh", 36), ("gggg", 10), ("", None)],
 )
 def test_what_won_at_the_most_rows_is_used_for_those_between(winners: str, least: int | None) -> None:
     """`g` and `h`: products for any number of rows; `o`: for one number; `n`: torch's own."""
@@ -189,7 +189,7 @@ def test_what_won_at_the_most_rows_is_used_for_those_between(winners: str, least
     assert winner == (None if least is None else From(least, products[winners[-1]]))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("time", "taken"), [(9.0, True), (9.9, True), (10.4, False)])
+@pytest.mark.parametrize(("time", "taken"), [(9.0, True), (10.2, True), (10.4, False)])
 def test_the_favoured_is_taken_though_it_is_only_as_fast(time: float, taken: bool) -> None:
     clock: list[float] = []
     favoured, other, usual = Timed(time, clock), Timed(9.8, clock), Timed(10.0, clock)
