@@ -35,9 +35,9 @@ def _tile(turn, work, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
     """The program's tile of a turn: most keys first, and every other turn in reverse order for balance.
 
     Its KV head, its sequence, its first token's query row, tokens of the chunk from there on, that token's position,
-    the sequence's length, steps of KEYS keys (0: no tile).
+    the sequence's length, steps of KEYS keys. No steps: no tile, nor in any later turn, as those of nobody come last.
     """
-    tiles, num_tiles, _, query_starts, seq_lens = work
+    tiles, num_tiles, query_starts, seq_lens = work
     num_programs = gl.num_programs(0)
     place = gl.program_id(0)
     place = turn * num_programs + gl.where(turn % 2 == 0, place, num_programs - 1 - place)
@@ -86,17 +86,15 @@ def _produce(
     q_buffers, k_ring, v_ring, _ = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _, alone = barriers
     NUM_BYTES: gl.constexpr = KEYS * SIZE * 2
-    at, num_done, num_cleared = 0, 0, 0
-    for turn in range(work[2]):
-        head, seq, query_row, _left, _low, length, num_steps = _tile(turn, work, NUM_KV_HEADS, GROUP)
+    turn, at, num_cleared = 0, 0, 0
+    head, seq, query_row, _left, _low, length, num_steps = _tile(0, work, NUM_KV_HEADS, GROUP)
+    while num_steps > 0:
         table = block_tables + seq.to(gl.int64) * table_stride
-        if num_steps > 0:
-            for w in gl.static_range(2):
-                mbarrier.wait(q_empty.index(w), (num_done & 1) ^ 1)
-                mbarrier.expect(q_full.index(w), _ROWS * SIZE * 2)
-                where = [query_row + w * (_ROWS // GROUP), head * GROUP, 0]
-                tma.async_copy_global_to_shared(query_tiles, where, q_full.index(w), q_buffers.index(w))
-            num_done += 1
+        for w in gl.static_range(2):
+            mbarrier.wait(q_empty.index(w), (turn & 1) ^ 1)
+            mbarrier.expect(q_full.index(w), _ROWS * SIZE * 2)
+            where = [query_row + w * (_ROWS // GROUP), head * GROUP, 0]
+            tma.async_copy_global_to_shared(query_tiles, where, q_full.index(w), q_buffers.index(w))
         for i in range(num_steps):
             begin = (num_steps - 1 - i) * KEYS
             stage, phase = at % STAGES, at // STAGES & 1
@@ -120,6 +118,8 @@ def _produce(
                 fence_async_shared()
                 mbarrier.arrive(v_full.index(stage), count=1)
             at += 1
+        turn += 1
+        head, seq, query_row, _left, _low, length, num_steps = _tile(turn, work, NUM_KV_HEADS, GROUP)
 
 
 @gluon.jit
@@ -209,42 +209,43 @@ def _consume(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     q = q_buffers.index(WARPGROUP)._reinterpret(q_buffers.dtype, [_ROWS, SIZE], gl.NVMMASharedLayout(128, 16, rank=2))
     row = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
-    at, num_done = 0, 0
-    for turn in range(work[2]):
-        head, _seq, query_row, left, low, _length, num_steps = _tile(turn, work, NUM_KV_HEADS, GROUP)
-        if num_steps > 0:
-            position = low + (WARPGROUP * _ROWS + row) // GROUP
-            mbarrier.wait(q_full.index(WARPGROUP), num_done & 1)
-            mbarrier.wait(k_full.index(at % STAGES), at // STAGES & 1)
-            _take_turn(turns, at, WARPGROUP)
-            scores = _multiply_keys(q, k_ring, at % STAGES)
-            mbarrier.arrive(turns.index(1 - WARPGROUP), count=1)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            mbarrier.arrive(k_empty.index(at % STAGES), count=1)
-            top = gl.full([_ROWS], _LOWEST, gl.float32, gl.SliceLayout(1, layout))
-            total = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, layout))
-            weights, shrink, top, total = _weigh(scores, top, total, position, (num_steps - 1) * KEYS, scale, True)
-            sums = gl.zeros([_ROWS, SIZE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16]))
-            seen = gl.minimum((low + 1) // KEYS, num_steps - 1)  # of the steps, those that all rows see wholly
-            weights, shrink, top, total, sums, at = _walk(
-                q, k_ring, v_ring, barriers, weights, shrink, top, total, sums, position, scale, at, seen,
-                num_steps - 1, WARPGROUP, True,
-            )  # fmt: skip
-            weights, shrink, top, total, sums, at = _walk(
-                q, k_ring, v_ring, barriers, weights, shrink, top, total, sums, position, scale, at, 0, seen,
-                WARPGROUP, False,
-            )  # fmt: skip
-            mbarrier.arrive(q_empty.index(WARPGROUP), count=1)
-            mbarrier.wait(v_full.index(at % STAGES), at // STAGES & 1)
-            sums, operand = _add_values(weights, shrink, sums, v_ring, at % STAGES)
-            sums, operand = warpgroup_mma_wait(0, deps=[sums, operand])
-            mbarrier.arrive(v_empty.index(at % STAGES), count=1)
-            at += 1
-            num_done += 1
-            _store(
-                sums, total, out_buffers.index(WARPGROUP), out, head, query_row, left, NUM_KV_HEADS, GROUP, SIZE,
-                WARPGROUP,
-            )  # fmt: skip
+    turn, at = 0, 0
+    head, _seq, query_row, left, low, _length, num_steps = _tile(0, work, NUM_KV_HEADS, GROUP)
+    while num_steps > 0:
+        position = low + (WARPGROUP * _ROWS + row) // GROUP
+        mbarrier.wait(q_full.index(WARPGROUP), turn & 1)
+        mbarrier.wait(k_full.index(at % STAGES), at // STAGES & 1)
+        _take_turn(turns, at, WARPGROUP)
+        scores = _multiply_keys(q, k_ring, at % STAGES)
+        mbarrier.arrive(turns.index(1 - WARPGROUP), count=1)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(k_empty.index(at % STAGES), count=1)
+        top = gl.full([_ROWS], _LOWEST, gl.float32, gl.SliceLayout(1, layout))
+        total = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, layout))
+        weights, shrink, top, total = _weigh(scores, top, total, position, (num_steps - 1) * KEYS, scale, True)
+        sums = gl.zeros([_ROWS, SIZE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16]))
+        seen = gl.minimum((low + 1) // KEYS, num_steps - 1)  # of the steps, those that all rows see wholly
+        weights, shrink, top, total, sums, at = _walk(
+            q, k_ring, v_ring, barriers, weights, shrink, top, total, sums, position, scale, at, seen,
+            num_steps - 1, WARPGROUP, True,
+        )  # fmt: skip
+        weights, shrink, top, total, sums, at = _walk(
+            q, k_ring, v_ring, barriers, weights, shrink, top, total, sums, position, scale, at, 0, seen,
+            WARPGROUP, False,
+        )  # fmt: skip
+        mbarrier.arrive(q_empty.index(WARPGROUP), count=1)
+        mbarrier.wait(v_full.index(at % STAGES), at // STAGES & 1)
+        sums, operand = _add_values(weights, shrink, sums, v_ring, at % STAGES)
+        turn += 1  # the next one's numbers come while this product is computed
+        next_head, _seq, next_row, next_left, low, _length, num_steps = _tile(turn, work, NUM_KV_HEADS, GROUP)
+        sums, operand = warpgroup_mma_wait(0, deps=[sums, operand])
+        mbarrier.arrive(v_empty.index(at % STAGES), count=1)
+        at += 1
+        _store(
+            sums, total, out_buffers.index(WARPGROUP), out, head, query_row, left, NUM_KV_HEADS, GROUP, SIZE,
+            WARPGROUP,
+        )  # fmt: skip
+        head, query_row, left = next_head, next_row, next_left
 
 
 @gluon.jit
@@ -255,10 +256,10 @@ def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
     return barriers
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "num_turns", "table_stride"])
+@gluon.jit(do_not_specialize=["num_tiles", "table_stride"])
 def gluon_prefill_kernel(
-    query_tiles, key_tiles, value_tiles, out, block_tables, query_starts, seq_lens, tiles, num_tiles, num_turns,
-    table_stride, scale, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr,
+    query_tiles, key_tiles, value_tiles, out, block_tables, query_starts, seq_lens, tiles, num_tiles, table_stride,
+    scale, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Four warps, and eight that this starts beside them. `scale` is of scores to the base 2; the rest as Triton's."""
@@ -276,7 +277,7 @@ def gluon_prefill_kernel(
     )  # fmt: skip
     mbarrier.init(barriers[7], count=1)
     fence_async_shared()
-    work = (tiles, num_tiles, num_turns, query_starts, seq_lens)
+    work = (tiles, num_tiles, query_starts, seq_lens)
     given = (query_tiles, key_tiles, value_tiles, block_tables, table_stride)
     gl.warp_specialize(
         [

@@ -37,24 +37,22 @@ class HopperPrefill:
     dtype: torch.dtype
 
     @classmethod
-    def of(
-        cls, query: torch.Tensor, key_cache: torch.Tensor, tiling: PrefillTiling, window: int
-    ) -> HopperPrefill | None:
-        """None where it does not serve: small or shared tiles, windows, other heads than of 64 or 128, other GPUs.
-
-        `query` [T, H, D]; `key_cache`: any layer's view [N, G, B, D].
-        """
-        num_kv_heads, block_size = key_cache.shape[1:3]
-        group = query.shape[1] // num_kv_heads
+    def of(cls, num_heads: int, key_cache: torch.Tensor) -> HopperPrefill | None:
+        """`key_cache`: any layer's view [N, G, B, D]. None where the kernel does not serve."""
+        _, num_kv_heads, block_size, head_dim = key_cache.shape
+        group = num_heads // num_kv_heads
         serves = (
-            _is_hopper(query.device)
-            and (tiling.rows, tiling.parts, window) == (_ROWS, 1, 0)
+            _is_hopper(key_cache.device)
+            and key_cache.dtype in _TYPES
+            and head_dim in _HEAD_DIMS
             and (block_size % _PIECE, _PIECE % group) == (0, 0)
-            and (query.stride(0) % 8, query.data_ptr() % 16) == (0, 0)  # as the tensor memory accelerator wants it
-            and query.shape[2] in _HEAD_DIMS
-            and query.dtype in _TYPES
         )
-        return cls(num_kv_heads, group, query.shape[2], block_size, query.dtype) if serves else None
+        return cls(num_kv_heads, group, head_dim, block_size, key_cache.dtype) if serves else None
+
+    def takes(self, query: torch.Tensor, tiling: PrefillTiling, window: int) -> bool:
+        """Large tiles that are not shared, without a window, of queries aligned as the memory accelerator wants it."""
+        is_aligned = (query.stride(0) % 8, query.data_ptr() % 16) == (0, 0)
+        return is_aligned and (tiling.rows, tiling.parts, window) == (_ROWS, 1, 0)
 
     def compile(self) -> Any:
         """For a Hopper GPU, which none is needed for. Raises what Triton does: Gluon differs by version."""
@@ -69,7 +67,7 @@ class HopperPrefill:
             **dict.fromkeys(("key_tiles", "value_tiles"), f"tensordesc<{element}{[1, _PIECE, _PIECE]},{layout!r}>"),
             "out": f"*{element}",
             **dict.fromkeys(("block_tables", "query_starts", "seq_lens", "tiles"), "*i32"),
-            **dict.fromkeys(("num_tiles", "num_turns", "table_stride"), "i32"),
+            **dict.fromkeys(("num_tiles", "table_stride"), "i32"),
             "scale": "fp32",
         }
         constants = dict(zip(kernel.arg_names[-4:], self._constants, strict=True))
@@ -107,8 +105,7 @@ class HopperPrefill:
         num_programs = min(num_tiles * self.num_kv_heads, num_processors(query.device))
         kernel[(num_programs, 1, 1)](
             queries, keys, values, out, packed.block_tables, packed.query_starts, packed.seq_lens, tiles, num_tiles,
-            -(-num_tiles * self.num_kv_heads // num_programs), packed.block_tables.stride(0), scale * _LOG2_E,
-            *self._constants,
+            packed.block_tables.stride(0), scale * _LOG2_E, *self._constants,
         )  # fmt: skip
 
     @property
@@ -128,6 +125,12 @@ def compiled(prefill: HopperPrefill) -> Any | None:
     except Exception:  # whatever a compiler may raise: we do without it
         logger.warning("prefill attention stays with Triton: the kernel for Hopper does not compile", exc_info=True)
         return None
+
+
+def serves_hopper(num_heads: int, key_cache: torch.Tensor) -> bool:
+    """Whether large tiles will be the kernel's. Compiles it."""
+    prefill = HopperPrefill.of(num_heads, key_cache)
+    return prefill is not None and compiled(prefill) is not None
 
 
 @cache

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from pd_kernels.checks import check_cache_views, check_query, output
+from pd_kernels.hopper_prefill import serves_hopper
 from pd_kernels.triton_decode import (
     DecodePlan,
     DecodeTiling,
@@ -82,8 +83,9 @@ class TritonAttentionPlan:
                 num_rows = (self.num_tokens - packed.num_decodes) * query.shape[1]
                 num_keys = 0 if self.window else int(packed.host_seq_lens[packed.num_decodes :].max())
                 processors = num_processors(query.device)
+                hopper = not self.window and serves_hopper(query.shape[1], key_cache)
                 tiling = self.prefill or unshared_if_many(
-                    prefill_tiling(query.dtype, query.shape[2], num_rows, num_keys, processors),
+                    prefill_tiling(query.dtype, query.shape[2], num_rows, num_keys, processors, hopper),
                     packed, query.shape[1], key_cache.shape[1], processors,
                 )  # fmt: skip
                 self.prefills[group] = plan_prefill(packed, query.shape[1], key_cache, tiling)

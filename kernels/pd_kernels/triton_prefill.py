@@ -240,11 +240,12 @@ def room_for_parts(tiling: PrefillTiling, num_tiles: int, key_cache: torch.Tenso
 
 
 def prefill_tiling(
-    dtype: torch.dtype, head_dim: int, num_rows: int, num_keys: int, num_processors: int
+    dtype: torch.dtype, head_dim: int, num_rows: int, num_keys: int, num_processors: int, hopper: bool = False
 ) -> PrefillTiling:
     """For a GPU with 228 KiB of shared memory a multiprocessor.
 
-    `num_rows`: query tokens times query heads; `num_keys`: of the longest sequence, 0 under a window.
+    `num_rows`: query tokens times query heads; `num_keys`: of the longest sequence, 0 under a window; `hopper`: large
+    tiles that are not shared are the other kernel's, which one program a multiprocessor is enough for.
     """
     if dtype is torch.float32:
         return PrefillTiling(rows=32, keys=16, num_warps=4, num_stages=1, descriptors=False)
@@ -256,6 +257,8 @@ def prefill_tiling(
     small = PrefillTiling(rows=64, keys=64, num_warps=4, num_stages=2, max_registers=168)
     num_tiles = -(-num_rows // large.rows)
     is_far = num_keys >= _FAR_KEYS
+    if hopper and 10 * num_tiles >= 7 * num_processors:
+        return large
     if num_tiles <= num_processors // 4:
         parts = min(num_processors // num_tiles, num_keys // 256, _MOST_PARTS)
         if parts > 1 and num_keys >= _SHARED_KEYS:
@@ -296,8 +299,8 @@ def prefill_attention(
     `query`, `out` [T, H, D] of the whole step; `plan`: of `plan_prefill` for as many heads and the same window.
     """
     tiling, tiles = plan.tiling, plan.tiles
-    hopper = HopperPrefill.of(query, key_cache, tiling, window)
-    if hopper is not None and (kernel := compiled(hopper)) is not None:
+    hopper = HopperPrefill.of(query.shape[1], key_cache)
+    if hopper and hopper.takes(query, tiling, window) and (kernel := compiled(hopper)) is not None:
         hopper.launch(kernel, query, key_cache, value_cache, packed, tiles, out, scale)
         return
     num_heads, size = query.shape[1:]

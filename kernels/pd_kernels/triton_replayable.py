@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pd_kernels.checks import check_cache_views, check_query, output
+from pd_kernels.hopper_prefill import serves_hopper
 from pd_kernels.packed import PackedSequences
 from pd_kernels.triton_decode import DecodePlan, decode_attention, decode_tiling, num_processors, plan_decode
 from pd_kernels.triton_prefill import (
@@ -45,10 +46,11 @@ class TritonReplayable:
     def of(cls, size: StepSize, num_heads: int, key_cache: torch.Tensor) -> TritonReplayable | None:
         """`key_cache`: any layer's, for shape and dtype. None: that many query heads share a KV head that no tile has
         room for a token, or what is far is cut like what is near."""
+        hopper = serves_hopper(num_heads, key_cache)
         near, far = (
             prefill_tiling(
                 key_cache.dtype, key_cache.shape[3], size.num_tokens * num_heads, num_keys,
-                num_processors(key_cache.device),
+                num_processors(key_cache.device), hopper,
             )
             for num_keys in (0, _FAR_KEYS)
         )  # fmt: skip

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,9 +16,9 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from pd_kernels import hopper_prefill, reference
-from pd_kernels.hopper_prefill import HopperPrefill, compiled
+from pd_kernels.hopper_prefill import HopperPrefill, compiled, serves_hopper
 from pd_kernels.triton_attention import plan_attention
-from pd_kernels.triton_prefill import PrefillTiling
+from pd_kernels.triton_prefill import PrefillTiling, prefill_tiling
 from tests.kernels.paged import Paged, Shape, make_paged
 from tests.kernels.test_triton_attention import DEVICE, TOLERANCE, on_device
 
@@ -47,40 +47,43 @@ on_hopper = pytest.mark.skipif(
 )
 
 
-def case(**changes: Any) -> tuple[torch.Tensor, torch.Tensor, PrefillTiling, int]:
-    """What `HopperPrefill.of` is asked, at a shape that it serves but for `changes`."""
-    of: dict[str, Any]
-    of = {"heads": 32, "kv_heads": 8, "head_dim": 128, "block": 64, "dtype": torch.bfloat16, "window": 0, "parts": 1}
-    of |= {"rows": 128, "spare": 0} | changes
-    query = torch.zeros(5, of["heads"] * of["head_dim"] + of["spare"], dtype=of["dtype"])
-    query = query[:, : of["heads"] * of["head_dim"]].view(5, of["heads"], of["head_dim"])
-    cache = torch.zeros(3, of["kv_heads"], of["block"], of["head_dim"], dtype=of["dtype"])
-    return query, cache, replace(LARGE, rows=of["rows"], parts=of["parts"]), of["window"]
+def cache(kv_heads: int = 8, block: int = 64, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(3, kv_heads, block, head_dim, dtype=dtype)
 
 
-def test_large_steps_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_of_64_and_128_on_blocks_of_64_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_prefill, "_is_hopper", lambda _: True)
-    assert HopperPrefill.of(*case()) == PREFILL
-    assert HopperPrefill.of(*case(block=128, dtype=torch.float16, spare=1024)) == replace(
-        PREFILL, block_size=128, dtype=torch.float16
-    )
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"window": 20}, {"parts": 2}, {"rows": 64}, {"head_dim": 96}, {"block": 16}, {"block": 96}, {"heads": 24},
-        {"dtype": torch.float32}, {"spare": 4},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_whatever_else_is_left_to_triton(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_prefill, "_is_hopper", lambda _: True)
-    assert HopperPrefill.of(*case(**changes)) is None
+    assert HopperPrefill.of(32, cache()) == PREFILL
+    changed = HopperPrefill.of(64, cache(block=128, head_dim=64, dtype=torch.float16))
+    assert changed == HopperPrefill(8, group=8, head_dim=64, block_size=128, dtype=torch.float16)
+    others = [cache(head_dim=96), cache(block=16), cache(block=96), cache(dtype=torch.float32), cache(kv_heads=11)]
+    assert [HopperPrefill.of(32, other) for other in others[:4]] == [None] * 4
+    assert HopperPrefill.of(33, others[4]) is None, "three rows of a token do not divide a warpgroup's"
 
 
 def test_other_devices_are_left_to_triton() -> None:
-    assert HopperPrefill.of(*case()) is None
+    assert HopperPrefill.of(32, cache()) is None
+    assert not serves_hopper(32, cache())
+
+
+@pytest.mark.parametrize(
+    ("tiling", "window", "spare", "taken"),
+    [
+        (LARGE, 0, 0, True), (LARGE, 0, 1024, True), (LARGE, 20, 0, False), (LARGE, 0, 4, False),
+        (replace(LARGE, parts=2), 0, 0, False), (replace(LARGE, rows=64), 0, 0, False),
+    ],
+)  # fmt: skip
+def test_large_tiles_are_taken(tiling: PrefillTiling, window: int, spare: int, taken: bool) -> None:
+    """`spare`: elements between the queries of one token and of the next."""
+    query = torch.zeros(5, 32 * 128 + spare, dtype=torch.bfloat16)[:, : 32 * 128].view(5, 32, 128)
+    assert PREFILL.takes(query, tiling, window) == taken
+
+
+@pytest.mark.parametrize(("num_tokens", "num_keys", "rows"), [(352, 352, 64), (384, 384, 128), (512, 8512, 128)])
+def test_one_large_tile_a_processor_is_enough(num_tokens: int, num_keys: int, rows: int) -> None:
+    """For 32 heads of 128 on an H200, by measurement; nor are its keys shared."""
+    tiling = prefill_tiling(torch.bfloat16, 128, num_tokens * 32, num_keys, 132, hopper=True)
+    assert (tiling.rows, tiling.parts) == (rows, 1)
 
 
 def test_without_a_compiler_that_takes_it_triton_goes_on(
@@ -144,7 +147,8 @@ def test_sums_equal_the_oracle_whatever_lies_behind_sequences(name: str, dtype: 
     """Any scale: rows that see nothing of a tile's keys must weigh them 0 exactly. Queries are strided as a step's."""
     paged = on_device(make_paged(SHAPES[name], dtype))
     paged = replace(paged, query=torch.cat((paged.query, paged.query), dim=1)[:, : paged.query.shape[1]])
-    assert HopperPrefill.of(paged.query, paged.key_cache, LARGE, 0) is not None
+    assert serves_hopper(paged.query.shape[1], paged.key_cache)
+    assert PREFILL.takes(paged.query, LARGE, 0)
     want = expected(paged, scale)
     spoil(paged)
     plan = plan_attention(paged.packed, paged.key_cache, prefill=LARGE)
