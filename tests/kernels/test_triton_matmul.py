@@ -112,7 +112,7 @@ def test_products_of_real_models(rows: int, outputs: int, inputs: int) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 17, 64])
 @pytest.mark.parametrize(
-    ("num_outputs", "num_inputs"), [(4096, 14336), (1024, 2048), (28672, 4096), (64, 64), (64, 8192)]
+    ("num_outputs", "num_inputs"), [(4096, 14336), (1024, 2048), (28672, 4096), (64, 64), (64, 8192), (151936, 1024)]
 )
 def test_tiling(num_outputs: int, num_inputs: int, num_rows: int) -> None:
     """Programs are no more than the device takes at once if inputs are split, and none is without work."""
