@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from pd_kernels.products import MANY_ROWS
 from pd_kernels.triton_decode import num_processors
 
 ROWS, OUTPUTS, INPUTS = 128, 128, 64  # of a tile: rows, gates and as many ups, and what they share, 128 bytes of each
@@ -136,7 +135,8 @@ def _gated_kernel(
 
 @dataclass(frozen=True, slots=True)
 class GatedProduct:
-    """See products.Product: silu_and_mul of it, [M, N / 2]. For any number of rows, though it is made for hundreds."""
+    """See products.Product: silu_and_mul of it, [M, N / 2]. For any number of rows, though it is made for
+    hundreds."""
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """`x` [M, K], `weight` [N, K]: gates, then ups; contiguous, bfloat16 or float16. Raises RuntimeError."""
@@ -157,9 +157,9 @@ class GatedProduct:
 
 
 def propose_gated(num_rows: int, weight: torch.Tensor) -> list[GatedProduct]:
-    """For a weight [N, K] in many rows, where the GPU has what the kernel needs; else nothing."""
+    """For a weight [N, K] and rows for more than half a tile, where the GPU has what the kernel needs; else nothing."""
     fits = weight.dtype in (torch.bfloat16, torch.float16) and weight.is_contiguous() and weight.is_cuda
     fits = fits and weight.shape[1] % 8 == 0 and len(weight) % 16 == 0  # whole 16 bytes, of halves too
-    if not fits or num_rows < MANY_ROWS or torch.cuda.get_device_capability(weight.device)[0] != 9:
+    if not fits or num_rows <= ROWS // 2 or torch.cuda.get_device_capability(weight.device)[0] != 9:
         return []
     return [GatedProduct()]

@@ -76,7 +76,7 @@ def choose_product(
     """The fastest way to multiply `num_rows` rows with weights of one shape [N, K]; None when that is the `usual` one.
 
     `finish` does with the product what the model does, parts or not; its time counts. Without, there may be no parts.
-    What is `favoured` among the proposals is taken to be faster than it is measured to be, by FAVOUR.
+    What is `favoured` among the proposals for many rows is taken to be faster than it is measured to be, by FAVOUR.
     Raises RuntimeError when the usual way fails; another that does not run, or comes to something else, is none, and
     logged.
     """
@@ -103,19 +103,12 @@ def choose_product(
 
         return measure(run)
 
-    usual_times, ways = [time(usual)], []
-    for product in proposals:
-        try:
-            ways.append((product, [time(product)]))
-        except RuntimeError as error:
-            logger.info("a way to multiply %s does not run: %s", shape, error)
-    limit = BETTER * min((times[0] for _, times in ways), default=0.0)
-    ways = [(product, times) for product, times in ways if times[0] <= limit]
-    for _ in range(ROUNDS if many else 0):
-        for product, times in ((usual, usual_times), *ways):
-            times.append(time(product))
+    usual_times, ways = _time_in_turn(usual, proposals, time, ROUNDS if many else 0)
     limit = MARGIN * statistics.median(usual_times)
-    taken = [(statistics.median(times) * (FAVOUR if product in favoured else 1.0), product) for product, times in ways]
+    taken = [
+        (statistics.median(times) * (FAVOUR if many and product in favoured else 1.0), product)
+        for product, times in ways
+    ]
     for seconds, product in sorted(taken, key=lambda way: way[0]):
         if seconds >= limit:
             break
@@ -123,6 +116,24 @@ def choose_product(
             return product
         logger.warning("a way to multiply %s is wrong, and not taken: %s", shape, product)
     return None
+
+
+def _time_in_turn(
+    usual: Product, proposals: Sequence[Product], time: Callable[[Product], float], rounds: int
+) -> tuple[list[float], list[tuple[Product, list[float]]]]:
+    """Each once, and then those near the best so many times more: the usual one's times, and those of others that run."""
+    usual_times, ways = [time(usual)], list[tuple[Product, list[float]]]()
+    for product in proposals:
+        try:
+            ways.append((product, [time(product)]))
+        except RuntimeError as error:
+            logger.info("a way to multiply does not run: %s: %s", product, error)
+    limit = BETTER * min((times[0] for _, times in ways), default=0.0)
+    ways = [(product, times) for product, times in ways if times[0] <= limit]
+    for _ in range(rounds):
+        for product, times in ((usual, usual_times), *ways):
+            times.append(time(product))
+    return usual_times, ways
 
 
 @dataclass(frozen=True, slots=True)

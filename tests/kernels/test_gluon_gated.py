@@ -62,10 +62,10 @@ def test_many_replays_are_bit_by_bit_the_same() -> None:
 
 @pytest.mark.gpu
 @on_hopper
-def test_only_many_rows_of_whole_16_bytes_are_proposed_for() -> None:
+def test_rows_for_half_a_tile_of_whole_16_bytes_are_proposed_for() -> None:
     weight = torch.zeros(64, 64, device="cuda", dtype=torch.bfloat16)
-    assert propose_gated(512, weight) == [GatedProduct()]
-    others = (511, weight), (512, weight.float()), (512, weight[:, :60].contiguous()), (512, weight[:, :32])
+    assert propose_gated(65, weight) == [GatedProduct()]
+    others = (64, weight), (512, weight.float()), (512, weight[:, :60].contiguous()), (512, weight[:, :32])
     assert not any(propose_gated(num_rows, other) for num_rows, other in (*others, (512, weight[:56])))
 
 

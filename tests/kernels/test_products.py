@@ -190,7 +190,7 @@ def test_what_won_at_the_most_rows_is_used_for_those_between(winners: str, least
 
 
 @pytest.mark.parametrize(("time", "taken"), [(9.0, True), (10.1, True), (10.4, False)])
-def test_the_favoured_is_taken_though_it_is_only_as_fast(time: float, taken: bool) -> None:
+def test_of_many_rows_the_favoured_is_taken_though_it_is_only_as_fast(time: float, taken: bool) -> None:
     clock: list[float] = []
     favoured, other, usual = Timed(time, clock), Timed(9.8, clock), Timed(10.0, clock)
 
@@ -200,10 +200,15 @@ def test_the_favoured_is_taken_though_it_is_only_as_fast(time: float, taken: boo
         return sum(clock)
 
     ways = [other, favoured]
-    chosen = choose_product(
-        2, [torch.zeros(4, 3)], lambda num_rows, weight, parts=1: ways, measure, usual=usual, favoured=[favoured]
-    )
-    assert chosen is (favoured if taken else other)
+    for num_rows, expected in (
+        (MANY_ROWS, favoured if taken else other),
+        (MANY_ROWS - 1, favoured if time < 9.8 else other),
+    ):
+        chosen = choose_product(
+            num_rows, [torch.zeros(4, 3)], lambda num_rows, weight, parts=1: ways, measure, usual=usual,
+            favoured=[favoured],
+        )  # fmt: skip
+        assert chosen is expected
 
 
 def test_nothing_is_proposed_for_float32() -> None:
