@@ -121,7 +121,7 @@ def choose_product(
 def _time_in_turn(
     usual: Product, proposals: Sequence[Product], time: Callable[[Product], float], rounds: int
 ) -> tuple[list[float], list[tuple[Product, list[float]]]]:
-    """Each once, and then those near the best so many times more: the usual one's times, and those of others that run."""
+    """Each once, and those near the best `rounds` times more: the usual one's times, and those of others that run."""
     usual_times, ways = [time(usual)], list[tuple[Product, list[float]]]()
     for product in proposals:
         try:
