@@ -58,10 +58,12 @@ class Replayable(Protocol):
 
 
 class MakeReplayable(Protocol):
-    """For one size and one shape, that of a layer's `key_cache`; None: there is none for it, or it is far and a near
-    one does as well."""
+    """For one size and one shape, that of a layer's `key_cache`, and whether any layer has a window; None: there is
+    none for it, or it is far and a near one does as well."""
 
-    def __call__(self, size: StepSize, num_heads: int, key_cache: torch.Tensor) -> Replayable | None: ...
+    def __call__(
+        self, size: StepSize, num_heads: int, key_cache: torch.Tensor, windowed: bool
+    ) -> Replayable | None: ...
 
 
 class NormRopeWrite(Protocol):
@@ -132,7 +134,7 @@ def no_gated_products(num_rows: int, weight: torch.Tensor) -> tuple[()]:
     return ()
 
 
-def not_replayable(size: StepSize, num_heads: int, key_cache: torch.Tensor) -> None:
+def not_replayable(size: StepSize, num_heads: int, key_cache: torch.Tensor, windowed: bool = False) -> None:
     """Attention that plans with the lengths."""
 
 

@@ -11,7 +11,9 @@ Needs Triton's Gluon, which says more than Triton about who waits for whom, and 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -28,6 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pd_kernels.triton_decode import num_processors
 
+logger = logging.getLogger(__name__)
 ROWS, OUTPUTS, INPUTS = 128, 128, 64  # of a tile: rows, gates and as many ups, and what they share, 128 bytes of each
 STAGES = 4  # of the ring: 192 KiB
 DOWN = 16  # tiles below each other before the next to the right: their weights are still in the second-level cache
@@ -158,8 +161,20 @@ class GatedProduct:
 
 def propose_gated(num_rows: int, weight: torch.Tensor) -> list[GatedProduct]:
     """For a weight [N, K] and rows for more than half a tile, where the GPU has what the kernel needs; else nothing."""
-    fits = weight.dtype in (torch.bfloat16, torch.float16) and weight.is_contiguous() and weight.is_cuda
+    fits = weight.dtype in (torch.bfloat16, torch.float16) and weight.is_contiguous()
     fits = fits and weight.shape[1] % 8 == 0 and len(weight) % 16 == 0  # whole 16 bytes, of halves too
-    if not fits or num_rows <= ROWS // 2 or torch.cuda.get_device_capability(weight.device)[0] != 9:
-        return []
-    return [GatedProduct()]
+    return [GatedProduct()] if fits and num_rows > ROWS // 2 and _runs_on(weight.device) else []
+
+
+@cache
+def _runs_on(device: torch.device) -> bool:
+    """Asked for every number of rows; a compiler that says no would do so each time."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        x, weight = (torch.zeros(rows, INPUTS, dtype=torch.bfloat16, device=device) for rows in (1, 2 * OUTPUTS))
+        GatedProduct()(x, weight)
+    except RuntimeError:
+        logger.warning("no SwiGLU with its product", exc_info=True)
+        return False
+    return True

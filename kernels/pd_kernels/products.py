@@ -76,7 +76,7 @@ def choose_product(
     """The fastest way to multiply `num_rows` rows with weights of one shape [N, K]; None when that is the `usual` one.
 
     `finish` does with the product what the model does, parts or not; its time counts. Without, there may be no parts.
-    What is `favoured` among the proposals for many rows is taken to be faster than it is measured to be, by FAVOUR.
+    What is `favoured` among the proposals for many rows is taken to need FAVOUR of the time that is measured.
     Raises RuntimeError when the usual way fails; another that does not run, or comes to something else, is none, and
     logged.
     """
@@ -103,12 +103,10 @@ def choose_product(
 
         return measure(run)
 
-    usual_times, ways = _time_in_turn(usual, proposals, time, ROUNDS if many else 0)
+    weigh = {id(product): FAVOUR for product in favoured if many}
+    usual_times, ways = _time_in_turn(usual, proposals, time, ROUNDS if many else 0, weigh)
     limit = MARGIN * statistics.median(usual_times)
-    taken = [
-        (statistics.median(times) * (FAVOUR if many and product in favoured else 1.0), product)
-        for product, times in ways
-    ]
+    taken = [(statistics.median(times) * weigh.get(id(product), 1.0), product) for product, times in ways]
     for seconds, product in sorted(taken, key=lambda way: way[0]):
         if seconds >= limit:
             break
@@ -119,17 +117,25 @@ def choose_product(
 
 
 def _time_in_turn(
-    usual: Product, proposals: Sequence[Product], time: Callable[[Product], float], rounds: int
+    usual: Product,
+    proposals: Sequence[Product],
+    time: Callable[[Product], float],
+    rounds: int,
+    weigh: Mapping[int, float],
 ) -> tuple[list[float], list[tuple[Product, list[float]]]]:
-    """Each once, and those near the best `rounds` times more: the usual one's times, and those of others that run."""
+    """Each once, and those near the best `rounds` times more: the usual one's times, and those of others that run.
+
+    `weigh`: by the id of a product, what its time is multiplied with to be compared.
+    """
     usual_times, ways = [time(usual)], list[tuple[Product, list[float]]]()
     for product in proposals:
         try:
             ways.append((product, [time(product)]))
         except RuntimeError as error:
             logger.info("a way to multiply does not run: %s: %s", product, error)
-    limit = BETTER * min((times[0] for _, times in ways), default=0.0)
-    ways = [(product, times) for product, times in ways if times[0] <= limit]
+    first = {id(product): times[0] * weigh.get(id(product), 1.0) for product, times in ways}
+    limit = BETTER * min(first.values(), default=0.0)
+    ways = [(product, times) for product, times in ways if first[id(product)] <= limit]
     for _ in range(rounds):
         for product, times in ((usual, usual_times), *ways):
             times.append(time(product))

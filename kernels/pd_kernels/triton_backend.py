@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 def _gated_products() -> ProposeGated:
     try:
         from pd_kernels.gluon_gated import propose_gated
-    except ImportError as error:  # Gluon is called experimental: it moves with Triton's versions
+    except Exception as error:  # Gluon is called experimental: another version may refuse its decorators in any way
         logger.warning("no SwiGLU with its product: %s", error)
         return no_gated_products
     return propose_gated

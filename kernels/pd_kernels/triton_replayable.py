@@ -43,10 +43,12 @@ class TritonReplayable:
     tiling: PrefillTiling
 
     @classmethod
-    def of(cls, size: StepSize, num_heads: int, key_cache: torch.Tensor) -> TritonReplayable | None:
+    def of(
+        cls, size: StepSize, num_heads: int, key_cache: torch.Tensor, windowed: bool = False
+    ) -> TritonReplayable | None:
         """`key_cache`: any layer's, for shape and dtype. None: that many query heads share a KV head that no tile has
         room for a token, or what is far is cut like what is near."""
-        hopper = serves_hopper(num_heads, key_cache)
+        hopper = not windowed and serves_hopper(num_heads, key_cache)  # whose kernel takes no window
         near, far = (
             prefill_tiling(
                 key_cache.dtype, key_cache.shape[3], size.num_tokens * num_heads, num_keys,

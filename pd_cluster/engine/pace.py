@@ -20,6 +20,7 @@ LEAD_FACTOR = 1.5  # of the host's own time for a step, which it must not exceed
 SURE_SHARE = 0.95  # of the predicted time of a step; the rest is for what makes one shorter than the last
 LATE_SHARE = 0.8  # what is left of a prediction that was too long
 GROWTH = 1.05  # of a prediction in one step: where long and short ones take turns, the short ones are foretold
+FLOOR = 0.5  # of what the last two steps took, below which no prediction stays, however often it was shortened
 ALIKE = 0.2  # decode steps whose numbers of sequences differ by less take about as long
 MEMORY = 0.95  # a slow planning is remembered for some tens of steps
 TRUST = 0.34  # won with each step with prompts that outlasted its prediction; all of it is 1
@@ -29,8 +30,8 @@ TRUST = 0.34  # won with each step with prompts that outlasted its prediction; a
 class Pace:
     """Of one pipeline. Times are in seconds, of any one clock.
 
-    One long step predicts nothing (this process may have been stopped): decode steps are believed when two in a row
-    took as long, steps with prompts by and by.
+    One long step predicts nothing (this process may have been stopped): decode steps are believed by and by when two
+    in a row took as long, steps with prompts as they prove it.
     """
 
     _host_s: float = 0.0  # planning and launching a step of decodes
@@ -61,7 +62,7 @@ class Pace:
             return
         if not was_over:
             sure_s = min(duration_s, self._last_decode_s) if self._is_alike(num_decodes) else 0.0
-            self._decode_s = min(sure_s, self._decode_s * GROWTH) if self._decode_s else sure_s
+            self._decode_s = min(sure_s, max(self._decode_s * GROWTH, sure_s * FLOOR)) if self._decode_s else sure_s
             self._last_decode_s = duration_s
         self._num_decodes = num_decodes
 

@@ -4,8 +4,9 @@ A step that decodes keeps streams waiting, so where those are limited its prompt
 token counts as one, and once more for every `keys_per_token` keys that it sees. Behind 6,000 tokens of its own prompt a
 token holds decodes up for twice as long as at the beginning (`ModelSpec.keys_per_token`), and half as many fit.
 
-Beside many decodes a step is long already, and the limit is less: a short answer that lies wholly within the reading of
-long prompts has all of its steps prolonged, and makes the 99th percentile of the time per token (benchmarks/LOG.md).
+Beside more than MANY_DECODES a step's limit is less while that leaves room for prompts: a short answer that lies wholly
+within the reading of long ones has all of its steps prolonged, and makes the 99th percentile of the time per token
+("Disaggregation on two H200s" in benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -34,15 +35,18 @@ class PromptShare:
     @classmethod
     def beside(cls, num_decodes: int, max_num_tokens: int, limit: int = 0, keys_per_token: int = 0) -> Self:
         """Of a step of at most `max_num_tokens`. `limit`: what its tokens may cost, 0: anything; it is lowered beside
-        many decodes, then raised to a multiple of STEP_MULTIPLE if it leaves prompts less than LEAST_PROMPT_TOKENS."""
+        many decodes, then raised to a multiple of STEP_MULTIPLE if it leaves prompts less than LEAST_PROMPT_TOKENS, but
+        not beyond itself if it left them as much."""
         room = max_num_tokens - num_decodes
         if not limit:
             return cls(tokens_left=room, cost_left=room)
+        asked, least = limit, num_decodes + LEAST_PROMPT_TOKENS
         if num_decodes > MANY_DECODES:
             limit -= STEP_MULTIPLE
-        least = num_decodes + LEAST_PROMPT_TOKENS
         if limit < least:
             limit = -(-least // STEP_MULTIPLE) * STEP_MULTIPLE
+        if asked >= least:
+            limit = min(limit, asked)
         return cls(
             tokens_left=room,
             cost_left=limit - num_decodes,

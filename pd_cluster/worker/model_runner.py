@@ -134,7 +134,7 @@ class ModelRunner:
     def _replay(
         self, batch: Batch, inputs: ReplayInputs, replay: Callable[[ReplayInputs], ReplayOutputs]
     ) -> PendingStep:
-        """No blocks are cleared: kernels that can be captured load nothing past a sequence's length."""
+        """No blocks are cleared: kernels that can be captured use nothing past a sequence's length."""
         self._staging.flush()
         outputs = replay(inputs)
         if not len(inputs.samples):

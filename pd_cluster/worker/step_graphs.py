@@ -116,7 +116,7 @@ class StepGraphs:
         """Largest first; without those that the kernels have nothing for."""
         num_heads, layouts = self._model.spec.num_heads, []
         for size in sorted(sizes, key=lambda size: (-size.num_tokens, -size.num_seqs, size.is_far)):
-            attention = self._kernels.replayable(size, num_heads, self._views[0][0])
+            attention = self._kernels.replayable(size, num_heads, self._views[0][0], any(self._model.windows))
             if attention is not None:
                 layouts.append(StepLayout(size, attention))
         return layouts

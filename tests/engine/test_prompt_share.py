@@ -99,6 +99,18 @@ def test_beside_many_decodes_a_step_is_smaller_while_that_leaves_room(num_decode
     assert num_decodes + PromptShare.beside(num_decodes, 2048, 192).take(0, 20_000) == total
 
 
+@given(limit=st.integers(1, 3000), num_decodes=st.integers(0, 256))
+def test_beside_many_decodes_a_step_is_never_larger_than_was_asked_for(limit: int, num_decodes: int) -> None:
+    share = PromptShare.beside(num_decodes, 4096, limit)
+    total = num_decodes + share.cost_left
+    assert share.cost_left >= min(LEAST_PROMPT_TOKENS, 4096 - num_decodes)
+    if limit >= num_decodes + LEAST_PROMPT_TOKENS:
+        assert total <= limit
+    else:
+        assert total % STEP_MULTIPLE == 0
+        assert total < num_decodes + LEAST_PROMPT_TOKENS + STEP_MULTIPLE
+
+
 def test_a_prompt_that_ends_is_not_cut_for_the_sake_of_a_size() -> None:
     assert PromptShare.beside(30, 2048, 192, KEYS).take(0, 110) == 110
 

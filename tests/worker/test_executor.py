@@ -80,12 +80,14 @@ def test_a_capture_that_fails_ends_the_start_with_words(
 def test_a_kernel_that_was_asked_for_is_not_replaced_in_captured_steps(
     models: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = replace(TORCH, name="flashinfer", replayable=lambda size, num_heads, key_cache: pytest.fail("Triton's"))
+    row = replace(
+        TORCH, name="flashinfer", replayable=lambda size, num_heads, key_cache, windowed: pytest.fail("Triton's")
+    )
     monkeypatch.setattr("pd_cluster.worker.executor.with_flashinfer", lambda shape, compiles: row)
     executor, _ = build(models.get("llama").directory, CacheConfig(), prefill_attention="flashinfer")
     size = StepSize(16, 4, 4, has_decodes=True)
     assert executor._kernels.name == "flashinfer"
-    assert executor._kernels.replayable(size, 6, executor._cache.layer_views[0][0]) is None
+    assert executor._kernels.replayable(size, 6, executor._cache.layer_views[0][0], False) is None
     executor.close()
 
 

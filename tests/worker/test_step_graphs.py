@@ -78,7 +78,7 @@ class ReferenceReplayable:
 
 
 def replayable(kernels: Kernels) -> Kernels:
-    return replace(kernels, replayable=lambda size, num_heads, key_cache: ReferenceReplayable(size.is_far))
+    return replace(kernels, replayable=lambda size, num_heads, key_cache, windowed: ReferenceReplayable(size.is_far))
 
 
 def with_steps(
@@ -241,7 +241,7 @@ def test_far_sizes_are_captured_where_they_differ(models: ModelStore) -> None:
     for differs, count in ((True, 4), (False, 2)):
 
         def make(
-            size: StepSize, num_heads: int, key_cache: torch.Tensor, differs: bool = differs
+            size: StepSize, num_heads: int, key_cache: torch.Tensor, windowed: bool, differs: bool = differs
         ) -> ReferenceReplayable | None:
             return ReferenceReplayable(size.is_far) if differs or not size.is_far else None
 
