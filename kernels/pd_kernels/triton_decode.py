@@ -254,8 +254,8 @@ def decode_attention(
     early = launches_early(query.device)
     # Set up early, programs go where the products before leave room: three on some processors, none on others, although
     # each has an equal share of the keys. A step of 8 sequences of 1k to 15k took 7.2 ms so, 6.2 in the ordinary way
-    # (8B, one H200). Steps gain 1 to 2 percent where those products are soon over, as a small model's are, and from 65
-    # sequences on, where they are cuBLAS's and let nothing in; so does a sequence alone
+    # (8B, one H200). Steps gain 1 to 2 percent where those products are soon over, as a small model's are, and up to 1
+    # from 65 sequences on, where they are not few rows' and let nothing in; so does a sequence alone
     starts_early = early and (num_seqs == 1 or num_seqs > 64 or (num_seqs > 16 and num_heads <= 16))
     parts = torch.empty((2 * programs * group, size), dtype=torch.float32, device=query.device)
     part_logs = torch.empty(2 * programs * group, dtype=torch.float32, device=query.device)
