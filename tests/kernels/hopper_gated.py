@@ -1,4 +1,4 @@
-"""Compile SwiGLU with its product for a Hopper GPU, which none is needed for; print its PTX.
+"""Compile SwiGLU with its product for a Hopper GPU, which none is needed for; print what came of it.
 
 A process of its own: where the tests run in Triton's interpreter, its kernels cannot be compiled.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compile as compile_source
 from triton.experimental.gluon import language as gl
@@ -16,7 +17,8 @@ from pd_kernels.gluon_gated import DOWN, INPUTS, OUTPUTS, ROWS, STAGES, _gated_k
 
 
 def compile_product() -> str:
-    """PTX."""
+    """The IR as Gluon hands it to the compiler, and the PTX. What ptxas says (registers, spills) is printed."""
+    knobs.nvidia.dump_ptxas_log = True
     layout = repr(gl.NVMMASharedLayout(128, 16, rank=2))
     types = {
         "x_tiles": f"tensordesc<bf16[{ROWS}, {INPUTS}],{layout}>",
@@ -33,7 +35,8 @@ def compile_product() -> str:
         {(names.index(name),): [["tt.divisibility", 16]] for name in ("num_outputs", "num_inputs")},
     )
     options = {"num_warps": 4, "maxnreg": 168}
-    return str(compile_source(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+    compiled = compile_source(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+    return f"{compiled['source']}\n{compiled['ptx']}"
 
 
 if __name__ == "__main__":
