@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pd_cluster.config import NodeConfig, SchedulerConfig, ServerConfig
 from pd_cluster.engine.messages import Work
-from pd_cluster.engine.prompt_share import LEAST_PROMPT_TOKENS, STEP_MULTIPLE, cost_of
+from pd_cluster.engine.prompt_share import LEAST_PROMPT_TOKENS, MANY_DECODES, STEP_MULTIPLE, cost_of
 from pd_cluster.errors import StartupError
 from tests.engine.simulation import BLOCK_SIZE, message, prompt
 from tests.engine.world import World
@@ -41,7 +41,15 @@ def busy_world(
     return world
 
 
+def bound(num_decodes: int, limit: int) -> int:
+    """Of a step's tokens: the limit, lowered beside many decodes, raised if prompts would starve, never needlessly."""
+    lowered, least = limit - STEP_MULTIPLE * (num_decodes > MANY_DECODES), num_decodes + LEAST_PROMPT_TOKENS
+    raised = lowered if lowered >= least else -(-least // STEP_MULTIPLE) * STEP_MULTIPLE
+    return min(raised, limit) if limit >= least else raised
+
+
 @settings(max_examples=30, deadline=None)
+@example(num_decodes=60, lengths=[LONG] * 3, limit=192, depth=1, keys_per_token=0)
 @given(
     num_decodes=st.integers(0, 140),
     lengths=st.lists(st.integers(2, LONG), min_size=1, max_size=6),
@@ -56,16 +64,16 @@ def test_the_limit_holds_and_every_prompt_gets_on(
     world.settle()
     for index, length in enumerate(lengths):
         world.submit(message(f"p{index}", prompt(length, 7), max_tokens=2))
-    least = -(-(num_decodes + len(lengths) + LEAST_PROMPT_TOKENS) // 64) * 64
     while world.scheduler.num_waiting or not all(client.outputs[0] for client in world.clients.values()):
         batch = world.start_step()
         num_ones = sum(chunk.num_tokens == 1 and chunk.start > 0 and chunk.num_samples > 0 for chunk in batch.chunks)
         if limit and num_ones < batch.num_tokens and num_ones:
-            assert batch.num_tokens <= max(limit, least)
+            most = bound(num_ones, limit)
+            assert batch.num_tokens <= most
             prompts = [chunk for chunk in batch.chunks if chunk.num_tokens > 1]
             cost = sum(cost_of(chunk.num_tokens, chunk.start, keys_per_token) for chunk in prompts)
             num_tokens = sum(chunk.num_tokens for chunk in prompts)
-            assert num_tokens <= STEP_MULTIPLE or num_ones + cost <= max(limit, least)
+            assert num_tokens <= STEP_MULTIPLE or num_ones + cost <= most
         in_prompts = [chunk for chunk in batch.chunks if not chunk.num_samples]
         assert len(in_prompts) <= 1, "one prompt is cut, those before it came to their end"
         assert not in_prompts or in_prompts[0].num_tokens <= LONG
