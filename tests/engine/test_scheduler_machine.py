@@ -34,9 +34,10 @@ def choose(options: list[Option], pick: int) -> Option | None:
 
 @pytest.fixture(autouse=True)
 def small_least_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the limit of a step leaves to prompts is as small as the engine is."""
-    monkeypatch.setattr(prompt_share, "LEAST_PROMPT_TOKENS", 4)
+    """What the limit of a step leaves to prompts, and how many decodes are many, is as small as the engine is."""
+    monkeypatch.setattr(prompt_share, "LEAST_PROMPT_TOKENS", 2)
     monkeypatch.setattr(prompt_share, "STEP_MULTIPLE", 4)
+    monkeypatch.setattr(prompt_share, "MANY_DECODES", 2)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
