@@ -124,6 +124,12 @@ def test_tiling(num_outputs: int, num_inputs: int, num_rows: int) -> None:
     assert tiling.head % tiling.inputs == 0
 
 
+def test_a_heads_product_reads_nothing_ahead() -> None:
+    tiling = matmul_tiling(151936, 1024, 32, 132)
+    assert (tiling.head, tiling.num_stages) == (0, 3)
+    assert matmul_tiling(151936, 4096, 16, 132).head, "of a large model with few rows it does"
+
+
 def test_what_does_not_fit_is_refused() -> None:
     product = few_rows(random(64, 128, dtype=torch.float16), SMALL)
     for x in (
