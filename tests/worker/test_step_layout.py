@@ -118,7 +118,7 @@ def make_graphs(problem: Problem, rows: InputBatch, staging: Staging) -> StepGra
     """Of a model whose shape is all that there is of it."""
     geometry = Geometry(BLOCK_SIZE, 2, 1, 16, problem.dtype)
     spec = SimpleNamespace(num_heads=2 * problem.group, vocab_size=99)
-    model = cast("Any", SimpleNamespace(device=CPU, dtype=torch.float32, spec=spec))
+    model = cast("Any", SimpleNamespace(device=CPU, dtype=torch.float32, spec=spec, windows=frozenset({0})))
     kernels = replace(TORCH, replayable=TritonReplayable.of)
     steps = StepGraphs(model, KVCache.allocate(geometry, 1, 0, CPU), rows, staging, kernels)
     sizes = step_sizes(problem.limit, problem.max_seqs, with_far=problem.with_far)
