@@ -60,6 +60,9 @@ class Ticket(msgspec.Struct, frozen=True, tag=True):
     host: str  # P's control address
     port: int
     version: int = PROTOCOL_VERSION
+    # Of the parameters that decide P's first tokens. D computes its own and adopts the tokens only when the two are
+    # equal; the KV does not depend on them. b"": P does not say (it is older), which is equal to nothing.
+    sampling_digest: bytes = b""
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
