@@ -62,7 +62,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if not low <= value <= high:
-                raise InvalidRequest(f"{name} must be between {low:g} and {high:g}, not {value:g}", name)
+                said = f"{value:g}" if isinstance(value, float) else value
+                raise InvalidRequest(f"{name} must be between {low} and {high}, not {said}", name)
         if self.top_p == 0:
             raise InvalidRequest("top_p must be greater than 0", "top_p")
         if self.repetition_penalty == 0:
@@ -78,7 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest(f"stop_token_ids must be in the vocabulary 0..{vocab_size - 1}", "stop_token_ids")
 
 
-_RANGES: tuple[tuple[str, float, float], ...] = (
+_RANGES: tuple[tuple[str, int, int], ...] = (
     ("n", 1, 128),
     ("max_tokens", 1, 1 << 24),
     ("min_tokens", 0, 1 << 24),

@@ -249,8 +249,8 @@ class Scheduler:
         return update
 
     def admit_loaded(self, request: Request, first_tokens: tuple[SampledToken, ...] = ()) -> Update | None:
-        """Every byte is in and confirmed. What is kept of the prompt is published. The request runs as soon as its first
-        tokens are known too, or at once when it redraws them.
+        """Every byte is in and confirmed. What is kept of the prompt is published. The request runs as soon as its
+        first tokens are known too, or at once when it redraws them.
 
         Returns an Update when these `first_tokens` were news.
         """

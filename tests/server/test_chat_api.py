@@ -198,7 +198,7 @@ async def test_sampling_fields_reach_the_engine() -> None:
         async with node.session.post(f"{node.url}/v1/chat/completions", json=body) as response:
             assert response.status == 200
         request = node.engine.requests[0]
-        assert node.metric("pd_unknown_fields_total") == 1
+        assert node.metric("pd_unknown_fields_total") == 2
     sampling = request.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (7, 0.5, 0.9, 0)
     assert (sampling.min_p, sampling.seed, sampling.logit_bias, sampling.min_tokens) == (0.1, 11, {5: -100.0}, 2)
