@@ -1,7 +1,8 @@
 """Fields of a request body that this server does not read: which are refused, and how the others are named.
 
 A field is refused when it would change the answer of a server that honours it. The table covers what OpenAI's document,
-vLLM's and SGLang's protocols define. Every other field is ignored, and the answer's header `x-pd-ignored` names it.
+vLLM's and SGLang's protocols define, but for what their routers write into every request (`separate_reasoning`,
+`stream_reasoning`). Every other field is ignored, and the answer's header `x-pd-ignored` names it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,6 @@ REFUSED: dict[str, Refusal] = {
     "enable_thinking": Refusal(_THINKING, (None,)),
     "thinking_token_budget": Refusal(_THINKING, (None,)),
     "include_reasoning": Refusal("reasoning is part of the content", (None, True)),
-    "separate_reasoning": Refusal("reasoning is part of the content"),
     # which tokens may come
     "guided_json": _CONSTRAINED,
     "guided_regex": _CONSTRAINED,

@@ -111,7 +111,7 @@ async def _generate(
         reply.endpoint = "prefill"
         if len(prompts) > 1:
             state.metrics.fallbacks.labels("several_prompts").inc()
-            await answer_without_prefill(reply, shape, len(prompts), wants_ticket=caller.wants_ticket_stream)
+            await answer_without_prefill(reply, shape, prompts, wants_ticket=caller.wants_ticket_stream)
             return
     jobs = [await _job(state, caller, body, i, prompts, logprobs) for i in range(len(prompts))]
     generations = [Generation(state, job, caller.started_s) for job in jobs]

@@ -26,7 +26,10 @@ from pd_cluster.server.exchange import Reply, error_body
 from pd_connectors.protocol.ticket import sign
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pd_cluster.server.generation import Generation
+    from pd_cluster.server.handoff import Tokenize
     from pd_cluster.server.state import NodeState
 
 
@@ -74,16 +77,21 @@ async def answer_prefill_whole(
         await generation.settle()
 
 
-async def answer_without_prefill(reply: Reply, shape: Shape, num_prompts: int, *, wants_ticket: bool) -> None:
-    """Several prompts. Raises InvalidRequest when the caller insists on a ticket."""
+async def answer_without_prefill(
+    reply: Reply, shape: Shape, prompts: Sequence[Tokenize], *, wants_ticket: bool
+) -> None:
+    """Several prompts. vLLM's router shows its client P's count of them. Raises InvalidRequest when the caller insists
+    on a ticket."""
     if wants_ticket:
         raise InvalidRequest(
-            f"a prefill leg takes one prompt, not {num_prompts}; send such requests D-first",
+            f"a prefill leg takes one prompt, not {len(prompts)}; send such requests D-first",
             "prompt",
             "one_prompt_per_ticket",
         )
-    choices = [Collected(finish_reason=FinishReason.LENGTH) for _ in range(num_prompts)]
-    await reply.json(200, shape.body(choices, usage_of([])))
+    choices = [Collected(finish_reason=FinishReason.LENGTH) for _ in prompts]
+    num_tokens = sum([len(await tokenize()) for tokenize in prompts])
+    usage = usage_of([]) | {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    await reply.json(200, shape.body(choices, usage))
 
 
 def _event(name: str, data: dict[str, Any]) -> bytes:

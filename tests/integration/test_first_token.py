@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 # With this seed each of the limits below changes the first token.
 BASE: dict[str, Any] = {"prompt": STORY, "max_tokens": 5, "temperature": 2.0, "seed": 6, "ignore_eos": True,
                         "logprobs": 1}  # fmt: skip
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 GREEDY: dict[str, Any] = {"temperature": 0, "min_tokens": 1}
 # every field of SamplingParams: what both legs have beside BASE, and values for the legs to differ in
 CASES: dict[str, tuple[dict[str, Any], list[Any]]] = {
@@ -77,7 +78,7 @@ def test_legs_that_differ_get_what_d_asked_for(name: str, system: System) -> Non
     legs = []
     for salt, (on_p, on_d) in enumerate(pairs):
         salted = {"cache_salt": f"{name} {salt}"}
-        legs.append((bodies[on_p] | salted, bodies[on_d] | salted | {"stream": salt % 2 == 1}))
+        legs.append((bodies[on_p] | salted, bodies[on_d] | salted | (STREAM if salt % 2 else {})))
     before = num_redraws(system)
     for (_, answer), (_, on_d) in zip(two_legs(system, legs), pairs, strict=True):
         assert answer.headers["x-pd-prefill"] == "prefill", "the KV is P's"

@@ -143,7 +143,8 @@ async def test_several_prompts_are_answered_without_a_ticket_and_left_to_d() -> 
             assert response.status == 200
         assert "kv_transfer_params" not in answer
         assert [choice["text"] for choice in answer["choices"]] == ["", ""]
-        assert answer["usage"]["total_tokens"] == 0
+        usage = answer["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (2, 0, 2)
         async with node.session.post(f"{node.url}/v1/completions", json=body, headers=STREAM) as response:
             error = (await response.json())["error"]
             assert (response.status, error["code"]) == (400, "one_prompt_per_ticket")

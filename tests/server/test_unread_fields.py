@@ -22,7 +22,7 @@ HARMLESS = {
     "user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "prediction": None, "verbosity": "low",
     "prompt_cache_key": "k", "safety_identifier": "s", "parallel_tool_calls": False, "request_id": "r", "rid": "r",
     "length_penalty": 1.0, "early_stopping": False, "mm_processor_kwargs": {}, "media_io_kwargs": {},
-    "bootstrap_room": 7,
+    "bootstrap_room": 7, "separate_reasoning": True, "stream_reasoning": True,
 }  # fmt: skip
 # every name of clients_review's list of fields that were dropped in silence and change an answer
 ONCE_DROPPED = {
@@ -30,7 +30,7 @@ ONCE_DROPPED = {
     "json_schema": "{}", "stop_regex": "a", "structural_tag": "x", "input_ids": [5], "prompt_embeds": "x",
     "lora_path": "x", "return_token_ids": True, "return_tokens_as_token_ids": True, "logprob_token_ids": [5],
     "modalities": ["text", "audio"], "reasoning_effort": "none", "documents": [{"text": "x"}], "no_stop_trim": True,
-    "include_reasoning": False, "thinking_token_budget": 5, "separate_reasoning": True, "session_params": {"id": 1},
+    "include_reasoning": False, "thinking_token_budget": 5, "session_params": {"id": 1},
     "custom_logit_processor": "x", "return_hidden_states": True, "repetition_detection": {"n": 1},
     "vllm_xargs": {"a": 1}, "prompt_logprobs": 0, "web_search_options": {},
 }  # fmt: skip
