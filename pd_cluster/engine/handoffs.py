@@ -56,11 +56,18 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.ticket import Ticket
 
 
+REDRAWS = "first_token_redraws_total"  # by reason
+
+
 class Redraw(StrEnum):
     """Why the KV of a ticket is taken and its first tokens are not: they are drawn here. Counted under this name."""
 
     MISMATCH = "sampling_mismatch"  # P samples under other parameters
     UNKNOWN = "no_digest"  # P does not say under which: it runs an older version
+
+    @property
+    def counter(self) -> str:
+        return f"{REDRAWS}|reason={self}"
 
     @classmethod
     def due(cls, ticket: Ticket, sampling: SamplingParams) -> Redraw | None:
@@ -68,10 +75,6 @@ class Redraw(StrEnum):
         if ticket.sampling_digest == sampling.first_token_digest:
             return None
         return cls.MISMATCH if ticket.sampling_digest else cls.UNKNOWN
-
-
-def _redraws(reason: Redraw) -> str:
-    return f"first_token_redraws_total|reason={reason}"
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +109,7 @@ class Handoffs:
         self._intakes: dict[str, Intake] = {}  # by request id
         self._loads: dict[str, Intake | None] = {}  # by load id; None: an orphan
         self.counters: dict[str, float] = {"prefills_local_total": 0.0, "prefills_remote_total": 0.0}
-        self.counters |= {_redraws(reason): 0.0 for reason in Redraw}
+        self.counters |= {reason.counter: 0.0 for reason in Redraw}
 
     @property
     def num_orphans(self) -> int:
@@ -276,7 +279,7 @@ class Handoffs:
                     intake.request.marks.load_steps = event.steps
                     self.counters["prefills_remote_total"] += 1
                     if intake.redraw is not None:
-                        self.counters[_redraws(intake.redraw)] += 1
+                        self.counters[intake.redraw.counter] += 1
                     self._report_some(scheduler.admit_loaded(intake.request))
             case LoadReady() if intake is not None:
                 intake.is_ready = True

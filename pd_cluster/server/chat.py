@@ -93,11 +93,11 @@ def _normal_message(message: dict[str, Any], place: str) -> dict[str, Any]:
 
 def _part_text(part: Any, place: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text":
+    if kind not in ("text", "refusal"):
         raise InvalidRequest(f"{place}: only parts of type text are supported", "messages", "unsupported_value")
-    text = part.get("text")
+    text = part.get(kind)
     if not isinstance(text, str):
-        raise InvalidRequest(f"{place}.text must be a string", "messages")
+        raise InvalidRequest(f"{place}.{kind} must be a string", "messages")
     return text
 
 

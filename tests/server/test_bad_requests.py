@@ -129,8 +129,8 @@ async def test_bodies_that_are_no_json_object(path: str, raw: bytes) -> None:
 
 async def test_limits_are_said_as_they_would_be_typed() -> None:
     async with running(FakeEngine(says([5]))) as node:
-        for wrong, text in [({"top_k": 1 << 25}, "16777216, not 33554432"), ({"top_p": 1.25}, "0 and 1, not 1.25")]:
-            async with node.session.post(f"{node.url}/v1/completions", json={"prompt": "a"} | wrong) as response:
+        for name, value, text in [("top_k", 1 << 25, "16777216, not 33554432"), ("top_p", 1.25, "0 and 1, not 1.25")]:
+            async with node.session.post(f"{node.url}/v1/completions", json={"prompt": "a", name: value}) as response:
                 assert text in (await response.json())["error"]["message"]
 
 

@@ -178,12 +178,14 @@ async def test_text_parts_and_tool_calls_reach_the_template() -> None:
         {"role": "user", "content": parts},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "3"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "not that"}]},
     ]
     async with running(FakeEngine(says([5]))) as node:
         async with node.session.post(f"{node.url}/v1/chat/completions", json={"messages": messages}) as response:
             assert response.status == 200
         prompt = await node.state.tokenizer.decode(node.engine.requests[0].prompt_token_ids)
     assert "one\ntwo" in prompt
+    assert "not that" in prompt
     assert "<|im_start|>tool\n3<|im_end|>" in prompt
 
 

@@ -56,7 +56,7 @@ class Ticket(msgspec.Struct, frozen=True, tag=True):
     geometry: Geometry
     prompt_digest: bytes
     num_tokens: int  # prompt tokens, all of which P computes
-    num_samples: int  # first tokens that P samples (the request's n)
+    num_samples: int  # first tokens that P samples (the request's n); compared by a D that knows no sampling_digest
     host: str  # P's control address
     port: int
     version: int = PROTOCOL_VERSION
