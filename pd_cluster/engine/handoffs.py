@@ -293,8 +293,8 @@ class Handoffs:
                 self._ask_again(intake, event.reason, event.detail)
 
     def _take_first_tokens(self, intake: Intake, event: FirstTokens, scheduler: Scheduler) -> None:
-        if intake.redraw is not None:
-            return  # they are not this request's
+        if intake.redraw is not None or intake.request.first_tokens:
+            return  # they are not this request's, or come from a second P
         if len(event.tokens) != intake.request.sampling.n:  # a P that breaks its ticket's promise
             self._connector.cancel_load(event.load_id)
             self._handle(LoadFailed(event.load_id, LoadFailure.REJECTED, "wrong number of first tokens"), scheduler)
