@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 IGNORED_HEADER = "x-pd-ignored"
-MAX_NAMED = 16  # names in the header; of more it says how many
+MAX_NAMED = 32  # names in the header; of more it says how many
 MAX_NAME_CHARS = 48
 _NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
 _MAX_HARMLESS_BYTES = 64  # no harmless value is longer; nothing longer is parsed
