@@ -173,10 +173,19 @@ class SchedulerHalf(ABC):
 
     @abstractmethod
     def open_lease(
-        self, request_id: str, prompt_token_ids: Sequence[int], salt: str, num_samples: int, *, hold: bool
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        salt: str,
+        num_samples: int,
+        *,
+        hold: bool,
+        sampling_digest: bytes = b"",
     ) -> Ticket:
         """Promise a prompt's KV. With `hold` the clock of its expiry starts only at `finish_lease` (a foreign router
-        shows the ticket to D after prefill); otherwise it starts now and D must renew."""
+        shows the ticket to D after prefill); otherwise it starts now and D must renew.
+
+        sampling_digest: goes into the ticket as it is. b"": the reader will not adopt the first tokens."""
 
     @abstractmethod
     def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill_s: float = 0.0) -> None:

@@ -34,7 +34,14 @@ class NullConnector(Connector):
         self._num_rejected = 0
 
     def open_lease(
-        self, request_id: str, prompt_token_ids: Sequence[int], salt: str, num_samples: int, *, hold: bool
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        salt: str,
+        num_samples: int,
+        *,
+        hold: bool,
+        sampling_digest: bytes = b"",
     ) -> Ticket:
         raise ConnectorUnavailable("this node runs with connector 'none': it hands no KV out")
 

@@ -68,7 +68,14 @@ class PeerToPeerConnector(Connector):
     # scheduler half, as P
 
     def open_lease(
-        self, request_id: str, prompt_token_ids: Sequence[int], salt: str, num_samples: int, *, hold: bool
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        salt: str,
+        num_samples: int,
+        *,
+        hold: bool,
+        sampling_digest: bytes = b"",
     ) -> Ticket:
         context = self._context
         lease = self._exchange.leases.open(len(prompt_token_ids), hold=hold)
@@ -85,6 +92,7 @@ class PeerToPeerConnector(Connector):
             num_samples=num_samples,
             host=context.host,
             port=self.control_port,
+            sampling_digest=sampling_digest,
         )
 
     def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill_s: float = 0.0) -> None:

@@ -60,9 +60,18 @@ class PooledConnector(Connector):
     # the handoff's
 
     def open_lease(
-        self, request_id: str, prompt_token_ids: Sequence[int], salt: str, num_samples: int, *, hold: bool
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        salt: str,
+        num_samples: int,
+        *,
+        hold: bool,
+        sampling_digest: bytes = b"",
     ) -> Ticket:
-        return self._handoff.open_lease(request_id, prompt_token_ids, salt, num_samples, hold=hold)
+        return self._handoff.open_lease(
+            request_id, prompt_token_ids, salt, num_samples, hold=hold, sampling_digest=sampling_digest
+        )
 
     def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill_s: float = 0.0) -> None:
         self._handoff.finish_lease(lease_id, first_tokens, prefill_s)

@@ -7,7 +7,7 @@ A TAKE_OVER request, as a table:
     asking    NeedsPrefill is out, nothing is loading   UseTicket        loading
                                                         PrefillLocally   (an ordinary request)
     loading   a load is under way                       LoadReady        loading, wants blocks (`reserve`)
-                                                        FirstTokens      loading, the client has them
+                                                        FirstTokens      loading, the client has them, or (a redraw) not
                                                         LoadDone         (an ordinary request)
                                                         LoadFailed       asking, its blocks quarantined
     any                                                 abort            gone, its load cancelled
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,8 +51,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.engine.messages import AddRequest
+    from pd_cluster.engine.sampling_params import SamplingParams
     from pd_cluster.engine.scheduler import Scheduler, Update
     from pd_connectors.protocol.ticket import Ticket
+
+
+REDRAWS = "first_token_redraws_total"  # by reason
+
+
+class Redraw(StrEnum):
+    """Why the KV of a ticket is taken and its first tokens are not: they are drawn here. Counted under this name."""
+
+    MISMATCH = "sampling_mismatch"  # P samples under other parameters
+    UNKNOWN = "no_digest"  # P does not say under which: it runs an older version
+
+    @property
+    def counter(self) -> str:
+        return f"{REDRAWS}|reason={self}"
+
+    @classmethod
+    def due(cls, ticket: Ticket, sampling: SamplingParams) -> Redraw | None:
+        """None: P's first tokens are what this node would sample itself."""
+        if ticket.sampling_digest == sampling.first_token_digest:
+            return None
+        return cls.MISMATCH if ticket.sampling_digest else cls.UNKNOWN
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +86,7 @@ class Intake:
     has_recalled: bool = False  # the pool was asked
     load_id: str | None = None  # None: asking
     is_ready: bool = False  # P has announced blocks; ours are reserved as soon as there are any
+    redraw: Redraw | None = None  # None: the load's first tokens are adopted
 
 
 class Handoffs:
@@ -85,6 +109,7 @@ class Handoffs:
         self._intakes: dict[str, Intake] = {}  # by request id
         self._loads: dict[str, Intake | None] = {}  # by load id; None: an orphan
         self.counters: dict[str, float] = {"prefills_local_total": 0.0, "prefills_remote_total": 0.0}
+        self.counters |= {reason.counter: 0.0 for reason in Redraw}
 
     @property
     def num_orphans(self) -> int:
@@ -102,7 +127,12 @@ class Handoffs:
         message, sampling = request.message, request.sampling
         try:
             ticket = self._connector.open_lease(
-                request.request_id, request.prompt_token_ids, request.salt, sampling.n, hold=message.hold_lease
+                request.request_id,
+                request.prompt_token_ids,
+                request.salt,
+                sampling.n,
+                hold=message.hold_lease,
+                sampling_digest=sampling.first_token_digest,
             )
         except HandoffError as error:
             raise PrefillUnavailable(str(error)) from error
@@ -187,15 +217,13 @@ class Handoffs:
                 go_on(request)
 
     def _load(self, intake: Intake, ticket: Ticket, deadline_s: float, scheduler: Scheduler) -> None:
-        request = intake.request
-        wrong = ""
-        if ticket.num_tokens != len(request.prompt_token_ids):
-            wrong = f"the ticket is for {ticket.num_tokens} tokens, the prompt has {len(request.prompt_token_ids)}"
-        elif ticket.num_samples != request.sampling.n:
-            wrong = f"the ticket is for n = {ticket.num_samples}, the request has n = {request.sampling.n}"
-        if wrong:
+        request, num_prompt = intake.request, len(intake.request.prompt_token_ids)
+        if ticket.num_tokens != num_prompt:
+            wrong = f"the ticket is for {ticket.num_tokens} tokens, the prompt has {num_prompt}"
             self._ask_again(intake, LoadFailure.REJECTED, wrong)
             return
+        intake.redraw = None if request.first_tokens else Redraw.due(ticket, request.sampling)
+        request.redraws = intake.redraw is not None
         intake.num_attempts += 1
         intake.load_id = request.load_id = f"{request.request_id}#{intake.num_attempts}"
         intake.is_ready = False
@@ -250,6 +278,8 @@ class Handoffs:
                     del self._intakes[intake.request.request_id]
                     intake.request.marks.load_steps = event.steps
                     self.counters["prefills_remote_total"] += 1
+                    if intake.redraw is not None:
+                        self.counters[intake.redraw.counter] += 1
                     self._report_some(scheduler.admit_loaded(intake.request))
             case LoadReady() if intake is not None:
                 intake.is_ready = True
@@ -263,6 +293,8 @@ class Handoffs:
                 self._ask_again(intake, event.reason, event.detail)
 
     def _take_first_tokens(self, intake: Intake, event: FirstTokens, scheduler: Scheduler) -> None:
+        if intake.redraw is not None or intake.request.first_tokens:
+            return  # they are not this request's, or come from a second P
         if len(event.tokens) != intake.request.sampling.n:  # a P that breaks its ticket's promise
             self._connector.cancel_load(event.load_id)
             self._handle(LoadFailed(event.load_id, LoadFailure.REJECTED, "wrong number of first tokens"), scheduler)

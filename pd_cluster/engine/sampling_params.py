@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import msgspec
 
 from pd_cluster.errors import InvalidRequest
 
 MAX_TOP_LOGPROBS = 20
 GREEDY_TEMPERATURE = 1e-5  # at and below: argmax
+
+# Fields that cannot change a first token, with the reason. Every other field is in `first_token_digest`, a new one too.
+NOT_OF_FIRST_TOKENS = {
+    "max_tokens": "a prefill leg samples one token per sequence whatever it says, and D itself ends a sequence by it",
+}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,12 +40,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def greedy(self) -> bool:
         return self.temperature <= GREEDY_TEMPERATURE
 
+    @property
+    def first_token_digest(self) -> bytes:
+        """16 bytes that are equal on P and D when P's first tokens are what D itself would have sampled.
+
+        It covers what a field says, not what it amounts to: `min_tokens` 1 and 2 both ban the end from the first token
+        and differ here, which costs D one token's computation and never an answer. Two requests without a seed are
+        equal: each node draws a seed of its own, and either's draw is one of the distribution asked for.
+        Fields at their default are left out. So a node agrees with an older one that lacks a field, as long as no
+        request uses it.
+        """
+        said = [
+            (name, sorted(value.items()) if isinstance(value, dict) else value)
+            for name, default in _DECISIVE
+            if (value := getattr(self, name)) != default
+        ]
+        return blake2b(msgspec.msgpack.encode(said), digest_size=16, person=b"pd-first-token").digest()
+
     def validate(self, vocab_size: int) -> None:
         """Raises InvalidRequest naming the first field that is out of range."""
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if not low <= value <= high:
-                raise InvalidRequest(f"{name} must be between {low:g} and {high:g}, not {value:g}", name)
+                said = f"{value:g}" if isinstance(value, float) else value
+                raise InvalidRequest(f"{name} must be between {low} and {high}, not {said}", name)
         if self.top_p == 0:
             raise InvalidRequest("top_p must be greater than 0", "top_p")
         if self.repetition_penalty == 0:
@@ -54,7 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest(f"stop_token_ids must be in the vocabulary 0..{vocab_size - 1}", "stop_token_ids")
 
 
-_RANGES: tuple[tuple[str, float, float], ...] = (
+_RANGES: tuple[tuple[str, int, int], ...] = (
     ("n", 1, 128),
     ("max_tokens", 1, 1 << 24),
     ("min_tokens", 0, 1 << 24),
@@ -65,4 +90,10 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("repetition_penalty", 0, 10),
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),
+)
+
+_DECISIVE = tuple(
+    (field.name, field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default)
+    for field in sorted(msgspec.structs.fields(SamplingParams), key=lambda field: field.name)
+    if field.name not in NOT_OF_FIRST_TOKENS
 )

@@ -155,10 +155,14 @@ class Scheduler:
         self._life.begin(request)
 
     def _pin(self, request: Request) -> int:
-        """Whole blocks of the prompt that the cache holds; no logits are needed of them, so it may be all."""
+        """Whole blocks that the cache holds of what is kept: of all the prompt, when no logits are needed of it.
+
+        A redraw, which may be known only after the first pin, writes into the last token's block: never a cached one.
+        """
         assert request.table is not None
         size = self._blocks.block_size
-        num_whole = len(request.prompt_token_ids) // size
+        num_whole = request.num_kept_tokens // size
+        self._blocks.truncate(request.table, num_whole)
         return self._blocks.match(request.table, request.sequences[0].hash_blocks(num_whole, size))
 
     # remote KV
@@ -230,12 +234,14 @@ class Scheduler:
 
     def set_first_tokens(self, request: Request, tokens: tuple[SampledToken, ...]) -> Update | None:
         """P's first tokens, one per sequence, at any time after `park`. None when they are known already, or too late.
+        Not for a request that redraws them.
 
         A sequence that they end has ended. When that is all of them the blocks are released, or quarantined if a load
         writes them: the caller cancels it, and calls `drain` when it has drained.
         """
         if request not in self._planner.parked or request.first_tokens:
             return None
+        assert not request.redraws
         assert len(tokens) == request.sampling.n, f"{len(tokens)} first tokens for n = {request.sampling.n}"
         update = self._life.give_first_tokens(request, tokens)
         if request.kv is KvArrival.PRESENT:
@@ -243,39 +249,38 @@ class Scheduler:
         return update
 
     def admit_loaded(self, request: Request, first_tokens: tuple[SampledToken, ...] = ()) -> Update | None:
-        """Every byte is in and confirmed. The prompt is published, and runs as soon as its first tokens are known too.
+        """Every byte is in and confirmed. What is kept of the prompt is published. The request runs as soon as its
+        first tokens are known too, or at once when it redraws them.
 
         Returns an Update when these `first_tokens` were news.
         """
         if request not in self._planner.parked or request.kv is not KvArrival.WRITING:
             return None
         assert request.table is not None
-        lead, size, num_prompt = request.sequences[0], self._blocks.block_size, len(request.prompt_token_ids)
+        lead, size, num_kept = request.sequences[0], self._blocks.block_size, request.num_kept_tokens
         request.kv = KvArrival.PRESENT
         request.marks.loaded_s = self._clock()
-        self._blocks.publish(request.table, lead.hash_blocks(num_prompt // size, size))
+        self._blocks.publish(request.table, lead.hash_blocks(num_kept // size, size))
         for seq in request.sequences:
             seq.num_cached_tokens = lead.num_cached_tokens
-            seq.num_external_tokens = num_prompt - lead.num_cached_tokens
+            seq.num_external_tokens = num_kept - lead.num_cached_tokens
         if first_tokens and not request.first_tokens:
             return self.set_first_tokens(request, first_tokens)
-        if request.first_tokens:
+        if request.first_tokens or request.redraws:
             self._unpark_loaded(request)
         return None
 
     def _unpark_loaded(self, request: Request) -> None:
-        """Each live sequence gets the prompt's blocks and queues for a slot of its own."""
+        """Each sequence that goes on gets the prompt's blocks and queues for its slots."""
         if request not in self._planner.parked:
             return  # its first tokens ended it
         assert request.table is not None
-        num_prompt = len(request.prompt_token_ids)
-        for seq in request.sequences:
-            if seq.finish_reason is None:
-                seq.table = self._blocks.fork(request.table)
-                seq.status = SequenceStatus.WAITING
-                seq.num_computed_tokens = seq.num_scheduled_tokens = num_prompt
-                seq.awaits_first_decode = True
-                self._planner.loaded.add(seq)
+        for seq in request.heads:
+            seq.table = self._blocks.fork(request.table)
+            seq.status = SequenceStatus.WAITING
+            seq.num_computed_tokens = seq.num_scheduled_tokens = request.num_kept_tokens
+            seq.awaits_first_decode = True
+            self._planner.loaded.add(seq)
         self._life.unpark(request)
 
     def fall_back_to_local(self, request: Request) -> None:
@@ -283,13 +288,11 @@ class Scheduler:
         if request not in self._planner.parked:
             return
         self._life.unpark(request)
-        lead = request.sequences[0]
-        lead.num_cached_tokens = 0  # counted again when it is scheduled
-        for seq in request.sequences if request.first_tokens else (lead,):
-            if seq.finish_reason is None or not request.first_tokens:
-                seq.status = SequenceStatus.WAITING
-                seq.awaits_first_decode = bool(request.first_tokens)
-                self._planner.waiting.add(seq)
+        request.sequences[0].num_cached_tokens = 0  # counted again when it is scheduled
+        for seq in request.heads:
+            seq.status = SequenceStatus.WAITING
+            seq.awaits_first_decode = bool(request.first_tokens)
+            self._planner.waiting.add(seq)
 
     # steps
 
@@ -319,13 +322,13 @@ class Scheduler:
                 continue
             seq.num_pending -= 1
             tokens = samples[chunk.seq_id]
+            if seq.awaits_first_decode:
+                seq.awaits_first_decode = False
+                request.mark_first_decode(self._clock())
             if not request.first_tokens:
                 updates.append(self._life.part(request, tokens))
                 continue
             seq.append(tokens[0].token_id)
-            if seq.awaits_first_decode:
-                seq.awaits_first_decode = False
-                request.mark_first_decode(self._clock())
             if seq.finish_reason is not None:
                 self._life.end(seq)
             report = SequenceTokens(seq.index, tokens, seq.finish_reason, seq.stop_token_id)

@@ -78,6 +78,9 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     num_live: int = 0  # sequences that have not ended
     first_tokens: tuple[SampledToken, ...] = ()  # one per sequence; () until known
+    # TAKE_OVER: P samples under other parameters than this request's. Its tokens are dropped; the prompt's last token
+    # is computed here, on the KV of those before it, and the first tokens are drawn from that
+    redraws: bool = False
     table: BlockTable | None = None  # TAKE_OVER: the pinned prefix, then the blocks being loaded
     kv: KvArrival = KvArrival.ABSENT
     marks: Marks = field(default_factory=Marks)
@@ -122,6 +125,18 @@ class Request:
     def max_output_tokens(self) -> int:
         """A prefill leg samples one token per sequence whatever `max_tokens` says."""
         return 1 if self.work is Work.PREFILL else self.sampling.max_tokens
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Prompt tokens whose KV from elsewhere is computed on: all, or all but the last, whose logits are wanted."""
+        return len(self.prompt_token_ids) - self.redraws
+
+    @property
+    def heads(self) -> list[Sequence]:
+        """The sequences that go on with the prompt's KV: all that live, or the lead alone before the first tokens."""
+        if not self.first_tokens:
+            return self.sequences[:1]
+        return [seq for seq in self.sequences if seq.finish_reason is None]
 
     @property
     def num_cached_tokens(self) -> int:
@@ -254,7 +269,7 @@ class Sequence:
     def append(self, token_id: int) -> None:
         """Add an output token, and end when it is a stop token, or the last that is allowed.
 
-        Our sampler masks stop tokens before `min_tokens`; a foreign P may not, hence the test.
+        The sampler bans stop tokens before `min_tokens`; those of another engine's P may be another set.
         """
         self.token_ids.append(token_id)
         if token_id in self.stop_ids and self.num_output_tokens >= self.min_tokens:

@@ -14,6 +14,7 @@ from pd_cluster.engine.messages import ReleaseLease
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.server.chat import normal_messages, template_options
 from pd_cluster.server.exchange import json_response, read_body
+from pd_cluster.server.fields import ignored_header
 from pd_cluster.server.sampling import check_num_tokens
 from pd_cluster.server.schema import DetokenizeBody, ReleaseBody, TokenizeBody, decode_body
 from pd_connectors.protocol.errors import TicketError, TicketExpired
@@ -53,11 +54,11 @@ def admin_routes(state: NodeState) -> APIRouter:
 
     @routes.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        return json_response(await _tokenize(state, await read_body(request, state.max_body_bytes)))
+        return await _tokenize(state, await read_body(request, state.max_body_bytes))
 
     @routes.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        return json_response(await _detokenize(state, await read_body(request, state.max_body_bytes)))
+        return await _detokenize(state, await read_body(request, state.max_body_bytes))
 
     @routes.post("/pd/release")
     async def release(request: Request) -> Response:
@@ -106,32 +107,38 @@ def _kv(state: NodeState) -> dict[str, Any]:
     return pool | {"block_size": ready.block_size, "epoch": ready.epoch, "engine_id": ready.engine_id}
 
 
-async def _tokenize(state: NodeState, raw: bytes) -> dict[str, Any]:
-    body, _ = decode_body(raw, TokenizeBody)
+async def _tokenize(state: NodeState, raw: bytes) -> Response:
+    body, ignored = decode_body(raw, TokenizeBody)
     state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages", "prompt")
     limit = state.ready.max_model_len
     if body.messages is not None:
         ids = await state.tokenizer.encode_chat(
-            normal_messages(body.messages), body.tools, template_options(body), max_tokens=limit
+            normal_messages(body.messages),
+            body.tools,
+            template_options(body),
+            max_tokens=limit,
+            add_special_tokens=bool(body.add_special_tokens),
         )
     else:
         assert body.prompt is not None
         ids = await state.tokenizer.encode(
             body.prompt, max_tokens=limit, add_special_tokens=body.add_special_tokens is not False
         )
-    return {"count": len(ids), "max_model_len": limit, "tokens": ids}
+    answer = {"count": len(ids), "max_model_len": limit, "tokens": ids}
+    return json_response(answer, headers=ignored_header(ignored))
 
 
-async def _detokenize(state: NodeState, raw: bytes) -> dict[str, Any]:
-    body, _ = decode_body(raw, DetokenizeBody)
+async def _detokenize(state: NodeState, raw: bytes) -> Response:
+    body, ignored = decode_body(raw, DetokenizeBody)
     state.check_model(body.model)
     check_num_tokens(len(body.tokens), state.ready.max_model_len, "tokens")
     limit = state.tokenizer.vocab_size
     if any(not 0 <= token_id < limit for token_id in body.tokens):
         raise InvalidRequest(f"tokens must be in the vocabulary 0..{limit - 1}", "tokens")
-    return {"prompt": await state.tokenizer.decode(body.tokens)}
+    answer = {"prompt": await state.tokenizer.decode(body.tokens)}
+    return json_response(answer, headers=ignored_header(ignored))
 
 
 def _release(state: NodeState, raw: bytes) -> dict[str, Any]:

@@ -38,8 +38,8 @@ class Collected:
 class Shape(Protocol):
     """How one API writes its answers. Holds what one request's stream has said so far."""
 
-    def chunk(self, index: int, delta: Delta) -> bytes:
-        """The server-sent events of a delta of choice `index`; b"" when there is nothing to show."""
+    def chunk(self, index: int, delta: Delta, usage: dict[str, Any] | None = None) -> bytes:
+        """The server-sent events of a delta of choice `index`; b"" when there is nothing to show. `usage`: so far."""
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         """The last event before [DONE], for clients that asked for it."""
@@ -89,7 +89,8 @@ async def answer_stream(
             async for first_index, some in deltas:
                 if not reply.started:
                     await reply.start_events(node_headers(state, generations))
-                await reply.write(b"".join(shape.chunk(first_index + delta.index, delta) for delta in some))
+                usage = usage_of(generations) if options is not None and options.continuous_usage_stats else None
+                await reply.write(b"".join(shape.chunk(first_index + delta.index, delta, usage) for delta in some))
         last = b""
         if options is not None and options.include_usage:
             usage = usage_of(generations)

@@ -30,16 +30,22 @@ def chat_num_logprobs(body: ChatBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def chosen_tools(body: ChatBody) -> list[dict[str, Any]] | None:
-    """The tools for the chat template. Raises InvalidRequest for a choice that would need constrained decoding."""
+def check_tools(body: ChatBody) -> None:
+    """Raises InvalidRequest unless the model is not to call any tool: a call would come back as text."""
     choice = body.tool_choice
     if choice not in (None, "none", "auto"):
         raise InvalidRequest(
-            "tool_choice must be none or auto: the model cannot be forced to call a tool", "tool_choice"
+            "tool_choice must be none: the model cannot be forced to call a tool", "tool_choice", "unsupported_value"
         )
     if choice == "auto" and not body.tools:
         raise InvalidRequest("tool_choice auto needs tools", "tool_choice")
-    return body.tools if body.tools and choice != "none" else None
+    if body.tools and choice != "none":
+        raise InvalidRequest(
+            "tools is not supported: this server has no tool-call parser yet, so that a call would come back as text; "
+            'with tool_choice "none" the request is answered without them',
+            "tools",
+            "unsupported_parameter",
+        )
 
 
 def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
@@ -87,11 +93,11 @@ def _normal_message(message: dict[str, Any], place: str) -> dict[str, Any]:
 
 def _part_text(part: Any, place: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text":
+    if kind not in ("text", "refusal"):
         raise InvalidRequest(f"{place}: only parts of type text are supported", "messages", "unsupported_value")
-    text = part.get("text")
+    text = part.get(kind)
     if not isinstance(text, str):
-        raise InvalidRequest(f"{place}.text must be a string", "messages")
+        raise InvalidRequest(f"{place}.{kind} must be a string", "messages")
     return text
 
 
@@ -134,18 +140,19 @@ class ChatShape:
         )
         self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
 
-    def chunk(self, index: int, delta: Delta) -> bytes:
+    def chunk(self, index: int, delta: Delta, usage: dict[str, Any] | None = None) -> bytes:
         parts = []
+        after = self._after if usage is None else b'}],"usage":%s}\n\n' % orjson.dumps(usage)
         if index not in self._spoken:
             self._spoken.add(index)
-            parts.append(self._event(index, b'{"role":"assistant","content":""}'))
+            parts.append(self._event(index, b'{"role":"assistant","content":""}', after))
         show_logprobs = self._with_logprobs and delta.tokens
         if delta.text or show_logprobs:
             logprobs = orjson.dumps(chat_logprobs(self._vocabulary, delta.tokens)) if show_logprobs else b"null"
-            parts.append(self._event(index, b'{"content":%s}' % orjson.dumps(delta.text), logprobs))
+            parts.append(self._event(index, b'{"content":%s}' % orjson.dumps(delta.text), after, logprobs))
         if delta.finish_reason is not None:
             end = b'"%s","stop_reason":%s' % (delta.finish_reason.encode(), orjson.dumps(delta.stop_reason))
-            parts.append(self._event(index, b"{}", finish_reason=end))
+            parts.append(self._event(index, b"{}", after, finish_reason=end))
         return b"".join(parts)
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
@@ -167,6 +174,8 @@ class ChatShape:
             "usage": usage,
         }
 
-    def _event(self, index: int, delta: bytes, logprobs: bytes = b"null", finish_reason: bytes = b"null") -> bytes:
-        rest = b'%s,"logprobs":%s,"finish_reason":%s%s' % (delta, logprobs, finish_reason, self._after)
+    def _event(
+        self, index: int, delta: bytes, after: bytes, logprobs: bytes = b"null", finish_reason: bytes = b"null"
+    ) -> bytes:
+        rest = b'%s,"logprobs":%s,"finish_reason":%s%s' % (delta, logprobs, finish_reason, after)
         return self._before % index + rest

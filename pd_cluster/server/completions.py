@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from pd_cluster.server.answer import Collected
     from pd_cluster.server.detokenizer import Vocabulary
     from pd_cluster.server.generation import Delta
+    from pd_cluster.server.schema import GenerationBody
 
 Prompt = str | list[int]
+DEFAULT_MAX_TOKENS = 16  # OpenAI's, and vLLM's; chat has none
 
 
 def prompts_of(body: CompletionBody, vocab_size: int, max_model_len: int) -> list[Prompt]:
@@ -52,7 +54,7 @@ def prompts_of(body: CompletionBody, vocab_size: int, max_model_len: int) -> lis
     return prompts
 
 
-def check_best_of(body: CompletionBody) -> None:
+def check_best_of(body: GenerationBody) -> None:
     """Raises InvalidRequest: sequences are not ranked here, so best_of may only repeat n."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequest("best_of must equal n: sequences are not ranked", "best_of", "unsupported_value")
@@ -78,7 +80,7 @@ class CompletionShape:
         )
         self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
 
-    def chunk(self, index: int, delta: Delta) -> bytes:
+    def chunk(self, index: int, delta: Delta, usage: dict[str, Any] | None = None) -> bytes:
         logprobs = b"null"
         if self._with_logprobs and delta.tokens:
             shaped, self._offsets[index] = completion_logprobs(
@@ -90,7 +92,8 @@ class CompletionShape:
         end = b"null"
         if delta.finish_reason is not None:
             end = b'"%s","stop_reason":%s' % (delta.finish_reason.encode(), orjson.dumps(delta.stop_reason))
-        rest = b'%s,"logprobs":%s,"finish_reason":%s%s' % (orjson.dumps(delta.text), logprobs, end, self._after)
+        after = self._after if usage is None else b'}],"usage":%s}\n\n' % orjson.dumps(usage)
+        rest = b'%s,"logprobs":%s,"finish_reason":%s%s' % (orjson.dumps(delta.text), logprobs, end, after)
         return self._before % index + rest
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:

@@ -48,6 +48,7 @@ class Reply:
     def __init__(self, send: Send, endpoint: str = "") -> None:
         self._send = send
         self.endpoint = endpoint  # what it is counted under
+        self.headers: dict[str, str] = {}  # of any answer, beside its own
         self.started = False
         self.ended = False  # every byte is on its way: a disconnect is then no news
         self.status = 0
@@ -86,7 +87,7 @@ class Reply:
     async def _start(self, status: int, headers: dict[str, str]) -> None:
         self.started = True
         self.status = status
-        raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        raw = [(name.encode(), value.encode("latin-1")) for name, value in (headers | self.headers).items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
 

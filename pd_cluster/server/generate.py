@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import uuid
 from dataclasses import dataclass
 from functools import partial
@@ -13,13 +12,14 @@ import msgspec
 from pd_cluster.engine.messages import Work
 from pd_cluster.errors import EngineUnavailable, InvalidRequest
 from pd_cluster.server.answer import Shape, answer_stream, answer_whole
-from pd_cluster.server.chat import ChatShape, chat_num_logprobs, chosen_tools, normal_messages, template_options
-from pd_cluster.server.completions import CompletionShape, Prompt, check_best_of, prompts_of
+from pd_cluster.server.chat import ChatShape, chat_num_logprobs, check_tools, normal_messages, template_options
+from pd_cluster.server.completions import DEFAULT_MAX_TOKENS, CompletionShape, Prompt, check_best_of, prompts_of
+from pd_cluster.server.fields import ignored_header
 from pd_cluster.server.generation import Generation
-from pd_cluster.server.handoff import Tokenize, check_prefill_leg, plan_handoff
+from pd_cluster.server.handoff import Tokenize, plan_handoff
 from pd_cluster.server.job import Job, Plan
-from pd_cluster.server.prefill_leg import answer_prefill_stream, answer_prefill_whole
-from pd_cluster.server.sampling import sampling_params, text_options
+from pd_cluster.server.prefill_leg import answer_prefill_stream, answer_prefill_whole, answer_without_prefill
+from pd_cluster.server.sampling import check_min_tokens, sampling_params, text_options
 from pd_cluster.server.schema import Body, ChatBody, CompletionBody, GenerationBody, KvTransferParams, decode_body
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from pd_cluster.server.exchange import Reply
     from pd_cluster.server.state import NodeState
-
-logger = logging.getLogger("pd_cluster.server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +40,19 @@ class Caller:
 
 async def chat_completions(state: NodeState, caller: Caller, reply: Reply, raw: bytes) -> None:
     """Raises PdError."""
-    body = _decoded(state, raw, ChatBody)
+    body = _decoded(state, reply, raw, ChatBody)
     logprobs = chat_num_logprobs(body)
-    messages, tools, options = normal_messages(body.messages), chosen_tools(body), template_options(body)
+    check_tools(body)
+    messages, options = normal_messages(body.messages), template_options(body)
 
     async def tokenize() -> list[int]:
-        return await state.tokenizer.encode_chat(messages, tools, options, max_tokens=state.ready.max_model_len)
+        return await state.tokenizer.encode_chat(
+            messages,
+            None,
+            options,
+            max_tokens=state.ready.max_model_len,
+            add_special_tokens=bool(body.add_special_tokens),
+        )
 
     shape = ChatShape(
         caller.request_id,
@@ -61,8 +66,7 @@ async def chat_completions(state: NodeState, caller: Caller, reply: Reply, raw: 
 
 async def completions(state: NodeState, caller: Caller, reply: Reply, raw: bytes) -> None:
     """Raises PdError."""
-    body = _decoded(state, raw, CompletionBody)
-    check_best_of(body)
+    body = _decoded(state, reply, raw, CompletionBody)
     prompts = prompts_of(body, state.tokenizer.vocab_size, state.ready.max_model_len)
 
     async def tokenize(prompt: Prompt) -> list[int]:
@@ -105,7 +109,10 @@ async def _generate(
     is_prefill_leg = params is not None and bool(params.do_remote_decode)
     if is_prefill_leg:
         reply.endpoint = "prefill"
-        check_prefill_leg(len(prompts))
+        if len(prompts) > 1:
+            state.metrics.fallbacks.labels("several_prompts").inc()
+            await answer_without_prefill(reply, shape, prompts, wants_ticket=caller.wants_ticket_stream)
+            return
     jobs = [await _job(state, caller, body, i, prompts, logprobs) for i in range(len(prompts))]
     generations = [Generation(state, job, caller.started_s) for job in jobs]
     if is_prefill_leg and caller.wants_ticket_stream:
@@ -126,7 +133,7 @@ async def _job(
     prompts: Sequence[Tokenize],
     logprobs: int | None,
 ) -> Job:
-    params, salt, num_samples = body.kv_transfer_params, body.cache_salt or "", body.n or 1
+    params, salt = body.kv_transfer_params, body.cache_salt or ""
     if params is not None and params.do_remote_decode:
         prompt = await prompts[index]()
         plan = Plan(Work.PREFILL, hold_lease=not caller.wants_ticket_stream)
@@ -135,7 +142,7 @@ async def _job(
             params is not None and len(prompts) > 1
         ):  # a ticket is for one prompt; each asks the offer's nodes for its own
             params = KvTransferParams(do_remote_prefill=params.do_remote_prefill, offer=params.offer)
-        prompt, plan = await plan_handoff(state, params, prompts[index], salt, num_samples)
+        prompt, plan = await plan_handoff(state, params, prompts[index], salt)
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", "prompt")
     if plan.work is Work.PREFILL:
@@ -146,8 +153,11 @@ async def _job(
         logprobs=logprobs,
         num_prompt_tokens=len(prompt),
         max_model_len=state.ready.max_model_len,
+        default_max_tokens=DEFAULT_MAX_TOKENS if isinstance(body, CompletionBody) else None,
     )
     sampling.validate(state.tokenizer.vocab_size)
+    if plan.work is not Work.PREFILL:
+        check_min_tokens(sampling)
     return Job(
         request_id=uuid.uuid4().hex,
         client_request_id=caller.request_id,
@@ -160,11 +170,10 @@ async def _job(
     )
 
 
-def _decoded(state: NodeState, raw: bytes, kind: type[Body]) -> Body:
-    body, unknown = decode_body(raw, kind)
-    if unknown:
-        state.metrics.unknown_fields.inc(len(unknown))
-        logger.debug("ignored fields: %s", ", ".join(sorted(unknown)))
+def _decoded(state: NodeState, reply: Reply, raw: bytes, kind: type[Body]) -> Body:
+    body, ignored = decode_body(raw, kind)
+    state.metrics.unknown_fields.inc(len(ignored))
+    reply.headers |= ignored_header(ignored)
     return body
 
 
@@ -182,6 +191,7 @@ def _check_common(body: GenerationBody) -> None:
             "response_format",
             "unsupported_value",
         )
+    check_best_of(body)
     if not -(1 << 31) <= (body.priority or 0) < 1 << 31:
         raise InvalidRequest("priority must fit into 32 bits", "priority")
     if body.n is not None and not 1 <= body.n <= 128:

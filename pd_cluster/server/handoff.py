@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from pd_cluster.engine.messages import NeedsPrefill, PrefillLocally, UseTicket, Work
-from pd_cluster.errors import InvalidRequest, PrefillUnavailable
+from pd_cluster.errors import PrefillUnavailable
 from pd_cluster.server.job import Job, Plan
 from pd_cluster.server.peer import PREFILL_PARAMS, PeerError, PeerFault, PrefillLeg
 from pd_cluster.server.sampling import api_fields
@@ -45,15 +45,16 @@ class Untrusted(Exception):
         self.reason = reason
 
 
-def trusted_ticket(state: NodeState, token: str, prompt: list[int], salt: str, num_samples: int) -> Ticket:
-    """The ticket inside `token`, when it is this cluster's and promises this prompt. Raises Untrusted."""
+def trusted_ticket(state: NodeState, token: str, prompt: list[int], salt: str) -> Ticket:
+    """The ticket inside `token`, when it is this cluster's and promises this prompt. Raises Untrusted.
+
+    Under which parameters P samples is the engine's business: the KV is the same.
+    """
     ticket = _verified(state, token, Ticket)
     if ticket.fingerprint != state.ready.fingerprint:
         raise Untrusted("fingerprint_mismatch")
     if ticket.num_tokens != len(prompt) or ticket.prompt_digest != prompt_digest(prompt, salt):
         raise Untrusted("prompt_mismatch")
-    if ticket.num_samples != num_samples:
-        raise Untrusted("samples_mismatch")
     return ticket
 
 
@@ -72,7 +73,7 @@ def _verified(state: NodeState, token: str, kind: type[Paper]) -> Paper:
 
 
 async def plan_handoff(
-    state: NodeState, params: KvTransferParams | None, tokenize: Tokenize, salt: str, num_samples: int
+    state: NodeState, params: KvTransferParams | None, tokenize: Tokenize, salt: str
 ) -> tuple[list[int], Plan]:
     """The prompt's ids and where its KV comes from. P's ids are taken when its ticket vouches for them.
 
@@ -91,7 +92,7 @@ async def plan_handoff(
         given = _plausible_ids(state, params.prompt_token_ids)
         prompt = await tokenize() if given is None else given
         try:
-            return prompt, Plan(Work.TAKE_OVER, trusted_ticket(state, params.ticket, prompt, salt, num_samples), urls)
+            return prompt, Plan(Work.TAKE_OVER, trusted_ticket(state, params.ticket, prompt, salt), urls)
         except Untrusted as error:
             faults.append(f"ticket_{error.reason}")
     elif not urls and not faults:
@@ -179,7 +180,7 @@ class PrefillSearch:
         leg = await PrefillLeg.open(self._state.peers, url, body, headers, min(left_s, TICKET_DEADLINE_S))
         self._legs.append(leg)
         try:
-            return trusted_ticket(self._state, leg.ticket, job.prompt, job.salt, job.sampling.n)
+            return trusted_ticket(self._state, leg.ticket, job.prompt, job.salt)
         except Untrusted as error:
             await self.close()
             raise PeerError(PeerFault.BAD_ANSWER, f"{url}: {error.reason}") from error
@@ -187,13 +188,3 @@ class PrefillSearch:
     def _fell_back(self, reason: str, detail: str = "") -> None:
         self._state.metrics.fallbacks.labels(reason).inc()
         logger.info("request %s: %s", self._job.request_id, detail or reason)
-
-
-def check_prefill_leg(num_prompts: int) -> None:
-    """Raises InvalidRequest: a ticket is for one prompt. Several are served D-first, where each asks for its own."""
-    if num_prompts != 1:
-        raise InvalidRequest(
-            f"a prefill leg takes one prompt, not {num_prompts}; send such requests D-first",
-            "prompt",
-            "one_prompt_per_ticket",
-        )

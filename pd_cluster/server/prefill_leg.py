@@ -8,6 +8,9 @@ With the header `x-pd-ticket: stream` the ticket goes out at admission, before a
 
 Other routers wait for one JSON completion, with the same kv_transfer_params in it. Either way P gives up
 when the caller hangs up before the end.
+
+A ticket is for one prompt. Of several, P computes nothing: other routers get a completion without kv_transfer_params,
+and send D the request as it is; D prefills. Our own router sends such requests D-first, so that its leg is an error.
 """
 
 from __future__ import annotations
@@ -16,13 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from pd_cluster.errors import PdError
-from pd_cluster.server.answer import Shape, collect, usage_of
+from pd_cluster.engine.messages import FinishReason
+from pd_cluster.errors import InvalidRequest, PdError
+from pd_cluster.server.answer import Collected, Shape, collect, usage_of
 from pd_cluster.server.exchange import Reply, error_body
 from pd_connectors.protocol.ticket import sign
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pd_cluster.server.generation import Generation
+    from pd_cluster.server.handoff import Tokenize
     from pd_cluster.server.state import NodeState
 
 
@@ -68,6 +75,23 @@ async def answer_prefill_whole(
         body = shape.body(choices, usage_of([generation])) | {"kv_transfer_params": params}
         await reply.json(200, body, {"x-pd-prefill": state.node_id})
         await generation.settle()
+
+
+async def answer_without_prefill(
+    reply: Reply, shape: Shape, prompts: Sequence[Tokenize], *, wants_ticket: bool
+) -> None:
+    """Several prompts. vLLM's router shows its client P's count of them. Raises InvalidRequest when the caller insists
+    on a ticket."""
+    if wants_ticket:
+        raise InvalidRequest(
+            f"a prefill leg takes one prompt, not {len(prompts)}; send such requests D-first",
+            "prompt",
+            "one_prompt_per_ticket",
+        )
+    choices = [Collected(finish_reason=FinishReason.LENGTH) for _ in prompts]
+    num_tokens = sum([len(await tokenize()) for tokenize in prompts])
+    usage = usage_of([]) | {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    await reply.json(200, shape.body(choices, usage))
 
 
 def _event(name: str, data: dict[str, Any]) -> bytes:

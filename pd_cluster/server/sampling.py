@@ -78,10 +78,12 @@ def sampling_params(
     logprobs: int | None,
     num_prompt_tokens: int,
     max_model_len: int,
+    default_max_tokens: int | None = None,
 ) -> SamplingParams:
     """Ranges are not yet checked: see `SamplingParams.validate`. Raises InvalidRequest when the context is too short.
 
-    Without max_tokens the output may fill what the prompt leaves of `max_model_len`.
+    `default_max_tokens` counts when the request names no limit; None, or more than there is room for: the output may
+    fill what the prompt leaves of `max_model_len`.
     """
     room = max_model_len - num_prompt_tokens
     if room < 1:
@@ -105,7 +107,7 @@ def sampling_params(
         raise InvalidRequest("seed must fit into 64 bits", "seed")
     top_k = _or(body.top_k, defaults.top_k)
     return SamplingParams(
-        max_tokens=room if wanted is None else wanted,
+        max_tokens=min(room, default_max_tokens or room) if wanted is None else wanted,
         n=_or(body.n, 1),
         temperature=_or(body.temperature, defaults.temperature),
         top_p=_or(body.top_p, defaults.top_p),
@@ -121,6 +123,15 @@ def sampling_params(
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
     )
+
+
+def check_min_tokens(sampling: SamplingParams) -> None:
+    """Raises InvalidRequest. Not for a prefill leg, whose max_tokens is not the client's."""
+    if sampling.min_tokens > sampling.max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {sampling.min_tokens}, and the request may generate {sampling.max_tokens} tokens",
+            "min_tokens",
+        )
 
 
 def api_fields(sampling: SamplingParams) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Request bodies. msgspec checks types while it parses; what is wrong becomes a 400 that names the field.
 
-Unknown fields are ignored, as OpenAI-compatible servers do, except those in `_REFUSED`: they would change the answer
-and cannot be honoured here, so dropping them silently would be a lie.
+A field that no body here has is refused or named in the answer, see `fields.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pd_cluster.errors import InvalidRequest
+from pd_cluster.server.fields import refuse
 
 # what msgspec raises for bytes that are no JSON; nested too deeply is one way not to be
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -19,31 +19,14 @@ NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_PROMPTS = 256  # prompts of one /v1/completions request
-
-# each with the values that are no request for anything
-_NOTHING = (b"null", b"false", b"[]", b"{}", b'""')
-_REFUSED: dict[str, str] = {
-    "echo": "echo is not supported: the prompt's own logprobs are not computed",
-    "suffix": "suffix is not supported: the model does not fill in the middle",
-    "prompt_logprobs": "prompt_logprobs is not supported",
-    "functions": "functions is superseded by tools",
-    "function_call": "function_call is superseded by tool_choice",
-    "audio": "audio is not supported: this server generates text",
-    "chat_template": "a request may not bring its own chat_template",
-    "use_beam_search": "beam search is not supported",
-    "guided_json": "constrained decoding is not supported",
-    "guided_regex": "constrained decoding is not supported",
-    "guided_choice": "constrained decoding is not supported",
-    "guided_grammar": "constrained decoding is not supported",
-    "structured_outputs": "constrained decoding is not supported",
-    "logits_processors": "logits_processors is not supported",
-}
+_WHOLE = re.compile(rb"[ \t\n\r]*(-?[0-9]+)\.0+[ \t\n\r]*")
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     """OpenAI's `stream_options`, and ours."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # every chunk has the usage so far
     include_timings: bool | None = None  # `usage.timings`: what the request waited for, in ms
 
 
@@ -68,6 +51,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     n: int | None = None
+    best_of: int | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     temperature: float | None = None
@@ -90,7 +74,6 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     response_format: ResponseFormat | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    user: str | None = None
     add_special_tokens: bool | None = None
     kv_transfer_params: KvTransferParams | None = None
 
@@ -113,7 +96,6 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     prompt: msgspec.Raw
     logprobs: int | None = None
-    best_of: int | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -146,19 +128,32 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def decode_body(raw: bytes, kind: type[Body]) -> tuple[Body, set[str]]:
-    """The body, and the names of its fields that nobody reads. Raises InvalidRequest naming the field."""
-    names = _field_names(raw)
+    """The body, and the names of its fields that are not read. Raises InvalidRequest naming the field."""
+    fields = _fields(raw)
     try:
-        body = msgspec.json.decode(raw, type=kind)
+        body = _decoded(raw, fields, kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from error
     except NOT_JSON as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
-    unknown = names.keys() - _known(kind)
-    for name in _REFUSED.keys() & unknown:
-        if bytes(names[name]).strip() not in _NOTHING:
-            raise InvalidRequest(_REFUSED[name], name, "unsupported_parameter")
-    return body, unknown
+    unread = {name: value for name, value in fields.items() if name not in kind.__struct_fields__}
+    refuse(unread)
+    names = set(unread)
+    if isinstance(body, GenerationBody) and body.stream_options is not None:
+        members = _fields(bytes(fields["stream_options"])).keys() - set(StreamOptions.__struct_fields__)
+        names |= {f"stream_options.{member}" for member in members}
+    return body, names
+
+
+def _decoded(raw: bytes, fields: dict[str, msgspec.Raw], kind: type[Body]) -> Body:
+    """JSON's 4.0 is an integer, too, and some languages write so. msgspec refuses it, so such a body is read twice."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError:
+        whole = {name: msgspec.Raw(match[1]) for name, value in fields.items() if (match := _WHOLE.fullmatch(value))}
+        if not whole:
+            raise
+        return msgspec.json.decode(msgspec.json.encode(fields | whole), type=kind)
 
 
 def decode_value(raw: bytes, kind: Any, param: str) -> Any:
@@ -169,17 +164,13 @@ def decode_value(raw: bytes, kind: Any, param: str) -> Any:
         raise InvalidRequest(f"{param}: {_reason(str(error))}", param, "invalid_type") from error
 
 
-def _field_names(raw: bytes) -> dict[str, msgspec.Raw]:
+def _fields(raw: bytes) -> dict[str, msgspec.Raw]:
     try:
         return msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError as error:
         raise InvalidRequest("the body must be a JSON object", code="invalid_json") from error
     except NOT_JSON as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
-
-
-def _known(kind: type[msgspec.Struct]) -> set[str]:
-    return set(kind.__struct_fields__)
 
 
 def _invalid(message: str) -> InvalidRequest:

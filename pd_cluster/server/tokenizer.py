@@ -73,11 +73,15 @@ class Tokenizer:
         options: dict[str, Any],
         *,
         max_tokens: int,
+        add_special_tokens: bool = False,
     ) -> list[int]:
-        """The conversation through the model's chat template, as ids. Raises InvalidRequest, see `encode`."""
+        """The conversation through the model's chat template, as ids. Raises InvalidRequest, see `encode`.
+
+        `add_special_tokens`: those that the tokenizer adds to a text, beside those that the template writes.
+        """
         if not self._tokenizer.chat_template:
             raise InvalidRequest("this model has no chat template: use /v1/completions", "messages", "no_chat_template")
-        return await self._run(lambda: self._encode_chat(messages, tools, options, max_tokens))
+        return await self._run(lambda: self._encode_chat(messages, tools, options, max_tokens, add_special_tokens))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of these ids, special tokens included."""
@@ -104,6 +108,7 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None,
         options: dict[str, Any],
         max_tokens: int,
+        add_special_tokens: bool,
     ) -> list[int]:
         try:
             text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
@@ -112,7 +117,7 @@ class Tokenizer:
                 f"the chat template refuses these messages: {error}", "messages", "chat_template"
             ) from error
         self._check_length(text, max_tokens, "messages")
-        return self._encode(text, add_special_tokens=False)
+        return self._encode(text, add_special_tokens)
 
     async def _run(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -40,7 +40,7 @@ def test_known_names_come_from_every_source(exported: set[str]) -> None:
     assert {
         "pd_router_node_healthy", "pd_router_requests_total", "pd_time_to_first_token_seconds_bucket",
         "pd_transfer_seconds_count", "pd_kv_blocks", "pd_num_waiting", "pd_preemptions_swap_total",
-        "pd_prefills_remote_total",
+        "pd_prefills_remote_total", "pd_first_token_redraws_total",
         "pd_loads_failed_total", "pd_leases_open", "pd_bad_frames_total", "pd_node_info",
     } <= exported  # fmt: skip
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import msgspec
 import pytest
 
 import pd_cluster
@@ -284,10 +285,49 @@ def test_handoffs_between_overlapping_steps(
         bench.run()
     assert bench.stats is not None
     assert bench.stats.counters["prefills_remote_total"] == 5
+    assert bench.stats.counters["first_token_redraws_total|reason=sampling_mismatch"] == 0
     for (request_id, index), tokens in expected.items():
         if request_id != "r5":
             assert bench.tokens[f"d{request_id[1:]}", index] == tokens
             assert bench.tokens[f"p{request_id[1:]}", index] == tokens[:1]
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+@pytest.mark.parametrize("reason", ["sampling_mismatch", "no_digest"])
+def test_first_tokens_of_another_sampling_are_drawn_again(
+    roomy_executor: Executor,
+    roomy_connector: Connector,
+    expected: dict[tuple[str, int], list[int]],
+    mode: str,
+    reason: str,
+) -> None:
+    """P samples hot, or is too old to say how. What D generates is what it would have generated alone."""
+    bench = Bench(roomy_executor, roomy_connector, mode, prefix_caching=False)
+    hot = SamplingParams(max_tokens=1, temperature=2.0, seed=77)
+
+    def take_over(message: TicketOpened) -> None:
+        index, ticket = int(message.request_id[1:]), message.ticket
+        if reason == "no_digest":
+            ticket = msgspec.structs.replace(ticket, sampling_digest=b"")
+        bench.send(AddRequest(f"d{index}", PROMPTS[index], SAMPLINGS[index], Work.TAKE_OVER, ticket))
+
+    bench.on_ticket = take_over
+    for index in range(6):
+        sampling = hot if reason == "sampling_mismatch" else SAMPLINGS[index]
+        bench.send(AddRequest(f"p{index}", PROMPTS[index], sampling, Work.PREFILL))
+    with no_garbage():
+        bench.run()
+    assert bench.stats is not None
+    counters = bench.stats.counters
+    assert counters["prefills_remote_total"] == counters[f"first_token_redraws_total|reason={reason}"] == 6
+    if mode == "off":  # overlapping steps compute a token behind each end
+        num_generated = sum(map(len, expected.values()))
+        num_shared = 2  # of n = 3 the first tokens come from one
+        assert counters["engine_step_tokens_total"] == sum(map(len, PROMPTS)) + num_generated - num_shared
+    if reason == "sampling_mismatch":
+        assert any(bench.tokens[f"p{index}", 0] != bench.tokens[f"d{index}", 0][:1] for index in range(6))
+    for (request_id, index), tokens in expected.items():
+        assert bench.tokens[f"d{request_id[1:]}", index] == tokens
 
 
 @pytest.mark.parametrize("mode", ["off", "on"])

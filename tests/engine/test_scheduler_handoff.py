@@ -136,6 +136,138 @@ def test_what_the_cache_has_is_not_loaded(length: int, num_cached: int) -> None:
     world.check_empty()
 
 
+# first tokens that are drawn again
+
+
+@pytest.mark.parametrize("length", [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE, 70])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_redraw_computes_the_last_prompt_token_and_no_other(length: int, n: int, depth: int) -> None:
+    world = World(depth=depth)
+    request = world.submit(message("d", prompt(length), work=Work.TAKE_OVER, max_tokens=5, n=n))
+    load = world.reserve(request, redraws=True)
+    assert load is not None
+    assert load.num_tokens == length
+    world.give_first_tokens(request)
+    world.start_step()
+    assert world.client(request).outputs == [[]] * n, "nothing is shown before the KV is here"
+    world.finish_load(load)
+    [chunk] = world.start_step().chunks
+    assert (chunk.start, chunk.num_tokens, chunk.num_samples) == (length - 1, 1, n)
+    world.settle()
+    assert all(len(output) == 1 for output in world.client(request).outputs)
+    world.run_until_idle()
+    assert world.worker.num_tokens_computed == 1 + n * 4
+    assert (request.num_cached_tokens, request.num_external_tokens) == (0, length - 1)
+    assert world.blocks.stats().cached >= length // BLOCK_SIZE
+    world.check_empty()
+
+
+@pytest.mark.parametrize("length", [32, 48, 64, 70])
+@pytest.mark.parametrize("pinned_before", [True, False])
+def test_a_redraw_writes_into_no_cached_block(length: int, pinned_before: bool) -> None:
+    """The cache may hold all of the prompt: the block of the last token is read from P nevertheless."""
+    world = World()
+    world.submit(message("a", prompt(80), max_tokens=1))
+    world.run_until_idle()
+    request = world.submit(message("d", prompt(length), work=Work.TAKE_OVER, max_tokens=3, n=2))
+    if pinned_before:
+        assert world.scheduler.pin(request) == length // BLOCK_SIZE * BLOCK_SIZE
+    load = world.reserve(request, redraws=True)
+    assert load is not None
+    assert load.first_block == (length - 1) // BLOCK_SIZE
+    assert len(load.block_ids) == 1
+    world.start_step()
+    world.finish_load(load)
+    world.run_until_idle()
+    assert request.num_external_tokens == length - 1 - load.first_block * BLOCK_SIZE
+    world.check_empty()
+
+
+def test_a_redraw_ends_a_request_of_one_token() -> None:
+    world = World()
+    request = world.submit(message("d", prompt(33), work=Work.TAKE_OVER, max_tokens=1, n=2))
+    load = world.reserve(request, redraws=True)
+    assert load is not None
+    world.start_step()
+    world.finish_load(load)
+    world.run_until_idle()
+    assert world.client(request).reasons == [FinishReason.LENGTH] * 2
+    world.check_empty()
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 8])
+@pytest.mark.parametrize("length", [33, 48])
+def test_a_redraw_that_loses_its_blocks_draws_the_same(length: int, num_host_blocks: int) -> None:
+    """Preempted before its step: swapped it keeps what was loaded, else the whole prompt is computed here."""
+    world = World(num_blocks=6, num_host_blocks=num_host_blocks, max_num_seqs=1)
+    runner = world.submit(message("a", prompt(30, 1), max_tokens=40))
+    world.start_step()
+    request = world.submit(message("d", prompt(length), work=Work.TAKE_OVER, max_tokens=3, priority=1))
+    load = world.reserve(request, redraws=True)
+    assert load is not None
+    world.start_step()
+    world.finish_load(load)
+    while not runner.finished:
+        world.start_step()
+        world.check()
+    assert sum(world.scheduler.counters[f"preemptions_{how}_total"] for how in ("swap", "recompute")) == 1
+    world.run_until_idle()
+    world.check_empty()
+
+
+@pytest.mark.parametrize("first_redraws", [True, False])
+def test_another_load_decides_anew_about_a_redraw(first_redraws: bool) -> None:
+    world = World()
+    request = world.submit(message("d", prompt(48), work=Work.TAKE_OVER, max_tokens=5))
+    first = world.reserve(request, redraws=first_redraws)
+    assert first is not None
+    world.start_step()
+    world.fail_load(first)
+    second = world.reserve(request, redraws=not first_redraws)
+    assert second is not None
+    world.start_step()
+    world.give_first_tokens(request)
+    assert len(world.client(request).outputs[0]) == first_redraws
+    world.drain(first)
+    world.finish_load(second)
+    world.run_until_idle()
+    world.check_empty()
+
+
+def test_known_first_tokens_are_never_drawn_again() -> None:
+    world = World()
+    request = world.submit(message("d", prompt(48), work=Work.TAKE_OVER, max_tokens=5))
+    first = world.reserve(request)
+    assert first is not None
+    world.start_step()
+    world.give_first_tokens(request)
+    world.fail_load(first)
+    second = world.reserve(request, redraws=True)
+    assert second is not None
+    world.start_step()
+    world.drain(first)
+    world.finish_load(second)
+    world.run_until_idle()
+    assert world.worker.num_tokens_computed == 4
+    world.check_empty()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_failed_redraw_falls_back_to_a_whole_prefill(n: int) -> None:
+    world = World()
+    request = world.submit(message("d", prompt(48), work=Work.TAKE_OVER, max_tokens=5, n=n))
+    load = world.reserve(request, redraws=True)
+    assert load is not None
+    world.start_step()
+    world.fail_load(load)
+    world.scheduler.fall_back_to_local(request)
+    world.run_until_idle()
+    world.drain(load)
+    assert world.worker.num_tokens_computed == 48 + n * 4
+    world.check_empty()
+
+
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_failed_load_falls_back_without_sampling_twice(known: bool, n: int) -> None:

@@ -123,11 +123,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.leases.pop(request.lease_id, None)
         self.world.take(self.world.scheduler.abort(request, index, FinishReason.ABORT))
 
-    @rule(pick=PICK)
-    def reserve(self, pick: int) -> None:
+    @rule(pick=PICK, redraws=st.booleans())
+    def reserve(self, pick: int, redraws: bool) -> None:
         request = choose(self.parked(), pick)
         if request is not None and request.kv is KvArrival.ABSENT:
-            self.world.reserve(request)
+            self.world.reserve(request, redraws=redraws)
 
     @rule(pick=PICK)
     def first_tokens_come(self, pick: int) -> None:
@@ -270,7 +270,7 @@ def random_walk(seed: int, num_steps: int) -> int:
             case 2:
                 machine.abort(pick, rng.choice([None, 0, 1, 2]))
             case 3:
-                machine.reserve(pick)
+                machine.reserve(pick, rng.random() < 0.5)
             case 4:
                 machine.first_tokens_come(pick)
             case 5:

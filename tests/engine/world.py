@@ -149,6 +149,7 @@ class World:
     def start_step(self) -> Batch:
         """Schedule one step and run it; its result is known `depth` - 1 steps later."""
         batch = self.scheduler.schedule()
+        self._check_writes(batch)
         self.now_s += 1
         if batch.loads:
             self.settle()  # transfers are not ordered with steps
@@ -156,6 +157,16 @@ class World:
         while len(self._running) >= self.depth:
             self._retire()
         return batch
+
+    def _check_writes(self, batch: Batch) -> None:
+        """A block that a step writes has one holder, and the prefix cache does not know it."""
+        for chunk in batch.chunks:
+            table = self.scheduler._life.sequences[chunk.seq_id].table
+            assert table is not None
+            end = chunk.start + chunk.num_tokens
+            for block_id in table.ids[chunk.start // BLOCK_SIZE : self.blocks.blocks_for(end)]:
+                assert self.blocks._refs[block_id] == 1, f"block {block_id} is shared, and written"
+                assert block_id not in self.blocks._cache, f"block {block_id} is cached, and written"
 
     def settle(self) -> None:
         while self._running:
@@ -190,7 +201,9 @@ class World:
 
     # loads
 
-    def reserve(self, request: Request) -> LoadSpec | None:
+    def reserve(self, request: Request, *, redraws: bool = False) -> LoadSpec | None:
+        """`redraws`: the load's P samples under other parameters, so that its first tokens are not taken."""
+        request.redraws = redraws and not request.first_tokens
         request.load_id = f"load-{next(self._load_ids)}"
         load = self.scheduler.reserve(request)
         if load is not None:
@@ -203,7 +216,8 @@ class World:
         return tuple(SampledToken(client.expected(index)[0][0]) for index in range(request.sampling.n))
 
     def give_first_tokens(self, request: Request) -> None:
-        self.take(self.scheduler.set_first_tokens(request, self.first_tokens(request)))
+        if not request.redraws:
+            self.take(self.scheduler.set_first_tokens(request, self.first_tokens(request)))
 
     def finish_load(self, load: LoadSpec) -> None:
         """All bytes are in and confirmed."""

@@ -141,6 +141,11 @@ def running_system(
         system.stop()
 
 
+def ask_url(url: str, requests: Iterable[tuple[str, dict[str, Any]]]) -> list[Answer]:
+    """All at once, of whatever listens there. Asserts that each is a 200."""
+    return asyncio.run(_ask_all(url, {}, list(requests)))
+
+
 async def _ask_all(url: str, headers: dict[str, str], requests: Sequence[tuple[str, dict[str, Any]]]) -> list[Answer]:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(timeout=ANSWER_DEADLINE_S, limits=limits, trust_env=False) as client:

@@ -95,21 +95,21 @@ def check_same(
         assert (ours.get("message") or {}).get("content") == (theirs.get("message") or {}).get("content")
         assert ours["finish_reason"] == theirs["finish_reason"]
         assert ours.get("stop_reason") == theirs.get("stop_reason")
-        _same_numbers(ours.get("logprobs"), theirs.get("logprobs"))
+        same_numbers(ours.get("logprobs"), theirs.get("logprobs"))
     return answer
 
 
-def _same_numbers(ours: Any, theirs: Any) -> None:
-    """Equal, floats to the tolerance; keys in any order, since near ties may swap."""
+def same_numbers(ours: Any, theirs: Any) -> None:
+    """Asserts that they are equal, floats to the tolerance; keys in any order, since near ties may swap."""
     if isinstance(theirs, dict):
         assert isinstance(ours, dict)
         assert ours.keys() == theirs.keys()
         for key, value in theirs.items():
-            _same_numbers(ours[key], value)
+            same_numbers(ours[key], value)
     elif isinstance(theirs, list):
         assert len(ours) == len(theirs)
         for one, other in zip(ours, theirs, strict=True):
-            _same_numbers(one, other)
+            same_numbers(one, other)
     elif isinstance(theirs, float):
         assert ours == pytest.approx(theirs, abs=LOGPROB_TOLERANCE)
     else:
@@ -222,7 +222,7 @@ def test_many_settings_at_once(path: Path, system: System, mixed_answers: dict[s
         for ours, theirs in zip(answer.choices, mixed_answers[name].choices, strict=True):
             assert ours["text"] == theirs["text"], name
             assert ours["finish_reason"] == theirs["finish_reason"], name
-            _same_numbers(ours["logprobs"], theirs["logprobs"])
+            same_numbers(ours["logprobs"], theirs["logprobs"])
 
 
 @pytest.mark.parametrize("name", ["n", "bias", "min_tokens", "no logprobs"])
@@ -241,4 +241,4 @@ def test_a_router_that_knows_no_tickets(name: str, system: System, mixed_answers
     for ours, theirs in zip(answer.choices, mixed_answers[name].choices, strict=True):
         assert ours["text"] == theirs["text"]
         assert ours["finish_reason"] == theirs["finish_reason"]
-        _same_numbers(ours["logprobs"], theirs["logprobs"])
+        same_numbers(ours["logprobs"], theirs["logprobs"])

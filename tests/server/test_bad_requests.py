@@ -27,6 +27,7 @@ CHAT: list[tuple[dict[str, Any], str | None]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": "5"}, "max_tokens"),
     ({"max_tokens": 2.5}, "max_tokens"),
+    ({"max_tokens": 4.0, "n": 1.5}, "n"),
     ({"max_tokens": True}, "max_tokens"),
     ({"max_tokens": 10**30}, "max_tokens"),
     ({"max_completion_tokens": 5000}, "max_completion_tokens"),
@@ -47,6 +48,9 @@ CHAT: list[tuple[dict[str, Any], str | None]] = [
     ({"logit_bias": {"5": 101}}, "logit_bias"),
     ({"logit_bias": {"3072": 1}}, "logit_bias"),
     ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"min_tokens": 5000}, "min_tokens"),
+    ({"best_of": 2}, "best_of"),
     ({"stop": ""}, "stop"),
     ({"stop": ["a"] * 17}, "stop"),
     ({"stop": ["a", ""]}, "stop"),
@@ -61,6 +65,8 @@ CHAT: list[tuple[dict[str, Any], str | None]] = [
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"response_format": {}}, "response_format"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto"}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
@@ -89,9 +95,9 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"echo": True}, "echo"),
     ({"suffix": "x"}, "suffix"),
     ({"best_of": 2}, "best_of"),
+    ({"min_tokens": 17}, "min_tokens"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
-    ({"prompt": ["a", "b"], "kv_transfer_params": {"do_remote_decode": True}}, "prompt"),
 ]
 
 
@@ -119,6 +125,13 @@ async def test_bodies_that_are_no_json_object(path: str, raw: bytes) -> None:
             answer = await response.json()
         assert response.status == 400
         assert answer["error"]["type"] == "invalid_request_error"
+
+
+async def test_limits_are_said_as_they_would_be_typed() -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        for name, value, text in [("top_k", 1 << 25, "16777216, not 33554432"), ("top_p", 1.25, "0 and 1, not 1.25")]:
+            async with node.session.post(f"{node.url}/v1/completions", json={"prompt": "a", name: value}) as response:
+                assert text in (await response.json())["error"]["message"]
 
 
 async def test_what_is_too_long_says_both_numbers() -> None:

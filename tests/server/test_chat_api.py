@@ -178,12 +178,14 @@ async def test_text_parts_and_tool_calls_reach_the_template() -> None:
         {"role": "user", "content": parts},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "3"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "not that"}]},
     ]
     async with running(FakeEngine(says([5]))) as node:
         async with node.session.post(f"{node.url}/v1/chat/completions", json={"messages": messages}) as response:
             assert response.status == 200
         prompt = await node.state.tokenizer.decode(node.engine.requests[0].prompt_token_ids)
     assert "one\ntwo" in prompt
+    assert "not that" in prompt
     assert "<|im_start|>tool\n3<|im_end|>" in prompt
 
 
@@ -198,7 +200,7 @@ async def test_sampling_fields_reach_the_engine() -> None:
         async with node.session.post(f"{node.url}/v1/chat/completions", json=body) as response:
             assert response.status == 200
         request = node.engine.requests[0]
-        assert node.metric("pd_unknown_fields_total") == 1
+        assert node.metric("pd_unknown_fields_total") == 2
     sampling = request.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (7, 0.5, 0.9, 0)
     assert (sampling.min_p, sampling.seed, sampling.logit_bias, sampling.min_tokens) == (0.1, 11, {5: -100.0}, 2)

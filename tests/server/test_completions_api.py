@@ -14,6 +14,7 @@ from tests.server.live_server import Node, running
 from tests.server.sse import post_events
 
 pytestmark = pytest.mark.anyio
+MESSAGE = {"role": "user", "content": "hi"}
 
 
 async def post(node: Node, body: dict[str, Any]) -> dict[str, Any]:
@@ -134,3 +135,32 @@ async def test_split_character_is_spelled_out_in_logprobs() -> None:
         answer = await post(node, {"prompt": "hi", "logprobs": 0})
     assert answer["choices"][0]["text"] == "é"
     assert answer["choices"][0]["logprobs"]["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]
+
+
+@pytest.mark.parametrize("given", [{}, {"max_tokens": None}])
+async def test_a_completion_without_a_limit_has_sixteen_tokens(given: dict[str, Any]) -> None:
+    async with running(FakeEngine(says([5]), max_model_len=32)) as node:
+        await post(node, {"prompt": [5] * 4} | given)
+        await post(node, {"prompt": [5] * 24} | given)
+        assert [request.sampling.max_tokens for request in node.engine.requests] == [16, 8]
+
+
+async def test_integers_may_be_written_with_a_point() -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        raw = b'{"prompt": "hi", "max_tokens": 4.0, "seed": -1.0, "n": 1.00 , "temperature": 1.0, "user": 2.0}'
+        async with node.session.post(f"{node.url}/v1/completions", data=raw) as response:
+            assert response.status == 200
+        sampling = node.engine.requests[0].sampling
+    assert (sampling.max_tokens, sampling.seed, sampling.n, sampling.temperature) == (4, -1, 1, 1.0)
+
+
+async def test_usage_in_every_chunk() -> None:
+    async with running(FakeEngine(says([5, 6, 7]))) as node:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        for path, body in (("completions", {"prompt": "hi"}), ("chat/completions", {"messages": [MESSAGE]})):
+            events = await post_events(
+                node.session, f"{node.url}/v1/{path}", body | {"stream": True, "stream_options": options}
+            )
+            counts = [data["usage"]["completion_tokens"] for _, data in events[:-1]]
+            assert counts == sorted(counts)
+            assert (counts[0] > 0, counts[-1]) == (True, 3)

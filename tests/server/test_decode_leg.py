@@ -76,6 +76,13 @@ async def test_ticket_and_ids_of_p_are_taken_over_without_tokenizing() -> None:
     assert node.metric("pd_external_tokens_total") == len(ids)
 
 
+async def test_a_ticket_of_another_sampling_is_taken_over_for_its_kv() -> None:
+    async with decode_node() as node:
+        ticket = engine_of_p().make_ticket(await ids_of(node), num_samples=2)
+        status, _, _ = await complete(node, {"ticket": sign(KEY, ticket)}, n=1, temperature=0)
+        assert (status, node.engine.requests[0].ticket) == (200, ticket)
+
+
 async def test_ticket_without_ids_is_checked_against_the_text() -> None:
     async with decode_node() as node:
         ticket = engine_of_p().make_ticket(await ids_of(node))
@@ -100,7 +107,6 @@ async def test_salt_is_part_of_what_the_ticket_promises() -> None:
         ("expired", "ticket_expired"),
         ("garbage", "ticket_malformed"),
         ("prompt", "ticket_prompt_mismatch"),
-        ("samples", "ticket_samples_mismatch"),
         ("ids", "ticket_prompt_mismatch"),
         ("none", "no_ticket"),
     ],
@@ -114,7 +120,6 @@ async def test_what_cannot_be_trusted_is_prefilled_here_or_refused(fault: str, r
             "expired": {"ticket": sign(KEY, p.make_ticket(ids, expires_at_s=time.time() - 1))},
             "garbage": {"ticket": "rubbish"},
             "prompt": {"ticket": sign(KEY, p.make_ticket([1, 2, 3]))},
-            "samples": {"ticket": sign(KEY, p.make_ticket(ids, num_samples=2))},
             "ids": {"ticket": good, "prompt_token_ids": [*ids[:-1], 8]},
             "none": {},
         }

@@ -132,3 +132,29 @@ async def test_bad_input_is_plain_json_even_when_a_stream_was_asked_for() -> Non
         async with node.session.post(f"{node.url}/v1/completions", json=body, headers=STREAM) as response:
             assert (response.status, response.content_type) == (400, "application/json")
             assert (await response.json())["error"]["param"] == "temperature"
+
+
+async def test_several_prompts_are_answered_without_a_ticket_and_left_to_d() -> None:
+    """What a foreign P-first router makes of a batch: it passes on that there is nothing to hand over."""
+    async with running(FakeEngine(says([5]))) as node:
+        body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 1, "stream": False, "kv_transfer_params": FOREIGN}
+        async with node.session.post(f"{node.url}/v1/completions", json=body) as response:
+            answer = await response.json()
+            assert response.status == 200
+        assert "kv_transfer_params" not in answer
+        assert [choice["text"] for choice in answer["choices"]] == ["", ""]
+        usage = answer["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (2, 0, 2)
+        async with node.session.post(f"{node.url}/v1/completions", json=body, headers=STREAM) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["code"]) == (400, "one_prompt_per_ticket")
+        assert node.engine.requests == []
+        assert node.metric('pd_handoff_fallbacks_total{reason="several_prompts"}') == 2
+
+
+async def test_min_tokens_of_the_real_request_is_no_error_of_its_leg() -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        body = {"prompt": "a", "max_tokens": 1, "min_tokens": 9, "kv_transfer_params": FOREIGN}
+        async with node.session.post(f"{node.url}/v1/completions", json=body) as response:
+            assert response.status == 200
+        assert node.engine.requests[0].sampling.min_tokens == 9

@@ -46,6 +46,7 @@ def test_what_d_sends_to_p_means_the_same_there(sampling: SamplingParams) -> Non
     other_defaults = SamplingDefaults(temperature=0.1, top_p=0.2, top_k=3, min_p=0.4, repetition_penalty=1.5)
     again = sampling_params(body, other_defaults, logprobs=body.logprobs, num_prompt_tokens=1, max_model_len=10)
     assert again == sampling
+    assert again.first_token_digest == sampling.first_token_digest
     assert unknown == set()
 
 

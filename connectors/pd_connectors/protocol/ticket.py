@@ -56,10 +56,13 @@ class Ticket(msgspec.Struct, frozen=True, tag=True):
     geometry: Geometry
     prompt_digest: bytes
     num_tokens: int  # prompt tokens, all of which P computes
-    num_samples: int  # first tokens that P samples (the request's n)
+    num_samples: int  # first tokens that P samples (the request's n); compared by a D that knows no sampling_digest
     host: str  # P's control address
     port: int
     version: int = PROTOCOL_VERSION
+    # Of the parameters that decide P's first tokens. D computes its own and adopts the tokens only when the two are
+    # equal; the KV does not depend on them. b"": P does not say (it is older), which is equal to nothing.
+    sampling_digest: bytes = b""
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):

@@ -1,0 +1,121 @@
+"""Fields of a request body that this server does not read: which are refused, and how the others are named.
+
+A field is refused when it would change the answer of a server that honours it. The table covers what OpenAI's document,
+vLLM's and SGLang's protocols define, but for what their routers write into every request (`separate_reasoning`,
+`stream_reasoning`). Every other field is ignored, and the answer's header `x-pd-ignored` names it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from pd_cluster.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+IGNORED_HEADER = "x-pd-ignored"
+MAX_NAMED = 32  # names in the header; of more it says how many
+MAX_NAME_CHARS = 48
+_NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
+_MAX_HARMLESS_BYTES = 64  # no harmless value is longer; nothing longer is parsed
+
+
+class Refusal(NamedTuple):
+    """Why a field is refused, and its values that ask for no more than this server does anyway."""
+
+    why: str
+    harmless: tuple[Any, ...] = _NOTHING
+
+
+_CONSTRAINED = Refusal("constrained decoding is not supported")
+_THINKING = "reasoning is controlled by what the model's chat template reads: use chat_template_kwargs"
+_ONE_PROMPT = "the prompt must come as text or token ids in prompt, or as messages"
+
+REFUSED: dict[str, Refusal] = {
+    # what the model is given
+    "suffix": Refusal("the model does not fill in the middle"),
+    "input_ids": Refusal(_ONE_PROMPT),
+    "input_embeds": Refusal(_ONE_PROMPT),
+    "prompt_embeds": Refusal(_ONE_PROMPT),
+    "truncate_prompt_tokens": Refusal("prompts are not truncated", (None,)),
+    "chat_template": Refusal("a request may not bring its own chat_template"),
+    "documents": Refusal("use chat_template_kwargs if the model's chat template reads documents"),
+    "functions": Refusal("functions is superseded by tools"),
+    "function_call": Refusal("function_call is superseded by tool_choice", (*_NOTHING, "none", "auto")),
+    "web_search_options": Refusal("this server does not search the web", (None,)),
+    "lora_path": Refusal("adapters are not supported"),
+    "session_params": Refusal("sessions are not supported"),
+    # how it thinks
+    "reasoning_effort": Refusal(_THINKING, (None,)),
+    "reasoning": Refusal(_THINKING, (None,)),
+    "enable_thinking": Refusal(_THINKING, (None,)),
+    "thinking_token_budget": Refusal(_THINKING, (None,)),
+    "include_reasoning": Refusal("reasoning is part of the content", (None, True)),
+    # which tokens may come
+    "guided_json": _CONSTRAINED,
+    "guided_regex": _CONSTRAINED,
+    "guided_choice": _CONSTRAINED,
+    "guided_grammar": _CONSTRAINED,
+    "guided_json_object": _CONSTRAINED,
+    "structured_outputs": _CONSTRAINED,
+    "structural_tag": _CONSTRAINED,
+    "regex": _CONSTRAINED,
+    "ebnf": _CONSTRAINED,
+    "json_schema": _CONSTRAINED,
+    "grammar": _CONSTRAINED,
+    "allowed_token_ids": Refusal("use logit_bias", (None,)),
+    "bad_words": Refusal("use logit_bias"),
+    "logits_processors": Refusal("logits processors are not supported"),
+    "custom_logit_processor": Refusal("logits processors are not supported"),
+    "custom_params": Refusal("logits processors are not supported"),
+    "vllm_xargs": Refusal("logits processors are not supported"),
+    "use_beam_search": Refusal("beam search is not supported"),
+    # when it ends
+    "max_new_tokens": Refusal("use max_tokens", (None,)),
+    "min_new_tokens": Refusal("use min_tokens", (None, 0)),
+    "stop_regex": Refusal("use stop"),
+    "no_stop_trim": Refusal("use include_stop_str_in_output"),
+    "repetition_detection": Refusal("repetition is not detected"),
+    # what the answer holds
+    "echo": Refusal("the answer does not repeat the prompt"),
+    "prompt_logprobs": Refusal("the prompt's logprobs are not computed"),
+    "logprob_token_ids": Refusal("use logprobs or top_logprobs"),
+    "return_token_ids": Refusal("the answer holds text"),
+    "return_tokens_as_token_ids": Refusal("the answer holds text"),
+    "return_hidden_states": Refusal("the answer holds text"),
+    "return_routed_experts": Refusal("the answer holds text"),
+    "audio": Refusal("this server generates text"),
+    "modalities": Refusal("this server generates text", (*_NOTHING, ["text"])),
+}
+
+
+def refuse(unread: Mapping[str, msgspec.Raw]) -> None:
+    """Raises InvalidRequest for the first of these fields that cannot be ignored."""
+    for name in REFUSED.keys() & unread.keys():
+        refusal = REFUSED[name]
+        if not _is_one_of(bytes(unread[name]), refusal.harmless):
+            raise InvalidRequest(f"{name} is not supported: {refusal.why}", name, "unsupported_parameter")
+
+
+def _is_one_of(raw: bytes, values: tuple[Any, ...]) -> bool:
+    raw = raw.strip()
+    if len(raw) > _MAX_HARMLESS_BYTES:
+        return False
+    try:
+        given = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):  # what is skipped in a body is not looked at so closely
+        return False
+    return any(type(given) is type(value) and given == value for value in values)  # 0 is not False
+
+
+def ignored_header(names: Iterable[str]) -> dict[str, str]:
+    """The header that names these fields, or none. Names come from the client: they are cut, and made printable."""
+    ordered = sorted(names)
+    named = [re.sub(r"[^A-Za-z0-9_.\-]", "?", name[:MAX_NAME_CHARS]) or "?" for name in ordered[:MAX_NAMED]]
+    if len(ordered) > MAX_NAMED:
+        named.append(f"+{len(ordered) - MAX_NAMED}")
+    return {IGNORED_HEADER: ",".join(named)} if named else {}

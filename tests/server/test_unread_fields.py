@@ -1,0 +1,144 @@
+"""Fields that are not read: refused by name when they would change the answer, else named in a header."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from pd_cluster.errors import InvalidRequest
+from pd_cluster.server.fields import IGNORED_HEADER, MAX_NAME_CHARS, MAX_NAMED, REFUSED, ignored_header, refuse
+from pd_cluster.server.schema import ChatBody, CompletionBody, TokenizeBody
+from tests.server.fake_engine import FakeEngine, says
+from tests.server.live_server import Node, running
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": "hi"},
+}
+# of OpenAI, vLLM or SGLang, and without a say in what is answered here
+HARMLESS = {
+    "user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "prediction": None, "verbosity": "low",
+    "prompt_cache_key": "k", "safety_identifier": "s", "parallel_tool_calls": False, "request_id": "r", "rid": "r",
+    "length_penalty": 1.0, "early_stopping": False, "mm_processor_kwargs": {}, "media_io_kwargs": {},
+    "bootstrap_room": 7, "separate_reasoning": True, "stream_reasoning": True,
+}  # fmt: skip
+# every name of clients_review's list of fields that were dropped in silence and change an answer
+ONCE_DROPPED = {
+    "allowed_token_ids": [5], "bad_words": ["x"], "truncate_prompt_tokens": 5, "regex": "a+", "ebnf": "root ::= x",
+    "json_schema": "{}", "stop_regex": "a", "structural_tag": "x", "input_ids": [5], "prompt_embeds": "x",
+    "lora_path": "x", "return_token_ids": True, "return_tokens_as_token_ids": True, "logprob_token_ids": [5],
+    "modalities": ["text", "audio"], "reasoning_effort": "none", "documents": [{"text": "x"}], "no_stop_trim": True,
+    "include_reasoning": False, "thinking_token_budget": 5, "session_params": {"id": 1},
+    "custom_logit_processor": "x", "return_hidden_states": True, "repetition_detection": {"n": 1},
+    "vllm_xargs": {"a": 1}, "prompt_logprobs": 0, "web_search_options": {},
+}  # fmt: skip
+
+
+async def answer(node: Node, path: str, more: dict[str, Any], **kwargs: Any) -> tuple[int, dict[str, Any], str | None]:
+    body = BODIES[path] | more
+    async with node.session.post(f"{node.url}{path}", json=body, **kwargs) as response:
+        content = {} if body.get("stream") else await response.json()
+        await response.read()
+        return response.status, content, response.headers.get(IGNORED_HEADER)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("path", BODIES)
+async def test_every_refused_field_is_a_400_that_names_it(path: str) -> None:
+    assert ONCE_DROPPED.keys() <= REFUSED.keys()
+    async with running(FakeEngine(says([5]))) as node:
+        for name, refusal in REFUSED.items():
+            for wanted in ("something" * 20, ONCE_DROPPED.get(name, 1)):
+                status, content, _ = await answer(node, path, {name: wanted})
+                assert (status, content["error"]["param"]) == (400, name), content
+                assert content["error"]["code"] == "unsupported_parameter"
+                assert refusal.why in content["error"]["message"]
+        assert node.engine.requests == []
+        for name, refusal in REFUSED.items():
+            for harmless in refusal.harmless:
+                status, _, named = await answer(node, path, {name: harmless})
+                assert (status, named) == (200, name), (name, harmless)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_field_is_read_nowhere(name: str) -> None:
+    """Or the table would contradict the body."""
+    assert name not in ChatBody.__struct_fields__
+    assert name not in CompletionBody.__struct_fields__
+
+
+@pytest.mark.parametrize("raw", [b"[" * 100_000 + b"]" * 100_000, b'"\xff"', b'"\\ud800"', b"[[[[[[[1]]]]]]]"])
+def test_values_that_are_hardly_json_are_refused(raw: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="regex"):
+        refuse({"regex": msgspec.Raw(raw)})
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+async def test_ignored_fields_are_named_in_the_answer(path: str, stream: bool) -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        assert (await answer(node, path, {"stream": stream}))[2] is None
+        status, _, named = await answer(node, path, HARMLESS | {"stream": stream})
+        assert (status, named) == (200, ",".join(sorted(HARMLESS)))
+        if stream:
+            options = {"include_usge": True, "include_usage": True}
+            _, _, named = await answer(node, path, {"stream": True, "stream_options": options})
+            assert named == "stream_options.include_usge"
+
+
+@pytest.mark.anyio
+async def test_tokenize_names_what_it_ignores() -> None:
+    assert "return_token_strs" not in TokenizeBody.__struct_fields__
+    async with running(FakeEngine(says([5]))) as node:
+        body = {"prompt": "hi", "return_token_strs": True}
+        async with node.session.post(f"{node.url}/tokenize", json=body) as response:
+            assert response.headers[IGNORED_HEADER] == "return_token_strs"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", ["a\r\nx-evil: 1", "x,y", "\u2028", "\x00", "", "n" * 5000, "ü", "a b"])
+async def test_hostile_names_are_cut_and_made_printable(name: str) -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        status, _, named = await answer(node, "/v1/completions", {name: 1})
+    assert status == 200
+    assert named is not None
+    assert 0 < len(named) <= MAX_NAME_CHARS
+    assert all(char.isascii() and (char.isalnum() or char in "_.-?") for char in named)
+
+
+def test_of_many_names_some_are_said() -> None:
+    names = [f"name{i:04}" for i in range(1000)]
+    assert ignored_header(names)[IGNORED_HEADER] == ",".join([*names[:MAX_NAMED], f"+{1000 - MAX_NAMED}"])
+
+
+@pytest.mark.anyio
+async def test_tools_are_refused_for_want_of_a_parser_and_answered_when_none_may_be_called() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    path = "/v1/chat/completions"
+    async with running(FakeEngine(says([5]))) as node:
+        for choice in ({}, {"tool_choice": "auto"}):
+            status, content, _ = await answer(node, path, {"tools": tools} | choice)
+            assert (status, content["error"]["param"]) == (400, "tools")
+            assert "no tool-call parser" in content["error"]["message"]
+        assert (await answer(node, path, {"tools": tools, "tool_choice": "none"}))[0] == 200
+        assert (await answer(node, path, {"tools": []}))[0] == 200
+        assert len(node.engine.requests) == 2
+
+
+@pytest.mark.anyio
+async def test_special_tokens_can_be_asked_for_on_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    async with running(FakeEngine(says([5]))) as node:
+        encode = node.state.tokenizer._encode
+
+        def spy(text: str, add_special_tokens: bool) -> list[int]:
+            asked.append(add_special_tokens)
+            return encode(text, add_special_tokens)
+
+        monkeypatch.setattr(node.state.tokenizer, "_encode", spy)
+        for given in ({}, {"add_special_tokens": False}, {"add_special_tokens": True}):
+            assert (await answer(node, "/v1/chat/completions", given))[0] == 200
+    assert asked == [False, False, True]
