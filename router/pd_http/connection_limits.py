@@ -42,8 +42,13 @@ class ConnectionLimits:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether no request is under way here: none is answered, and none has come so far as to have all headers."""
-        return not self._unanswered and not self._framing.in_body
+        """Whether the client has to send: no request that has arrived whole is being answered."""
+        return not self._unanswered or (self._framing.in_body and self._unanswered == 1)
+
+    @property
+    def in_body(self) -> bool:
+        """Whether a body is arriving."""
+        return self._framing.in_body
 
     @property
     def unfinished_bytes(self) -> int:

@@ -16,10 +16,10 @@ Key = TypeVar("Key", bound="Hashable")
 class ConnectionTable(Generic[Key]):
     """At most `max_connections`, at most `max_per_address` of one address.
 
-    A full table makes room by closing the connection that has waited longest for a request, of the new one's address
+    A full table makes room by ending the connection that has waited longest for its client, of the new one's address
     when that has its share: HTTP lets a server close idle connections, and clients open new ones. Strangers who hold
-    connections open thus push out each other's, and a client who sends its request at once is served. Only when every
-    connection has a request under way is the new one refused.
+    connections open, silent or with half a request, thus push out each other's, and a client who sends its request at
+    once is served. Only when every connection has a whole request under way is the new one refused.
     """
 
     def __init__(self, max_connections: int, max_per_address: int = 0) -> None:
@@ -35,7 +35,7 @@ class ConnectionTable(Generic[Key]):
         return len(self._address_of)
 
     def join(self, key: Key, host: str) -> Key | Refusal | None:
-        """Take `key` in, which waits for its request. Returns the connection to close for it, a Refusal, or None."""
+        """Take `key` in, which waits for its client. Returns the connection to end for it, a Refusal, or None."""
         address = network_of(host)
         given_way: Key | None = None
         if self._count.get(address, 0) >= self.max_per_address:
@@ -66,14 +66,15 @@ class ConnectionTable(Generic[Key]):
             del self._count[address], self._waiting_of[address]
 
     def waits(self, key: Key) -> None:
-        """No request is under way on `key`, from now on."""
+        """From now on `key` waits for its client, also when it did before."""
         address = self._address_of.get(key)
         if address is not None:
+            self.works(key)
             self._waiting[key] = None
             self._waiting_of[address][key] = None
 
     def works(self, key: Key) -> None:
-        """A request is under way on `key`."""
+        """A whole request of `key` is under way."""
         if key in self._waiting:
             del self._waiting[key]
             del self._waiting_of[self._address_of[key]][key]

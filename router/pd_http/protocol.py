@@ -121,12 +121,12 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False
         self.limits.head_ended(self._body_bytes(), self._clock())
-        self.gate.works(self)
+        self.gate.moved(self)
 
     def on_response_complete(self) -> None:
         self.limits.answered(self._clock())
         super().on_response_complete()
-        self.gate.answered(self)
+        self.gate.moved(self)
         if self._backlog and not self.pipeline and not self.transport.is_closing():
             self.data_received(b"")
 

@@ -81,7 +81,7 @@ class RouterConfig(HttpLimits):
         3, "Failures in a row after which a node is left out for eject_s, whatever /health says."
     )
     eject_s: float = setting(5.0, "How long it is left out.")
-    max_body_mb: float = setting(64.0, "Largest request body in MB.")
+    max_body_mb: float = setting(48.0, "Largest request body in MB.")
     write_timeout_s: float = setting(
         20.0,
         "Seconds that a full send buffer (64 KiB) may wait for the client to read 48 KiB of it. Keep it to a third of "
