@@ -48,7 +48,7 @@ class HttpGate:
         self._table: ConnectionTable[BoundedProtocol] = ConnectionTable(places, limits.max_connections_per_address)
         self._unfinished: UnfinishedRequests[BoundedProtocol] = UnfinishedRequests(limits.max_unfinished_bytes)
         self._open: set[BoundedProtocol] = set()  # with those that were refused and linger
-        self._held: set[BoundedProtocol] = set()
+        self._held: set[BoundedProtocol] = set()  # not read, for the sake of memory
         self._ticks = False
         self._told_s: dict[Refusal, float] = {}
         self._untold: dict[Refusal, int] = {}
@@ -105,11 +105,14 @@ class HttpGate:
         limits = connection.limits
         if not limits.is_waiting:
             self._table.works(connection)
+        was_crowded = self._unfinished.is_crowded
         num_bytes = 0 if limits.discards or connection not in self._open else limits.unfinished_bytes
         self._hold_bytes(connection, num_bytes)
-        if num_bytes and not self._unfinished.may_read(connection):
-            self._held.add(connection)
-            connection.hold()
+        if self._unfinished.is_crowded:
+            for one in (connection,) if was_crowded else list(self._open):
+                if one.limits.unfinished_bytes and one not in self._held and not self._unfinished.may_read(one):
+                    self._held.add(one)
+                    one.hold()
 
     def refused(self, connection: BoundedProtocol, refusal: Refusal) -> None:
         """It ends, and has no claim on anything from now on."""
@@ -147,7 +150,7 @@ class HttpGate:
             excess.end(Refusal.NO_MEMORY)
 
     def _go_on(self) -> None:
-        for connection in [one for one in self._held if self._unfinished.may_read(one)]:
+        for connection in self._unfinished.readers(self._held):
             self._held.discard(connection)
             connection.go_on()
 
@@ -156,6 +159,7 @@ class HttpGate:
         for connection in list(self._open):
             connection.check(now_s)
         self._end_excess()
+        self._go_on()
         self._ticks = bool(self._open)
         if self._ticks:
             loop.call_later(self.limits.tick_s, self._tick, loop)

@@ -161,7 +161,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self.gate.refused(self, refusal)
         cycle = self.cycle
         is_answering = cycle is not None and not cycle.response_complete
+        # not in the middle of an answer, and not after one: nothing would be waiting for a second
         can_answer = refusal.status and not (is_answering and (cycle.response_started or self.pipeline))
+        can_answer = can_answer and not self.limits.discards
         if is_answering:
             cycle.disconnected = True
             cycle.message_event.set()

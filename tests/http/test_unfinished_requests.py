@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_http.unfinished_requests import SMALL_BYTES, UnfinishedRequests
+from pd_http.unfinished_requests import READ_BYTES, SMALL_BYTES, UnfinishedRequests
 
 MB = 1_000_000
 
@@ -22,6 +22,18 @@ def test_when_it_is_crowded_the_oldest_and_the_small_are_read() -> None:
     assert held.may_read("small")
     held.hold("oldest", 0)
     assert held.may_read("larger")
+
+
+def test_readers_come_back_oldest_first_as_there_is_room() -> None:
+    held: UnfinishedRequests[int] = UnfinishedRequests(40 * MB)
+    for key in range(8):
+        held.hold(key, 4 * MB)
+    assert held.readers({7, 3, 1, 0}) == [0]
+    held.hold(0, 0)
+    held.hold(2, 5 * MB - READ_BYTES)
+    assert held.readers({7, 3, 1}) == [1, 3, 7]
+    held.hold(2, 5 * MB + READ_BYTES)
+    assert held.readers({7, 3, 1}) == [1, 3]
 
 
 def test_the_oldest_has_its_time_while_others_wait() -> None:
