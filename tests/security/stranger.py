@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import re
+import socket
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,20 @@ class Connection:
         self._writer.close()
 
 
+def deaf(url: str, request: bytes) -> socket.socket:
+    """A connection that has sent `request` and from which nothing is ever read."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    connection = socket.create_connection((host, int(port)), timeout=WAIT_S)
+    connection.sendall(request)
+    return connection
+
+
+def post(**fields: Any) -> bytes:
+    """A whole request for a completion."""
+    body = orjson.dumps(fields)
+    return POST + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
 @dataclass
 class Target:
     """A server under attack, and the node behind it when it is a router."""
@@ -61,9 +76,9 @@ class Target:
     url: str
     node: FakeNode | None = None
 
-    async def connect(self, **options: Any) -> Connection:
+    async def connect(self) -> Connection:
         host, _, port = self.url.removeprefix("http://").partition(":")
-        return Connection(*await asyncio.open_connection(host, int(port), **options))
+        return Connection(*await asyncio.open_connection(host, int(port)))
 
     async def ask(self, **fields: Any) -> int:
         """The status that an ordinary client gets. Raises TimeoutError after WAIT_S."""

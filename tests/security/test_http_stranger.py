@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.router import fake_nodes as fakes
-from tests.security.stranger import MB, POST, Target, error_in, router, until
+from tests.security.stranger import MB, POST, Target, deaf, error_in, post, router, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -187,10 +187,7 @@ async def test_when_every_place_works_the_next_is_told_so() -> None:
 async def test_a_client_that_never_reads_is_left() -> None:
     async with router(*SOON, script=fakes.decode_floods) as target:
         assert target.node is not None
-        strangers = [await target.connect(limit=1024) for _ in range(20)]
-        body = b'{"prompt": "x", "stream": true}'
-        for stranger in strangers:
-            await stranger.send(POST + b"content-length: %d\r\n\r\n" % len(body) + body)
+        strangers = [deaf(target.url, post(prompt="x", stream=True)) for _ in range(20)]
         for number in range(len(strangers)):
             seen = await target.node.wait_seen(number + 1)
             await asyncio.wait_for(seen.gone.wait(), 30)
