@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import time
@@ -82,7 +83,8 @@ class HttpGate:
         if peer.fileno() >= self._max_file:
             return Refusal.FILES
         if UNSENT is not None:
-            peer.setsockopt(socket.IPPROTO_TCP, UNSENT, UNSENT_BYTES)
+            with contextlib.suppress(OSError):  # it is gone already
+                peer.setsockopt(socket.IPPROTO_TCP, UNSENT, UNSENT_BYTES)
         host = connection.client[0] if connection.client else ""
         outcome = self._table.join(connection, host)
         if isinstance(outcome, Refusal):
@@ -99,6 +101,11 @@ class HttpGate:
         """The headers of a request or an answer are whole."""
         if connection.limits.is_waiting:
             self._table.waits(connection)
+        if connection.limits.discards:  # what is left of the body is not kept
+            self._hold_bytes(connection, 0)
+            if connection in self._held:
+                self._held.discard(connection)
+                connection.go_on()
 
     def received(self, connection: BoundedProtocol) -> None:
         """It has taken what came; some of it may be of a request that is not whole."""
@@ -155,11 +162,11 @@ class HttpGate:
             connection.go_on()
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._ticks = bool(self._open)
+        if self._ticks:  # before the rest, so that no exception there ends the ticking
+            loop.call_later(self.limits.tick_s, self._tick, loop)
         now_s = self.clock()
         for connection in list(self._open):
             connection.check(now_s)
         self._end_excess()
         self._go_on()
-        self._ticks = bool(self._open)
-        if self._ticks:
-            loop.call_later(self.limits.tick_s, self._tick, loop)
