@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from pd_cluster.errors import StartupError
+from pd_http.limits import HttpLimits
 
 TOKENS_BESIDE_DECODES = 192  # of a decode node; a size of captured steps
 
@@ -153,6 +154,11 @@ class NodeConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    http: HttpLimits = field(default_factory=HttpLimits)
+
+    def __post_init__(self) -> None:
+        if (problem := self.http.problem) is not None:
+            raise StartupError(problem)
 
     def tokens_beside_decodes_on(self, device: str) -> int:
         """`max_tokens_beside_decodes` on this device ("cpu", "cuda:0", ...); 0: no limit.

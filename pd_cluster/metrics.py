@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from pd_cluster.engine.messages import EngineStats, Timeline
+    from pd_http.gate import HttpGate
 
 # 1 ms to 2 minutes, denser where SLOs live
 _LATENCY_S = (
@@ -69,6 +70,17 @@ class Metrics:
             registry=self.registry,
         )
         self.phases |= {name: steps.labels(name) for name in _STEPS}
+
+        self.http_refusals = counter("http_refusals", "Connections that the node ended by itself.", "reason")
+        self.connections = Gauge("pd_http_connections", "Open connections of clients.", registry=self.registry)
+        self.unfinished_bytes = Gauge(
+            "pd_http_unfinished_bytes", "Memory of requests that have not arrived whole.", registry=self.registry
+        )
+
+    def add_gate(self, gate: HttpGate) -> None:
+        """Export what the HTTP server holds."""
+        self.connections.set_function(gate.__len__)
+        self.unfinished_bytes.set_function(lambda: gate.unfinished_bytes)
 
     def add_engine(self, latest: Callable[[], EngineStats | None], info: Callable[[], dict[str, str] | None]) -> None:
         """Export the engine's latest stats and its identity at each scrape."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from pd_cluster.launch.sockets import port_of
+from pd_http.files import raise_file_limit
+from pd_http.gate import HttpGate
 
 if TYPE_CHECKING:
     import socket
@@ -18,9 +20,11 @@ if TYPE_CHECKING:
 
     from pd_cluster.config import NodeConfig
     from pd_cluster.engine.client import EngineClient
+    from pd_cluster.metrics import Metrics
     from pd_cluster.server.state import NodeState
+    from pd_http.limits import HttpLimits
 
-KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they close first and never meet a closed one
+FILES_PER_REQUEST = 2  # the client's connection, and one to a prefill node
 
 
 class _Uvicorn(uvicorn.Server):
@@ -59,17 +63,19 @@ class HttpServer:
     async def run(self) -> None:
         """Until `stop_accepting` and the end of the last connection. Raises StartupError when no app can be built."""
         # in a thread: imports and the tokenizer take seconds, and signals must be heard meanwhile
-        app, self._state = await asyncio.to_thread(_build_app, self._config, self._client)
+        app, state = await asyncio.to_thread(_build_app, self._config, self._client)
+        self._state = state
+        gate = make_gate(self._config.http, state.metrics, raise_file_limit())
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=gate.protocol,
                 ws="none",
                 lifespan="on",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_keep_alive=max(1, round(self._config.http.client_keepalive_s)),
             ),
             self.up,
         )
@@ -97,6 +103,13 @@ class HttpServer:
             await asyncio.wait({run}, timeout=flush_s)
             self._uvicorn.force_exit = True
         await asyncio.wait({run}, timeout=flush_s)
+
+
+def make_gate(limits: HttpLimits, metrics: Metrics, num_files: int) -> HttpGate:
+    """The bounds of a node's HTTP server, counted in `metrics`. `num_files`: what the process may open."""
+    gate = HttpGate(limits, num_files, FILES_PER_REQUEST, lambda word: metrics.http_refusals.labels(word).inc())
+    metrics.add_gate(gate)
+    return gate
 
 
 def _build_app(config: NodeConfig, client: EngineClient) -> tuple[FastAPI, NodeState]:

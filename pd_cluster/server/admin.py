@@ -54,17 +54,21 @@ def admin_routes(state: NodeState) -> APIRouter:
 
     @routes.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        return await _tokenize(state, await read_body(request, state.max_body_bytes))
+        return await _tokenize(state, await _body(state, request))
 
     @routes.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        return await _detokenize(state, await read_body(request, state.max_body_bytes))
+        return await _detokenize(state, await _body(state, request))
 
     @routes.post("/pd/release")
     async def release(request: Request) -> Response:
-        return json_response(_release(state, await read_body(request, state.max_body_bytes)))
+        return json_response(_release(state, await _body(state, request)))
 
     return routes
+
+
+async def _body(state: NodeState, request: Request) -> bytes:
+    return await read_body(request.scope, request.receive, state.max_body_bytes)
 
 
 def _model_card(state: NodeState) -> dict[str, Any]:
@@ -74,7 +78,7 @@ def _model_card(state: NodeState) -> dict[str, Any]:
         "object": "model",
         "created": state.created_s,
         "owned_by": "pd-cluster",
-        "root": state.config.model.model,
+        "root": state.model_name,  # clients are not told where its files lie
         "parent": None,
         "max_model_len": ready.max_model_len if ready else None,
     }

@@ -13,7 +13,7 @@ import aiohttp
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request  # noqa: TC002 (FastAPI reads the annotation)
 from starlette.responses import Response
 
 from pd_cluster import __version__
@@ -21,6 +21,7 @@ from pd_cluster.errors import PdError
 from pd_cluster.server.admin import admin_routes
 from pd_cluster.server.exchange import Exchange, error_body, json_response
 from pd_cluster.server.generate import Caller, chat_completions, completions
+from pd_http.body import ClientGone
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -48,12 +49,12 @@ def create_app(state: NodeState) -> FastAPI:
                 state.tokenizer.close()
         state.peers = None
 
-    app = FastAPI(title="pd-cluster node", version=__version__, lifespan=lifespan)
+    app = FastAPI(title="pd-cluster node", version=__version__, lifespan=lifespan, openapi_url=None)  # no /docs either
     state.metrics.add_engine(lambda: state.engine.stats, partial(_node_info, state))
     app.add_middleware(RequestIdMiddleware)
     app.add_exception_handler(PdError, _on_pd_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(ClientDisconnect, _on_client_gone)
+    app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(Exception, _on_bug)
     app.include_router(admin_routes(state))
 

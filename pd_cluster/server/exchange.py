@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import orjson
-from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from pd_cluster.errors import BodyTooLarge, EngineUnavailable, InvalidRequest, PdError
+from pd_http import body as http_body
+from pd_http.body import ClientGone
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -116,8 +117,8 @@ class Exchange(Response):
 
     async def _run(self, reply: Reply, scope: Scope, receive: Receive) -> str:
         try:
-            body = await read_body(Request(scope, receive), self._state.max_body_bytes)
-        except ClientDisconnect:
+            body = await read_body(scope, receive, self._state.max_body_bytes)
+        except ClientGone:
             return "disconnected"
         except BodyTooLarge as error:
             await reply.fail(error)
@@ -157,12 +158,9 @@ async def _client_left(receive: Receive) -> None:
         pass
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises BodyTooLarge, ClientDisconnect."""
-    parts, size = [], 0
-    async for part in request.stream():
-        parts.append(part)
-        size += len(part)
-        if size > max_bytes:
-            raise BodyTooLarge(f"the request body is longer than {max_bytes} bytes")
-    return b"".join(parts)
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """The whole body. Raises BodyTooLarge, ClientGone."""
+    try:
+        return await http_body.read_body(scope, receive, max_bytes)
+    except http_body.BodyTooLong as error:
+        raise BodyTooLarge(str(error)) from error

@@ -12,6 +12,7 @@ from pd_cluster.metrics import Metrics
 from pd_cluster.server.sampling import SamplingDefaults
 from pd_cluster.server.tokenizer import Tokenizer
 from pd_connectors.protocol.keys import load_cluster_key
+from pd_http.body import longest_body
 
 if TYPE_CHECKING:
     import aiohttp
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from pd_cluster.engine.client import EngineClient
     from pd_cluster.engine.messages import EngineReady
 
-BODY_BYTES_PER_TOKEN = 64
-BODY_BYTES_BESIDE = 1 << 20
 MAX_BODY_BYTES = 64 << 20
 
 
@@ -75,11 +74,11 @@ class NodeState:
 
     @property
     def max_body_bytes(self) -> int:
-        """Of a request's body: room for any prompt that fits the model, however it is written, and for the fields."""
+        """Of a request's body."""
         ready = self.engine.ready
         if ready is None:
             return MAX_BODY_BYTES
-        return min(ready.max_model_len * BODY_BYTES_PER_TOKEN + BODY_BYTES_BESIDE, MAX_BODY_BYTES)
+        return min(longest_body(ready.max_model_len), MAX_BODY_BYTES)
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFound. A request without a model gets the one there is."""

@@ -13,12 +13,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pd_http.refusal import error_body
 from pd_router import headers as rules
 from pd_router.admin import Admin
 from pd_router.background import Background
 from pd_router.control import Control, Relay
 from pd_router.discovery import Discovery
-from pd_router.errors import RouterError, error_body, to_body
+from pd_router.errors import RouterError, to_body
 from pd_router.exchange import Services
 from pd_router.health import HealthPoller
 from pd_router.metrics import Metrics

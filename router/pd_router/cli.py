@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from pd_connectors.protocol.keys import load_cluster_key
+from pd_http.files import raise_file_limit
+from pd_http.gate import HttpGate
 from pd_router.app import create_app
 from pd_router.config import RouterConfig
 from pd_router.errors import StartupError
@@ -23,8 +25,11 @@ from pd_router.sources.make import make_sources
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from pd_http.limits import HttpLimits
+    from pd_router.metrics import Metrics
     from pd_router.sources.base import NodeSource
 
+FILES_PER_REQUEST = 3  # the client's connection, and one to a node for each leg
 _PARSERS = {"int": int, "float": float, "str": str}
 
 
@@ -98,11 +103,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def make_server(config: RouterConfig, key: bytes, sources: Sequence[NodeSource] = ()) -> uvicorn.Server:
+    app = create_app(config, key, sources)
+    gate = make_gate(config, app.state.services.metrics, raise_file_limit())
     return _Server(
         uvicorn.Config(
-            create_app(config, key, sources),
+            app,
             loop="uvloop",
-            http="httptools",
+            http=gate.protocol,
             ws="none",
             lifespan="on",
             log_level=config.log_level,
@@ -114,6 +121,13 @@ def make_server(config: RouterConfig, key: bytes, sources: Sequence[NodeSource] 
             timeout_graceful_shutdown=max(1, round(config.drain_s)),
         )
     )
+
+
+def make_gate(limits: HttpLimits, metrics: Metrics, num_files: int) -> HttpGate:
+    """The bounds of the router's HTTP server, counted in `metrics`. `num_files`: what the process may open."""
+    gate = HttpGate(limits, num_files, FILES_PER_REQUEST, lambda word: metrics.http_refusals.labels(word).inc())
+    metrics.add_gate(gate)
+    return gate
 
 
 class _Server(uvicorn.Server):

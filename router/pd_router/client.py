@@ -3,46 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import TYPE_CHECKING
 
-from pd_router.errors import BodyTooLarge, RouterError, to_body
+from pd_http import body
+from pd_http.body import ClientGone
+from pd_router.errors import BodyTooLarge, RouterError, Stopping, to_body
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from starlette.types import Receive, Send
+    from starlette.types import Receive, Scope, Send
 
 log = logging.getLogger("pd_router")
 HeaderList = list[tuple[bytes, bytes]]
+STOP_FLUSH_S = 1.0  # what a client may take to accept the last bytes of a router that stops
 JSON_TYPE = (b"content-type", b"application/json")
 
 
-class ClientGone(Exception):
-    """The client has closed its connection."""
-
-
-async def read_body(receive: Receive, max_bytes: int) -> bytes:
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     """The whole request body. Raises BodyTooLarge, ClientGone."""
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        part = message.get("body", b"")
-        size += len(part)
-        if size > max_bytes:
-            raise BodyTooLarge(f"the request body is longer than {max_bytes} bytes")
-        parts.append(part)
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+    try:
+        return await body.read_body(scope, receive, max_bytes)
+    except body.BodyTooLong as error:
+        raise BodyTooLarge(str(error)) from error
 
 
 class Reply:
     """The answer to the client, with the headers that every answer carries."""
 
-    __slots__ = ("_send", "common", "finished", "started", "status")
+    __slots__ = ("_send", "common", "finished", "started", "status", "streams")
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -50,26 +41,42 @@ class Reply:
         self.started = False
         self.finished = False
         self.status = 0
+        self.streams = False  # it is made of server-sent events
 
     async def start(self, status: int, headers: HeaderList) -> None:
         self.started = True
         self.status = status
+        self.streams = any(n.lower() == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers)
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.common]})
 
-    async def chunk(self, body: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+    async def chunk(self, content: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": content, "more_body": True})
 
-    async def end(self, body: bytes = b"") -> None:
+    async def end(self, content: bytes = b"") -> None:
         self.finished = True
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._send({"type": "http.response.body", "body": content, "more_body": False})
 
-    async def whole(self, status: int, headers: HeaderList, body: bytes) -> None:
-        await self.start(status, [*headers, (b"content-length", str(len(body)).encode())])
-        await self.end(body)
+    async def whole(self, status: int, headers: HeaderList, content: bytes) -> None:
+        await self.start(status, [*headers, (b"content-length", str(len(content)).encode())])
+        await self.end(content)
 
     async def error(self, error: RouterError) -> None:
         extra = [(b"retry-after", b"1")] if error.status == 503 else []
         await self.whole(error.status, [JSON_TYPE, *extra], to_body(error))
+
+    async def stopped(self) -> None:
+        """The router ends, and this answer with it: a status, or the last event of a stream that has begun.
+
+        An answer of another kind that has begun is left as it is: the server closes its connection.
+        """
+        error = Stopping("the router is shutting down; try again")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_FLUSH_S):
+                if not self.started:
+                    await self.error(error)
+                elif self.streams and not self.finished:
+                    # an event may have been cut short; an empty one says nothing
+                    await self.end(b"\n\ndata: " + to_body(error) + b"\n\ndata: [DONE]\n\n")
 
     async def crashed(self, request_id: str, error: Exception) -> None:
         """For an exception that nobody expected.

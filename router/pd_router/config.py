@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from yarl import URL
 
+from pd_http.limits import HttpLimits
 from pd_router.errors import StartupError
 
 
@@ -26,7 +27,7 @@ def setting(default: Any, help: str, **metadata: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(HttpLimits):
     """What one router process needs. Times are in seconds."""
 
     host: str = setting("127.0.0.1", "Address to listen on.")
@@ -74,14 +75,18 @@ class RouterConfig:
     keepalive_s: float = setting(
         4.0, "Idle connections to nodes are dropped after this; keep it below the nodes' own limit."
     )
-    client_keepalive_s: float = setting(75.0, "Idle connections of clients are kept this long.")
     health_interval_s: float = setting(1.0, "Between two looks at a node's /health.")
     health_timeout_s: float = setting(3.0, "Until /health must have answered.")
     eject_after: int = setting(
         3, "Failures in a row after which a node is left out for eject_s, whatever /health says."
     )
     eject_s: float = setting(5.0, "How long it is left out.")
-    max_body_mb: float = setting(64.0, "Largest request body in MB.")
+    max_body_mb: float = setting(48.0, "Largest request body in MB.")
+    write_timeout_s: float = setting(
+        20.0,
+        "Seconds that a full send buffer (64 KiB) may wait for the client to read 48 KiB of it. Keep it to a third of "
+        "the nodes', which else take a slow client for a router that hangs.",
+    )
     drain_s: float = setting(30.0, "What a stopping router gives its running requests.")
     log_level: str = setting("info", "Log level.", choices=("debug", "info", "warning", "error"))
 
@@ -91,6 +96,8 @@ class RouterConfig:
                 "no node can decode: give at least one --decode URL or --mixed URL, or say where nodes are found "
                 "(--nodes-file, --kubernetes-namespace, --start-empty)"
             )
+        if (problem := self.problem) is not None:
+            raise StartupError(problem)
         urls = [*self.prefill, *self.decode, *self.mixed]
         for url in urls:
             check_node_url(url)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING
 
 import orjson
 from starlette.responses import Response
 
+from pd_http.body import ClientGone
 from pd_router import headers as rules
 from pd_router.body import RequestBody
-from pd_router.client import ClientGone, Reply, read_body
+from pd_router.client import Reply, read_body
 from pd_router.errors import ModelNotFound, NodeFailed, NoNode, RouterError
 from pd_router.nodes import Node, Role
 from pd_router.upstream import Answer, LegFailed, Refused
@@ -65,7 +67,7 @@ class Relay:
         reply = Reply(send)
         reply.common.append((rules.REQUEST_ID.encode(), request_id.encode()))
         try:
-            raw = await read_body(receive, self._s.config.max_body_bytes)
+            raw = await read_body(scope, receive, self._s.longest_body)
             name = scope["path_params"].get("name")
             if name is not None:  # found in a node's list: a client's text never becomes a part of a node's URL
                 answer = _card(await self._ask(scope, "/v1/models", request_id, name, None), name)
@@ -76,6 +78,8 @@ class Relay:
             await reply.whole(answer.status, rules.answered(answer.headers), answer.body)
         except ClientGone:
             return  # nothing was started for it
+        except asyncio.CancelledError:
+            await reply.stopped()
         except RouterError as error:
             await reply.error(error)
         except Exception as error:

@@ -9,12 +9,13 @@ RouterError
 ├── BodyTooLarge     413
 ├── NodeFailed       502  a node broke or refused, and no other could take over
 ├── NoNode           503  no healthy node of the needed role
+├── Stopping         503  the router ends before the request could
 └── StartupError          a flag, file or port that must be changed before the router can start
 """
 
 from __future__ import annotations
 
-import orjson
+from pd_http.refusal import error_body
 
 
 class RouterError(Exception):
@@ -93,15 +94,17 @@ class NoNode(RouterError):
     code = "no_healthy_node"
 
 
+class Stopping(RouterError):
+    """The router was told to stop, and the request was not over when `drain_s` was."""
+
+    status = 503
+    code = "router_stopping"
+
+
 class StartupError(RouterError):
     """The router cannot start as configured; the message says what to change."""
 
     code = "startup"
-
-
-def error_body(message: str, kind: str, code: str, param: str | None = None) -> bytes:
-    """OpenAI's error object as JSON."""
-    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
 def to_body(error: RouterError) -> bytes:

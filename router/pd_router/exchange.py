@@ -47,6 +47,11 @@ class Services:
     key: bytes
     wall_clock: Callable[[], float]
 
+    @property
+    def longest_body(self) -> int:
+        """Bytes that a request's body may have."""
+        return min(self.config.max_body_bytes, self.table.longest_body or self.config.max_body_bytes)
+
 
 class Exchange:
     """Runs one planned request: `run` gives the client its answer, or raises a RouterError before its first byte.

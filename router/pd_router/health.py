@@ -99,6 +99,8 @@ class HealthPoller:
         node.epoch = epoch if isinstance(epoch, int) else None
         num_slots = told.get("max_num_seqs")
         node.num_slots = num_slots if isinstance(num_slots, int) else None
+        max_model_len = told.get("max_model_len")
+        node.max_model_len = max_model_len if isinstance(max_model_len, int) and max_model_len > 0 else None
         kv_in_use = told.get("kv_in_use")
         node.kv_in_use = kv_in_use if isinstance(kv_in_use, float | int) else 0.0
         return restarted

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from yarl import URL
 
+from pd_http.body import longest_body
 from pd_router.speed import ReadingSpeed
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Node:
     failures_in_row: int = 0
     epoch: int | None = None  # the engine's boot; None for nodes that tell none
     models: frozenset[str] | None = None  # None: not known, so any model is tried
+    max_model_len: int | None = None  # tokens; None for nodes that do not tell
     num_slots: int | None = None  # sequences that run there at once; None for nodes that do not tell
     kv_in_use: float = 0.0  # share of its KV cache, when last asked; 0 for nodes that do not tell
     prefill_bytes: int = 0  # outstanding prompt bytes: prefill work grows with the prompt
@@ -213,6 +215,13 @@ class NodeTable:
     def knows_model(self, model: str) -> bool:
         """Whether some node serves `model`, or might: a node that never told its models."""
         return not self.nodes or any(node.serves(model) for node in self.nodes)
+
+    @property
+    def longest_body(self) -> int | None:
+        """Bytes of the longest body that any node that is up has a use for. None: not known of all of them."""
+        lengths = [node.max_model_len for node in self.nodes if node.reachable]
+        known = [length for length in lengths if length is not None]
+        return longest_body(max(known)) if known and len(known) == len(lengths) else None
 
     def answered(self, node: Node) -> None:
         node.failures_in_row = 0

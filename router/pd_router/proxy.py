@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 from typing import TYPE_CHECKING
 
+from pd_http.body import ClientGone
 from pd_router import headers as rules
 from pd_router.body import RequestBody
-from pd_router.client import ClientGone, DisconnectWatch, Reply, read_body
+from pd_router.client import DisconnectWatch, Reply, read_body
 from pd_router.errors import RouterError
 from pd_router.exchange import Exchange, Services
 from pd_router.policy import make_plan
@@ -38,7 +40,7 @@ class Proxy:
         try:
             with s.metrics.in_flight.track_inprogress():
                 asked = rules.asked_order(given)
-                body = RequestBody(await read_body(receive, s.config.max_body_bytes))
+                body = RequestBody(await read_body(scope, receive, s.longest_body))
                 plan = make_plan(
                     s.table, body.model, s.config.default_order, asked, next(self._turns),
                     several_prompts=body.has_several_prompts,
@@ -53,6 +55,9 @@ class Proxy:
         except RouterError as error:
             outcome = "refused" if error.status < 500 else "failed"
             await reply.error(error)
+        except asyncio.CancelledError:  # the server's, at the end of drain_s: the watch turns its own into ClientGone
+            outcome = "stopped"
+            await reply.stopped()
         except Exception as error:
             outcome = "crashed"
             await reply.crashed(request_id, error)

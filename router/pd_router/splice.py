@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from pd_router.client import ClientGone
-from pd_router.errors import error_body
+from pd_http.body import ClientGone
+from pd_http.refusal import error_body
 from pd_router.headers import DECODE_BY, PREFILL_BY, RawHeaders, answered
 from pd_router.upstream import FailureKind, LegFailed
 

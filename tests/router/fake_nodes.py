@@ -35,7 +35,14 @@ Script = Callable[["FakeNode", web.Request, Seen], Awaitable[web.StreamResponse]
 class FakeNode:
     """A node that answers by `script`; `seen` grows by one per generating request."""
 
-    def __init__(self, role: str, script: Script, models: tuple[str, ...] = ("demo",), node_id: str = "") -> None:
+    def __init__(
+        self,
+        role: str,
+        script: Script,
+        models: tuple[str, ...] = ("demo",),
+        node_id: str = "",
+        max_model_len: int | None = None,
+    ) -> None:
         self.role = role
         self.script = script
         self.models = models
@@ -43,6 +50,7 @@ class FakeNode:
         self.epoch = 7
         self.num_slots: int | None = None  # as other engines, which do not tell
         self.kv_in_use: float | None = None  # the same
+        self.max_model_len = max_model_len  # the same
         self.is_up = True
         self.is_silent = False  # /health is heard and not answered
         self.seen: list[Seen] = []
@@ -97,6 +105,7 @@ class FakeNode:
             "max_num_seqs": self.num_slots,
             "kv_in_use": self.kv_in_use,
             "model": self.models[0],
+            "max_model_len": self.max_model_len,
         }
         return web.json_response(told, status=200 if self.is_up else 503)
 

@@ -12,7 +12,7 @@ import uvicorn
 
 from pd_connectors.protocol.ticket import NodeOrder, sign
 from pd_router.app import create_app
-from pd_router.cli import listen
+from pd_router.cli import listen, make_gate
 from pd_router.config import RouterConfig
 from pd_router.sources.make import make_sources
 from tests.router.fake_nodes import WAIT_S
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tests.router.fake_nodes import FakeNode
 
 KEY = b"k" * 32
+NUM_FILES = 4096
 
 
 def signed(
@@ -89,8 +90,9 @@ async def serving(
     )
     app = create_app(config, KEY, make_sources(config) if sources is None else sources)
     listener = listen("127.0.0.1", 0)
+    gate = make_gate(config, app.state.services.metrics, NUM_FILES)
     server = uvicorn.Server(
-        uvicorn.Config(app, http="httptools", log_config=None, access_log=False, timeout_graceful_shutdown=1)
+        uvicorn.Config(app, http=gate.protocol, log_config=None, access_log=False, timeout_graceful_shutdown=1)
     )
     serving_task = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:

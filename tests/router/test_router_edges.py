@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import orjson
 import pytest
 from yarl import URL
 
+from pd_http.body import longest_body
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import serving
@@ -53,6 +55,21 @@ async def test_too_large_a_body_is_a_413() -> None:
     ):
         assert answer.status == 413
         assert (await answer.json())["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize(("lengths", "longest"), [((100, 1000), 1000), ((100, None), None), ((None,), None)])
+async def test_the_longest_body_follows_from_what_the_nodes_tell(
+    lengths: tuple[int | None, ...], longest: int | None
+) -> None:
+    """Without reading it; nodes that do not tell may have a use for all that is allowed."""
+    nodes = [FakeNode("decode", fakes.decode, node_id=f"d{i}", max_model_len=n) for i, n in enumerate(lengths)]
+    async with running(*nodes), serving(None, nodes) as router:
+        bound = router.services.config.max_body_bytes if longest is None else longest_body(longest)
+        for num_bytes, status in ((bound, 200), (bound + 1, 413)):
+            body = b'{"prompt":""' + b" " * (num_bytes - 13) + b"}"
+            assert len(body) == num_bytes
+            async with router.session.post(router.url + "/v1/completions", data=io.BytesIO(body)) as answer:
+                assert answer.status == status
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,12 @@ from transformers import AutoTokenizer
 
 import pd_cluster
 from pd_cluster.config import HandoffConfig, ModelConfig, NodeConfig, ServerConfig
+from pd_cluster.launch.http_server import make_gate
+from pd_cluster.metrics import Metrics
 from pd_cluster.server.app import create_app
 from pd_cluster.server.state import NodeState
 from pd_cluster.server.tokenizer import Tokenizer
+from pd_http.limits import HttpLimits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 KEY = b"k" * 32
 MODEL_DIR = Path(pd_cluster.__file__).parent / "demo_model"
 START_S = 10.0
+NUM_FILES = 4096
 
 
 @functools.cache
@@ -105,18 +109,19 @@ class Node:
 @contextlib.asynccontextmanager
 async def serving(app: FastAPI) -> AsyncIterator[str]:
     """The app's URL while it is served."""
-    async with _served(app) as server:
+    async with _served(app, Metrics(), HttpLimits()) as server:
         yield server.url
 
 
 @contextlib.asynccontextmanager
-async def _served(app: FastAPI) -> AsyncIterator[Served]:
+async def _served(app: FastAPI, metrics: Metrics, limits: HttpLimits) -> AsyncIterator[Served]:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(
         socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
     )  # inherited; asyncio sets it only when proto is given
     port = listener.getsockname()[1]
-    server = _Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=5))
+    gate = make_gate(limits, metrics, NUM_FILES).protocol
+    server = _Server(uvicorn.Config(app, http=gate, log_config=None, lifespan="on", timeout_graceful_shutdown=5))
     task = asyncio.create_task(server.serve([listener]))
     try:
         async with asyncio.timeout(START_S):
@@ -130,10 +135,18 @@ async def _served(app: FastAPI) -> AsyncIterator[Served]:
 
 @contextlib.asynccontextmanager
 async def running(
-    engine: FakeEngine, *, node_id: str = "node", handoff: HandoffConfig | None = None, model_name: str = "demo"
+    engine: FakeEngine,
+    *,
+    node_id: str = "node",
+    handoff: HandoffConfig | None = None,
+    model_name: str = "demo",
+    limits: HttpLimits | None = None,
 ) -> AsyncIterator[Node]:
     """A node over `engine`."""
     state = make_state(engine, node_id=node_id, handoff=handoff, model_name=model_name)
-    async with _served(create_app(state)) as server, aiohttp.ClientSession() as session:
+    async with (
+        _served(create_app(state), state.metrics, limits or HttpLimits()) as server,
+        aiohttp.ClientSession() as session,
+    ):
         yield Node(server, state, engine, session)
     await engine.close()

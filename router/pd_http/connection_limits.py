@@ -1,0 +1,138 @@
+"""The bounds of one HTTP connection. Fed bytes and time; no sockets, no clock."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING
+
+from pd_http.framing import RequestFraming
+from pd_http.refusal import Refusal
+
+if TYPE_CHECKING:
+    from pd_http.limits import HttpLimits
+
+# What body_timeout_s must bring. Both rules together: 2 KiB a second suffice for ever, one byte every ten seconds ends
+# after 30, and a body of less than 64 KiB, which is nearly every prompt, has 30 seconds in all.
+BODY_PROGRESS_BYTES = 64 * 1024
+
+
+class ConnectionLimits:
+    """Decides whether a connection must end, and why.
+
+    Call `take` with what was received until all is taken, `head_ended` at the end of each head, `answered` at the end
+    of each answer, `write_paused` and `write_resumed` as the transport's buffer fills and empties, `due` from time to
+    time (`deadline_s` says when it can first matter). Once a Refusal was returned, the connection is over.
+
+    Read deadlines run only while the client has to send: not while a request is being answered, nor while `hold` stops
+    the reading.
+    """
+
+    __slots__ = (
+        "_framing", "_is_held", "_limits", "_read_by_s", "_unanswered", "_window_bytes", "_write_by_s", "deadline_s"
+    )  # fmt: skip
+
+    def __init__(self, limits: HttpLimits, now_s: float) -> None:
+        self._limits = limits
+        self._framing = RequestFraming()
+        self._unanswered = 0  # requests whose head is in and whose answer is not whole
+        self._window_bytes = 0  # body_bytes when the current window of body_timeout_s began
+        self._is_held = False
+        self._write_by_s = inf
+        self._set_read_deadline(now_s)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the client has to send: no request that has arrived whole is being answered."""
+        return not self._unanswered or (self._framing.in_body and self._unanswered == 1)
+
+    @property
+    def in_body(self) -> bool:
+        """Whether a body is arriving."""
+        return self._framing.in_body
+
+    @property
+    def unfinished_bytes(self) -> int:
+        """Received of a request that is not whole."""
+        return self._framing.head_bytes + self._framing.body_bytes
+
+    @property
+    def discards(self) -> bool:
+        """Whether the rest of a body is awaited whose answer is whole already."""
+        return self._framing.in_body and not self._unanswered
+
+    def take(self, data: bytes, start: int, now_s: float) -> tuple[int, bool] | Refusal:
+        """(end of the piece of `data` from `start` to hand to the parser, whether a head ends there)."""
+        framing = self._framing
+        was_begun = framing.head_bytes > 0
+        end, part_ends = framing.take(data, start)
+        if framing.head_bytes > self._limits.max_head_bytes or framing.head_lines > self._limits.max_headers:
+            return Refusal.LARGE_HEAD
+        if not framing.in_body:
+            if not was_begun:
+                self._set_read_deadline(now_s)
+            return end, part_ends
+        if framing.has_long_chunk_line:
+            return Refusal.BAD_REQUEST
+        if part_ends:
+            framing.begin()
+            self._set_read_deadline(now_s)
+        elif framing.body_bytes - self._window_bytes >= BODY_PROGRESS_BYTES and not self.discards:
+            self._set_read_deadline(now_s)
+        return end, False
+
+    def head_ended(self, body_bytes: int | None, now_s: float) -> None:
+        """The parser has a head; its body is that long, or None: in chunks."""
+        self._unanswered += 1
+        if body_bytes == 0:
+            self._framing.begin()
+        else:
+            self._framing.body_follows(body_bytes)
+        self._set_read_deadline(now_s)
+
+    def answered(self, now_s: float) -> None:
+        """The answer to the oldest request is whole."""
+        self._unanswered -= 1
+        self._set_read_deadline(now_s)
+
+    def hold(self) -> None:
+        """Reading stops for the server's sake."""
+        self._is_held = True
+        self._read_by_s = inf
+        self.deadline_s = self._write_by_s
+
+    def go_on(self, now_s: float) -> None:
+        """Reading goes on after `hold`."""
+        self._is_held = False
+        self._set_read_deadline(now_s)
+
+    def write_paused(self, now_s: float) -> None:
+        """The transport's buffer is full."""
+        self._write_by_s = now_s + self._limits.write_timeout_s
+        self.deadline_s = min(self._read_by_s, self._write_by_s)
+
+    def write_resumed(self) -> None:
+        self._write_by_s = inf
+        self.deadline_s = self._read_by_s
+
+    def due(self, now_s: float) -> Refusal | None:
+        """What time alone decides."""
+        if now_s >= self._write_by_s:
+            return Refusal.READS_NOTHING
+        if now_s < self._read_by_s:
+            return None
+        if self._framing.in_body:
+            return Refusal.SLOW_BODY
+        return Refusal.SLOW_HEAD if self._framing.head_bytes else Refusal.IDLE
+
+    def _set_read_deadline(self, now_s: float) -> None:
+        self._read_by_s = inf if self._is_held else now_s + self._patience_s()
+        self._window_bytes = self._framing.body_bytes
+        self.deadline_s = min(self._read_by_s, self._write_by_s)
+
+    def _patience_s(self) -> float:
+        framing, limits = self._framing, self._limits
+        if framing.in_body:
+            return limits.body_timeout_s if self._unanswered <= 1 else inf  # else it waits behind an answer
+        if self._unanswered:
+            return inf
+        return limits.head_timeout_s if framing.head_bytes else limits.client_keepalive_s

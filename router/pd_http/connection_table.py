@@ -1,0 +1,93 @@
+"""Which connections a server holds, and which one gives way to a new one. No sockets."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from pd_http.refusal import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+Key = TypeVar("Key", bound="Hashable")
+
+
+class ConnectionTable(Generic[Key]):
+    """At most `max_connections`, at most `max_per_address` of one address.
+
+    A full table makes room by ending the connection that has waited longest for its client, of the new one's address
+    when that has its share: HTTP lets a server close idle connections, and clients open new ones. Strangers who hold
+    connections open, silent or with half a request, thus push out each other's, and a client who sends its request at
+    once is served. Only when every connection has a whole request under way is the new one refused.
+    """
+
+    def __init__(self, max_connections: int, max_per_address: int = 0) -> None:
+        """`max_per_address`: 0 for three quarters of all."""
+        self.max_connections = max_connections
+        self.max_per_address = max_per_address or max(1, max_connections * 3 // 4)
+        self._address_of: dict[Key, str] = {}
+        self._count: dict[str, int] = {}
+        self._waiting: dict[Key, None] = {}  # oldest first
+        self._waiting_of: dict[str, dict[Key, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._address_of)
+
+    def join(self, key: Key, host: str) -> Key | Refusal | None:
+        """Take `key` in, which waits for its client. Returns the connection to end for it, a Refusal, or None."""
+        address = network_of(host)
+        given_way: Key | None = None
+        if self._count.get(address, 0) >= self.max_per_address:
+            given_way = next(iter(self._waiting_of[address]), None)
+            if given_way is None:
+                return Refusal.CONNECTIONS_OF_ADDRESS
+        elif len(self) >= self.max_connections:
+            given_way = next(iter(self._waiting), None)
+            if given_way is None:
+                return Refusal.CONNECTIONS
+        if given_way is not None:
+            self.leave(given_way)
+        self._address_of[key] = address
+        self._count[address] = self._count.get(address, 0) + 1
+        self._waiting_of.setdefault(address, {})
+        self.waits(key)
+        return given_way
+
+    def leave(self, key: Key) -> None:
+        """`key` is closed. Also for one that is not in the table."""
+        address = self._address_of.get(key)
+        if address is None:
+            return
+        self.works(key)
+        del self._address_of[key]
+        self._count[address] -= 1
+        if not self._count[address]:
+            del self._count[address], self._waiting_of[address]
+
+    def waits(self, key: Key) -> None:
+        """From now on `key` waits for its client, also when it did before."""
+        address = self._address_of.get(key)
+        if address is not None:
+            self.works(key)
+            self._waiting[key] = None
+            self._waiting_of[address][key] = None
+
+    def works(self, key: Key) -> None:
+        """A whole request of `key` is under way."""
+        if key in self._waiting:
+            del self._waiting[key]
+            del self._waiting_of[self._address_of[key]][key]
+
+
+def network_of(host: str) -> str:
+    """What counts as one client: an IPv4 address, or the /64 of an IPv6 address, of which one host has all."""
+    if ":" not in host:
+        return host
+    try:
+        address = ipaddress.IPv6Address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))

@@ -1,0 +1,116 @@
+"""Where the requests on one connection begin and end, found by counting bytes and nothing else.
+
+The HTTP parser decides what the bytes mean; this only says how many of them belong to which part, so that bounds hold
+for what the parser still keeps to itself: a header line or chunk size that never ends.
+"""
+
+from __future__ import annotations
+
+import re
+
+_END_OF_HEAD = b"\r\n\r\n"
+_HEX = re.compile(rb"[0-9A-Fa-f]+")
+_MAX_CHUNK_LINE = 1024  # a chunk's size and its extensions, which nothing here reads
+
+
+class RequestFraming:
+    """Fed all bytes of a connection, in pieces of any size.
+
+    Invariant: the parts it finds do not depend on how the bytes were cut.
+    """
+
+    __slots__ = (
+        "_chunked", "_in_trailer", "_left", "_line", "_tail", "body_bytes", "has_long_chunk_line", "head_bytes",
+        "head_lines", "in_body",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """The next byte is the first of a request."""
+        self.in_body = False
+        self._chunked = False
+        self.head_bytes = 0  # with trailers
+        self.head_lines = 0
+        self.body_bytes = 0  # with the framing of chunks
+        self.has_long_chunk_line = False  # longer than any that is of use
+        self._tail = b""  # of the head: its last bytes that may be a part of _END_OF_HEAD
+        self._left = 0  # of a body, or of a chunk with the CR LF behind it
+        self._line = b""  # of a chunked body: an unfinished size or trailer line
+        self._in_trailer = False
+
+    def take(self, data: bytes, start: int) -> tuple[int, bool]:
+        """(end of the piece of `data` from `start` that belongs to the current part, whether the part ends there).
+
+        After the end of a head the caller says what follows: `body_follows`. After the end of a body: `begin`.
+        """
+        if not self.in_body:
+            return self._take_head(data, start)
+        if self._chunked:
+            return self._take_chunks(data, start)
+        end = min(len(data), start + self._left)
+        self._left -= end - start
+        self.body_bytes += end - start
+        return end, not self._left
+
+    def body_follows(self, num_bytes: int | None) -> None:
+        """After a head. None: in chunks."""
+        self.in_body = True
+        self._chunked = num_bytes is None
+        self._left = num_bytes or 0
+
+    def _take_head(self, data: bytes, start: int) -> tuple[int, bool]:
+        blank = start
+        if not self._tail:
+            while blank < len(data) and data[blank] in b"\r\n":  # empty lines before a request are skipped
+                blank += 1
+            self.head_bytes += blank - start
+            if blank == len(data):
+                return blank, False
+        kept = len(self._tail)
+        found = (self._tail + data[blank : blank + 3]).find(_END_OF_HEAD) if kept else -1
+        if found >= 0:
+            end = blank + found + len(_END_OF_HEAD) - kept
+        else:
+            found = data.find(_END_OF_HEAD, blank)
+            end = found + len(_END_OF_HEAD) if found >= 0 else len(data)
+        self._tail = (self._tail + data[max(blank, end - 3) : end])[-3:]
+        self.head_bytes += end - blank
+        self.head_lines += data.count(b"\n", blank, end)
+        return end, found >= 0
+
+    def _take_chunks(self, data: bytes, start: int) -> tuple[int, bool]:
+        at = start
+        while at < len(data):
+            if self._left:
+                step = min(self._left, len(data) - at)
+                self._left -= step
+                at += step
+                continue
+            newline = data.find(b"\n", at)
+            end = newline + 1 if newline >= 0 else len(data)
+            self._line += data[at:end]
+            if self._in_trailer:
+                self._line = self._line.strip()[:1]  # only whether it is blank matters
+                self.head_bytes += end - at
+                self.head_lines += newline >= 0
+            elif len(self._line) > _MAX_CHUNK_LINE:
+                self.has_long_chunk_line = True
+            at = end
+            if newline >= 0 and self._line_ends():
+                self.body_bytes += at - start
+                return at, True
+        self.body_bytes += at - start
+        return at, False
+
+    def _line_ends(self) -> bool:
+        """Whether the body ends with this line."""
+        line, self._line = self._line.strip(), b""
+        if self._in_trailer:
+            return not line
+        size = _HEX.match(line)
+        number = int(size[0], 16) if size and len(size[0]) <= 16 else 0  # others are the parser's to refuse
+        self._left = number + 2 if number else 0
+        self._in_trailer = not number
+        return False

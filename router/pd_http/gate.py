@@ -1,0 +1,172 @@
+"""The bounds of one HTTP server at work: every connection reports here, and is ended from here."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from pd_http.connection_table import ConnectionTable
+from pd_http.files import RESERVED_FILES, connections_for
+from pd_http.protocol import BoundedProtocol
+from pd_http.refusal import Refusal
+from pd_http.unfinished_requests import UnfinishedRequests
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from pd_http.limits import HttpLimits
+
+log = logging.getLogger("pd_http")
+# What the kernel may hold that is not on its way to the client yet. Without it a client that reads nothing is noticed
+# when 4 MB of answer are written on loopback, which is 16,000 events of a stream; with it after some 0.1 MB.
+UNSENT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+UNSENT_BYTES = 16 * 1024
+LOG_EVERY_S = 10.0  # per kind of refusal
+MAX_LINGERING = 256  # refused connections that still get their answer out; a quarter of the places when that is less
+
+
+class HttpGate:
+    """Give `protocol` to uvicorn.Config as `http`. One per server, used in its event loop only."""
+
+    def __init__(
+        self,
+        limits: HttpLimits,
+        num_files: int,
+        files_per_connection: int,
+        count: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`num_files`: what the process may open. `count`: called with the word of each refusal."""
+        self.limits = limits
+        self.clock = clock
+        self._count = count
+        self._max_file = num_files - RESERVED_FILES // 2
+        places = min(limits.max_connections, connections_for(num_files, files_per_connection))
+        self._table: ConnectionTable[BoundedProtocol] = ConnectionTable(places, limits.max_connections_per_address)
+        self._unfinished: UnfinishedRequests[BoundedProtocol] = UnfinishedRequests(limits.max_unfinished_bytes)
+        self._open: set[BoundedProtocol] = set()  # with those that were refused and linger
+        self._held: set[BoundedProtocol] = set()  # not read, for the sake of memory
+        self._ticks = False
+        self._told_s: dict[Refusal, float] = {}
+        self._untold: dict[Refusal, int] = {}
+
+    def __len__(self) -> int:
+        """Connections that were not refused."""
+        return len(self._table)
+
+    @property
+    def may_linger(self) -> bool:
+        return len(self._open) - len(self._table) <= min(MAX_LINGERING, self._table.max_connections // 4)
+
+    @property
+    def unfinished_bytes(self) -> int:
+        return self._unfinished.num_bytes
+
+    @property
+    def protocol(self) -> type[BoundedProtocol]:
+        """What uvicorn makes for each connection."""
+        return type("GatedProtocol", (BoundedProtocol,), {"gate": self})
+
+    # --- what connections report
+
+    def joined(self, connection: BoundedProtocol, transport: asyncio.Transport) -> Refusal | None:
+        """A new connection, before its first byte. Returns why it cannot stay, if so."""
+        self._open.add(connection)
+        if not self._ticks:
+            self._ticks = True
+            connection.loop.call_later(self.limits.tick_s, self._tick, connection.loop)
+        peer = transport.get_extra_info("socket")
+        if peer.fileno() >= self._max_file:
+            return Refusal.FILES
+        if UNSENT is not None:
+            with contextlib.suppress(OSError):  # it is gone already
+                peer.setsockopt(socket.IPPROTO_TCP, UNSENT, UNSENT_BYTES)
+        host = connection.client[0] if connection.client else ""
+        outcome = self._table.join(connection, host)
+        if isinstance(outcome, Refusal):
+            return outcome
+        if outcome is not None:
+            outcome.end(Refusal.CONNECTIONS if outcome.limits.in_body else Refusal.PLACE_NEEDED)
+        return None
+
+    def left(self, connection: BoundedProtocol) -> None:
+        self._open.discard(connection)
+        self._forget(connection)
+
+    def moved(self, connection: BoundedProtocol) -> None:
+        """The headers of a request or an answer are whole."""
+        if connection.limits.is_waiting:
+            self._table.waits(connection)
+        if connection.limits.discards:  # what is left of the body is not kept
+            self._hold_bytes(connection, 0)
+            if connection in self._held:
+                self._held.discard(connection)
+                connection.go_on()
+
+    def received(self, connection: BoundedProtocol) -> None:
+        """It has taken what came; some of it may be of a request that is not whole."""
+        limits = connection.limits
+        if not limits.is_waiting:
+            self._table.works(connection)
+        was_crowded = self._unfinished.is_crowded
+        num_bytes = 0 if limits.discards or connection not in self._open else limits.unfinished_bytes
+        self._hold_bytes(connection, num_bytes)
+        if self._unfinished.is_crowded:
+            for one in (connection,) if was_crowded else list(self._open):
+                if one.limits.unfinished_bytes and one not in self._held and not self._unfinished.may_read(one):
+                    self._held.add(one)
+                    one.hold()
+
+    def refused(self, connection: BoundedProtocol, refusal: Refusal) -> None:
+        """It ends, and has no claim on anything from now on."""
+        self._forget(connection)
+        self._count(refusal.word)
+        if not refusal.is_news:
+            return
+        now_s = self.clock()
+        self._untold[refusal] = self._untold.get(refusal, 0) + 1
+        if now_s - self._told_s.get(refusal, -LOG_EVERY_S) >= LOG_EVERY_S:
+            self._told_s[refusal] = now_s
+            host = connection.client[0] if connection.client else "?"
+            log.warning(
+                "ended %d connections (%s), the last one from %s; %d are open",
+                self._untold.pop(refusal), refusal.message, host, len(self._table),
+            )  # fmt: skip
+
+    # --- what follows
+
+    def _forget(self, connection: BoundedProtocol) -> None:
+        self._table.leave(connection)
+        self._held.discard(connection)
+        self._hold_bytes(connection, 0)
+
+    def _hold_bytes(self, connection: BoundedProtocol, num_bytes: int) -> None:
+        before = self._unfinished.num_bytes
+        self._unfinished.hold(connection, num_bytes)
+        if self._unfinished.num_bytes > before:
+            self._end_excess()
+        elif self._held and self._unfinished.num_bytes < before:
+            self._go_on()
+
+    def _end_excess(self) -> None:
+        while (excess := self._unfinished.excess(self.clock())) is not None:
+            excess.end(Refusal.NO_MEMORY)
+
+    def _go_on(self) -> None:
+        for connection in self._unfinished.readers(self._held):
+            self._held.discard(connection)
+            connection.go_on()
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._ticks = bool(self._open)
+        if self._ticks:  # before the rest, so that no exception there ends the ticking
+            loop.call_later(self.limits.tick_s, self._tick, loop)
+        now_s = self.clock()
+        for connection in list(self._open):
+            connection.check(now_s)
+        self._end_excess()
+        self._go_on()

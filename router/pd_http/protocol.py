@@ -1,0 +1,203 @@
+"""uvicorn's HTTP protocol within bounds: what a connection may send, hold and leave unread is decided by pd_http."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from pd_http.connection_limits import ConnectionLimits
+from pd_http.refusal import Refusal
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from uvicorn import Config
+    from uvicorn.server import ServerState
+
+    from pd_http.gate import HttpGate
+
+LINGER_S = 2.0  # a refused client may go on sending that long: to close at once would destroy the answer under way
+
+
+class HeldFlow(FlowControl):
+    """Reading that uvicorn wants to resume stays paused while `held`."""
+
+    held = False
+
+    def resume_reading(self) -> None:
+        if not self.held:
+            super().resume_reading()
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. It reports to the gate, which ends it when the gate's clock or bounds say so."""
+
+    gate: ClassVar[HttpGate]  # of the subclass that HttpGate.protocol makes
+    flow: HeldFlow
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._clock = self.gate.clock
+        self.limits = ConnectionLimits(self.gate.limits, self._clock())
+        self._backlog = b""  # received behind a request that waits for the answer to the one before it
+        self._has_head = False  # the parser has seen the end of a head
+        self._abort_at_s: float | None = None  # the connection is over; until then its last bytes may leave
+
+    # --- what the transport tells
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = HeldFlow(transport)
+        if (refusal := self.gate.joined(self, transport)) is not None:
+            self.end(refusal)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.gate.left(self)
+        super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        if self._abort_at_s is not None:
+            self.transport.close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.limits.write_paused(self._clock())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.limits.write_resumed()
+
+    def data_received(self, data: bytes) -> None:
+        if self._abort_at_s is not None:
+            return
+        if self._backlog:
+            data, self._backlog = self._backlog + data, b""
+        self._unset_keepalive_if_required()
+        now_s = self._clock()
+        at = 0
+        while at < len(data):
+            if self.pipeline:  # one request ahead is enough: what follows stays bytes, and reading is paused
+                self._backlog = data[at:]
+                break
+            taken = self.limits.take(data, at, now_s)
+            if isinstance(taken, Refusal):
+                self.end(taken)
+                break
+            end, head_ends = taken
+            if not self._parse(data[at:end] if end - at < len(data) else data, head_ends):
+                break
+            at = end
+        if self._abort_at_s is None:
+            self.gate.received(self)
+
+    def _parse(self, piece: bytes, head_ends: bool) -> bool:
+        """False when nothing more can be taken."""
+        self._has_head = False
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:
+            pass  # not done here: the request is answered as it is, and the connection closed
+        except httptools.HttpParserError:
+            self.end(Refusal.BAD_REQUEST)
+        else:
+            if head_ends and not self._has_head:  # parser and framing disagree on what was sent
+                self.end(Refusal.BAD_REQUEST)
+        return self._abort_at_s is None and not self.transport.is_closing()
+
+    # --- what the parser and the application tell
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._has_head = True
+        if self.parser.should_upgrade():
+            self.cycle.keep_alive = False
+        self.limits.head_ended(self._body_bytes(), self._clock())
+        self.gate.moved(self)
+
+    def on_response_complete(self) -> None:
+        self.limits.answered(self._clock())
+        super().on_response_complete()
+        self.gate.moved(self)
+        if self._backlog and not self.pipeline and not self.transport.is_closing():
+            self.data_received(b"")
+
+    # --- what the gate tells
+
+    def hold(self) -> None:
+        """Read no more until `go_on`."""
+        self.flow.pause_reading()
+        self.flow.held = True
+        self.limits.hold()
+
+    def go_on(self) -> None:
+        self.flow.held = False
+        self.flow.resume_reading()
+        self.limits.go_on(self._clock())
+
+    def check(self, now_s: float) -> None:
+        """Look at the deadlines."""
+        if self._abort_at_s is not None:
+            if now_s >= self._abort_at_s:
+                self.transport.abort()
+        elif now_s >= self.limits.deadline_s and (refusal := self.limits.due(now_s)) is not None:
+            self.end(refusal)
+
+    def end(self, refusal: Refusal) -> None:
+        """End the connection, with an answer where one can still be given; its request hears of a disconnect."""
+        if self._abort_at_s is not None:
+            return
+        self._abort_at_s = self._clock() + LINGER_S
+        self._backlog = b""
+        self.flow.held = False
+        self.gate.refused(self, refusal)
+        cycle = self.cycle
+        is_answering = cycle is not None and not cycle.response_complete
+        # not in the middle of an answer, and not after one: nothing would be waiting for a second
+        can_answer = refusal.status and not (is_answering and (cycle.response_started or self.pipeline))
+        can_answer = can_answer and not self.limits.discards
+        if is_answering:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if not can_answer or self.transport.is_closing():
+            self._close_unanswered(refusal)
+            return
+        self.transport.write(self._answer(refusal))
+        if not self.gate.may_linger or refusal is Refusal.FILES:
+            self.transport.close()
+            return
+        self.flow.resume_reading()
+        self.transport.write_eof()
+
+    def _close_unanswered(self, refusal: Refusal) -> None:
+        if refusal is Refusal.READS_NOTHING or self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def _answer(self, refusal: Refusal) -> bytes:
+        body = refusal.body
+        retry = b"retry-after: 1\r\n" if refusal.status == 503 else b""
+        defaults = b"".join(name + b": " + value + b"\r\n" for name, value in self.server_state.default_headers)
+        return (
+            STATUS_LINE[refusal.status] + defaults + retry
+            + b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )  # fmt: skip
+
+    def _body_bytes(self) -> int | None:
+        """What the headers say; the parser has refused what contradicts itself. None: in chunks."""
+        length: int | None = 0
+        for name, value in self.headers:
+            if name == b"content-length":
+                length = int(value)
+            elif name == b"transfer-encoding":
+                return None
+        return length

@@ -1,0 +1,43 @@
+"""Why an HTTP server ends a connection by itself, and what it answers before."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import orjson
+
+
+class Refusal(Enum):
+    """Value: the word it is counted under, the status (0: no answer is written), the message."""
+
+    BAD_REQUEST = ("bad_request", 400, "this is not HTTP/1.1")
+    SLOW_HEAD = ("slow_head", 408, "the request's headers did not arrive in time")
+    SLOW_BODY = ("slow_body", 408, "the request's body did not arrive in time")
+    LARGE_HEAD = ("large_head", 431, "the request's headers are too large")
+    NO_MEMORY = ("unfinished_memory", 503, "too many requests are arriving at once; try again")
+    CONNECTIONS = ("connections", 503, "too many connections are open; try again")
+    CONNECTIONS_OF_ADDRESS = ("connections_of_address", 503, "too many connections are open from your address")
+    FILES = ("files", 503, "this process has no file descriptors left; try again")
+    IDLE = ("idle", 0, "no request came")
+    PLACE_NEEDED = ("place_needed", 0, "no request was under way, and a new connection needed the place")
+    READS_NOTHING = ("reads_nothing", 0, "the client did not read its answer")
+
+    def __init__(self, word: str, status: int, message: str) -> None:
+        self.word = word
+        self.status = status
+        self.message = message
+
+    @property
+    def is_news(self) -> bool:
+        """Whether a line of the log is due: the end of an idle connection is everyday."""
+        return self is not Refusal.IDLE
+
+    @property
+    def body(self) -> bytes:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return error_body(self.message, kind, self.word)
+
+
+def error_body(message: str, kind: str, code: str, param: str | None = None) -> bytes:
+    """OpenAI's error object as JSON."""
+    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})

@@ -1,0 +1,107 @@
+"""A node's HTTP side: readers that never read free what they hold, and strangers learn nothing of its inside."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import aiohttp
+import pytest
+
+from pd_http.limits import HttpLimits
+from tests.cluster import Launcher
+from tests.security.stranger import MB, WAIT_S, Connection, Target, deaf, error_in, post, until
+from tests.server.fake_engine import FakeEngine, Line, says
+from tests.server.live_server import MODEL_DIR, running
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = pytest.mark.anyio
+SOON = HttpLimits(write_timeout_s=0.5, head_timeout_s=0.5)
+
+
+async def connect(url: str) -> Connection:
+    host, _, port = url.removeprefix("http://").partition(":")
+    return Connection(*await asyncio.open_connection(host, int(port)))
+
+
+async def test_a_client_that_never_reads_is_aborted() -> None:
+    async def script(line: Line) -> None:
+        for _ in range(3000):  # 0.6 MB of events, each sent by itself
+            line.tokens([5])
+            await asyncio.sleep(0)
+
+    async with running(FakeEngine(script), limits=SOON) as node:
+        strangers = [deaf(node.url, post(prompt="x", stream=True, max_tokens=4000)) for _ in range(5)]
+        async with asyncio.timeout(WAIT_S):
+            aborted = {(await node.engine.aborts.get()).request_id for _ in strangers}
+        assert aborted == {request.request_id for request in node.engine.requests}
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*node.http_tasks())
+        assert node.state.num_in_flight == 0
+        assert node.metric('pd_http_refusals_total{reason="reads_nothing"}') == 5
+        for stranger in strangers:
+            stranger.close()
+
+
+async def test_a_node_has_the_same_bounds_as_a_router() -> None:
+    async with running(FakeEngine(says([5])), limits=SOON) as node:
+        slow = await connect(node.url)
+        await slow.send(b"GET /health HTTP/1.1\r\n")
+        large = await connect(node.url)
+        await large.send(b"GET /health HTTP/1.1\r\n")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(100):
+                await large.send(b"x: " + b"a" * 1000 + b"\r\n")
+        assert error_in(await large.end()) == (431, "large_head")
+        assert error_in(await slow.end()) == (408, "slow_head")
+        assert node.metric('pd_http_refusals_total{reason="slow_head"}') == 1
+        slow.close()
+        large.close()
+
+
+async def test_strangers_learn_nothing_of_the_inside() -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        for path in ("/docs", "/redoc", "/openapi.json"):
+            async with node.session.get(node.url + path) as answer:
+                assert answer.status == 404, path
+        for path in ("/v1/models", "/v1/models/demo", "/health", "/kv", "/metrics"):
+            async with node.session.get(node.url + path) as answer:
+                text = await answer.text()
+                assert answer.status == 200
+                assert str(MODEL_DIR) not in text, path
+
+
+@pytest.fixture
+async def real_node() -> AsyncIterator[Target]:
+    with Launcher() as launcher:
+        flags = ("--max-num-seqs=16", "--write-timeout-s=1", "--head-timeout-s=1", "--body-timeout-s=1")
+        node = await asyncio.to_thread(launcher.node, "mixed", *flags)
+        yield Target(node, node.url)
+        await asyncio.to_thread(launcher.close)
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+async def test_sixty_readers_that_never_read_free_their_slots(real_node: Target) -> None:
+    """Each asks for 1 MB or more of events; the 16 slots are free again long before that is generated."""
+    assert await real_node.ask() == 200
+    before = real_node.resident_bytes()
+    request = post(prompt="x", stream=True, max_tokens=2000, ignore_eos=True, logprobs=5)
+    strangers = [deaf(real_node.url, request) for _ in range(60)]
+    loop = asyncio.get_running_loop()
+    begun_s = loop.time()
+    async with asyncio.timeout(300), aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(f"{real_node.url}/health") as answer:
+                if (await answer.json())["num_in_flight"] == 0:
+                    break
+            await asyncio.sleep(0.1)
+    assert await real_node.refusals("reads_nothing") == 60
+    assert await real_node.ask() == 200
+    print("all aborted after", loop.time() - begun_s)  # noqa: T201
+    await until(lambda: real_node.resident_bytes() - before < 64 * MB)
+    for stranger in strangers:
+        stranger.close()
