@@ -272,6 +272,8 @@ class ConnectorContext:
     cluster_key: bytes
     host: str  # address under which peers reach this node's control port
     port: int  # 0: chosen by the OS
+    kv_ports: tuple[int, int] | None = None  # lowest and highest port for KV, where it has ports; None: the default
+    max_readers: int = 1024  # connections to the control port at once
     lease_ttl_s: float = 10.0  # P frees a lease's blocks this long after the last renewal
     connect_deadline_s: float = 5.0  # D gives a peer this long to answer a handshake
     read_deadline_s: float = 10.0  # reads are in flight and none of the peer ends for so long: the load fails

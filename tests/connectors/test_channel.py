@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from pd_connectors.channel import Channel, FromOwner, FromReader, Incoming, OwnerLost, ZmqChannel
+from pd_connectors.curve import CurveKeys
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.protocol.messages import LeaseState, Release, Renew, seal
 from pd_connectors.protocol.ticket import LeaseRef
@@ -90,6 +91,7 @@ def test_bad_frames_are_counted_and_dropped(make: Callable[..., ZmqChannel], fra
     try:
         with context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.LINGER, 0)
+            CurveKeys(KEY).ask(dealer)
             dealer.connect(f"tcp://127.0.0.1:{owner.port}")
             dealer.send_multipart(frames)
             dealer.send(seal(KEY, Renew(LEASE)))
