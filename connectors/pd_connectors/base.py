@@ -57,6 +57,11 @@ class LoadSpec:
     block_ids: tuple[int, ...]  # D's blocks for prompt blocks first_block, first_block + 1, ...
     num_tokens: int  # the whole prompt's length (the last block may be partial), or a prefix's, in whole blocks
 
+    @property
+    def num_blocks(self) -> int:
+        """Of the prompt or prefix, those before `first_block` too: as many as `num_tokens` need."""
+        return self.first_block + len(self.block_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class PublishSpec:
