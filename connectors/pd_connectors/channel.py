@@ -96,7 +96,7 @@ class Channel(ABC):
 
     @abstractmethod
     def forget(self, owner: Address) -> None:
-        """Nothing more will be asked there."""
+        """Close the way there: nothing is asked there for now."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> None:

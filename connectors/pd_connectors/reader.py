@@ -61,12 +61,19 @@ class _Peer:
     greeting: _Greeting | None = None
     endpoint: _Endpoint | None = None
     pulls: dict[str, Pull] = field(default_factory=dict)  # live and draining
+    is_lost: bool = False  # the way there broke, and nothing has come from it since
+
+    @property
+    def is_wanted(self) -> bool:
+        """Something may still be asked there."""
+        return self.greeting is not None or any(pull.is_live for pull in self.pulls.values())
 
 
 class Reader:
     """Owned by the control thread.
 
-    ask: sends a message to an address. emit: hands an event to the engine. forget: closes the way to an address.
+    ask: sends a message to an address. emit: hands an event to the engine. forget: closes the way to an address, which
+    the next `ask` opens again.
     wall_clock: Unix time, for measuring how old an announcement is.
     """
 
@@ -143,6 +150,7 @@ class Reader:
         peer = self._peers.get(owner)
         if peer is None:
             return
+        peer.is_lost = False
         match message:
             case HelloReply():
                 self._on_hello_reply(peer, message, now)
@@ -157,6 +165,7 @@ class Reader:
         peer = self._peers.get(owner)
         if peer is None:
             return
+        peer.is_lost = True
         if peer.greeting is not None:
             peer.greeting.deadline = min(peer.greeting.deadline, now + LOST_GRACE_S)
         for pull in list(peer.pulls.values()):
@@ -186,6 +195,9 @@ class Reader:
                 self._carry_out(peer, pull, now)
             self._tick_greeting(peer, now)
             self._tick_endpoint(peer, now)
+            if peer.is_lost and not peer.is_wanted:
+                peer.is_lost = False
+                self._forget(peer.address)  # else the way to a dead node is tried again until PEER_IDLE_S is over
             if not peer.pulls and now - peer.idle_since >= PEER_IDLE_S:
                 self._drop(peer)
 
