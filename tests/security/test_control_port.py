@@ -40,7 +40,7 @@ def greeting(mechanism: bytes) -> bytes:
 
 
 # what a client of ZeroMQ's NULL mechanism says next
-READY = bytes([4, 26]) + b"\5READY\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+READY = bytes([4, 28]) + b"\5READY\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
 
 
 def long_frame(num_bytes: int) -> bytes:
@@ -57,18 +57,16 @@ class Attack:
         self.num_bytes = 0  # that the node has taken, or the kernel for it
         self.num_connections = 0
 
-    def send(self, *parts: bytes, most: int = 1 << 62) -> None:
+    def send(self, *parts: bytes, most: int) -> None:
         """One connection: the parts, then the last of them over and over, until it is cut or `most` is sent."""
         with socket.create_connection(self.address, 5.0) as stranger, suppress(OSError):
             self.num_connections += 1
-            stranger.settimeout(0.5)
-            sent = 0
+            stranger.settimeout(5.0)
             for part in parts[:-1]:
                 stranger.sendall(part)
-            while sent < most and not self.stop.is_set():
-                number = stranger.send(parts[-1])
-                sent += number
-                self.num_bytes += number
+            while self.num_bytes < most and not self.stop.is_set():
+                stranger.sendall(parts[-1])
+                self.num_bytes += len(parts[-1])
 
 
 def endless_message(attack: Attack) -> None:
@@ -81,14 +79,14 @@ def long_frames(attack: Attack) -> None:
     """Frames of 8 MiB over ZeroMQ itself."""
     with zmq.Context() as own, own.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 0)
-        stranger.setsockopt(zmq.SNDHWM, 4)
+        stranger.setsockopt(zmq.SNDHWM, 64)
         stranger.setsockopt(zmq.SNDTIMEO, 100)
         stranger.connect(f"tcp://127.0.0.1:{attack.address[1]}")
         attack.num_connections += 1
         end_s = time.monotonic() + ATTACK_S
         while not attack.stop.is_set() and time.monotonic() < end_s:
             with suppress(zmq.Again):
-                stranger.send(FRAME)
+                stranger.send(FRAME, copy=False)
 
 
 def unfinished_hellos(attack: Attack) -> None:
