@@ -6,17 +6,15 @@ import socket
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import count
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-import torch
 import zmq
 
-from pd_connectors.base import LoadDone, LoadReady, LoadSpec
-from tests.connectors.remote_node import Node, RemoteNode, context, remote_node, stamped
+from tests.connectors.remote_node import PATIENCE_S, Node, RemoteNode, context, remote_node
 from tests.integration.system import wait_until
+from tests.security.handover import NUM_BLOCKS, hand_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,14 +22,11 @@ if TYPE_CHECKING:
 pytest.importorskip("nixl_cu13")
 pytestmark = pytest.mark.integration
 
-NUM_BLOCKS = 64
 MAX_GROWTH_BYTES = 64 << 20  # of any process under any attack
 ENDLESS_BYTES = 200 << 20
 FRAME = bytes(8 << 20)
 HANDOFFS = 10  # at least so many while an attack goes on
 ATTACK_S = 1.5
-
-_serials = count(1)
 
 
 def greeting(mechanism: bytes) -> bytes:
@@ -109,23 +104,9 @@ def prefill() -> Iterator[RemoteNode]:
 
 @pytest.fixture(scope="module")
 def decode() -> Iterator[Node]:
-    node = Node.start("nixl", context("D"), NUM_BLOCKS)
+    node = Node.start("nixl", context("D", connect_deadline_s=PATIENCE_S), NUM_BLOCKS)
     yield node
     node.connector.close()
-
-
-def hand_over(prefill: RemoteNode, decode: Node) -> None:
-    """One prompt's KV, which must arrive whole."""
-    load_id = f"load-{next(_serials)}"
-    ticket = prefill.open(32)
-    decode.connector.begin_load(load_id, ticket, 20.0)
-    prefill.publish(ticket.lease.lease_id, (3, 4), 32)
-    prefill.finish(ticket.lease.lease_id)
-    decode.wait_for(LoadReady, load_id)
-    decode.cache.tensor[60:62] = -1.0
-    decode.connector.recv_before([LoadSpec(load_id, 0, (60, 61), 32)])
-    decode.wait_for(LoadDone, load_id)
-    assert torch.equal(decode.cache.tensor[61], stamped(decode.cache, 4, 0))
 
 
 @contextmanager
