@@ -1,8 +1,8 @@
 """The control port's listening socket, with a limit on connections. libzmq has none: out of descriptors, it would try
 to accept for ever.
 
-At the limit the gate shuts: the kernel drops what asks for a connection (which asks again after 1 s, 3 s, ...), and those
-that are open are not disturbed. It opens when an eighth of them has gone.
+At the limit the gate shuts: the kernel drops requests for a connection (TCP repeats them after 1 s, 3 s, ...), and open
+connections are not disturbed. The gate opens when an eighth of them has gone.
 """
 
 from __future__ import annotations
@@ -123,8 +123,9 @@ def _listen(host: str, port: int) -> socket.socket:
     """A listening socket. Loopback stays on loopback; any other advertised address may be a name or translated, so
     listen everywhere. Raises OSError."""
     with contextlib.suppress(ValueError):
-        if host == "localhost" or ipaddress.ip_address(host).is_loopback:
-            return _open("127.0.0.1" if host == "localhost" else host, port)
+        address = "127.0.0.1" if host == "localhost" else host.strip("[]")
+        if ipaddress.ip_address(address).is_loopback:
+            return _open(address, port)
     try:
         return _open("::", port)
     except OSError as error:

@@ -85,7 +85,12 @@ def _measure(theirs: _Description, host: str, ports: str) -> dict[str, Any]:
     seconds = min(_timed_read(agent, remote, order) for _ in range(3))
     if not bool((memory == PATTERN).all()):
         return {"error": "the bytes that arrived are not those that were sent"}
-    return {"bytes": NUM_BLOCKS * BLOCK_BYTES, "seconds": seconds, "device": memory.device.type, "listeners": listening_sockets()}
+    return {
+        "bytes": NUM_BLOCKS * BLOCK_BYTES,
+        "seconds": seconds,
+        "device": memory.device.type,
+        "listeners": listening_sockets(),
+    }
 
 
 def _agent(memory: torch.Tensor, host: str, ports: str) -> NixlAgent:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     ("status", "out", "err", "verdict", "says"),
     [
         (0, '{"bytes": 2000000000, "seconds": 0.5, "device": "cpu", "listeners": []}', "", Verdict.OK, "4000 MB/s"),
-        (0, 'noise\n{"bytes": 1000000, "seconds": 1.0, "device": "cpu", "listeners": []}\n', "", Verdict.WARN, "1 MB/s"),
+        (0, 'noise\n{"bytes": 1000, "seconds": 1e-3, "device": "cpu", "listeners": []}\n', "", Verdict.WARN, "1 MB/s"),
         (0, '{"error": "warm-up: peer gone"}', "", Verdict.FAIL, "warm-up: peer gone"),
         (-11, "", "a\nlast words\n", Verdict.FAIL, "status -11: last words"),
         (0, "", "", Verdict.FAIL, "no output"),

@@ -1,6 +1,6 @@
 """A loopback cluster in one network namespace, a stranger in another, a cable between them. Run as
 
-    unshare -rn python -m tests.security.netns_attack
+    unshare -rnm python -m tests.security.netns_attack
 
 Prints as JSON where the cluster listens, and what of it the stranger could connect to.
 """
@@ -18,15 +18,15 @@ from tests.security.handover import NUM_BLOCKS, hand_over, listeners
 OURS, THEIRS = "10.77.0.1", "10.77.0.2"
 
 # It runs in the other namespace: says that it is there, waits for its end of the cable, tries every port.
-STRANGER = """
+STRANGER = f"""
 import json, socket, subprocess, sys
 print("there", flush=True)
 sys.stdin.readline()
-for command in ("link set lo up", "addr add {theirs}/24 dev v1", "link set v1 up"):
+for command in ("link set lo up", "addr add {THEIRS}/24 dev v1", "link set v1 up"):
     subprocess.run(["ip", *command.split()], check=True)
 reached = []
 for port in json.loads(sys.argv[1]):
-    for host in ("{ours}", "127.0.0.1"):
+    for host in ("{OURS}", "127.0.0.1"):
         try:
             with socket.create_connection((host, port), 2.0) as there:
                 there.sendall(b"\\x00\\x10\\x00\\x00\\x00" + b"x" * 64)  # as UCX frames an active message
@@ -34,13 +34,15 @@ for port in json.loads(sys.argv[1]):
         except ConnectionRefusedError:
             pass
 print(json.dumps(reached))
-""".format(ours=OURS, theirs=THEIRS)
+"""
 
 
 def main() -> int:
     """Entry point."""
+    subprocess.run(["mount", "-t", "sysfs", "sys", "/sys"], check=True)  # this namespace's: UCX looks there
     for command in (
         "link set lo up", "link add v0 type veth peer name v1", f"addr add {OURS}/24 dev v0", "link set v0 up",
+        "link set v1 up",  # with both ends up UCX takes v0 for a network, unless it is told not to
     ):  # fmt: skip
         subprocess.run(["ip", *command.split()], check=True)
     with remote_node("nixl", context("P"), NUM_BLOCKS) as prefill:

@@ -124,7 +124,9 @@ def under(attack: Attack, run: Callable[[Attack], None], number: int) -> Iterato
 
 
 @pytest.mark.parametrize(
-    ("run", "number"), [(endless_message, 1), (long_frames, 4), (unfinished_hellos, 1)], ids=["endless-message", "long-frames", "unfinished-hellos"]
+    ("run", "number"),
+    [(endless_message, 1), (long_frames, 4), (unfinished_hellos, 1)],
+    ids=["endless-message", "long-frames", "unfinished-hellos"],
 )
 def test_a_stranger_costs_no_memory_and_no_handoff(
     run: Callable[[Attack], None], number: int, prefill: RemoteNode, decode: Node

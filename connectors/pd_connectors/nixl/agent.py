@@ -74,9 +74,7 @@ class NixlAgent:
     Raises ConnectorUnavailable when NIXL is missing or does not start, or no port of the network is free.
     """
 
-    def __init__(
-        self, name: str, tensor: torch.Tensor, num_blocks: int, block_bytes: int, network: KvNetwork
-    ) -> None:
+    def __init__(self, name: str, tensor: torch.Tensor, num_blocks: int, block_bytes: int, network: KvNetwork) -> None:
         self.name = name
         self._bind = _bindings()
         self._scratch = bytearray(WARM_UP_BYTES)

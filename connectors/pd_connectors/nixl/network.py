@@ -73,7 +73,9 @@ class KvNetwork:
             found.append(f"{self}: close that network to everything but the cluster's nodes, UCX has no authentication")
         if self.idle_rdma:
             idle = ", ".join(self.idle_rdma)
-            found.append(f"not used for KV: {idle}, of other interfaces than the advertised one; ${DEVICES_ENV} adds them")
+            found.append(
+                f"not used for KV: {idle}, of other interfaces than the advertised one; ${DEVICES_ENV} adds them"
+            )
         return found
 
     def __str__(self) -> str:
