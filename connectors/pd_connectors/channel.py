@@ -308,8 +308,8 @@ class ZmqChannel(Channel):
         if now >= self._report_at:
             self._report_at = now + REPORT_EVERY_S
             logger.warning(
-                "%s failed the handshake: it has another cluster key, runs a build without CURVE, or is no node "
-                "(%d failed so far; said once in %g s)",
+                "%s failed the handshake: it has another cluster key, runs a build without CURVE, is no node, or ended "
+                "(%d failed so far; said at most once in %g s)",
                 peer,
                 self._counters["handshakes_failed_total"],
                 REPORT_EVERY_S,
