@@ -115,6 +115,12 @@ class HandoffConfig:
         "127.0.0.1", "Address under which other nodes reach this one.", env="PD_ADVERTISE_HOST"
     )
     control_port: int = setting(0, "Port for handoff control messages. 0: chosen by the OS.")
+    max_readers: int = setting(1024, "Connections to the control port at once: one for each node that reads from here.")
+    kv_ports: str = setting(
+        "",
+        "Ports on which UCX listens for KV, LOW-HIGH: one for each engine of this host. Default: 45000-45099; on "
+        "loopback the OS chooses. $UCX_NET_DEVICES and $UCX_TCP_PORT_RANGE win.",
+    )
     lease_ttl_s: float = setting(10.0, "Seconds after the last renewal until P frees a lease's blocks.")
     load_deadline_s: float = setting(30.0, "Seconds D waits for a request's KV before it falls back.")
     read_deadline_s: float = setting(10.0, "Seconds without any progress of a node's reads until a load fails.")
@@ -126,6 +132,21 @@ class HandoffConfig:
     cluster_key_file: str = setting(
         "", "File with the cluster's shared key. Default: $PD_CLUSTER_KEY, else one per user."
     )
+
+    def __post_init__(self) -> None:
+        if self.max_readers < 1:
+            raise StartupError(f"max_readers ({self.max_readers}) must be at least 1")
+        _ = self.kv_port_range
+
+    @property
+    def kv_port_range(self) -> tuple[int, int] | None:
+        """The lowest and the highest of `kv_ports`; None: the default. Raises StartupError."""
+        if not self.kv_ports:
+            return None
+        low, dash, high = self.kv_ports.partition("-")
+        if dash and low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high) < 65536:
+            return int(low), int(high)
+        raise StartupError(f"--kv-ports {self.kv_ports} is no range of ports: LOW-HIGH, for example 45000-45099")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

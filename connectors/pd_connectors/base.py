@@ -57,6 +57,11 @@ class LoadSpec:
     block_ids: tuple[int, ...]  # D's blocks for prompt blocks first_block, first_block + 1, ...
     num_tokens: int  # the whole prompt's length (the last block may be partial), or a prefix's, in whole blocks
 
+    @property
+    def num_blocks(self) -> int:
+        """Of the prompt or prefix, those before `first_block` too: as many as `num_tokens` need."""
+        return self.first_block + len(self.block_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class PublishSpec:
@@ -281,6 +286,8 @@ class ConnectorContext:
     cluster_key: bytes
     host: str  # address under which peers reach this node's control port
     port: int  # 0: chosen by the OS
+    kv_ports: tuple[int, int] | None = None  # lowest and highest port for KV, where it has ports; None: the default
+    max_readers: int = 1024  # connections to the control port at once
     lease_ttl_s: float = 10.0  # P frees a lease's blocks this long after the last renewal
     connect_deadline_s: float = 5.0  # D gives a peer this long to answer a handshake
     read_deadline_s: float = 10.0  # reads are in flight and none of the peer ends for so long: the load fails

@@ -2,29 +2,49 @@
 
 A channel drops what it cannot deliver, and what is not sealed with the cluster's key, and counts both: the protocol
 survives any loss. It never raises for what a peer does and never blocks outside `wait`.
+
+What a process without the cluster's key can make a node hold: MAX_QUESTION_BYTES and some 20 KiB of ZeroMQ's own for
+each of `max_readers` connections, for HANDSHAKE_MS. Limits after the handshake bound what a slow member can cost.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import socket
+import struct
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, TypeGuard, get_args
 
 import msgspec
 import zmq
 
+from pd_connectors.curve import CurveKeys
+from pd_connectors.gate import Gate
 from pd_connectors.protocol.errors import BadSignature, ConnectorUnavailable, ProtocolMismatch
 from pd_connectors.protocol.messages import ToOwner, ToReader, open_sealed, seal
 
 if TYPE_CHECKING:
     from pd_connectors.transport import Address
 
-MAX_FRAME_BYTES = 8 << 20  # a snapshot of a 1M-token lease with 16-token blocks has 0.3 MB
+logger = logging.getLogger(__name__)
+
+MAX_QUESTION_BYTES = 16 << 10  # reader to owner; the longest, a Hello, has some 300 bytes
+MAX_ANSWER_BYTES = 8 << 20  # owner to reader; a snapshot of a 1M-token lease with 16-token blocks has 0.3 MB
 MAX_PER_TURN = 256  # frames taken from one socket before timers get their turn
-QUEUE_FRAMES = 4096
+QUEUE_FRAMES = 1024  # of one connection and direction
 HEARTBEAT_MS = 2000
+HANDSHAKE_MS = 3000
+DISCARD_PORT = 9
+REPORT_EVERY_S = 60.0  # of failed handshakes, which are counted besides
+
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_EVENT = struct.Struct("=hi")  # of a monitor: event, value
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +65,8 @@ class FromOwner:
 
 @dataclass(frozen=True, slots=True)
 class OwnerLost:
-    """The connection to an owner broke, or was refused. It is tried again; who lives answers within a moment."""
+    """The connection to an owner broke, or was refused. ZeroMQ tries again, with growing pauses, unless the handshake
+    failed; an owner that lives answers within a moment."""
 
     owner: Address
 
@@ -75,7 +96,7 @@ class Channel(ABC):
 
     @abstractmethod
     def forget(self, owner: Address) -> None:
-        """Nothing more will be asked there."""
+        """Close the way there: nothing is asked there for now."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> None:
@@ -95,32 +116,36 @@ class Channel(ABC):
 
 
 class ZmqChannel(Channel):
-    """One ROUTER for our own leases, one DEALER per owner that we read from, over TCP.
+    """One ROUTER for our own leases, one DEALER per owner that we read from, over TCP and CURVE.
 
     ZeroMQ reconnects by itself, so a peer that restarts under the same address is reached again; heartbeats find
     connections whose other end vanished without a FIN.
-    Raises ConnectorUnavailable when the port is taken, or `host` is nothing that a reader could connect to.
+    max_readers: connections to the port at once.
+    Raises ConnectorUnavailable when the port is taken, or `host` is nothing that a reader could connect to, or ZeroMQ
+    has no CURVE.
     """
 
-    def __init__(self, key: bytes, host: str, port: int) -> None:
+    def __init__(self, key: bytes, host: str, port: int, max_readers: int = 1024) -> None:
         _refuse_wildcard(host)
         self._key = key
+        self._curve = CurveKeys(key)
         self._context = zmq.Context(io_threads=1)
         self._owners: dict[Address, zmq.Socket[bytes]] = {}
         self._monitors: dict[Address, zmq.Socket[bytes]] = {}
+        self._serials = count(1)
         self._poller = zmq.Poller()
         self._awake, self._waker = socket.socketpair()
-        self._counters = {"bad_frames_total": 0.0, "frames_dropped_total": 0.0}
+        self._counters = {"bad_frames_total": 0.0, "frames_dropped_total": 0.0, "handshakes_failed_total": 0.0}
+        self._report_at = 0.0
         self._closed = False
         self._router = self._context.socket(zmq.ROUTER)
+        self._arrivals = self._monitor(self._router, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED)
+        self._gate = Gate(max_readers)
         try:
-            self._configure(self._router)
-            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reader that left is counted, not ignored
-            self._router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-            self._router.bind(f"tcp://{_bind_host(host)}:{port or '*'}")
-            self._port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+            self._gate.listen(host, port)
+            self._bind()
             self._try_address(host)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, OSError, OverflowError) as error:
             self.close()
             raise ConnectorUnavailable(f"cannot listen for handoffs on {host}:{port}: {error}") from error
         except BaseException:
@@ -129,11 +154,12 @@ class ZmqChannel(Channel):
         self._awake.setblocking(False)
         self._waker.setblocking(False)
         self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._arrivals, zmq.POLLIN)
         self._poller.register(self._awake.fileno(), zmq.POLLIN)
 
     @property
     def port(self) -> int:
-        return self._port
+        return self._gate.port
 
     def ask(self, owner: Address, message: ToOwner) -> None:
         dealer = self._owners.get(owner)
@@ -152,6 +178,7 @@ class ZmqChannel(Channel):
 
     def receive(self) -> list[Incoming]:
         incoming: list[Incoming] = []
+        self._watch_arrivals()
         for frames in self._drain(self._router):
             message = self._take(frames, 2)
             if _is_to_owner(message):
@@ -165,8 +192,10 @@ class ZmqChannel(Channel):
                     incoming.append(FromOwner(owner, message))
                 elif message is not None:
                     self._counters["bad_frames_total"] += 1
-            if self._drain(self._monitors[owner]):
+            if events := self._events(self._monitors[owner]):
                 incoming.append(OwnerLost(owner))
+                if any(event & _HANDSHAKE_FAILED for event in events):
+                    self._count_refusal(f"the owner of leases at {owner[0]}:{owner[1]}")
         return incoming
 
     def forget(self, owner: Address) -> None:
@@ -193,7 +222,7 @@ class ZmqChannel(Channel):
             return  # closed: nobody waits any more
 
     def stats(self) -> dict[str, float]:
-        return dict(self._counters)
+        return {**self._counters, "control_connections": float(self._gate.num_open)}
 
     def close(self) -> None:
         if self._closed:
@@ -203,17 +232,20 @@ class ZmqChannel(Channel):
             dealer.disable_monitor()
             self._monitors[owner].close(linger=0)
             dealer.close(linger=200)  # milliseconds: the last Release gets a chance
+        self._router.disable_monitor()
+        self._arrivals.close(linger=0)
         self._router.close(linger=200)
         self._context.term()
+        self._gate.close()
         self._awake.close()
         self._waker.close()
 
     def _try_address(self, host: str) -> None:
-        """Do what a reader will do with our address, short of waiting for the connection."""
+        """Refuse an address that ZeroMQ cannot connect to, on any port: our own would count the attempt."""
         with self._context.socket(zmq.DEALER) as dealer:
             self._configure(dealer)
             try:
-                dealer.connect(f"tcp://{_url_host(host)}:{self._port}")
+                dealer.connect(f"tcp://{_url_host(host)}:{DISCARD_PORT}")
             except zmq.ZMQError as error:
                 raise ConnectorUnavailable(f"{host!r} is no address under which peers can reach this node") from error
 
@@ -223,7 +255,10 @@ class ZmqChannel(Channel):
         monitor: zmq.Socket[bytes] | None = None
         try:
             self._configure(dealer)
-            monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
+            self._curve.ask(dealer)
+            dealer.setsockopt(zmq.MAXMSGSIZE, MAX_ANSWER_BYTES)
+            events = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | _HANDSHAKE_FAILED
+            monitor = self._monitor(dealer, events)
             dealer.connect(f"tcp://{_url_host(owner[0])}:{owner[1]}")
         except BaseException:
             if monitor is not None:
@@ -237,6 +272,49 @@ class ZmqChannel(Channel):
         self._poller.register(monitor, zmq.POLLIN)
         return dealer
 
+    def _bind(self) -> None:
+        router = self._router
+        self._configure(router)
+        self._curve.serve(router)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reader that left is counted, not ignored
+        router.setsockopt(zmq.MAXMSGSIZE, MAX_QUESTION_BYTES)
+        router.setsockopt(zmq.USE_FD, self._gate.descriptor())
+        router.bind("tcp://127.0.0.1:*")  # the address is not looked at: the descriptor has one
+
+    def _monitor(self, sock: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+        """The socket's events. Its queue has no limit: ZeroMQ's IO thread would wait for us at it."""
+        address = f"inproc://events-{next(self._serials)}"
+        sock.monitor(address, events)
+        receiver = self._context.socket(zmq.PAIR)
+        receiver.setsockopt(zmq.RCVHWM, 0)
+        receiver.connect(address)
+        return receiver
+
+    def _events(self, monitor: zmq.Socket[bytes]) -> list[int]:
+        return [_EVENT.unpack(frames[0])[0] for frames in self._drain(monitor)]
+
+    def _watch_arrivals(self) -> None:
+        for event in self._events(self._arrivals):
+            if event == zmq.EVENT_ACCEPTED:
+                self._gate.accepted()
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._gate.closed()
+            else:
+                self._count_refusal("a process that connected to the control port")
+
+    def _count_refusal(self, peer: str) -> None:
+        self._counters["handshakes_failed_total"] += 1
+        now = time.monotonic()
+        if now >= self._report_at:
+            self._report_at = now + REPORT_EVERY_S
+            logger.warning(
+                "%s failed the handshake: it has another cluster key, runs a build without CURVE, is no node, or ended "
+                "(%d failed so far; said at most once in %g s)",
+                peer,
+                self._counters["handshakes_failed_total"],
+                REPORT_EVERY_S,
+            )
+
     def _configure(self, sock: zmq.Socket[bytes]) -> None:
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.IPV6, 1)
@@ -244,6 +322,7 @@ class ZmqChannel(Channel):
         sock.setsockopt(zmq.RECONNECT_IVL, 50)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         sock.setsockopt(zmq.CONNECT_TIMEOUT, 3000)
+        sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         sock.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
         sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
@@ -291,8 +370,3 @@ def _refuse_wildcard(host: str) -> None:
 
 def _url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _bind_host(host: str) -> str:
-    """Loopback stays on loopback; any other advertised address may be a name or translated, so listen everywhere."""
-    return {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "[::1]"}.get(host, "*")

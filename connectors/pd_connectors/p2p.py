@@ -146,7 +146,7 @@ class PeerToPeerConnector(Connector):
     def recv_before(self, loads: Sequence[LoadSpec]) -> None:
         block_size = self._context.geometry.block_size
         for load in loads:
-            assert load.first_block + len(load.block_ids) == -(-load.num_tokens // block_size), load
+            assert load.num_blocks == -(-load.num_tokens // block_size), load
             assert all(0 <= block_id < self._num_blocks for block_id in load.block_ids), load
         if loads:
             self._exchange.submit([_reserve(load) for load in loads])

@@ -135,6 +135,7 @@ class StorePool(Pool):
             if search is None:
                 return False
             assert search.spec is None, spec
+            assert spec.num_blocks * self._context.geometry.block_size == spec.num_tokens, spec
             search.spec = spec
             search.due_s = self._clock() + self._limits.deadline_s
             search.is_found = False

@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pd_connectors.base import CacheDescription, Connector, ConnectorContext, Event, LoadSpec, Pool, PublishSpec
+from pd_connectors.base import (
+    CacheDescription,
+    Connector,
+    ConnectorContext,
+    Event,
+    LoadDone,
+    LoadDrained,
+    LoadSpec,
+    Pool,
+    PublishSpec,
+)
 from pd_connectors.pool import PoolLimits, StorePool
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.registry import create_connector
@@ -48,6 +58,7 @@ class PooledConnector(Connector):
         limits = PoolLimits(deadline_s=float(options.get("pool_deadline_s", PoolLimits().deadline_s)))
         self._handoff = create_connector(str(options.get("handoff", "nixl")), context)
         self._pool = StorePool(context, open_store, limits)
+        self._loads: set[str] = set()  # begun at the handoff, and not terminal
 
     @property
     def pool(self) -> Pool:
@@ -83,6 +94,7 @@ class PooledConnector(Connector):
         self._handoff.end_lease(lease_id, reason)
 
     def begin_load(self, load_id: str, ticket: Ticket, deadline_s: float) -> None:
+        self._loads.add(load_id)
         self._handoff.begin_load(load_id, ticket, deadline_s)
 
     def cancel_load(self, load_id: str) -> None:
@@ -94,7 +106,9 @@ class PooledConnector(Connector):
     # both
 
     def poll(self) -> list[Event]:
-        return self._handoff.poll() + self._pool.take_events()
+        events = self._handoff.poll()
+        self._loads.difference_update(event.load_id for event in events if isinstance(event, LoadDone | LoadDrained))
+        return events + self._pool.take_events()
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         self._handoff.set_waker(wake)
@@ -107,8 +121,10 @@ class PooledConnector(Connector):
     def recv_before(self, loads: Sequence[LoadSpec]) -> None:
         if loads:
             self._pool.settle()  # no stream orders what the handoff or a loading thread will write
-            handed_over = [load for load in loads if not self._pool.load(load)]
-            self._handoff.recv_before(handed_over)
+            for load in loads:
+                if load.load_id not in self._loads:
+                    self._pool.load(load)  # a search may be over by now: the handoff has never heard of it
+            self._handoff.recv_before([load for load in loads if load.load_id in self._loads])
 
     def close(self) -> None:
         try:

@@ -17,12 +17,12 @@ until they end by themselves, which may be when the peer goes on or dies.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from pd_connectors.base import ConnectorContext, Event, LoadDone, LoadDrained, LoadFailed, LoadSpec
 from pd_connectors.handshake import check_reply, check_ticket
+from pd_connectors.peer import Endpoint, Greeting, Peer
 from pd_connectors.protocol.errors import HandshakeError, LoadFailure
 from pd_connectors.protocol.messages import ConfirmReply, Hello, HelloReply, LeaseState, Release, ToOwner, ToReader
 from pd_connectors.pull import LOST_GRACE_S, Emit, PostRead, Pull, PullLimits, Send
@@ -37,36 +37,11 @@ HELLO_EVERY_S = 0.5
 PEER_IDLE_S = 300.0  # an endpoint that nobody used for so long is torn down
 
 
-@dataclass(slots=True)
-class _Greeting:
-    nonce: bytes
-    hello_at: float
-    deadline: float
-
-
-@dataclass(slots=True)
-class _Endpoint:
-    key: PeerKey
-    deadline: float
-    ready: bool = False
-
-    def serves(self, lease: LeaseRef) -> bool:
-        return (self.key.engine_id, self.key.epoch) == (lease.engine_id, lease.epoch)
-
-
-@dataclass(slots=True)
-class _Peer:
-    address: Address
-    idle_since: float  # when its last load ended; means nothing while there is one
-    greeting: _Greeting | None = None
-    endpoint: _Endpoint | None = None
-    pulls: dict[str, Pull] = field(default_factory=dict)  # live and draining
-
-
 class Reader:
     """Owned by the control thread.
 
-    ask: sends a message to an address. emit: hands an event to the engine. forget: closes the way to an address.
+    ask: sends a message to an address. emit: hands an event to the engine. forget: closes the way to an address, which
+    the next `ask` opens again.
     wall_clock: Unix time, for measuring how old an announcement is.
     """
 
@@ -87,8 +62,8 @@ class Reader:
         self._emit = emit
         self._forget = forget
         self._wall_clock = wall_clock
-        self._peers: dict[Address, _Peer] = {}
-        self._home: dict[str, _Peer] = {}  # load id -> its peer
+        self._peers: dict[Address, Peer] = {}
+        self._home: dict[str, Peer] = {}  # load id -> its peer
         self._by_lease: dict[str, list[Pull]] = {}
         self._num_attempts = 0
         self.loads_failed = dict.fromkeys(LoadFailure, 0)
@@ -107,7 +82,7 @@ class Reader:
             self._count(LoadDrained(load_id))
             return
         address = (ticket.host, ticket.port)
-        peer = self._peers.setdefault(address, _Peer(address, now))
+        peer = self._peers.setdefault(address, Peer(address, now))
         pull = Pull(load_id, ticket, deadline_s, self._limits, now)
         peer.pulls[load_id] = pull
         self._home[load_id] = peer
@@ -143,6 +118,7 @@ class Reader:
         peer = self._peers.get(owner)
         if peer is None:
             return
+        peer.is_lost = False
         match message:
             case HelloReply():
                 self._on_hello_reply(peer, message, now)
@@ -157,6 +133,7 @@ class Reader:
         peer = self._peers.get(owner)
         if peer is None:
             return
+        peer.is_lost = True
         if peer.greeting is not None:
             peer.greeting.deadline = min(peer.greeting.deadline, now + LOST_GRACE_S)
         for pull in list(peer.pulls.values()):
@@ -186,6 +163,9 @@ class Reader:
                 self._carry_out(peer, pull, now)
             self._tick_greeting(peer, now)
             self._tick_endpoint(peer, now)
+            if peer.is_lost and not peer.is_wanted:
+                peer.is_lost = False
+                self._forget(peer.address)  # else the way to a dead node is tried again until PEER_IDLE_S is over
             if not peer.pulls and now - peer.idle_since >= PEER_IDLE_S:
                 self._drop(peer)
 
@@ -240,13 +220,13 @@ class Reader:
             act(pull)
             self._carry_out(peer, pull, now)
 
-    def _for_lease(self, peer: _Peer, lease: LeaseRef, act: Callable[[Pull], None], now: float) -> None:
+    def _for_lease(self, peer: Peer, lease: LeaseRef, act: Callable[[Pull], None], now: float) -> None:
         for pull in list(self._by_lease.get(lease.lease_id, ())):
             if pull.ticket.lease == lease and peer.pulls.get(pull.load_id) is pull:
                 act(pull)
                 self._carry_out(peer, pull, now)
 
-    def _carry_out(self, peer: _Peer, pull: Pull, now: float) -> None:
+    def _carry_out(self, peer: Peer, pull: Pull, now: float) -> None:
         for action in pull.take_actions():
             match action:
                 case Send(Release()) if self._is_wanted(pull.ticket.lease):
@@ -280,23 +260,23 @@ class Reader:
                 self.transfer_s += event.transfer_s
         self._emit(event)
 
-    def _fail(self, peer: _Peer, reason: LoadFailure, detail: str, now: float, which: Callable[[Pull], bool]) -> None:
+    def _fail(self, peer: Peer, reason: LoadFailure, detail: str, now: float, which: Callable[[Pull], bool]) -> None:
         for pull in [pull for pull in peer.pulls.values() if which(pull)]:
             pull.fail(reason, detail, now)
             self._carry_out(peer, pull, now)
 
     # greeting
 
-    def _greet(self, peer: _Peer, now: float) -> None:
+    def _greet(self, peer: Peer, now: float) -> None:
         if peer.greeting is not None:
             return
         self._num_attempts += 1
         me = f"{self._context.engine_id}/{self._context.epoch}/{self._num_attempts}"
         nonce = blake2b(me.encode(), digest_size=8).digest()
-        peer.greeting = _Greeting(nonce, now, now + self._context.connect_deadline_s)
+        peer.greeting = Greeting(nonce, now, now + self._context.connect_deadline_s)
         self._tick_greeting(peer, now)
 
-    def _tick_greeting(self, peer: _Peer, now: float) -> None:
+    def _tick_greeting(self, peer: Peer, now: float) -> None:
         greeting = peer.greeting
         if greeting is None:
             return
@@ -310,7 +290,7 @@ class Reader:
             hello = Hello(context.engine_id, context.epoch, context.fingerprint, context.geometry, greeting.nonce)
             self._ask(peer.address, hello)
 
-    def _on_hello_reply(self, peer: _Peer, reply: HelloReply, now: float) -> None:
+    def _on_hello_reply(self, peer: Peer, reply: HelloReply, now: float) -> None:
         greeting = peer.greeting
         if greeting is None or reply.nonce != greeting.nonce:
             # Unasked, it is only a hint (it may be old) that another epoch lives there now: ask.
@@ -338,12 +318,12 @@ class Reader:
             self._disconnect(peer)
         self._num_attempts += 1
         key = PeerKey(peer.address, reply.engine_id, reply.epoch, self._num_attempts)
-        peer.endpoint = _Endpoint(key, now + self._context.connect_deadline_s)
+        peer.endpoint = Endpoint(key, now + self._context.connect_deadline_s)
         self._transport.connect(key, reply.transport)
 
     # endpoint
 
-    def _on_connected(self, peer: _Peer, endpoint: _Endpoint, now: float) -> None:
+    def _on_connected(self, peer: Peer, endpoint: Endpoint, now: float) -> None:
         endpoint.ready = True
         for pull in list(peer.pulls.values()):
             if endpoint.serves(pull.ticket.lease):
@@ -364,7 +344,7 @@ class Reader:
             detail = f"the data connection broke: {ended.error}"
             self._tear_down(peer, peer.endpoint, LoadFailure.READ_FAILED, detail, now)
 
-    def _tick_endpoint(self, peer: _Peer, now: float) -> None:
+    def _tick_endpoint(self, peer: Peer, now: float) -> None:
         endpoint = peer.endpoint
         if endpoint is None:
             return
@@ -380,17 +360,17 @@ class Reader:
                 self._tear_down(peer, endpoint, LoadFailure.READ_FAILED, detail, now)
                 return
 
-    def _tear_down(self, peer: _Peer, endpoint: _Endpoint, reason: LoadFailure, detail: str, now: float) -> None:
+    def _tear_down(self, peer: Peer, endpoint: Endpoint, reason: LoadFailure, detail: str, now: float) -> None:
         """Give the endpoint up and fail what uses or waits for it. Its reads end when the transport says so."""
         self._fail(peer, reason, detail, now, lambda pull: endpoint.serves(pull.ticket.lease))
         self._disconnect(peer)
 
-    def _disconnect(self, peer: _Peer) -> None:
+    def _disconnect(self, peer: Peer) -> None:
         if peer.endpoint is not None:
             key, peer.endpoint = peer.endpoint.key, None
             self._transport.disconnect(key)
 
-    def _drop(self, peer: _Peer) -> None:
+    def _drop(self, peer: Peer) -> None:
         self._disconnect(peer)
         self._forget(peer.address)
         del self._peers[peer.address]

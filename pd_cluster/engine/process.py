@@ -88,6 +88,8 @@ def _build(config: NodeConfig, mailbox: Mailbox, cleanup: ExitStack) -> tuple[En
         cluster_key=load_cluster_key(config.handoff.cluster_key_file),
         host=config.handoff.advertise_host,
         port=config.handoff.control_port,
+        kv_ports=config.handoff.kv_port_range,
+        max_readers=config.handoff.max_readers,
         lease_ttl_s=config.handoff.lease_ttl_s,
         read_deadline_s=config.handoff.read_deadline_s,
         options=(

@@ -194,7 +194,9 @@ class Scheduler:
         assert table is not None
         num_tokens = len(request.prompt_token_ids) if prefix is None else prefix
         first_block = self._pin(request)
-        num_new = max(0, self._blocks.blocks_for(num_tokens) - first_block)
+        if prefix is not None:  # since the search the cache may have got more of it than was found
+            num_tokens = max(prefix, first_block * self._blocks.block_size)
+        num_new = self._blocks.blocks_for(num_tokens) - first_block
         planner.reserving.discard(request)
         if not planner.may_reserve(request) or not planner.make_room(num_new, request):
             planner.reserving.add(request)

@@ -12,21 +12,25 @@ import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from pd_cluster.config import HandoffConfig
 from pd_cluster.errors import StartupError
+from pd_cluster.launch.kv_network import check_network
 from pd_cluster.launch.model_path import resolve_model
 from pd_cluster.launch.sockets import listen
 from pd_cluster.launch.up_flags import POOL_CONNECTORS
+from pd_connectors.protocol.errors import HandoffError
 from pd_connectors.protocol.keys import KEY_ENV, load_cluster_key
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 TRANSFER_DEADLINE_S = 90.0  # two processes import torch first
 SLOW_TRANSFER_MB_S = 500.0  # a memory copy makes thousands
@@ -64,7 +68,7 @@ def _findings(namespace: argparse.Namespace) -> Iterator[Finding]:
     yield check_python()
     yield from check_torch()
     if namespace.connector in ("nixl", *POOL_CONNECTORS):
-        yield check_transfer()
+        yield from check_transfer(namespace.advertise_host, namespace.kv_ports)
     if namespace.connector in POOL_CONNECTORS:
         yield check_pool(namespace.connector)
     for port in namespace.port or DEFAULT_PORTS:
@@ -100,34 +104,47 @@ def check_torch() -> Iterable[Finding]:
     return findings
 
 
-def check_transfer() -> Finding:
-    """NIXL, by a real transfer between two processes."""
+def check_transfer(host: str, ports: str) -> list[Finding]:
+    """NIXL, by a real transfer between two processes, and where it listens meanwhile."""
     what = "NIXL transfer"
+    try:
+        check_network(HandoffConfig(advertise_host=host, kv_ports=ports))
+    except (StartupError, HandoffError) as error:
+        return [Finding("KV network", Verdict.FAIL, str(error))]
     try:
         found = version("nixl-cu13")
     except PackageNotFoundError:
-        return Finding(what, Verdict.FAIL, "not installed: pip install 'pd-cluster[nixl]', or use --connector none")
-    command = [sys.executable, "-m", "pd_cluster.launch.transfer_check", "read"]
+        return [Finding(what, Verdict.FAIL, "not installed: pip install 'pd-cluster[nixl]', or use --connector none")]
+    command = [sys.executable, "-m", "pd_cluster.launch.transfer_check", "read", host, ports]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TRANSFER_DEADLINE_S)
     except subprocess.TimeoutExpired:
-        return Finding(what, Verdict.FAIL, f"nixl-cu13 {found}: no result within {TRANSFER_DEADLINE_S:g} s")
+        return [Finding(what, Verdict.FAIL, f"nixl-cu13 {found}: no result within {TRANSFER_DEADLINE_S:g} s")]
     return read_transfer_result(found, done.returncode, done.stdout, done.stderr)
 
 
-def read_transfer_result(nixl_version: str, status: int, out: str, err: str) -> Finding:
+def read_transfer_result(nixl_version: str, status: int, out: str, err: str) -> list[Finding]:
     """What transfer_check's output means."""
     what = "NIXL transfer"
     if status != 0 or not out.strip():
         last = (err.strip().splitlines() or ["no output"])[-1]
-        return Finding(what, Verdict.FAIL, f"nixl-cu13 {nixl_version}: ended with status {status}: {last}")
+        return [Finding(what, Verdict.FAIL, f"nixl-cu13 {nixl_version}: ended with status {status}: {last}")]
     result = json.loads(out.splitlines()[-1])
     if "error" in result:
-        return Finding(what, Verdict.FAIL, f"nixl-cu13 {nixl_version}: {result['error']}")
+        return [Finding(what, Verdict.FAIL, f"nixl-cu13 {nixl_version}: {result['error']}")]
     speed = result["bytes"] / 1e6 / result["seconds"]
     verdict = Verdict.OK if speed >= SLOW_TRANSFER_MB_S else Verdict.WARN
     detail = f"nixl-cu13 {nixl_version}: {speed:.0f} MB/s between two processes, {result['device']} memory"
-    return Finding(what, verdict, detail)
+    return [Finding(what, verdict, detail), read_listeners(result["listeners"])]
+
+
+def read_listeners(listeners: Sequence[tuple[str, int]]) -> Finding:
+    """Where UCX listened: address and port."""
+    where = ", ".join(f"[{address}]:{port}" if ":" in address else f"{address}:{port}" for address, port in listeners)
+    if all(ip_address(address).is_loopback for address, _ in listeners):
+        return Finding("KV network", Verdict.OK, f"UCX listens on {where or 'no TCP port'}: this machine only")
+    detail = f"UCX listens on {where}: the KV network must be closed to all but the nodes, UCX has no authentication"
+    return Finding("KV network", Verdict.WARN, detail)
 
 
 def check_pool(connector: str) -> Finding:

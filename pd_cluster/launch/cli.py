@@ -6,6 +6,7 @@ Exit status: 0 done or stopped as asked, 1 failed while running, 2 a flag, file,
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -189,6 +190,13 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--model", default="", help="Model directory to check. Default: the demo model.")
     parser.add_argument("--port", type=int, action="append", metavar="N", help="Port that must be free; repeatable.")
     parser.add_argument("--connector", default="nixl", help="Transport to test (default: nixl).")
+    parser.add_argument(
+        "--advertise-host",
+        default=os.environ.get("PD_ADVERTISE_HOST") or "127.0.0.1",
+        metavar="HOST",
+        help="The node's, which says where UCX listens [$PD_ADVERTISE_HOST] (default: 127.0.0.1).",
+    )
+    parser.add_argument("--kv-ports", default="", metavar="LOW-HIGH", help="The node's.")
     parser.add_argument("--cluster-key-file", default="", metavar="FILE", help="File with the cluster's shared key.")
 
 

@@ -28,6 +28,7 @@ from pd_cluster.engine.messages import HEARTBEAT_S
 from pd_cluster.errors import EngineUnavailable, StartupError
 from pd_cluster.launch.engine_process import end_of_engine, running_engine
 from pd_cluster.launch.http_server import HttpServer
+from pd_cluster.launch.kv_network import check_network
 from pd_cluster.launch.lifeline import hold_lifeline
 from pd_cluster.launch.model_path import resolve_model, served_name
 from pd_cluster.launch.socket_dir import socket_directory
@@ -48,7 +49,9 @@ LEASE_POLL_S = 0.05
 
 
 def run_node(config: NodeConfig, spawn: SpawnEngine) -> int:
-    """Run a node until it is told to stop or its engine dies. Returns the exit status. Raises StartupError.
+    """Run a node until it is told to stop or its engine dies. Returns the exit status.
+
+    Raises StartupError, or ConnectorUnavailable when this machine's network does not fit the handoff's settings.
 
     spawn: starts the engine process, see `pd_cluster.engine.process.spawn_engine`.
     """
@@ -57,6 +60,7 @@ def run_node(config: NodeConfig, spawn: SpawnEngine) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    check_network(config.handoff)
     orphaned = hold_lifeline()
     with contextlib.closing(listen(config.server.host, config.server.port)) as listener:
         node = Node(complete(config, port_of(listener)), listener, orphaned, spawn)

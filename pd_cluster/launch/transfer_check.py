@@ -1,7 +1,10 @@
 """A real NIXL transfer between two processes of this machine, measured. Run as a module: it may crash or hang natively,
 and then only its own process does.
 
-    python -m pd_cluster.launch.transfer_check read    prints {"bytes": ..., "seconds": ...} or {"error": ...}
+    python -m pd_cluster.launch.transfer_check read HOST PORTS    prints {"bytes": ..., "seconds": ..., ...} or
+                                                                  {"error": ...}
+
+HOST: as which the node would be advertised. PORTS: its --kv-ports, may be empty.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from pd_cluster.config import HandoffConfig
 from pd_connectors.nixl.agent import NixlAgent, Region
+from pd_connectors.nixl.machine import listening_sockets, local_network
 from pd_connectors.protocol.errors import HandoffError
 
 if TYPE_CHECKING:
@@ -38,12 +43,13 @@ class _Description(msgspec.Struct):
 
 def main() -> int:
     """Entry point."""
-    return _serve() if sys.argv[1:] == ["serve"] else _read()
+    _, command, host, ports = sys.argv
+    return _serve(host, ports) if command == "serve" else _read(host, ports)
 
 
-def _serve() -> int:
+def _serve(host: str, ports: str) -> int:
     memory = _memory(PATTERN)  # the agent does not keep it alive
-    agent = NixlAgent(f"check-{secrets.token_hex(8)}", memory, NUM_BLOCKS, BLOCK_BYTES)
+    agent = _agent(memory, host, ports)
     description = msgspec.msgpack.encode(_Description(agent.metadata(), agent.region))
     sys.stdout.write(description.hex() + "\n")
     sys.stdout.flush()
@@ -51,12 +57,13 @@ def _serve() -> int:
     return 0
 
 
-def _read() -> int:
-    command = [sys.executable, "-m", "pd_cluster.launch.transfer_check", "serve"]
+def _read(host: str, ports: str) -> int:
+    command = [sys.executable, "-m", "pd_cluster.launch.transfer_check", "serve", host, ports]
     peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert peer.stdout is not None
-        result = _measure(msgspec.msgpack.decode(bytes.fromhex(peer.stdout.readline()), type=_Description))
+        theirs = msgspec.msgpack.decode(bytes.fromhex(peer.stdout.readline()), type=_Description)
+        result = _measure(theirs, host, ports)
     except (HandoffError, msgspec.MsgspecError) as error:
         result = {"error": str(error)}
     finally:
@@ -69,16 +76,26 @@ def _read() -> int:
     return 0
 
 
-def _measure(theirs: _Description) -> dict[str, Any]:
+def _measure(theirs: _Description, host: str, ports: str) -> dict[str, Any]:
     memory = _memory(0)
-    agent = NixlAgent(f"check-{secrets.token_hex(8)}", memory, NUM_BLOCKS, BLOCK_BYTES)
+    agent = _agent(memory, host, ports)
     remote = agent.connect(theirs.metadata, theirs.region)
     _finish(agent, agent.post_warm_up(remote))
     order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(0)).tolist()
     seconds = min(_timed_read(agent, remote, order) for _ in range(3))
     if not bool((memory == PATTERN).all()):
         return {"error": "the bytes that arrived are not those that were sent"}
-    return {"bytes": NUM_BLOCKS * BLOCK_BYTES, "seconds": seconds, "device": memory.device.type}
+    return {
+        "bytes": NUM_BLOCKS * BLOCK_BYTES,
+        "seconds": seconds,
+        "device": memory.device.type,
+        "listeners": listening_sockets(),
+    }
+
+
+def _agent(memory: torch.Tensor, host: str, ports: str) -> NixlAgent:
+    network = local_network(host, HandoffConfig(kv_ports=ports).kv_port_range)
+    return NixlAgent(f"check-{secrets.token_hex(8)}", memory, NUM_BLOCKS, BLOCK_BYTES, network)
 
 
 def _timed_read(agent: NixlAgent, remote: Remote, order: list[int]) -> float:

@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING
 import pytest
 import zmq
 
-from pd_connectors.channel import Channel, FromOwner, FromReader, Incoming, OwnerLost, ZmqChannel
+from pd_connectors import channel as channel_module
+from pd_connectors.channel import (
+    MAX_ANSWER_BYTES,
+    MAX_QUESTION_BYTES,
+    Channel,
+    FromOwner,
+    FromReader,
+    Incoming,
+    OwnerLost,
+    ZmqChannel,
+)
+from pd_connectors.curve import CurveKeys
+from pd_connectors.nixl.machine import listening_sockets
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.protocol.messages import LeaseState, Release, Renew, seal
 from pd_connectors.protocol.ticket import LeaseRef
@@ -27,8 +39,8 @@ STATE = LeaseState(LEASE, 0, 1, 0, ())
 def make() -> Iterator[Callable[..., ZmqChannel]]:
     channels: list[ZmqChannel] = []
 
-    def build(key: bytes = KEY, port: int = 0) -> ZmqChannel:
-        channels.append(ZmqChannel(key, "127.0.0.1", port))
+    def build(key: bytes = KEY, port: int = 0, max_readers: int = 64) -> ZmqChannel:
+        channels.append(ZmqChannel(key, "127.0.0.1", port, max_readers))
         return channels[-1]
 
     yield build
@@ -90,6 +102,7 @@ def test_bad_frames_are_counted_and_dropped(make: Callable[..., ZmqChannel], fra
     try:
         with context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.LINGER, 0)
+            CurveKeys(KEY).ask(dealer)
             dealer.connect(f"tcp://127.0.0.1:{owner.port}")
             dealer.send_multipart(frames)
             dealer.send(seal(KEY, Renew(LEASE)))
@@ -99,6 +112,154 @@ def test_bad_frames_are_counted_and_dropped(make: Callable[..., ZmqChannel], fra
     assert isinstance(good, FromReader)
     assert good.message == Renew(LEASE)
     assert owner.stats()["bad_frames_total"] == 1
+
+
+def null_client(sock: zmq.Socket[bytes]) -> None:
+    """A build without CURVE."""
+
+
+def guesses_the_servers_key(sock: zmq.Socket[bytes]) -> None:
+    public, secret = zmq.curve_keypair()
+    sock.curve_serverkey, sock.curve_publickey, sock.curve_secretkey = public, public, secret
+
+
+def has_another_cluster_key(sock: zmq.Socket[bytes]) -> None:
+    CurveKeys(b"another key").ask(sock)
+
+
+@pytest.mark.parametrize("dress", [null_client, guesses_the_servers_key, has_another_cluster_key])
+def test_a_stranger_fails_at_the_handshake(
+    make: Callable[..., ZmqChannel], dress: Callable[[zmq.Socket[bytes]], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    owner, reader = make(), make()
+    context = zmq.Context()
+    try:
+        with context.socket(zmq.DEALER) as stranger:
+            stranger.setsockopt(zmq.LINGER, 0)
+            dress(stranger)
+            stranger.connect(f"tcp://127.0.0.1:{owner.port}")
+            stranger.send(seal(KEY, Renew(LEASE)))  # even a good seal does not help it
+            deadline = time.monotonic() + 5.0
+            while not owner.stats()["handshakes_failed_total"]:
+                assert time.monotonic() < deadline
+                assert owner.receive() == []
+                owner.wait(0.05)
+    finally:
+        context.term()
+    assert "failed the handshake" in caplog.text
+    assert owner.stats()["bad_frames_total"] == 0, "nothing of it was read as a message"
+    reader.ask(("127.0.0.1", owner.port), Renew(LEASE))
+    assert isinstance(receive(owner, FromReader), FromReader)
+
+
+@pytest.mark.parametrize("dress", ["null", "curve"])
+def test_an_owner_without_the_clusters_key_is_lost_and_counted(make: Callable[..., ZmqChannel], dress: str) -> None:
+    """It gets nothing, and an owner that comes after it under the same address is reached."""
+    reader = make()
+    context = zmq.Context()
+    try:
+        with context.socket(zmq.ROUTER) as other:
+            other.setsockopt(zmq.LINGER, 0)
+            if dress == "curve":
+                CurveKeys(b"another key").serve(other)
+            port = other.bind_to_random_port("tcp://127.0.0.1")
+            address = ("127.0.0.1", port)
+            reader.ask(address, Renew(LEASE))
+            assert receive(reader, OwnerLost) == OwnerLost(address)
+            assert not other.poll(100), "a message reached it"
+            assert reader.stats()["handshakes_failed_total"] >= 1
+    finally:
+        context.term()
+    reader.forget(address)
+    owner = make(port=port)
+    reader.ask(address, Renew(LEASE))
+    assert isinstance(receive(owner, FromReader), FromReader)
+
+
+def test_silent_connections_do_not_keep_readers_out(
+    make: Callable[..., ZmqChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are cut after the handshake's time; until then those that are connected are served."""
+    monkeypatch.setattr(channel_module, "HANDSHAKE_MS", 500)
+    owner, reader, late = make(max_readers=8), make(), make()
+    address = ("127.0.0.1", owner.port)
+    reader.ask(address, Renew(LEASE))
+    receive(owner, FromReader)
+    strangers = [socket.create_connection(address) for _ in range(7)]
+    try:
+        deadline = time.monotonic() + 5.0
+        while owner.stats()["control_connections"] < 8:
+            assert time.monotonic() < deadline
+            assert owner.receive() == []
+            owner.wait(0.05)
+        with pytest.raises(TimeoutError):
+            socket.create_connection(address, 0.1)
+        reader.ask(address, Renew(LEASE))
+        assert isinstance(receive(owner, FromReader), FromReader)
+        late.ask(address, Release(LEASE, done=True))
+        received = receive(owner, FromReader, 10.0)
+        assert isinstance(received, FromReader)
+        assert received.message == Release(LEASE, done=True)
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_question_that_is_too_long_is_cut_off_and_an_answer_of_a_million_tokens_arrives(
+    make: Callable[..., ZmqChannel],
+) -> None:
+    owner, reader = make(), make()
+    address = ("127.0.0.1", owner.port)
+    lease = LeaseRef("P" * MAX_QUESTION_BYTES, 1, "lease")
+    reader.ask(address, Renew(lease))
+    assert receive(reader, OwnerLost) == OwnerLost(address)
+    reader.ask(address, Renew(LEASE))
+    question = receive(owner, FromReader)
+    assert isinstance(question, FromReader)
+    assert question.message == Renew(LEASE)
+    state = LeaseState(LEASE, 0, 1, 1 << 20, tuple(range(1 << 20, (1 << 20) + (1 << 16))))
+    assert len(seal(KEY, state)) < MAX_ANSWER_BYTES / 16
+    owner.reply(question.reader, state)
+    assert receive(reader, FromOwner) == FromOwner(address, state)
+
+
+def test_an_idle_connection_outlives_its_heartbeats(
+    make: Callable[..., ZmqChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_module, "HEARTBEAT_MS", 50)
+    owner, reader = make(), make()
+    reader.ask(("127.0.0.1", owner.port), Renew(LEASE))
+    question = receive(owner, FromReader)
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline:
+        assert reader.receive() == []
+        assert owner.receive() == []
+        reader.wait(0.05)
+    assert isinstance(question, FromReader)
+    owner.reply(question.reader, STATE)
+    assert isinstance(receive(reader, FromOwner), FromOwner)
+
+
+def test_without_curve_nothing_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq, "has", lambda capability: capability != "curve")
+    with pytest.raises(ConnectorUnavailable, match="built without CURVE"):
+        ZmqChannel(KEY, "127.0.0.1", 0)
+
+
+def test_keys_are_of_the_cluster_key_alone_and_not_shown() -> None:
+    keys = CurveKeys(KEY)
+    assert keys.public == CurveKeys(KEY).public != CurveKeys(b"another key").public
+    assert "CurveKeys()" == repr(keys) == str(keys)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.5", "localhost", "::1"])
+def test_loopback_stays_on_loopback(host: str) -> None:
+    channel = ZmqChannel(KEY, host, 0)
+    try:
+        (where,) = [address for address, port in listening_sockets() if port == channel.port]
+        assert where == ("127.0.0.1" if host == "localhost" else host)
+    finally:
+        channel.close()
 
 
 def test_an_answer_to_a_reader_that_left_is_counted(make: Callable[..., ZmqChannel]) -> None:

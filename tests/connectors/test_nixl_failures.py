@@ -120,12 +120,13 @@ def test_a_ticket_with_an_address_that_is_none(decode: Node) -> None:
 
 
 def test_another_cluster_key(decode: Node) -> None:
-    """Its frames are counted and dropped, on both sides; the load fails as if nobody lived there."""
+    """The handshake fails, which both sides count; the load fails as if nothing listened there."""
     with remote_node("nixl", context("P-key", cluster_key=b"another" * 4)) as prefill:
         ticket = prefill.open(32)
         decode.connector.begin_load("key", ticket, 10.0)
         assert decode.wait_for(LoadFailed, "key").reason is LoadFailure.UNREACHABLE
-        assert prefill.call("stats")["bad_frames_total"] >= 2
+        assert prefill.call("stats")["handshakes_failed_total"] >= 1
+        assert decode.connector.stats()["handshakes_failed_total"] >= 1
         assert LeaseEnded(ticket.lease.lease_id, LeaseEnd.RELEASED) not in prefill.call("events")
 
 

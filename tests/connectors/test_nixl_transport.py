@@ -14,6 +14,7 @@ from pd_connectors.base import CacheDescription
 from pd_connectors.nixl import agent as agent_module
 from pd_connectors.nixl import transfer
 from pd_connectors.nixl.agent import Region
+from pd_connectors.nixl.network import KvNetwork
 from pd_connectors.nixl.transfer import NixlTransport
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.protocol.ticket import Geometry
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 GEOMETRY = Geometry(block_size=16, num_kv_heads=1, num_layers=1, head_dim=1, dtype="float32")
 NUM_BLOCKS = 4
+ANYWHERE = KvNetwork((), "", None)
 PEER = PeerKey(("there", 1), "P", 1, 1)
 OTHER_WAY = PeerKey(("also-there", 1), "P", 1, 2)
 MARKER = PeerKey(("nowhere", 1), "", 0, 0)
@@ -35,7 +37,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.nixl = FakeNixl()
-        self.transport = NixlTransport("us")
+        self.transport = NixlTransport("us", ANYWHERE)
         self._told = threading.Event()
         self._completions: list[Completion] = []
         self.transport.set_waker(self._told.set)
@@ -249,7 +251,7 @@ def test_a_start_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
     monkeypatch.setattr(transfer, "START_DEADLINE_S", 0.05)
     monkeypatch.setattr(agent_module, "_bindings", released.wait)
-    transport = NixlTransport("us")
+    transport = NixlTransport("us", ANYWHERE)
     try:
         with pytest.raises(ConnectorUnavailable, match="did not start within"):
             transport.register(CacheDescription(torch.zeros(NUM_BLOCKS, 1, 1, 2, 16, 1), GEOMETRY, NUM_BLOCKS))

@@ -303,6 +303,32 @@ def test_a_peer_is_idle_from_the_end_of_its_last_load_on(bench: Bench) -> None:
     assert bench.forgotten == [OWNER]
 
 
+def test_a_lost_owner_is_tried_only_while_something_is_wanted_of_it(bench: Bench) -> None:
+    bench.reading("a")
+    bench.reader.on_lost(OWNER, 1.0)
+    bench.reader.tick(1.0)
+    assert bench.forgotten == [], "it may have restarted"
+    bench.reader.tick(1.0 + LOST_GRACE_S)
+    assert bench.outcome("a")[-1] is LoadFailure.UNREACHABLE
+    assert bench.forgotten == [OWNER], "although its read is still in flight"
+    bench.reader.tick(2.0 + LOST_GRACE_S)
+    assert bench.forgotten == [OWNER]
+
+
+def test_an_owner_lost_while_idle_is_not_tried_and_keeps_its_endpoint(bench: Bench) -> None:
+    bench.reading("a")
+    bench.finish("a")
+    bench.reader.tick(1.0)
+    assert bench.forgotten == []
+    bench.reader.on_lost(OWNER, 2.0)
+    bench.reader.tick(2.0)
+    assert bench.forgotten == [OWNER]
+    assert bench.transport.disconnects == [], "the control connection alone may have broken"
+    bench.reading("b", now=3.0)
+    bench.reader.tick(3.0)
+    assert bench.forgotten == [OWNER]
+
+
 def test_a_read_of_one_load_is_progress_for_all_of_its_peer(bench: Bench) -> None:
     """Theirs were queued behind it."""
     tickets = {load_id: bench.reading(load_id) for load_id in "abc"}

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 import torch
 
-from pd_connectors.base import CachedBlock, LoadSpec, PrefixFound, PrefixLoaded
+from pd_connectors.base import CachedBlock, CacheDescription, Event, LoadSpec, PrefixFound, PrefixLoaded
+from pd_connectors.null import NullConnector
 from pd_connectors.pool import PoolLimits
-from pd_connectors.pooled import pool_address
+from pd_connectors.pooled import PooledConnector, pool_address
+from pd_connectors.protocol.ticket import LeaseRef, Ticket
 from pd_connectors.store import HEADER_BYTES, Sealer
-from tests.connectors.pool_bench import GEOMETRY, POOL_CONTEXT, MemoryStore, Shelf, hashes_of, nodes
+from tests.connectors.pool_bench import GEOMETRY, NUM_BLOCKS, POOL_CONTEXT, MemoryStore, Shelf, hashes_of, nodes
 from tests.integration.system import wait_until
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 SIZE = GEOMETRY.block_size
+TICKET = Ticket("r", LeaseRef("P", 1, "lease"), 0, 1e12, "f", GEOMETRY, b"d", 5, 1, "127.0.0.1", 1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -260,6 +268,37 @@ def test_closing_ends_what_waits_for_the_engine() -> None:
         assert node.event() == PrefixLoaded("r", 0)
         node.pool.find("after", hashes, 0)
         assert node.event() == PrefixLoaded("after", 0)
+
+
+class StrictHandoff(NullConnector):
+    """A fake: takes loads that were begun with it, as a peer-to-peer connector asserts."""
+
+    def begin_load(self, load_id: str, ticket: Ticket, deadline_s: float) -> None:
+        self.begun = load_id
+
+    def recv_before(self, loads: Sequence[LoadSpec]) -> None:
+        assert all(load.load_id == self.begun for load in loads), loads
+
+
+def test_a_search_that_ends_before_its_blocks_are_reserved_is_not_handed_to_the_handoff() -> None:
+    """With overlapped steps a LoadSpec waits behind a running step; the client may hang up meanwhile."""
+    shelf = Shelf()
+    hashes = hashes_of(3)
+    settings = replace(POOL_CONTEXT, options=(("handoff", f"{__name__}:StrictHandoff"),))
+    shape = (NUM_BLOCKS, GEOMETRY.num_kv_heads, GEOMETRY.num_layers, 2, SIZE, GEOMETRY.head_dim)
+    with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT) as (other,):
+        other.store(hashes, [0, 1, 2])
+    with closing(PooledConnector(settings, lambda: MemoryStore(shelf))) as connector:
+        connector.register_kv_cache(CacheDescription(torch.zeros(shape), GEOMETRY, NUM_BLOCKS))
+        connector.begin_load("load", TICKET, 1.0)
+        connector.pool.find("search", hashes, 0)
+        events: list[Event] = []
+        wait_until(lambda: bool(events.extend(connector.poll()) or events), lambda: "nothing was found")
+        assert events == [PrefixFound("search", 3 * SIZE)]
+        connector.pool.cancel("search")
+        wait_until(lambda: bool(events.extend(connector.poll()) or events[1:]), lambda: "it does not end")
+        assert events[1:] == [PrefixLoaded("search", 0)]
+        connector.recv_before([LoadSpec("search", 0, (7, 8, 9), 3 * SIZE), LoadSpec("load", 0, (1,), 5)])
 
 
 @pytest.mark.parametrize("default", ["lm://127.0.0.1:6500", "mooncake://127.0.0.1:50051"])

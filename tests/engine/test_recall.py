@@ -104,6 +104,7 @@ class PooledWorld(World):
         self.recalls.reserve(self.scheduler)
         batch = super().start_step()
         for load in batch.loads:
+            assert load.num_blocks == self.blocks.blocks_for(load.num_tokens), load  # as every connector asserts
             if load.load_id in self.pool.searches:
                 self.pool.searches[load.load_id].load = load
         return batch
@@ -240,6 +241,24 @@ def test_the_last_tokens_block_is_left_alone() -> None:
     fill(world, 64)
     world.submit(message("r", prompt(64), max_tokens=1))
     assert [len(search.hashes) for search in world.pool.searches.values()] == [3]
+    world.finish()
+    world.check_empty()
+
+
+def test_a_prefix_that_was_computed_here_while_it_was_searched_for_is_not_loaded() -> None:
+    """The search found three blocks; by the time that blocks are reserved the cache has six."""
+    world = PooledWorld(num_blocks=32)
+    world.pool.know(prompt(48), "")
+    world.submit(message("searches", prompt(100), max_tokens=1))
+    (load_id,) = world.pool.searches
+    world.scheduler.add(first := world.request(message("computes", prompt(100), max_tokens=1)))
+    world.clients["computes"] = Client(first, [[]], [None])
+    while not first.finished:
+        world.start_step()
+    world.recalls.take(PrefixFound(load_id, 48), world.scheduler)
+    (load,) = world.start_step().loads
+    assert (load.first_block, load.block_ids, load.num_tokens) == (6, (), 96)
+    world.over(load_id, 0)
     world.finish()
     world.check_empty()
 

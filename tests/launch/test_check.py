@@ -16,6 +16,8 @@ from pd_cluster.launch.check import (
     check_model,
     check_pool,
     check_port,
+    check_transfer,
+    read_listeners,
     read_transfer_result,
     run_check,
 )
@@ -30,17 +32,34 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("status", "out", "err", "verdict", "says"),
     [
-        (0, '{"bytes": 2000000000, "seconds": 0.5, "device": "cpu"}', "", Verdict.OK, "4000 MB/s"),
-        (0, 'noise\n{"bytes": 1000000, "seconds": 1.0, "device": "cpu"}\n', "", Verdict.WARN, "1 MB/s"),
+        (0, '{"bytes": 2000000000, "seconds": 0.5, "device": "cpu", "listeners": []}', "", Verdict.OK, "4000 MB/s"),
+        (0, 'noise\n{"bytes": 1000, "seconds": 1e-3, "device": "cpu", "listeners": []}\n', "", Verdict.WARN, "1 MB/s"),
         (0, '{"error": "warm-up: peer gone"}', "", Verdict.FAIL, "warm-up: peer gone"),
         (-11, "", "a\nlast words\n", Verdict.FAIL, "status -11: last words"),
         (0, "", "", Verdict.FAIL, "no output"),
     ],
 )
 def test_transfer_results(status: int, out: str, err: str, verdict: Verdict, says: str) -> None:
-    finding = read_transfer_result("1.5.1", status, out, err)
+    finding = read_transfer_result("1.5.1", status, out, err)[0]
     assert finding.verdict is verdict
     assert says in finding.detail
+
+
+def test_where_ucx_listens_is_told_and_an_open_network_is_a_warning() -> None:
+    listeners = '[["127.0.0.1", 5], ["10.0.0.1", 45007], ["fd00::1", 6]]'
+    out = f'{{"bytes": 1, "seconds": 1.0, "device": "cpu", "listeners": {listeners}}}'
+    _, finding = read_transfer_result("1.5.1", 0, out, "")
+    assert finding.verdict is Verdict.WARN
+    assert "127.0.0.1:5, 10.0.0.1:45007, [fd00::1]:6" in finding.detail
+    assert read_listeners([("127.0.0.1", 5), ("::1", 6)]).verdict is Verdict.OK
+
+
+def test_an_address_of_no_interface_fails_before_anything_is_transferred() -> None:
+    (finding,) = check_transfer("192.0.2.77", "")
+    assert finding.verdict is Verdict.FAIL
+    assert "UCX_NET_DEVICES" in finding.detail
+    (finding,) = check_transfer("127.0.0.1", "45000")
+    assert "LOW-HIGH" in finding.detail
 
 
 @pytest.mark.parametrize("connector", POOL_CONNECTORS)
@@ -103,6 +122,8 @@ def test_the_status_is_that_of_the_worst(
 @pytest.mark.integration
 def test_a_real_transfer() -> None:
     pytest.importorskip("nixl_cu13")
-    finding = check.check_transfer()
+    finding, network = check.check_transfer("127.0.0.1", "")
+    assert network.verdict is Verdict.OK
+    assert network.detail.startswith("UCX listens on 127.0.0.1:")
     assert finding.verdict is not Verdict.FAIL, finding.detail
     assert "MB/s between two processes" in finding.detail

@@ -12,6 +12,7 @@ from pd_cluster.errors import StartupError
 from pd_cluster.launch.flags import add_config_flags, config_from, flag_of, given_flags
 
 NUMBERS: dict[type, object] = {int: 4096, float: 4096.0, str: "4096"}
+FORMS = {"kv_ports": "4096-4097"}  # settings that are not any text
 
 
 def parse(*arguments: str, skip: frozenset[str] = frozenset()) -> argparse.Namespace:
@@ -36,7 +37,9 @@ def test_every_setting_can_be_given_and_forwarded() -> None:
                 arguments.append(f"--no-{flag_of(item)}" if value else f"--{flag_of(item)}")
                 expected[item.name] = not value
             else:
-                new = item.metadata["choices"][-1] if "choices" in item.metadata else NUMBERS[type(value)]
+                new = FORMS.get(item.name, NUMBERS[type(value)])
+                if "choices" in item.metadata:
+                    new = item.metadata["choices"][-1]
                 arguments.append(f"--{flag_of(item)}={new}")
                 expected[item.name] = new
     namespace = parse(*arguments)
@@ -45,6 +48,12 @@ def test_every_setting_can_be_given_and_forwarded() -> None:
              for section, kind in NodeConfig.sections().items() for item in fields(kind)}  # fmt: skip
     assert found == expected
     assert config_from(parse(*given_flags(namespace)), {}) == config
+
+
+@pytest.mark.parametrize("ports", ["45000", "a-b", "5-4", "0-9", "1-65536", "-", "1-2-3", "+1-5", "45000:45099"])
+def test_ports_for_kv_are_a_range(ports: str) -> None:
+    with pytest.raises(StartupError, match="LOW-HIGH"):
+        config_from(parse(f"--kv-ports={ports}"), {})
 
 
 def test_only_given_flags_are_forwarded() -> None:

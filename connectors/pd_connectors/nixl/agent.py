@@ -8,17 +8,21 @@ normally unset: a list without tcp breaks UCX's own error handling.
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
+from pd_connectors.nixl.machine import check_free_port
 from pd_connectors.protocol.errors import ConnectorUnavailable, HandoffError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
+
+    from pd_connectors.nixl.network import KvNetwork
 
 PROGRESS_DELAY_US = 1000
 WARM_UP_BYTES = 64
@@ -66,10 +70,11 @@ class Remote:
 class NixlAgent:
     """One agent over one cache tensor. Not thread-safe: one thread at a time.
 
-    name: unique among all agents that ever meet. Raises ConnectorUnavailable when NIXL is missing or does not start.
+    name: unique among all agents that ever meet. network: where UCX may listen.
+    Raises ConnectorUnavailable when NIXL is missing or does not start, or no port of the network is free.
     """
 
-    def __init__(self, name: str, tensor: torch.Tensor, num_blocks: int, block_bytes: int) -> None:
+    def __init__(self, name: str, tensor: torch.Tensor, num_blocks: int, block_bytes: int, network: KvNetwork) -> None:
         self.name = name
         self._bind = _bindings()
         self._scratch = bytearray(WARM_UP_BYTES)
@@ -84,9 +89,11 @@ class NixlAgent:
         config = self._bind.nixlAgentConfig()
         config.useProgThread = True
         config.pthrDelay = PROGRESS_DELAY_US
+        check_free_port(network)
         try:
             self._agent = self._bind.nixlAgent(name, config)
-            self._backends = [self._agent.createBackend("UCX", {})]
+            with _environment(network.settings):
+                self._backends = [self._agent.createBackend("UCX", {})]
             self._register(self.region.segment, self.region.base, num_blocks * block_bytes, self.region.device)
             self._register("DRAM", self._scratch_base, WARM_UP_BYTES, 0)
             self._blocks = self._list_blocks(self._bind.NIXL_INIT_AGENT, self.region)
@@ -232,6 +239,24 @@ class NixlAgent:
 
 def _segment(bind: Any, name: str) -> Any:
     return bind.VRAM_SEG if name == "VRAM" else bind.DRAM_SEG
+
+
+@contextmanager
+def _environment(settings: Sequence[tuple[str, str]]) -> Iterator[None]:
+    """The process's environment with `settings`, for the length of the block.
+
+    UCX reads it when a backend is created. NIXL's own option for UCX settings splits at commas, which lists have.
+    """
+    before = {name: os.environ.get(name) for name, _ in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _bindings() -> Any:

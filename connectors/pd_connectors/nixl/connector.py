@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from pd_connectors.channel import ZmqChannel
+from pd_connectors.nixl.machine import local_network
 from pd_connectors.nixl.transfer import NixlTransport
 from pd_connectors.p2p import PeerToPeerConnector
 
 if TYPE_CHECKING:
     from pd_connectors.base import ConnectorContext
 
+logger = logging.getLogger(__name__)
+
 
 class NixlConnector(PeerToPeerConnector):
-    """Raises ConnectorUnavailable when the control port is taken, or the host is no address for peers;
-    `register_kv_cache` raises it when NIXL is missing."""
+    """Raises ConnectorUnavailable when the control port is taken, or the host is no address for peers or of no
+    interface here; `register_kv_cache` raises it when NIXL is missing, or no port is free for KV."""
 
     name = "nixl"
 
     def __init__(self, context: ConnectorContext) -> None:
-        super().__init__(
-            context,
-            NixlTransport(f"{context.engine_id}/{context.epoch}"),
-            ZmqChannel(context.cluster_key, context.host, context.port),
-        )
+        channel = ZmqChannel(context.cluster_key, context.host, context.port, context.max_readers)
+        try:
+            network = local_network(context.host, context.kv_ports)
+            for line in network.notes():
+                logger.warning("%s", line)
+            transport = NixlTransport(f"{context.engine_id}/{context.epoch}", network)
+        except BaseException:
+            channel.close()
+            raise
+        super().__init__(context, transport, channel)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pd_connectors.base import CacheDescription
+    from pd_connectors.nixl.network import KvNetwork
 
 POLL_S = 0.0005
 RETIRED_POLL_S = 0.02  # nobody waits for these but the block pool
@@ -89,10 +90,14 @@ class _Peer:
 
 
 class NixlTransport(Transport):
-    """agent_name: unique for ever, so that a restarted peer is never taken for its predecessor."""
+    """agent_name: unique for ever, so that a restarted peer is never taken for its predecessor.
 
-    def __init__(self, agent_name: str) -> None:
+    network: where UCX may listen.
+    """
+
+    def __init__(self, agent_name: str, network: KvNetwork) -> None:
         self._agent_name = agent_name
+        self._network = network
         self._left_behind: NixlAgent | None = None
         self._description = b""
         self._calls: queue.SimpleQueue[Callable[[NixlAgent], None] | None] = queue.SimpleQueue()
@@ -152,7 +157,7 @@ class NixlTransport(Transport):
 
     def _run(self, cache: CacheDescription) -> None:
         try:
-            agent = NixlAgent(self._agent_name, cache.tensor, cache.num_blocks, cache.block_bytes)
+            agent = NixlAgent(self._agent_name, cache.tensor, cache.num_blocks, cache.block_bytes, self._network)
             self._description = msgspec.msgpack.encode(_Description(agent.name, agent.metadata(), agent.region))
         except Exception as error:
             self._start_error = error

@@ -1,0 +1,50 @@
+"""One owner of leases, as its reader knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pd_connectors.protocol.ticket import LeaseRef
+    from pd_connectors.pull import Pull
+    from pd_connectors.transport import Address, PeerKey
+
+
+@dataclass(slots=True)
+class Greeting:
+    """A Hello that is repeated until it is answered. Times are the clock's."""
+
+    nonce: bytes
+    hello_at: float
+    deadline: float
+
+
+@dataclass(slots=True)
+class Endpoint:
+    """The transport's connection to one boot epoch of a peer."""
+
+    key: PeerKey
+    deadline: float  # to be ready
+    ready: bool = False
+
+    def serves(self, lease: LeaseRef) -> bool:
+        """Whether the lease's blocks are read over it."""
+        return (self.key.engine_id, self.key.epoch) == (lease.engine_id, lease.epoch)
+
+
+@dataclass(slots=True)
+class Peer:
+    """An address that tickets name, and all that is under way there."""
+
+    address: Address
+    idle_since: float  # when its last load ended; means nothing while there is one
+    greeting: Greeting | None = None
+    endpoint: Endpoint | None = None
+    pulls: dict[str, Pull] = field(default_factory=dict)  # live and draining
+    is_lost: bool = False  # the way there broke, and nothing has come from it since
+
+    @property
+    def is_wanted(self) -> bool:
+        """Something may still be asked there."""
+        return self.greeting is not None or any(pull.is_live for pull in self.pulls.values())

@@ -1,0 +1,153 @@
+"""Attacks of a process without the cluster's key on the control port, while handoffs go on through it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+import zmq
+
+from tests.connectors.remote_node import PATIENCE_S, Node, RemoteNode, context, remote_node
+from tests.integration.system import wait_until
+from tests.security.handover import NUM_BLOCKS, hand_over
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytest.importorskip("nixl_cu13")
+pytestmark = pytest.mark.integration
+
+MAX_GROWTH_BYTES = 64 << 20  # of any process under any attack
+ENDLESS_BYTES = 200 << 20
+FRAME = bytes(8 << 20)
+HANDOFFS = 10  # at least so many while an attack goes on
+ATTACK_S = 1.5
+
+
+def greeting(mechanism: bytes) -> bytes:
+    """ZMTP 3.1's first 64 bytes, of a client."""
+    return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+# what a client of ZeroMQ's NULL mechanism says next
+READY = bytes([4, 28]) + b"\5READY\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+
+
+def long_frame(num_bytes: int) -> bytes:
+    """The header of a frame that others follow."""
+    return b"\3" + num_bytes.to_bytes(8, "big")
+
+
+class Attack:
+    """What strangers do, until it is told to stop."""
+
+    def __init__(self, port: int) -> None:
+        self.address = ("127.0.0.1", port)
+        self.stop = threading.Event()
+        self.num_bytes = 0  # that the node has taken, or the kernel for it
+        self.num_connections = 0
+
+    def send(self, *parts: bytes, most: int) -> None:
+        """One connection: the parts, then the last of them over and over, until it is cut or `most` is sent."""
+        with socket.create_connection(self.address, 5.0) as stranger, suppress(OSError):
+            self.num_connections += 1
+            stranger.settimeout(5.0)
+            for part in parts[:-1]:
+                stranger.sendall(part)
+            while self.num_bytes < most and not self.stop.is_set():
+                stranger.sendall(parts[-1])
+                self.num_bytes += len(parts[-1])
+
+
+def endless_message(attack: Attack) -> None:
+    """A message of many frames that never ends."""
+    chunk = long_frame(1 << 16) + bytes(1 << 16)
+    attack.send(greeting(b"NULL"), READY, chunk * 16, most=ENDLESS_BYTES)
+
+
+def long_frames(attack: Attack) -> None:
+    """Frames of 8 MiB over ZeroMQ itself."""
+    with zmq.Context() as own, own.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.setsockopt(zmq.SNDHWM, 64)
+        stranger.setsockopt(zmq.SNDTIMEO, 100)
+        stranger.connect(f"tcp://127.0.0.1:{attack.address[1]}")
+        attack.num_connections += 1
+        end_s = time.monotonic() + ATTACK_S
+        while not attack.stop.is_set() and time.monotonic() < end_s:
+            with suppress(zmq.Again):
+                stranger.send(FRAME, copy=False)
+
+
+def unfinished_hellos(attack: Attack) -> None:
+    """Connections that begin the right handshake with a frame of the greatest length, and send all of it but a byte."""
+    end_s = time.monotonic() + ATTACK_S
+    with ExitStack() as held:
+        while not attack.stop.is_set() and time.monotonic() < end_s and attack.num_connections < 300:
+            with suppress(OSError):
+                stranger = held.enter_context(socket.create_connection(attack.address, 0.2))
+                stranger.sendall(greeting(b"CURVE") + b"\6" + (16000).to_bytes(8, "big") + bytes(15999))
+                attack.num_connections += 1
+        attack.stop.wait(max(0.0, end_s - time.monotonic()))
+
+
+@pytest.fixture(scope="module")
+def prefill() -> Iterator[RemoteNode]:
+    with remote_node("nixl", context("P"), NUM_BLOCKS) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def decode() -> Iterator[Node]:
+    node = Node.start("nixl", context("D", connect_deadline_s=PATIENCE_S), NUM_BLOCKS)
+    yield node
+    node.connector.close()
+
+
+@contextmanager
+def under(attack: Attack, run: Callable[[Attack], None], number: int) -> Iterator[list[threading.Thread]]:
+    threads = [threading.Thread(target=run, args=(attack,)) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield threads
+    finally:
+        attack.stop.set()
+        for thread in threads:
+            thread.join(30.0)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("run", "number"),
+    [(endless_message, 1), (long_frames, 4), (unfinished_hellos, 1)],
+    ids=["endless-message", "long-frames", "unfinished-hellos"],
+)
+def test_a_stranger_costs_no_memory_and_no_handoff(
+    run: Callable[[Attack], None], number: int, prefill: RemoteNode, decode: Node
+) -> None:
+    process = psutil.Process(prefill.pid)
+    hand_over(prefill, decode)
+    before, most = process.memory_info().rss, 0
+    attack = Attack(prefill.port)
+    num_handoffs = 0
+    with under(attack, run, number) as threads:
+        while num_handoffs < HANDOFFS or any(thread.is_alive() for thread in threads):
+            hand_over(prefill, decode)
+            num_handoffs += 1
+            most = max(most, process.memory_info().rss)
+    assert attack.num_connections >= number
+    assert most - before < MAX_GROWTH_BYTES, f"{(most - before) >> 20} MiB more, {attack.num_bytes >> 20} MiB sent"
+    stats = prefill.call("stats")
+    assert stats["bad_frames_total"] == 0, "a stranger's bytes were taken for a message"
+
+    def is_alone() -> bool:
+        return bool(prefill.call("stats")["control_connections"] <= 1)
+
+    wait_until(is_alone, lambda: f"strangers are still connected: {prefill.call('stats')}")
+    assert process.memory_info().rss - before < MAX_GROWTH_BYTES / 2, "it does not come back"
