@@ -87,6 +87,9 @@ class PooledConnector(Connector):
     def poll(self) -> list[Event]:
         return self._handoff.poll() + self._pool.take_events()
 
+    def allow_silence(self, allowed_s: float) -> None:
+        self._handoff.allow_silence(allowed_s)
+
     def set_waker(self, wake: Callable[[], None]) -> None:
         self._handoff.set_waker(wake)
         self._pool.set_waker(wake)

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING
 
 import orjson
 
-from pd_router.upstream import LegFailed, Upstream
+from pd_connectors.protocol.clock import PatientClock
+from pd_router.liveness import Down
+from pd_router.upstream import FailureKind, LegFailed, Upstream, object_in
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from pd_router.config import RouterConfig
     from pd_router.nodes import Node, NodeTable
+    from pd_router.upstream import Answer
 
 log = logging.getLogger("pd_router")
+LOOK_S = 0.25  # between two looks at whether this process itself was held up
 
 
 class HealthPoller:
-    """Writes `reachable`, `node_id`, `epoch`, `num_slots`, `kv_in_use` and `models` of the nodes."""
+    """Writes `reachable`, `liveness`, `node_id`, `epoch`, `num_slots`, `kv_in_use` and `models` of the nodes.
+
+    A node whose process or engine stands still is judged frozen within `health_interval_s` + `health_timeout_s`.
+    """
 
     def __init__(self, config: RouterConfig, table: NodeTable, upstream: Upstream) -> None:
         self._table = table
@@ -61,24 +71,41 @@ class HealthPoller:
         was_reachable = node.reachable
         node.polled = True
         try:
-            answer = await self._upstream.get(node, "/health", {}, self._health_timeout_s)
+            answer = await patiently(self._upstream.get(node, "/health", {}, None), self._health_timeout_s)
+        except TimeoutError:
+            why = f"/health did not answer within {self._health_timeout_s:g} s"
+            self._set_down(node, why, FailureKind.FROZEN)
+            return
         except LegFailed as failure:
-            self._set_down(node, str(failure))
+            # A connection that broke off says less: the next look will tell
+            self._set_down(node, str(failure), FailureKind.DIED if failure.kind is FailureKind.CONNECT else None)
             return
         if answer.status != 200:
-            self._set_down(node, f"/health answers {answer.status}")
+            self._set_ill(node, answer)
             return
         restarted = self._read_identity(node, answer.body)
         if node.models is None or restarted or not was_reachable:
             await self._read_models(node)
         node.reachable = True
+        if restarted:
+            node.liveness.restarted("the node has restarted")
+        node.liveness.judge(None)
         if not was_reachable:
             log.info("node %s (%s, %s) is healthy", node.node_id, node.role.value, node.url)
 
-    def _set_down(self, node: Node, why: str) -> None:
+    def _set_ill(self, node: Node, answer: Answer) -> None:
+        """A node that answers, but not that all is well."""
+        told = object_in(answer.body)
+        status, reason = told.get("status"), told.get("reason")
+        kind = {"frozen": FailureKind.FROZEN, "dead": FailureKind.DIED}.get(str(status))
+        self._set_down(node, f"/health answers {answer.status}: {reason or status or 'no reason'}", kind)
+
+    def _set_down(self, node: Node, why: str, kind: FailureKind | None) -> None:
+        """`kind` None: no new request goes there, but those that wait for it go on waiting."""
         if node.reachable:
             log.warning("node %s (%s) is left out: %s", node.node_id, node.url, why)
         node.reachable = False
+        node.liveness.judge(None if kind is None else Down(kind, why))
 
     def _read_identity(self, node: Node, body: bytes) -> bool:
         """Take over what /health tells (other engines tell nothing). True when the node has booted anew."""
@@ -112,3 +139,21 @@ class HealthPoller:
         except (LegFailed, orjson.JSONDecodeError, KeyError, TypeError) as error:
             node.models = None
             log.warning("node %s does not tell its models: %s", node.node_id, error)
+
+
+async def patiently(answer: Coroutine[None, None, Answer], limit_s: float) -> Answer:
+    """Raises TimeoutError, but not for time in which this process itself did not run: then it hears first."""
+    clock = PatientClock(time.monotonic, patience_s=LOOK_S)
+    ends_at = clock() + limit_s
+    task = asyncio.ensure_future(answer)
+    try:
+        while not task.done():
+            left_s = ends_at - clock()
+            if left_s <= 0:
+                raise TimeoutError
+            clock.sleep(min(left_s, LOOK_S))
+            await asyncio.wait({task}, timeout=min(left_s, LOOK_S))
+            clock.resume()
+        return task.result()
+    finally:
+        task.cancel()
