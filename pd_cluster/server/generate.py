@@ -18,7 +18,7 @@ from pd_cluster.server.completions import CompletionShape, Prompt, check_best_of
 from pd_cluster.server.generation import Generation
 from pd_cluster.server.handoff import Tokenize, check_prefill_leg, plan_handoff
 from pd_cluster.server.job import Job, Plan
-from pd_cluster.server.prefill_leg import answer_prefill_stream, answer_prefill_whole
+from pd_cluster.server.prefill_leg import answer_prefill_stream, answer_prefill_whole, keeping_alive
 from pd_cluster.server.sampling import sampling_params, text_options
 from pd_cluster.server.schema import Body, ChatBody, CompletionBody, GenerationBody, KvTransferParams, decode_body
 
@@ -106,11 +106,15 @@ async def _generate(
     if is_prefill_leg:
         reply.endpoint = "prefill"
         check_prefill_leg(len(prompts))
+    if is_prefill_leg and caller.wants_ticket_stream:
+        async with keeping_alive(state, reply) as alive:
+            job = await _job(state, caller, body, 0, prompts, logprobs)
+            generation = Generation(state, job, caller.started_s)
+            await answer_prefill_stream(state, reply, generation, alive, echo_ids=echo_ids)
+        return
     jobs = [await _job(state, caller, body, i, prompts, logprobs) for i in range(len(prompts))]
     generations = [Generation(state, job, caller.started_s) for job in jobs]
-    if is_prefill_leg and caller.wants_ticket_stream:
-        await answer_prefill_stream(state, reply, generations[0], echo_ids=echo_ids)
-    elif is_prefill_leg:
+    if is_prefill_leg:
         await answer_prefill_whole(state, reply, generations[0], shape, echo_ids=echo_ids)
     elif body.stream:
         await answer_stream(state, reply, generations, shape, body.stream_options)

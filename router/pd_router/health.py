@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import TYPE_CHECKING
 
 import orjson
 
-from pd_connectors.protocol.clock import PatientClock
+from pd_connectors.protocol.clock import patiently
 from pd_router.liveness import Down
 from pd_router.upstream import FailureKind, LegFailed, Upstream, object_in
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
     from pd_router.config import RouterConfig
     from pd_router.nodes import Node, NodeTable
     from pd_router.upstream import Answer
 
 log = logging.getLogger("pd_router")
-LOOK_S = 0.25  # between two looks at whether this process itself was held up
 
 
 class HealthPoller:
@@ -35,7 +31,7 @@ class HealthPoller:
         self._upstream = upstream
         self._interval_s = config.health_interval_s
         self._health_timeout_s = config.health_timeout_s
-        self._models_timeout_s = config.control_timeout_s
+        self._models_timeout_s = config.health_timeout_s  # the next look at /health waits for it
 
     async def run(self) -> None:
         """Poll until cancelled, whatever nodes come and go.
@@ -54,7 +50,7 @@ class HealthPoller:
                 await changed.wait()
 
     async def poll_all(self) -> None:
-        """One round. It ends within `health_timeout_s` + `control_timeout_s`."""
+        """One round. It ends within twice `health_timeout_s`."""
         await asyncio.gather(*(self.poll(node) for node in self._table.nodes))
 
     async def _poll_for_ever(self, node: Node) -> None:
@@ -139,21 +135,3 @@ class HealthPoller:
         except (LegFailed, orjson.JSONDecodeError, KeyError, TypeError) as error:
             node.models = None
             log.warning("node %s does not tell its models: %s", node.node_id, error)
-
-
-async def patiently(answer: Coroutine[None, None, Answer], limit_s: float) -> Answer:
-    """Raises TimeoutError, but not for time in which this process itself did not run: then it hears first."""
-    clock = PatientClock(time.monotonic, patience_s=LOOK_S)
-    ends_at = clock() + limit_s
-    task = asyncio.ensure_future(answer)
-    try:
-        while not task.done():
-            left_s = ends_at - clock()
-            if left_s <= 0:
-                raise TimeoutError
-            clock.sleep(min(left_s, LOOK_S))
-            await asyncio.wait({task}, timeout=min(left_s, LOOK_S))
-            clock.resume()
-        return task.result()
-    finally:
-        task.cancel()

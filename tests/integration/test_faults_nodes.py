@@ -295,7 +295,7 @@ async def test_d_killed_while_it_reads(part: Part, cluster: FaultCluster) -> Non
     await cluster.d0.kill(part)
     outcome = await call.outcome()
     assert time.monotonic() - killed_s < DETECT_S + SLACK_S
-    check_error(outcome, *((503, "engine_unavailable") if part is Part.ENGINE else (502, "node_failed")))
+    check_error(outcome, *((503, "engine_died") if part is Part.ENGINE else (502, "node_failed")))
     logger.info("%s; p0 clean after %.2f s", outcome.error, await cluster.check_clean(cluster.p0))
 
     await cluster.router.wait_healthy(cluster.d0, False)

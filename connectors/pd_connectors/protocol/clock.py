@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+import time
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
+
+T = TypeVar("T")
+LOOK_S = 0.25  # between two looks at whether this process itself was held up
 
 
 class PatientClock:
@@ -34,3 +39,22 @@ class PatientClock:
         late_s = self._clock() - self._due
         if late_s > self._patience_s:
             self._lost_s += late_s
+
+
+async def patiently(work: Coroutine[None, None, T], limit_s: float) -> T:
+    """The result of `work`. Raises TimeoutError after `limit_s`, in which time that this process was held up is not
+    counted: what has arrived meanwhile is heard first."""
+    clock = PatientClock(time.monotonic, patience_s=LOOK_S)
+    ends_at = clock() + limit_s
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            left_s = ends_at - clock()
+            if left_s <= 0:
+                raise TimeoutError
+            clock.sleep(min(left_s, LOOK_S))
+            await asyncio.wait({task}, timeout=min(left_s, LOOK_S))
+            clock.resume()
+        return task.result()
+    finally:
+        task.cancel()
