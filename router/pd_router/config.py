@@ -81,7 +81,7 @@ class RouterConfig:
     )
     client_keepalive_s: float = setting(75.0, "Idle connections of clients are kept this long.")
     health_interval_s: float = setting(0.5, "Between two looks at a node's /health.")
-    health_timeout_s: float = setting(3.0, "A node that does not answer /health within this is frozen.")
+    health_timeout_s: float = setting(2.5, "A node that does not answer /health within this is frozen.")
     probe_timeout_s: float = setting(
         1.0, "A node whose connection broke, and that does not answer /health within this, has died."
     )

@@ -13,6 +13,7 @@ import orjson
 
 from pd_connectors.protocol.ticket import Offer, sign
 from pd_router import policy, spill
+from pd_router.candidates import Candidates, Choose
 from pd_router.casualties import Casualties
 from pd_router.client import JSON_TYPE, Reply
 from pd_router.config import Order, RouterConfig
@@ -20,7 +21,7 @@ from pd_router.errors import NodeFailed, NodesDied, NoNode, RouterError
 from pd_router.headers import ROUTE, TICKET, Headers
 from pd_router.legs import DecodeLeg, Handoff, PrefillLeg
 from pd_router.liveness import FirstByteGuard
-from pd_router.nodes import Charge, Node, NodeTable
+from pd_router.nodes import Charge, Node, NodeTable, Role
 from pd_router.splice import send_answer
 from pd_router.upstream import Answer, FailureKind, LegFailed, Refused, Upstream
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from pd_router.metrics import Metrics
 
 log = logging.getLogger("pd_router")
-Choose = Callable[[Iterable[Node], float], Node | None]
 # A node's own word for "not now" or "not here"; 504 is not among them: the request's time is up everywhere.
 _RETRYABLE = frozenset({429, 500, 502, 503})
 # What counts against a node. An answer in HTTP does not, whatever its status: the request may have caused it, and then
@@ -180,7 +180,10 @@ class Exchange:
         body = self._body.for_prefill()
         headers = self._headers.copy()
         headers[TICKET] = "stream"
-        candidates = _Candidates(self.plan.prefills, policy.best_prefill, s.config.max_prefill_tries, s.table.clock)
+        candidates = Candidates(
+            self.plan.prefills, self._healthy(Role.PREFILL), policy.best_prefill, s.config.max_prefill_tries,
+            s.table.clock,
+        )  # fmt: skip
         has_local = s.config.on_prefill_failure == "local"
         while (node := candidates.take()) is not None:
             leg = PrefillLeg(s.upstream, node, Charge(node, s.table.clock, prefill_bytes=self._body.num_bytes))
@@ -225,7 +228,9 @@ class Exchange:
         """
         s = self._s
         self.phase = "decode"
-        candidates = _Candidates(self.plan.decodes, choose, s.config.max_decode_tries, s.table.clock)
+        candidates = Candidates(
+            self.plan.decodes, self._healthy(Role.DECODE, Role.MIXED), choose, s.config.max_decode_tries, s.table.clock
+        )
         last: LegFailed | None = None
         wait_s = s.config.first_byte_timeout_s if self._body.wants_stream else s.config.response_timeout_s
         ends_at = s.table.clock() + wait_s
@@ -246,6 +251,9 @@ class Exchange:
             return leg, last
         s.metrics.exhausted.labels("decode").inc()
         return None, last
+
+    def _healthy(self, *roles: Role) -> Callable[[], list[Node]]:
+        return lambda: self._s.table.healthy(roles, self._body.model)
 
     async def _judge(self, leg: str, failure: LegFailed) -> None:
         """Count a leg that failed before its first byte. Raises NodesDied when the request must not go elsewhere."""
@@ -357,29 +365,6 @@ class Exchange:
             log.warning("request %s: could not release its ticket: %s", self._headers["x-request-id"], error)
             return
         s.metrics.releases.labels("ok").inc()
-
-
-class _Candidates:
-    """The nodes of one role that a request may still try, each once; `limit` 0: all of them."""
-
-    def __init__(self, nodes: Iterable[Node], choose: Choose, limit: int, clock: Callable[[], float]) -> None:
-        self._left = list(nodes)
-        self._choose = choose
-        self._num_left = limit or len(self._left)
-        self._clock = clock
-
-    @property
-    def has_next(self) -> bool:
-        """Whether `take` would return a node now."""
-        return self._num_left > 0 and self._choose(self._left, self._clock()) is not None
-
-    def take(self) -> Node | None:
-        """The best node that has not been tried. None: there is none, or the limit is reached."""
-        if not self._num_left or (node := self._choose(self._left, self._clock())) is None:
-            return None
-        self._left.remove(node)
-        self._num_left -= 1
-        return node
 
 
 def _may_be_tried_again(failure: LegFailed) -> bool:

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(600)]
 logger = logging.getLogger(__name__)
 
-LENGTH = 400  # prompt tokens: 25 steps of p0
+LENGTH = 300  # prompt tokens: 19 steps of p0
 ANSWERED_S = 8.0
 NOTICED_S = 4.0
-NUM_BEFORE, NUM_AFTER = 4, 4  # requests that the node has when it freezes, and that are sent before that is noticed
-DEFAULTS = ("--health-interval-s=0.5", "--health-timeout-s=3", "--prefill-on-decode=never")
+NUM_BEFORE, NUM_AFTER = 2, 4  # requests that the node has when it freezes, and that are sent before that is noticed
+DEFAULTS = ("--health-interval-s=0.5", "--health-timeout-s=2.5", "--prefill-on-decode=never")
 
 
 @pytest.fixture

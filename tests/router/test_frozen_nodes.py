@@ -25,7 +25,10 @@ QUICK: dict[str, Any] = {"health_interval_s": 0.05, "health_timeout_s": 0.5, "pr
 
 async def post(router: Router, *, stream: bool = False) -> tuple[int, str, bytes]:
     """(status, the decode node, body)"""
-    async with router.session.post(router.url + "/v1/completions", json=BODY | {"stream": stream}) as answer:
+    async with (
+        asyncio.timeout(fakes.WAIT_S),
+        router.session.post(router.url + "/v1/completions", json=BODY | {"stream": stream}) as answer,
+    ):
         return answer.status, answer.headers.get("x-pd-decode", ""), await answer.read()
 
 
