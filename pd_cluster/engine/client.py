@@ -61,6 +61,10 @@ class EngineClient(Protocol):
     def frozen(self) -> str:
         """Why the engine counts as frozen; "" while it makes progress."""
 
+    @property
+    def num_freezes(self) -> int:
+        """How often it was judged frozen."""
+
     def open(self, request: AddRequest) -> RequestStream:
         """Admit a request. Raises EngineUnavailable, also as EngineFrozen."""
 
@@ -151,7 +155,7 @@ class ZmqEngineClient:
         self._clock = PatientClock(clock, patience_s=LISTEN_S)
         self._liveness: EngineLiveness | None = None  # from the ready message on
         self._frozen = ""
-        self.num_freezes = 0
+        self._num_freezes = 0
         self._is_ready = asyncio.Event()
         self._ready: EngineReady | None = None
         self._stats: EngineStats | None = None
@@ -172,6 +176,10 @@ class ZmqEngineClient:
     @property
     def frozen(self) -> str:
         return "" if self._death else self._frozen
+
+    @property
+    def num_freezes(self) -> int:
+        return self._num_freezes
 
     @property
     def death(self) -> str:
@@ -243,7 +251,7 @@ class ZmqEngineClient:
         """Requests that still wait for their ticket fail: another node can do all of their work."""
         logger.warning("the engine is frozen: %s", why)
         self._frozen = why
-        self.num_freezes += 1
+        self._num_freezes += 1
         for stream in list(self._streams.values()):
             if stream.awaits_ticket:
                 self.send(Abort(stream.request_id))

@@ -29,6 +29,8 @@ LENGTH = 300  # prompt tokens: 19 steps of p0
 ANSWERED_S = 8.0
 NOTICED_S = 4.0
 NUM_BEFORE, NUM_AFTER = 2, 4  # requests that the node has when it freezes, and that are sent before that is noticed
+ROUTES = ("p-first", "d-first")
+CAPACITY_S, OVERLOAD_S, NUM_CLIENTS = 10.0, 60.0, 8
 DEFAULTS = ("--health-interval-s=0.5", "--health-timeout-s=2.5", "--prefill-on-decode=never")
 
 
@@ -103,3 +105,42 @@ async def test_what_waits_for_a_frozen_node_is_served_by_others(
     assert num_moved > 0
     assert noticed_s < NOTICED_S
     assert answered_s < ANSWERED_S
+
+
+async def measured_rate(cluster: FaultCluster, router: RouterMember) -> float:
+    """Requests a second that the cluster serves when it always has enough to do."""
+    served = 0
+
+    async def one_after_the_other(ends_s: float) -> None:
+        nonlocal served
+        while time.monotonic() < ends_s:
+            assert (await cluster.call(LENGTH, "p-first", url=router.url).outcome()).error is None
+            served += 1
+
+    await asyncio.gather(*(one_after_the_other(time.monotonic() + CAPACITY_S) for _ in range(NUM_CLIENTS)))
+    return served / CAPACITY_S
+
+
+async def test_at_three_times_the_capacity_nothing_moves(cluster: FaultCluster, router: RouterMember) -> None:
+    """Queues grow for a minute, and no node is taken for a frozen one."""
+    freezes = [await node.metric("pd_engine_freezes_total") for node in cluster.nodes.values()]
+    rate = 3 * await measured_rate(cluster, router)
+    before, unhealthy = await moved(router, cluster), 0
+    calls: list[Call] = []
+    started_s = time.monotonic()
+    while (now_s := time.monotonic()) < started_s + OVERLOAD_S:
+        while len(calls) < (now_s - started_s) * rate:
+            route, stream = ROUTES[len(calls) % 2], len(calls) % 4 < 2
+            calls.append(cluster.call(LENGTH, route, stream=stream, url=router.url))
+        nodes = (await fetch(f"{router.url}/nodes")).json()["nodes"]
+        unhealthy += sum(not node["healthy"] for node in nodes)
+        await asyncio.sleep(1 / rate)
+    num_done = sum(call.done for call in calls)
+    logger.info("%.1f requests/s for %g s: %d sent, %d done", rate, OVERLOAD_S, len(calls), num_done)
+    for call in calls:
+        if not call.done:
+            await call.leave()
+    assert num_done < len(calls) / 2, "the cluster was overloaded"
+    assert unhealthy == 0
+    assert await moved(router, cluster) == before
+    assert [await node.metric("pd_engine_freezes_total") for node in cluster.nodes.values()] == freezes

@@ -89,6 +89,7 @@ class FakeEngine:
         self.script = script
         self.is_alive = True
         self.frozen = ""
+        self.num_freezes = 0
         self.ready: EngineReady | None = EngineReady(
             engine_id=engine_id,
             epoch=7,
