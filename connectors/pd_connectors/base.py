@@ -217,7 +217,8 @@ class SchedulerHalf(ABC):
     def allow_silence(self, allowed_s: float) -> None:  # noqa: B027 - most connectors tell no peer
         """From now on the step loop may go `allowed_s` seconds without a call of `poll` before it counts as frozen.
 
-        It calls `poll` at least once a second otherwise. A connector whose peers wait for this engine's steps tells them.
+        Otherwise it calls `poll` at least once a second. A connector whose peers wait for this engine's steps tells
+        them.
         """
 
 

@@ -1,9 +1,9 @@
 """How long a step may last before the engine counts as frozen. Pure: fed steps and their durations.
 
-A step's *work* is its tokens, each counted once more for every `keys_per_token` tokens before its chunk. Steps whose work
-has the same binary logarithm are of one kind. The next step of a kind is predicted from the shorter of its last two
-durations: one long step proves nothing, because this process may have been stopped meanwhile. The factor of 4 covers what
-differs within a kind (at most 2 times the work) and a busy host.
+A step's *work* is its tokens, each counted once more for every `keys_per_token` tokens before its chunk. Steps whose
+work has the same binary logarithm are of one kind. The next step of a kind is predicted from the shorter of its last
+two durations: one long step proves nothing, because this process may have been stopped meanwhile. The factor of 4
+covers what differs within a kind (at most 2 times the work) and a busy host.
 
 A step of a kind that has not run yet is warm-up where kernels are compiled or graphs captured on first use: nothing
 predicts that. Elsewhere it is predicted from the nearest kind that has run.

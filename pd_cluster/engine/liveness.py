@@ -2,12 +2,12 @@
 
     state     means                                                   becomes
     alive     it has said something within the allowed silence        frozen after the allowed silence
-    frozen    no step has ended within max(3 s, 4 x the prediction)   alive with its next message, dead after stall_s more
+    frozen    no step has ended within max(3 s, 4 x the prediction)   alive by a message, dead after stall_s more
     dead      it is given up                                          -
 
-All that an engine says comes from its step loop, between two steps, and it says something once a heartbeat. So silence
-is a step that does not end, or a process that does not run. Before a step that may take longer than `FROZEN_S` the engine
-allows itself more silence (`messages.SilenceAllowed`); that stands until it allows another.
+All that an engine says comes from its step loop, between two steps, and it says something once a heartbeat. So
+silence is a step that does not end, or a process that does not run. Before a step that may take longer than `FROZEN_S`
+the engine allows itself more silence (`messages.SilenceAllowed`); that stands until it allows another.
 """
 
 from __future__ import annotations

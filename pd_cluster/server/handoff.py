@@ -172,7 +172,9 @@ class PrefillSearch:
         self._dead.add(name)
         if len(self._dead) >= self._state.config.handoff.max_node_deaths:
             self._fell_back("nodes_died")
-            raise PeersDied(f"{len(self._dead)} prefill nodes died while they served this request; it is not tried again")
+            raise PeersDied(
+                f"{len(self._dead)} prefill nodes died while they served this request; it is not tried again"
+            )
 
     async def close(self) -> None:
         """Hang up on every prefill node asked. Idempotent."""

@@ -1,7 +1,7 @@
 """D's request to a prefill node: ask for a ticket, and stay on the line until the prompt is computed.
 
-A P that queues says so once a second (`keepalive`), so one that says nothing for `PEER_SILENCE_S` is frozen, however long
-its queue is. Once there is a ticket, D's engine judges P by its lease.
+A P that queues says so once a second (`keepalive`), so one that says nothing for `PEER_SILENCE_S` is frozen, however
+long its queue is. Once there is a ticket, D's engine judges P by its lease.
 """
 
 from __future__ import annotations

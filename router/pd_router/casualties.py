@@ -45,4 +45,6 @@ class Casualties:
         """Raises NodesDied when the request must not go to another node."""
         if len(self._dead) >= self._limit:
             names = ", ".join(node.node_id for node in self._dead)
-            raise NodesDied(f"{len(self._dead)} nodes died while they served this request ({names}); it is not tried again")
+            raise NodesDied(
+                f"{len(self._dead)} nodes died while they served this request ({names}); it is not tried again"
+            )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,8 @@ from pd_router.splice import send_answer
 from pd_router.upstream import Answer, FailureKind, LegFailed, Refused, Upstream
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from pd_router.background import Background
     from pd_router.body import RequestBody
     from pd_router.metrics import Metrics

@@ -1,12 +1,12 @@
 """What health checks say of a node, and the waits that end when it goes down. Pure: no IO, no clock.
 
-    the node ...                                 judged     waits for its first byte
-    answers /health with 200                     up         go on
-    does not answer within `health_timeout_s`    frozen     move, if another node can take them
-    answers that its engine is frozen            frozen     the same
-    refuses connections, or answers "dead"       died       the same, counted against the request
-    answers with another boot epoch              died       the same; what it is sent from now on is not concerned
-    answers that it starts or drains             not asked  go on: what it has, it finishes
+the node ...                                 judged     waits for its first byte
+answers /health with 200                     up         go on
+does not answer within `health_timeout_s`    frozen     move, if another node can take them
+answers that its engine is frozen            frozen     the same
+refuses connections, or answers "dead"       died       the same, counted against the request
+answers with another boot epoch              died       the same; what it is sent from now on is not concerned
+answers that it starts or drains             not asked  go on: what it has, it finishes
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class NodeLiveness:
 class FirstByteGuard:
     """While entered, the current task is cancelled when `node` is judged down and `can_move` agrees.
 
-    Outside this shows as LegFailed. Only for waits in which the client has been shown no byte. Like `asyncio.timeout`, it
-    can be nested with other scopes that cancel. Without an alternative the wait goes on: the node may recover.
+    Outside this shows as LegFailed. Only for waits in which the client has been shown no byte. Like `asyncio.timeout`,
+    it can be nested with other scopes that cancel. Without an alternative the wait goes on: the node may recover.
     """
 
     __slots__ = ("_can_move", "_down", "_node", "_num_cancelled", "_task")

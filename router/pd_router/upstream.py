@@ -179,7 +179,7 @@ class Upstream:
     async def has_died(self, node: Node, epoch: int | None, *, is_silence_death: bool = True) -> bool:
         """Whether the process that had this boot epoch is gone. For a node that has broken a connection off.
 
-        is_silence_death: a node that does not answer has died. A connection is not broken off by a frozen process, but a
+        is_silence_death: a node that does not answer has died. A frozen process breaks no connection off, but a
         successor that has not started yet may hold its listening socket.
         """
         try:
@@ -191,7 +191,7 @@ class Upstream:
         return told.get("status") in ("dead", "starting") or (epoch is not None and now != epoch)
 
     async def get(self, node: Node, path: str, headers: Mapping[str, str], timeout_s: float | None) -> Answer:
-        """A whole small answer, whatever its status. Raises LegFailed when there is none. `timeout_s` None: no limit."""
+        """A whole small answer, whatever its status. `timeout_s` None: no limit. Raises LegFailed without one."""
         try:
             async with asyncio.timeout(timeout_s), self.session.get(node.at(path), headers=headers) as response:
                 return Answer(response.status, tuple(response.raw_headers), await response.read())

@@ -94,6 +94,8 @@ async def test_with_no_other_node_the_wait_goes_on() -> None:
         for recovers in (True, False):
             request = asyncio.ensure_future(post(router))
             await slow.wait_seen(1 if recovers else 2)
+            other.is_up = False
+            await until(lambda: not router.services.table.nodes[1].reachable)
             slow.is_silent = True
             await until(lambda: router.services.table.nodes[0].liveness.down)
             if recovers:
@@ -103,11 +105,12 @@ async def test_with_no_other_node_the_wait_goes_on() -> None:
                 other.is_up = True
             assert (await request)[:2] == (200, "d0" if recovers else "d1")
             slow.go_on.clear()
-            await until(lambda: not recovers or router.services.table.nodes[0].reachable)
+            slow.is_silent = False
+            await until(lambda: router.services.table.nodes[0].reachable)
 
 
 async def killer(node: FakeNode, request: web.Request, seen: fakes.Seen) -> web.StreamResponse:
-    """A planted request that ends each node that it comes to: the connection breaks, and no process listens any more."""
+    """A planted request that ends each node that it comes to: its connection breaks, and no process listens."""
     await node.vanish()
     return await fakes.hang_up(node, request, seen)
 
