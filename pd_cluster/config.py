@@ -128,6 +128,9 @@ class HandoffConfig:
         "any", "When a load fails, D may prefill on another node, then locally (any); only one of these; or fail.",
         choices=("any", "remote", "local", "fail"),
     )  # fmt: skip
+    max_node_deaths: int = setting(
+        2, "A request during which so many prefill nodes died gets a final 500: it may be what kills them."
+    )
     min_remote_tokens: int = setting(64, "D-first: prompts that lack less KV than this are prefilled on D.")
     cluster_key_file: str = setting(
         "", "File with the cluster's shared key. Default: $PD_CLUSTER_KEY, else one per user."

@@ -5,7 +5,10 @@ PdError
 ├── ModelNotFound       404
 ├── BodyTooLarge        413
 ├── Overloaded          503  try again later, or elsewhere
-├── EngineUnavailable   503  the engine process is gone or shutting down
+├── EngineUnavailable   503  the engine process is starting or shutting down
+│   ├── EngineLost      503  the engine process has died
+│   └── EngineFrozen    503  the engine makes no progress; it may go on
+├── PeersDied           500  several nodes have died while they served the request; it must not be tried again
 ├── PrefillUnavailable  502  no prefill node could serve the request, and local prefill is not allowed
 ├── DeadlineExceeded    504
 └── StartupError             a flag, file, port or device that must be changed before the node can start
@@ -61,11 +64,29 @@ class Overloaded(PdError):
 
 
 class EngineUnavailable(PdError):
-    """The engine process is gone or shutting down."""
+    """The engine process is starting or shutting down."""
 
     status = 503
     kind = "server_error"
     code = "engine_unavailable"
+
+
+class EngineLost(EngineUnavailable):
+    """The engine process has died, perhaps of this request."""
+
+    code = "engine_died"
+
+
+class EngineFrozen(EngineUnavailable):
+    """No step of the engine has ended for longer than a step may take."""
+
+    code = "engine_frozen"
+
+
+class PeersDied(PdError):
+    """Several nodes have died while they served the request: it must not be tried again."""
+
+    code = "nodes_died"
 
 
 class PrefillUnavailable(PdError):

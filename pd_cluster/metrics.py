@@ -56,6 +56,7 @@ class Metrics:
         self.external_tokens = counter("external_tokens", "Prompt tokens whose KV came from another node.")
         self.handoffs = counter("handoffs", "Requests taken over, by who computed the prompt.", "prefill")
         self.fallbacks = counter("handoff_fallbacks", "Handoffs that did not go as asked, by reason.", "reason")
+        self.waits = counter("waits_expired", "Waits that ran into their deadline, by name.", "wait")
         self.ttft = histogram("time_to_first_token", "Request to first token.")
         self.second_token = histogram("time_to_second_token", "Request to second token.")
         self.itl = histogram("inter_token_latency", "Gap between two deliveries of one sequence's tokens.")
@@ -82,9 +83,14 @@ class Metrics:
         self.connections.set_function(gate.__len__)
         self.unfinished_bytes.set_function(lambda: gate.unfinished_bytes)
 
-    def add_engine(self, latest: Callable[[], EngineStats | None], info: Callable[[], dict[str, str] | None]) -> None:
-        """Export the engine's latest stats and its identity at each scrape."""
-        self.registry.register(EngineCollector(latest, info))
+    def add_engine(
+        self,
+        latest: Callable[[], EngineStats | None],
+        info: Callable[[], dict[str, str] | None],
+        num_freezes: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Export the engine's latest stats, its identity and how often it was judged frozen at each scrape."""
+        self.registry.register(EngineCollector(latest, info, num_freezes))
 
     def observe_timeline(self, timeline: Timeline) -> None:
         """What one request waited for."""
@@ -99,9 +105,15 @@ class Metrics:
 class EngineCollector:
     """Turns the engine's stats into metrics. A counter's key may carry labels: `name|label=value,label=value`."""
 
-    def __init__(self, latest: Callable[[], EngineStats | None], info: Callable[[], dict[str, str] | None]) -> None:
+    def __init__(
+        self,
+        latest: Callable[[], EngineStats | None],
+        info: Callable[[], dict[str, str] | None],
+        num_freezes: Callable[[], int],
+    ) -> None:
         self._latest = latest
         self._info = info
+        self._num_freezes = num_freezes
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: names are known only once the engine has spoken."""
@@ -113,6 +125,9 @@ class EngineCollector:
             yield _one(
                 GaugeMetricFamily("pd_node_info", "Who this node is.", labels=list(info)), list(info.values()), 1
             )
+        yield CounterMetricFamily(
+            "pd_engine_freezes", "How often the engine was judged frozen.", value=self._num_freezes()
+        )
         stats = self._latest()
         if stats is None:
             return

@@ -228,6 +228,13 @@ class SchedulerHalf(ABC):
     def set_waker(self, wake: Callable[[], None]) -> None:
         """`wake` is called from any thread after an event becomes available to `poll`."""
 
+    def allow_silence(self, allowed_s: float) -> None:  # noqa: B027 - most connectors tell no peer
+        """From now on the step loop may go `allowed_s` seconds without a call of `poll` before it counts as frozen.
+
+        Otherwise it calls `poll` at least once a second. A connector whose peers wait for this engine's steps tells
+        them.
+        """
+
 
 class WorkerHalf(ABC):
     """Sees tensors. One per tensor-parallel rank."""
@@ -290,6 +297,8 @@ class ConnectorContext:
     max_readers: int = 1024  # connections to the control port at once
     lease_ttl_s: float = 10.0  # P frees a lease's blocks this long after the last renewal
     connect_deadline_s: float = 5.0  # D gives a peer this long to answer a handshake
+    renew_every_s: float = 1.0  # D asks P at least this often about a lease
+    silence_s: float = 2.5  # and gives it this long to answer: a frozen P is noticed within 3.5 s
     read_deadline_s: float = 10.0  # reads are in flight and none of the peer ends for so long: the load fails
     confirm_deadline_s: float = 5.0
     drain_deadline_s: float = 10.0  # a read that hangs this long after its load failed costs the peer its endpoint

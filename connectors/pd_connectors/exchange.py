@@ -13,6 +13,7 @@ from pd_connectors.base import LoadDone
 from pd_connectors.channel import Channel, FromOwner, FromReader, OwnerLost
 from pd_connectors.lease import LeaseTable
 from pd_connectors.owner import Owner
+from pd_connectors.protocol.clock import PatientClock
 from pd_connectors.protocol.errors import LeaseEnd
 from pd_connectors.pull import RENEWALS_PER_TTL, PullLimits
 from pd_connectors.reader import Reader
@@ -24,34 +25,30 @@ if TYPE_CHECKING:
     from pd_connectors.transport import Transport
 
 MAX_SLEEP_S = 60.0
+SILENCE_S = 3.0  # a step loop that does not turn for so long is frozen, unless it allowed itself more
 MAX_ROUNDS = 64  # of reading all sockets, before timers get their turn
 
 
-class PatientClock:
-    """A monotonic clock that does not count the time during which this process itself was held up.
+class StepLoopWatch:
+    """Whether the engine's step loop still turns, as seen from the control thread, which lives on when it does not."""
 
-    After a stop (a debugger, SIGSTOP, a paused virtual machine) nobody's silence could be told from our own deafness;
-    without this every lease would expire and every deadline fire at once. `patience_s`: delays up to this count.
-    """
-
-    def __init__(self, clock: Callable[[], float], patience_s: float) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._patience_s = patience_s
-        self._lost_s = 0.0
-        self._due = clock()
+        self._turned_at: float | None = None  # None: it has not begun
+        self._allowed_s = SILENCE_S
 
-    def __call__(self) -> float:
-        return self._clock() - self._lost_s
+    def turned(self) -> None:
+        """The step loop has called."""
+        self._turned_at = self._clock()
 
-    def sleep(self, duration_s: float) -> None:
-        """We mean to be back after `duration_s`."""
-        self._due = self._clock() + duration_s
+    def allow_silence(self, allowed_s: float) -> None:
+        """See SchedulerHalf.allow_silence."""
+        self._allowed_s = max(SILENCE_S, allowed_s)
+        self.turned()
 
-    def resume(self) -> None:
-        """We are back."""
-        late_s = self._clock() - self._due
-        if late_s > self._patience_s:
-            self._lost_s += late_s
+    @property
+    def is_frozen(self) -> bool:
+        return self._turned_at is not None and self._clock() - self._turned_at >= self._allowed_s
 
 
 class Exchange:
@@ -73,7 +70,8 @@ class Exchange:
         self._channel = channel
         self._commands: deque[Callable[[Reader, float], None]] = deque()
         self._events: deque[Event] = deque()
-        self._owner = Owner(context, self.leases, channel.reply)
+        self._step_loop = StepLoopWatch(self._clock)
+        self._owner = Owner(context, self.leases, channel.reply, lambda: self._step_loop.is_frozen)
         self._reader = Reader(context, limits, transport, channel.ask, self._events.append, channel.forget)
         self._wake_engine: Callable[[], None] = _nobody
         transport.set_waker(channel.wake)
@@ -95,6 +93,7 @@ class Exchange:
 
     def take_events(self) -> list[Event]:
         """See SchedulerHalf.poll."""
+        self._step_loop.turned()
         events: list[Event] = list(self.leases.take_ended())
         while self._events:
             event = self._events.popleft()
@@ -102,6 +101,10 @@ class Exchange:
                 event = replace(event, steps=replace(event.steps, wake_s=self._clock() - event.done_at))
             events.append(event)
         return events
+
+    def allow_silence(self, allowed_s: float) -> None:
+        """See SchedulerHalf.allow_silence."""
+        self._step_loop.allow_silence(allowed_s)
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         """See SchedulerHalf.set_waker."""

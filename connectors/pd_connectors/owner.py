@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pd_connectors.handshake import transport_checksum
 from pd_connectors.protocol.messages import (
     Confirm,
@@ -24,12 +26,19 @@ if TYPE_CHECKING:
 
 
 class Owner:
-    """Owned by the control thread. reply: sends a message to a reader."""
+    """Owned by the control thread. reply: sends a message to a reader. is_frozen: whether this engine's steps are."""
 
-    def __init__(self, context: ConnectorContext, leases: LeaseTable, reply: Callable[[bytes, ToReader], None]) -> None:
+    def __init__(
+        self,
+        context: ConnectorContext,
+        leases: LeaseTable,
+        reply: Callable[[bytes, ToReader], None],
+        is_frozen: Callable[[], bool],
+    ) -> None:
         self._context = context
         self._leases = leases
         self._reply = reply
+        self._is_frozen = is_frozen
         self._description: bytes | None = None
         self._attached: dict[str, set[bytes]] = {}  # lease id -> the readers that renew it
 
@@ -48,7 +57,7 @@ class Owner:
                 state = self._leases.renew(lease)
                 if state.ended is None:
                     self._attached.setdefault(lease.lease_id, set()).add(reader)
-                self._reply(reader, state)
+                self._reply(reader, msgspec.structs.replace(state, is_frozen=True) if self._is_frozen() else state)
             case Confirm():
                 self._reply(reader, self._leases.confirm(message))
             case Release(lease, done=True):

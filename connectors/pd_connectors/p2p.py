@@ -49,8 +49,8 @@ class PeerToPeerConnector(Connector):
         self._transport = transport
         self._channel = channel
         limits = PullLimits(
-            renew_every_s=context.lease_ttl_s / RENEWALS_PER_TTL,
-            silence_s=context.connect_deadline_s,
+            renew_every_s=min(context.renew_every_s, context.lease_ttl_s / RENEWALS_PER_TTL),
+            silence_s=context.silence_s,
             read_s=context.read_deadline_s,
             confirm_s=context.confirm_deadline_s,
             max_blocks_per_read=max(1, READ_BYTES // context.geometry.block_bytes),
@@ -127,6 +127,9 @@ class PeerToPeerConnector(Connector):
         if self._death:
             raise ConnectorUnavailable(f"the connector's control thread failed: {self._death}")
         return self._exchange.take_events()
+
+    def allow_silence(self, allowed_s: float) -> None:
+        self._exchange.allow_silence(allowed_s)
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         self._exchange.set_waker(wake)

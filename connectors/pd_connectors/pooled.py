@@ -110,6 +110,9 @@ class PooledConnector(Connector):
         self._loads.difference_update(event.load_id for event in events if isinstance(event, LoadDone | LoadDrained))
         return events + self._pool.take_events()
 
+    def allow_silence(self, allowed_s: float) -> None:
+        self._handoff.allow_silence(allowed_s)
+
     def set_waker(self, wake: Callable[[], None]) -> None:
         self._handoff.set_waker(wake)
         self._pool.set_waker(wake)

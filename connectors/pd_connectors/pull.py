@@ -14,7 +14,8 @@ Inputs may be lost, repeated or late; `now` is any monotonic clock. A higher gen
 what was read before. A load that holds blocks of ours then fails, rather than sit on them until P has computed them
 again; one that holds none follows, if P has begun anew by the time of `reserve`.
 
-Deadlines, by name: `deadline_s` (the whole load), `silence_s` (a Renew without any answer), `read_s` (reads in flight
+Deadlines, by name: `deadline_s` (the whole load), `silence_s` (a Renew without any answer: P is frozen, or unreachable
+where the connection to it broke before), `read_s` (reads in flight
 and none of this peer ends: time in the queue behind others is not counted), `confirm_s` (the last read to the
 confirmation).
 """
@@ -123,6 +124,7 @@ class Pull:
         self.phase = Phase.ATTACHING
         self.failure: LoadFailure | None = None
         self.failed_at = 0.0
+        self.is_unanswered = False  # it failed because P did not answer: its reads may never end
         self.endpoint: PeerKey | None = None  # where its reads go, once that is up
         self._limits = limits
         self._deadline = now + deadline_s
@@ -140,6 +142,7 @@ class Pull:
         self._renew_every_s = limits.renew_every_s
         self._renew_at = now
         self._answer_due: float | None = None  # None: nothing is unanswered
+        self._is_lost = False  # the connection broke, and nothing was heard since
         self._nonce = 0
         self._confirm_at = 0.0
         self._confirm_deadline = 0.0
@@ -195,11 +198,14 @@ class Pull:
 
     def lease_state(self, state: LeaseState, now: float, age_s: float = 0.0) -> None:
         """A snapshot arrived. age_s: since the last announcement in it."""
-        self._answer_due = None
+        self._heard()
         if not self.is_live:
             return
         if state.ended is not None:
             self.fail(LoadFailure.LEASE_ENDED, f"the prefill node ended the lease: {state.ended}", now)
+            return
+        if state.is_frozen and not self._has_all(state):
+            self.fail(LoadFailure.PEER_FROZEN, "the prefill node's engine makes no progress", now)
             return
         if self._state is not None and state.version <= self._state.version:
             return
@@ -263,7 +269,7 @@ class Pull:
 
     def confirm_reply(self, reply: ConfirmReply, now: float) -> None:
         """P vouches for the bytes, or does not."""
-        self._answer_due = None
+        self._heard()
         if self.phase is not Phase.CONFIRMING or reply.nonce != self._nonce:
             return
         if reply.ok:
@@ -277,6 +283,7 @@ class Pull:
     def lost(self, now: float) -> None:
         """The way to P broke. Ask at once whether it is still there."""
         if self.is_live:
+            self._is_lost = True
             self._answer_due = min(self._answer_due or now + LOST_GRACE_S, now + LOST_GRACE_S)
             self._renew_at = now
             self.tick(now)
@@ -300,7 +307,9 @@ class Pull:
         if now >= self._deadline:
             self.fail(LoadFailure.DEADLINE, f"the load's deadline passed while {self.phase.name.lower()}", now)
         elif self._answer_due is not None and now >= self._answer_due:
-            self.fail(LoadFailure.UNREACHABLE, "the prefill node does not answer", now)
+            reason = LoadFailure.UNREACHABLE if self._is_lost else LoadFailure.PEER_FROZEN
+            self.is_unanswered = True
+            self.fail(reason, "the prefill node does not answer", now)
         elif self._reads and now >= self._read_deadline:
             self.fail(LoadFailure.READ_FAILED, f"no read of the prefill node ended for {self._limits.read_s:g} s", now)
         elif self.phase is Phase.CONFIRMING and now >= self._confirm_deadline:
@@ -314,6 +323,15 @@ class Pull:
             self._send_confirm(now)
 
     # steps
+
+    def _heard(self) -> None:
+        """P has answered."""
+        self._answer_due = None
+        self._is_lost = False
+
+    def _has_all(self, state: LeaseState) -> bool:
+        """P's steps have done all that this load waits for; its control thread does the rest."""
+        return state.num_tokens_readable >= self.ticket.num_tokens and bool(state.first_tokens)
 
     def _advance(self, now: float) -> None:
         """Go as far as what is known allows."""

@@ -355,7 +355,7 @@ class Reader:
         for pull in peer.pulls.values():
             if pull.is_live or pull.endpoint != endpoint.key:
                 continue
-            if pull.failure is LoadFailure.UNREACHABLE or now - pull.failed_at >= self._context.drain_deadline_s:
+            if pull.is_unanswered or now - pull.failed_at >= self._context.drain_deadline_s:
                 detail = f"reads of {peer.address[0]}:{peer.address[1]} did not end"
                 self._tear_down(peer, endpoint, LoadFailure.READ_FAILED, detail, now)
                 return

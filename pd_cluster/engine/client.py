@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from pd_cluster.engine.forecast import FROZEN_S
+from pd_cluster.engine.liveness import STALL_S, EngineLiveness, EngineState
 from pd_cluster.engine.messages import (
-    HEARTBEAT_S,
     Abort,
     AddRequest,
     EngineDied,
@@ -21,19 +23,22 @@ from pd_cluster.engine.messages import (
     FromEngine,
     NeedsPrefill,
     RequestFailed,
+    SilenceAllowed,
     StartupProgress,
     TicketOpened,
     ToEngine,
     TokensOut,
+    Work,
 )
-from pd_cluster.errors import EngineUnavailable
+from pd_cluster.errors import EngineFrozen, EngineLost, EngineUnavailable
+from pd_connectors.protocol.clock import PatientClock
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
 logger = logging.getLogger("pd_cluster.engine")
 
-STALL_S = 60.0  # silence after which an engine counts as hung; the longest step, with compilations, is shorter
+LISTEN_S = 0.25  # between two looks at a silent engine
 
 RequestMessage = TicketOpened | TokensOut | NeedsPrefill | RequestFailed
 
@@ -52,8 +57,16 @@ class EngineClient(Protocol):
     def alive(self) -> bool:
         """The engine is ready and has not died."""
 
+    @property
+    def frozen(self) -> str:
+        """Why the engine counts as frozen; "" while it makes progress."""
+
+    @property
+    def num_freezes(self) -> int:
+        """How often it was judged frozen."""
+
     def open(self, request: AddRequest) -> RequestStream:
-        """Admit a request. Raises EngineUnavailable."""
+        """Admit a request. Raises EngineUnavailable, also as EngineFrozen."""
 
     def send(self, message: ToEngine) -> None:
         """Anything but AddRequest. Never blocks; silently void when the engine is gone (its requests have failed)."""
@@ -62,14 +75,23 @@ class EngineClient(Protocol):
 class RequestStream:
     """One request's messages, ending with its terminal one. Leaving the `async with` block aborts what still runs."""
 
-    def __init__(self, request_id: str, send: Callable[[ToEngine], None], forget: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        send: Callable[[ToEngine], None],
+        forget: Callable[[str], None],
+        *,
+        awaits_ticket: bool = False,
+    ) -> None:
         self.request_id = request_id
+        self.awaits_ticket = awaits_ticket  # until it has one, another engine can do the work as well
         self._messages: asyncio.Queue[RequestMessage] = asyncio.Queue()
         self._send = send
         self._forget = forget
         self._ended = False
 
     def push(self, message: RequestMessage) -> None:
+        self.awaits_ticket = self.awaits_ticket and not isinstance(message, TicketOpened)
         self._messages.put_nowait(message)
 
     async def __aenter__(self) -> RequestStream:
@@ -112,7 +134,10 @@ class ZmqEngineClient:
         context: zmq.asyncio.Context,
         address: str,
         on_progress: Callable[[str], None],
+        *,
+        frozen_s: float = FROZEN_S,
         stall_s: float = STALL_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._to_engine = context.socket(zmq.PUSH)
         self._to_engine.set_hwm(0)  # bounded by max_waiting, not by the socket
@@ -125,7 +150,12 @@ class ZmqEngineClient:
         self._decoder: msgspec.msgpack.Decoder[list[FromEngine]] = msgspec.msgpack.Decoder(list[FromEngine])
         self._streams: dict[str, RequestStream] = {}
         self._on_progress = on_progress
+        self._frozen_s = frozen_s
         self._stall_s = stall_s
+        self._clock = PatientClock(clock, patience_s=LISTEN_S)
+        self._liveness: EngineLiveness | None = None  # from the ready message on
+        self._frozen = ""
+        self._num_freezes = 0
         self._is_ready = asyncio.Event()
         self._ready: EngineReady | None = None
         self._stats: EngineStats | None = None
@@ -144,6 +174,14 @@ class ZmqEngineClient:
         return self._ready is not None and not self._death
 
     @property
+    def frozen(self) -> str:
+        return "" if self._death else self._frozen
+
+    @property
+    def num_freezes(self) -> int:
+        return self._num_freezes
+
+    @property
     def death(self) -> str:
         """Why the engine is gone; "" while it lives."""
         return self._death
@@ -151,9 +189,12 @@ class ZmqEngineClient:
     def open(self, request: AddRequest) -> RequestStream:
         if not self.alive:
             raise EngineUnavailable(self._death or "the engine is still starting")
+        if self._frozen:
+            raise EngineFrozen(self._frozen)
         if request.request_id in self._streams:
             raise AssertionError(f"request id {request.request_id} is in use")
-        stream = RequestStream(request.request_id, self.send, self._forget)
+        awaits_ticket = request.work is Work.PREFILL
+        stream = RequestStream(request.request_id, self.send, self._forget, awaits_ticket=awaits_ticket)
         self._streams[request.request_id] = stream
         self.send(request)
         return stream
@@ -177,28 +218,60 @@ class ZmqEngineClient:
         return self._ready
 
     async def watch(self) -> None:
-        """Deliver messages until the engine says that it died, or says nothing for too long although it is ready.
+        """Deliver messages until the engine says that it died, or is given up; judge it when nothing has arrived.
 
-        Silence is counted in polls that this process made, so that a machine that slept, or a stopped process, is not
-        taken for a silent engine.
+        Time in which this process did not run does not count (`PatientClock`): after a stop of both, or of the machine,
+        the engine is heard first.
         """
-        num_silent = 0
         while not self._death:
-            if not await self._from_engine.poll(int(HEARTBEAT_S * 1000)):
-                num_silent += self._ready is not None
-                if num_silent * HEARTBEAT_S >= self._stall_s:
-                    self.declare_dead(f"the engine has said nothing for {self._stall_s:g} s")
+            self._clock.sleep(LISTEN_S)
+            has_mail = await self._from_engine.poll(int(LISTEN_S * 1000))
+            self._clock.resume()
+            if not has_mail:
+                self._judge()
                 continue
-            num_silent = 0
             for message in self._decoder.decode(await self._from_engine.recv()):
                 self._deliver(message)
+            if self._liveness is not None:
+                self._liveness.heard(self._clock())
+                self._thaw()
+
+    def _judge(self) -> None:
+        """Nothing has arrived for `LISTEN_S`."""
+        if self._liveness is None:
+            return
+        now = self._clock()
+        state = self._liveness.state(now)
+        if state is EngineState.DEAD:
+            self.declare_dead(self._liveness.reason(now))
+        elif state is EngineState.FROZEN and not self._frozen:
+            self._freeze(self._liveness.reason(now))
+
+    def _freeze(self, why: str) -> None:
+        """Requests that still wait for their ticket fail: another node can do all of their work."""
+        logger.warning("the engine is frozen: %s", why)
+        self._frozen = why
+        self._num_freezes += 1
+        for stream in list(self._streams.values()):
+            if stream.awaits_ticket:
+                self.send(Abort(stream.request_id))
+                stream.push(RequestFailed(stream.request_id, EngineFrozen.__name__, why))
+
+    def _thaw(self) -> None:
+        if self._frozen:
+            logger.warning("the engine goes on")
+            self._frozen = ""
 
     def _deliver(self, message: FromEngine) -> None:
         match message:
             case EngineStats():
                 self._stats = message
+            case SilenceAllowed(seconds):
+                if self._liveness is not None:
+                    self._liveness.allow(seconds)
             case EngineReady():
                 self._ready = message
+                self._liveness = EngineLiveness(self._clock(), frozen_s=self._frozen_s, stall_s=self._stall_s)
                 self._is_ready.set()
             case StartupProgress():
                 self._on_progress(message.text)
@@ -209,18 +282,18 @@ class ZmqEngineClient:
                 if stream is not None:
                     stream.push(message)
 
-    def declare_dead(self, why: str) -> None:
-        """Fail every open request. Also called by whoever watches the process. Idempotent."""
+    def declare_dead(self, why: str, error: type[EngineUnavailable] = EngineLost) -> None:
+        """Fail every open request with `error`. Also called by the task that watches the process. Idempotent."""
         if self._death:
             return
         self._death = why
         self._is_ready.set()
         for stream in list(self._streams.values()):
-            stream.push(RequestFailed(stream.request_id, EngineUnavailable.__name__, why))
+            stream.push(RequestFailed(stream.request_id, error.__name__, why))
 
     def close(self) -> None:
         """Idempotent."""
-        self.declare_dead("the node is shutting down")
+        self.declare_dead("the node is shutting down", EngineUnavailable)
         for socket in (self._to_engine, self._from_engine):
             with contextlib.suppress(zmq.ZMQError):
                 socket.close(linger=0)

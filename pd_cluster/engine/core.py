@@ -19,6 +19,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pd_cluster.engine.block_manager import BlockManager
+from pd_cluster.engine.forecast import StepForecast
 from pd_cluster.engine.handoffs import Handoffs, admit, refusal
 from pd_cluster.engine.messages import (
     HEARTBEAT_S,
@@ -27,6 +28,7 @@ from pd_cluster.engine.messages import (
     EngineStats,
     PrefillLocally,
     ReleaseLease,
+    SilenceAllowed,
     ToEngine,
     TokensOut,
     UseTicket,
@@ -83,7 +85,17 @@ class EngineCore:
             on_preempt=self._handoffs.on_preempt,
             clock=clock,
         )
-        self._pipeline = Pipeline(executor, connector, config.scheduler.depth_on(executor.model.device), clock)
+        self._pipeline = Pipeline(
+            executor,
+            connector,
+            config.scheduler.depth_on(executor.model.device),
+            clock,
+            StepForecast(
+                keys_per_token=executor.model.spec.keys_per_token,
+                is_compiled_lazily=executor.model.device != "cpu",
+            ),
+            self._allow_silence,
+        )
         self._requests: dict[str, Request] = {}
         self._random = random.SystemRandom()
         self._stopping = False
@@ -129,12 +141,19 @@ class EngineCore:
             self._mailbox.wait(spare_s)  # who comes meanwhile is in the next step
         elif pipeline.is_full or not scheduler.has_work or not pipeline.launch(scheduler.schedule):
             if not len(pipeline):
+                pipeline.rest()
                 return False
             self._await_step()
         if self._clock() - self._stats_sent_at >= STATS_EVERY_S:
             self._send_stats()
         self._mailbox.flush()
         return True
+
+    def _allow_silence(self, allowed_s: float) -> None:
+        """The step loop may not turn for so long: the API process and the nodes that read from here must know."""
+        self._connector.allow_silence(allowed_s)
+        self._mailbox.send(SilenceAllowed(allowed_s))
+        self._mailbox.flush()
 
     def _await_step(self) -> None:
         """Hear what comes while the oldest step runs; when it may have ended, wait for that."""

@@ -1,7 +1,8 @@
 """What the API process and the engine process say to each other (msgspec over ZMQ).
 
     API -> engine   AddRequest, UseTicket, PrefillLocally, Abort, ReleaseLease
-    engine -> API   EngineReady, TicketOpened, TokensOut, NeedsPrefill, RequestFailed, EngineStats, EngineDied
+    engine -> API   EngineReady, TicketOpened, TokensOut, NeedsPrefill, RequestFailed, EngineStats, SilenceAllowed,
+                    EngineDied
 
 Every AddRequest gets exactly one terminal reply: the TokensOut whose `finished` is true, or a RequestFailed.
 An aborted request gets its reply too (finish reason "abort").
@@ -202,6 +203,15 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     gauges: dict[str, float]
 
 
+class SilenceAllowed(msgspec.Struct, frozen=True, tag=True):
+    """Sent before a step that may take long, or is warm-up: an engine that is silent for so long is not frozen yet.
+
+    Stands until the next one. At first `forecast.FROZEN_S` are allowed.
+    """
+
+    seconds: float
+
+
 class EngineDied(msgspec.Struct, frozen=True, tag=True):
     """The engine's last words."""
 
@@ -209,5 +219,13 @@ class EngineDied(msgspec.Struct, frozen=True, tag=True):
 
 
 FromEngine = (
-    EngineReady | StartupProgress | TicketOpened | TokensOut | NeedsPrefill | RequestFailed | EngineStats | EngineDied
+    EngineReady
+    | StartupProgress
+    | TicketOpened
+    | TokensOut
+    | NeedsPrefill
+    | RequestFailed
+    | EngineStats
+    | SilenceAllowed
+    | EngineDied
 )

@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pd_cluster.engine.forecast import FROZEN_S, StepForecast
 from pd_cluster.engine.pace import Pace
 
 if TYPE_CHECKING:
@@ -33,15 +34,32 @@ class Flight:
     batch: Batch
     pending: PendingStep
     launched_s: float
+    kind: int  # see `forecast`
+    allowed_s: float
     loads_behind: list[LoadSpec] = field(default_factory=list)  # they start when this step has retired
 
 
 class Pipeline:
-    """Launches steps and retires them, oldest first. `depth`: how many may be under way while the host waits."""
+    """Launches steps and retires them, oldest first.
 
-    def __init__(self, executor: Executor, connector: WorkerHalf, depth: int, clock: Callable[[], float]) -> None:
+    depth: how many may be under way while the host waits.  allow_silence: told, before a step that may take longer than
+    the one before it, for how many seconds the step loop may not turn.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        connector: WorkerHalf,
+        depth: int,
+        clock: Callable[[], float],
+        forecast: StepForecast,
+        allow_silence: Callable[[float], None],
+    ) -> None:
         assert depth >= 1
         self.depth = depth
+        self._forecast = forecast
+        self._allow_silence = allow_silence
+        self._allowed_s = FROZEN_S
         self.busy_s = 0.0  # total time with at least one step under way
         self._executor = executor
         self._connector = connector
@@ -87,7 +105,10 @@ class Pipeline:
             return False
         launched_s = self._clock()
         self._connector.send_after(batch.begun)  # first: a launch takes milliseconds, on a CPU the whole step
-        self._flights.append(Flight(batch, self._executor.launch(batch), launched_s))
+        kind = self._forecast.kind_of(batch)
+        allowed_s = self._forecast.allowed_s(kind)
+        self._allow(max([allowed_s, *(flight.allowed_s for flight in self._flights)]))
+        self._flights.append(Flight(batch, self._executor.launch(batch), launched_s, kind, allowed_s))
         self._pace.note_launch(batch, self._clock() - started_s)
         return True
 
@@ -99,9 +120,20 @@ class Pipeline:
         now_s = self._clock()
         duration_s = now_s - max(flight.launched_s, self._retired_s)
         self._pace.note_step(flight.batch, duration_s, was_over=was_over)
+        self._forecast.note_step(flight.kind, duration_s)
         self.busy_s += duration_s
         self._retired_s = now_s
         if flight.loads_behind:
             self._connector.recv_before(flight.loads_behind)
         self._connector.send_after(flight.batch.publishes)
         return flight.batch, result
+
+    def rest(self) -> None:
+        """Nothing is under way: the usual silence is allowed again."""
+        assert not self._flights
+        self._allow(FROZEN_S)
+
+    def _allow(self, allowed_s: float) -> None:
+        if allowed_s != self._allowed_s:
+            self._allowed_s = allowed_s
+            self._allow_silence(allowed_s)

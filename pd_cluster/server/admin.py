@@ -86,11 +86,8 @@ def _model_card(state: NodeState) -> dict[str, Any]:
 
 def _health(state: NodeState) -> dict[str, Any]:
     ready, stats = state.engine.ready, state.engine.stats
-    status = (
-        "starting" if ready is None else "dead" if not state.engine.alive else "draining" if state.draining else "ok"
-    )
     body: dict[str, Any] = {
-        "status": status,
+        "status": _status(state),
         "role": state.config.server.role,
         "node_id": state.node_id,
         "model": state.model_name,
@@ -100,9 +97,23 @@ def _health(state: NodeState) -> dict[str, Any]:
         "num_in_flight": state.num_in_flight,
         "kv_in_use": round(stats.kv.in_use / stats.kv.num_blocks, 3) if stats else 0.0,
     }
+    if state.engine.frozen:
+        body["reason"] = state.engine.frozen
     if ready is not None:
         body |= {"fingerprint": ready.fingerprint, "connector": ready.connector, "max_model_len": ready.max_model_len}
     return body
+
+
+def _status(state: NodeState) -> str:
+    """ARCHITECTURE.md has the table."""
+    engine = state.engine
+    if engine.ready is None:
+        return "starting"
+    if not engine.alive:
+        return "dead"
+    if engine.frozen:
+        return "frozen"
+    return "draining" if state.draining else "ok"
 
 
 def _kv(state: NodeState) -> dict[str, Any]:

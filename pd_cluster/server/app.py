@@ -50,7 +50,7 @@ def create_app(state: NodeState) -> FastAPI:
         state.peers = None
 
     app = FastAPI(title="pd-cluster node", version=__version__, lifespan=lifespan, openapi_url=None)  # no /docs either
-    state.metrics.add_engine(lambda: state.engine.stats, partial(_node_info, state))
+    state.metrics.add_engine(lambda: state.engine.stats, partial(_node_info, state), lambda: state.engine.num_freezes)
     app.add_middleware(RequestIdMiddleware)
     app.add_exception_handler(PdError, _on_pd_error)
     app.add_exception_handler(HTTPException, _on_http_error)

@@ -18,7 +18,12 @@ from pd_cluster.server.fields import ignored_header
 from pd_cluster.server.generation import Generation
 from pd_cluster.server.handoff import Tokenize, plan_handoff
 from pd_cluster.server.job import Job, Plan
-from pd_cluster.server.prefill_leg import answer_prefill_stream, answer_prefill_whole, answer_without_prefill
+from pd_cluster.server.prefill_leg import (
+    answer_prefill_stream,
+    answer_prefill_whole,
+    answer_without_prefill,
+    keeping_alive,
+)
 from pd_cluster.server.sampling import check_min_tokens, sampling_params, text_options
 from pd_cluster.server.schema import Body, ChatBody, CompletionBody, GenerationBody, KvTransferParams, decode_body
 
@@ -113,11 +118,15 @@ async def _generate(
             state.metrics.fallbacks.labels("several_prompts").inc()
             await answer_without_prefill(reply, shape, prompts, wants_ticket=caller.wants_ticket_stream)
             return
+    if is_prefill_leg and caller.wants_ticket_stream:
+        async with keeping_alive(state, reply) as alive:
+            job = await _job(state, caller, body, 0, prompts, logprobs)
+            generation = Generation(state, job, caller.started_s)
+            await answer_prefill_stream(state, reply, generation, alive, echo_ids=echo_ids)
+        return
     jobs = [await _job(state, caller, body, i, prompts, logprobs) for i in range(len(prompts))]
     generations = [Generation(state, job, caller.started_s) for job in jobs]
-    if is_prefill_leg and caller.wants_ticket_stream:
-        await answer_prefill_stream(state, reply, generations[0], echo_ids=echo_ids)
-    elif is_prefill_leg:
+    if is_prefill_leg:
         await answer_prefill_whole(state, reply, generations[0], shape, echo_ids=echo_ids)
     elif body.stream:
         await answer_stream(state, reply, generations, shape, body.stream_options)

@@ -173,6 +173,8 @@ class Generation:
                 async for message in self._admitted:
                     await self._take(message)
         except (TimeoutError, PdError) as error:
+            if isinstance(error, TimeoutError):
+                self._state.metrics.waits.labels("settle").inc()
             logger.warning("request %s: the engine did not confirm its end: %r", self.job.request_id, error)
 
     async def _take(self, message: RequestMessage) -> Iterable[Delta]:

@@ -18,11 +18,11 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from pd_cluster.engine.messages import NeedsPrefill, PrefillLocally, UseTicket, Work
-from pd_cluster.errors import PrefillUnavailable
+from pd_cluster.errors import PeersDied, PrefillUnavailable
 from pd_cluster.server.job import Job, Plan
 from pd_cluster.server.peer import PREFILL_PARAMS, PeerError, PeerFault, PrefillLeg
 from pd_cluster.server.sampling import api_fields
-from pd_connectors.protocol.errors import BadSignature, TicketError, TicketExpired
+from pd_connectors.protocol.errors import BadSignature, LoadFailure, TicketError, TicketExpired
 from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.ticket import PROTOCOL_VERSION, Offer, Paper, Ticket, verify
 
@@ -34,7 +34,8 @@ Tokenize = Callable[[], Awaitable[list[int]]]
 
 logger = logging.getLogger("pd_cluster.server")
 
-TICKET_DEADLINE_S = 5.0  # P answers at admission, before it computes: a node that takes longer is in trouble
+# A load that fails like this has lost its P, perhaps because of this very request
+_DEATHS = frozenset({LoadFailure.UNREACHABLE, LoadFailure.PEER_RESTARTED})
 
 
 class Untrusted(Exception):
@@ -123,16 +124,20 @@ class PrefillSearch:
         self._urls = list(job.plan.prefill_urls)
         self._ends_s = time.monotonic() + state.config.handoff.load_deadline_s
         self._legs: list[PrefillLeg] = []
+        self._dead: set[str] = set()  # prefill nodes that died while the request was with them
         ticket, is_open = job.plan.ticket, job.plan.work is Work.TAKE_OVER
         # None: not settled, the engine may still ask or do it itself
         self.prefill_node: str | None = ticket.lease.engine_id if ticket else None if is_open else state.node_id
 
     async def answer(self, needs: NeedsPrefill) -> UseTicket | PrefillLocally:
-        """Raises PrefillUnavailable."""
+        """Raises PrefillUnavailable, PeersDied."""
         policy = self._state.config.handoff.on_load_failure
         reason = needs.reason
         if reason:
-            self._fell_back(reason.partition(":")[0], reason)  # the rest is words; a label has few values
+            cause = reason.partition(":")[0]  # the rest is words; a label has few values
+            self._fell_back(cause, reason)
+            if cause in _DEATHS or any(leg.has_died for leg in self._legs):
+                self._bury(self.prefill_node or "")
         await self.close()  # the node whose load failed
         while self._urls and (not reason or policy in ("any", "remote")):
             left_s = self._ends_s - time.monotonic()
@@ -140,11 +145,14 @@ class PrefillSearch:
                 reason = "deadline"
                 self._fell_back(reason)
                 break
+            url = self._urls.pop(0)
             try:
-                ticket = await self._ask(self._urls.pop(0), left_s)
+                ticket = await self._ask(url, left_s)
             except PeerError as error:
                 reason = error.fault
                 self._fell_back(reason, str(error))
+                if error.fault is PeerFault.DIED:
+                    self._bury(url)
                 continue
             self.prefill_node = ticket.lease.engine_id
             return UseTicket(self._job.request_id, ticket, max(self._ends_s - time.monotonic(), 0.001))
@@ -159,6 +167,15 @@ class PrefillSearch:
         """The engine has generated. If it never asked, it has prefilled by itself."""
         if self.prefill_node is None:
             self.prefill_node = self._state.node_id
+
+    def _bury(self, name: str) -> None:
+        """A prefill node died of this request, perhaps. Raises PeersDied when it must not meet another one."""
+        self._dead.add(name)
+        if len(self._dead) >= self._state.config.handoff.max_node_deaths:
+            self._fell_back("nodes_died")
+            raise PeersDied(
+                f"{len(self._dead)} prefill nodes died while they served this request; it is not tried again"
+            )
 
     async def close(self) -> None:
         """Hang up on every prefill node asked. Idempotent."""
@@ -177,7 +194,7 @@ class PrefillSearch:
             "kv_transfer_params": PREFILL_PARAMS,
         } | api_fields(job.sampling)
         headers = {"x-request-id": job.client_request_id}
-        leg = await PrefillLeg.open(self._state.peers, url, body, headers, min(left_s, TICKET_DEADLINE_S))
+        leg = await PrefillLeg.open(self._state.peers, url, body, headers, left_s)
         self._legs.append(leg)
         try:
             return trusted_ticket(self._state, leg.ticket, job.prompt, job.salt)

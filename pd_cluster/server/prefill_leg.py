@@ -5,6 +5,7 @@ With the header `x-pd-ticket: stream` the ticket goes out at admission, before a
     event: ticket    data: {"kv_transfer_params": {...}}
     event: done      data: {"usage": {...}}                     the whole prompt's KV can be read
     event: error     data: {"error": {...}, "status": 503}      instead of done
+    : waiting                                                   every second until there is a ticket
 
 Other routers wait for one JSON completion, with the same kv_transfer_params in it. Either way P gives up
 when the caller hangs up before the end.
@@ -23,6 +24,7 @@ from pd_cluster.engine.messages import FinishReason
 from pd_cluster.errors import InvalidRequest, PdError
 from pd_cluster.server.answer import Collected, Shape, collect, usage_of
 from pd_cluster.server.exchange import Reply, error_body
+from pd_cluster.server.keepalive import KeepAlive
 from pd_connectors.protocol.ticket import sign
 
 if TYPE_CHECKING:
@@ -53,13 +55,22 @@ def transfer_params(state: NodeState, generation: Generation, *, echo_ids: bool)
     return params | {"prompt_token_ids": generation.job.prompt} if echo_ids else params
 
 
-async def answer_prefill_stream(state: NodeState, reply: Reply, generation: Generation, *, echo_ids: bool) -> None:
+def keeping_alive(state: NodeState, reply: Reply) -> KeepAlive:
+    """Enter it before anything of the request may take long."""
+    return KeepAlive(reply, {"x-pd-prefill": state.node_id}, _error_event)
+
+
+async def answer_prefill_stream(
+    state: NodeState, reply: Reply, generation: Generation, alive: KeepAlive, *, echo_ids: bool
+) -> None:
     """The ticket at once, then silence until the prefill is over."""
+    is_told = False
     async with generation:
         async for _ in generation:
-            if not reply.started:
+            if not is_told:
+                is_told = True
                 params = transfer_params(state, generation, echo_ids=echo_ids)
-                await reply.start_events({"x-pd-prefill": state.node_id}, _error_event)
+                await alive.start_events()
                 await reply.write(_event("ticket", {"kv_transfer_params": params}))
         await reply.end(_event("done", {"usage": usage_of([generation])}))
         await generation.settle()

@@ -60,8 +60,13 @@ class RouterConfig(HttpLimits):
         "local prefill is not allowed (--on-prefill-failure) or the request asks for an order.",
         choices=("auto", "never"),
     )
-    max_prefill_tries: int = setting(2, "Prefill nodes tried for one request.")
-    max_decode_tries: int = setting(2, "Decode nodes tried for one request, while the client has seen no byte.")
+    max_prefill_tries: int = setting(0, "Prefill nodes tried for one request. 0: all that live.")
+    max_decode_tries: int = setting(
+        0, "Decode nodes tried for one request, while the client has seen no byte. 0: all that live."
+    )
+    max_node_deaths: int = setting(
+        2, "A request during which so many nodes died gets a final 500: it may be what kills them."
+    )
     offer_size: int = setting(3, "Prefill nodes named to a decode node, best first.")
     offer_ttl_s: float = setting(120.0, "How long a decode node may act on such a list.")
     connect_timeout_s: float = setting(3.0, "Until a TCP connection to a node stands.")
@@ -75,8 +80,11 @@ class RouterConfig(HttpLimits):
     keepalive_s: float = setting(
         4.0, "Idle connections to nodes are dropped after this; keep it below the nodes' own limit."
     )
-    health_interval_s: float = setting(1.0, "Between two looks at a node's /health.")
-    health_timeout_s: float = setting(3.0, "Until /health must have answered.")
+    health_interval_s: float = setting(0.5, "Between two looks at a node's /health.")
+    health_timeout_s: float = setting(2.5, "A node that does not answer /health within this is frozen.")
+    probe_timeout_s: float = setting(
+        1.0, "A node whose connection broke, and that does not answer /health within this, has died."
+    )
     eject_after: int = setting(
         3, "Failures in a row after which a node is left out for eject_s, whatever /health says."
     )
@@ -105,9 +113,12 @@ class RouterConfig(HttpLimits):
             raise StartupError("a node is given twice: each URL has one role (--prefill, --decode or --mixed)")
         if not all(key and value for key, value in self.kubernetes_labels.items()):
             raise StartupError(f"bad --kubernetes-selector {self.kubernetes_selector!r}: write KEY=VALUE,KEY=VALUE")
-        for name in ("max_prefill_tries", "max_decode_tries", "offer_size", "eject_after"):
-            if getattr(self, name) < 1:
-                raise StartupError(f"--{name.replace('_', '-')} must be at least 1")
+        for name, least in (
+            ("max_prefill_tries", 0), ("max_decode_tries", 0), ("max_node_deaths", 1), ("offer_size", 1),
+            ("eject_after", 1),
+        ):  # fmt: skip
+            if getattr(self, name) < least:
+                raise StartupError(f"--{name.replace('_', '-')} must be at least {least}")
 
     @property
     def learns_of_nodes(self) -> bool:

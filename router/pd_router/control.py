@@ -14,6 +14,7 @@ from pd_router import headers as rules
 from pd_router.body import RequestBody
 from pd_router.client import Reply, read_body
 from pd_router.errors import ModelNotFound, NodeFailed, NoNode, RouterError
+from pd_router.liveness import FirstByteGuard
 from pd_router.nodes import Node, Role
 from pd_router.upstream import Answer, LegFailed, Refused
 
@@ -94,11 +95,16 @@ class Relay:
             raise ModelNotFound(f"no node serves the model {model!r}", param="model")
         headers = rules.forwarded(scope["headers"], request_id)
         last: LegFailed | None = None
-        for node in s.table.healthy(_ANYBODY, model):
+        nodes = s.table.healthy(_ANYBODY, model)
+        for i, node in enumerate(nodes):
+            has_next = i + 1 < len(nodes)
             try:
-                return await self._ask_one(node, path, headers, body)
+                with FirstByteGuard(node, lambda has_next=has_next: has_next):  # type: ignore[misc]
+                    return await self._ask_one(node, path, headers, body)
             except LegFailed as failure:
                 s.metrics.leg_failures.labels("relay", node.node_id, failure.kind.value).inc()
+                if failure.wait:
+                    s.metrics.waits.labels(failure.wait, node.node_id).inc()
                 last = failure
         if last is None:
             raise NoNode("no healthy node; try again later")

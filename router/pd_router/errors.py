@@ -7,6 +7,7 @@ RouterError
 ├── NodeUnknown      404
 ├── NodeConflict     409  an order that the router must not obey as things are
 ├── BodyTooLarge     413
+├── NodesDied        500  several nodes died while they served the request; it must not be tried again
 ├── NodeFailed       502  a node broke or refused, and no other could take over
 ├── NoNode           503  no healthy node of the needed role
 ├── Stopping         503  the router ends before the request could
@@ -78,6 +79,13 @@ class BodyTooLarge(RouterError):
     status = 413
     kind = "invalid_request_error"
     code = "body_too_large"
+
+
+class NodesDied(RouterError):
+    """Several nodes died while they served the request: it may be what kills them."""
+
+    status = 500
+    code = "nodes_died"
 
 
 class NodeFailed(RouterError):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,27 +12,32 @@ import orjson
 
 from pd_connectors.protocol.ticket import Offer, sign
 from pd_router import policy, spill
+from pd_router.candidates import Candidates, Choose
+from pd_router.casualties import Casualties
 from pd_router.client import JSON_TYPE, Reply
 from pd_router.config import Order, RouterConfig
-from pd_router.errors import NodeFailed, NoNode, RouterError
+from pd_router.errors import NodeFailed, NodesDied, NoNode, RouterError
 from pd_router.headers import ROUTE, TICKET, Headers
 from pd_router.legs import DecodeLeg, Handoff, PrefillLeg
-from pd_router.nodes import Charge, Node, NodeTable
+from pd_router.liveness import FirstByteGuard
+from pd_router.nodes import Charge, Node, NodeTable, Role
 from pd_router.splice import send_answer
 from pd_router.upstream import Answer, FailureKind, LegFailed, Refused, Upstream
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from pd_router.background import Background
     from pd_router.body import RequestBody
     from pd_router.metrics import Metrics
 
 log = logging.getLogger("pd_router")
-Choose = Callable[[Iterable[Node], float], Node | None]
 # A node's own word for "not now" or "not here"; 504 is not among them: the request's time is up everywhere.
 _RETRYABLE = frozenset({429, 500, 502, 503})
 # What counts against a node. An answer in HTTP does not, whatever its status: the request may have caused it, and then
 # a client could talk every node out of service. Nor does slowness, which is load: /health judges that.
 _ILLNESS = frozenset({FailureKind.CONNECT, FailureKind.BROKEN, FailureKind.BAD_ANSWER})
+_JUDGED = frozenset({FailureKind.FROZEN, FailureKind.DIED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,7 @@ class Exchange:
         self._headers = headers
         self._reply = reply
         self._arrived_at = arrived_at
+        self._casualties = Casualties(services.config.max_node_deaths)
         self._prefills = plan.prefills  # `plan` forgets them when it becomes direct; their speed is a guess at others'
 
     async def run(self) -> None:
@@ -93,6 +99,10 @@ class Exchange:
         except Refused as refusal:
             self.outcome = "refused"
             await self._pass_on(refusal.answer, refusal.answer.status)
+        except NodesDied:
+            self._s.metrics.node_killers.inc()
+            self._name_route()
+            raise
         except RouterError:
             self._name_route()
             raise
@@ -109,7 +119,7 @@ class Exchange:
         if planned.is_asked or not self._s.config.spills or not sooner(planned.decodes, self._s.table.clock()):
             return False
         self._set_direct("prefill-busy")
-        decode, _ = await self._try_decodes(body.plain(), sooner, body.num_bytes)
+        decode, _ = await self._try_decodes(body.plain(), sooner, body.num_bytes, has_other_way=True)
         if decode is None:
             self.plan, self.phase = planned, "prefill"
             return False
@@ -176,21 +186,24 @@ class Exchange:
         body = self._body.for_prefill()
         headers = self._headers.copy()
         headers[TICKET] = "stream"
-        left = list(self.plan.prefills)
-        for _ in range(s.config.max_prefill_tries):
-            node = policy.best_prefill(left, s.table.clock())
-            if node is None:
-                break
-            left.remove(node)
+        candidates = Candidates(
+            self.plan.prefills, self._healthy(Role.PREFILL), policy.best_prefill, s.config.max_prefill_tries,
+            s.table.clock,
+        )  # fmt: skip
+        has_local = s.config.on_prefill_failure == "local"
+        while (node := candidates.take()) is not None:
             leg = PrefillLeg(s.upstream, node, Charge(node, s.table.clock, prefill_bytes=self._body.num_bytes))
+            self._casualties.meet(node)
             try:
-                handoff = await leg.open(self._path, headers, body, s.config.ticket_timeout_s)
+                with FirstByteGuard(node, lambda: has_local or candidates.has_next):
+                    handoff = await leg.open(self._path, headers, body, s.config.ticket_timeout_s)
             except LegFailed as failure:
-                self._note("prefill", failure)
+                await self._judge("prefill", failure)
                 continue
             s.table.answered(node)
             s.metrics.ticket_s.observe(s.table.clock() - self._arrived_at)
             return leg, handoff
+        s.metrics.exhausted.labels("prefill").inc()
         return None, None
 
     async def _open_decode(self, body: bytes, choose: Choose, prefill_bytes: int = 0) -> DecodeLeg | None:
@@ -203,6 +216,8 @@ class Exchange:
             return leg
         if last is None:
             raise NoNode("every decode node went down while the request was prefilled; try again")
+        if last.is_final:
+            raise NodesDied(f"nodes died while they served this request, says {last.node.node_id}")
         if last.answer is None:
             raise NodeFailed(f"no decode node could serve the request; the last one: {last}")
         self.outcome = "failed"
@@ -210,31 +225,61 @@ class Exchange:
         return None
 
     async def _try_decodes(
-        self, body: bytes, choose: Choose, prefill_bytes: int
+        self, body: bytes, choose: Choose, prefill_bytes: int, *, has_other_way: bool = False
     ) -> tuple[DecodeLeg | None, LegFailed | None]:
-        """A leg that has begun to answer, or nothing and how the last one failed, if any was tried. Raises Refused."""
+        """A leg that has begun to answer, or nothing and how the last one failed, if any was tried.
+
+        All tries share one deadline. `has_other_way`: the request can be served even if no candidate is left.
+        Raises Refused, NodesDied.
+        """
         s = self._s
         self.phase = "decode"
-        left = list(self.plan.decodes)
+        candidates = Candidates(
+            self.plan.decodes, self._healthy(Role.DECODE, Role.MIXED), choose, s.config.max_decode_tries, s.table.clock
+        )
         last: LegFailed | None = None
         wait_s = s.config.first_byte_timeout_s if self._body.wants_stream else s.config.response_timeout_s
-        for _ in range(s.config.max_decode_tries):
-            node = choose(left, s.table.clock())
-            if node is None:
-                break
-            left.remove(node)
+        ends_at = s.table.clock() + wait_s
+        while (node := candidates.take()) is not None:
             leg = DecodeLeg(s.upstream, node, self._charge(node, prefill_bytes, self._body.num_samples))
+            self._casualties.meet(node)
+            left_s = max(0.0, ends_at - s.table.clock())
             try:
-                await leg.open(self._path, self._headers, body, wait_s, s.config.idle_timeout_s)
+                with FirstByteGuard(node, lambda: has_other_way or candidates.has_next):
+                    await leg.open(self._path, self._headers, body, left_s, s.config.idle_timeout_s)
             except LegFailed as failure:
-                self._note("decode", failure)
+                await self._judge("decode", failure)
                 last = failure
-                if failure.answer is not None and failure.answer.status not in _RETRYABLE:
-                    break
+                if not _may_be_tried_again(failure):
+                    return None, last
                 continue
             s.table.answered(node)
             return leg, last
+        s.metrics.exhausted.labels("decode").inc()
         return None, last
+
+    def _healthy(self, *roles: Role) -> Callable[[], list[Node]]:
+        return lambda: self._s.table.healthy(roles, self._body.model)
+
+    async def _judge(self, leg: str, failure: LegFailed) -> None:
+        """Count a leg that failed before its first byte. Raises NodesDied when the request must not go elsewhere."""
+        if failure.kind is FailureKind.BROKEN:
+            epoch = self._casualties.epoch_of(failure.node)
+            if await self._s.upstream.has_died(failure.node, epoch):
+                failure.kind = FailureKind.DIED
+        self._note(leg, failure)
+        if failure.kind is FailureKind.DIED:
+            self._casualties.add(failure.node)
+            await self._look_for_others()
+            self._casualties.check()
+
+    async def _look_for_others(self) -> None:
+        """The request killed a node: see which others died meanwhile. D-first, only D knows which P it asked."""
+        suspects, has_died = self._casualties.suspects, self._s.upstream.has_died
+        asked = (has_died(node, epoch, is_silence_death=False) for node, epoch in suspects)
+        for (node, _), died in zip(suspects, await asyncio.gather(*asked), strict=True):
+            if died:
+                self._casualties.add(node)
 
     def _charge(self, node: Node, prefill_bytes: int, sequences: int = 0) -> Charge:
         """What a node is given whose reading only a decode node's answer shows."""
@@ -249,6 +294,8 @@ class Exchange:
         try:
             await leg.drain(self._s.config.response_timeout_s)
         except LegFailed as failure:
+            if failure.kind is FailureKind.DIED:
+                self._casualties.add(failure.node)
             self._note("prefill_after_ticket", failure)
 
     async def _answer(self, leg: DecodeLeg, prefill_by: Node | None) -> bool:
@@ -287,6 +334,10 @@ class Exchange:
 
     def _note(self, leg: str, failure: LegFailed) -> None:
         self._s.metrics.leg_failures.labels(leg, failure.node.node_id, failure.kind.value).inc()
+        if failure.wait:
+            self._s.metrics.waits.labels(failure.wait, failure.node.node_id).inc()
+        if failure.kind in _JUDGED:
+            self._s.metrics.moves.labels(leg, failure.node.node_id, failure.kind.value).inc()
         if failure.kind in _ILLNESS:
             self._s.table.failed(failure.node, unreachable=failure.kind is FailureKind.CONNECT)
         elif failure.kind is FailureKind.REFUSED:
@@ -299,6 +350,8 @@ class Exchange:
         nodes = policy.offer_order(self.plan.prefills, s.table.clock(), without)[: s.config.offer_size]
         if not nodes:
             return None
+        for node in nodes:
+            self._casualties.meet(node)
         return sign(s.key, Offer(tuple(node.url for node in nodes), s.wall_clock() + s.config.offer_ttl_s))
 
     def _release(self, handoff: Handoff) -> None:
@@ -318,3 +371,10 @@ class Exchange:
             log.warning("request %s: could not release its ticket: %s", self._headers["x-request-id"], error)
             return
         s.metrics.releases.labels("ok").inc()
+
+
+def _may_be_tried_again(failure: LegFailed) -> bool:
+    """Not when the node says that this would be in vain, nor when the request's own time is up: that is no other's."""
+    if failure.kind is FailureKind.TIMEOUT or failure.is_final:
+        return False
+    return failure.answer is None or failure.kind is FailureKind.DIED or failure.answer.status in _RETRYABLE

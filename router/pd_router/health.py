@@ -8,24 +8,30 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from pd_router.upstream import LegFailed, Upstream
+from pd_connectors.protocol.clock import patiently
+from pd_router.liveness import Down
+from pd_router.upstream import FailureKind, LegFailed, Upstream, object_in
 
 if TYPE_CHECKING:
     from pd_router.config import RouterConfig
     from pd_router.nodes import Node, NodeTable
+    from pd_router.upstream import Answer
 
 log = logging.getLogger("pd_router")
 
 
 class HealthPoller:
-    """Writes `reachable`, `node_id`, `epoch`, `num_slots`, `kv_in_use` and `models` of the nodes."""
+    """Writes `reachable`, `liveness`, `node_id`, `epoch`, `num_slots`, `kv_in_use` and `models` of the nodes.
+
+    A node whose process or engine stands still is judged frozen within `health_interval_s` + `health_timeout_s`.
+    """
 
     def __init__(self, config: RouterConfig, table: NodeTable, upstream: Upstream) -> None:
         self._table = table
         self._upstream = upstream
         self._interval_s = config.health_interval_s
         self._health_timeout_s = config.health_timeout_s
-        self._models_timeout_s = config.control_timeout_s
+        self._models_timeout_s = config.health_timeout_s  # the next look at /health waits for it
 
     async def run(self) -> None:
         """Poll until cancelled, whatever nodes come and go.
@@ -44,7 +50,7 @@ class HealthPoller:
                 await changed.wait()
 
     async def poll_all(self) -> None:
-        """One round. It ends within `health_timeout_s` + `control_timeout_s`."""
+        """One round. It ends within twice `health_timeout_s`."""
         await asyncio.gather(*(self.poll(node) for node in self._table.nodes))
 
     async def _poll_for_ever(self, node: Node) -> None:
@@ -61,24 +67,41 @@ class HealthPoller:
         was_reachable = node.reachable
         node.polled = True
         try:
-            answer = await self._upstream.get(node, "/health", {}, self._health_timeout_s)
+            answer = await patiently(self._upstream.get(node, "/health", {}, None), self._health_timeout_s)
+        except TimeoutError:
+            why = f"/health did not answer within {self._health_timeout_s:g} s"
+            self._set_down(node, why, FailureKind.FROZEN)
+            return
         except LegFailed as failure:
-            self._set_down(node, str(failure))
+            # A connection that broke off says less: the next look will tell
+            self._set_down(node, str(failure), FailureKind.DIED if failure.kind is FailureKind.CONNECT else None)
             return
         if answer.status != 200:
-            self._set_down(node, f"/health answers {answer.status}")
+            self._set_ill(node, answer)
             return
         restarted = self._read_identity(node, answer.body)
         if node.models is None or restarted or not was_reachable:
             await self._read_models(node)
         node.reachable = True
+        if restarted:
+            node.liveness.restarted("the node has restarted")
+        node.liveness.judge(None)
         if not was_reachable:
             log.info("node %s (%s, %s) is healthy", node.node_id, node.role.value, node.url)
 
-    def _set_down(self, node: Node, why: str) -> None:
+    def _set_ill(self, node: Node, answer: Answer) -> None:
+        """A node that answers, but not that all is well."""
+        told = object_in(answer.body)
+        status, reason = told.get("status"), told.get("reason")
+        kind = {"frozen": FailureKind.FROZEN, "dead": FailureKind.DIED}.get(str(status))
+        self._set_down(node, f"/health answers {answer.status}: {reason or status or 'no reason'}", kind)
+
+    def _set_down(self, node: Node, why: str, kind: FailureKind | None) -> None:
+        """`kind` None: no new request goes there, but those that wait for it go on waiting."""
         if node.reachable:
             log.warning("node %s (%s) is left out: %s", node.node_id, node.url, why)
         node.reachable = False
+        node.liveness.judge(None if kind is None else Down(kind, why))
 
     def _read_identity(self, node: Node, body: bytes) -> bool:
         """Take over what /health tells (other engines tell nothing). True when the node has booted anew."""

@@ -13,7 +13,7 @@ import msgspec
 from pd_router.body import raw_object
 from pd_router.headers import PREFILL_BY
 from pd_router.sse import Event, SseParser
-from pd_router.upstream import Answer, FailureKind, LegFailed, Upstream
+from pd_router.upstream import ENGINE_DIED, Answer, FailureKind, LegFailed, Refused, Upstream, code_of, object_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,7 +56,8 @@ class PrefillLeg:
                 async with asyncio.timeout(ticket_timeout_s):
                     return await self._handoff(self._response)
             except TimeoutError as error:
-                raise LegFailed(self.node, FailureKind.TIMEOUT, f"no ticket within {ticket_timeout_s} s") from error
+                detail = f"no ticket within {ticket_timeout_s:g} s"
+                raise LegFailed(self.node, FailureKind.TIMEOUT, detail, wait="ticket") from error
             except aiohttp.ClientError as error:
                 raise LegFailed(self.node, FailureKind.BROKEN, f"no ticket: {error}") from error
             except (ValueError, msgspec.MsgspecError) as error:
@@ -75,7 +76,7 @@ class PrefillLeg:
                     self._after_ticket = events[i + 1 :]
                     return self._read_params(event.data)
                 if event.name == "error":
-                    raise _failure_in(self.node, event)
+                    raise _refusal_in(event) or _failure_in(self.node, event)
         raise LegFailed(self.node, FailureKind.BROKEN, "the answer ended without a ticket")
 
     def _read_params(self, data: bytes) -> Handoff:
@@ -95,7 +96,8 @@ class PrefillLeg:
                     await self._read_to_end(self._response)
             self._charge.prefill_done()
         except TimeoutError as error:
-            raise LegFailed(self.node, FailureKind.TIMEOUT, f"prefill not done within {timeout_s} s") from error
+            detail = f"prefill not done within {timeout_s:g} s"
+            raise LegFailed(self.node, FailureKind.TIMEOUT, detail, wait="prefill") from error
         except (aiohttp.ClientError, ValueError) as error:
             raise LegFailed(self.node, FailureKind.BROKEN, f"{type(error).__name__}: {error}") from error
         finally:
@@ -128,7 +130,16 @@ class PrefillLeg:
 
 def _failure_in(node: Node, event: Event) -> LegFailed:
     text = event.data[:500].decode("utf-8", "replace")
-    return LegFailed(node, FailureKind.REFUSED, f"error event {text}")
+    kind = FailureKind.DIED if code_of(event.data) == ENGINE_DIED else FailureKind.REFUSED
+    return LegFailed(node, kind, f"error event {text}")
+
+
+def _refusal_in(event: Event) -> Refused | None:
+    """What would have been a 4xx if the node had not had to begin its answer before it knew."""
+    status = object_in(event.data).get("status")
+    if not isinstance(status, int) or not 400 <= status < 500 or status == 429:
+        return None
+    return Refused(Answer(status, (), event.data))
 
 
 class DecodeLeg:
@@ -162,7 +173,8 @@ class DecodeLeg:
                     async with asyncio.timeout(body_timeout_s):
                         self.whole = Answer(response.status, tuple(response.raw_headers), await response.read())
             except TimeoutError as error:
-                raise LegFailed(self.node, FailureKind.TIMEOUT, "the answer began but did not go on") from error
+                detail = "the answer began but did not go on"
+                raise LegFailed(self.node, FailureKind.TIMEOUT, detail, wait="body") from error
             except aiohttp.ClientError as error:
                 raise LegFailed(self.node, FailureKind.BROKEN, f"{type(error).__name__}: {error}") from error
         except BaseException:

@@ -49,6 +49,27 @@ class Metrics:
         self.leg_failures = Counter(
             "pd_router_leg_failures", "Legs that failed, by node and why.", ["leg", "node", "kind"], registry=registry
         )
+        self.waits = Counter(
+            "pd_router_waits_expired", "Waits for a node that ran into their deadline, by name.", ["wait", "node"],
+            registry=registry,
+        )  # fmt: skip
+        self.moves = Counter(
+            "pd_router_legs_moved",
+            "Legs that had shown no byte and left a node that was judged frozen or dead.",
+            ["leg", "node", "kind"],
+            registry=registry,
+        )
+        self.exhausted = Counter(
+            "pd_router_tries_exhausted",
+            "Requests for which every node of a role that lives, or as many as allowed, was tried in vain.",
+            ["leg"],
+            registry=registry,
+        )
+        self.node_killers = Counter(
+            "pd_router_requests_nodes_died",
+            "Requests that were given up because too many nodes died while they served them.",
+            registry=registry,
+        )
         self.client_gone = Counter(
             "pd_router_client_disconnects", "Clients that left, by what was going on.", ["phase"], registry=registry
         )

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from yarl import URL
 
 from pd_http.body import longest_body
+from pd_router.liveness import NodeLiveness
 from pd_router.speed import ReadingSpeed
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Node:
     prefill_bytes: int = 0  # outstanding prompt bytes: prefill work grows with the prompt
     decode_sequences: int = 0  # outstanding generations
     speed: ReadingSpeed = field(default_factory=ReadingSpeed)
+    liveness: NodeLiveness = field(default_factory=NodeLiveness)
     urls: dict[str, URL] = field(default_factory=dict)
 
     def is_healthy(self, now_s: float) -> bool:
@@ -250,6 +252,7 @@ class NodeTable:
             "url": node.url,
             "healthy": node.is_healthy(self.clock()),
             "state": node.state,
+            "down": None if node.liveness.down is None else node.liveness.down.why,
             "source": self.source_of(node),
             "outstanding": {"prefill_bytes": node.prefill_bytes, "sequences": node.decode_sequences},
             "epoch": node.epoch,

@@ -65,7 +65,8 @@ async def _splice(leg: DecodeLeg, reply: Reply, idle_timeout_s: float, tail: lis
     except TimeoutError as error:
         if sending:
             raise ClientGone from error
-        raise LegFailed(leg.node, FailureKind.TIMEOUT, f"the stream stood still for {idle_timeout_s} s") from error
+        detail = f"the stream stood still for {idle_timeout_s:g} s"
+        raise LegFailed(leg.node, FailureKind.TIMEOUT, detail, wait="stream") from error
 
 
 def _check_end(node: Node, tail: bytes) -> None:

@@ -6,9 +6,10 @@ import asyncio
 import io
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import orjson
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,14 +20,19 @@ if TYPE_CHECKING:
 
 # From this size on aiohttp wants a file rather than bytes, so that writing does not hold up the event loop.
 _LARGE_BODY_BYTES = 1 << 20
+# `error.code` of a node's answers; the node's side is `pd_cluster.errors`.
+ENGINE_DIED = "engine_died"
+NODES_DIED = "nodes_died"
 
 
 class FailureKind(StrEnum):
     """Why a leg failed. Each is counted under this name."""
 
-    CONNECT = "connect"  # nobody listens, or no route
+    CONNECT = "connect"  # no process listens there, or no route
     BROKEN = "broken"  # the connection ended before the answer did
     TIMEOUT = "timeout"  # one of the named timeouts
+    FROZEN = "frozen"  # health checks found that the node makes no progress
+    DIED = "died"  # the node, or its engine, died after the request was sent
     REFUSED = "refused"  # the node answered 429 or 5xx
     BAD_ANSWER = "bad_answer"  # the node answered something that is not our protocol
 
@@ -41,13 +47,21 @@ class Answer:
 
 
 class LegFailed(Exception):
-    """A leg came to nothing. `answer` is what the node said, when it said something."""
+    """A leg came to nothing. `answer` is what the node said, when it said something. `wait`: the wait that ran out."""
 
-    def __init__(self, node: Node, kind: FailureKind, detail: str, answer: Answer | None = None) -> None:
+    def __init__(
+        self, node: Node, kind: FailureKind, detail: str, answer: Answer | None = None, wait: str = ""
+    ) -> None:
         super().__init__(f"{node.node_id}: {kind.value}: {detail}")
         self.node = node
         self.kind = kind
         self.answer = answer
+        self.wait = wait
+
+    @property
+    def is_final(self) -> bool:
+        """The node says that the request must not be tried anywhere again."""
+        return self.answer is not None and code_of(self.answer.body) == NODES_DIED
 
 
 class Refused(Exception):
@@ -65,6 +79,7 @@ class Upstream:
         self._connect_timeout_s = config.connect_timeout_s
         self._keepalive_s = config.keepalive_s
         self._body_timeout_s = config.control_timeout_s
+        self._probe_timeout_s = config.probe_timeout_s
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Upstream:
@@ -95,8 +110,8 @@ class Upstream:
     ) -> aiohttp.ClientResponse:
         """The answer, from its head on; the caller closes it. Raises LegFailed, also for 429 and 5xx; Refused for 4xx.
 
-        A connection that ends at once, unanswered, is tried once more on the same node: that is how a kept-alive
-        connection looks that the node has just closed.
+        A connection that ends at once, unanswered, is tried once more if the node lives: that is how a kept-alive
+        connection looks that the node has just closed. A node that does not live may have died of the request.
         """
         loop = asyncio.get_running_loop()
         sent_at = loop.time()
@@ -108,10 +123,15 @@ class Upstream:
         try:
             async with asyncio.timeout(self._body_timeout_s):
                 answer = Answer(response.status, tuple(response.raw_headers), await response.read())
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except TimeoutError as error:
+            detail = f"status {response.status} without its body"
+            raise LegFailed(node, FailureKind.BROKEN, detail, wait="error_body") from error
+        except aiohttp.ClientError as error:
             raise LegFailed(node, FailureKind.BROKEN, f"status {response.status} without its body") from error
         finally:
             response.close()
+        if answer.status >= 500 and code_of(answer.body) == ENGINE_DIED:
+            raise LegFailed(node, FailureKind.DIED, "its engine died", answer)
         if answer.status == 429 or answer.status >= 500:
             raise LegFailed(node, FailureKind.REFUSED, f"status {answer.status}", answer)
         raise Refused(answer)
@@ -119,20 +139,24 @@ class Upstream:
     async def _send(
         self, node: Node, path: str, headers: Mapping[str, str], body: bytes, first_byte_s: float, retry_until: float
     ) -> aiohttp.ClientResponse:
+        epoch = node.epoch
         try:
             async with asyncio.timeout(first_byte_s):
                 while True:
                     data = body if len(body) < _LARGE_BODY_BYTES else io.BytesIO(body)
                     try:
                         return await self.session.post(node.at(path), data=data, headers=headers, allow_redirects=False)
-                    except (aiohttp.ServerDisconnectedError, ConnectionResetError, BrokenPipeError):
+                    except (aiohttp.ServerDisconnectedError, ConnectionResetError, BrokenPipeError) as error:
                         if asyncio.get_running_loop().time() >= retry_until:
                             raise
+                        if await self.has_died(node, epoch):
+                            raise LegFailed(node, FailureKind.DIED, f"{type(error).__name__}: {error}") from error
                         retry_until = 0.0
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise LegFailed(node, FailureKind.CONNECT, str(error)) from error
         except TimeoutError as error:
-            raise LegFailed(node, FailureKind.TIMEOUT, f"no answer within {first_byte_s} s") from error
+            detail = f"no answer within {first_byte_s:g} s"
+            raise LegFailed(node, FailureKind.TIMEOUT, detail, wait="answer") from error
         except (aiohttp.ClientError, OSError) as error:
             raise LegFailed(node, FailureKind.BROKEN, f"{type(error).__name__}: {error}") from error
 
@@ -144,19 +168,52 @@ class Upstream:
         try:
             async with asyncio.timeout(timeout_s):
                 return Answer(response.status, tuple(response.raw_headers), await response.read())
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except TimeoutError as error:
+            detail = f"no whole answer within {timeout_s:g} s"
+            raise LegFailed(node, FailureKind.TIMEOUT, detail, wait="control") from error
+        except aiohttp.ClientError as error:
             raise LegFailed(node, FailureKind.BROKEN, f"{type(error).__name__}: {error}") from error
         finally:
             response.close()
 
-    async def get(self, node: Node, path: str, headers: Mapping[str, str], timeout_s: float) -> Answer:
-        """A whole small answer, whatever its status. Raises LegFailed when there is none."""
+    async def has_died(self, node: Node, epoch: int | None, *, is_silence_death: bool = True) -> bool:
+        """Whether the process that had this boot epoch is gone. For a node that has broken a connection off.
+
+        is_silence_death: a node that does not answer has died. A frozen process breaks no connection off, but a
+        successor that has not started yet may hold its listening socket.
+        """
+        try:
+            answer = await self.get(node, "/health", {}, self._probe_timeout_s)
+        except LegFailed as failure:
+            return failure.kind is not FailureKind.TIMEOUT or is_silence_death
+        told = object_in(answer.body)
+        now = told.get("epoch")
+        return told.get("status") in ("dead", "starting") or (epoch is not None and now != epoch)
+
+    async def get(self, node: Node, path: str, headers: Mapping[str, str], timeout_s: float | None) -> Answer:
+        """A whole small answer, whatever its status. `timeout_s` None: no limit. Raises LegFailed without one."""
         try:
             async with asyncio.timeout(timeout_s), self.session.get(node.at(path), headers=headers) as response:
                 return Answer(response.status, tuple(response.raw_headers), await response.read())
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise LegFailed(node, FailureKind.CONNECT, str(error)) from error
         except TimeoutError as error:
-            raise LegFailed(node, FailureKind.TIMEOUT, f"no answer within {timeout_s} s") from error
+            raise LegFailed(node, FailureKind.TIMEOUT, f"no answer within {timeout_s:g} s", wait="control") from error
         except (aiohttp.ClientError, OSError) as error:
             raise LegFailed(node, FailureKind.BROKEN, f"{type(error).__name__}: {error}") from error
+
+
+def object_in(body: bytes) -> dict[str, Any]:
+    """The JSON object that a node has sent; empty where it is none."""
+    try:
+        told = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def code_of(body: bytes) -> str:
+    """`error.code` of a node's error; "" where there is none."""
+    error = object_in(body).get("error")
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, str) else ""

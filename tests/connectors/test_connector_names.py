@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from pd_connectors.base import LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec, PublishSpec
-from pd_connectors.exchange import PatientClock
 from pd_connectors.loopback import LoopbackNetwork
+from pd_connectors.protocol.clock import PatientClock
 from pd_connectors.protocol.errors import ConnectorUnavailable, LoadFailure
 from pd_connectors.protocol.messages import SampledToken
 from pd_connectors.protocol.ticket import LeaseRef, Ticket

@@ -154,7 +154,7 @@ def test_stopped_within_a_read_over_tcp(monkeypatch: pytest.MonkeyPatch, then: s
     try:
         with remote_node("nixl", settings, num_blocks) as prefill:
             stop_within_a_read(prefill, decode, num_blocks)
-            assert decode.wait_for(LoadFailed, "hung").reason is LoadFailure.UNREACHABLE
+            assert decode.wait_for(LoadFailed, "hung").reason is LoadFailure.PEER_FROZEN
             assert decode.connector.stats()["quarantined_blocks"] > 0
             time.sleep(0.5)  # beyond the drain deadline: the endpoint is retired
             assert "LoadDrained" not in decode.kinds("hung")

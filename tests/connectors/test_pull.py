@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from pd_connectors.base import FirstTokens, LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec, LoadSteps
 from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
 from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseState, Release, Renew, SampledToken
 from pd_connectors.protocol.ticket import Geometry, LeaseRef, Ticket
-from pd_connectors.pull import Action, Emit, PostRead, Pull, PullLimits, Send
+from pd_connectors.pull import LOST_GRACE_S, Action, Emit, PostRead, Pull, PullLimits, Send
 from pd_connectors.transport import PeerKey
 
 GEOMETRY = Geometry(block_size=16, num_kv_heads=1, num_layers=1, head_dim=1, dtype="float32")
@@ -262,10 +263,25 @@ def test_silence_is_measured_from_an_unanswered_question() -> None:
     pull = reading()
     pull.take_actions()
     pull.tick(29.0)  # this process was away: nobody was asked meanwhile
-    assert pull.failure is not LoadFailure.UNREACHABLE  # (its read has a deadline of its own)
+    assert pull.failure is not LoadFailure.PEER_FROZEN  # (its read has a deadline of its own)
     quiet = new_pull()
     quiet.tick(LIMITS.silence_s)
-    assert quiet.failure is LoadFailure.UNREACHABLE
+    assert quiet.failure is LoadFailure.PEER_FROZEN
+    cut_off = new_pull()
+    cut_off.lost(0.5)
+    cut_off.tick(0.5 + LOST_GRACE_S)
+    assert cut_off.failure is LoadFailure.UNREACHABLE
+
+
+def test_a_prefill_node_whose_steps_are_frozen_is_left() -> None:
+    """Its control thread answers on. What has been computed can still be read; what has not is awaited no longer."""
+    waiting, complete = reading(16), reading(40, tokens=True)
+    for pull, version, num_tokens in ((waiting, 1, 16), (complete, 1, 40)):
+        stuck = replace(state(version, num_tokens, tokens=num_tokens == 40), is_frozen=True)
+        pull.lease_state(stuck, 5.0)
+    assert waiting.failure is LoadFailure.PEER_FROZEN
+    assert not waiting.is_unanswered
+    assert complete.is_live
 
 
 def test_every_wait_has_a_deadline() -> None:

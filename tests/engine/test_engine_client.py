@@ -12,14 +12,26 @@ import zmq.asyncio
 
 from pd_cluster.engine.client import ZmqEngineClient
 from pd_cluster.engine.handoffs import refusal
-from pd_cluster.engine.messages import AddRequest, EngineReady, FromEngine, RequestFailed
+from pd_cluster.engine.messages import (
+    Abort,
+    AddRequest,
+    EngineReady,
+    FromEngine,
+    RequestFailed,
+    SilenceAllowed,
+    TicketOpened,
+    ToEngine,
+    Work,
+)
 from pd_cluster.engine.sampling_params import SamplingParams
-from pd_cluster.errors import EngineUnavailable, InvalidRequest, error_named
+from pd_cluster.errors import EngineFrozen, EngineUnavailable, InvalidRequest, error_named
+from pd_connectors.protocol.ticket import Geometry, LeaseRef, Ticket
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 READY = EngineReady("engine", 1, 8, 16, 128, "fingerprint", "none", 0)
+TICKET = Ticket("r", LeaseRef("P", 1, "l"), 0, 1e12, "f", Geometry(16, 1, 1, 1, "float32"), b"d", 3, 1, "h", 1)
 REQUEST = AddRequest("request", [1, 2, 3], SamplingParams(max_tokens=4))
 
 
@@ -30,7 +42,7 @@ async def _say(socket: zmq.asyncio.Socket, message: FromEngine) -> None:
 async def _engine_that_falls_silent(directory: Path) -> RequestFailed:
     context = zmq.asyncio.Context()
     address = f"ipc://{directory}/engine"
-    client = ZmqEngineClient(context, address, lambda text: None, stall_s=1.0)
+    client = ZmqEngineClient(context, address, lambda text: None, frozen_s=0.5, stall_s=0.5)
     engine = context.socket(zmq.PUSH)
     try:
         engine.connect(f"{address}.out")
@@ -54,11 +66,55 @@ async def _engine_that_falls_silent(directory: Path) -> RequestFailed:
 def test_a_silent_engine_fails_its_requests(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Nobody waits for ever for an engine process that hangs while it lives, nor for one that hears nothing."""
     failed = asyncio.run(_engine_that_falls_silent(tmp_path))
-    assert failed.error == "EngineUnavailable"
+    assert failed.error == "EngineLost"
     assert "said nothing" in failed.message
-    assert {record.message for record in caplog.records} == {
-        "the engine did not get a message: Resource temporarily unavailable"
-    }
+    assert {record.message.partition(":")[0] for record in caplog.records} == {
+        "the engine did not get a message", "the engine is frozen",
+    }  # fmt: skip
+
+
+async def _engine_that_stands_still(directory: Path) -> None:
+    """Its API process fails what waits for a ticket, refuses what is new, and takes it back with the next message."""
+    context = zmq.asyncio.Context()
+    address = f"ipc://{directory}/engine"
+    client = ZmqEngineClient(context, address, lambda text: None, frozen_s=0.5)
+    engine, inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    try:
+        engine.connect(f"{address}.out")
+        inbox.connect(f"{address}.in")
+        watch = asyncio.create_task(client.watch())
+        await _say(engine, READY)
+        await client.wait_ready(5)
+        with_ticket, without, generating = (
+            client.open(msgspec.structs.replace(REQUEST, request_id=name, work=work))
+            for name, work in (("ticket", Work.PREFILL), ("none", Work.PREFILL), ("generating", Work.GENERATE))
+        )
+        await _say(engine, TicketOpened("ticket", TICKET))
+        message = await asyncio.wait_for(anext(aiter(without)), 10)
+        assert isinstance(message, RequestFailed)
+        assert (message.error, client.alive, client.num_freezes) == ("EngineFrozen", True, 1)
+        assert "said nothing" in client.frozen
+        with pytest.raises(EngineFrozen):
+            client.open(msgspec.structs.replace(REQUEST, request_id="new"))
+        assert [type(one) for one in with_ticket.drain_ready()] == [TicketOpened]
+        assert generating.drain_ready() == []
+        sent = [msgspec.msgpack.decode(await inbox.recv(), type=ToEngine) for _ in range(4)]
+        assert sent[3] == Abort("none")
+        await _say(engine, SilenceAllowed(60.0))
+        while client.frozen:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1.0)  # twice what is allowed without that word
+        assert not client.frozen
+        watch.cancel()
+    finally:
+        client.close()
+        engine.close(linger=0)
+        inbox.close(linger=0)
+        context.term()
+
+
+def test_a_frozen_engine_is_no_dead_one(tmp_path: Path) -> None:
+    asyncio.run(_engine_that_stands_still(tmp_path))
 
 
 def test_a_refusal_names_the_field() -> None:

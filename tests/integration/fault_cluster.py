@@ -47,6 +47,7 @@ FLAGS = {
     "p0": ("--max-num-seqs=8", "--max-num-batched-tokens=16", f"--num-blocks={P0_BLOCKS}"),
     "p1": ("--max-num-batched-tokens=512",),
     "d0": (*DECODE_FLAGS, f"--num-blocks={D0_BLOCKS}"),
+    "d1": DECODE_FLAGS,
     "strict": (*DECODE_FLAGS, "--on-load-failure=fail", "--load-deadline-s=30"),
 }
 
@@ -115,9 +116,9 @@ class Member:
         assert status == (-signal.SIGKILL if part is Part.API else 1), self.process.output
         assert self.process.leftovers() == []
 
-    def stop(self) -> None:
-        """SIGSTOP to both processes, the engine first."""
-        for part in (Part.ENGINE, Part.API):
+    def stop(self, *parts: Part) -> None:
+        """SIGSTOP to these of its processes; to both, the engine first, where none is named."""
+        for part in parts or (Part.ENGINE, Part.API):
             psutil.Process(self._pid(part)).suspend()
 
     def go_on(self) -> None:

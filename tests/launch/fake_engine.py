@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import msgspec
 import zmq
@@ -19,6 +20,7 @@ import zmq
 from pd_cluster.config import NodeConfig
 from pd_cluster.engine.mailbox import Mailbox
 from pd_cluster.engine.messages import (
+    HEARTBEAT_S,
     Abort,
     AddRequest,
     EngineDied,
@@ -54,6 +56,7 @@ class FakeEngine:
         self._behaviour = behaviour
         self._held: list[AddRequest] = []
         self._release = threading.Event()
+        self._beat_at = 0.0
         signal.signal(signal.SIGUSR1, lambda *_: self._release.set())
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -64,8 +67,10 @@ class FakeEngine:
             return
         if self._behaviour != "silent":
             self._mailbox.send(EngineReady("fake", 1, 8, 16, 256, "f", "none", 0))
-            self._mailbox.send(EngineStats(KvStats(8, 8, 0, 0, 0, 0), 0, 0, 0, {}, {}))
         while True:
+            if self._behaviour != "silent" and time.monotonic() >= self._beat_at:
+                self._beat_at = time.monotonic() + HEARTBEAT_S
+                self._mailbox.send(EngineStats(KvStats(8, 8, 0, 0, 0, 0), 0, 0, 0, {}, {}))
             self._mailbox.wait(POLL_S)
             for message in self._mailbox.receive():
                 if isinstance(message, AddRequest):

@@ -53,6 +53,8 @@ class FakeNode:
         self.max_model_len = max_model_len  # the same
         self.is_up = True
         self.is_silent = False  # /health is heard and not answered
+        self.is_frozen = False  # /health says so of the engine
+        self.num_checks = 0  # of /health
         self.seen: list[Seen] = []
         self.released: list[str] = []
         self.go_on = asyncio.Event()  # scripts that stop half-way wait for this
@@ -72,6 +74,12 @@ class FakeNode:
         site = web.TCPSite(self._runner, "127.0.0.1", port, reuse_address=True)
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def vanish(self) -> None:
+        """No process listens any more. What is open stays open until its script ends it."""
+        assert self._runner is not None
+        for site in list(self._runner.sites):
+            await site.stop()
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -95,8 +103,11 @@ class FakeNode:
             self._arrival.notify_all()
 
     async def _health(self, request: web.Request) -> web.Response:
+        self.num_checks += 1
         if self.is_silent:
             await asyncio.Event().wait()
+        if self.is_frozen:
+            return web.json_response({"status": "frozen", "reason": "no progress"}, status=503)
         told = {
             "status": "ok",
             "role": self.role,
@@ -226,6 +237,12 @@ def refuse(status: int) -> Script:
         return web.json_response({"error": error}, status=status)
 
     return script
+
+
+def error(status: int, code: str) -> web.Response:
+    """A node's own error."""
+    told = {"message": "as scripted", "type": "server_error", "param": None, "code": code}
+    return web.json_response({"error": told}, status=status)
 
 
 # --- decode scripts

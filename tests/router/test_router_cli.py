@@ -59,7 +59,7 @@ def test_two_parsings_share_nothing() -> None:
         (["--decode", "http://a:1?x=1"], "bad node URL"),
         (["--decode", "http://a:1", "--mixed", "http://a:1/"], "given twice"),
         (["--nodes-file", "/nonexistent/nodes.json"], "--nodes-file"),
-        (["--decode", D, "--max-prefill-tries", "0"], "--max-prefill-tries"),
+        (["--decode", D, "--max-node-deaths", "0"], "--max-node-deaths"),
         (["--decode", D, "--cluster-key-file", "/nonexistent/key"], "cluster key"),
         (["--decode", D, "--port", "70000"], "--port"),
         (["--decode", D, "--host", "256.0.0.1", "--port", "0"], "cannot listen"),

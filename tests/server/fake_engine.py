@@ -23,7 +23,7 @@ from pd_cluster.engine.messages import (
     UseTicket,
     Work,
 )
-from pd_cluster.errors import EngineUnavailable
+from pd_cluster.errors import EngineFrozen, EngineUnavailable
 from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.messages import SampledToken, TopLogprob
 from pd_connectors.protocol.ticket import Geometry, LeaseRef, Ticket
@@ -88,6 +88,8 @@ class FakeEngine:
     def __init__(self, script: Script, *, engine_id: str = "fake-engine", max_model_len: int = 4096) -> None:
         self.script = script
         self.is_alive = True
+        self.frozen = ""
+        self.num_freezes = 0
         self.ready: EngineReady | None = EngineReady(
             engine_id=engine_id,
             epoch=7,
@@ -120,6 +122,8 @@ class FakeEngine:
     def open(self, request: AddRequest) -> RequestStream:
         if not self.alive:
             raise EngineUnavailable("the fake engine is gone")
+        if self.frozen:
+            raise EngineFrozen(self.frozen)
         stream = RequestStream(request.request_id, self.send, self._forget)
         self.requests.append(request)
         self._lines[request.request_id] = line = Line(self, request, stream)

@@ -60,6 +60,11 @@ async def test_health_follows_the_engine() -> None:
         assert (body["model"], body["max_num_seqs"]) == ("demo", 64)
         assert engine.stats is not None
         assert body["kv_in_use"] == round(engine.stats.kv.in_use / engine.stats.kv.num_blocks, 3)
+        engine.frozen = "it has said nothing"
+        status, body = await get(node, "/health")
+        assert (status, body["status"], body["reason"]) == (503, "frozen", "it has said nothing")
+        status, body = await post(node, "/v1/completions", {"prompt": "a"})
+        assert (status, body["error"]["code"]) == (503, "engine_frozen")
         engine.is_alive = False
         assert (await get(node, "/health"))[1]["status"] == "dead"
         assert (await post(node, "/v1/completions", {"prompt": "a"}))[0] == 503

@@ -56,7 +56,8 @@ class LoadFailure(StrEnum):
     """Why a load ended without KV. A failure is a value; each is counted under this name."""
 
     REJECTED = "rejected"  # ticket, handshake or geometry refused before any read
-    UNREACHABLE = "unreachable"  # no answer from the peer's control port
+    UNREACHABLE = "unreachable"  # no connection to the peer's control port, or it broke
+    PEER_FROZEN = "peer_frozen"  # the peer does not answer, or its engine makes no progress
     PEER_RESTARTED = "peer_restarted"  # another epoch answers under the ticket's address
     LEASE_ENDED = "lease_ended"  # P released, expired or aborted it
     READ_FAILED = "read_failed"  # the transport reported an error

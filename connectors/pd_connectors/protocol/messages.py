@@ -78,6 +78,7 @@ class LeaseState(msgspec.Struct, frozen=True, tag=True):
     is_begun: bool = False  # P computes and has all the blocks it needs: it will finish
     announced_at: float = 0.0  # Unix time of the last announcement; for measuring only
     prefill_s: float = 0.0  # the request came to P so long before its first tokens; 0: none yet, or not said
+    is_frozen: bool = False  # P's steps make no progress: more than this snapshot shows is not to be expected soon
 
 
 class Confirm(msgspec.Struct, frozen=True, tag=True):

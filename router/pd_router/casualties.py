@@ -1,0 +1,50 @@
+"""The nodes that died while one request was with them: a request that kills nodes must not walk through all of them.
+
+A node that refuses, drains, is frozen, or was down before it was asked is no casualty.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pd_router.errors import NodesDied
+
+if TYPE_CHECKING:
+    from pd_router.nodes import Node
+
+
+class Casualties:
+    """Of one request. `limit`: so many nodes may die of it, then it fails for good."""
+
+    __slots__ = ("_dead", "_limit", "_met")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._met: dict[Node, int | None] = {}
+        self._dead: list[Node] = []
+
+    def meet(self, node: Node) -> None:
+        """The request is about to go to `node`, or to a node that may send it there."""
+        self._met.setdefault(node, node.epoch)
+
+    @property
+    def suspects(self) -> list[tuple[Node, int | None]]:
+        """Nodes that have met the request and are not known to have died, with their boot epoch of that time."""
+        return [(node, epoch) for node, epoch in self._met.items() if node not in self._dead]
+
+    def epoch_of(self, node: Node) -> int | None:
+        """Its boot epoch when it met the request."""
+        return self._met.get(node, node.epoch)
+
+    def add(self, node: Node) -> None:
+        """`node` has died since it met the request. Counted once."""
+        if node not in self._dead:
+            self._dead.append(node)
+
+    def check(self) -> None:
+        """Raises NodesDied when the request must not go to another node."""
+        if len(self._dead) >= self._limit:
+            names = ", ".join(node.node_id for node in self._dead)
+            raise NodesDied(
+                f"{len(self._dead)} nodes died while they served this request ({names}); it is not tried again"
+            )

@@ -1,0 +1,146 @@
+"""Processes that stand still while requests wait for them: each request that has shown no byte is served by others.
+
+SIGSTOP to the API process or to the engine process of a node, both orders, streamed and whole; the router and the nodes
+have their default deadlines. Times are logged: `pytest -o log_cli=true --log-cli-level=INFO`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from itertools import product
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.cluster import Launcher
+from tests.integration.fault_cluster import FaultCluster, Part, RouterMember, fetch, parse_metrics, until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from tests.integration.calls import Call
+
+pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(600)]
+logger = logging.getLogger(__name__)
+
+LENGTH = 300  # prompt tokens: 19 steps of p0
+ANSWERED_S = 8.0
+NOTICED_S = 4.0
+NUM_BEFORE, NUM_AFTER = 2, 4  # requests that the node has when it freezes, and that are sent before that is noticed
+ROUTES = ("p-first", "d-first")
+CAPACITY_S, OVERLOAD_S, NUM_CLIENTS = 10.0, 60.0, 8
+DEFAULTS = ("--health-interval-s=0.5", "--health-timeout-s=2.5", "--prefill-on-decode=never")
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[FaultCluster]:
+    with Launcher() as launcher:
+        cluster = FaultCluster(launcher, "p0", "p1", "d0", "d1", environment={"UCX_TLS": "tcp"})
+        yield cluster
+        cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def router(nodes: FaultCluster) -> RouterMember:
+    return nodes.new_router(["p0", "p1"], ["d0", "d1"], *DEFAULTS)
+
+
+@pytest.fixture
+async def cluster(nodes: FaultCluster, router: RouterMember) -> AsyncIterator[FaultCluster]:
+    """All nodes are healthy before a test, and hold nothing after it."""
+    for node in nodes.nodes.values():
+        await router.wait_healthy(node)
+    yield nodes
+    await nodes.restore()
+    await nodes.check_clean()
+
+
+async def moved(router: RouterMember, cluster: FaultCluster) -> float:
+    """Waits that left a node that was judged frozen: the router's, and those of decode nodes for a prefill node."""
+    told = [parse_metrics((await fetch(f"{router.url}/metrics")).text)]
+    told += [await node.metrics() for name, node in cluster.nodes.items() if name.startswith("d")]
+    names = ("pd_router_legs_moved_total", 'pd_handoff_fallbacks_total{reason="peer_frozen"}',
+             'pd_handoff_fallbacks_total{reason="peer_refused"}', "pd_router_leg_failures_total")  # fmt: skip
+    return sum(value for one in told for name, value in one.items() if name.startswith(names))
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "route", "stream"),
+    list(product(("p0", "d0"), Part, ("p-first", "d-first"), (False, True))),
+    ids=lambda value: ("whole", "streamed")[value] if isinstance(value, bool) else str(value),
+)
+async def test_what_waits_for_a_frozen_node_is_served_by_others(
+    name: str, part: Part, route: str, stream: bool, cluster: FaultCluster, router: RouterMember
+) -> None:
+    expected, frozen = await cluster.expected(LENGTH), cluster.nodes[name]
+    before = await moved(router, cluster)
+    calls: list[Call] = []
+    if not (stream and name == "d0"):  # a stream of a decode node may have begun
+        calls += [cluster.call(LENGTH, route, stream=stream, url=router.url) for _ in range(NUM_BEFORE)]
+        await until(frozen.is_busy, f"{name} computes") if name == "p0" else await asyncio.sleep(0)
+    frozen.stop(part)
+    frozen_s = time.monotonic()
+    calls += [cluster.call(LENGTH, route, stream=stream, url=router.url) for _ in range(NUM_AFTER)]
+    try:
+        await router.wait_healthy(frozen, False)
+        noticed_s = time.monotonic() - frozen_s
+        outcomes = [await call.outcome() for call in calls]
+        answered_s = time.monotonic() - frozen_s
+        if name == "p0":
+            num_moved = await moved(router, cluster) - before
+    finally:
+        frozen.go_on()
+    if name == "d0":
+        num_moved = await moved(router, cluster) - before
+    logger.info("%s of %s: noticed %.2f s, answered %.2f s, %d moved", part, name, noticed_s, answered_s, num_moved)
+    for outcome in outcomes:
+        outcome.check(expected)
+    assert num_moved > 0
+    assert noticed_s < NOTICED_S
+    assert answered_s < ANSWERED_S
+
+
+async def measured_rate(cluster: FaultCluster, router: RouterMember) -> float:
+    """Requests a second that the cluster serves when it always has enough to do."""
+    served = 0
+
+    async def one_after_the_other(ends_s: float) -> None:
+        nonlocal served
+        while time.monotonic() < ends_s:
+            assert (await cluster.call(LENGTH, "p-first", url=router.url).outcome()).error is None
+            served += 1
+
+    await asyncio.gather(*(one_after_the_other(time.monotonic() + CAPACITY_S) for _ in range(NUM_CLIENTS)))
+    return served / CAPACITY_S
+
+
+async def test_at_three_times_the_capacity_nothing_moves(cluster: FaultCluster, router: RouterMember) -> None:
+    """Queues grow for a minute, and no node is taken for a frozen one."""
+    freezes = [await node.metric("pd_engine_freezes_total") for node in cluster.nodes.values()]
+    rate = 3 * await measured_rate(cluster, router)
+    before, unhealthy = await moved(router, cluster), 0
+    calls: list[Call] = []
+    started_s = time.monotonic()
+    while (now_s := time.monotonic()) < started_s + OVERLOAD_S:
+        while len(calls) < (now_s - started_s) * rate:
+            route, stream = ROUTES[len(calls) % 2], len(calls) % 4 < 2
+            calls.append(cluster.call(LENGTH, route, stream=stream, url=router.url))
+        nodes = (await fetch(f"{router.url}/nodes")).json()["nodes"]
+        unhealthy += sum(not node["healthy"] for node in nodes)
+        await asyncio.sleep(1 / rate)
+    num_done = sum(call.done for call in calls)
+    logger.info("%.1f requests/s for %g s: %d sent, %d done", rate, OVERLOAD_S, len(calls), num_done)
+    for call in calls:
+        if not call.done:
+            await call.leave()
+    assert num_done < len(calls) / 2, "the cluster was overloaded"
+    assert unhealthy == 0
+    assert await moved(router, cluster) == before
+    assert [await node.metric("pd_engine_freezes_total") for node in cluster.nodes.values()] == freezes

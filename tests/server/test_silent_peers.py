@@ -1,0 +1,159 @@
+"""Prefill nodes that queue, fall silent or die while D, or a router, waits for their ticket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+
+from pd_cluster.engine.client import RequestFailed
+from pd_cluster.engine.messages import NeedsPrefill, TicketOpened, UseTicket
+from pd_cluster.server import keepalive, peer
+from tests.server.fake_engine import WAIT_S, FakeEngine, Line, says
+from tests.server.live_server import running
+from tests.server.test_decode_leg import TEXT, complete, decode_node, engine_of_p, fallbacks, make_offer
+from tests.server.test_prefill_leg import FOREIGN, STREAM
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.server.live_server import Node
+
+pytestmark = pytest.mark.anyio
+QUICK_S = 0.1
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepalive, "BEAT_S", QUICK_S)
+    monkeypatch.setattr(peer, "PEER_SILENCE_S", 4 * QUICK_S)
+
+
+async def queueing(line: Line) -> None:
+    """The ticket comes when the test says so."""
+    await line.engine.released.wait()
+    await says([5])(line)
+
+
+async def test_a_ticket_that_is_late_is_announced_by_signs_of_life() -> None:
+    async with running(FakeEngine(queueing)) as node:
+        body = {"prompt": "a", "kv_transfer_params": FOREIGN}
+        async with node.session.post(f"{node.url}/v1/completions", json=body, headers=STREAM) as response:
+            first = await asyncio.wait_for(response.content.readany(), WAIT_S)
+            assert (response.status, first[: len(keepalive.COMMENT)]) == (200, keepalive.COMMENT)
+            node.engine.released.set()
+            rest = await asyncio.wait_for(response.content.read(), WAIT_S)
+        names = [line for line in (first + rest).split(b"\n") if line.startswith(b"event: ")]
+        assert names == [b"event: ticket", b"event: done"]
+        ticket_at = (first + rest).index(b"event: ticket")
+        assert keepalive.COMMENT not in (first + rest)[ticket_at:]
+
+
+async def test_a_failure_behind_signs_of_life_is_an_event_with_its_status() -> None:
+    async def refuses(line: Line) -> None:
+        await line.engine.released.wait()
+        line.push(RequestFailed(line.request.request_id, "InvalidRequest", "too long", "prompt"))
+
+    async with running(FakeEngine(refuses)) as node:
+        body = {"prompt": "a", "kv_transfer_params": FOREIGN}
+        async with node.session.post(f"{node.url}/v1/completions", json=body, headers=STREAM) as response:
+            assert response.status == 200  # it begins with the first sign of life
+            node.engine.released.set()
+            text = await response.text()
+    event = text[text.index("event: ") :].split("\n")
+    told = json.loads(event[1].removeprefix("data: "))
+    assert (event[0], told["status"], told["error"]["param"]) == ("event: error", 400, "prompt")
+
+
+async def test_d_waits_for_a_node_that_queues() -> None:
+    """Longer than a silent one would be waited for."""
+    async with running(FakeEngine(queueing, engine_id="engine-of-p"), node_id="p") as p, decode_node() as d:
+        asyncio.get_running_loop().call_later(10 * QUICK_S, p.engine.released.set)
+        status, _, headers = await complete(d, {"offer": make_offer(p.url)})
+        assert (status, headers["x-pd-prefill"]) == (200, "engine-of-p")
+
+
+async def raw_node(answer: Any) -> web.AppRunner:
+    """A fake P: each request gets `answer(request)`; the probe of its health does too."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return runner
+
+
+def url_of(runner: web.AppRunner) -> str:
+    return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+
+@pytest.fixture
+async def silent_url() -> AsyncIterator[str]:
+    async def never(_: web.Request) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    runner = await raw_node(never)
+    yield url_of(runner)
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def dying_urls() -> AsyncIterator[list[str]]:
+    """Three nodes that break every connection off, that of the probe too."""
+
+    async def breaks(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    runners = [await raw_node(breaks) for _ in range(3)]
+    yield [url_of(runner) for runner in runners]
+    for runner in runners:
+        await runner.cleanup()
+
+
+async def test_d_leaves_a_silent_node_for_the_next_one(silent_url: str) -> None:
+    async with running(engine_of_p(), node_id="p") as p, decode_node() as d:
+        status, _, headers = await complete(d, {"offer": make_offer(silent_url, p.url)})
+        assert (status, headers["x-pd-prefill"]) == (200, "engine-of-p")
+        assert fallbacks(d, "peer_frozen") == 1
+
+
+async def test_d_stops_when_two_prefill_nodes_died_of_a_request(dying_urls: list[str]) -> None:
+    async with decode_node() as d:
+        status, answer, _ = await complete(d, {"offer": make_offer(*dying_urls)})
+        assert (status, answer["error"]["code"]) == (500, "nodes_died")
+        assert (fallbacks(d, "peer_died"), fallbacks(d, "nodes_died")) == (2, 1)
+
+
+async def loses_its_prefill_node(line: Line) -> None:
+    """D's engine: each load ends because the P is gone."""
+    reason = ""
+    while True:
+        line.push(NeedsPrefill(line.request.request_id, 0, reason))
+        if not isinstance(await line.heard(), UseTicket):
+            return
+        reason = "unreachable: the prefill node does not answer"
+
+
+async def test_loads_whose_prefill_node_died_count_too() -> None:
+    async def opens_only(line: Line) -> None:
+        line.push(TicketOpened(line.request.request_id, line.ticket()))
+        await asyncio.Event().wait()
+
+    nodes: list[Node]
+    async with (
+        running(FakeEngine(opens_only, engine_id="one"), node_id="one") as one,
+        running(FakeEngine(opens_only, engine_id="two"), node_id="two") as two,
+        decode_node(loses_its_prefill_node) as d,
+    ):
+        nodes = [one, two]
+        params = {"offer": make_offer(*(node.url for node in nodes))}
+        status, answer, _ = await complete(d, params, prompt=TEXT)
+        assert (status, answer["error"]["code"]) == (500, "nodes_died")
+        for node in nodes:
+            await asyncio.wait_for(node.engine.aborts.get(), WAIT_S)
