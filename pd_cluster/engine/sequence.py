@@ -182,7 +182,7 @@ class Request:
         lead.num_slots = sampling.n  # of a PREFILL too: each slot is a row of logits in the step that samples
 
     def mark_first_decode(self, now_s: float) -> None:
-        """The first token after the ones that came from elsewhere was sampled."""
+        """The first token was sampled behind what came from elsewhere: KV, mostly with a first token."""
         marks = self.marks
         if marks.loaded_s is None:
             marks.first_token_s = marks.first_token_s or now_s
@@ -247,7 +247,7 @@ class Sequence:
     num_samples: int = 1  # sampled when a chunk reaches the last token; n for a lead before the first tokens
     num_slots: int = 1  # of max_num_seqs, while RUNNING
     in_worker: bool = False  # the worker has a row for it
-    awaits_first_decode: bool = False  # its first token came from elsewhere; for the timeline
+    awaits_first_decode: bool = False  # behind KV or a first token from elsewhere; for the timeline
     planned_step: int = -1  # the last step that has a chunk of it
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the EOS or stop token that ended it

@@ -24,7 +24,7 @@ HARMLESS = {
     "length_penalty": 1.0, "early_stopping": False, "mm_processor_kwargs": {}, "media_io_kwargs": {},
     "bootstrap_room": 7, "separate_reasoning": True, "stream_reasoning": True,
 }  # fmt: skip
-# every name of clients_review's list of fields that were dropped in silence and change an answer
+# change an answer elsewhere, and were once dropped without a word
 ONCE_DROPPED = {
     "allowed_token_ids": [5], "bad_words": ["x"], "truncate_prompt_tokens": 5, "regex": "a+", "ebnf": "root ::= x",
     "json_schema": "{}", "stop_regex": "a", "structural_tag": "x", "input_ids": [5], "prompt_embeds": "x",
