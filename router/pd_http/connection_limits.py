@@ -68,7 +68,7 @@ class ConnectionLimits:
         if framing.head_bytes > self._limits.max_head_bytes or framing.head_lines > self._limits.max_headers:
             return Refusal.LARGE_HEAD
         if not framing.in_body:
-            if not was_begun:
+            if not was_begun and not part_ends:
                 self._set_read_deadline(now_s)
             return end, part_ends
         if framing.has_long_chunk_line:

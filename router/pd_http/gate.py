@@ -109,15 +109,13 @@ class HttpGate:
 
     def received(self, connection: BoundedProtocol) -> None:
         """It has taken what came; some of it may be of a request that is not whole."""
-        limits = connection.limits
-        if not limits.is_waiting:
+        if not connection.limits.is_waiting:
             self._table.works(connection)
         was_crowded = self._unfinished.is_crowded
-        num_bytes = 0 if limits.discards or connection not in self._open else limits.unfinished_bytes
-        self._hold_bytes(connection, num_bytes)
+        self._hold_bytes(connection, connection.unfinished_bytes if connection in self._open else 0)
         if self._unfinished.is_crowded:
             for one in (connection,) if was_crowded else list(self._open):
-                if one.limits.unfinished_bytes and one not in self._held and not self._unfinished.may_read(one):
+                if one.unfinished_bytes and one not in self._held and not self._unfinished.may_read(one):
                     self._held.add(one)
                     one.hold()
 

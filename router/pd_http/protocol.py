@@ -87,6 +87,7 @@ class BoundedProtocol(HttpToolsProtocol):
         while at < len(data):
             if self.pipeline:  # one request ahead is enough: what follows stays bytes, and reading is paused
                 self._backlog = data[at:]
+                self.flow.pause_reading()  # again: the application resumes it to hear of a disconnect
                 break
             taken = self.limits.take(data, at, now_s)
             if isinstance(taken, Refusal):
@@ -112,6 +113,11 @@ class BoundedProtocol(HttpToolsProtocol):
             if head_ends and not self._has_head:  # parser and framing disagree on what was sent
                 self.end(Refusal.BAD_REQUEST)
         return self._abort_at_s is None and not self.transport.is_closing()
+
+    @property
+    def unfinished_bytes(self) -> int:
+        """Kept of requests that are not whole."""
+        return len(self._backlog) + (0 if self.limits.discards else self.limits.unfinished_bytes)
 
     # --- what the parser and the application tell
 

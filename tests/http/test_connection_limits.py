@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pd_cluster.config import NodeConfig
+from pd_cluster.errors import StartupError
 from pd_http.connection_limits import BODY_PROGRESS_BYTES, ConnectionLimits
 from pd_http.limits import HttpLimits
 from pd_http.refusal import Refusal
@@ -166,3 +169,10 @@ def test_a_due_connection_stays_due(events: list[str]) -> None:
         verdict = limits.due(now_s)
         assert (verdict is None) == (now_s < limits.deadline_s)
         assert verdict is None or limits.due(now_s + 1000.0) is not None
+
+
+@pytest.mark.parametrize("name", ["head_timeout_s", "write_timeout_s", "max_headers", "max_connections"])
+def test_a_bound_of_nothing_is_refused_at_start(name: str) -> None:
+    assert LIMITS.problem is None
+    with pytest.raises(StartupError, match=name.replace("_", "-")):
+        NodeConfig(http=replace(LIMITS, **{name: 0}))

@@ -1,4 +1,4 @@
-"""Somebody's sockets: raw connections to a router or node that is a real process, and what they cost it."""
+"""Raw connections to a router or node that is a real process, and what they cost it."""
 
 from __future__ import annotations
 

@@ -85,14 +85,13 @@ async def real_node() -> AsyncIterator[Target]:
 
 @pytest.mark.integration
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 async def test_sixty_readers_that_never_read_free_their_slots(real_node: Target) -> None:
     """Each asks for 1 MB or more of events; the 16 slots are free again long before that is generated."""
     assert await real_node.ask() == 200
     before = real_node.resident_bytes()
-    request = post(prompt="x", stream=True, max_tokens=2000, ignore_eos=True, logprobs=5)
+    request = post(prompt="x", stream=True, max_tokens=1000, ignore_eos=True, logprobs=20)
     strangers = [deaf(real_node.url, request) for _ in range(60)]
-    loop = asyncio.get_running_loop()
-    begun_s = loop.time()
     async with asyncio.timeout(300), aiohttp.ClientSession() as session:
         while True:
             async with session.get(f"{real_node.url}/health") as answer:
@@ -101,7 +100,6 @@ async def test_sixty_readers_that_never_read_free_their_slots(real_node: Target)
             await asyncio.sleep(0.1)
     assert await real_node.refusals("reads_nothing") == 60
     assert await real_node.ask() == 200
-    print("all aborted after", loop.time() - begun_s)  # noqa: T201
     await until(lambda: real_node.resident_bytes() - before < 64 * MB)
     for stranger in strangers:
         stranger.close()

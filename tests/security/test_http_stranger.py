@@ -184,6 +184,25 @@ async def test_when_every_place_works_the_next_is_told_so() -> None:
         assert await target.ask() == 200
 
 
+async def test_requests_behind_one_that_takes_long_are_not_hoarded() -> None:
+    """20 MB of them: reading stops until the answer is there."""
+    async with router(script=fakes.decode_until_told) as target:
+        assert target.node is not None
+        before = target.resident_bytes()
+        stranger = await target.connect()
+        more = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 3000
+        await stranger.send(post(prompt="x") + more)
+        await target.node.wait_seen(1)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(3):
+                for _ in range(200):
+                    await stranger.send(more)
+        assert target.resident_bytes() - before < 8 * MB
+        target.node.go_on.set()
+        assert await target.ask() == 200
+        stranger.close()
+
+
 async def test_a_client_that_never_reads_is_left() -> None:
     async with router(*SOON, script=fakes.decode_floods) as target:
         assert target.node is not None
