@@ -31,7 +31,7 @@ from pd_cluster.launch.http_server import HttpServer
 from pd_cluster.launch.lifeline import hold_lifeline
 from pd_cluster.launch.model_path import resolve_model, served_name
 from pd_cluster.launch.socket_dir import socket_directory
-from pd_cluster.launch.sockets import listen, port_of
+from pd_cluster.launch.sockets import inherited, listen, port_of
 
 if TYPE_CHECKING:
     import socket
@@ -58,7 +58,9 @@ def run_node(config: NodeConfig, spawn: SpawnEngine) -> int:
         stream=sys.stderr,
     )
     orphaned = hold_lifeline()
-    with contextlib.closing(listen(config.server.host, config.server.port)) as listener:
+    server = config.server
+    opened = inherited(server.listen_fd) if server.listen_fd >= 0 else listen(server.host, server.port)
+    with contextlib.closing(opened) as listener:
         node = Node(complete(config, port_of(listener)), listener, orphaned, spawn)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(node.run())

@@ -8,7 +8,8 @@ from pd_cluster.launch.flags import add_config_flags
 
 POOL_READY = "pool ready on "  # what `pd-cluster pool` says before its URL
 POOL_CONNECTORS = ("lmcache", "mooncake")  # whose server `up` and `pd-cluster pool` can start
-PER_NODE = frozenset({"host", "port", "role", "node_id", "advertise_host", "control_port"})  # `up` decides these
+# `up` decides these
+PER_NODE = frozenset({"host", "port", "listen_fd", "role", "node_id", "advertise_host", "control_port"})
 
 
 def add_up_flags(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from pd_connectors.protocol.keys import load_cluster_key
 from pd_router.app import create_app
 from pd_router.config import RouterConfig
 from pd_router.errors import StartupError
+from pd_router.inheritance import listening_socket
 from pd_router.sources.make import make_sources
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             key = load_cluster_key(config.cluster_key_file)
         except (OSError, ValueError) as error:
             raise StartupError(f"cannot read the cluster key: {error}") from error
-        listener = listen(config.host, config.port)
+        listener = inherited(config.listen_fd) if config.listen_fd >= 0 else listen(config.host, config.port)
     except StartupError as error:
         sys.stderr.write(f"pd-cluster router: {error}\n")
         return 2
@@ -95,6 +96,14 @@ def listen(host: str, port: int) -> socket.socket:
             "Choose another --port (0 takes any free one), or stop what uses it."
         ) from error
     return listener
+
+
+def inherited(fd: int) -> socket.socket:
+    """The listening socket that the process before this one has left open as `fd`. Raises StartupError."""
+    try:
+        return listening_socket(fd)
+    except OSError as error:
+        raise StartupError(f"--listen-fd {fd}: {error}") from error
 
 
 def make_server(config: RouterConfig, key: bytes, sources: Sequence[NodeSource] = ()) -> uvicorn.Server:

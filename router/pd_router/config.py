@@ -31,6 +31,9 @@ class RouterConfig:
 
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(8000, "HTTP port. 0: chosen by the OS and printed.")
+    listen_fd: int = setting(
+        -1, "Serve on the listening socket inherited as this file descriptor; --host and --port are not used. -1: none."
+    )
     prefill: tuple[str, ...] = setting((), "Base URLs of prefill nodes.", metavar="URL")
     decode: tuple[str, ...] = setting((), "Base URLs of decode nodes.", metavar="URL")
     mixed: tuple[str, ...] = setting(

@@ -26,7 +26,7 @@ ROLES = (*NODE_ROLES, ROUTER)
 DEFAULT_ROUTER_PORT = RouterConfig(start_empty=True).port
 # Whose value is this package's business: the key travels apart from flags, so that no command line shows it.
 _NODE_FIXED = PER_NODE | {"cluster_key_file"}
-_ROUTER_FIXED = frozenset({*NODE_ROLES, "start_empty", "cluster_key_file", "host"})
+_ROUTER_FIXED = frozenset({*NODE_ROLES, "start_empty", "cluster_key_file", "host", "listen_fd"})
 
 FlagValue = str | int | float | bool
 Amount = Annotated[float, msgspec.Meta(ge=0)]
