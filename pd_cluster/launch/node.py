@@ -30,6 +30,7 @@ from pd_cluster.launch.engine_process import end_of_engine, running_engine
 from pd_cluster.launch.http_server import HttpServer
 from pd_cluster.launch.lifeline import hold_lifeline
 from pd_cluster.launch.model_path import resolve_model, served_name
+from pd_cluster.launch.preflight import model_problems, refuse
 from pd_cluster.launch.socket_dir import socket_directory
 from pd_cluster.launch.sockets import inherited, listen, port_of
 
@@ -70,6 +71,7 @@ def complete(config: NodeConfig, port: int) -> NodeConfig:
     """`config` with its model resolved to a directory, and port and node id filled in. Raises StartupError."""
     model, server = config.model, config.server
     path = resolve_model(model.model)
+    refuse(model_problems(config, path))
     name = model.served_model_name or served_name(model.model, path)
     return replace(
         config,

@@ -14,10 +14,10 @@ import errno
 import socket
 
 from pd_cluster.errors import StartupError
+from pd_cluster.launch.flags import MAX_PORT
 from pd_router.inheritance import listening_socket
 
 BACKLOG = 2048
-MAX_PORT = 65535
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import StartupError
+from pd_cluster.launch import preflight
 from pd_cluster.launch.display import Display
 from pd_cluster.launch.flags import config_from, given_flags
 from pd_cluster.launch.keeper import Keeper, Service
@@ -76,10 +77,14 @@ def run_up(namespace: argparse.Namespace) -> int:
     counts = {role: getattr(namespace, role) for role in ROLES}
     if counts["decode"] + counts["mixed"] == 0:
         raise StartupError("a cluster needs a node that can decode: --decode or --mixed must be at least 1")
+    key_file = config.handoff.cluster_key_file
+    problems = [*preflight.setting_problems(config), *preflight.machine_problems(config, preflight.Machine())]
+    preflight.refuse([*problems, *(preflight.key_problems(key_file) if key_file else ())])
     with contextlib.ExitStack() as sockets:
         # opened before anything slow starts: a taken port is known at once, and early clients wait
         listener = sockets.enter_context(contextlib.closing(listen(namespace.host, namespace.port)))
         model = resolve_model(config.model.model)  # once, so that a download does not happen in every node
+        preflight.refuse(preflight.model_problems(config, model))
         gpus = [] if config.model.device == "cpu" else visible_gpus(os.environ)
         name = config.model.served_model_name or served_name(config.model.model, model)
         flags += [f"--model={model}", f"--served-model-name={name}"]

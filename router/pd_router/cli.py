@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             key = load_cluster_key(config.cluster_key_file)
         except (OSError, ValueError) as error:
-            raise StartupError(f"cannot read the cluster key: {error}") from error
+            where = f" (--cluster-key-file {config.cluster_key_file})" if config.cluster_key_file else ""
+            raise StartupError(f"cannot read the cluster key{where}: {error}") from error
         listener = inherited(config.listen_fd) if config.listen_fd >= 0 else listen(config.host, config.port)
     except StartupError as error:
         sys.stderr.write(f"pd-cluster router: {error}\n")

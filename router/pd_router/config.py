@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,6 +11,8 @@ from urllib.parse import urlsplit
 from yarl import URL
 
 from pd_router.errors import StartupError
+
+MAX_PORT = 65535
 
 
 class Order(StrEnum):
@@ -94,6 +97,7 @@ class RouterConfig:
                 "no node can decode: give at least one --decode URL or --mixed URL, or say where nodes are found "
                 "(--nodes-file, --kubernetes-namespace, --start-empty)"
             )
+        check_numbers(self)
         urls = [*self.prefill, *self.decode, *self.mixed]
         for url in urls:
             check_node_url(url)
@@ -127,6 +131,22 @@ class RouterConfig:
     @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mb * 1e6)
+
+
+def check_numbers(config: RouterConfig) -> None:
+    """Raises StartupError for a number that no router can work with, naming its flag."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        flag = f"--{item.name.replace('_', '-')}"
+        lowest = -1 if item.name == "listen_fd" else 0
+        if not math.isfinite(value) or value < lowest:
+            raise StartupError(f"{flag} {value} must be at least {lowest}")
+        if value == 0 and item.name.endswith(("_timeout_s", "_interval_s")):
+            raise StartupError(f"{flag} must be above 0")
+        if item.name == "port" and value > MAX_PORT:
+            raise StartupError(f"{flag} {value} is no port: write 0 to {MAX_PORT} (0: any free one)")
 
 
 def check_node_url(url: str) -> None:
