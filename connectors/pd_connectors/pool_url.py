@@ -1,4 +1,4 @@
-"""Where a pool's server is. Needs neither torch nor the pool's package, so a bad URL is known before either is loaded."""
+"""Where a pool's server is. Needs neither torch nor the pool's package: a bad URL is known before they are loaded."""
 
 from __future__ import annotations
 

@@ -34,9 +34,7 @@ def check_connector(name: str, has_module: Callable[[str], bool]) -> None:
         raise ConnectorUnavailable(f"connector {name!r}: there is no module {module_name}")
     module, extra = PACKAGES.get(name, ("", ""))
     if module and not has_module(module):
-        raise ConnectorUnavailable(
-            f"connector {name!r} needs a package that is missing: pip install 'pd-cluster[{extra}]'"
-        )
+        raise ConnectorUnavailable(f"connector {name!r} needs a missing package: pip install 'pd-cluster[{extra}]'")
 
 
 def create_connector(name: str, context: ConnectorContext) -> Connector:
