@@ -6,6 +6,7 @@ Exit status: 0 done or stopped as asked, 1 failed while running, 2 a flag, file,
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -125,11 +126,11 @@ def _add_router(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _router(namespace: argparse.Namespace) -> int:
-    from pd_cluster.launch.lifeline import hold_lifeline
+    from pd_cluster.launch.lifeline import LIFELINE_ENV, hold_lifeline
     from pd_router.cli import run
 
     hold_lifeline()
-    return run(namespace)
+    return run(namespace, is_supervised=LIFELINE_ENV in os.environ)
 
 
 def _add_nodes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -27,6 +27,7 @@ KILL_WAIT_S = 5.0  # a killed process is gone within this, unless the kernel hol
 OUTPUT_TAIL_S = 1.0  # after a child's end, what it wrote last is read within this
 REMAINS_S = 10.0  # longer than an orphaned engine gives its leases
 REMAINS_POLL_S = 0.1
+REAP_POLL_S = 0.005
 
 
 @dataclass(slots=True)
@@ -90,7 +91,7 @@ class Supervisor:
         )
         child = Child(name, process, ready_marker, asyncio.get_running_loop().create_future())
         child.pump = asyncio.create_task(self._pump(child), name=f"pump {name}")
-        child.exited = asyncio.create_task(process.wait(), name=f"wait {name}")
+        child.exited = asyncio.create_task(_exit_of(process), name=f"wait {name}")
         self.children.append(child)
         return child
 
@@ -197,6 +198,27 @@ def describe_death(child: Child) -> str:
     if status is not None and status < 0:
         return f"{child.name} was killed by {signal.Signals(-status).name}"
     return f"{child.name} exited with status {status}"
+
+
+async def _exit_of(process: asyncio.subprocess.Process) -> int:
+    """The exit status, as soon as there is one.
+
+    asyncio's own `wait` also waits for the end of the output, which what the process has started holds open: a node's
+    engine that hangs would hide that its API process is dead.
+    """
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    with contextlib.suppress(ProcessLookupError):  # it has ended and is reaped
+        fd = os.pidfd_open(process.pid)
+        loop.add_reader(fd, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(fd)
+            os.close(fd)
+    while process.returncode is None:  # noqa: ASYNC110  # asyncio reaps it in a thread, which tells no one else
+        await asyncio.sleep(REAP_POLL_S)
+    return process.returncode
 
 
 def session_members(session: int) -> list[int]:
