@@ -284,3 +284,22 @@ async def test_any_process_may_be_killed(launcher: Launcher) -> None:
     await kill(up, "decode-0", False, expected, 3)
     assert launched.stop(signal.SIGINT, 60.0) == 0
     assert launched.leftovers() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_router_that_is_hung_up_loses_nothing(launcher: Launcher) -> None:
+    """It drains while new connections wait, ends, and `up` starts the next one."""
+    launched = launcher.command("up", *FLAGS)
+    launched.wait_line("Ctrl-C stops everything", START_DEADLINE_S)
+    up = Up(launched)
+    expected = await expect(up.load)
+    async with up.load.running():
+        await up.load.more(6)
+        up.process("router").send_signal(signal.SIGHUP)
+        await up.wait_back("router", 1)
+        await up.load.more(12)
+    assert check(up.load.requests, expected, [], decode=False) == 0
+    assert up.count("router exited with status 0: starting it again") == 1
+    assert launched.stop(signal.SIGINT, 60.0) == 0
+    assert launched.leftovers() == []

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pd_cluster.launch import restarts as policy
+from pd_cluster.launch import supervise
 from pd_cluster.launch.keeper import Keeper, Service
 from pd_cluster.launch.restarts import Restarts
 from pd_cluster.launch.sockets import inherited, listen, port_of, reserve
@@ -39,6 +40,14 @@ import subprocess, sys, threading
 code = "import sys, time; time.sleep(0.3); open(sys.argv[1], 'a').write('left ')"
 subprocess.Popen([sys.executable, "-c", code, sys.argv[1]])
 open(sys.argv[1], "a").write("start ")
+sys.stdout.write("ready: now\\n")
+sys.stdout.flush()
+threading.Event().wait()
+"""
+# the process that it leaves behind does not end by itself
+HANGER = """
+import subprocess, sys, threading
+subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
 sys.stdout.write("ready: now\\n")
 sys.stdout.flush()
 threading.Event().wait()
@@ -145,6 +154,29 @@ def test_what_the_dead_process_left_running_ends_first(tmp_path: Path) -> None:
 
     run(test())
     assert log.read_text().startswith("start left start ")
+
+
+def test_what_the_dead_process_left_hanging_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the output open, as an engine does; the death is seen all the same."""
+    monkeypatch.setattr(supervise, "REMAINS_S", 0.2)
+
+    async def test() -> None:
+        said = Said()
+        async with Supervisor(lambda name, line: None) as supervisor:
+            keeper = Keeper(supervisor, Restarts({}), said)
+            child = await keeper.start(service("a", HANGER))
+            await supervisor.wait_ready([child], DEADLINE_S)
+            assert len(session_members(child.pid)) == 2
+            running = asyncio.create_task(keeper.run())
+            child.process.send_signal(signal.SIGKILL)
+            await said.wait("a is back")
+            assert session_members(child.pid) == []
+            for pid in session_members(supervisor.children[0].pid):  # the new one's remains end with this test
+                os.kill(pid, signal.SIGKILL)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    run(test())
 
 
 @pytest.mark.parametrize(("code", "how"), [(FAIL_AGAIN, "exited with status 7"), (SLOW_AGAIN, "was killed by SIGKILL")])
