@@ -48,6 +48,7 @@ NOT_1 = {
     "num_blocks": "a cache has at least 2 blocks",
     "max_model_len": "there is no room for a prompt and an output token",
 }
+_PLATFORM = re.compile(r"^(cuda|hip)\b[^=]*= *(\S+)$", re.MULTILINE)  # in torch/version.py
 # A process of its own: the driver's state stays out of this one. CUDA's own count honours CUDA_VISIBLE_DEVICES.
 _COUNT_DEVICES = """
 import ctypes, sys
@@ -72,7 +73,10 @@ class Machine:
         if spec is None or spec.origin is None:
             return "torch is not installed"
         version = Path(spec.origin).with_name("version.py")
-        if version.is_file() and re.search(r"^cuda\b.*= None$", version.read_text(), re.MULTILINE):
+        platforms = dict(_PLATFORM.findall(version.read_text())) if version.is_file() else {}
+        if platforms.get("hip", "None") != "None":
+            return ""  # AMD's GPUs answer to the name too; only torch can look for them
+        if platforms.get("cuda") == "None":
             return "the installed torch is built without CUDA"
         command = [sys.executable, "-c", _COUNT_DEVICES]
         try:

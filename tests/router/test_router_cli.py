@@ -149,7 +149,7 @@ async def test_the_process_sees_nodes_come_and_go() -> None:
         await until_health(200)
         async with aiohttp.ClientSession() as session, session.get(url + "/nodes") as answer:
             (told,) = (await answer.json())["nodes"]
-        assert (told["epoch"], told["healthy"]) == (8, True)
+        assert (told["epoch"], told["healthy"], told["restarts"], told["down_s"]) == (8, True, 1, None)
 
 
 def test_a_key_file_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
