@@ -32,13 +32,14 @@ if TYPE_CHECKING:
 HASH_UNIT = 16  # tokens; blocks are whole numbers of it
 MAX_KEY_BYTES = 1 << 16
 DRIVER_DEADLINE_S = 30.0
-# Inclusive bounds by field; every other number must be finite and at least 0.
+LARGEST = (1 << 63) - 1  # that travels to the engine
+# Inclusive bounds by field; every other number is from 0 to LARGEST.
 BOUNDS: dict[str, tuple[float, float]] = {
     "port": (0, MAX_PORT),
     "control_port": (0, MAX_PORT),
-    "listen_fd": (-1, math.inf),
+    "listen_fd": (-1, LARGEST),
     "seed": (-(1 << 63), (1 << 64) - 1),  # what torch takes
-    "max_tokens_beside_decodes": (-1, math.inf),
+    "max_tokens_beside_decodes": (-1, LARGEST),
     "gpu_memory_utilization": (0, 1),
 }
 ABOVE_0 = frozenset(
@@ -154,11 +155,11 @@ def model_problems(config: NodeConfig, directory: Path) -> Iterator[str]:
 
 
 def _number_problems(flag: str, name: str, value: Any) -> Iterator[str]:
-    low, high = BOUNDS.get(name, (0, math.inf))
-    if not math.isfinite(value):
+    low, high = BOUNDS.get(name, (0, LARGEST))
+    if isinstance(value, float) and not math.isfinite(value):
         yield f"{flag} {value} is no number"
     elif not low <= value <= high:
-        yield f"{flag} {value} must be " + (f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}")
+        yield f"{flag} {value} must be " + (f"from {low} to {high}" if value > high else f"at least {low}")
     elif value == 0 and name in ABOVE_0:
         yield f"{flag} must be above 0"
     elif value == 1 and name in NOT_1:

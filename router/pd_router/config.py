@@ -141,7 +141,9 @@ def check_numbers(config: RouterConfig) -> None:
             continue
         flag = f"--{item.name.replace('_', '-')}"
         lowest = -1 if item.name == "listen_fd" else 0
-        if not math.isfinite(value) or value < lowest:
+        if isinstance(value, float) and not math.isfinite(value):
+            raise StartupError(f"{flag} {value} is no number")
+        if value < lowest:
             raise StartupError(f"{flag} {value} must be at least {lowest}")
         if value == 0 and item.name.endswith(("_timeout_s", "_interval_s")):
             raise StartupError(f"{flag} must be above 0")

@@ -49,7 +49,10 @@ def test_the_defaults_are_right() -> None:
     assert list(model_problems(NodeConfig(), DEMO_MODEL)) == []
 
 
-NONSENSE: dict[type, tuple[float, ...]] = {int: (-(1 << 70),), float: (float("nan"), float("inf"), -0.1)}
+NONSENSE: dict[type, tuple[float, ...]] = {
+    int: (-(1 << 70), 1 << 70, 10**400),
+    float: (float("nan"), float("inf"), -0.1),
+}
 
 
 def numbers() -> list[tuple[str, str, float]]:
