@@ -97,7 +97,6 @@ class RouterConfig:
                 "no node can decode: give at least one --decode URL or --mixed URL, or say where nodes are found "
                 "(--nodes-file, --kubernetes-namespace, --start-empty)"
             )
-        check_numbers(self)
         urls = [*self.prefill, *self.decode, *self.mixed]
         for url in urls:
             check_node_url(url)
@@ -108,6 +107,7 @@ class RouterConfig:
         for name in ("max_prefill_tries", "max_decode_tries", "offer_size", "eject_after"):
             if getattr(self, name) < 1:
                 raise StartupError(f"--{name.replace('_', '-')} must be at least 1")
+        check_numbers(self)
 
     @property
     def learns_of_nodes(self) -> bool:

@@ -6,10 +6,10 @@ RouterError
 ├── ModelNotFound    404
 ├── NodeUnknown      404
 ├── NodeConflict     409  an order that the router must not obey as things are
+├── HandingOver      503  an order about a node, while a successor takes the router's place
 ├── BodyTooLarge     413
 ├── NodeFailed       502  a node broke or refused, and no other could take over
 ├── NoNode           503  no healthy node of the needed role
-├── HandingOver      503  an order about a node, while a successor takes the router's place
 └── StartupError          a flag, file or port that must be changed before the router can start
 """
 
@@ -64,6 +64,13 @@ class NodeConflict(RouterError):
     code = "node_conflict"
 
 
+class HandingOver(RouterError):
+    """An order about a node would be lost: a successor takes the router's place just now."""
+
+    status = 503
+    code = "handing_over"
+
+
 class ModelNotFound(RouterError):
     """No node serves this model."""
 
@@ -92,13 +99,6 @@ class NoNode(RouterError):
 
     status = 503
     code = "no_healthy_node"
-
-
-class HandingOver(RouterError):
-    """An order about a node would be lost: a successor takes the router's place just now."""
-
-    status = 503
-    code = "handing_over"
 
 
 class StartupError(RouterError):

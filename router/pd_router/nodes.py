@@ -216,16 +216,6 @@ class NodeTable:
         """Whether some node serves `model`, or might: a node that never told its models."""
         return not self.nodes or any(node.serves(model) for node in self.nodes)
 
-    def set_down(self, node: Node) -> None:
-        """It does not answer: it gets no request until /health is good again."""
-        node.reachable = False
-        if node.down_since_s is None:
-            node.down_since_s = self.clock()
-
-    def set_up(self, node: Node) -> None:
-        node.reachable = True
-        node.down_since_s = None
-
     def answered(self, node: Node) -> None:
         node.failures_in_row = 0
 
@@ -240,6 +230,16 @@ class NodeTable:
         if node.failures_in_row >= self._eject_after:
             node.ejected_until_s = self.clock() + self._eject_s
             node.failures_in_row = 0
+
+    def set_down(self, node: Node) -> None:
+        """It does not answer: it gets no request until /health is good again."""
+        node.reachable = False
+        if node.down_since_s is None:
+            node.down_since_s = self.clock()
+
+    def set_up(self, node: Node) -> None:
+        node.reachable = True
+        node.down_since_s = None
 
     def report(self) -> list[dict[str, object]]:
         """For `GET /nodes`: also what is leaving and not done yet."""
