@@ -92,6 +92,7 @@ class RouterConfig:
     log_level: str = setting("info", "Log level.", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         if not (self.decode or self.mixed or self.learns_of_nodes):
             raise StartupError(
                 "no node can decode: give at least one --decode URL or --mixed URL, or say where nodes are found "
@@ -107,7 +108,6 @@ class RouterConfig:
         for name in ("max_prefill_tries", "max_decode_tries", "offer_size", "eject_after"):
             if getattr(self, name) < 1:
                 raise StartupError(f"--{name.replace('_', '-')} must be at least 1")
-        check_numbers(self)
 
     @property
     def learns_of_nodes(self) -> bool:
