@@ -147,7 +147,7 @@ def check_port(port: int) -> Finding:
 
 
 def check_key(key_file: str, environ: Mapping[str, str]) -> Finding:
-    """The cluster's key: readable, and nobody else's business."""
+    """The cluster's key: readable here, and by no other user."""
     what = "cluster key"
     if problems := "; ".join(key_problems(key_file)):
         return Finding(what, Verdict.FAIL, problems)

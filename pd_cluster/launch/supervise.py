@@ -182,7 +182,7 @@ class Supervisor:
             self._tell(child, line)
 
     def _tell(self, child: Child, line: str) -> None:
-        """Never raises: a child whose output nobody takes any more stands still, and in the end must be killed."""
+        """Never raises: a child whose output is not read any more stands still, and in the end must be killed."""
         if self._show is None:
             return
         try:

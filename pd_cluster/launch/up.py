@@ -144,7 +144,7 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """What ends the cluster. Not SIGHUP where it is ignored: so says whoever runs this under nohup."""
+    """What ends the cluster. Not SIGHUP where it is ignored, as under nohup."""
     signals = [signal.SIGINT, signal.SIGTERM]
     return signals if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*signals, signal.SIGHUP]
 
