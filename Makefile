@@ -22,7 +22,7 @@ BIN := $(VENV)/bin
 POOL := $(filter lmcache mooncake,$(CONNECTOR))
 # pip builds packages in environments of their own, where -c does not reach: pip 24 reads the first, newer ones the second
 PINNED_BUILD := $(if $(CONSTRAINTS),PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS))
-PIP := $(PINNED_BUILD) $(BIN)/python -m pip install --disable-pip-version-check --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+PIP := $(PINNED_BUILD) $(BIN)/python -m pip install --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 INPUTS := pyproject.toml $(wildcard $(CONSTRAINTS))
 # The tests run small tensors in several processes at once: one thread each is fastest and repeatable.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest

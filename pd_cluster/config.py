@@ -158,6 +158,9 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(0, "HTTP port. 0: chosen by the OS and printed.")
+    listen_fd: int = setting(
+        -1, "Serve on the listening socket inherited as this file descriptor; --port is not used. -1: none."
+    )
     role: str = setting(
         "mixed", "Policy, not capability: every engine can do both.", choices=("prefill", "decode", "mixed")
     )

@@ -19,6 +19,7 @@ import struct
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from pd_connectors.pool_url import DEFAULT_URLS
 from pd_connectors.pooled import PooledConnector, pool_address
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.store import KVStore, ObjectName, StoreUnavailable
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from pd_connectors.base import ConnectorContext
 
-DEFAULT_URL = "lm://127.0.0.1:6500"
+DEFAULT_URL = DEFAULT_URLS["lmcache"]
 WINDOW = 32  # messages under way: enough to hide the network, and what they ask for is read soon
 MAX_OBJECT_BYTES = 1 << 30
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pd_connectors.bundled import BundledLibraries
+from pd_connectors.pool_url import DEFAULT_URLS
 from pd_connectors.pooled import PooledConnector, pool_address
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.store import KVStore, ObjectName, StoreUnavailable
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from pd_connectors.base import ConnectorContext
 
-DEFAULT_URL = "mooncake://127.0.0.1:50051"
+DEFAULT_URL = DEFAULT_URLS["mooncake"]
 LOCAL_BUFFER_BYTES = 64 << 20  # Mooncake's own, for what is on its way
 PORT_DEADLINE_S = 0.5
 CLOSE_DEADLINE_S = 1.0

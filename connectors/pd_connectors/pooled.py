@@ -20,7 +20,7 @@ from pd_connectors.base import (
     PublishSpec,
 )
 from pd_connectors.pool import PoolLimits, StorePool
-from pd_connectors.protocol.errors import ConnectorUnavailable
+from pd_connectors.pool_url import read_pool_url
 from pd_connectors.registry import create_connector
 
 if TYPE_CHECKING:
@@ -33,16 +33,8 @@ if TYPE_CHECKING:
 
 
 def pool_address(context: ConnectorContext, default_url: str) -> tuple[str, int]:
-    """Host and port of the pool's server: the option `pool_url`, else `default_url`, whose scheme both must have.
-
-    An IPv6 address is written in brackets and returned without. Raises ConnectorUnavailable for what is no such URL.
-    """
-    url = str(dict(context.options).get("pool_url") or default_url)
-    scheme, _, rest = url.partition("://")
-    host, _, port = rest.rpartition(":")
-    if scheme != default_url.partition("://")[0] or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConnectorUnavailable(f"the pool needs a URL like {default_url}, not {url!r}")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    """Host and port of the pool's server: the option `pool_url`, else `default_url`. Raises ConnectorUnavailable."""
+    return read_pool_url(str(dict(context.options).get("pool_url") or ""), default_url)
 
 
 class PooledConnector(Connector):

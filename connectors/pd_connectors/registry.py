@@ -20,16 +20,30 @@ CONNECTORS = {
 }
 
 
+# The package that a connector cannot do without, also the name of the extra that installs it: module, extra.
+PACKAGES = {"nixl": ("nixl_cu13", "nixl"), "lmcache": ("lmcache", "lmcache"), "mooncake": ("mooncake", "mooncake")}
+
+
+def check_connector(name: str, has_module: Callable[[str], bool]) -> None:
+    """Raises ConnectorUnavailable when `create_connector` certainly would. Imports no connector, so it costs no time.
+
+    has_module: whether a module can be found, by its full name.
+    """
+    module_name, _ = _place_of(name)
+    if not has_module(module_name):
+        raise ConnectorUnavailable(f"connector {name!r}: there is no module {module_name}")
+    module, extra = PACKAGES.get(name, ("", ""))
+    if module and not has_module(module):
+        raise ConnectorUnavailable(f"connector {name!r} needs a missing package: pip install 'pd-cluster[{extra}]'")
+
+
 def create_connector(name: str, context: ConnectorContext) -> Connector:
     """The connector `name`: one of CONNECTORS, or `package.module:Class` (called with the context).
 
     Raises ConnectorUnavailable when there is no such connector, or its backend is missing or does not start.
     """
-    path = CONNECTORS.get(name, name)
-    module_name, colon, class_name = path.partition(":")
-    if not colon:
-        known = ", ".join(CONNECTORS)
-        raise ConnectorUnavailable(f"no connector is called {name!r}; known: {known}, or package.module:Class")
+    module_name, class_name = _place_of(name)
+    path = f"{module_name}:{class_name}"
     try:
         kind = getattr(import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
@@ -38,3 +52,12 @@ def create_connector(name: str, context: ConnectorContext) -> Connector:
         raise ConnectorUnavailable(f"{path!r} is no subclass of pd_connectors.base.Connector")
     build: Callable[[ConnectorContext], Connector] = kind  # a subclass may take nothing but the context
     return build(context)
+
+
+def _place_of(name: str) -> tuple[str, str]:
+    """Module and class of a connector. Raises ConnectorUnavailable for what names none."""
+    module_name, colon, class_name = CONNECTORS.get(name, name).partition(":")
+    if not (colon and module_name and class_name):
+        known = ", ".join(CONNECTORS)
+        raise ConnectorUnavailable(f"no connector is called {name!r}; known: {known}, or package.module:Class")
+    return module_name, class_name

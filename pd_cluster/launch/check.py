@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import platform
@@ -19,14 +18,15 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from pd_cluster.config import HandoffConfig
+from pd_cluster.config import HandoffConfig, NodeConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.kv_network import check_network
 from pd_cluster.launch.model_path import resolve_model
+from pd_cluster.launch.preflight import Machine, key_problems, machine_problems, model_problems
 from pd_cluster.launch.sockets import listen
 from pd_cluster.launch.up_flags import POOL_CONNECTORS
 from pd_connectors.protocol.errors import HandoffError
-from pd_connectors.protocol.keys import KEY_ENV, load_cluster_key
+from pd_connectors.protocol.keys import KEY_ENV
 
 if TYPE_CHECKING:
     import argparse
@@ -69,8 +69,7 @@ def _findings(namespace: argparse.Namespace) -> Iterator[Finding]:
     yield from check_torch()
     if namespace.connector in ("nixl", *POOL_CONNECTORS):
         yield from check_transfer(namespace.advertise_host, namespace.kv_ports)
-    if namespace.connector in POOL_CONNECTORS:
-        yield check_pool(namespace.connector)
+    yield check_connector(namespace.connector)
     for port in namespace.port or DEFAULT_PORTS:
         yield check_port(port)
     yield check_key(namespace.cluster_key_file, os.environ)
@@ -147,11 +146,12 @@ def read_listeners(listeners: Sequence[tuple[str, int]]) -> Finding:
     return Finding("KV network", Verdict.WARN, detail)
 
 
-def check_pool(connector: str) -> Finding:
-    """The package of a connector with a pool. Whether a pool is there is seen when nodes run: they do without one."""
-    if importlib.util.find_spec(connector) is None:
-        return Finding(connector, Verdict.FAIL, f"not installed: pip install 'pd-cluster[{connector}]'")
-    return Finding(connector, Verdict.OK, "installed")
+def check_connector(connector: str) -> Finding:
+    """Whether there is such a connector, and its package. A pool's server is not asked for: nodes do without one."""
+    config = NodeConfig(handoff=HandoffConfig(connector=connector))
+    if problems := "; ".join(machine_problems(config, Machine())):
+        return Finding("connector", Verdict.FAIL, problems)
+    return Finding("connector", Verdict.OK, f"{connector}: installed")
 
 
 def check_port(port: int) -> Finding:
@@ -163,12 +163,10 @@ def check_port(port: int) -> Finding:
 
 
 def check_key(key_file: str, environ: Mapping[str, str]) -> Finding:
-    """The cluster's key: readable, and nobody else's business."""
+    """The cluster's key: readable here, and by no other user."""
     what = "cluster key"
-    try:
-        load_cluster_key(key_file)
-    except (OSError, ValueError) as error:
-        return Finding(what, Verdict.FAIL, f"cannot be read: {error}")
+    if problems := "; ".join(key_problems(key_file)):
+        return Finding(what, Verdict.FAIL, problems)
     if key_file:
         mode = stat.S_IMODE(Path(key_file).stat().st_mode)
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
@@ -187,8 +185,8 @@ def check_model(model: str) -> Finding:
         return Finding("model", Verdict.FAIL, str(error))
     weights = list(path.glob("*.safetensors"))
     kind = ", ".join(config.get("architectures") or ["no architecture named"])
-    if not weights:
-        return Finding("model", Verdict.FAIL, f"{path} ({kind}) has no .safetensors file")
+    if problems := "; ".join(model_problems(NodeConfig(), path)):
+        return Finding("model", Verdict.FAIL, problems)
     if unreadable := [file.name for file in weights if not os.access(file, os.R_OK)]:
         return Finding("model", Verdict.FAIL, f"{path}: cannot read {', '.join(unreadable)}")
     size_gb = sum(file.stat().st_size for file in weights) / 1e9

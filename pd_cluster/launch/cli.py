@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster import __version__
 from pd_cluster.errors import StartupError
-from pd_cluster.launch.flags import add_config_flags, config_from
+from pd_cluster.launch.flags import add_config_flags, config_from, port_number
 from pd_cluster.launch.up_flags import POOL_CONNECTORS, add_up_flags
 from pd_connectors.protocol.errors import HandoffError
 
@@ -95,7 +95,16 @@ def _add(
 def _node(namespace: argparse.Namespace) -> int:
     config = config_from(namespace)
     from pd_cluster.engine.process import spawn_engine
+    from pd_cluster.launch import preflight
     from pd_cluster.launch.node import run_node
+
+    preflight.refuse(
+        (
+            *preflight.setting_problems(config),
+            *preflight.machine_problems(config, preflight.Machine()),
+            *preflight.key_problems(config.handoff.cluster_key_file),
+        )
+    )
 
     return run_node(config, spawn_engine)
 
@@ -117,11 +126,11 @@ def _add_router(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _router(namespace: argparse.Namespace) -> int:
-    from pd_cluster.launch.lifeline import hold_lifeline
+    from pd_cluster.launch.lifeline import LIFELINE_ENV, hold_lifeline
     from pd_router.cli import run
 
     hold_lifeline()
-    return run(namespace)
+    return run(namespace, is_supervised=LIFELINE_ENV in os.environ)
 
 
 def _add_nodes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -161,7 +170,7 @@ def _add_pool(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--connector", choices=POOL_CONNECTORS, default="lmcache", help="The nodes' (default: lmcache)."
     )
     parser.add_argument("--host", default="127.0.0.1", help="Address to listen on (default: 127.0.0.1).")
-    parser.add_argument("--port", type=int, metavar="N", help="Port (default: 6500, mooncake: 50051; 0: any).")
+    parser.add_argument("--port", type=port_number, metavar="N", help="Port (default: 6500, mooncake: 50051; 0: any).")
     memory = "Memory for blocks (lmcache; default: 4). Mooncake's lie in the nodes: --pool-segment-gb there."
     parser.add_argument("--max-gb", type=float, default=4.0, metavar="GB", help=memory)
 
@@ -188,7 +197,8 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     text = "Check this machine before a node is started: packages, devices, transfers, ports, key, model."
     parser = _add(commands, "check", text, _check)
     parser.add_argument("--model", default="", help="Model directory to check. Default: the demo model.")
-    parser.add_argument("--port", type=int, action="append", metavar="N", help="Port that must be free; repeatable.")
+    text = "Port that must be free; repeatable."
+    parser.add_argument("--port", type=port_number, action="append", metavar="N", help=text)
     parser.add_argument("--connector", default="nixl", help="Transport to test (default: nixl).")
     parser.add_argument(
         "--advertise-host",

@@ -17,6 +17,7 @@ from pd_cluster.errors import StartupError
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+MAX_PORT = 65535
 _TYPES: dict[type, str] = {int: "N", float: "X", str: "TEXT"}
 
 
@@ -69,6 +70,14 @@ def given_flags(namespace: argparse.Namespace, skip: Collection[str] = ()) -> li
 def flag_of(item: Field[Any]) -> str:
     """The flag's name without dashes in front."""
     return str(item.metadata.get("flag", item.name)).replace("_", "-")
+
+
+def port_number(text: str) -> int:
+    """argparse type: a TCP port, 0 for any free one."""
+    number = int(text)
+    if not 0 <= number <= MAX_PORT:
+        raise argparse.ArgumentTypeError(f"{number} is no port: write 0 to {MAX_PORT} (0: any free one)")
+    return number
 
 
 def _add_flag(group: argparse._ArgumentGroup, item: Field[Any], kind: type) -> None:

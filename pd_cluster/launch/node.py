@@ -31,8 +31,9 @@ from pd_cluster.launch.http_server import HttpServer
 from pd_cluster.launch.kv_network import check_network
 from pd_cluster.launch.lifeline import hold_lifeline
 from pd_cluster.launch.model_path import resolve_model, served_name
+from pd_cluster.launch.preflight import model_problems, refuse
 from pd_cluster.launch.socket_dir import socket_directory
-from pd_cluster.launch.sockets import listen, port_of
+from pd_cluster.launch.sockets import inherited, listen, port_of
 
 if TYPE_CHECKING:
     import socket
@@ -62,7 +63,9 @@ def run_node(config: NodeConfig, spawn: SpawnEngine) -> int:
     )
     check_network(config.handoff)
     orphaned = hold_lifeline()
-    with contextlib.closing(listen(config.server.host, config.server.port)) as listener:
+    server = config.server
+    opened = inherited(server.listen_fd) if server.listen_fd >= 0 else listen(server.host, server.port)
+    with contextlib.closing(opened) as listener:
         node = Node(complete(config, port_of(listener)), listener, orphaned, spawn)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(node.run())
@@ -72,6 +75,7 @@ def complete(config: NodeConfig, port: int) -> NodeConfig:
     """`config` with its model resolved to a directory, and port and node id filled in. Raises StartupError."""
     model, server = config.model, config.server
     path = resolve_model(model.model)
+    refuse(model_problems(config, path))
     name = model.served_model_name or served_name(model.model, path)
     return replace(
         config,

@@ -1,5 +1,5 @@
 """Child processes on one machine: started with a lifeline, their output prefixed, their ready lines awaited, their
-deaths noticed, and ended by id within a deadline.
+deaths noticed, what they leave running cleared away, and ended by id within a deadline.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import StartupError
@@ -24,6 +25,9 @@ MAX_LINE_BYTES = 1 << 20
 HURRY_S = 5.0  # an end "at once" still closes sockets and stops engines
 KILL_WAIT_S = 5.0  # a killed process is gone within this, unless the kernel holds it
 OUTPUT_TAIL_S = 1.0  # after a child's end, what it wrote last is read within this
+REMAINS_S = 10.0  # longer than an orphaned engine gives its leases
+REMAINS_POLL_S = 0.1
+REAP_POLL_S = 0.005
 
 
 @dataclass(slots=True)
@@ -63,23 +67,31 @@ class Supervisor:
             self._lifeline.close()
 
     async def start(
-        self, name: str, arguments: Iterable[str], ready_marker: str, environment: Mapping[str, str]
+        self,
+        name: str,
+        arguments: Iterable[str],
+        ready_marker: str,
+        environment: Mapping[str, str],
+        sockets: Sequence[int] = (),
     ) -> Child:
-        """Start `arguments` with `environment` added to this process's own. Raises OSError when that fails."""
+        """Start `arguments` with `environment` added to this process's own. Raises OSError when that fails.
+
+        `sockets`: file descriptors that the child inherits under the same numbers.
+        """
         process = await asyncio.create_subprocess_exec(
             *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **environment, **self._lifeline.environment()},
-            pass_fds=(self._lifeline.read_fd,),
+            pass_fds=(self._lifeline.read_fd, *sockets),
             # Ctrl-C reaches this process alone, which then stops its children in order; uvloop knows no process_group
             start_new_session=True,
             limit=MAX_LINE_BYTES,
         )
         child = Child(name, process, ready_marker, asyncio.get_running_loop().create_future())
         child.pump = asyncio.create_task(self._pump(child), name=f"pump {name}")
-        child.exited = asyncio.create_task(process.wait(), name=f"wait {name}")
+        child.exited = asyncio.create_task(_exit_of(process), name=f"wait {name}")
         self.children.append(child)
         return child
 
@@ -105,8 +117,30 @@ class Supervisor:
         exits = {child.exited: child for child in self.children}
         done, _ = await asyncio.wait(exits, return_when=asyncio.FIRST_COMPLETED)
         child = exits[next(iter(done))]
-        await asyncio.wait({child.pump}, timeout=OUTPUT_TAIL_S)
+        await self.ended(child)
         return child
+
+    async def ended(self, child: Child) -> None:
+        """Until this child has exited and its last lines have been shown."""
+        await asyncio.wait({child.exited})
+        await asyncio.wait({child.pump}, timeout=OUTPUT_TAIL_S)
+
+    async def clear(self, name: str) -> None:
+        """Make room for another child of this name, after its exit: wait for what the process has left running.
+
+        The engine of a node whose API process was killed holds its GPU memory, and serves leases, until it has ended.
+        What still runs after REMAINS_S is killed.
+        """
+        for child in [child for child in self.children if child.name == name and child.exited.done()]:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REMAINS_S):
+                    while session_members(child.pid):  # noqa: ASYNC110  # the kernel tells no parent of grandchildren
+                        await asyncio.sleep(REMAINS_POLL_S)
+            for pid in session_members(child.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            child.pump.cancel()
+            self.children.remove(child)
 
     async def stop(
         self, children: Iterable[Child], deadline_s: float, hurry: asyncio.Event | None = None
@@ -148,7 +182,7 @@ class Supervisor:
             self._tell(child, line)
 
     def _tell(self, child: Child, line: str) -> None:
-        """Never raises: a child whose output nobody takes any more stands still, and in the end must be killed."""
+        """Never raises: a child whose output is not read any more stands still, and in the end must be killed."""
         if self._show is None:
             return
         try:
@@ -164,6 +198,41 @@ def describe_death(child: Child) -> str:
     if status is not None and status < 0:
         return f"{child.name} was killed by {signal.Signals(-status).name}"
     return f"{child.name} exited with status {status}"
+
+
+async def _exit_of(process: asyncio.subprocess.Process) -> int:
+    """The exit status, as soon as there is one.
+
+    asyncio's own `wait` also waits for the end of the output, which what the process has started holds open: a node's
+    engine that hangs would hide that its API process is dead.
+    """
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    with contextlib.suppress(ProcessLookupError):  # it has ended and is reaped
+        fd = os.pidfd_open(process.pid)
+        loop.add_reader(fd, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(fd)
+            os.close(fd)
+    while process.returncode is None:  # noqa: ASYNC110  # asyncio reaps it in a thread, which tells no one else
+        await asyncio.sleep(REAP_POLL_S)
+    return process.returncode
+
+
+def session_members(session: int) -> list[int]:
+    """The processes that run in this session, zombies not counted. Each child of a Supervisor leads a session."""
+    members: list[int] = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            # the name in parentheses may hold anything; behind it: state, parent, group, session
+            state, _, _, of, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+        except (OSError, ValueError):
+            continue  # it ended meanwhile
+        if int(of) == session and state not in "ZX":
+            members.append(int(entry.name))
+    return members
 
 
 def _signal(children: Iterable[Child], signum: signal.Signals) -> None:

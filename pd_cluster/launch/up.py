@@ -1,8 +1,14 @@
-"""`pd-cluster up`: a whole cluster on one machine, for as long as this process lives."""
+"""`pd-cluster up`: a whole cluster on one machine, for as long as this process lives.
+
+It owns the addresses of its processes: one that dies is started again where it was (`Keeper`). While the router is down
+new connections wait in its socket, which this process keeps open; while a node is down connections to it are refused at
+once, and the router asks another node (`sockets.py`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -14,25 +20,31 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import StartupError
+from pd_cluster.launch import preflight
 from pd_cluster.launch.display import Display
 from pd_cluster.launch.flags import config_from, given_flags
+from pd_cluster.launch.keeper import Keeper, Service
 from pd_cluster.launch.model_path import resolve_model, served_name
-from pd_cluster.launch.sockets import listen
-from pd_cluster.launch.supervise import Child, Supervisor, describe_death
+from pd_cluster.launch.restarts import Restarts
+from pd_cluster.launch.sockets import listen, port_of, reserve
+from pd_cluster.launch.supervise import Supervisor, describe_death
 from pd_cluster.launch.up_flags import POOL_CONNECTORS, POOL_READY
 from pd_connectors.protocol.keys import KEY_ENV
 
 if TYPE_CHECKING:
     import argparse
+    import socket
     from collections.abc import Mapping, Sequence
 
     from pd_cluster.config import NodeConfig
+    from pd_cluster.launch.supervise import Child
 
-DRAIN_S = 5.0  # unless --drain-s says otherwise: someone waits at the keyboard
+NODE_HOST = "127.0.0.1"
+DRAIN_S = 5.0  # unless --drain-s says otherwise: short, since Ctrl-C at a keyboard waits for it
 STOP_MARGIN_S = 15.0  # beyond the drain: the engine's own stop
 ROUTER_DEADLINE_S = 60.0
 POOL_DEADLINE_S = 60.0
@@ -45,29 +57,42 @@ ROLES = ("prefill", "decode", "mixed")
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """One node to start. `devices`: its CUDA_VISIBLE_DEVICES, None to leave it alone."""
+    """One node to start. `devices`: its CUDA_VISIBLE_DEVICES, None to leave it alone. `port`: of NODE_HOST."""
 
     name: str
     role: str
     flags: tuple[str, ...]
     devices: str | None
+    port: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://{NODE_HOST}:{self.port}"
 
 
 def run_up(namespace: argparse.Namespace) -> int:
-    """Run the cluster until Ctrl-C (exit status 0) or until a node or the router dies (1). Raises StartupError."""
+    """Run the cluster until Ctrl-C (exit status 0), or until it cannot serve any more (1). Raises StartupError."""
     flags = given_flags(namespace, skip=("host", "port"))
     config = config_from(namespace)
     counts = {role: getattr(namespace, role) for role in ROLES}
     if counts["decode"] + counts["mixed"] == 0:
         raise StartupError("a cluster needs a node that can decode: --decode or --mixed must be at least 1")
-    listen(namespace.host, namespace.port).close()  # a taken port is known before anything slow starts
-    model = resolve_model(config.model.model)  # once, so that a download does not happen in every node
-    gpus = [] if config.model.device == "cpu" else visible_gpus(os.environ)
-    name = config.model.served_model_name or served_name(config.model.model, model)
-    flags += [f"--model={model}", f"--served-model-name={name}"]
-    plans = plan_nodes(counts, flags, config, gpus, len(os.sched_getaffinity(0)))
-    with Display(quiet=namespace.quiet) as display:
-        return asyncio.run(_Cluster(namespace, config, plans, name, display).run())
+    key_file = config.handoff.cluster_key_file
+    problems = [*preflight.setting_problems(config), *preflight.machine_problems(config, preflight.Machine())]
+    preflight.refuse([*problems, *(preflight.key_problems(key_file) if key_file else ())])
+    with contextlib.ExitStack() as sockets:
+        # opened before anything slow starts: a taken port is known at once, and early clients wait
+        listener = sockets.enter_context(contextlib.closing(listen(namespace.host, namespace.port)))
+        model = resolve_model(config.model.model)  # once, so that a download does not happen in every node
+        preflight.refuse(preflight.model_problems(config, model))
+        gpus = [] if config.model.device == "cpu" else visible_gpus(os.environ)
+        name = config.model.served_model_name or served_name(config.model.model, model)
+        flags += [f"--model={model}", f"--served-model-name={name}"]
+        plans = plan_nodes(counts, flags, config, gpus, len(os.sched_getaffinity(0)))
+        addresses = [sockets.enter_context(contextlib.closing(reserve(NODE_HOST))) for _ in plans]
+        nodes = [replace(plan, port=port_of(address)) for plan, address in zip(plans, addresses, strict=True)]
+        display = sockets.enter_context(Display(quiet=namespace.quiet))
+        return asyncio.run(_Cluster(namespace, config, nodes, listener, name, display).run())
 
 
 def plan_nodes(
@@ -93,6 +118,13 @@ def plan_nodes(
     return plans
 
 
+def abilities(plans: Sequence[NodePlan]) -> dict[str, list[str]]:
+    """What the cluster must be able to do, and which of its processes can. It does without its pool."""
+    roles = {"prefill": ("prefill",), "decode": ("decode", "mixed")}
+    able = {ability: [plan.name for plan in plans if plan.role in named] for ability, named in roles.items()}
+    return {**{ability: names for ability, names in able.items() if names}, "route": ["router"]}
+
+
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES wants them. Without importing torch."""
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
@@ -112,7 +144,7 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """What ends the cluster. Not SIGHUP where it is ignored: so says whoever runs this under nohup."""
+    """What ends the cluster. Not SIGHUP where it is ignored, as under nohup."""
     signals = [signal.SIGINT, signal.SIGTERM]
     return signals if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*signals, signal.SIGHUP]
 
@@ -123,6 +155,7 @@ class _Cluster:
         namespace: argparse.Namespace,
         config: NodeConfig,
         plans: Sequence[NodePlan],
+        listener: socket.socket,
         model_name: str,
         display: Display,
     ) -> None:
@@ -130,6 +163,7 @@ class _Cluster:
         self._model_name = model_name
         self._config = config
         self._plans = plans
+        self._listener = listener
         self._display = display
         self._drain_s = config.server.drain_s if hasattr(namespace, "drain_s") else DRAIN_S
         self._stop = asyncio.Event()
@@ -140,77 +174,73 @@ class _Cluster:
         for signum in stop_signals():
             loop.add_signal_handler(signum, self._on_signal)
         async with Supervisor(self._display.line) as supervisor:
+            keeper = Keeper(supervisor, Restarts(abilities(self._plans)), self._display.say)
             stop = asyncio.create_task(self._stop.wait())
-            start = asyncio.create_task(self._start(supervisor))
+            start = asyncio.create_task(self._start(supervisor, keeper))
+            keep: asyncio.Task[str] | None = None
             try:
                 await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
                 if start.done():
-                    self._greet(start.result())
-                    death = asyncio.create_task(self._fatal_death(supervisor))
-                    await asyncio.wait({death, stop}, return_when=asyncio.FIRST_COMPLETED)
+                    start.result()
+                    self._greet()
+                    keep = asyncio.create_task(keeper.run())
+                    await asyncio.wait({keep, stop}, return_when=asyncio.FIRST_COMPLETED)
                     if not stop.done():
-                        self._display.say(f"{describe_death(death.result())}: stopping the cluster")
-                    death.cancel()
-                    await asyncio.gather(death, return_exceptions=True)
+                        self._display.say(f"{keep.result()}: stopping the cluster")
             finally:
-                start.cancel()
-                await asyncio.gather(start, return_exceptions=True)
+                tasks = [task for task in (start, keep) if task is not None]
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
                 await self._shut_down(supervisor)
             return 0 if stop.done() else 1
 
-    async def _start(self, supervisor: Supervisor) -> str:
-        """Returns the router's URL."""
-        deadline_s = self._config.server.start_deadline_s
+    async def _start(self, supervisor: Supervisor, keeper: Keeper) -> None:
+        """Everything for the first time. Raises StartupError: what fails now is not tried again."""
         key = {KEY_ENV: os.environ.get(KEY_ENV) or secrets.token_hex(32)}
         self._display.status(f"starting {', '.join(plan.name for plan in self._plans)}")
-        pool_flags = await self._start_pool(supervisor)
-        nodes: list[tuple[NodePlan, Child]] = []
-        for plan in self._plans:
-            environment = key if plan.devices is None else {**key, "CUDA_VISIBLE_DEVICES": plan.devices}
-            arguments = [*_SELF, plan.role, "--host=127.0.0.1", "--port=0", *plan.flags, *pool_flags]
-            nodes.append((plan, await supervisor.start(plan.name, arguments, "ready: ", environment)))
-        await supervisor.wait_ready([child for _, child in nodes], deadline_s)
+        pool_flags = await self._start_pool(supervisor, keeper)
+        deadline_s = self._config.server.start_deadline_s
+        nodes = [await keeper.start(self._node(plan, pool_flags, key)) for plan in self._plans]
+        await supervisor.wait_ready(nodes, deadline_s)
         self._display.status("starting the router")
-        arguments = [*_SELF, "router", f"--host={self._namespace.host}", f"--port={self._namespace.port}"]
-        arguments.append(f"--drain-s={self._drain_s:g}")
-        arguments += [f"--{plan.role}={_url_in(child.ready.result())}" for plan, child in nodes]
+        await supervisor.wait_ready([await keeper.start(self._router(key))], ROUTER_DEADLINE_S)
+        await self._wait_healthy(supervisor, self._url)
+
+    async def _start_pool(self, supervisor: Supervisor, keeper: Keeper) -> tuple[str, ...]:
+        """The pool that the nodes will share, unless they need none or have one. Returns the nodes' flags for it."""
+        if self._config.handoff.connector not in POOL_CONNECTORS or self._config.handoff.pool_url:
+            return ()
+        max_gb = f"--max-gb={self._namespace.pool_gb:g}"
+        arguments = (*_SELF, "pool", f"--connector={self._config.handoff.connector}", f"--host={NODE_HOST}", max_gb)
+        pool = await keeper.start(Service("pool", (*arguments, "--port=0"), POOL_READY, POOL_DEADLINE_S))
+        await supervisor.wait_ready([pool], POOL_DEADLINE_S)
+        url = pool.ready.result().rpartition(" ")[2]
+        keeper.revise("pool", (*arguments, f"--port={url.rpartition(':')[2]}"))  # the nodes find it there
+        return (f"--pool-url={url}",)
+
+    def _node(self, plan: NodePlan, pool_flags: Sequence[str], key: Mapping[str, str]) -> Service:
+        environment = {**key} if plan.devices is None else {**key, "CUDA_VISIBLE_DEVICES": plan.devices}
+        address = (f"--host={NODE_HOST}", f"--port={plan.port}")
+        arguments = (*_SELF, plan.role, *address, *plan.flags, *pool_flags)
+        return Service(plan.name, arguments, "ready: ", self._config.server.start_deadline_s, environment)
+
+    def _router(self, key: Mapping[str, str]) -> Service:
+        fd = self._listener.fileno()
+        arguments = [*_SELF, "router", f"--listen-fd={fd}", f"--drain-s={self._drain_s:g}"]
+        arguments += [f"--{plan.role}={plan.url}" for plan in self._plans]
         if self._namespace.route:
             arguments.append(f"--route={self._namespace.route}")
         if self._namespace.prefill_on_decode:
             arguments.append(f"--prefill-on-decode={self._namespace.prefill_on_decode}")
         if self._config.handoff.cluster_key_file:
             arguments.append(f"--cluster-key-file={self._config.handoff.cluster_key_file}")
-        router = await supervisor.start("router", arguments, "router ready on ", key)
-        await supervisor.wait_ready([router], ROUTER_DEADLINE_S)
-        url = _url_in(router.ready.result())
-        await self._wait_healthy(supervisor, url)
-        return url
+        return Service("router", tuple(arguments), "router ready on ", ROUTER_DEADLINE_S, key, (fd,))
 
-    async def _start_pool(self, supervisor: Supervisor) -> list[str]:
-        """The pool that the nodes will share, unless they need none or have one. Returns the nodes' flags for it."""
-        if self._config.handoff.connector not in POOL_CONNECTORS or self._config.handoff.pool_url:
-            return []
-        return [f"--pool-url={await self._run_pool(supervisor, '0')}"]
-
-    async def _run_pool(self, supervisor: Supervisor, port: str) -> str:
-        """Returns its URL."""
-        arguments = [*_SELF, "pool", f"--connector={self._config.handoff.connector}", "--host=127.0.0.1"]
-        arguments += [f"--port={port}", f"--max-gb={self._namespace.pool_gb:g}"]
-        pool = await supervisor.start("pool", arguments, POOL_READY, {})
-        await supervisor.wait_ready([pool], POOL_DEADLINE_S)
-        return _pool_url(pool)
-
-    async def _fatal_death(self, supervisor: Supervisor) -> Child:
-        """The first death that the cluster does not outlive. A pool is started again where it was, and found there."""
-        while (child := await supervisor.first_death()).name == "pool":
-            self._display.say(f"{describe_death(child)}: starting it again; meanwhile the nodes do without")
-            supervisor.children.remove(child)
-            try:
-                await self._run_pool(supervisor, _pool_url(child).rpartition(":")[2])
-            except StartupError:
-                return await supervisor.first_death()
-            self._display.say("the pool is there again")
-        return child
+    @property
+    def _url(self) -> str:
+        host = self._namespace.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{port_of(self._listener)}"
 
     async def _wait_healthy(self, supervisor: Supervisor, url: str) -> None:
         death = asyncio.create_task(supervisor.first_death())
@@ -225,9 +255,9 @@ class _Cluster:
         finally:
             death.cancel()
 
-    def _greet(self, url: str) -> None:
+    def _greet(self) -> None:
         self._display.status("")
-        name, demo = self._model_name, not self._config.model.model
+        url, name, demo = self._url, self._model_name, not self._config.model.model
         self._display.say(f"ready: {url} serves {name} on {', '.join(plan.name for plan in self._plans)}")
         self._display.say("try it:")
         self._display.say(f"  {curl_line(url, name, demo)}")
@@ -237,6 +267,7 @@ class _Cluster:
 
     async def _shut_down(self, supervisor: Supervisor) -> None:
         self._display.status("stopping (Ctrl-C again: at once)")
+        self._listener.close()  # with the router's own copy the socket ends: new connections must not wait in vain
         drain_s = self._drain_s
         routers = [child for child in supervisor.children if child.name == "router"]
         pools = [child for child in supervisor.children if child.name == "pool"]
@@ -261,14 +292,6 @@ def curl_line(url: str, model: str, demo: bool) -> str:
     content = QUESTION if demo else "Tell me about the sea."
     body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 32, "temperature": 0}
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
-
-
-def _pool_url(pool: Child) -> str:
-    return pool.ready.result().rpartition(" ")[2]
-
-
-def _url_in(line: str) -> str:
-    return next(word for word in line.split() if word.startswith("http://"))
 
 
 def _healthy(url: str) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from pd_cluster.launch.flags import add_config_flags
+from pd_cluster.launch.flags import add_config_flags, port_number
 
 POOL_READY = "pool ready on "  # what `pd-cluster pool` says before its URL
 POOL_CONNECTORS = ("lmcache", "mooncake")  # whose server `up` and `pd-cluster pool` can start
-PER_NODE = frozenset({"host", "port", "role", "node_id", "advertise_host", "control_port"})  # `up` decides these
+# `up` decides these
+PER_NODE = frozenset({"host", "port", "listen_fd", "role", "node_id", "advertise_host", "control_port"})
 
 
 def add_up_flags(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +20,8 @@ def add_up_flags(parser: argparse.ArgumentParser) -> None:
             f"--{role}", type=count, default=number, metavar="N", help=f"Number of {role} nodes (default: {number})."
         )
     cluster.add_argument("--host", default="127.0.0.1", help="Address of the router (default: 127.0.0.1).")
-    cluster.add_argument("--port", type=int, default=8000, metavar="N", help="Port of the router (default: 8000).")
+    text = "Port of the router (default: 8000)."
+    cluster.add_argument("--port", type=port_number, default=8000, metavar="N", help=text)
     cluster.add_argument("--route", choices=("p-first", "d-first"), help="Which node sees a request first.")
     cluster.add_argument(
         "--prefill-on-decode",

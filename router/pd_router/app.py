@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from pd_router.config import RouterConfig
     from pd_router.sources.base import NodeSource
+    from pd_router.succession import Heritage
 
 # Tickets to release and prefills to see through when the router stops; the leases' own expiry does the rest.
 BACKGROUND_DEADLINE_S = 2.0
@@ -46,10 +47,12 @@ def create_app(
     sources: Sequence[NodeSource] = (),
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
+    heritage: Heritage | None = None,
 ) -> Starlette:
     """The router as an ASGI app.
 
     `key`: the cluster's, signs offers. `sources`: name nodes beside the flags and the posted orders.
+    `heritage`: what the router before this one was ordered.
     `clock`: monotonic seconds. `wall_clock`: seconds since 1970.
     """
     table = NodeTable(config, clock)
@@ -58,6 +61,7 @@ def create_app(
     services = Services(config, table, upstream, Metrics(table), background, key, wall_clock)
     poller = HealthPoller(config, table, upstream)
     discovery = Discovery(sources, table)
+    posted = PostedNodes(table, key, wall_clock)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -65,6 +69,8 @@ def create_app(
             running = [asyncio.ensure_future(discovery.run())]
             try:
                 await discovery.heard_all(config.control_timeout_s)
+                if heritage is not None:
+                    posted.inherit(heritage)  # before the first look, which tells which nodes have booted since
                 await poller.poll_all()  # so that the first request finds the nodes that are up
                 running.append(asyncio.ensure_future(poller.run()))
                 yield
@@ -75,7 +81,7 @@ def create_app(
                 await background.close(BACKGROUND_DEADLINE_S)
 
     proxy, relay, control = Proxy(services), Relay(services), Control(services)
-    admin = Admin(table, PostedNodes(table, key, wall_clock))
+    admin = Admin(table, posted)
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", proxy, methods=["POST"]),
@@ -96,6 +102,7 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.services = services
+    app.state.posted = posted
     return app
 
 

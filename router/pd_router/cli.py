@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import logging
-import signal
 import socket
 import sys
 from dataclasses import fields
@@ -20,10 +18,14 @@ from pd_http.gate import HttpGate
 from pd_router.app import create_app
 from pd_router.config import RouterConfig
 from pd_router.errors import StartupError
+from pd_router.farewell import Farewell
+from pd_router.inheritance import listening_socket
+from pd_router.server import RouterServer
 from pd_router.sources.make import make_sources
+from pd_router.succession import Predecessor, Succession
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from pd_http.limits import HttpLimits
     from pd_router.metrics import Metrics
@@ -58,27 +60,32 @@ def config_from(args: argparse.Namespace) -> RouterConfig:
     return RouterConfig(**values)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, *, is_supervised: bool = False) -> int:
     """Serve until SIGINT or SIGTERM. The exit code: 0, or 2 with a message when the router cannot start as told.
 
-    Call it from the main thread.
+    SIGHUP: a successor takes the socket over, then this router drains. `is_supervised`: it only drains, since what has
+    started it starts the next one. Call it from the main thread.
     """
     try:
+        predecessor = Predecessor()
         config = config_from(args)
         sources = make_sources(config)
         try:
             key = load_cluster_key(config.cluster_key_file)
         except (OSError, ValueError) as error:
-            raise StartupError(f"cannot read the cluster key: {error}") from error
-        listener = listen(config.host, config.port)
-    except StartupError as error:
+            where = f" (--cluster-key-file {config.cluster_key_file})" if config.cluster_key_file else ""
+            raise StartupError(f"cannot read the cluster key{where}: {error}") from error
+        listener = inherited(config.listen_fd) if config.listen_fd >= 0 else listen(config.host, config.port)
+    except (StartupError, OSError) as error:
         sys.stderr.write(f"pd-cluster router: {error}\n")
         return 2
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if config.log_level != "debug":
         logging.getLogger("httpx2").setLevel(logging.WARNING)  # tells every request to the Kubernetes API
     with listener:
-        server = make_server(config, key, sources)
+        server = make_server(config, key, sources, predecessor)
+        if not is_supervised:
+            server.succession = Succession(listener, server.posted.heritage)
         gc.collect()
         gc.freeze()  # what lives for good is not searched for garbage while answers stream
         server.run(sockets=[listener])
@@ -102,12 +109,26 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def make_server(config: RouterConfig, key: bytes, sources: Sequence[NodeSource] = ()) -> uvicorn.Server:
-    app = create_app(config, key, sources)
+def inherited(fd: int) -> socket.socket:
+    """The listening socket that the process before this one has left open as `fd`. Raises StartupError."""
+    try:
+        return listening_socket(fd)
+    except OSError as error:
+        raise StartupError(f"--listen-fd {fd}: {error}") from error
+
+
+def make_server(
+    config: RouterConfig, key: bytes, sources: Sequence[NodeSource], predecessor: Predecessor
+) -> RouterServer:
+    app = create_app(config, key, sources, heritage=predecessor.heritage)
     gate = make_gate(config, app.state.services.metrics, raise_file_limit())
-    return _Server(
+    farewell = Farewell(app)
+    return RouterServer(
+        app.state.posted,
+        farewell,
+        predecessor,
         uvicorn.Config(
-            app,
+            farewell,
             loop="uvloop",
             http=gate.protocol,
             ws="none",
@@ -119,7 +140,7 @@ def make_server(config: RouterConfig, key: bytes, sources: Sequence[NodeSource] 
             backlog=2048,
             timeout_keep_alive=round(config.client_keepalive_s),
             timeout_graceful_shutdown=max(1, round(config.drain_s)),
-        )
+        ),
     )
 
 
@@ -128,27 +149,6 @@ def make_gate(limits: HttpLimits, metrics: Metrics, num_files: int) -> HttpGate:
     gate = HttpGate(limits, num_files, FILES_PER_REQUEST, lambda word: metrics.http_refusals.labels(word).inc())
     metrics.add_gate(gate)
     return gate
-
-
-class _Server(uvicorn.Server):
-    """Says on stdout where it serves, once it does. To be ended by a signal in good order is no failure."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Unlike uvicorn's, does not raise the signal again at the end: that would make the exit code -15."""
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started and sockets:
-            host, port = sockets[0].getsockname()[:2]
-            sys.stdout.write(f"router ready on http://{f'[{host}]' if ':' in host else host}:{port}\n")
-            sys.stdout.flush()
 
 
 def main() -> int:

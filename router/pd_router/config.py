@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,6 +12,8 @@ from yarl import URL
 
 from pd_http.limits import HttpLimits
 from pd_router.errors import StartupError
+
+MAX_PORT = 65535
 
 
 class Order(StrEnum):
@@ -32,6 +35,9 @@ class RouterConfig(HttpLimits):
 
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(8000, "HTTP port. 0: chosen by the OS and printed.")
+    listen_fd: int = setting(
+        -1, "Serve on the listening socket inherited as this file descriptor; --host and --port are not used. -1: none."
+    )
     prefill: tuple[str, ...] = setting((), "Base URLs of prefill nodes.", metavar="URL")
     decode: tuple[str, ...] = setting((), "Base URLs of decode nodes.", metavar="URL")
     mixed: tuple[str, ...] = setting(
@@ -99,6 +105,7 @@ class RouterConfig(HttpLimits):
     log_level: str = setting("info", "Log level.", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         if not (self.decode or self.mixed or self.learns_of_nodes):
             raise StartupError(
                 "no node can decode: give at least one --decode URL or --mixed URL, or say where nodes are found "
@@ -142,6 +149,24 @@ class RouterConfig(HttpLimits):
     @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mb * 1e6)
+
+
+def check_numbers(config: RouterConfig) -> None:
+    """Raises StartupError for a number that no router can work with, naming its flag."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        flag = f"--{item.name.replace('_', '-')}"
+        lowest = -1 if item.name == "listen_fd" else 0
+        if isinstance(value, float) and not math.isfinite(value):
+            raise StartupError(f"{flag} {value} is no number")
+        if value < lowest:
+            raise StartupError(f"{flag} {value} must be at least {lowest}")
+        if value == 0 and item.name.endswith(("_timeout_s", "_interval_s")):
+            raise StartupError(f"{flag} must be above 0")
+        if item.name == "port" and value > MAX_PORT:
+            raise StartupError(f"{flag} {value} is no port: write 0 to {MAX_PORT} (0: any free one)")
 
 
 def check_node_url(url: str) -> None:

@@ -6,6 +6,7 @@ RouterError
 ├── ModelNotFound    404
 ├── NodeUnknown      404
 ├── NodeConflict     409  an order that the router must not obey as things are
+├── HandingOver      503  an order about a node, while a successor takes the router's place
 ├── BodyTooLarge     413
 ├── NodesDied        500  several nodes died while they served the request; it must not be tried again
 ├── NodeFailed       502  a node broke or refused, and no other could take over
@@ -63,6 +64,13 @@ class NodeConflict(RouterError):
     status = 409
     kind = "invalid_request_error"
     code = "node_conflict"
+
+
+class HandingOver(RouterError):
+    """An order about a node would be lost: a successor takes the router's place just now."""
+
+    status = 503
+    code = "handing_over"
 
 
 class ModelNotFound(RouterError):

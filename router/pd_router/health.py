@@ -61,7 +61,7 @@ class HealthPoller:
                 await self.poll(node)
             except Exception:  # a bug that one node brings out must not end the looks at all others
                 log.exception("node %s (%s) cannot be asked", node.node_id, node.url)
-                node.reachable = False
+                self._table.set_down(node)
 
     async def poll(self, node: Node) -> None:
         was_reachable = node.reachable
@@ -82,7 +82,7 @@ class HealthPoller:
         restarted = self._read_identity(node, answer.body)
         if node.models is None or restarted or not was_reachable:
             await self._read_models(node)
-        node.reachable = True
+        self._table.set_up(node)
         if restarted:
             node.liveness.restarted("the node has restarted")
         node.liveness.judge(None)
@@ -100,7 +100,7 @@ class HealthPoller:
         """`kind` None: no new request goes there, but those that wait for it go on waiting."""
         if node.reachable:
             log.warning("node %s (%s) is left out: %s", node.node_id, node.url, why)
-        node.reachable = False
+        self._table.set_down(node)
         node.liveness.judge(None if kind is None else Down(kind, why))
 
     def _read_identity(self, node: Node, body: bytes) -> bool:
@@ -119,6 +119,7 @@ class HealthPoller:
         if restarted:
             log.warning("node %s has restarted (epoch %s -> %s)", node.node_id, node.epoch, epoch)
             node.failures_in_row, node.ejected_until_s, node.draining = 0, 0.0, False
+            node.restarts += 1
         node.epoch = epoch if isinstance(epoch, int) else None
         num_slots = told.get("max_num_seqs")
         node.num_slots = num_slots if isinstance(num_slots, int) else None

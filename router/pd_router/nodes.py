@@ -55,6 +55,8 @@ class Node:
     ejected_until_s: float = 0.0
     failures_in_row: int = 0
     epoch: int | None = None  # the engine's boot; None for nodes that tell none
+    restarts: int = 0  # new epochs that this router has seen
+    down_since_s: float | None = None  # when it ceased to be reachable, or was first found not to be; None: it is not
     models: frozenset[str] | None = None  # None: not known, so any model is tried
     max_model_len: int | None = None  # tokens; None for nodes that do not tell
     num_slots: int | None = None  # sequences that run there at once; None for nodes that do not tell
@@ -234,11 +236,21 @@ class NodeTable:
         Nobody listening puts the node out until /health answers again; other failures add up.
         """
         if unreachable:
-            node.reachable = False
+            self.set_down(node)
         node.failures_in_row += 1
         if node.failures_in_row >= self._eject_after:
             node.ejected_until_s = self.clock() + self._eject_s
             node.failures_in_row = 0
+
+    def set_down(self, node: Node) -> None:
+        """It does not answer: it gets no request until /health is good again."""
+        node.reachable = False
+        if node.down_since_s is None:
+            node.down_since_s = self.clock()
+
+    def set_up(self, node: Node) -> None:
+        node.reachable = True
+        node.down_since_s = None
 
     def report(self) -> list[dict[str, object]]:
         """For `GET /nodes`: also what is leaving and not done yet."""
@@ -246,11 +258,15 @@ class NodeTable:
         return [self.describe(node) for node in (*self.nodes, *leaving)]
 
     def describe(self, node: Node) -> dict[str, object]:
+        """`down_s`: for how long it has not answered, null when it does. `restarts`: new epochs seen by this router."""
+        now_s = self.clock()
         return {
             "node_id": node.node_id,
             "role": node.role.value,
             "url": node.url,
-            "healthy": node.is_healthy(self.clock()),
+            "healthy": node.is_healthy(now_s),
+            "down_s": None if node.down_since_s is None else round(now_s - node.down_since_s, 1),
+            "restarts": node.restarts,
             "state": node.state,
             "down": None if node.liveness.down is None else node.liveness.down.why,
             "source": self.source_of(node),

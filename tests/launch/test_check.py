@@ -12,9 +12,9 @@ import pytest
 from pd_cluster.launch import check
 from pd_cluster.launch.check import (
     Verdict,
+    check_connector,
     check_key,
     check_model,
-    check_pool,
     check_port,
     check_transfer,
     read_listeners,
@@ -22,6 +22,7 @@ from pd_cluster.launch.check import (
     run_check,
 )
 from pd_cluster.launch.model_path import DEMO_MODEL
+from pd_cluster.launch.preflight import Machine
 from pd_cluster.launch.sockets import listen, port_of
 from pd_cluster.launch.up_flags import POOL_CONNECTORS
 
@@ -64,11 +65,16 @@ def test_an_address_of_no_interface_fails_before_anything_is_transferred() -> No
 
 @pytest.mark.parametrize("connector", POOL_CONNECTORS)
 def test_a_pool_needs_its_package(connector: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == connector else None)
-    assert check_pool(connector).verdict is Verdict.OK
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    missing = check_pool(connector)
+    monkeypatch.setattr(Machine, "has_module", lambda machine, name: True)
+    assert check_connector(connector).verdict is Verdict.OK
+    monkeypatch.setattr(Machine, "has_module", lambda machine, name: name != connector)
+    missing = check_connector(connector)
     assert (missing.verdict, f"pd-cluster[{connector}]" in missing.detail) == (Verdict.FAIL, True)
+
+
+def test_an_unknown_connector_is_told() -> None:
+    assert check_connector("foo").verdict is Verdict.FAIL
+    assert check_connector("none").verdict is Verdict.OK
 
 
 def test_ports() -> None:
@@ -97,12 +103,13 @@ def test_the_environment_key_is_named_but_not_shown(monkeypatch: pytest.MonkeyPa
 
 def test_models(tmp_path: Path) -> None:
     assert check_model(str(tmp_path)).verdict is Verdict.FAIL
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    (tmp_path / "config.json").write_text((DEMO_MODEL / "config.json").read_text())
     assert "has no .safetensors file" in check_model(str(tmp_path)).detail
     (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
     finding = check_model(str(tmp_path))
     assert finding.verdict is Verdict.OK
-    assert "LlamaForCausalLM" in finding.detail
+    architecture = json.loads((DEMO_MODEL / "config.json").read_text())["architectures"][0]
+    assert architecture in finding.detail
     (tmp_path / "config.json").write_text("{")
     assert check_model(str(tmp_path)).verdict is Verdict.FAIL
 

@@ -93,6 +93,17 @@ def test_ready_serve_stop(launcher: Launcher) -> None:
     assert node.leftovers() == []
 
 
+def test_an_inherited_socket_is_served(launcher: Launcher) -> None:
+    """As with systemd's socket activation: the address is the socket's, whatever --host and --port say."""
+    inherit = (
+        "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); sys.argv.append(f'--listen-fd={s.detach()}')"
+    )
+    node = launcher.start("node", [sys.executable, "-c", inherit + NODE, "--port=1"], {"FAKE_ENGINE": ""})
+    assert not node.url.endswith(":1")
+    assert httpx.get(f"{node.url}/health", timeout=TIMEOUT_S).status_code == 200
+    assert node.stop(signal.SIGTERM) == 0
+
+
 def test_health_is_503_while_the_engine_starts(launcher: Launcher) -> None:
     node = start(launcher, "silent")
     engine_of(node)

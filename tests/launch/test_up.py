@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
+import shutil
 import signal
+import time
 from typing import TYPE_CHECKING
 
 import httpx
@@ -13,7 +14,8 @@ import psutil
 import pytest
 
 from pd_cluster.config import NodeConfig
-from pd_cluster.launch.up import curl_line, plan_nodes, visible_gpus
+from pd_cluster.launch.model_path import DEMO_MODEL
+from pd_cluster.launch.up import abilities, curl_line, plan_nodes, visible_gpus
 from tests.connectors.mooncake_master import needs_mooncake
 from tests.connectors.store_server import needs_lmcache
 
@@ -67,6 +69,15 @@ def test_gpus_are_asked_for_by_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert visible_gpus({}) == [], "a tool without a driver is no GPU"
 
 
+def test_what_the_cluster_must_be_able_to_do() -> None:
+    plans = plan_nodes({"prefill": 2, "decode": 1, "mixed": 1}, [], NodeConfig(), [], 8)
+    assert abilities(plans) == {
+        "prefill": ["prefill-0", "prefill-1"], "decode": ["decode-0", "mixed-0"], "route": ["router"]
+    }  # fmt: skip
+    mixed = plan_nodes({"prefill": 0, "decode": 0, "mixed": 1}, [], NodeConfig(), [], 8)
+    assert abilities(mixed) == {"decode": ["mixed-0"], "route": ["router"]}
+
+
 @pytest.mark.parametrize("demo", [True, False])
 def test_the_curl_line_is_valid_shell(demo: bool) -> None:
     words = shlex.split(curl_line("http://127.0.0.1:8000", "it's", demo))
@@ -87,16 +98,44 @@ def url_of(cluster: Launched) -> str:
     return cluster.wait_line("ready: http://").split()[1]
 
 
+def process_of(cluster: Launched, word: str) -> psutil.Process:
+    """The child of `up` whose command line has this word."""
+    [process] = [process for process in psutil.Process(cluster.pid).children() if word in process.cmdline()]
+    cluster.family()
+    return process
+
+
+def ask(cluster: Launched) -> httpx.Response:
+    """Send what `up` says to try."""
+    words = shlex.split(cluster.wait_line("curl "))
+    headers = {"Content-Type": "application/json"}
+    return httpx.post(words[1], content=words[words.index("-d") + 1], headers=headers, timeout=60.0)
+
+
 @pytest.mark.integration
-def test_up_answers_and_stops(launcher: Launcher) -> None:
+def test_up_answers_and_heals_and_stops(launcher: Launcher) -> None:
     cluster = up(launcher)
-    line = cluster.wait_line("curl ")
-    words = shlex.split(line)
-    assert words[1].startswith(url_of(cluster))
-    answer = httpx.post(words[1], content=words[words.index("-d") + 1], headers={"Content-Type": "application/json"})
+    url = url_of(cluster)
+    assert cluster.wait_line("curl ").split()[1].startswith(url)
+    answer = ask(cluster)
     assert answer.json()["choices"][0]["message"]["content"] == "Oskar 2210"
     assert (answer.headers["x-pd-prefill"], answer.headers["x-pd-decode"]) == ("prefill-0", "decode-0")
-    assert cluster.stop(signal.SIGINT) == 0
+
+    process_of(cluster, "decode").children()[0].kill()
+    process_of(cluster, "router").kill()
+    assert httpx.get(f"{url}/nodes", timeout=60.0).status_code == 200, "it waited for the router"
+    cluster.wait_line("router was killed by SIGKILL: starting it again in 0.5 s (restart 1)")
+    cluster.wait_line("decode-0 exited with status 1: starting it again in 0.5 s (restart 1)")
+    cluster.wait_line("decode-0 is back: it was down for ")
+    while httpx.get(f"{url}/health", timeout=60.0).status_code != 200:
+        time.sleep(0.1)  # the router looks at its nodes once a second
+    answer = ask(cluster)
+    assert answer.json()["choices"][0]["message"]["content"] == "Oskar 2210"
+    assert (answer.headers["x-pd-prefill"], answer.headers["x-pd-decode"]) == ("prefill-0", "decode-0")
+
+    process_of(cluster, "prefill").kill()
+    cluster.wait_line("prefill-0 was killed by SIGKILL: starting it again in 0.5 s (restart 1)")
+    assert cluster.stop(signal.SIGINT) == 0, "also while a process is being started again"
     assert cluster.lines[-1] == "stopped"
     assert cluster.leftovers() == []
 
@@ -112,34 +151,44 @@ def test_up_answers_and_stops(launcher: Launcher) -> None:
 def test_up_brings_the_pool_that_its_nodes_need(launcher: Launcher, connector: str, scheme: str) -> None:
     cluster = up(launcher, f"--connector={connector}", "--pool-gb=0.1", "--pool-segment-gb=0.05")
     assert cluster.wait_line(f"pool ready on {scheme}://127.0.0.1:").rpartition(":")[2].isdigit()
-    words = shlex.split(cluster.wait_line("curl "))
 
-    def ask() -> None:
-        headers = {"Content-Type": "application/json"}
-        answer = httpx.post(words[1], content=words[words.index("-d") + 1], headers=headers, timeout=60.0)
-        assert answer.json()["choices"][0]["message"]["content"] == "Oskar 2210"
+    def check() -> None:
+        assert ask(cluster).json()["choices"][0]["message"]["content"] == "Oskar 2210"
 
-    ask()
-    cluster.family()
-    [pool] = [process for process in psutil.Process(cluster.pid).children() if "pool" in process.cmdline()]
-    pool.kill()
+    check()
+    process_of(cluster, "pool").kill()
     cluster.wait_line("pool was killed by SIGKILL: starting it again")
-    ask()
-    cluster.wait_line("the pool is there again")
+    check()
+    cluster.wait_line("pool is back")
     assert len({line.split("://")[1] for line in cluster.lines if "pool ready on" in line}) == 1, "at its old address"
-    ask()
+    check()
     assert cluster.stop(signal.SIGINT) == 0
     assert cluster.leftovers() == []
 
 
+@pytest.mark.slow
 @pytest.mark.integration
-def test_a_node_that_dies_ends_the_cluster(launcher: Launcher) -> None:
-    cluster = up(launcher)
-    nodes = [process for process in psutil.Process(cluster.pid).children() if "decode" in process.cmdline()]
-    cluster.family()
-    os.kill(nodes[0].pid, signal.SIGKILL)
-    assert cluster.wait() == 1
-    assert "decode-0 was killed by SIGKILL: stopping the cluster" in cluster.output
+def test_a_role_that_cannot_come_back_ends_the_cluster(launcher: Launcher, tmp_path: Path) -> None:
+    """The delays add up to 15 s."""
+    model = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, model)
+    cluster = up(launcher, f"--model={model}")
+    (model / "model.safetensors").unlink()
+    process_of(cluster, "decode").kill()
+    assert cluster.wait(90.0) == 1
+    reason = "decode-0 exited with status 2; decode-0 has failed to start 5 times in a row: stopping the cluster"
+    assert reason in cluster.output
+    assert cluster.leftovers() == []
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_what_cannot_start_the_first_time_ends_up_at_once(launcher: Launcher) -> None:
+    """The node's own checks are not `up`'s: here its address is none that this machine has."""
+    environment = {"PD_ADVERTISE_HOST": "no such host"}
+    cluster = launcher.command("up", "--port=0", "--device=cpu", "--kv-cache-gb=0.05", environment=environment)
+    assert cluster.wait(60.0) == 2
+    assert "starting it again" not in cluster.output
     assert cluster.leftovers() == []
 
 

@@ -63,7 +63,13 @@ def test_two_parsings_share_nothing() -> None:
         (["--nodes-file", "/nonexistent/nodes.json"], "--nodes-file"),
         (["--decode", D, "--max-node-deaths", "0"], "--max-node-deaths"),
         (["--decode", D, "--cluster-key-file", "/nonexistent/key"], "cluster key"),
-        (["--decode", D, "--port", "70000"], "--port"),
+        (["--decode", D, "--port", "70000"], "--port 70000 is no port"),
+        (["--decode", D, "--port", "-1"], "--port -1 must be at least 0"),
+        (["--decode", D, "--port", "9" * 400], "is no port"),
+        (["--decode", D, "--health-interval-s", "0"], "--health-interval-s must be above 0"),
+        (["--decode", D, "--drain-s", "nan"], "--drain-s nan is no number"),
+        (["--decode", D, "--listen-fd", "99999"], "--listen-fd 99999: "),
+        (["--decode", D, "--listen-fd", "0"], "--listen-fd 0: "),
         (["--decode", D, "--host", "256.0.0.1", "--port", "0"], "cannot listen"),
     ],
 )
@@ -151,7 +157,7 @@ async def test_the_process_sees_nodes_come_and_go() -> None:
         await until_health(200)
         async with aiohttp.ClientSession() as session, session.get(url + "/nodes") as answer:
             (told,) = (await answer.json())["nodes"]
-        assert (told["epoch"], told["healthy"]) == (8, True)
+        assert (told["epoch"], told["healthy"], told["restarts"], told["down_s"]) == (8, True, 1, None)
 
 
 def test_a_key_file_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

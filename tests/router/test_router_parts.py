@@ -195,6 +195,20 @@ def test_no_plan_without_a_decoder_or_for_an_unknown_model() -> None:
         plan(nodes, model="other")
 
 
+def test_it_is_told_since_when_a_node_is_down() -> None:
+    nodes = table(num_prefill=1)
+    clock, node = nodes.clock, nodes.nodes[0]
+    assert isinstance(clock, FakeClock)
+    assert nodes.describe(node)["down_s"] is None
+    nodes.failed(node, unreachable=True)
+    clock.now_s += 1.5
+    nodes.set_down(node)  # /health says the same: it has been down all the time
+    clock.now_s += 1.5
+    assert (nodes.describe(node)["down_s"], nodes.describe(node)["healthy"]) == (3.0, False)
+    nodes.set_up(node)
+    assert (nodes.describe(node)["down_s"], nodes.describe(node)["healthy"]) == (None, True)
+
+
 def test_an_ejected_node_returns_when_its_time_is_over() -> None:
     nodes = table(num_prefill=1)
     clock, node = nodes.clock, nodes.nodes[0]

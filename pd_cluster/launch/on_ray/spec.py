@@ -12,6 +12,7 @@ import yaml
 from pd_cluster.config import NodeConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.flags import config_from, flag_of, given_flags
+from pd_cluster.launch.preflight import refuse, setting_problems
 from pd_cluster.launch.up_flags import PER_NODE
 from pd_router.config import RouterConfig
 from pd_router.errors import StartupError as RouterStartupError
@@ -26,7 +27,7 @@ ROLES = (*NODE_ROLES, ROUTER)
 DEFAULT_ROUTER_PORT = RouterConfig(start_empty=True).port
 # Whose value is this package's business: the key travels apart from flags, so that no command line shows it.
 _NODE_FIXED = PER_NODE | {"cluster_key_file"}
-_ROUTER_FIXED = frozenset({*NODE_ROLES, "start_empty", "cluster_key_file", "host"})
+_ROUTER_FIXED = frozenset({*NODE_ROLES, "start_empty", "cluster_key_file", "host", "listen_fd"})
 
 FlagValue = str | int | float | bool
 Amount = Annotated[float, msgspec.Meta(ge=0)]
@@ -130,7 +131,7 @@ def check(spec: ClusterSpec) -> ClusterSpec:
             raise StartupError(f"{role}: gpus must be a share of one GPU or a whole number of them")
         values = _node_values({**spec.flags, **spec.role(role).flags}, role)
         try:
-            config_from(Namespace(**values))
+            refuse(setting_problems(config_from(Namespace(**values))))
         except StartupError as error:
             raise StartupError(f"flags of {role}: {error}") from error
     types = get_type_hints(RouterConfig)

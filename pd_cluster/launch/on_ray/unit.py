@@ -185,6 +185,7 @@ class Unit:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if child.process.returncode is not None:
                 await supervisor.first_death()  # its last lines
+                await supervisor.clear(child.name)  # its engine too, which holds memory of the GPU that Ray gives on
                 return describe_death(child)
             self._enter(Phase.STOPPING)
             grace_s = self._grace_s + STOP_MARGIN_S if stop.done() else 0.0

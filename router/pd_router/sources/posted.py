@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from pd_connectors.protocol.errors import HandoffError
 from pd_connectors.protocol.ticket import NodeOrder, verify
-from pd_router.errors import InvalidRequest, NodeConflict, NodeUnknown, NotAuthorized
+from pd_router.errors import HandingOver, InvalidRequest, NodeConflict, NodeUnknown, NotAuthorized
 from pd_router.sources.base import make_spec
+from pd_router.succession import Heritage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +21,8 @@ POSTED = "posted"
 class PostedNodes:
     """Obeys signed orders. Unlike the other sources it is not watched: an order holds when its answer is sent.
 
-    The set lives as long as the router. Whoever posts nodes posts them to every router, and again to one that restarts.
+    The set lives as long as the router, and goes over to its successor (SIGHUP). Nodes are posted to every router, and
+    again to one that restarts.
     """
 
     def __init__(self, table: NodeTable, key: bytes, wall_clock: Callable[[], float]) -> None:
@@ -28,9 +30,12 @@ class PostedNodes:
         self._key = key
         self._wall_clock = wall_clock
         self._specs: dict[str, NodeSpec] = {}  # by URL
+        self.is_handed_over = False  # a successor has, or is about to have, a copy: orders would be lost to it
 
     def read(self, signed: str | None, action: str) -> NodeOrder:
-        """The order inside a header. Raises NotAuthorized, InvalidRequest."""
+        """The order inside a header. Raises HandingOver, NotAuthorized, InvalidRequest."""
+        if self.is_handed_over:
+            raise HandingOver("this router hands over to its successor; give the order again in a few seconds")
         if not signed:
             raise NotAuthorized("send the signed order in the header x-pd-order")
         try:
@@ -55,6 +60,21 @@ class PostedNodes:
         self._specs[spec.url] = spec
         self._apply()
         return next(node for node in self._table.nodes if node.url == spec.url), True
+
+    def heritage(self) -> Heritage:
+        """All that orders have changed, for a successor."""
+        posted = tuple((spec.url, spec.role.value) for spec in self._specs.values())
+        return Heritage(posted, {node.url: node.epoch for node in self._table.nodes if node.draining})
+
+    def inherit(self, heritage: Heritage) -> None:
+        """Take over what a predecessor was ordered. A node that has booted anew since then is not drained any more."""
+        for url, role in heritage.posted:
+            spec = make_spec(url, role)
+            self._specs[spec.url] = spec
+        self._apply()
+        for node in self._table.nodes:
+            if node.url in heritage.drained:
+                node.draining, node.epoch = True, heritage.drained[node.url]
 
     def remove(self, node: Node) -> None:
         """Raises NodeConflict for what did not come by `add`. A node that is leaving already may be removed again."""

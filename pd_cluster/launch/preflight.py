@@ -1,0 +1,166 @@
+"""What keeps a node from starting, found before anything is started: in its settings, its model's config, its machine.
+
+Costs milliseconds and imports no torch. It says only what is certain; the engine checks again, and what only it can
+know (memory, weights, a device that fails).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pd_cluster.errors import StartupError
+from pd_cluster.launch.flags import MAX_PORT, flag_of
+from pd_cluster.models.directory import read_json
+from pd_cluster.models.registry import resolve_spec
+from pd_connectors.pool_url import DEFAULT_URLS, read_pool_url
+from pd_connectors.protocol.errors import ConnectorUnavailable
+from pd_connectors.protocol.keys import load_cluster_key
+from pd_connectors.registry import check_connector
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from pd_cluster.config import NodeConfig
+
+HASH_UNIT = 16  # tokens; blocks are whole numbers of it
+MAX_KEY_BYTES = 1 << 16
+DRIVER_DEADLINE_S = 30.0
+LARGEST = (1 << 63) - 1  # that travels to the engine
+# Inclusive bounds by field; every other number is from 0 to LARGEST.
+BOUNDS: dict[str, tuple[float, float]] = {
+    "port": (0, MAX_PORT),
+    "control_port": (0, MAX_PORT),
+    "listen_fd": (-1, LARGEST),
+    "seed": (-(1 << 63), (1 << 64) - 1),  # what torch takes
+    "max_tokens_beside_decodes": (-1, LARGEST),
+    "gpu_memory_utilization": (0, 1),
+}
+ABOVE_0 = frozenset(
+    {"kv_cache_gb", "gpu_memory_utilization", "start_deadline_s", "lease_ttl_s", "load_deadline_s", "read_deadline_s"}
+)
+NOT_1 = {
+    "num_blocks": "a cache has at least 2 blocks",
+    "max_model_len": "there is no room for a prompt and an output token",
+}
+_PLATFORM = re.compile(r"^(cuda|hip)\b[^=]*= *(\S+)$", re.MULTILINE)  # in torch/version.py
+# A process of its own: the driver's state stays out of this one. CUDA's own count honours CUDA_VISIBLE_DEVICES.
+_COUNT_DEVICES = """
+import ctypes, sys
+cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+sys.exit(0 if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value else 1)
+"""
+
+
+class Machine:
+    """What is looked up on this machine. Tests give another answer."""
+
+    def has_module(self, name: str) -> bool:
+        """Whether Python can find this module; it is not imported, only the packages that it lies in are."""
+        try:
+            return importlib.util.find_spec(name) is not None
+        except (ImportError, ValueError):
+            return False
+
+    def cuda_problem(self) -> str:
+        """Why no CUDA device can be used; "" when one can."""
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            return "torch is not installed"
+        version = Path(spec.origin).with_name("version.py")
+        platforms = dict(_PLATFORM.findall(version.read_text())) if version.is_file() else {}
+        if platforms.get("hip", "None") != "None":
+            return ""  # AMD's GPUs answer to the name too; only torch can look for them
+        if platforms.get("cuda") == "None":
+            return "the installed torch is built without CUDA"
+        command = [sys.executable, "-c", _COUNT_DEVICES]
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=DRIVER_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            return f"the CUDA driver does not answer within {DRIVER_DEADLINE_S:g} s"
+        return "there is no CUDA device here" if done.returncode else ""
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raises StartupError when there is any, with all of them in one line."""
+    if found := "; ".join(problems):
+        raise StartupError(found)
+
+
+def setting_problems(config: NodeConfig) -> Iterator[str]:
+    """What is wrong with the settings on any machine."""
+    for section in fields(config):
+        values = getattr(config, section.name)
+        for item in fields(values):
+            value = getattr(values, item.name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                yield from _number_problems(f"--{flag_of(item)}", item.name, value)
+    if config.cache.block_size % HASH_UNIT:
+        yield f"--block-size {config.cache.block_size} is not a multiple of {HASH_UNIT}"
+    handoff = config.handoff
+    if (default_url := DEFAULT_URLS.get(handoff.connector)) is not None:
+        try:
+            read_pool_url(handoff.pool_url, default_url)
+        except ConnectorUnavailable as error:
+            yield f"--pool-url: {error}"
+
+
+def machine_problems(config: NodeConfig, machine: Machine) -> Iterator[str]:
+    """What this machine lacks for these settings."""
+    handoff = config.handoff
+    connectors = [("--connector", handoff.connector)]
+    if handoff.connector in DEFAULT_URLS:
+        connectors.append(("--pool-handoff", handoff.pool_handoff))
+    for flag, name in connectors:
+        try:
+            check_connector(name, machine.has_module)
+        except ConnectorUnavailable as error:
+            yield f"{flag}: {error}"
+    if config.model.device == "cuda" and (why := machine.cuda_problem()):
+        yield f"--device cuda: {why}"
+
+
+def key_problems(key_file: str) -> Iterator[str]:
+    """What is wrong with the cluster's key; without a file, with the one of the environment or of this user."""
+    source = f"--cluster-key-file {key_file}" if key_file else "the cluster key"
+    path = Path(key_file)
+    try:
+        if key_file and path.exists() and (not path.is_file() or path.stat().st_size > MAX_KEY_BYTES):
+            yield f"{source}: a key is a file of at most {MAX_KEY_BYTES} bytes"
+            return
+        load_cluster_key(key_file)
+    except UnicodeDecodeError:
+        yield f"{source}: it is not text"
+    except (OSError, ValueError) as error:
+        yield f"{source} cannot be read: {error}"
+
+
+def model_problems(config: NodeConfig, directory: Path) -> Iterator[str]:
+    """What in the model's directory cannot be served, or not with these settings."""
+    try:
+        spec = resolve_spec(directory, read_json(directory / "config.json"))
+    except StartupError as error:
+        yield f"--model: {error}"
+        return
+    if config.model.max_model_len > spec.max_len:
+        yield f"--max-model-len {config.model.max_model_len} exceeds the model's own limit of {spec.max_len} tokens"
+    if config.model.load_format != "dummy" and not any(directory.glob("*.safetensors")):
+        yield f"--model: {directory} has no .safetensors file"
+
+
+def _number_problems(flag: str, name: str, value: Any) -> Iterator[str]:
+    low, high = BOUNDS.get(name, (0, LARGEST))
+    if isinstance(value, float) and not math.isfinite(value):
+        yield f"{flag} {value} is no number"
+    elif not low <= value <= high:
+        yield f"{flag} {value} must be " + (f"from {low} to {high}" if value > high else f"at least {low}")
+    elif value == 0 and name in ABOVE_0:
+        yield f"{flag} must be above 0"
+    elif value == 1 and name in NOT_1:
+        yield f"{flag} 1: {NOT_1[name]}"

@@ -1,0 +1,107 @@
+"""The router's HTTP server: uvicorn, with this router's answers to signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from pd_router.succession import SuccessionFailed
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Iterator
+
+    from pd_router.farewell import Farewell
+    from pd_router.sources.posted import PostedNodes
+    from pd_router.succession import Predecessor, Succession
+
+log = logging.getLogger("pd_router")
+# After a successor serves, connections stay open that long: the first request on one that was accepted just before is
+# on its way, and idle ones are told to close by the answer to their next request.
+LINGER_S = 1.0
+
+
+class RouterServer(uvicorn.Server):
+    """Says on stdout where it serves, once it does. To be ended by a signal in good order is no failure.
+
+    SIGINT, SIGTERM: no new connections; running requests get drain_s. SIGHUP: the same, once a successor serves;
+    without a `succession`, at once. SIGHUP is ignored where it was when this process started (nohup).
+    """
+
+    def __init__(
+        self, posted: PostedNodes, farewell: Farewell, predecessor: Predecessor, config: uvicorn.Config
+    ) -> None:
+        super().__init__(config)
+        self.posted = posted
+        self.succession: Succession | None = None
+        self._farewell = farewell
+        self._predecessor = predecessor
+        self._had_terminal = os.isatty(0)
+        self._handing_over: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Unlike uvicorn's, does not raise the signal again at the end: that would make the exit code -15."""
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        hears_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        loop = asyncio.get_running_loop()
+        if hears_hangup:
+            loop.add_signal_handler(signal.SIGHUP, self._hang_up)
+        try:
+            yield
+        finally:
+            if hears_hangup:
+                loop.remove_signal_handler(signal.SIGHUP)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and sockets:
+            host, port = sockets[0].getsockname()[:2]
+            sys.stdout.write(f"router ready on http://{f'[{host}]' if ':' in host else host}:{port}\n")
+            sys.stdout.flush()
+            self._predecessor.serving()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._handing_over is not None and not self._handing_over.done():
+            self._handing_over.cancel()  # stopped meanwhile: the successor must not outlive this router
+            await asyncio.gather(self._handing_over, return_exceptions=True)
+        if self._farewell.begun:
+            for server in self.servers:
+                server.close()  # the successor has the socket too
+            await asyncio.sleep(LINGER_S)
+        await super().shutdown(sockets)
+
+    def _hang_up(self) -> None:
+        if self.should_exit:
+            return
+        if self._had_terminal and not os.isatty(0):
+            log.info("the terminal is gone: stopping")
+            self.should_exit = True
+        elif self.succession is None:
+            log.info("SIGHUP: draining; what has started this router starts the next one")
+            self._farewell.begun = self.should_exit = True
+        elif os.getpid() == 1:
+            log.warning("SIGHUP: this router is process 1 of its container, which ends with it: it goes on")
+        elif self._handing_over is None or self._handing_over.done():
+            self._handing_over = asyncio.ensure_future(self._hand_over(self.succession))
+
+    async def _hand_over(self, succession: Succession) -> None:
+        log.info("SIGHUP: starting a successor")
+        self.posted.is_handed_over = True
+        try:
+            successor = await succession.run()
+        except (SuccessionFailed, OSError) as error:
+            self.posted.is_handed_over = False
+            log.error("there is no successor, and this router goes on: %s", error)  # no bug of ours
+            return
+        log.info("process %d serves now; this router drains", successor)
+        self._farewell.begun = self.should_exit = True

@@ -1,0 +1,212 @@
+"""What flags, configs and environment decide is told at once, with status 2, before any process is started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig
+from pd_cluster.launch.cli import main
+from pd_cluster.launch.model_path import DEMO_MODEL
+from pd_cluster.launch.preflight import (
+    Machine,
+    key_problems,
+    machine_problems,
+    model_problems,
+    setting_problems,
+)
+from tests.cluster import ROOT, SOURCES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GARBAGE = bytes(range(128, 256))
+
+
+class KnownMachine(Machine):
+    """Has all modules but `missing`, and no CUDA device when `cuda` says why."""
+
+    def __init__(self, *missing: str, cuda: str = "") -> None:
+        self._missing = missing
+        self._cuda = cuda
+
+    def has_module(self, name: str) -> bool:
+        return name not in self._missing
+
+    def cuda_problem(self) -> str:
+        return self._cuda
+
+
+def test_the_defaults_are_right() -> None:
+    assert list(setting_problems(NodeConfig())) == []
+    assert list(machine_problems(NodeConfig(), KnownMachine())) == []
+    assert list(model_problems(NodeConfig(), DEMO_MODEL)) == []
+
+
+NONSENSE: dict[type, tuple[float, ...]] = {
+    int: (-(1 << 70), 1 << 70, 10**400),
+    float: (float("nan"), float("inf"), -0.1),
+}
+
+
+def numbers() -> list[tuple[str, str, float]]:
+    config = NodeConfig()
+    return [
+        (section.name, item.name, value)
+        for section in fields(config)
+        for item in fields(getattr(config, section.name))
+        for value in NONSENSE.get(type(getattr(getattr(config, section.name), item.name)), ())
+    ]
+
+
+@pytest.mark.parametrize(("section", "name", "value"), numbers())
+def test_no_number_setting_takes_nonsense(section: str, name: str, value: float) -> None:
+    """Also those that are added later: they are bounded unless BOUNDS says otherwise."""
+    config = NodeConfig()
+    part = getattr(config, section)
+    object.__setattr__(part, name, value)  # past its own checks, which refuse some of these
+    flag = f"--{name.replace('_', '-')}"
+    assert [problem.split()[0] for problem in setting_problems(config)] == [flag]
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        (CacheConfig(block_size=17), "--block-size 17 is not a multiple of 16"),
+        (CacheConfig(block_size=-16), "--block-size -16 must be at least 0"),
+        (CacheConfig(num_blocks=1), "--num-blocks 1: a cache has at least 2 blocks"),
+        (CacheConfig(kv_cache_gb=0.0), "--kv-cache-gb must be above 0"),
+        (CacheConfig(gpu_memory_utilization=1.5), "--gpu-memory-utilization 1.5 must be from 0 to 1"),
+        (ModelConfig(max_model_len=1), "--max-model-len 1: there is no room"),
+        (HandoffConfig(connector="lmcache", pool_url="foo"), "--pool-url: the pool needs a URL like lm://"),
+        (HandoffConfig(connector="mooncake", pool_url="lm://a:1"), "--pool-url: the pool needs a URL like mooncake://"),
+        (HandoffConfig(control_port=70000), "--control-port 70000 must be from 0 to 65535"),
+    ],
+)
+def test_settings(part: Any, says: str) -> None:
+    sections = {"CacheConfig": "cache", "ModelConfig": "model", "HandoffConfig": "handoff"}
+    [problem] = setting_problems(replace(NodeConfig(), **{sections[type(part).__name__]: part}))
+    assert problem.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("handoff", "missing", "says"),
+    [
+        (HandoffConfig(connector="foo"), "", "--connector: no connector is called 'foo'; known: nixl, "),
+        (HandoffConfig(connector="a.b:"), "", "--connector: no connector is called 'a.b:'; known: nixl, "),
+        (HandoffConfig(connector="a.b:C"), "a.b", "--connector: connector 'a.b:C': there is no module a.b"),
+        (HandoffConfig(), "nixl_cu13", "--connector: connector 'nixl' needs a missing package: pip install"),
+        (HandoffConfig(connector="lmcache"), "lmcache", "--connector: connector 'lmcache' needs a missing package"),
+        (HandoffConfig(connector="lmcache"), "nixl_cu13", "--pool-handoff: connector 'nixl' needs a missing package"),
+        (HandoffConfig(connector="mooncake"), "mooncake", "--connector: connector 'mooncake' needs a missing package"),
+    ],
+)
+def test_connectors(handoff: HandoffConfig, missing: str, says: str) -> None:
+    [problem] = machine_problems(NodeConfig(handoff=handoff), KnownMachine(missing))
+    assert problem.startswith(says)
+
+
+def test_cuda_is_asked_for_only_when_it_is_wanted() -> None:
+    machine = KnownMachine(cuda="there is none")
+    assert list(machine_problems(NodeConfig(model=ModelConfig(device="auto")), machine)) == []
+    assert list(machine_problems(NodeConfig(model=ModelConfig(device="cuda")), machine)) == [
+        "--device cuda: there is none"
+    ]
+
+
+def test_modules_are_found_without_being_imported() -> None:
+    machine = Machine()
+    assert machine.has_module("pd_connectors.nixl.connector")
+    assert not machine.has_module("pd_connectors.nixl.no_such_module")
+    assert not machine.has_module("no_such_package.module")
+    assert not machine.has_module("json.decoder.JSONDecoder"), "a class is no module"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(GARBAGE, "it is not text"), (b" \n", "is empty"), (None, "No such file")]
+)
+def test_keys(content: bytes | None, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    if content is not None:
+        path.write_bytes(content)
+    [problem] = key_problems(str(path))
+    assert problem.startswith(f"--cluster-key-file {path}")
+    assert says in problem
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/"])
+def test_what_is_no_key_file_is_not_read(path: str) -> None:
+    assert list(key_problems(path)) == [f"--cluster-key-file {path}: a key is a file of at most 65536 bytes"]
+
+
+def test_models(tmp_path: Path) -> None:
+    config = NodeConfig(model=ModelConfig(max_model_len=1_000_000))
+    assert list(model_problems(config, DEMO_MODEL)) == [
+        "--max-model-len 1000000 exceeds the model's own limit of 4096 tokens"
+    ]
+    told = json.loads((DEMO_MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    assert list(model_problems(NodeConfig(), tmp_path)) == [f"--model: {tmp_path} has no .safetensors file"]
+    assert list(model_problems(NodeConfig(model=ModelConfig(load_format="dummy")), tmp_path)) == []
+    (tmp_path / "config.json").write_text(json.dumps({**told, "architectures": ["FooForCausalLM"]}))
+    assert "architecture FooForCausalLM is not served" in next(model_problems(NodeConfig(), tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    assert "cannot read" in next(model_problems(NodeConfig(), tmp_path))
+
+
+COMMANDS = (
+    ["--block-size=17"], ["--connector=foo"], ["--connector=lmcache", "--pool-url=foo"], ["--max-model-len=1000000"],
+    ["--num-blocks=-3"], ["--cluster-key-file=/dev/null/x"], ["--kv-cache-gb=nan"],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["up", "prefill", "decode", "mixed"])
+@pytest.mark.parametrize("flags", COMMANDS, ids=" ".join)
+def test_nothing_is_started(
+    command: str, flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Machine, "has_module", lambda machine, name: True)
+    monkeypatch.setattr("pd_cluster.engine.process.spawn_engine", None)
+    monkeypatch.setattr("pd_cluster.launch.supervise.Supervisor.start", None)
+    assert main([command, "--port=0", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"pd-cluster: error: {flags[-1].split('=')[0]}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["up", "decode", "router", "pool", "check"])
+@pytest.mark.parametrize("port", [99999, 65536, -1])
+def test_no_command_takes_a_port_that_is_none(command: str, port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    extra = ["--decode=http://127.0.0.1:1"] if command == "router" else []
+    try:
+        status = main([command, f"--port={port}", *extra])
+    except SystemExit as stop:  # argparse
+        status = int(str(stop.code))
+    error = capsys.readouterr().err
+    assert status == 2
+    assert "--port" in error.splitlines()[-1]
+
+
+def test_no_torch_is_imported() -> None:
+    """It costs seconds."""
+    code = (
+        "import sys; from pd_cluster.launch.cli import main; status = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(status)"
+    )
+    for flags in (["decode", "--max-model-len=1000000"], ["up", "--port=0", "--device=cuda", "--block-size=17"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=60, cwd=ROOT,
+            env={"PYTHONPATH": SOURCES, "PATH": "", "HOME": "/nonexistent", "PD_CLUSTER_KEY": "x"},
+        )  # fmt: skip
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there may be a CUDA device")
+def test_a_machine_without_cuda_says_so() -> None:
+    assert Machine().cuda_problem() != ""
