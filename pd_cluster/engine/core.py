@@ -239,6 +239,7 @@ class EngineCore:
             num_waiting_for_remote_kv=scheduler.num_waiting_for_remote_kv,
             counters=counters,
             gauges=gauges,
+            num_queued=scheduler.num_queued,
         )
         now_s = self._clock()
         if stats != self._stats or now_s - self._stats_sent_at >= HEARTBEAT_S:

@@ -24,9 +24,10 @@ from pd_cluster.engine.draft import Draft
 from pd_cluster.engine.prompt_share import PromptShare
 from pd_cluster.engine.ranked_queue import RankedQueue
 from pd_cluster.engine.sequence import KvArrival, Request, Sequence, SequenceStatus
+from pd_cluster.engine.turns import Turns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from pd_cluster.config import SchedulerConfig
     from pd_cluster.engine.batch import Batch
@@ -48,6 +49,7 @@ class Planner:
         on_preempt: Callable[[Sequence], None],
         clock: Callable[[], float],
     ) -> None:
+        self.turns = Turns()
         self.running: RankedQueue[Sequence] = RankedQueue()
         self.waiting: RankedQueue[Sequence] = RankedQueue()  # hold no device blocks
         self.loaded: RankedQueue[Sequence] = RankedQueue()  # hold their prompt's KV and wait for a slot
@@ -70,42 +72,59 @@ class Planner:
         self._keys_per_token = keys_per_token
         self._on_preempt = on_preempt
         self._clock = clock
-        self._num_slots_used = 0
         self._short_of_memory: Sequence | None = None  # the last one without blocks; while it waits, nobody passes it
+        self._num_missing = 0  # blocks that it lacked
         self._watermark = max(1, blocks.num_blocks // 100)  # kept for those that run already
         self._next_step = 0
 
     # queues
 
+    @property
+    def num_free_slots(self) -> int:
+        return self._config.max_num_seqs - len(self.running)
+
+    def queue(self, seq: Sequence) -> None:
+        """It waits for a slot, with its KV (`loaded`) or without."""
+        (self.waiting if seq.table is None else self.loaded).add(seq)
+        seq.request.group.waiting.add(seq)
+
     def run(self, seq: Sequence) -> None:
-        """Give the sequence its slots."""
+        """Give the sequence, which has its blocks, a slot."""
+        self._unqueue(seq)
         seq.status = RUNNING
         self.running.add(seq)
-        self._num_slots_used += seq.num_slots
+        self.turns.take_slot(seq.request)
+
+    def _unqueue(self, seq: Sequence) -> None:
+        if seq.request.group.waiting.discard(seq) and not self.waiting.discard(seq):
+            self.loaded.discard(seq)
+
+    def enter(self, seq: Sequence) -> None:
+        """A sequence whose prompt's KV is here runs if there is a slot, else it waits for one."""
+        if self.num_free_slots > 0:
+            self.run(seq)
+        else:
+            seq.status = SequenceStatus.WAITING
+            self.queue(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Take the sequence out of whichever queue it is in, and its row out of the worker."""
         if self.running.discard(seq):
-            self._num_slots_used -= seq.num_slots
-        elif not self.waiting.discard(seq):
-            self.loaded.discard(seq)
+            self.turns.return_slot(seq.request)
+        else:
+            self._unqueue(seq)
         if seq.in_worker:
             seq.in_worker = False
             self.departures.append(seq.seq_id)
 
-    def give_slots_back(self, seq: Sequence, *, keep: int) -> None:
-        """A running lead no longer stands for its whole request."""
-        self._num_slots_used -= seq.num_slots - keep
-        seq.num_slots = keep
-
     # memory
 
     def may_reserve(self, request: Request) -> bool:
-        """Whether nobody of better rank is waiting for memory."""
-        first, short = self.reserving.first, self._short_of_memory
-        if first is not None and first.rank < request.rank:
+        """Whether nothing with a better claim waits for memory."""
+        claim, short = request.group.claim(request.rank), self._short_of_memory
+        if any(other.group.claim(other.rank) < claim for other in self.reserving):
             return False
-        return short is None or short not in self.waiting or request.rank < short.rank
+        return short is None or short not in self.waiting or claim < short.request.group.claim(short.rank)
 
     def make_room(self, num_blocks: int, claimant: Request | None) -> bool:
         """Whether somebody who waits may take `num_blocks`; drops the pins of others for it, worst rank first."""
@@ -125,15 +144,16 @@ class Planner:
                 return True
         return False
 
-    def _victim(self, step: int) -> Sequence | None:
-        """The worst-ranked holder of blocks that this step has not planned."""
+    def _victim(self, draft: Draft) -> Sequence | None:
+        """The worst-ranked holder of blocks that this step has not planned, or one of a group that owes it a slot."""
         worst = self.loaded.last
         for seq in reversed(self.running):
             if worst is not None and worst.rank > seq.rank:
                 break
-            if seq.planned_step != step:
-                return seq
-        return worst
+            if seq.planned_step != draft.step:
+                worst = seq
+                break
+        return worst if worst is None else self._debtor(worst, draft) or worst
 
     def _preempt(self, seq: Sequence, draft: Draft) -> None:
         """Take the sequence's blocks. Its reader, if it has a lease, is told first."""
@@ -158,20 +178,23 @@ class Planner:
         seq.table = None
         seq.num_scheduled_tokens = seq.num_computed_tokens
         seq.num_announced_tokens = 0
-        self.waiting.add(seq)
+        self.queue(seq)
         draft.preempted = True
 
     # planning
 
     def plan(self) -> Batch:
         """The next step's batch. It counts as running until `Scheduler.update` has seen its result."""
-        draft = Draft(step=self._next_step, budget=self._config.max_num_batched_tokens)
+        config = self._config
+        draft = Draft(step=self._next_step, budget=config.max_num_batched_tokens, rows=config.max_num_seqs)
         self._next_step += 1
+        if self.turns.anyone_is_rich and (self.waiting or self.loaded):
+            self._even_out(draft)
         prefills = self._plan_decodes(draft)
         draft.prompts = self._prompt_share(draft)
         for seq in prefills:
             may_run = seq.status is RUNNING and seq.seq_id not in draft.held
-            if may_run and draft.prompts.admits(seq.num_scheduled_tokens):
+            if may_run and draft.has_rows(seq) and draft.prompts.admits(seq.num_scheduled_tokens):
                 draft.add_chunk(seq, self._blocks)
         if not draft.preempted and not draft.held and (self.waiting or self.loaded):
             self._admit(draft)
@@ -182,7 +205,7 @@ class Planner:
     def _prompt_share(self, draft: Draft) -> PromptShare:
         """What prompts may take of this step. Its decodes, and loaded sequences that may enter, come first."""
         config = self._config
-        num_entering = min(len(self.loaded), config.max_num_seqs - self._num_slots_used)
+        num_entering = min(len(self.loaded), self.num_free_slots)
         num_decodes = config.max_num_batched_tokens - draft.budget + num_entering
         has_limit = num_decodes or self.parked  # who is parked decodes soon, and must not wait for a long step
         limit = self._max_tokens_beside_decodes if has_limit else 0
@@ -207,7 +230,7 @@ class Planner:
                 seq.planned_step = step
                 chunks.append(SequenceChunk(seq.seq_id, start, 1, 0, (), 1))
                 draft.budget -= 1
-            elif self._make_writable(seq, draft):
+            elif draft.has_rows(seq) and self._make_writable(seq, draft):
                 draft.add_chunk(seq, self._blocks)
         return prefills
 
@@ -216,8 +239,8 @@ class Planner:
         while not self._can_write(seq):
             if self._drop_pin():
                 continue
-            victim = self._victim(draft.step)
-            if victim is None or victim.rank < seq.rank:
+            victim = self._victim(draft)
+            if victim is None or not self._may_take(seq, victim):
                 return False
             if victim.num_in_flight:  # a step that still runs touches its blocks: it is left out now, and yields next
                 draft.held.add(victim.seq_id)
@@ -227,35 +250,89 @@ class Planner:
                 return False
         return True
 
+    def _may_take(self, seq: Sequence, victim: Sequence) -> bool:
+        """Whether a running sequence may have the blocks of another: by rank, unless one's group owes the other's."""
+        owes, own, other = self.turns.owes, seq.request, victim.request
+        return owes(other, own) or (victim.rank >= seq.rank and not owes(own, other))
+
     def _can_write(self, seq: Sequence) -> bool:
         table, start = seq.table, seq.num_scheduled_tokens
         assert table is not None
         return start < table.capacity or self._blocks.can_grow(table, start, start + 1)
 
+    # turns
+
+    def _in_turn(self) -> Iterator[Sequence]:
+        """The sequences that wait for a slot."""
+        return self.turns.in_turn(merge(tuple(self.loaded), tuple(self.waiting), key=lambda seq: seq.rank))
+
+    def _even_out(self, draft: Draft) -> None:
+        """Where all slots, or all memory, are taken, groups that hold many yield one to each that waits with fewer.
+
+        What they yield is given in a later step (`_admit`): this one may still copy the blocks out.
+        """
+        if self.num_free_slots <= 0:
+            groups = set()
+            for seq in self._in_turn():
+                if seq.request.group in groups or not self._take_slot(seq, draft):
+                    return
+                groups.add(seq.request.group)
+            return
+        short = self._short_of_memory
+        if short is not None and short in self.waiting and not self.make_room(self._num_missing, short.request):
+            self._take_slot(short, draft)
+
+    def _take_slot(self, seq: Sequence, draft: Draft) -> bool:
+        """Whether a group owes the sequence's a slot. If a step still runs that touches it, it comes with the next."""
+        victim = self._debtor(seq, draft)
+        if victim is None:
+            return False
+        if victim.num_in_flight:
+            draft.held.add(victim.seq_id)
+        else:
+            self._preempt(victim, draft)
+        return True
+
+    def _debtor(self, seq: Sequence, draft: Draft) -> Sequence | None:
+        """The youngest running sequence of the group that owes the sequence's group a slot, if this step may take it.
+
+        A prompt whose lease is being read is no such sequence: it ends soon, and its reader would have to begin again.
+        """
+        if not self.turns.anyone_is_rich:
+            return None
+        group = self.turns.richest()
+        for other in reversed(self.running):
+            request = other.request
+            if request.group is group and self.turns.owes(request, seq.request):
+                is_free = other.planned_step != draft.step and other.seq_id not in draft.held
+                if is_free and request.lease_id is None and request.rank[0] >= seq.rank[0]:
+                    return other
+        return None
+
     # admission
 
     def _admit(self, draft: Draft) -> None:
-        """Best rank first. Short of slots nobody passes; short of memory, or of the prompts' share of the budget, only
-        those may that hold their memory already.
+        """In turn. Short of slots nothing passes; short of memory, or of the prompts' share of the budget, only those
+        sequences may that hold their memory already.
 
         Who is short of memory stays first to get it until it is asked again, which takes some budget.
         """
         is_short = False
-        for seq in merge(tuple(self.loaded), tuple(self.waiting), key=lambda s: s.rank):
-            if not draft.budget or draft.preempted or self._num_slots_used + seq.num_slots > self._config.max_num_seqs:
+        for seq in self._in_turn():
+            if not draft.budget or draft.preempted or self.num_free_slots <= 0:
                 return
             if seq.table is not None:
                 self._enter_loaded(seq, draft)
             elif (
                 not is_short
                 and not self._awaits_sibling(seq)
+                and draft.has_rows(seq)
                 and (seq.num_remaining_tokens == 1 or draft.prompts.admits(len(seq.token_ids)))
             ):
                 is_short = not self._find_memory(seq, draft)
                 if is_short:
                     self._short_of_memory = seq
                 else:
-                    self.waiting.discard(seq)
                     self.run(seq)
                     draft.add_chunk(seq, self._blocks)
             if is_short and not self.loaded:
@@ -270,7 +347,6 @@ class Planner:
             if self.running or victim is None or victim is seq:
                 return
             self._preempt(victim, draft)
-        self.loaded.discard(seq)
         self.run(seq)
         if seq.request.marks.decode_scheduled_s is None:
             seq.request.marks.decode_scheduled_s = self._clock()
@@ -288,15 +364,17 @@ class Planner:
 
         One token at least is left to compute: somebody has to produce the logits.
         """
-        claimant = self.reserving.first
-        if claimant is not None and claimant.rank < seq.rank:
+        claim = seq.request.group.claim(seq.rank)
+        if any(request.group.claim(request.rank) < claim for request in self.reserving):
             return False
         blocks, num_tokens = self._blocks, len(seq.token_ids)
         table = blocks.open_table()
         reusable = seq.num_computed_tokens if seq.status is SWAPPED else num_tokens - 1
         hashes = seq.hash_blocks(reusable // blocks.block_size, blocks.block_size)
         num_cached = blocks.match(table, hashes)
-        if not self.make_room(blocks.blocks_for(num_tokens) - num_cached, seq.request):
+        num_new = blocks.blocks_for(num_tokens) - num_cached
+        if not self.make_room(num_new, seq.request):
+            self._num_missing = num_new
             blocks.close(table)
             return False
         if seq.status is SWAPPED:

@@ -75,6 +75,11 @@ class Scheduler:
         return len(self._planner.waiting) + len(self._planner.loaded)
 
     @property
+    def num_queued(self) -> int:
+        """Requests of which nothing has run yet: what `max_waiting` bounds."""
+        return self._planner.turns.num_queued
+
+    @property
     def num_waiting_for_remote_kv(self) -> int:
         """Requests."""
         return len(self._planner.parked)
@@ -131,7 +136,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request whose prompt is computed here. Raises Overloaded."""
         self._begin(request)
-        self._planner.waiting.add(request.sequences[0])
+        self._planner.queue(request.sequences[0])
 
     def park(self, request: Request) -> int:
         """Keep a request until its KV comes, from another node or from a pool. Raises Overloaded. Returns `pin`'s."""
@@ -149,9 +154,9 @@ class Scheduler:
         return self._pin(request) * self._blocks.block_size
 
     def _begin(self, request: Request) -> None:
-        planner = self._planner
-        if len(planner.waiting) + len(planner.loaded) + len(planner.parked) >= self._config.max_waiting:
-            raise Overloaded(f"{self._config.max_waiting} requests are waiting already")
+        turns = self._planner.turns
+        if not turns.may_queue(request.message.group or request.request_id, self._config.max_waiting):
+            raise Overloaded(f"{turns.num_queued} requests are waiting already, of at most {self._config.max_waiting}")
         self._life.begin(request)
 
     def _pin(self, request: Request) -> int:
@@ -202,6 +207,7 @@ class Scheduler:
         request.sequences[0].num_cached_tokens = first_block * self._blocks.block_size
         load = LoadSpec(request.load_id, first_block, tuple(table.ids[first_block:]), num_tokens)
         planner.loads.append(load)
+        planner.turns.note_turn(request)
         return load
 
     def admit_prefix(self, request: Request, num_tokens: int) -> None:
@@ -275,7 +281,7 @@ class Scheduler:
                 seq.status = SequenceStatus.WAITING
                 seq.num_computed_tokens = seq.num_scheduled_tokens = num_prompt
                 seq.awaits_first_decode = True
-                self._planner.loaded.add(seq)
+                self._planner.queue(seq)
         self._life.unpark(request)
 
     def fall_back_to_local(self, request: Request) -> None:
@@ -289,7 +295,7 @@ class Scheduler:
             if seq.finish_reason is None or not request.first_tokens:
                 seq.status = SequenceStatus.WAITING
                 seq.awaits_first_decode = bool(request.first_tokens)
-                self._planner.waiting.add(seq)
+                self._planner.queue(seq)
 
     # steps
 

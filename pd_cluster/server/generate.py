@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pd_cluster.engine.messages import Work
-from pd_cluster.errors import EngineUnavailable, InvalidRequest
+from pd_cluster.engine.turns import crowd_limit
+from pd_cluster.errors import EngineUnavailable, InvalidRequest, Overloaded
 from pd_cluster.server.answer import Shape, answer_stream, answer_whole
 from pd_cluster.server.chat import ChatShape, chat_num_logprobs, chosen_tools, normal_messages, template_options
 from pd_cluster.server.completions import CompletionShape, Prompt, check_best_of, prompts_of
@@ -101,11 +102,14 @@ async def _generate(
         raise EngineUnavailable("this node is shutting down")
     state.check_model(body.model)
     _check_common(body)
+    if ignored := ignored_fields(state, body):
+        logger.debug("request %s: not honoured: %s", caller.request_id, ", ".join(ignored))
     params = body.kv_transfer_params
     is_prefill_leg = params is not None and bool(params.do_remote_decode)
     if is_prefill_leg:
         reply.endpoint = "prefill"
         check_prefill_leg(len(prompts))
+    check_room(state, len(prompts))
     jobs = [await _job(state, caller, body, i, prompts, logprobs) for i in range(len(prompts))]
     generations = [Generation(state, job, caller.started_s) for job in jobs]
     if is_prefill_leg and caller.wants_ticket_stream:
@@ -154,7 +158,7 @@ async def _job(
         prompt=prompt,
         sampling=sampling,
         text=text_options(body),
-        priority=body.priority or 0,
+        priority=body.priority or 0 if state.config.scheduler.priorities else 0,
         salt=salt,
         plan=plan,
     )
@@ -170,6 +174,28 @@ def _decoded(state: NodeState, raw: bytes, kind: type[Body]) -> Body:
 
 def _include_usage(body: GenerationBody) -> bool:
     return bool(body.stream and body.stream_options and body.stream_options.include_usage)
+
+
+def check_room(state: NodeState, num_prompts: int) -> None:
+    """Refuse several prompts that the engine's queue cannot take together, before it has taken some of them.
+
+    The engine decides: its statistics may be 0.1 s old. Raises InvalidRequest, Overloaded.
+    """
+    if num_prompts == 1:
+        return
+    limit, stats = crowd_limit(state.config.scheduler.max_waiting), state.engine.stats
+    if num_prompts > limit:
+        raise InvalidRequest(f"prompt has {num_prompts} entries; this node queues {limit} of one request", "prompt")
+    num_queued = 0 if stats is None else stats.num_queued
+    if num_queued + num_prompts > limit:
+        raise Overloaded(
+            f"{num_queued} prompts are waiting; this request's {num_prompts} may fill the queue up to {limit}"
+        )
+
+
+def ignored_fields(state: NodeState, body: GenerationBody) -> tuple[str, ...]:
+    """Fields that the request has, that are valid, and that this node does not honour."""
+    return ("priority",) if body.priority and not state.config.scheduler.priorities else ()
 
 
 def _check_common(body: GenerationBody) -> None:
