@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from pd_cluster.config import SchedulerConfig
     from pd_cluster.engine.batch import Batch
     from pd_cluster.engine.block_manager import BlockManager
+    from pd_cluster.engine.turns import Group
     from pd_connectors.base import LoadSpec
 
+YIELDS_A_STEP = 4  # slots; who takes them needs some of the step's budget for its prompt
 RUNNING, SWAPPED = SequenceStatus.RUNNING, SequenceStatus.SWAPPED
 
 
@@ -73,7 +75,6 @@ class Planner:
         self._on_preempt = on_preempt
         self._clock = clock
         self._short_of_memory: Sequence | None = None  # the last one without blocks; while it waits, nobody passes it
-        self._num_missing = 0  # blocks that it lacked
         self._watermark = max(1, blocks.num_blocks // 100)  # kept for those that run already
         self._next_step = 0
 
@@ -179,7 +180,6 @@ class Planner:
         seq.num_scheduled_tokens = seq.num_computed_tokens
         seq.num_announced_tokens = 0
         self.queue(seq)
-        draft.preempted = True
 
     # planning
 
@@ -246,6 +246,7 @@ class Planner:
                 draft.held.add(victim.seq_id)
                 return False
             self._preempt(victim, draft)
+            draft.preempted = True
             if victim is seq:
                 return False
         return True
@@ -267,30 +268,40 @@ class Planner:
         return self.turns.in_turn(merge(tuple(self.loaded), tuple(self.waiting), key=lambda seq: seq.rank))
 
     def _even_out(self, draft: Draft) -> None:
-        """Where all slots, or all memory, are taken, groups that hold many yield one to each that waits with fewer.
-
-        What they yield is given in a later step (`_admit`): this one may still copy the blocks out.
-        """
-        if self.num_free_slots <= 0:
-            groups = set()
-            for seq in self._in_turn():
-                if seq.request.group in groups or not self._take_slot(seq, draft):
-                    return
-                groups.add(seq.request.group)
+        """Where all slots, or all memory, are taken, groups that hold many yield one to each that waits with fewer."""
+        if self.num_free_slots > 0:
+            short = self._short_of_memory
+            if short is not None and short in self.waiting:
+                self._yield_to(short, draft, wants_slot=False)
             return
-        short = self._short_of_memory
-        if short is not None and short in self.waiting and not self.make_room(self._num_missing, short.request):
-            self._take_slot(short, draft)
+        served: set[Group] = set()
+        while len(served) < YIELDS_A_STEP:
+            seq = next((one for one in self._in_turn() if one.request.group not in served), None)
+            if seq is None or not self._yield_to(seq, draft, wants_slot=True):
+                return
+            served.add(seq.request.group)
 
-    def _take_slot(self, seq: Sequence, draft: Draft) -> bool:
-        """Whether a group owes the sequence's a slot. If a step still runs that touches it, it comes with the next."""
-        victim = self._debtor(seq, draft)
-        if victim is None:
-            return False
-        if victim.num_in_flight:
-            draft.held.add(victim.seq_id)
-        else:
-            self._preempt(victim, draft)
+    def _yield_to(self, seq: Sequence, draft: Draft, *, wants_slot: bool) -> bool:
+        """Take a slot and blocks that other groups owe the sequence's, as far as it lacks them. False: there are none.
+
+        What a step that still runs touches is left out of this one, and taken in the next.
+        """
+        blocks, num_missing, has_taken = self._blocks, 0, False
+        if seq.table is None:
+            num_growing = sum(one.num_scheduled_tokens >= len(one.block_ids) * blocks.block_size for one in self.running)
+            num_wanted = blocks.blocks_for(len(seq.token_ids)) + self._watermark + num_growing
+            num_missing = num_wanted - blocks.num_available
+        while wants_slot or num_missing > 0:
+            victim = self._debtor(seq, draft)
+            if victim is None:
+                return has_taken
+            wants_slot, has_taken = False, True
+            num_missing -= len(victim.block_ids)
+            if victim.num_in_flight:
+                draft.held.add(victim.seq_id)
+            else:
+                self._preempt(victim, draft)
+                draft.preempted = bool(draft.swap_out)  # no step copies blocks both out and in
         return True
 
     def _debtor(self, seq: Sequence, draft: Draft) -> Sequence | None:
@@ -347,6 +358,7 @@ class Planner:
             if self.running or victim is None or victim is seq:
                 return
             self._preempt(victim, draft)
+            draft.preempted = True
         self.run(seq)
         if seq.request.marks.decode_scheduled_s is None:
             seq.request.marks.decode_scheduled_s = self._clock()
@@ -372,9 +384,7 @@ class Planner:
         reusable = seq.num_computed_tokens if seq.status is SWAPPED else num_tokens - 1
         hashes = seq.hash_blocks(reusable // blocks.block_size, blocks.block_size)
         num_cached = blocks.match(table, hashes)
-        num_new = blocks.blocks_for(num_tokens) - num_cached
-        if not self.make_room(num_new, seq.request):
-            self._num_missing = num_new
+        if not self.make_room(blocks.blocks_for(num_tokens) - num_cached, seq.request):
             blocks.close(table)
             return False
         if seq.status is SWAPPED:

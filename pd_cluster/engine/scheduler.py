@@ -20,6 +20,7 @@ from pd_cluster.engine.lifecycle import FINISHED, Lifecycle, Update
 from pd_cluster.engine.messages import FinishReason, SequenceTokens
 from pd_cluster.engine.planner import Planner
 from pd_cluster.engine.sequence import KvArrival, Request, Sequence, SequenceStatus
+from pd_cluster.engine.turns import crowd_limit
 from pd_cluster.errors import InvalidRequest, Overloaded
 from pd_connectors.base import LoadSpec
 
@@ -156,7 +157,10 @@ class Scheduler:
     def _begin(self, request: Request) -> None:
         turns = self._planner.turns
         if not turns.may_queue(request.message.group or request.request_id, self._config.max_waiting):
-            raise Overloaded(f"{turns.num_queued} requests are waiting already, of at most {self._config.max_waiting}")
+            limit = self._config.max_waiting
+            raise Overloaded(
+                f"{turns.num_queued} prompts are waiting; the queue holds {limit}, one request's {crowd_limit(limit)}"
+            )
         self._life.begin(request)
 
     def _pin(self, request: Request) -> int:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 NUM_VICTIMS = 20
 BETWEEN = 6  # steps from one victim to the next
 RATIO = 3  # of a victim's time to its first token beside a hog, to its time alone
+RATIO_OF_MEMORY = 4  # the same where the hog's own growth takes what it yields
 
 
 def first_token_steps(world: World, victims: Iterable[Request]) -> Iterator[int]:
@@ -72,7 +73,7 @@ def test_a_client_beside_an_abusive_one_has_its_first_tokens(abuse: str, depth: 
     for _ in range(5):
         busy.start_step()
     beside = max(first_token_steps(busy, victims_of(busy)))
-    assert beside <= RATIO * alone
+    assert beside <= (RATIO if num_blocks == 400 else RATIO_OF_MEMORY) * alone
     busy.run_until_idle(limit=20_000)
     busy.check_empty()
 
@@ -198,7 +199,7 @@ def test_random_groups_are_served_by_their_claims(seed: int, monkeypatch: pytest
     monkeypatch.setattr("pd_cluster.engine.planner.Turns", Checked)
     rng = random.Random(seed)
     depth = rng.randint(1, 2)
-    world = World(num_blocks=300, num_host_blocks=8, max_num_seqs=rng.randint(2, 6), depth=depth, forgets=True)
+    world = World(num_blocks=300, num_host_blocks=8, max_num_seqs=rng.randint(2, 6), depth=depth, max_waiting=1000)
     for index in range(50):
         group, n = f"g{rng.randrange(6)}", rng.choice((1, 1, 2, min(4, world.max_num_seqs)))
         n = min(n, world.max_num_seqs)
