@@ -2,15 +2,17 @@
 
     1  running sequences with one token left (decodes), best rank first; short of memory, the worst rank is preempted
     2  running sequences with more (prefill chunks), while the prompts' share of the token budget lasts
-    3  unless something was preempted: sequences that wait, while slots, memory and budget last
+    3  unless something was preempted: sequences that wait, in turn (`turns`), while slots, memory and budget last
+
+Before all that, groups that hold many slots yield some to those that wait with fewer.
 
 A long prompt never takes the token of a sequence whose KV has come and that finds a slot: that decodes at once. Where
 steps with decodes are limited (`max_tokens_beside_decodes`), prompts get what the limit leaves, and a minimum
 (`PromptShare`).
 
-Who gets memory: running sequences take it from parked prefix pins, then from the worst-ranked holder. Those that wait
-(admissions here, reservations for loads) hold nothing and are served strictly by rank, so that no stream of small ones
-can starve a large one. Holders that cannot be preempted (leases, loads) end within a deadline of their own.
+Running sequences take memory from parked prefix pins, then from the worst-ranked holder. Those that wait (admissions
+here, reservations for loads) hold nothing and are served strictly by their claims, so that no stream of small ones can
+starve a large one. Holders that cannot be preempted (leases, loads) end within a deadline of their own.
 Nothing here reads a sampled token: a step can be planned while the one before it runs.
 """
 
@@ -32,10 +34,11 @@ if TYPE_CHECKING:
     from pd_cluster.config import SchedulerConfig
     from pd_cluster.engine.batch import Batch
     from pd_cluster.engine.block_manager import BlockManager
-    from pd_cluster.engine.turns import Group
     from pd_connectors.base import LoadSpec
 
 YIELDS_A_STEP = 4  # slots; who takes them needs some of the step's budget for its prompt
+PREEMPTIONS = ("preemptions_recompute_total", "preemptions_swap_total")
+HITS = ("prefix_cache_queried_tokens_total", "prefix_cache_hit_tokens_total")
 RUNNING, SWAPPED = SequenceStatus.RUNNING, SequenceStatus.SWAPPED
 
 
@@ -59,15 +62,7 @@ class Planner:
         self.reserving: RankedQueue[Request] = RankedQueue()  # parked, and refused blocks for want of memory
         self.loads: list[LoadSpec] = []  # for the next batch
         self.departures: list[int] = []  # for the next batch
-        self.counters = dict.fromkeys(
-            (
-                "preemptions_recompute_total",
-                "preemptions_swap_total",
-                "prefix_cache_queried_tokens_total",
-                "prefix_cache_hit_tokens_total",
-            ),
-            0.0,
-        )
+        self.counters = dict.fromkeys((*PREEMPTIONS, *HITS), 0.0)
         self._config = config
         self._blocks = blocks
         self._max_tokens_beside_decodes = max_tokens_beside_decodes
@@ -122,13 +117,13 @@ class Planner:
 
     def may_reserve(self, request: Request) -> bool:
         """Whether nothing with a better claim waits for memory."""
-        claim, short = request.group.claim(request.rank), self._short_of_memory
-        if any(other.group.claim(other.rank) < claim for other in self.reserving):
+        claim, short = request.claim, self._short_of_memory
+        if any(other.claim < claim for other in self.reserving):
             return False
         return short is None or short not in self.waiting or claim < short.request.group.claim(short.rank)
 
     def make_room(self, num_blocks: int, claimant: Request | None) -> bool:
-        """Whether somebody who waits may take `num_blocks`; drops the pins of others for it, worst rank first."""
+        """Whether what waits may take `num_blocks`; drops the pins of others for it, worst rank first."""
         spare = self._watermark if self.running or self.loaded else 0
         while self._blocks.num_available < num_blocks + spare:
             if not self._drop_pin(claimant):
@@ -274,21 +269,21 @@ class Planner:
             if short is not None and short in self.waiting:
                 self._yield_to(short, draft, wants_slot=False)
             return
-        served: set[Group] = set()
+        served: set[str] = set()
         while len(served) < YIELDS_A_STEP:
-            seq = next((one for one in self._in_turn() if one.request.group not in served), None)
+            seq = next((one for one in self._in_turn() if one.request.group.name not in served), None)
             if seq is None or not self._yield_to(seq, draft, wants_slot=True):
                 return
-            served.add(seq.request.group)
+            served.add(seq.request.group.name)
 
     def _yield_to(self, seq: Sequence, draft: Draft, *, wants_slot: bool) -> bool:
         """Take a slot and blocks that other groups owe the sequence's, as far as it lacks them. False: there are none.
-
-        What a step that still runs touches is left out of this one, and taken in the next.
-        """
+        A sequence that a step still runs is left out of this one, and yields in the next."""
         blocks, num_missing, has_taken = self._blocks, 0, False
         if seq.table is None:
-            num_growing = sum(one.num_scheduled_tokens >= len(one.block_ids) * blocks.block_size for one in self.running)
+            num_growing = sum(
+                one.num_scheduled_tokens >= len(one.block_ids) * blocks.block_size for one in self.running
+            )
             num_wanted = blocks.blocks_for(len(seq.token_ids)) + self._watermark + num_growing
             num_missing = num_wanted - blocks.num_available
         while wants_slot or num_missing > 0:
@@ -305,10 +300,8 @@ class Planner:
         return True
 
     def _debtor(self, seq: Sequence, draft: Draft) -> Sequence | None:
-        """The youngest running sequence of the group that owes the sequence's group a slot, if this step may take it.
-
-        A prompt whose lease is being read is no such sequence: it ends soon, and its reader would have to begin again.
-        """
+        """The youngest running sequence of a group that owes the sequence's a slot, if this step may take it. No prompt
+        with a lease is taken: it ends soon, and its reader would have to begin again."""
         if not self.turns.anyone_is_rich:
             return None
         group = self.turns.richest()
@@ -377,7 +370,7 @@ class Planner:
         One token at least is left to compute: somebody has to produce the logits.
         """
         claim = seq.request.group.claim(seq.rank)
-        if any(request.group.claim(request.rank) < claim for request in self.reserving):
+        if any(request.claim < claim for request in self.reserving):
             return False
         blocks, num_tokens = self._blocks, len(seq.token_ids)
         table = blocks.open_table()

@@ -117,6 +117,11 @@ class Request:
         return (self.message.priority, self.arrival)
 
     @property
+    def claim(self) -> tuple[int, ...]:
+        """To memory, while it waits for that: smaller goes first. Changes as its group has its turns."""
+        return self.group.claim(self.rank)
+
+    @property
     def finished(self) -> bool:
         """Every sequence has ended."""
         return self.num_live == 0

@@ -8,6 +8,7 @@ The *claim* of a sequence that waits, smaller first:
     priority    of its request
     slots       that its group holds
     turn        when its group last had one, or when the request arrived, whichever is later
+    arrival     of its request, within the group
 
 So groups take turns: one that has just had a turn stands behind all that wait now, before all that come later. A group
 of one sequence holds no slot while that waits, and has its turn when it arrived: among such groups the order is that of
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.engine.sequence import Request, Sequence
 
-Claim = tuple[int, int, int, int]
+Claim = tuple[int, int, int, int, int]
 
 LEAST_EXCESS = 2  # slots that a group must hold more than another to yield one to it
 CROWD_SHARE = 2  # 1 / CROWD_SHARE of the queue is for groups that have nothing in it yet
@@ -61,8 +62,8 @@ class Group:
         """Of a waiting sequence, or of a request, with this rank."""
         priority, arrival = rank[0], rank[1]
         if not self.is_shared:
-            return (priority, 0, arrival, 0)
-        return (priority, self.num_slots, *max((arrival, 0), self.last_turn))
+            return (priority, 0, arrival, 0, arrival)
+        return (priority, self.num_slots, *max((arrival, 0), self.last_turn), arrival)
 
 
 class Turns:

@@ -21,7 +21,15 @@ from pd_cluster.server.handoff import Tokenize, check_prefill_leg, plan_handoff
 from pd_cluster.server.job import Job, Plan
 from pd_cluster.server.prefill_leg import answer_prefill_stream, answer_prefill_whole
 from pd_cluster.server.sampling import sampling_params, text_options
-from pd_cluster.server.schema import Body, ChatBody, CompletionBody, GenerationBody, KvTransferParams, decode_body
+from pd_cluster.server.schema import (
+    MAX_LISTED_TOKENS,
+    Body,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    KvTransferParams,
+    decode_body,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,6 +117,7 @@ async def _generate(
     if is_prefill_leg:
         reply.endpoint = "prefill"
         check_prefill_leg(len(prompts))
+    _check_lists(body, len(prompts))
     check_room(state, len(prompts))
     jobs = [await _job(state, caller, body, i, prompts, logprobs) for i in range(len(prompts))]
     generations = [Generation(state, job, caller.started_s) for job in jobs]
@@ -174,6 +183,18 @@ def _decoded(state: NodeState, raw: bytes, kind: type[Body]) -> Body:
 
 def _include_usage(body: GenerationBody) -> bool:
     return bool(body.stream and body.stream_options and body.stream_options.include_usage)
+
+
+def _check_lists(body: GenerationBody, num_prompts: int) -> None:
+    """Raises InvalidRequest when the token lists of all prompts together are too long."""
+    for name in ("logit_bias", "stop_token_ids"):
+        num_listed = len(getattr(body, name) or ()) * num_prompts
+        if num_listed > MAX_LISTED_TOKENS:
+            raise InvalidRequest(
+                f"{name} lists {num_listed // num_prompts} tokens for each of {num_prompts} prompts; "
+                f"{MAX_LISTED_TOKENS} are allowed in all",
+                name,
+            )
 
 
 def check_room(state: NodeState, num_prompts: int) -> None:

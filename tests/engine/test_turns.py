@@ -162,9 +162,8 @@ def batches_of(seed: int, *, plain: bool, monkeypatch: pytest.MonkeyPatch) -> li
                 else:
                     world.finish_load(load)
                     world.give_first_tokens(request)
-            for _ in range(rng.randint(0, 4)):
-                if world.scheduler.has_work:
-                    batches.append(world.start_step())
+            num_steps = rng.randint(0, 4)
+            batches.extend(world.start_step() for _ in range(num_steps) if world.scheduler.has_work)
         world.run_until_idle()
         world.check_empty()
         return batches
