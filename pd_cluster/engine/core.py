@@ -78,6 +78,7 @@ class EngineCore:
             self._blocks,
             max_tokens_beside_decodes=config.tokens_beside_decodes_on(executor.model.device),
             keys_per_token=executor.model.spec.keys_per_token,
+            rests=executor.model.device == "cpu",
             max_model_len=executor.model.max_model_len,
             eos_token_ids=executor.model.eos_token_ids,
             on_preempt=self._handoffs.on_preempt,

@@ -27,6 +27,7 @@ from pd_cluster.engine.prompt_share import PromptShare
 from pd_cluster.engine.ranked_queue import RankedQueue
 from pd_cluster.engine.sequence import KvArrival, Request, Sequence, SequenceStatus
 from pd_cluster.engine.turns import Turns
+from pd_cluster.engine.yielding import Yielding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
     from pd_cluster.config import SchedulerConfig
     from pd_cluster.engine.batch import Batch
     from pd_cluster.engine.block_manager import BlockManager
+    from pd_cluster.engine.turns import Group
     from pd_connectors.base import LoadSpec
 
-YIELDS_A_STEP = 4  # slots; who takes them needs some of the step's budget for its prompt
 PREEMPTIONS = ("preemptions_recompute_total", "preemptions_swap_total")
 HITS = ("prefix_cache_queried_tokens_total", "prefix_cache_hit_tokens_total")
 RUNNING, SWAPPED = SequenceStatus.RUNNING, SequenceStatus.SWAPPED
@@ -53,8 +54,11 @@ class Planner:
         keys_per_token: int,
         on_preempt: Callable[[Sequence], None],
         clock: Callable[[], float],
+        *,
+        rests: bool = False,
     ) -> None:
         self.turns = Turns()
+        self._yielding = Yielding(self, blocks, rests=rests)
         self.running: RankedQueue[Sequence] = RankedQueue()
         self.waiting: RankedQueue[Sequence] = RankedQueue()  # hold no device blocks
         self.loaded: RankedQueue[Sequence] = RankedQueue()  # hold their prompt's KV and wait for a slot
@@ -69,8 +73,8 @@ class Planner:
         self._keys_per_token = keys_per_token
         self._on_preempt = on_preempt
         self._clock = clock
-        self._short_of_memory: Sequence | None = None  # the last one without blocks; while it waits, nobody passes it
-        self._watermark = max(1, blocks.num_blocks // 100)  # kept for those that run already
+        self.short_of_memory: Sequence | None = None  # the last one without blocks; while it waits, nobody passes it
+        self.watermark = max(1, blocks.num_blocks // 100)  # kept for those that run already
         self._next_step = 0
 
     # queues
@@ -117,14 +121,14 @@ class Planner:
 
     def may_reserve(self, request: Request) -> bool:
         """Whether nothing with a better claim waits for memory."""
-        claim, short = request.claim, self._short_of_memory
+        claim, short = request.claim, self.short_of_memory
         if any(other.claim < claim for other in self.reserving):
             return False
         return short is None or short not in self.waiting or claim < short.request.group.claim(short.rank)
 
     def make_room(self, num_blocks: int, claimant: Request | None) -> bool:
         """Whether what waits may take `num_blocks`; drops the pins of others for it, worst rank first."""
-        spare = self._watermark if self.running or self.loaded else 0
+        spare = self.watermark if self.running or self.loaded else 0
         while self._blocks.num_available < num_blocks + spare:
             if not self._drop_pin(claimant):
                 return False
@@ -149,9 +153,9 @@ class Planner:
             if seq.planned_step != draft.step:
                 worst = seq
                 break
-        return worst if worst is None else self._debtor(worst, draft) or worst
+        return worst if worst is None else self._yielding.debtor(worst, draft) or worst
 
-    def _preempt(self, seq: Sequence, draft: Draft) -> None:
+    def preempt(self, seq: Sequence, draft: Draft) -> None:
         """Take the sequence's blocks. Its reader, if it has a lease, is told first."""
         request, table, blocks = seq.request, seq.table, self._blocks
         assert table is not None
@@ -184,8 +188,9 @@ class Planner:
         draft = Draft(step=self._next_step, budget=config.max_num_batched_tokens, rows=config.max_num_seqs)
         self._next_step += 1
         if self.turns.anyone_is_rich and (self.waiting or self.loaded):
-            self._even_out(draft)
-        prefills = self._plan_decodes(draft)
+            self._yielding.even_out(draft)
+        resting = self._yielding.resting()
+        prefills = self._plan_decodes(draft, resting)
         draft.prompts = self._prompt_share(draft)
         for seq in prefills:
             may_run = seq.status is RUNNING and seq.seq_id not in draft.held
@@ -193,6 +198,8 @@ class Planner:
                 draft.add_chunk(seq, self._blocks)
         if not draft.preempted and not draft.held and (self.waiting or self.loaded):
             self._admit(draft)
+        if resting is not None and not draft.chunks:  # for nothing
+            self._plan_decodes(draft, None)
         batch = draft.batch(self.departures, self.loads)
         self.departures, self.loads = [], []
         return batch
@@ -206,10 +213,10 @@ class Planner:
         limit = self._max_tokens_beside_decodes if has_limit else 0
         return PromptShare.beside(num_decodes, config.max_num_batched_tokens, limit, self._keys_per_token)
 
-    def _plan_decodes(self, draft: Draft) -> list[Sequence]:
-        """Plan every decode; return the running sequences that have more than one token left."""
+    def _plan_decodes(self, draft: Draft, resting: Group | None) -> list[Sequence]:
+        """Plan every decode but of the group that rests; return the running sequences with more than one token left."""
         step, chunks, prefills = draft.step, draft.chunks, []
-        for seq in tuple(self.running):
+        for seq in tuple(self.running) if resting is None else self._without(resting):
             if draft.held and seq.seq_id in draft.held:
                 continue
             num_known = len(seq.token_ids) + seq.num_pending
@@ -229,6 +236,9 @@ class Planner:
                 draft.add_chunk(seq, self._blocks)
         return prefills
 
+    def _without(self, resting: Group) -> tuple[Sequence, ...]:
+        return tuple(seq for seq in self.running if seq.request.group is not resting)
+
     def _make_writable(self, seq: Sequence, draft: Draft) -> bool:
         """Preempt until the sequence can write its next token, or it is its own turn to yield."""
         while not self._can_write(seq):
@@ -240,7 +250,7 @@ class Planner:
             if victim.num_in_flight:  # a step that still runs touches its blocks: it is left out now, and yields next
                 draft.held.add(victim.seq_id)
                 return False
-            self._preempt(victim, draft)
+            self.preempt(victim, draft)
             draft.preempted = True
             if victim is seq:
                 return False
@@ -248,72 +258,19 @@ class Planner:
 
     def _may_take(self, seq: Sequence, victim: Sequence) -> bool:
         """Whether a running sequence may have the blocks of another: by rank, unless one's group owes the other's."""
-        owes, own, other = self.turns.owes, seq.request, victim.request
-        return owes(other, own) or (victim.rank >= seq.rank and not owes(own, other))
+        own, other = seq.request.group, victim.request.group
+        return other.owes(own) or (victim.rank >= seq.rank and not own.owes(other))
 
     def _can_write(self, seq: Sequence) -> bool:
         table, start = seq.table, seq.num_scheduled_tokens
         assert table is not None
         return start < table.capacity or self._blocks.can_grow(table, start, start + 1)
 
-    # turns
+    # admission
 
-    def _in_turn(self) -> Iterator[Sequence]:
+    def in_turn(self) -> Iterator[Sequence]:
         """The sequences that wait for a slot."""
         return self.turns.in_turn(merge(tuple(self.loaded), tuple(self.waiting), key=lambda seq: seq.rank))
-
-    def _even_out(self, draft: Draft) -> None:
-        """Where all slots, or all memory, are taken, groups that hold many yield one to each that waits with fewer."""
-        if self.num_free_slots > 0:
-            short = self._short_of_memory
-            if short is not None and short in self.waiting:
-                self._yield_to(short, draft, wants_slot=False)
-            return
-        served: set[str] = set()
-        while len(served) < YIELDS_A_STEP:
-            seq = next((one for one in self._in_turn() if one.request.group.name not in served), None)
-            if seq is None or not self._yield_to(seq, draft, wants_slot=True):
-                return
-            served.add(seq.request.group.name)
-
-    def _yield_to(self, seq: Sequence, draft: Draft, *, wants_slot: bool) -> bool:
-        """Take a slot and blocks that other groups owe the sequence's, as far as it lacks them. False: there are none.
-        A sequence that a step still runs is left out of this one, and yields in the next."""
-        blocks, num_missing, has_taken = self._blocks, 0, False
-        if seq.table is None:
-            num_growing = sum(
-                one.num_scheduled_tokens >= len(one.block_ids) * blocks.block_size for one in self.running
-            )
-            num_wanted = blocks.blocks_for(len(seq.token_ids)) + self._watermark + num_growing
-            num_missing = num_wanted - blocks.num_available
-        while wants_slot or num_missing > 0:
-            victim = self._debtor(seq, draft)
-            if victim is None:
-                return has_taken
-            wants_slot, has_taken = False, True
-            num_missing -= len(victim.block_ids)
-            if victim.num_in_flight:
-                draft.held.add(victim.seq_id)
-            else:
-                self._preempt(victim, draft)
-                draft.preempted = bool(draft.swap_out)  # no step copies blocks both out and in
-        return True
-
-    def _debtor(self, seq: Sequence, draft: Draft) -> Sequence | None:
-        """The youngest running sequence of a group that owes the sequence's a slot, if this step may take it. No prompt
-        with a lease is taken: it ends soon, and its reader would have to begin again."""
-        if not self.turns.anyone_is_rich:
-            return None
-        group = self.turns.richest()
-        for other in reversed(self.running):
-            request = other.request
-            if request.group is group and self.turns.owes(request, seq.request):
-                is_free = other.planned_step != draft.step and other.seq_id not in draft.held
-                if is_free and request.lease_id is None and request.rank[0] >= seq.rank[0]:
-                    return other
-        return None
-
-    # admission
 
     def _admit(self, draft: Draft) -> None:
         """In turn. Short of slots nothing passes; short of memory, or of the prompts' share of the budget, only those
@@ -322,7 +279,7 @@ class Planner:
         Who is short of memory stays first to get it until it is asked again, which takes some budget.
         """
         is_short = False
-        for seq in self._in_turn():
+        for seq in self.in_turn():
             if not draft.budget or draft.preempted or self.num_free_slots <= 0:
                 return
             if seq.table is not None:
@@ -335,7 +292,7 @@ class Planner:
             ):
                 is_short = not self._find_memory(seq, draft)
                 if is_short:
-                    self._short_of_memory = seq
+                    self.short_of_memory = seq
                 else:
                     self.run(seq)
                     draft.add_chunk(seq, self._blocks)
@@ -350,7 +307,7 @@ class Planner:
             victim = self.loaded.last
             if self.running or victim is None or victim is seq:
                 return
-            self._preempt(victim, draft)
+            self.preempt(victim, draft)
             draft.preempted = True
         self.run(seq)
         if seq.request.marks.decode_scheduled_s is None:

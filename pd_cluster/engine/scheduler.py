@@ -42,6 +42,7 @@ class Scheduler:
     `on_preempt` is called with a leased sequence before its blocks are freed: it takes back what was announced of them
     (`retract`) and sets the request's `lease_generation` to the new one. `max_tokens_beside_decodes`: 0: no limit.
     `keys_per_token`: of such steps, a prompt's token costs as much again behind so many others; 0: it does not.
+    `rests`: see `Yielding`.
     """
 
     def __init__(
@@ -54,13 +55,16 @@ class Scheduler:
         on_preempt: Callable[[Sequence], None],
         max_tokens_beside_decodes: int = 0,
         keys_per_token: int = 0,
+        rests: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._blocks = blocks
         self._max_model_len = max_model_len
         self._clock = clock
-        self._planner = Planner(config, blocks, max_tokens_beside_decodes, keys_per_token, on_preempt, clock)
+        self._planner = Planner(
+            config, blocks, max_tokens_beside_decodes, keys_per_token, on_preempt, clock, rests=rests
+        )
         self._life = Lifecycle(self._planner, blocks, clock, eos_token_ids, max_model_len)
         self._news: list[CachedBlock] = []
 

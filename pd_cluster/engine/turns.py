@@ -58,6 +58,10 @@ class Group:
     last_turn: tuple[int, int] = (-1, 0)  # (the last arrival before it, its serial number)
     waiting: RankedQueue[Sequence] = field(default_factory=RankedQueue)  # for a slot
 
+    def owes(self, other: Group) -> bool:
+        """Whether it must yield a slot to the other group."""
+        return self.num_slots >= other.num_slots + LEAST_EXCESS
+
     def claim(self, rank: tuple[int, ...]) -> Claim:
         """Of a waiting sequence, or of a request, with this rank."""
         priority, arrival = rank[0], rank[1]
@@ -146,11 +150,6 @@ class Turns:
     def richest(self) -> Group | None:
         """The group with the most slots. O(groups of several sequences)."""
         return max(self._shared, key=lambda group: group.num_slots, default=None)
-
-    @staticmethod
-    def owes(holder: Request, claimant: Request) -> bool:
-        """Whether the group of `holder` must yield a slot to that of `claimant`."""
-        return holder.group.num_slots >= claimant.group.num_slots + LEAST_EXCESS
 
     # order
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pd_cluster.engine.messages import Work
-from pd_cluster.engine.turns import LEAST_EXCESS, Turns
+from pd_cluster.engine.turns import LEAST_EXCESS, Group, Turns
 from pd_cluster.errors import Overloaded
 from tests.engine.simulation import message, prompt
 from tests.engine.world import World
@@ -53,15 +53,17 @@ ABUSES: dict[str, dict[str, int]] = {
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("abuse", ABUSES)
-@pytest.mark.parametrize("num_blocks", [400, 40])
-def test_a_client_beside_an_abusive_one_has_its_first_tokens(abuse: str, depth: int, num_blocks: int) -> None:
+@pytest.mark.parametrize(("num_blocks", "rests"), [(400, False), (400, True), (40, False)])
+def test_a_client_beside_an_abusive_one_has_its_first_tokens(
+    abuse: str, depth: int, num_blocks: int, *, rests: bool
+) -> None:
     """In virtual time: every victim, whether slots are short (400 blocks) or memory is (40)."""
     sizes = ABUSES[abuse]
 
     def world() -> World:
         return World(
             num_blocks=num_blocks, max_num_seqs=8, max_num_batched_tokens=64, max_waiting=1000, depth=depth,
-            forgets=True,
+            rests=rests, forgets=True,
         )  # fmt: skip
 
     quiet = world()
@@ -94,9 +96,9 @@ def test_prefill_legs_of_one_request_take_turns_with_others() -> None:
 
 def test_a_group_that_waits_is_not_starved_by_those_that_come_later() -> None:
     """A stream of newcomers takes every slot but one from a hog, and that one goes on until all of it is done."""
-    world = World(num_blocks=400, max_num_batched_tokens=64, max_waiting=1000, forgets=True)
+    world = World(num_blocks=400, max_num_batched_tokens=64, max_waiting=1000, rests=True, forgets=True)
     hogs = [world.submit(message(f"hog-{i}", prompt(30, i), max_tokens=5, group="hog")) for i in range(12)]
-    for index in range(400):
+    for index in range(400):  # one in each step: what rests must go on nevertheless
         world.submit(message(f"newcomer-{index}", prompt(5, index), max_tokens=4))
         world.start_step()
         if all(hog.finished for hog in hogs):
@@ -141,7 +143,7 @@ def batches_of(seed: int, *, plain: bool, monkeypatch: pytest.MonkeyPatch) -> li
         if plain:
             patch.setattr(Turns, "in_turn", lambda _, ranked: iter(ranked))
             patch.setattr(Turns, "anyone_is_rich", False)
-            patch.setattr(Turns, "owes", lambda *_: False)
+            patch.setattr(Group, "owes", lambda *_: False)
         rng = random.Random(seed)
         world = World(
             num_blocks=rng.randint(12, 40), num_host_blocks=rng.choice((0, 8)), depth=rng.randint(1, 2),
