@@ -38,9 +38,9 @@ def first_token_steps(world: World, victims: Iterable[Request]) -> Iterator[int]
                 world.start_step()
 
 
-def victims_of(world: World, **settings: int) -> Iterator[Request]:
+def victims_of(world: World) -> Iterator[Request]:
     for index in range(NUM_VICTIMS):
-        yield world.submit(message(f"victim-{index}", prompt(20, index), max_tokens=4, **settings))
+        yield world.submit(message(f"victim-{index}", prompt(20, index), max_tokens=4))
 
 
 ABUSES: dict[str, dict[str, int]] = {
@@ -194,7 +194,7 @@ class Checked(Turns):
         assert next(ordered, None) is None
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_groups_are_served_by_their_claims(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And in the end, where nothing but slots is short, no group holds two slots more than one that waits."""
     monkeypatch.setattr("pd_cluster.engine.planner.Turns", Checked)
