@@ -72,7 +72,12 @@ class SchedulerConfig:
         "up; those far behind in their prompt count for more. 64 fewer beside more than 48 decodes. 0: no limit. "
         "-1: 192 on a decode node's GPU, else none.",
     )
-    max_waiting: int = setting(1024, "Requests that may queue before new ones get 503.")
+    max_waiting: int = setting(
+        1024, "Prompts that may queue before new ones get 503. The prompts of one request may fill half of it."
+    )
+    priorities: bool = setting(
+        False, "Honour the field `priority` of requests. Only where all clients are trusted: any may ask for the best."
+    )
     async_scheduling: str = setting(
         "auto", "Plan and launch a step while the one before it runs. auto: on GPUs.", choices=("auto", "on", "off")
     )

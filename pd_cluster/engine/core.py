@@ -80,6 +80,7 @@ class EngineCore:
             self._blocks,
             max_tokens_beside_decodes=config.tokens_beside_decodes_on(executor.model.device),
             keys_per_token=executor.model.spec.keys_per_token,
+            rests=executor.model.device == "cpu",
             max_model_len=executor.model.max_model_len,
             eos_token_ids=executor.model.eos_token_ids,
             on_preempt=self._handoffs.on_preempt,
@@ -258,6 +259,7 @@ class EngineCore:
             num_waiting_for_remote_kv=scheduler.num_waiting_for_remote_kv,
             counters=counters,
             gauges=gauges,
+            num_queued=scheduler.num_queued,
         )
         now_s = self._clock()
         if stats != self._stats or now_s - self._stats_sent_at >= HEARTBEAT_S:

@@ -22,6 +22,8 @@ class Draft:
     step: int
     budget: int  # tokens left
     prompts: PromptShare = field(default_factory=PromptShare)  # of these, for chunks of prompts
+    # Of logits, left for the first tokens of requests with n > 1: as many as sequences may run, besides one for each
+    rows: int = 0
     starts: list[SequenceStart] = field(default_factory=list)
     chunks: list[SequenceChunk] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -46,6 +48,10 @@ class Draft:
             publishes=tuple(self.publishes),
         )
 
+    def has_rows(self, seq: Sequence) -> bool:
+        """Whether this step may sample all that the sequence samples at its end. A lead does so for its n siblings."""
+        return seq.num_samples == 1 or seq.num_samples <= self.rows
+
     def add_chunk(self, seq: Sequence, blocks: BlockManager) -> None:
         """One token if one is left, else as many as the prompts' share admits. Its blocks exist, or can be had."""
         table, start, num_remaining = seq.table, seq.num_scheduled_tokens, seq.num_remaining_tokens
@@ -65,6 +71,8 @@ class Draft:
         num_samples = 0
         if num_tokens == num_remaining:
             num_samples = seq.num_samples
+            if num_samples > 1:
+                self.rows -= num_samples
             seq.num_pending += 1
         seq.num_scheduled_tokens = end
         seq.num_in_flight += 1

@@ -236,9 +236,9 @@ class Handoffs:
         self._reply(NeedsPrefill(request.request_id, request.num_cached_tokens, text, bool(request.first_tokens)))
 
     def reserve(self, scheduler: Scheduler) -> None:
-        """Blocks for the loads that wait for them, best rank first. Called before each step."""
+        """Blocks for the loads that wait for them, best claim first. Called before each step."""
         wanting = [intake for intake in self._intakes.values() if intake.is_ready]
-        for intake in sorted(wanting, key=lambda intake: intake.request.rank):
+        for intake in sorted(wanting, key=lambda intake: intake.request.claim):
             if scheduler.reserve(intake.request) is not None:
                 intake.is_ready = False
         self._recalls.reserve(scheduler)

@@ -49,6 +49,7 @@ class Lifecycle:
 
     def begin(self, request: Request) -> None:
         request.begin(next(self._arrivals), self._clock(), self._seq_ids, self._eos_token_ids, self._max_model_len)
+        request.group = self._planner.turns.join(request, request.message.group or request.request_id)
         self.sequences.update((seq.seq_id, seq) for seq in request.sequences)
         if request.lease_id is not None:
             assert request.work is Work.PREFILL, f"a lease on a {request.work.value} request"
@@ -68,19 +69,18 @@ class Lifecycle:
         if request.lease_id is not None:
             blocks.hold(request.lease_id, table)
             lead.table = None
-        planner.give_slots_back(lead, keep=1)
         for seq in request.sequences[1:]:
             if seq.finish_reason is None and request.work is not Work.PREFILL:
                 seq.table = blocks.fork(table)
                 seq.num_computed_tokens = seq.num_scheduled_tokens = lead.num_computed_tokens
-                planner.run(seq)
+                planner.enter(seq)
         return self.give_first_tokens(request, tokens)
 
     def give_first_tokens(self, request: Request, tokens: tuple[SampledToken, ...]) -> Update:
         """Append each live sequence's own; those that it ends have ended."""
         request.first_tokens = tokens
         lead = request.sequences[0]
-        lead.num_samples = lead.num_slots = 1
+        lead.num_samples = 1
         reports = []
         for seq, token in zip(request.sequences, tokens, strict=True):
             if seq.finish_reason is not None:
@@ -148,6 +148,7 @@ class Lifecycle:
             self.unpark(request)
         if request.lease_id is not None:
             self._prefills.pop(request.lease_id, None)
+        self._planner.turns.leave(request)
 
     def _retire(self, seq: Sequence) -> None:
         """Out of every queue, and out of memory as soon as no step that runs touches it. Once."""

@@ -51,6 +51,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     min_remote_tokens: int = 0  # TAKE_OVER without ticket: prefill here when fewer tokens than this lack KV
     load_deadline_s: float = 30.0
     received_s: float = 0.0  # when the API process had it: the host's monotonic clock; 0: not said
+    group: str = ""  # requests of one group share the turns of one (`engine/turns.py`); "": it is alone in its group
 
 
 class UseTicket(msgspec.Struct, frozen=True, tag=True):
@@ -201,6 +202,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     num_waiting_for_remote_kv: int
     counters: dict[str, float]  # metric name without the `pd_` prefix -> total
     gauges: dict[str, float]
+    num_queued: int = 0  # requests of which nothing has run yet: what `max_waiting` bounds
 
 
 class SilenceAllowed(msgspec.Struct, frozen=True, tag=True):

@@ -2,15 +2,17 @@
 
     1  running sequences with one token left (decodes), best rank first; short of memory, the worst rank is preempted
     2  running sequences with more (prefill chunks), while the prompts' share of the token budget lasts
-    3  unless something was preempted: sequences that wait, while slots, memory and budget last
+    3  unless something was preempted: sequences that wait, in turn (`turns`), while slots, memory and budget last
+
+Before all that, groups that hold many slots yield some to those that wait with fewer.
 
 A long prompt never takes the token of a sequence whose KV has come and that finds a slot: that decodes at once. Where
 steps with decodes are limited (`max_tokens_beside_decodes`), prompts get what the limit leaves, and a minimum
 (`PromptShare`).
 
-Who gets memory: running sequences take it from parked prefix pins, then from the worst-ranked holder. Those that wait
-(admissions here, reservations for loads) hold nothing and are served strictly by rank, so that no stream of small ones
-can starve a large one. Holders that cannot be preempted (leases, loads) end within a deadline of their own.
+Running sequences take memory from parked prefix pins, then from the worst-ranked holder. Those that wait (admissions
+here, reservations for loads) hold nothing and are served strictly by their claims, so that no stream of small ones can
+starve a large one. Holders that cannot be preempted (leases, loads) end within a deadline of their own.
 Nothing here reads a sampled token: a step can be planned while the one before it runs.
 """
 
@@ -24,15 +26,20 @@ from pd_cluster.engine.draft import Draft
 from pd_cluster.engine.prompt_share import PromptShare
 from pd_cluster.engine.ranked_queue import RankedQueue
 from pd_cluster.engine.sequence import KvArrival, Request, Sequence, SequenceStatus
+from pd_cluster.engine.turns import Turns
+from pd_cluster.engine.yielding import Yielding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from pd_cluster.config import SchedulerConfig
     from pd_cluster.engine.batch import Batch
     from pd_cluster.engine.block_manager import BlockManager
+    from pd_cluster.engine.turns import Group
     from pd_connectors.base import LoadSpec
 
+PREEMPTIONS = ("preemptions_recompute_total", "preemptions_swap_total")
+HITS = ("prefix_cache_queried_tokens_total", "prefix_cache_hit_tokens_total")
 RUNNING, SWAPPED = SequenceStatus.RUNNING, SequenceStatus.SWAPPED
 
 
@@ -47,7 +54,11 @@ class Planner:
         keys_per_token: int,
         on_preempt: Callable[[Sequence], None],
         clock: Callable[[], float],
+        *,
+        rests: bool = False,
     ) -> None:
+        self.turns = Turns()
+        self._yielding = Yielding(self, blocks, rests=rests)
         self.running: RankedQueue[Sequence] = RankedQueue()
         self.waiting: RankedQueue[Sequence] = RankedQueue()  # hold no device blocks
         self.loaded: RankedQueue[Sequence] = RankedQueue()  # hold their prompt's KV and wait for a slot
@@ -55,61 +66,69 @@ class Planner:
         self.reserving: RankedQueue[Request] = RankedQueue()  # parked, and refused blocks for want of memory
         self.loads: list[LoadSpec] = []  # for the next batch
         self.departures: list[int] = []  # for the next batch
-        self.counters = dict.fromkeys(
-            (
-                "preemptions_recompute_total",
-                "preemptions_swap_total",
-                "prefix_cache_queried_tokens_total",
-                "prefix_cache_hit_tokens_total",
-            ),
-            0.0,
-        )
+        self.counters = dict.fromkeys((*PREEMPTIONS, *HITS), 0.0)
         self._config = config
         self._blocks = blocks
         self._max_tokens_beside_decodes = max_tokens_beside_decodes
         self._keys_per_token = keys_per_token
         self._on_preempt = on_preempt
         self._clock = clock
-        self._num_slots_used = 0
-        self._short_of_memory: Sequence | None = None  # the last one without blocks; while it waits, nobody passes it
-        self._watermark = max(1, blocks.num_blocks // 100)  # kept for those that run already
+        self.short_of_memory: Sequence | None = None  # the last one without blocks; while it waits, nobody passes it
+        self.watermark = max(1, blocks.num_blocks // 100)  # kept for those that run already
         self._next_step = 0
 
     # queues
 
+    @property
+    def num_free_slots(self) -> int:
+        return self._config.max_num_seqs - len(self.running)
+
+    def queue(self, seq: Sequence) -> None:
+        """It waits for a slot, with its KV (`loaded`) or without."""
+        (self.waiting if seq.table is None else self.loaded).add(seq)
+        seq.request.group.waiting.add(seq)
+
     def run(self, seq: Sequence) -> None:
-        """Give the sequence its slots."""
+        """Give the sequence, which has its blocks, a slot."""
+        self._unqueue(seq)
         seq.status = RUNNING
         self.running.add(seq)
-        self._num_slots_used += seq.num_slots
+        self.turns.take_slot(seq.request)
+
+    def _unqueue(self, seq: Sequence) -> None:
+        if seq.request.group.waiting.discard(seq) and not self.waiting.discard(seq):
+            self.loaded.discard(seq)
+
+    def enter(self, seq: Sequence) -> None:
+        """A sequence whose prompt's KV is here runs if there is a slot, else it waits for one."""
+        if self.num_free_slots > 0:
+            self.run(seq)
+        else:
+            seq.status = SequenceStatus.WAITING
+            self.queue(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Take the sequence out of whichever queue it is in, and its row out of the worker."""
         if self.running.discard(seq):
-            self._num_slots_used -= seq.num_slots
-        elif not self.waiting.discard(seq):
-            self.loaded.discard(seq)
+            self.turns.return_slot(seq.request)
+        else:
+            self._unqueue(seq)
         if seq.in_worker:
             seq.in_worker = False
             self.departures.append(seq.seq_id)
 
-    def give_slots_back(self, seq: Sequence, *, keep: int) -> None:
-        """A running lead no longer stands for its whole request."""
-        self._num_slots_used -= seq.num_slots - keep
-        seq.num_slots = keep
-
     # memory
 
     def may_reserve(self, request: Request) -> bool:
-        """Whether nobody of better rank is waiting for memory."""
-        first, short = self.reserving.first, self._short_of_memory
-        if first is not None and first.rank < request.rank:
+        """Whether nothing with a better claim waits for memory."""
+        claim, short = request.claim, self.short_of_memory
+        if any(other.claim < claim for other in self.reserving):
             return False
-        return short is None or short not in self.waiting or request.rank < short.rank
+        return short is None or short not in self.waiting or claim < short.request.group.claim(short.rank)
 
     def make_room(self, num_blocks: int, claimant: Request | None) -> bool:
-        """Whether somebody who waits may take `num_blocks`; drops the pins of others for it, worst rank first."""
-        spare = self._watermark if self.running or self.loaded else 0
+        """Whether what waits may take `num_blocks`; drops the pins of others for it, worst rank first."""
+        spare = self.watermark if self.running or self.loaded else 0
         while self._blocks.num_available < num_blocks + spare:
             if not self._drop_pin(claimant):
                 return False
@@ -125,17 +144,18 @@ class Planner:
                 return True
         return False
 
-    def _victim(self, step: int) -> Sequence | None:
-        """The worst-ranked holder of blocks that this step has not planned."""
+    def _victim(self, draft: Draft) -> Sequence | None:
+        """The worst-ranked holder of blocks that this step has not planned, or one of a group that owes it a slot."""
         worst = self.loaded.last
         for seq in reversed(self.running):
             if worst is not None and worst.rank > seq.rank:
                 break
-            if seq.planned_step != step:
-                return seq
-        return worst
+            if seq.planned_step != draft.step:
+                worst = seq
+                break
+        return worst if worst is None else self._yielding.debtor(worst, draft) or worst
 
-    def _preempt(self, seq: Sequence, draft: Draft) -> None:
+    def preempt(self, seq: Sequence, draft: Draft) -> None:
         """Take the sequence's blocks. Its reader, if it has a lease, is told first."""
         request, table, blocks = seq.request, seq.table, self._blocks
         assert table is not None
@@ -158,23 +178,28 @@ class Planner:
         seq.table = None
         seq.num_scheduled_tokens = seq.num_computed_tokens
         seq.num_announced_tokens = 0
-        self.waiting.add(seq)
-        draft.preempted = True
+        self.queue(seq)
 
     # planning
 
     def plan(self) -> Batch:
         """The next step's batch. It counts as running until `Scheduler.update` has seen its result."""
-        draft = Draft(step=self._next_step, budget=self._config.max_num_batched_tokens)
+        config = self._config
+        draft = Draft(step=self._next_step, budget=config.max_num_batched_tokens, rows=config.max_num_seqs)
         self._next_step += 1
-        prefills = self._plan_decodes(draft)
+        if self.turns.anyone_is_rich and (self.waiting or self.loaded):
+            self._yielding.even_out(draft)
+        resting = self._yielding.resting()
+        prefills = self._plan_decodes(draft, resting)
         draft.prompts = self._prompt_share(draft)
         for seq in prefills:
             may_run = seq.status is RUNNING and seq.seq_id not in draft.held
-            if may_run and draft.prompts.admits(seq.num_scheduled_tokens):
+            if may_run and draft.has_rows(seq) and draft.prompts.admits(seq.num_scheduled_tokens):
                 draft.add_chunk(seq, self._blocks)
         if not draft.preempted and not draft.held and (self.waiting or self.loaded):
             self._admit(draft)
+        if resting is not None and not draft.chunks:  # for nothing
+            self._plan_decodes(draft, None)
         batch = draft.batch(self.departures, self.loads)
         self.departures, self.loads = [], []
         return batch
@@ -182,16 +207,16 @@ class Planner:
     def _prompt_share(self, draft: Draft) -> PromptShare:
         """What prompts may take of this step. Its decodes, and loaded sequences that may enter, come first."""
         config = self._config
-        num_entering = min(len(self.loaded), config.max_num_seqs - self._num_slots_used)
+        num_entering = min(len(self.loaded), self.num_free_slots)
         num_decodes = config.max_num_batched_tokens - draft.budget + num_entering
         has_limit = num_decodes or self.parked  # who is parked decodes soon, and must not wait for a long step
         limit = self._max_tokens_beside_decodes if has_limit else 0
         return PromptShare.beside(num_decodes, config.max_num_batched_tokens, limit, self._keys_per_token)
 
-    def _plan_decodes(self, draft: Draft) -> list[Sequence]:
-        """Plan every decode; return the running sequences that have more than one token left."""
+    def _plan_decodes(self, draft: Draft, resting: Group | None) -> list[Sequence]:
+        """Plan every decode but of the group that rests; return the running sequences with more than one token left."""
         step, chunks, prefills = draft.step, draft.chunks, []
-        for seq in tuple(self.running):
+        for seq in tuple(self.running) if resting is None else self._without(resting):
             if draft.held and seq.seq_id in draft.held:
                 continue
             num_known = len(seq.token_ids) + seq.num_pending
@@ -207,25 +232,34 @@ class Planner:
                 seq.planned_step = step
                 chunks.append(SequenceChunk(seq.seq_id, start, 1, 0, (), 1))
                 draft.budget -= 1
-            elif self._make_writable(seq, draft):
+            elif draft.has_rows(seq) and self._make_writable(seq, draft):
                 draft.add_chunk(seq, self._blocks)
         return prefills
+
+    def _without(self, resting: Group) -> tuple[Sequence, ...]:
+        return tuple(seq for seq in self.running if seq.request.group is not resting)
 
     def _make_writable(self, seq: Sequence, draft: Draft) -> bool:
         """Preempt until the sequence can write its next token, or it is its own turn to yield."""
         while not self._can_write(seq):
             if self._drop_pin():
                 continue
-            victim = self._victim(draft.step)
-            if victim is None or victim.rank < seq.rank:
+            victim = self._victim(draft)
+            if victim is None or not self._may_take(seq, victim):
                 return False
             if victim.num_in_flight:  # a step that still runs touches its blocks: it is left out now, and yields next
                 draft.held.add(victim.seq_id)
                 return False
-            self._preempt(victim, draft)
+            self.preempt(victim, draft)
+            draft.preempted = True
             if victim is seq:
                 return False
         return True
+
+    def _may_take(self, seq: Sequence, victim: Sequence) -> bool:
+        """Whether a running sequence may have the blocks of another: by rank, unless one's group owes the other's."""
+        own, other = seq.request.group, victim.request.group
+        return other.owes(own) or (victim.rank >= seq.rank and not own.owes(other))
 
     def _can_write(self, seq: Sequence) -> bool:
         table, start = seq.table, seq.num_scheduled_tokens
@@ -234,28 +268,33 @@ class Planner:
 
     # admission
 
+    def in_turn(self) -> Iterator[Sequence]:
+        """The sequences that wait for a slot."""
+        return self.turns.in_turn(merge(tuple(self.loaded), tuple(self.waiting), key=lambda seq: seq.rank))
+
     def _admit(self, draft: Draft) -> None:
-        """Best rank first. Short of slots nobody passes; short of memory, or of the prompts' share of the budget, only
-        those may that hold their memory already.
+        """In turn. Short of slots nothing passes; short of memory, or of the prompts' share of the budget, only those
+        sequences may that hold their memory already.
 
         Who is short of memory stays first to get it until it is asked again, which takes some budget.
         """
         is_short = False
-        for seq in merge(tuple(self.loaded), tuple(self.waiting), key=lambda s: s.rank):
-            if not draft.budget or draft.preempted or self._num_slots_used + seq.num_slots > self._config.max_num_seqs:
+        for seq in self.in_turn():
+            if not draft.budget or draft.preempted or self.num_free_slots <= 0:
                 return
             if seq.table is not None:
-                self._enter_loaded(seq, draft)
+                if draft.has_rows(seq):  # a lead whose first tokens are drawn again samples n
+                    self._enter_loaded(seq, draft)
             elif (
                 not is_short
                 and not self._awaits_sibling(seq)
+                and draft.has_rows(seq)
                 and (seq.num_remaining_tokens == 1 or draft.prompts.admits(len(seq.token_ids)))
             ):
                 is_short = not self._find_memory(seq, draft)
                 if is_short:
-                    self._short_of_memory = seq
+                    self.short_of_memory = seq
                 else:
-                    self.waiting.discard(seq)
                     self.run(seq)
                     draft.add_chunk(seq, self._blocks)
             if is_short and not self.loaded:
@@ -269,8 +308,8 @@ class Planner:
             victim = self.loaded.last
             if self.running or victim is None or victim is seq:
                 return
-            self._preempt(victim, draft)
-        self.loaded.discard(seq)
+            self.preempt(victim, draft)
+            draft.preempted = True
         self.run(seq)
         if seq.request.marks.decode_scheduled_s is None:
             seq.request.marks.decode_scheduled_s = self._clock()
@@ -288,8 +327,8 @@ class Planner:
 
         One token at least is left to compute: somebody has to produce the logits.
         """
-        claimant = self.reserving.first
-        if claimant is not None and claimant.rank < seq.rank:
+        claim = seq.request.group.claim(seq.rank)
+        if any(request.claim < claim for request in self.reserving):
             return False
         blocks, num_tokens = self._blocks, len(seq.token_ids)
         table = blocks.open_table()

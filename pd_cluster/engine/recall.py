@@ -74,9 +74,9 @@ class Recalls:
         return True
 
     def reserve(self, scheduler: Scheduler) -> None:
-        """Blocks for what was found, best rank first. Called before each step."""
+        """Blocks for what was found, best claim first. Called before each step."""
         wanting = [recall for recall in self._by_request.values() if recall.num_wanted]
-        for recall in sorted(wanting, key=lambda recall: recall.request.rank):
+        for recall in sorted(wanting, key=lambda recall: recall.request.claim):
             recall.request.load_id = recall.load_id
             if scheduler.reserve(recall.request, recall.num_wanted) is not None:
                 recall.num_wanted = 0

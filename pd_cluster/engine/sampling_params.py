@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from hashlib import blake2b
+from math import isnan
 
 import msgspec
 
 from pd_cluster.errors import InvalidRequest
 
 MAX_TOP_LOGPROBS = 20
+MAX_BIAS = 100.0  # OpenAI's
 GREEDY_TEMPERATURE = 1e-5  # at and below: argmax
 
 # Fields that cannot change a first token, with the reason. Every other field is in `first_token_digest`, a new one too.
@@ -70,13 +72,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest("repetition_penalty must be greater than 0", "repetition_penalty")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
             raise InvalidRequest(f"logprobs must be between 0 and {MAX_TOP_LOGPROBS}, not {self.logprobs}", "logprobs")
-        for token_id, bias in self.logit_bias.items():
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequest(f"logit_bias: token id {token_id} is not in 0..{vocab_size - 1}", "logit_bias")
-            if not -100 <= bias <= 100:
-                raise InvalidRequest(f"logit_bias must be between -100 and 100, not {bias:g}", "logit_bias")
-        if any(not 0 <= token_id < vocab_size for token_id in self.stop_token_ids):
-            raise InvalidRequest(f"stop_token_ids must be in the vocabulary 0..{vocab_size - 1}", "stop_token_ids")
+        _check_lists(self.logit_bias, self.stop_token_ids, vocab_size)
+
+
+def _check_lists(logit_bias: dict[int, float], stop_token_ids: tuple[int, ...], vocab_size: int) -> None:
+    """A list of 128,256 tokens takes 3 ms by `min` and `max`, 8 ms token by token: one is looked for only if needed."""
+    for name, tokens in (("logit_bias", logit_bias), ("stop_token_ids", stop_token_ids)):
+        if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+            wrong = next(token_id for token_id in tokens if not 0 <= token_id < vocab_size)
+            raise InvalidRequest(f"{name}: token id {wrong} is not in the vocabulary 0..{vocab_size - 1}", name)
+    amounts = logit_bias.values()
+    if amounts and not (min(amounts) >= -MAX_BIAS and max(amounts) <= MAX_BIAS and not isnan(sum(amounts))):
+        wrong_bias = next(bias for bias in amounts if not -MAX_BIAS <= bias <= MAX_BIAS)
+        raise InvalidRequest(f"logit_bias must be between -100 and 100, not {wrong_bias:g}", "logit_bias")
 
 
 _RANGES: tuple[tuple[str, int, int], ...] = (

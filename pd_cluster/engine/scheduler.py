@@ -20,6 +20,7 @@ from pd_cluster.engine.lifecycle import FINISHED, Lifecycle, Update
 from pd_cluster.engine.messages import FinishReason, SequenceTokens
 from pd_cluster.engine.planner import Planner
 from pd_cluster.engine.sequence import KvArrival, Request, Sequence, SequenceStatus
+from pd_cluster.engine.turns import crowd_limit
 from pd_cluster.errors import InvalidRequest, Overloaded
 from pd_connectors.base import LoadSpec
 
@@ -41,6 +42,7 @@ class Scheduler:
     `on_preempt` is called with a leased sequence before its blocks are freed: it takes back what was announced of them
     (`retract`) and sets the request's `lease_generation` to the new one. `max_tokens_beside_decodes`: 0: no limit.
     `keys_per_token`: of such steps, a prompt's token costs as much again behind so many others; 0: it does not.
+    `rests`: see `Yielding`.
     """
 
     def __init__(
@@ -53,13 +55,16 @@ class Scheduler:
         on_preempt: Callable[[Sequence], None],
         max_tokens_beside_decodes: int = 0,
         keys_per_token: int = 0,
+        rests: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._blocks = blocks
         self._max_model_len = max_model_len
         self._clock = clock
-        self._planner = Planner(config, blocks, max_tokens_beside_decodes, keys_per_token, on_preempt, clock)
+        self._planner = Planner(
+            config, blocks, max_tokens_beside_decodes, keys_per_token, on_preempt, clock, rests=rests
+        )
         self._life = Lifecycle(self._planner, blocks, clock, eos_token_ids, max_model_len)
         self._news: list[CachedBlock] = []
 
@@ -73,6 +78,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences without a slot, whether or not they hold blocks."""
         return len(self._planner.waiting) + len(self._planner.loaded)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests of which nothing has run yet: what `max_waiting` bounds."""
+        return self._planner.turns.num_queued
 
     @property
     def num_waiting_for_remote_kv(self) -> int:
@@ -131,7 +141,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request whose prompt is computed here. Raises Overloaded."""
         self._begin(request)
-        self._planner.waiting.add(request.sequences[0])
+        self._planner.queue(request.sequences[0])
 
     def park(self, request: Request) -> int:
         """Keep a request until its KV comes, from another node or from a pool. Raises Overloaded. Returns `pin`'s."""
@@ -149,9 +159,12 @@ class Scheduler:
         return self._pin(request) * self._blocks.block_size
 
     def _begin(self, request: Request) -> None:
-        planner = self._planner
-        if len(planner.waiting) + len(planner.loaded) + len(planner.parked) >= self._config.max_waiting:
-            raise Overloaded(f"{self._config.max_waiting} requests are waiting already")
+        turns = self._planner.turns
+        if not turns.may_queue(request.message.group or request.request_id, self._config.max_waiting):
+            limit = self._config.max_waiting
+            raise Overloaded(
+                f"{turns.num_queued} prompts are waiting; the queue holds {limit}, one request's {crowd_limit(limit)}"
+            )
         self._life.begin(request)
 
     def _pin(self, request: Request) -> int:
@@ -208,6 +221,7 @@ class Scheduler:
         request.sequences[0].num_cached_tokens = first_block * self._blocks.block_size
         load = LoadSpec(request.load_id, first_block, tuple(table.ids[first_block:]), num_tokens)
         planner.loads.append(load)
+        planner.turns.note_turn(request)
         return load
 
     def admit_prefix(self, request: Request, num_tokens: int) -> None:
@@ -282,7 +296,7 @@ class Scheduler:
             seq.status = SequenceStatus.WAITING
             seq.num_computed_tokens = seq.num_scheduled_tokens = request.num_kept_tokens
             seq.awaits_first_decode = True
-            self._planner.loaded.add(seq)
+            self._planner.queue(seq)
         self._life.unpark(request)
 
     def fall_back_to_local(self, request: Request) -> None:
@@ -294,7 +308,7 @@ class Scheduler:
         for seq in request.heads:
             seq.status = SequenceStatus.WAITING
             seq.awaits_first_decode = bool(request.first_tokens)
-            self._planner.waiting.add(seq)
+            self._planner.queue(seq)
 
     # steps
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pd_cluster.engine.block_manager import BlockTable
     from pd_cluster.engine.messages import AddRequest
     from pd_cluster.engine.sampling_params import SamplingParams
+    from pd_cluster.engine.turns import Group
     from pd_connectors.protocol.messages import SampledToken
 
 
@@ -84,6 +85,8 @@ class Request:
     table: BlockTable | None = None  # TAKE_OVER: the pinned prefix, then the blocks being loaded
     kv: KvArrival = KvArrival.ABSENT
     marks: Marks = field(default_factory=Marks)
+    group: Group = field(init=False, repr=False)  # whose turns it shares
+    is_queued: bool = True  # nothing of it has run yet
 
     @classmethod
     def from_message(cls, message: AddRequest, *, drawn_seed: int, lease_id: str | None = None) -> Request:
@@ -115,6 +118,11 @@ class Request:
     def rank(self) -> tuple[int, ...]:
         """Smaller goes first and is preempted last."""
         return (self.message.priority, self.arrival)
+
+    @property
+    def claim(self) -> tuple[int, ...]:
+        """To memory, while it waits for that: smaller goes first. Changes as its group has its turns."""
+        return self.group.claim(self.rank)
 
     @property
     def finished(self) -> bool:
@@ -179,7 +187,6 @@ class Request:
         ]
         lead = self.sequences[0]
         lead.num_samples = sampling.n
-        lead.num_slots = sampling.n  # of a PREFILL too: each slot is a row of logits in the step that samples
 
     def mark_first_decode(self, now_s: float) -> None:
         """The first token was sampled behind what came from elsewhere: KV, mostly with a first token."""
@@ -245,7 +252,6 @@ class Sequence:
     num_cached_tokens: int = 0
     num_external_tokens: int = 0
     num_samples: int = 1  # sampled when a chunk reaches the last token; n for a lead before the first tokens
-    num_slots: int = 1  # of max_num_seqs, while RUNNING
     in_worker: bool = False  # the worker has a row for it
     awaits_first_decode: bool = False  # behind KV or a first token from elsewhere; for the timeline
     planned_step: int = -1  # the last step that has a chunk of it

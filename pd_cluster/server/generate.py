@@ -5,12 +5,13 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from pd_cluster.engine.messages import Work
-from pd_cluster.errors import EngineUnavailable, InvalidRequest
+from pd_cluster.engine.turns import crowd_limit
+from pd_cluster.errors import EngineUnavailable, InvalidRequest, Overloaded
 from pd_cluster.server.answer import Shape, answer_stream, answer_whole
 from pd_cluster.server.chat import ChatShape, chat_num_logprobs, check_tools, normal_messages, template_options
 from pd_cluster.server.completions import DEFAULT_MAX_TOKENS, CompletionShape, Prompt, check_best_of, prompts_of
@@ -25,13 +26,22 @@ from pd_cluster.server.prefill_leg import (
     keeping_alive,
 )
 from pd_cluster.server.sampling import check_min_tokens, sampling_params, text_options
-from pd_cluster.server.schema import Body, ChatBody, CompletionBody, GenerationBody, KvTransferParams, decode_body
+from pd_cluster.server.schema import (
+    MAX_LISTED_TOKENS,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    KvTransferParams,
+    decode_body,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd_cluster.server.exchange import Reply
     from pd_cluster.server.state import NodeState
+
+Generating = TypeVar("Generating", bound=GenerationBody)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +128,8 @@ async def _generate(
             state.metrics.fallbacks.labels("several_prompts").inc()
             await answer_without_prefill(reply, shape, prompts, wants_ticket=caller.wants_ticket_stream)
             return
+    _check_lists(body, len(prompts))
+    check_room(state, len(prompts))
     if is_prefill_leg and caller.wants_ticket_stream:
         async with keeping_alive(state, reply) as alive:
             job = await _job(state, caller, body, 0, prompts, logprobs)
@@ -173,21 +185,55 @@ async def _job(
         prompt=prompt,
         sampling=sampling,
         text=text_options(body),
-        priority=body.priority or 0,
+        priority=body.priority or 0 if state.config.scheduler.priorities else 0,
         salt=salt,
         plan=plan,
     )
 
 
-def _decoded(state: NodeState, reply: Reply, raw: bytes, kind: type[Body]) -> Body:
-    body, ignored = decode_body(raw, kind)
-    state.metrics.unknown_fields.inc(len(ignored))
-    reply.headers |= ignored_header(ignored)
+def _decoded(state: NodeState, reply: Reply, raw: bytes, kind: type[Generating]) -> Generating:
+    body, unread = decode_body(raw, kind)
+    state.metrics.unknown_fields.inc(len(unread))
+    reply.headers |= ignored_header(unread | _off(state, body))
     return body
 
 
 def _include_usage(body: GenerationBody) -> bool:
     return bool(body.stream and body.stream_options and body.stream_options.include_usage)
+
+
+def _check_lists(body: GenerationBody, num_prompts: int) -> None:
+    """Raises InvalidRequest when the token lists of all prompts together are too long."""
+    for name in ("logit_bias", "stop_token_ids"):
+        num_listed = len(getattr(body, name) or ()) * num_prompts
+        if num_listed > MAX_LISTED_TOKENS:
+            raise InvalidRequest(
+                f"{name} lists {num_listed // num_prompts} tokens for each of {num_prompts} prompts; "
+                f"{MAX_LISTED_TOKENS} are allowed in all",
+                name,
+            )
+
+
+def check_room(state: NodeState, num_prompts: int) -> None:
+    """Refuse several prompts that the engine's queue cannot take together, before it has taken some of them.
+
+    The engine decides: its statistics may be 0.1 s old. Raises InvalidRequest, Overloaded.
+    """
+    if num_prompts == 1:
+        return
+    limit, stats = crowd_limit(state.config.scheduler.max_waiting), state.engine.stats
+    if num_prompts > limit:
+        raise InvalidRequest(f"prompt has {num_prompts} entries; this node queues {limit} of one request", "prompt")
+    num_queued = 0 if stats is None else stats.num_queued
+    if num_queued + num_prompts > limit:
+        raise Overloaded(
+            f"{num_queued} prompts are waiting; this request's {num_prompts} may fill the queue up to {limit}"
+        )
+
+
+def _off(state: NodeState, body: GenerationBody) -> set[str]:
+    """Fields that the request uses and that this node's settings turn off."""
+    return {"priority"} if body.priority and not state.config.scheduler.priorities else set()
 
 
 def _check_common(body: GenerationBody) -> None:

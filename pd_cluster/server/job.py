@@ -36,6 +36,12 @@ class Job:
     salt: str = ""
     plan: Plan = field(default_factory=Plan)
 
+    @property
+    def group(self) -> str:
+        """All prompts of one client's request share the turns of one (`engine/turns.py`): on this node, and on those
+        that prefill them, which get the same `x-request-id`."""
+        return self.client_request_id
+
     def to_engine(self, *, min_remote_tokens: int, load_deadline_s: float, received_s: float) -> AddRequest:
         return AddRequest(
             request_id=self.request_id,
@@ -49,4 +55,5 @@ class Job:
             min_remote_tokens=min_remote_tokens,
             load_deadline_s=load_deadline_s,
             received_s=received_s,
+            group=self.group,
         )

@@ -273,8 +273,9 @@ class Executor:
         share, rest = divmod(budget, num_seqs)
         sizes = [min(share + (i >= num_seqs - rest), self.model.max_model_len) for i in range(num_seqs)]
         blocks = (0,) * -(-max(sizes) // self.block_size)
-        starts = tuple(SequenceStart(i, (0,) * size, size, blocks, params, i) for i, size in enumerate(sizes))
-        chunks = tuple(SequenceChunk(i, 0, size, num_samples=1) for i, size in enumerate(sizes))
+        seeds = (0, 1)  # a step may sample twice as many tokens as sequences run: see `Draft.rows`
+        starts = tuple(SequenceStart(i, (0,) * size, size, blocks, params, i, seeds) for i, size in enumerate(sizes))
+        chunks = tuple(SequenceChunk(i, 0, size, num_samples=2) for i, size in enumerate(sizes))
         runner.launch(Batch(0, starts, chunks)).result()
 
     def _warm_up(self) -> None:

@@ -74,12 +74,13 @@ def _change(logits: torch.Tensor, inputs: SamplingInputs) -> None:
     """What changes greedy choices too, in place."""
     if inputs.penalties is not None:
         inputs.penalties.apply(logits)
-    if inputs.bias is not None:
-        row, token, amount = inputs.bias
-        logits.index_put_((row, token), amount, accumulate=True)
-    if inputs.banned is not None:
-        row, token = inputs.banned
-        logits[row, token] = -torch.inf
+    bias, banned = inputs.bias, inputs.banned
+    if bias is not None:
+        logits.index_put_((bias.rows, bias.tokens), bias.amounts, accumulate=True)
+    if banned is not None:
+        logits[banned.rows, banned.tokens] = -torch.inf
+    for shift in inputs.shifts:
+        shift.apply(logits)
 
 
 def _fetch(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pd_cluster.worker.penalties import PenaltyTables
+from pd_cluster.worker.token_lists import TokenList, entries_of, shifts_of
 from pd_kernels.draws import Draws, Limits
 
 if TYPE_CHECKING:
@@ -17,8 +19,10 @@ if TYPE_CHECKING:
     import torch
 
     from pd_cluster.engine.batch import SequenceStart
+    from pd_cluster.engine.sampling_params import SamplingParams
     from pd_cluster.worker.penalties import Penalties
     from pd_cluster.worker.staging import Staging
+    from pd_cluster.worker.token_lists import Entries, Shift
     from pd_kernels.packed import Ints
 
 
@@ -28,14 +32,15 @@ class SamplingInputs:
 
     num_logprobs: int  # -1: nobody wants logprobs
     penalties: Penalties | None
-    bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # row, token, amount
-    banned: tuple[torch.Tensor, torch.Tensor] | None  # row, token: EOS and stop ids before min_tokens
+    bias: Entries | None
+    banned: Entries | None  # EOS and stop ids before min_tokens; their amounts are -inf
     draws: Draws | None  # None in GREEDY alone
+    shifts: tuple[Shift, ...] = ()  # biases and bans of requests that name many tokens
 
     @property
     def changes_logits(self) -> bool:
         """Before anything is chosen from them."""
-        return self.penalties is not None or self.bias is not None or self.banned is not None
+        return bool(self.penalties or self.bias or self.banned or self.shifts)
 
 
 GREEDY = SamplingInputs(-1, None, None, None, None)
@@ -48,6 +53,7 @@ class SamplingState:
         self, num_rows: int, vocab_size: int, eos_token_ids: frozenset[int], staging: Staging, device: torch.device
     ) -> None:
         self._vocab_size = vocab_size
+        self._device = device
         self._eos_token_ids = eos_token_ids
         self._move = staging.move
         self._penalties = PenaltyTables(num_rows, vocab_size, device)
@@ -60,8 +66,10 @@ class SamplingState:
         self._seeds = np.zeros(num_rows, np.int64)
         self.num_logprobs = np.full(num_rows, -1, np.int64)  # alternatives that the row wants; -1: no logprobs at all
         self._ban_until = np.zeros(num_rows, np.int64)  # sequence length below which `_banned` must not be sampled
-        self._banned: list[tuple[int, ...]] = [()] * num_rows
-        self._bias: list[dict[int, float]] = [{} for _ in range(num_rows)]
+        self._params: list[SamplingParams | None] = [None] * num_rows  # whose lists a row has
+        self._banned: list[TokenList | None] = [None] * num_rows
+        self._bias: list[TokenList | None] = [None] * num_rows
+        self._is_biased = np.zeros(num_rows, bool)
         self._sample_seeds: list[tuple[int, ...]] = [()] * num_rows
 
     def start(self, row: int, start: SequenceStart) -> None:
@@ -75,12 +83,30 @@ class SamplingState:
         self._seeds[row] = _wrap_64(start.seed)
         self._sample_seeds[row] = tuple(map(_wrap_64, start.num_sample_seeds))
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self._bias[row] = params.logit_bias
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
-        self._banned[row] = tuple(sorted(ends)) if params.min_tokens else ()
-        self._ban_until[row] = start.num_prompt_tokens + params.min_tokens if self._banned[row] else 0
-        changed = self._penalties.start(row, start) or params.logit_bias or self._banned[row]
+        self._start_lists(row, params)
+        bias, banned = self._bias[row], self._banned[row]
+        self._is_biased[row] = bias is not None
+        self._ban_until[row] = 0 if banned is None else start.num_prompt_tokens + params.min_tokens
+        changed = self._penalties.start(row, start) or bias is not None or banned is not None
         self._plain[row] = not (self._limited[row] or changed or params.logprobs is not None)
+
+    def _start_lists(self, row: int, params: SamplingParams) -> None:
+        """The request's lists: those of another of its sequences, if one has a row."""
+        if not (params.logit_bias or params.min_tokens):
+            self._params[row] = self._bias[row] = self._banned[row] = None
+            return
+        twin = next((other for other, known in enumerate(self._params) if known is params), None)
+        self._params[row] = params
+        if twin is not None:
+            self._bias[row], self._banned[row] = self._bias[twin], self._banned[twin]
+            return
+        make = partial(TokenList.make, vocab_size=self._vocab_size, device=self._device)
+        bias = params.logit_bias
+        tokens = np.fromiter(bias.keys(), np.int64, len(bias))
+        self._bias[row] = make(tokens, np.fromiter(bias.values(), np.float32, len(bias))) if bias else None
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
+        banned = np.array(sorted(ends) if params.min_tokens else [], np.int64)
+        self._banned[row] = make(banned, np.full(len(banned), -np.inf, np.float32)) if len(banned) else None
 
     def plain_draws(self, rows: Ints) -> tuple[npt.NDArray[np.float32], Ints] | None:
         """Temperatures (0: greedy) and seeds of `rows` with one sample each, if nothing else is asked for any."""
@@ -93,12 +119,16 @@ class SamplingState:
         """
         if self._plain[rows].all() and not self._temperature[rows].any():
             return GREEDY
+        biased, short = np.flatnonzero(self._is_biased[rows]), np.flatnonzero(lengths < self._ban_until[rows])
+        bias = [(i, one) for i in biased.tolist() if (one := self._bias[rows[i]]) is not None]
+        banned = [(i, one) for i in short.tolist() if (one := self._banned[rows[i]]) is not None]
         return SamplingInputs(
             num_logprobs=int(self.num_logprobs[rows].max()),
             penalties=self._penalties.prepare(rows),
-            bias=self._prepare_bias(rows),
-            banned=self._prepare_bans(rows, lengths),
+            bias=entries_of(bias, self._move),
+            banned=entries_of(banned, self._move),
             draws=self._prepare_draws(rows, lengths, num_samples),
+            shifts=shifts_of(bias, self._move) + shifts_of(banned, self._move),
         )
 
     def _resolve_seeds(self, rows: Ints, num_samples: Sequence[int]) -> Ints:
@@ -122,21 +152,6 @@ class SamplingState:
             limits = Limits(*map(self._move, (found, *bounds)))
         seeds = self._resolve_seeds(rows, num_samples)
         return Draws(self._move(self._temperature[rows]), self._move(seeds), self._move(lengths), limits)
-
-    def _prepare_bias(self, rows: Ints) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        entries = [(i, token, amount) for i, row in enumerate(rows) for token, amount in self._bias[row].items()]
-        if not entries:
-            return None
-        at, tokens, amounts = zip(*entries, strict=True)
-        return self._move(np.array(at)), self._move(np.array(tokens)), self._move(np.array(amounts, np.float32))
-
-    def _prepare_bans(self, rows: Ints, lengths: Ints) -> tuple[torch.Tensor, torch.Tensor] | None:
-        short = np.flatnonzero(lengths < self._ban_until[rows])
-        entries = [(i, token) for i in short for token in self._banned[rows[i]]]
-        if not entries:
-            return None
-        at, tokens = zip(*entries, strict=True)
-        return self._move(np.array(at)), self._move(np.array(tokens))
 
 
 def _wrap_64(seed: int) -> int:

@@ -76,6 +76,7 @@ def message(
     salt: str = "",
     min_tokens: int = 0,
     stop_token_ids: tuple[int, ...] = (),
+    group: str = "",
 ) -> AddRequest:
     sampling = SamplingParams(
         max_tokens=max_tokens,
@@ -85,7 +86,7 @@ def message(
         min_tokens=min_tokens,
         stop_token_ids=stop_token_ids,
     )
-    return AddRequest(request_id, list(prompt_token_ids), sampling, work, priority=priority, salt=salt)
+    return AddRequest(request_id, list(prompt_token_ids), sampling, work, priority=priority, salt=salt, group=group)
 
 
 @dataclass

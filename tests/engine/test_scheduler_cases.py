@@ -99,7 +99,7 @@ def test_samples_share_the_prompt_and_copy_only_the_partial_block() -> None:
     world.check_empty()
 
 
-def test_samples_count_as_slots_from_admission_on() -> None:
+def test_a_step_samples_no_more_first_tokens_than_sequences_may_run() -> None:
     world = World(max_num_seqs=4)
     world.submit(message("a", prompt(8), max_tokens=5, n=3))
     world.submit(message("b", prompt(8, 1), max_tokens=5, n=2))

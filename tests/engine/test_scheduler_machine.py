@@ -52,10 +52,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth=st.sampled_from([1, 2]),
         limit=st.sampled_from([0, 0, 1, 20]),
         keys_per_token=st.sampled_from([0, 1, 15]),
+        rests=st.booleans(),
     )
     def boot(
         self, num_blocks: int, num_host_blocks: int, max_num_seqs: int, budget: int, prefix_caching: bool, depth: int,
-        limit: int, keys_per_token: int,
+        limit: int, keys_per_token: int, rests: bool = False,
     ) -> None:  # fmt: skip
         self.world = World(
             num_blocks=num_blocks,
@@ -67,6 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             depth=depth,
             max_tokens_beside_decodes=limit,
             keys_per_token=keys_per_token,
+            rests=rests,
             forgets=True,
         )
         self.num_requests = 0
@@ -89,17 +91,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 0, 1]),
         salt=st.sampled_from(["", "", "tenant"]),
         min_tokens=st.sampled_from([0, 0, 2]),
+        group=st.sampled_from(["", "", "a", "b"]),
     )
     def arrive(
         self, work: Work, family: int, length: int, max_tokens: int, n: int, seed: int, ignore_eos: bool, priority: int,
-        salt: str, min_tokens: int,
+        salt: str, min_tokens: int, group: str = "",
     ) -> None:  # fmt: skip
         self.num_requests += 1
         try:
             self.world.submit(
                 message(
                     f"r{self.num_requests}", make_prompt(family, length), work=work, max_tokens=max_tokens, n=n,
-                    seed=seed, ignore_eos=ignore_eos, priority=priority, salt=salt, min_tokens=min_tokens,
+                    seed=seed, ignore_eos=ignore_eos, priority=priority, salt=salt, min_tokens=min_tokens, group=group,
                 )
             )  # fmt: skip
         except (InvalidRequest, Overloaded):
@@ -248,6 +251,7 @@ def random_walk(seed: int, num_steps: int) -> int:
         depth=rng.randint(1, 2),
         limit=rng.choice([0, 0, 1, 6, 20]),
         keys_per_token=rng.choice([0, 1, 15]),
+        rests=rng.random() < 0.5,
     )
     for _ in range(num_steps):
         pick = rng.randrange(8)
@@ -264,6 +268,7 @@ def random_walk(seed: int, num_steps: int) -> int:
                     priority=int(rng.random() < 0.2),
                     salt="tenant" if rng.random() < 0.1 else "",
                     min_tokens=rng.choice([0, 2]),
+                    group=rng.choice(["", "", "a", "b"]),
                 )
             case 1:
                 machine.step(rng.randint(1, 4))

@@ -72,6 +72,7 @@ class World:
     max_waiting: int = 64
     max_tokens_beside_decodes: int = 0
     keys_per_token: int = 0
+    rests: bool = False
     prefix_caching: bool = True
     depth: int = 1
     forgets: bool = False  # a request's sequences when it has ended, as the core does; tests may want to see them
@@ -98,6 +99,7 @@ class World:
             on_preempt=self._on_preempt,
             max_tokens_beside_decodes=self.max_tokens_beside_decodes,
             keys_per_token=self.keys_per_token,
+            rests=self.rests,
             clock=lambda: self.now_s,
         )
         self.worker = FakeWorker(self.max_num_seqs, self.max_num_batched_tokens)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
+from pd_cluster.config import SchedulerConfig
 from pd_cluster.engine.messages import FinishReason
 from tests.server.fake_engine import FakeEngine, Line, says
 from tests.server.live_server import Node, running
@@ -164,3 +167,41 @@ async def test_usage_in_every_chunk() -> None:
             counts = [data["usage"]["completion_tokens"] for _, data in events[:-1]]
             assert counts == sorted(counts)
             assert (counts[0] > 0, counts[-1]) == (True, 3)
+
+
+async def test_priorities_are_the_operators_choice() -> None:
+    for config, expected in ((SchedulerConfig(), 0), (SchedulerConfig(priorities=True), 3)):
+        async with running(FakeEngine(says([5]))) as node:
+            node.state.config = replace(node.state.config, scheduler=config)
+            async with node.session.post(
+                f"{node.url}/v1/completions", json={"prompt": "hi", "max_tokens": 1, "priority": 3}
+            ) as response:
+                assert response.status == 200
+            assert node.engine.requests[0].priority == expected
+
+
+async def test_prompts_of_one_request_are_one_group() -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        for prompt, request_id in ((["a", "b"], "one"), ("c", "two")):
+            body = {"prompt": prompt, "max_tokens": 1}
+            async with node.session.post(
+                f"{node.url}/v1/completions", json=body, headers={"x-request-id": request_id}
+            ) as response:
+                assert response.status == 200
+        assert [request.group for request in node.engine.requests] == ["one", "one", "two"]
+
+
+async def test_more_prompts_than_the_queue_takes_are_refused_before_any_is_admitted() -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        node.state.config = replace(node.state.config, scheduler=SchedulerConfig(max_waiting=10))
+        assert node.engine.stats is not None
+        for num_queued, num_prompts, status in ((0, 5, 200), (0, 6, 400), (3, 2, 200), (3, 3, 503), (9, 1, 200)):
+            node.engine.stats = msgspec.structs.replace(node.engine.stats, num_queued=num_queued)
+            num_before = len(node.engine.requests)
+            body = {"prompt": ["a"] * num_prompts, "max_tokens": 1}
+            async with node.session.post(f"{node.url}/v1/completions", json=body) as response:
+                assert response.status == status
+                text = await response.text()
+            assert len(node.engine.requests) - num_before == (num_prompts if status == 200 else 0)
+            if status != 200:
+                assert "queue" in text
