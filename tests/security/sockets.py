@@ -10,10 +10,10 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    import psutil
 
 TCP_LISTEN = "0A"
 UNIX_ACCEPTS = 0x10000  # __SO_ACCEPTCON
@@ -48,9 +48,7 @@ def listeners(processes: Iterable[psutil.Process]) -> list[Listener]:
         mine = set(_socket_inodes(process.pid))
         for inode in mine:
             holders.setdefault(inode, set()).add(process.pid)
-        for inode, listener in _named_sockets(process.pid):
-            if inode in mine:
-                found[inode] = listener
+        found |= {inode: listener for inode, listener in _named_sockets(process.pid) if inode in mine}
     return [
         Listener(one.family, one.address, one.port, frozenset(holders[inode])) for inode, one in sorted(found.items())
     ]

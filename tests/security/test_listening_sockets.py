@@ -1,113 +1,99 @@
-"""SECURITY.md names every listening socket of a cluster: none is missing there, and none is there without being open."""
+"""SECURITY.md names every listening socket of a cluster, and names none that is not open."""
 
 from __future__ import annotations
 
-import re
 import socket
 import stat
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import psutil
 import pytest
 
-from tests.cluster import ROOT, Launcher
+from tests.cluster import ROOT
 from tests.security.sockets import Listener, Row, listeners, read_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from tests.security.live_cluster import LiveCluster
 
 LOOPBACK = "127.0.0.1"
-UP_DEADLINE_S = 90.0
-FLAGS = ("--port=0", "--device=cpu", "--num-threads=1", "--max-model-len=512", "--kv-cache-gb=0.05")
 TABLE = read_table((ROOT / "SECURITY.md").read_text())
 
 
-class Cluster:
-    """What `pd-cluster up` runs: a prefill node, a decode node, a router; one request has gone from P to D."""
+class Listening:
+    """What a cluster listens on, and which row of the table explains it."""
 
-    def __init__(self, launcher: Launcher) -> None:
-        up = launcher.command("up", *FLAGS)
-        up.wait_line("Ctrl-C stops everything", UP_DEADLINE_S)
-        self.processes = {process.pid: process for process in up.family()}
-        (url,) = re.findall(r"^ready: (http://\S+) serves", up.output, re.MULTILINE)
-        body = {"prompt": list(range(5, 205)), "max_tokens": 2, "temperature": 0}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=UP_DEADLINE_S, trust_env=False)
-        assert answer.status_code == 200, answer.text
-        assert answer.headers["x-pd-prefill"] == "prefill-0", "UCX and control connections are there now"
-        nodes = httpx.get(f"{url}/nodes", trust_env=False).json()["nodes"]
-        self.control_ports = {self._control_port(node["url"]) for node in nodes}
-        self.listeners = listeners([psutil.Process(up.pid), *self.processes.values()])
-
-    @staticmethod
-    def _control_port(node_url: str) -> int:
-        """A ticket tells it."""
-        body = {"prompt": [5], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
-        answer = httpx.post(f"{node_url}/v1/completions", json=body, timeout=UP_DEADLINE_S, trust_env=False)
-        params = answer.json()["kv_transfer_params"]
-        released = httpx.post(f"{node_url}/pd/release", json={"ticket": params["ticket"]}, trust_env=False)
-        released.raise_for_status()
-        return int(params["remote_port"])
+    def __init__(self, cluster: LiveCluster) -> None:
+        self._processes = cluster.processes
+        tickets = {url: _ticket(cluster, url) for url in (cluster.prefill, cluster.decode)}
+        self._control_ports = {int(params["remote_port"]) for params in tickets.values()}
+        self.sockets = listeners([psutil.Process(cluster.up.pid), *self._processes.values()])
 
     def process_of(self, listener: Listener) -> str:
         """Its process as SECURITY.md calls it. A supervisor that holds a child's socket too does not count."""
-        kinds = {kind for pid in listener.pids if pid in self.processes for kind in [self._kind(self.processes[pid])]}
+        kinds = {_kind(self._processes[pid]) for pid in listener.pids if pid in self._processes}
         (kind,) = kinds - {"supervisor"} or {"supervisor"}
         return kind
 
     def row_of(self, listener: Listener) -> str:
         """The name of the row that explains it; "" when none does."""
-        match self.process_of(listener), listener.family:
-            case "router", "tcp":
+        match self.process_of(listener), listener.place.partition(" ")[0], listener.place:
+            case "router", "tcp", _:
                 return "router HTTP"
-            case "API process", "tcp":
+            case "API process", "tcp", _:
                 return "node HTTP"
-            case "engine process", "tcp":
-                return "control" if listener.port in self.control_ports else "KV (UCX)"
-            case "engine process", "unix":
-                return "UCX wake-up" if listener.place == "unix abstract" else ""
-            case "API process", "unix":
-                return "engine ipc" if listener.place == "unix file" else ""
+            case "engine process", "tcp", _:
+                return "control" if listener.port in self._control_ports else "KV (UCX)"
+            case "engine process", _, "unix abstract":
+                return "UCX wake-up"
+            case "API process", _, "unix file":
+                return "engine ipc"
             case _:
                 return ""
 
-    @staticmethod
-    def _kind(process: psutil.Process) -> str:
-        command = process.cmdline()
-        if "pd_cluster.engine.process" in command:
-            return "engine process"
-        if "router" in command:
-            return "router"
-        return "API process" if {"prefill", "decode", "mixed"} & set(command) else "supervisor"
+
+def _ticket(cluster: LiveCluster, url: str) -> dict[str, Any]:
+    """A node tells its control port in a ticket, which is given back."""
+    answer = cluster.post(url, cluster.body(kv_transfer_params={"do_remote_decode": True}))
+    params: dict[str, Any] = answer.json()["kv_transfer_params"]
+    assert cluster.post(url, {"ticket": params["ticket"]}, "/pd/release").status_code == 200
+    return params
+
+
+def _kind(process: psutil.Process) -> str:
+    command = process.cmdline()
+    if "pd_cluster.engine.process" in command:
+        return "engine process"
+    if "router" in command:
+        return "router"
+    return "API process" if {"prefill", "decode", "mixed"} & set(command) else "supervisor"
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Launcher() as launcher:
-        yield Cluster(launcher)
+def listening(cluster: LiveCluster) -> Listening:
+    return Listening(cluster)
 
 
 @pytest.mark.integration
-def test_every_listening_socket_is_in_the_table(cluster: Cluster) -> None:
+def test_every_listening_socket_is_in_the_table(listening: Listening) -> None:
     known = {(row.name, row.process) for row in TABLE if row.place != "-"}
-    unknown = [one for one in cluster.listeners if (cluster.row_of(one), cluster.process_of(one)) not in known]
+    unknown = [one for one in listening.sockets if (listening.row_of(one), listening.process_of(one)) not in known]
     assert unknown == []
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("row", [row for row in TABLE if row.place != "-"], ids=lambda row: row.name)
-def test_every_row_is_seen_where_it_says(cluster: Cluster, row: Row) -> None:
+def test_every_row_is_seen_where_it_says(listening: Listening, row: Row) -> None:
     """For "KV (UCX)": on loopback alone, since a loopback cluster has nothing to do elsewhere."""
-    seen = [one for one in cluster.listeners if cluster.row_of(one) == row.name]
+    seen = [one for one in listening.sockets if listening.row_of(one) == row.name]
     assert seen, f"{row.name} is open nowhere"
     assert {one.place for one in seen} == {row.place}, seen
 
 
 @pytest.mark.integration
-def test_nobody_but_the_user_reaches_the_engines_sockets(cluster: Cluster) -> None:
-    files = [Path(one.address) for one in cluster.listeners if one.place == "unix file"]
+def test_nobody_but_the_user_reaches_the_engines_sockets(listening: Listening) -> None:
+    files = [Path(one.address) for one in listening.sockets if one.place == "unix file"]
     assert len(files) == 4, "two for each engine"
     for directory in {file.parent for file in files}:
         found = directory.stat()
