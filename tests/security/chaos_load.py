@@ -55,6 +55,7 @@ class Request:
     finish_reason: str | None = None
     error: str = ""
     tries: int = 0
+    heard_s: float = 0.0  # when it last showed something
 
 
 @dataclass
@@ -150,7 +151,10 @@ class Load:
                     await self._ask(session, request, rng)
             except TimeoutError:
                 self.tally.counts["hung"] += 1
-                self.tally.wrong.append(f"hung: {request.router} -> {request.decode} after {len(request.text)} bytes")
+                silent_s = time.monotonic() - request.heard_s
+                self.tally.wrong.append(
+                    f"hung: {request.router} -> {request.decode} after {len(request.text)} bytes, silent for {silent_s:.1f} s"
+                )
                 continue
             finally:
                 request.ended_s = time.monotonic()
@@ -198,6 +202,7 @@ class Load:
 
 
 def _take(request: Request, told: dict[str, Any]) -> None:
+    request.heard_s = time.monotonic()
     if "error" in told:
         request.error = str(told["error"])
     for choice in told.get("choices", ()):

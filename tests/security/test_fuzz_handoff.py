@@ -1,0 +1,96 @@
+"""Mutated `kv_transfer_params` of genuine handoffs, to P and to D: an error that says why, or the right answer."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pd_connectors.protocol.keys import derive_key
+from pd_connectors.protocol.ticket import Offer, sign
+from tests.cluster import TEST_KEY
+from tests.security.live_cluster import LiveCluster, text_of
+from tests.security.mutations import mutated_json
+
+if TYPE_CHECKING:
+    import httpx
+
+pytestmark = pytest.mark.integration
+KEY = derive_key(TEST_KEY)
+FUZZ = settings(
+    max_examples=60, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def test_mutated_requests_to_a_decode_node(cluster: LiveCluster) -> None:
+    """Tickets that live, tickets that were used, and offers: the text is the prompt's, whoever computed it."""
+    genuine: dict[str, Any] = {"ticket": cluster.take_ticket()}
+    genuine["offer"] = {"do_remote_prefill": True, "offer": sign(KEY, Offer((cluster.prefill,), time.time() + 600))}
+
+    @FUZZ
+    @given(st.data())
+    def fuzz(data: st.DataObject) -> None:
+        kind = data.draw(st.sampled_from(sorted(genuine)))
+        if kind == "ticket" and data.draw(st.booleans()):
+            genuine["ticket"] = cluster.take_ticket()  # those before it have been used, or expire
+        params = data.draw(mutated_json(genuine[kind]))
+        answer = cluster.post(cluster.decode, cluster.body(kv_transfer_params=params))
+        if answer.status_code == 200 and "kv_transfer_params" in answer.json():  # it has become a prefill leg
+            give_back(cluster, cluster.decode, answer)
+        else:
+            check(cluster, answer)
+
+    fuzz()
+    cluster.check_unharmed()
+
+
+def test_mutated_requests_to_a_prefill_node(cluster: LiveCluster) -> None:
+    """The fields of routers that are not ours are there too."""
+    genuine = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
+               "remote_block_ids": None, "remote_host": None, "remote_port": None}  # fmt: skip
+
+    @FUZZ
+    @given(mutated_json(genuine))
+    def fuzz(params: Any) -> None:
+        answer = cluster.post(cluster.prefill, cluster.body(kv_transfer_params=params))
+        if answer.status_code == 200 and "kv_transfer_params" in answer.json():
+            give_back(cluster, cluster.prefill, answer)
+        else:
+            check(cluster, answer)
+
+    fuzz()
+    cluster.check_unharmed()
+
+
+def test_mutated_tickets_to_release(cluster: LiveCluster) -> None:
+    """Nothing but the ticket itself ends its lease."""
+    genuine = cluster.take_ticket()
+
+    @FUZZ
+    @given(mutated_json({"ticket": genuine["ticket"]}))
+    def fuzz(body: Any) -> None:
+        answer = cluster.post(cluster.prefill, body, "/pd/release")
+        is_ticket = isinstance(body, dict) and body.get("ticket") == genuine["ticket"]
+        assert answer.status_code == (200 if is_ticket else 400), (body, answer.text)
+
+    fuzz()
+    cluster.check_unharmed()
+
+
+def check(cluster: LiveCluster, answer: httpx.Response) -> None:
+    """The reference's text, or an error with a name."""
+    if answer.status_code == 200:
+        assert text_of(answer) == cluster.expected
+    else:
+        assert 400 <= answer.status_code < 500, (answer.status_code, answer.text)
+        assert answer.json()["error"]["message"]
+
+
+def give_back(cluster: LiveCluster, url: str, answer: httpx.Response) -> None:
+    """P's first token is the reference's, and its ticket can be given back."""
+    assert cluster.expected.startswith(text_of(answer))
+    ticket = answer.json()["kv_transfer_params"]["ticket"]
+    assert cluster.post(url, {"ticket": ticket}, "/pd/release").status_code == 200
