@@ -152,9 +152,8 @@ class Load:
             except TimeoutError:
                 self.tally.counts["hung"] += 1
                 silent_s = time.monotonic() - request.heard_s
-                self.tally.wrong.append(
-                    f"hung: {request.router} -> {request.decode} after {len(request.text)} bytes, silent for {silent_s:.1f} s"
-                )
+                where = f"{request.router} -> {request.decode}"
+                self.tally.wrong.append(f"hung: {where}, {len(request.text)} bytes, then silent for {silent_s:.1f} s")
                 continue
             finally:
                 request.ended_s = time.monotonic()

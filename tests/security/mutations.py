@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 MAX_EDITS = 4
+EXAMPLES = (25, pytest.param(1000, marks=pytest.mark.slow))  # of one property, against live processes
 SPLICES = (
     b"\0", b"\r\n", b"\n", b"\r\n\r\n", b" ", b"\t", b":", b"\xff", b"-1", b"99999999999999999999", b"0\r\n\r\n",
     b"%00", b"Transfer-Encoding: chunked\r\n", b"Content-Length: 5\r\n", b"Expect: 100-continue\r\n", b'{"', b"]",
@@ -17,6 +20,14 @@ JUNK: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 10**30, 0.5, 1e308, "", "x", "\0", "\ud7ff", "x" * 5000, [],
     [[]], [None], {}, {"a": {}}, "http://127.0.0.1:1", "do_remote_prefill",
 )  # fmt: skip
+
+
+def fuzzing(examples: int) -> settings:
+    """The same examples each time, however long one takes."""
+    return settings(
+        max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+
 
 _JUNK = st.sampled_from(JUNK).map(copy.deepcopy)
 

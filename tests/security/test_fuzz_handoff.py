@@ -6,31 +6,29 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_connectors.protocol.keys import derive_key
 from pd_connectors.protocol.ticket import Offer, sign
 from tests.cluster import TEST_KEY
 from tests.security.live_cluster import LiveCluster, text_of
-from tests.security.mutations import mutated_json
+from tests.security.mutations import EXAMPLES, fuzzing, mutated_json
 
 if TYPE_CHECKING:
     import httpx
 
 pytestmark = pytest.mark.integration
 KEY = derive_key(TEST_KEY)
-FUZZ = settings(
-    max_examples=60, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
-)
 
 
-def test_mutated_requests_to_a_decode_node(cluster: LiveCluster) -> None:
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_mutated_requests_to_a_decode_node(cluster: LiveCluster, examples: int) -> None:
     """Tickets that live, tickets that were used, and offers: the text is the prompt's, whoever computed it."""
     genuine: dict[str, Any] = {"ticket": cluster.take_ticket()}
     genuine["offer"] = {"do_remote_prefill": True, "offer": sign(KEY, Offer((cluster.prefill,), time.time() + 600))}
 
-    @FUZZ
+    @fuzzing(examples)
     @given(st.data())
     def fuzz(data: st.DataObject) -> None:
         kind = data.draw(st.sampled_from(sorted(genuine)))
@@ -47,12 +45,13 @@ def test_mutated_requests_to_a_decode_node(cluster: LiveCluster) -> None:
     cluster.check_unharmed()
 
 
-def test_mutated_requests_to_a_prefill_node(cluster: LiveCluster) -> None:
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_mutated_requests_to_a_prefill_node(cluster: LiveCluster, examples: int) -> None:
     """The fields of routers that are not ours are there too."""
     genuine = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
                "remote_block_ids": None, "remote_host": None, "remote_port": None}  # fmt: skip
 
-    @FUZZ
+    @fuzzing(examples)
     @given(mutated_json(genuine))
     def fuzz(params: Any) -> None:
         answer = cluster.post(cluster.prefill, cluster.body(kv_transfer_params=params))
@@ -65,11 +64,12 @@ def test_mutated_requests_to_a_prefill_node(cluster: LiveCluster) -> None:
     cluster.check_unharmed()
 
 
-def test_mutated_tickets_to_release(cluster: LiveCluster) -> None:
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_mutated_tickets_to_release(cluster: LiveCluster, examples: int) -> None:
     """Nothing but the ticket itself ends its lease."""
     genuine = cluster.take_ticket()
 
-    @FUZZ
+    @fuzzing(examples)
     @given(mutated_json({"ticket": genuine["ticket"]}))
     def fuzz(body: Any) -> None:
         answer = cluster.post(cluster.prefill, body, "/pd/release")
