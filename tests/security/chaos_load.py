@@ -54,6 +54,7 @@ class Request:
     text: str = ""
     finish_reason: str | None = None
     error: str = ""
+    lost_connection: bool = False  # to the router, after some text
     tries: int = 0
     heard_s: float = 0.0  # when it last showed something
 
@@ -83,9 +84,11 @@ class Tally:
 def judge(request: Request, events: Iterable[Event]) -> tuple[str, str]:
     """(verdict, the event that is to blame or "").
 
-    ok. broken: a stream whose decode node or router was killed or stopped meanwhile; its text is a prefix of the
-    reference. two_deaths: an error without a byte of text, while two nodes died. The others (altered, failed,
-    broken_without_cause) are never allowed.
+    ok.
+    broken: a stream that said so while its decode node was killed or stopped, or that lost the connection to a router
+    that was; its text is a prefix of the reference.
+    two_deaths: an error without a byte of text, while two nodes died.
+    altered, failed, broken_without_cause: never allowed.
     """
     meanwhile = [event for event in events if event.at_s <= request.ended_s and event.over_s >= request.started_s]
     if not request.case.text.startswith(request.text):
@@ -94,9 +97,10 @@ def judge(request: Request, events: Iterable[Event]) -> tuple[str, str]:
         whole = request.text == request.case.text and request.finish_reason == "length"
         return ("ok" if whole else "altered"), ""
     if request.streamed and request.text:
-        for event in meanwhile:
-            if event.breaks_streams and event.member in (request.decode, request.router):
-                return "broken", f"{event.member} {event.fault}"
+        guilty = request.router if request.lost_connection else request.decode
+        causes = [event for event in meanwhile if event.breaks_streams and event.member == guilty]
+        for event in sorted(causes, key=lambda event: event.is_kill, reverse=True):
+            return "broken", f"{event.member} {event.fault}"
         return "broken_without_cause", ""
     deaths = [event for event in meanwhile if event.is_death and event.at_s >= request.started_s]
     return ("two_deaths", "") if len(deaths) >= 2 else ("failed", "")
@@ -179,6 +183,7 @@ class Load:
             except (aiohttp.ClientError, OSError) as error:
                 if request.text:
                     request.error = f"connection: {error!r}"
+                    request.lost_connection = True
                     return
             if request.tries % len(names) == 0:
                 await asyncio.sleep(RETRY_PAUSE_S)

@@ -64,9 +64,13 @@ class Event:
     is_router: bool = False
 
     @property
+    def is_kill(self) -> bool:
+        return self.fault in (Fault.KILL_API, Fault.KILL_ENGINE)
+
+    @property
     def is_death(self) -> bool:
         """A node died of it."""
-        return not self.is_router and self.fault in (Fault.KILL_API, Fault.KILL_ENGINE)
+        return self.is_kill and not self.is_router
 
     @property
     def breaks_streams(self) -> bool:

@@ -121,9 +121,11 @@ def report(load: Load, leaked: dict[str, dict[str, float]]) -> dict[str, object]
 CASE = Case((5, 6), 4, "one two three four")
 
 
-def ended(text: str, error: str = "", *, streamed: bool = True, finish_reason: str | None = None) -> Request:
+def ended(
+    text: str, error: str = "", *, streamed: bool = True, finish_reason: str | None = None, lost: bool = False
+) -> Request:
     """A request from 10 to 20 s, of r0 and d0."""
-    return Request(CASE, streamed, 10.0, 20.0, "r0", "d0", text, finish_reason, error, 1)
+    return Request(CASE, streamed, 10.0, 20.0, "r0", "d0", text, finish_reason, error, lost, 1)
 
 
 def event(member: str, fault: Fault, at_s: float = 15.0, over_s: float = math.inf) -> Event:
@@ -136,7 +138,9 @@ def event(member: str, fault: Fault, at_s: float = 15.0, over_s: float = math.in
     (ended("one two", finish_reason="length"), [], "altered"),
     (ended("one too", "broken"), [event("d0", Fault.KILL_API)], "altered"),
     (ended("one two", "broken"), [event("d0", Fault.KILL_ENGINE)], "broken"),
-    (ended("one two", "broken"), [event("r0", Fault.KILL_API)], "broken"),
+    (ended("one two", "broken"), [event("r0", Fault.KILL_API)], "broken_without_cause"),
+    (ended("one two", "broken", lost=True), [event("r0", Fault.KILL_API)], "broken"),
+    (ended("one two", "broken", lost=True), [event("d0", Fault.KILL_API)], "broken_without_cause"),
     (ended("one two", "broken"), [event("d0", Fault.STOP_BOTH, 5.0, 11.0)], "broken"),
     (ended("one two", "broken"), [event("d0", Fault.STOP_BOTH, 5.0, 9.0)], "broken_without_cause"),
     (ended("one two", "broken"), [event("d0", Fault.RESTART)], "broken_without_cause"),
