@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from pd_connectors.protocol.keys import derive_key
-from pd_connectors.protocol.ticket import NodeOrder, Offer, Ticket, sign, verify
+from pd_connectors.protocol.ticket import MAC_BYTES, NodeOrder, Offer, Ticket, sign, verify
 from tests.cluster import TEST_KEY
 from tests.security.live_cluster import LiveCluster, other_key, text_of
 
@@ -68,13 +69,14 @@ def paper(token: str) -> Ticket:
 def test_a_ticket_that_is_forged_or_changed_leads_nowhere(cluster: LiveCluster, canary: socket.socket) -> None:
     port = canary.getsockname()[1]
     genuine = cluster.take_ticket()["ticket"]
-    ticket = paper(genuine)
+    ticket, raw = paper(genuine), urlsafe_b64decode(genuine)
     for forged in (
         sign(STRANGER, replace(ticket, host="127.0.0.1", port=port)),
         sign(b"", replace(ticket, port=port)),
         sign(KEY, replace(ticket, port=port))[:-8] + "AAAAAAAA",
-        genuine[:-4],
-        genuine + "AAAA",
+        urlsafe_b64encode(raw[:-1]).decode(),
+        urlsafe_b64encode(raw + b"\0").decode(),
+        urlsafe_b64encode(raw[:MAC_BYTES]).decode(),
         genuine.swapcase(),
         "",
     ):
