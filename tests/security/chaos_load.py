@@ -78,32 +78,38 @@ class Tally:
             self.broken_by[blamed] += 1
         if verdict in ("altered", "failed", "broken_without_cause"):
             said = request.error or repr(request.text[-80:])
-            self.wrong.append(f"{verdict}: {request.router} -> {request.decode}, {said}")
+            meanwhile = [f"{event.member} {event.fault}" for event in events_during(request, events)]
+            self.wrong.append(f"{verdict}: {request.router} -> {request.decode}, {said}; meanwhile {meanwhile}")
 
 
 def judge(request: Request, events: Iterable[Event]) -> tuple[str, str]:
     """(verdict, the event that is to blame or "").
 
     ok.
-    broken: a stream that said so while its decode node was killed or stopped, or that lost the connection to a router
-    that was; its text is a prefix of the reference.
+    broken: a stream that said so while its decode node was killed or stopped, or that lost its connection while that or
+    its router was; its text is a prefix of the reference.
     two_deaths: an error without a byte of text, while two nodes died.
     altered, failed, broken_without_cause: never allowed.
     """
-    meanwhile = [event for event in events if event.at_s <= request.ended_s and event.over_s >= request.started_s]
+    meanwhile = events_during(request, events)
     if not request.case.text.startswith(request.text):
         return "altered", ""
     if not request.error:
         whole = request.text == request.case.text and request.finish_reason == "length"
         return ("ok" if whole else "altered"), ""
     if request.streamed and request.text:
-        guilty = request.router if request.lost_connection else request.decode
-        causes = [event for event in meanwhile if event.breaks_streams and event.member == guilty]
+        guilty = (request.router, request.decode) if request.lost_connection else (request.decode,)
+        causes = [event for event in meanwhile if event.breaks_streams and event.member in guilty]
         for event in sorted(causes, key=lambda event: event.is_kill, reverse=True):
             return "broken", f"{event.member} {event.fault}"
         return "broken_without_cause", ""
     deaths = [event for event in meanwhile if event.is_death and event.at_s >= request.started_s]
     return ("two_deaths", "") if len(deaths) >= 2 else ("failed", "")
+
+
+def events_during(request: Request, events: Iterable[Event]) -> list[Event]:
+    """Those that overlap with it."""
+    return [event for event in events if event.at_s <= request.ended_s and event.over_s >= request.started_s]
 
 
 class Load:

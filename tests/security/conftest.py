@@ -1,4 +1,4 @@
-"""One cluster for all attacks: each of them checks at its end that it has changed nothing."""
+"""One cluster for the attacks of this folder: each of them checks at its end that it has changed nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster() -> Iterator[LiveCluster]:
     """Running `pd-cluster up`, 1P + 1D + router."""
     with Launcher() as launcher:

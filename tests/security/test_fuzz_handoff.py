@@ -25,7 +25,7 @@ KEY = derive_key(TEST_KEY)
 
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_mutated_requests_to_a_decode_node(cluster: LiveCluster, examples: int) -> None:
-    """Tickets that live, tickets that were used, and offers: the text is the prompt's, whoever computed it."""
+    """Tickets that live, tickets that were used, and offers: the text is always the prompt's."""
     genuine: dict[str, Any] = {"ticket": cluster.take_ticket()}
     genuine["offer"] = {"do_remote_prefill": True, "offer": sign(KEY, Offer((cluster.prefill,), time.time() + 600))}
 

@@ -45,7 +45,7 @@ def chunked(path: str, body: object) -> bytes:
     return head + pieces + b"0\r\n\r\n"
 
 
-ORDER = sign(derive_key(TEST_KEY), NodeOrder("drain", "nobody", time.time() + 600))
+ORDER = sign(derive_key(TEST_KEY), NodeOrder("drain", "absent", time.time() + 600))
 GENUINE = (
     request("POST", "/v1/completions", COMPLETION),
     request("POST", "/v1/completions", COMPLETION, "x-pd-route: d-first", "x-request-id: abc"),
@@ -57,7 +57,7 @@ GENUINE = (
     request("GET", "/health"),
     request("GET", "/metrics", None, "Accept: text/plain"),
 )
-TO_ROUTER = (*GENUINE, request("GET", "/nodes"), request("POST", "/nodes/nobody/drain", {}, f"x-pd-order: {ORDER}"))
+TO_ROUTER = (*GENUINE, request("GET", "/nodes"), request("POST", "/nodes/absent/drain", {}, f"x-pd-order: {ORDER}"))
 TO_NODE = (
     *GENUINE,
     request("GET", "/kv"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 import stat
 from dataclasses import replace
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from tests.security.live_cluster import LiveCluster
 
 LOOPBACK = "127.0.0.1"
+NUM_DATAGRAMS = 200
 TABLE = read_table((ROOT / "SECURITY.md").read_text())
 
 
@@ -92,12 +95,27 @@ def test_every_row_is_seen_where_it_says(listening: Listening, row: Row) -> None
 
 
 @pytest.mark.integration
-def test_nobody_but_the_user_reaches_the_engines_sockets(listening: Listening) -> None:
+def test_only_the_user_reaches_the_engines_sockets(listening: Listening) -> None:
     files = [Path(one.address) for one in listening.sockets if one.place == "unix file"]
     assert len(files) == 4, "two for each engine"
     for directory in {file.parent for file in files}:
         found = directory.stat()
         assert (stat.S_IMODE(found.st_mode), found.st_uid) == (0o700, psutil.Process().uids().effective)
+
+
+@pytest.mark.integration
+def test_datagrams_of_strangers_only_wake_ucx(cluster: LiveCluster, listening: Listening) -> None:
+    """What they contain changes nothing. An empty one is not sent: it ends the engine, as SECURITY.md says."""
+    names = [one.address for one in listening.sockets if listening.row_of(one) == "UCX wake-up"]
+    assert names
+    rng = random.Random(1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        stranger.setblocking(False)
+        for name in names:
+            for _ in range(NUM_DATAGRAMS):
+                with contextlib.suppress(BlockingIOError):  # its queue is full
+                    stranger.sendto(rng.randbytes(rng.choice((1, 2, 64, 5000))), f"\0{name[1:]}")
+    cluster.check_unharmed()
 
 
 # the test's own parts
