@@ -105,9 +105,34 @@ def ports(objects: list[Object]) -> list[str]:
             wrong += [
                 f"{title(found)}: {part.owner} has no port {port['port']!r}"
                 for part in chosen
-                if port["port"] not in part.port_names
+                if not _listens(part, port)
             ]
     return [*wrong, *_ports_from_outside(objects, parts)]
+
+
+def _listens(part: PodPart, port: dict[str, Any]) -> bool:
+    """Whether a policy's port is one of the pod's: by name, or the range of its KV ports."""
+    if "endPort" not in port:
+        return port["port"] in part.port_names
+    return f"{port['port']}-{port['endPort']}" in [flag_of(container, "kv-ports") for container in part.containers]
+
+
+def node_network(objects: list[Object]) -> list[str]:
+    """Nodes hear nodes on their own ports only, and everything else on their HTTP port only."""
+    wrong = []
+    policies = of_kind(objects, "NetworkPolicy")
+    for part in (part for part in pods(objects) if _part(part) == "node"):
+        mine = [found for found in policies if _matches(found["spec"]["podSelector"]["matchLabels"], part)]
+        if not mine:
+            wrong.append(f"{part.owner}: no NetworkPolicy")
+        if part.spec.get("hostNetwork"):
+            wrong.append(f"{part.owner}: NetworkPolicy does not apply to hostNetwork")
+        for rule in (rule for found in mine for rule in found["spec"]["ingress"]):
+            peers = {peer.get("podSelector", {}).get("matchLabels", {}).get("pd-cluster/part") for peer in rule["from"]}
+            ports = ["kv" if "endPort" in port else port["port"] for port in rule.get("ports", [])]
+            if ports != (["http", "control", "kv"] if peers == {"node"} else ["http"]):
+                wrong.append(f"{part.owner}: {sorted(map(str, peers))} may reach {ports or 'all ports'}")
+    return wrong
 
 
 def _container_ports(part: PodPart) -> Iterator[str]:

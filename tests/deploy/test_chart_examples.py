@@ -56,7 +56,7 @@ def test_custom_resources_are_valid_by_the_projects_own_definitions() -> None:
 @pytest.mark.parametrize("invariant", [
     invariants.names, invariants.selectors, invariants.ports, invariants.resources, invariants.autoscalers,
     invariants.grace, invariants.probes, invariants.hardening, invariants.router_knows_nodes,
-    invariants.nodes_know_pool,
+    invariants.nodes_know_pool, invariants.node_network,
 ])  # fmt: skip
 def test_objects_hold_together(name: str, invariant: Any) -> None:
     assert invariant(example(name)) == []

@@ -44,6 +44,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"monitoring": {"podMonitor": {"enabled": True}}}, "networkPolicy.metricsFrom"),
     ({"nodePorts": {"http": 8100, "control": 8100}}, "must differ"),
     ({"roles": {"pool": {"kind": "decode"}}}, "name is taken"),
+    ({"nodePorts": {"kv": "45000"}}, "kv"),
+    ({"nodePorts": {"kv": "45099-45000"}}, "45099-45000 is no range"),
+    ({"nodePorts": {"kv": "45000-99999"}}, "between 1024 and 65535"),
+    ({"nodePorts": {"kv": "8000-8100"}}, "contains nodePorts.http"),
+    ({"roles": {"decode": {"args": {"kv-ports": "1-2"}}}}, "kv-ports"),
+    ({"roles": {"decode": {"extraPodSpec": {"hostNetwork": True}}}}, "hostNetworkIsClosed"),
+    ({"nodeDefaults": {"extraPodSpec": {"hostNetwork": True}}}, "8101 and 45000-45099"),
+    ({"roles": {"decode": {"replicas": 0}}}, "0 replicas"),
+    ({"roles": {"decode": {"replicas": 0}, "both": {"kind": "mixed", "replicas": 0}}}, "0 replicas"),
+    ({"nodeDefaults": {"podLabels": {"team": "x" * 64}}}, "team"),
+    ({"router": {"podLabels": {"team": "x" * 64}}}, "team"),
+    ({"pool": {"podLabels": {"team": "no blanks"}}}, "team"),
+    ({"roles": {"decode": {"podLabels": {"x" * 64: "y"}}}}, "x" * 64),
     ({"pool": {"enabled": True, "maxGB": 0}}, "maxGB"),
     ({"pool": {"enabled": True}, "connector": "loopback"}, "not loopback"),
     ({"pool": {"enabled": True}, "nodeDefaults": {"args": {"pool-url": "lm://x:1"}}}, "sets pool-url"),
@@ -162,15 +175,61 @@ def test_digest_wins_over_tag() -> None:
     assert images == {f"r@{digest}"}
 
 
+@pytest.mark.parametrize("values", [
+    {"roles": {"decode": {"replicas": 0}, "both": {"kind": "mixed", "replicas": 1}}},
+    {"roles": {"decode": {"replicas": 0, "autoscaling": {"enabled": True}}}},
+    {"roles": {"prefill": {"replicas": 0}}},
+], ids=["mixed", "autoscaled", "no prefill"])  # fmt: skip
+def test_a_role_may_be_empty_while_another_decodes(values: dict[str, Any]) -> None:
+    assert invariants.selectors(render(values)) == []
+
+
+def test_labels_of_63_characters_are_taken() -> None:
+    labels = {"team": "x" * 63, "example.com/" + "y" * 63: "", "a": "b_c.D-9"}
+    found = one(render({"nodeDefaults": {"podLabels": labels}}), "StatefulSet", "decode")
+    assert labels.items() <= found["spec"]["template"]["metadata"]["labels"].items()
+
+
+def test_host_network_needs_a_word_that_it_is_closed() -> None:
+    closed = {"nodeDefaults": {"extraPodSpec": {"hostNetwork": True}}, "networkPolicy": {"hostNetworkIsClosed": True}}
+    assert one(render(closed), "StatefulSet", "decode")["spec"]["template"]["spec"]["hostNetwork"] is True
+    with load_chart() as chart:
+        notes = chart.render(closed, name="demo", namespace=NAMESPACE)["pd-cluster/templates/NOTES.txt"]
+    assert "does not check" in notes
+
+
+def test_kv_ports_are_one_range_for_process_and_policy() -> None:
+    objects = render({"nodePorts": {"kv": "30000-30009"}})
+    assert invariants.ports(objects) == invariants.node_network(objects) == []
+    node = one(objects, "StatefulSet", "decode")["spec"]["template"]["spec"]["containers"][0]
+    assert "--kv-ports=30000-30009" in node["args"]
+
+
+def test_mooncakes_segments_are_reached_from_nodes_only() -> None:
+    objects = render({"connector": "mooncake", "nodeDefaults": {"args": {"pool-url": "mooncake://m:50051"}}})
+    nodes, others = one(objects, "NetworkPolicy", "nodes")["spec"]["ingress"]
+    assert "ports" not in nodes
+    assert [peer["podSelector"]["matchLabels"]["pd-cluster/part"] for peer in nodes["from"]] == ["node"]
+    assert [port["port"] for port in others["ports"]] == ["http"]
+
+
+def test_an_operators_ucx_settings_reach_the_nodes() -> None:
+    env = [{"name": "UCX_NET_DEVICES", "value": "mlx5_0:1"}]
+    for values in ({"env": env}, {"nodeDefaults": {"env": env}}):
+        node = one(render(values), "StatefulSet", "decode")["spec"]["template"]["spec"]["containers"][0]
+        assert [found for found in node["env"] if found["name"].startswith("UCX_")] == env
+
+
 def test_only_the_cluster_reaches_kv_and_control_ports() -> None:
-    """Whoever is not a node of this release is let in to the HTTP port at most."""
+    """What is no node of this release reaches the HTTP port at most."""
     [policy] = [found for found in of_kind(render(), "NetworkPolicy") if found["metadata"]["name"].endswith("-nodes")]
     assert policy["spec"]["policyTypes"] == ["Ingress"]
     for rule in policy["spec"]["ingress"]:
         peers = rule["from"]
-        everything = "ports" not in rule
         assert all(peer["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "demo" for peer in peers)
-        assert not everything or [peer["podSelector"]["matchLabels"]["pd-cluster/part"] for peer in peers] == ["node"]
+        more_than_http = [port["port"] for port in rule["ports"]] != ["http"]
+        parts = [peer["podSelector"]["matchLabels"]["pd-cluster/part"] for peer in peers]
+        assert parts == ["node"] if more_than_http else parts == ["router"]
 
 
 @pytest.mark.parametrize(("example", "kind"), [("autoscaling", "Ingress"), ("xpyd-rdma", "HTTPRoute")])

@@ -113,7 +113,7 @@ def test_the_profile_brings_a_pool_and_nodes_that_use_it() -> None:
     for node in ("prefill", "decode"):
         assert {"--connector=lmcache", "--pool-url=lm://pool:6500"} <= set(services[node]["command"])
     assert {"--host=0.0.0.0", "--port=6500", "--max-gb=4"} <= set(services["pool"]["command"])
-    assert (services["pool"]["networks"], "ports" in services["pool"]) == (["cluster"], False)
+    assert (services["pool"]["networks"], "ports" in services["pool"]) == (["kv"], False)
     assert "6500" in services["pool"]["healthcheck"]["test"][-1]
 
 
@@ -122,7 +122,19 @@ def test_only_this_machine_reaches_published_ports_and_nodes_publish_none(compos
     assert all(port.startswith("127.0.0.1:") for service in services.values() for port in service.get("ports", []))
     for node in ("prefill", "decode"):
         assert "ports" not in services[node]
-        assert services[node]["networks"] == ["cluster"]
+        assert set(services[node]["networks"]) == {"cluster", "kv"}
+
+
+def test_only_nodes_and_pool_are_on_the_kv_network(compose: dict[str, Any]) -> None:
+    """It leads nowhere else, and UCX listens on it, since it listens where the advertised name is."""
+    services = compose["services"]
+    assert compose["networks"]["kv"] == {"internal": True}
+    on_it = {name for name, service in services.items() if "kv" in service["networks"]}
+    assert on_it == {"prefill", "decode", "pool"} & services.keys()
+    for node in ("prefill", "decode"):
+        assert services[node]["networks"]["kv"] == {"aliases": [f"{node}.kv"]}
+        assert f"--advertise-host={node}.kv" in services[node]["command"]
+        assert "--kv-ports=45000-45099" in services[node]["command"]
 
 
 def test_services_agree_on_names_ports_and_files(compose: dict[str, Any]) -> None:
@@ -130,7 +142,7 @@ def test_services_agree_on_names_ports_and_files(compose: dict[str, Any]) -> Non
     assert "--prefill=http://prefill:8100" in services["router"]["command"]
     assert "--decode=http://decode:8100" in services["router"]["command"]
     for name in ("prefill", "decode"):
-        assert {"--port=8100", f"--advertise-host={name}"} <= set(services[name]["command"])
+        assert {"--port=8100", f"--advertise-host={name}.kv"} <= set(services[name]["command"])
         assert services[name]["environment"]["PD_HEALTH_URL"].endswith(":8100/health")
         drain = next(argument for argument in services[name]["command"] if argument.startswith("--drain-s="))
         assert float(services[name]["stop_grace_period"][:-1]) > float(drain.split("=")[1])

@@ -77,7 +77,7 @@ def test_kuberays_own_objects_have_its_shape(objects: dict[str, dict[str, Any]],
 def test_the_rest_is_kubernetes(objects: dict[str, dict[str, Any]], version: str) -> None:
     metadata = {"name": "pod"}
     made = [{"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec} for spec in pods(objects)]
-    for document in (objects["ConfigMap"], objects["Service"], *made):
+    for document in (objects["ConfigMap"], objects["Service"], objects["NetworkPolicy"], *made):
         kubernetes_validate.validate(document, version, strict=True)
 
 
@@ -109,6 +109,24 @@ def test_the_router_is_where_the_service_looks(objects: dict[str, dict[str, Any]
     cluster = objects["RayCluster"]["metadata"]["name"]
     assert objects["Service"]["spec"]["selector"] == {"ray.io/cluster": cluster, "ray.io/node-type": "head"}
     assert objects["RayJob"]["spec"]["clusterSelector"] == {"ray.io/cluster": cluster}
+
+
+def test_node_pods_hear_pods_of_their_ray_cluster_only(objects: dict[str, dict[str, Any]]) -> None:
+    """Others reach named ports of the head: KubeRay and its job the dashboard, clients the router."""
+    policy, (head, *workers) = objects["NetworkPolicy"]["spec"], pods(objects)
+    of_cluster = {"ray.io/cluster": objects["RayCluster"]["metadata"]["name"]}
+    assert policy["podSelector"]["matchLabels"] == of_cluster
+    assert policy["policyTypes"] == ["Ingress"]
+    inside, ray_jobs, clients = policy["ingress"]
+    assert inside == {"from": [{"podSelector": {"matchLabels": of_cluster}}]}
+    job = {"batch.kubernetes.io/job-name": objects["RayJob"]["metadata"]["name"]}
+    assert {"podSelector": {"matchLabels": job}} in ray_jobs["from"]
+    offered = {port["name"] for container in head["containers"] for port in container["ports"]}
+    for rule, port in ((ray_jobs, "dashboard"), (clients, "router")):
+        assert [one["port"] for one in rule["ports"]] == [port]
+        assert port in offered
+        assert not any(one["name"] == port for pod in workers for c in pod["containers"] for one in c.get("ports", []))
+    assert not any(pod.get("hostNetwork") for pod in pods(objects))
 
 
 def test_everything_is_authenticated_and_no_secret_is_in_the_file(objects: dict[str, dict[str, Any]]) -> None:

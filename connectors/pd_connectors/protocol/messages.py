@@ -130,5 +130,8 @@ def open_sealed(key: bytes, frame: bytes) -> ToOwner | ToReader:
     body = frame[2 + MAC_BYTES :]
     if not hmac.compare_digest(mac(key, body), frame[2 : 2 + MAC_BYTES]):
         raise BadSignature("a control message was not signed with this cluster's key")
-    message: ToOwner | ToReader = _DECODER.decode(body)
+    try:
+        message: ToOwner | ToReader = _DECODER.decode(body)
+    except UnicodeDecodeError as error:  # msgspec lets it through, and it is none of its own errors
+        raise msgspec.DecodeError(f"a text is not UTF-8: {error}") from error
     return message

@@ -113,7 +113,7 @@ def verify(key: bytes, token: str, kind: type[Paper], now_s: float) -> Paper:
         )
     try:
         paper = msgspec.msgpack.decode(payload, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # the second one for a text that is not UTF-8
         raise TicketError(f"the {kind.__name__.lower()} cannot be read: {error}") from error
     if paper.expires_at_s < now_s:
         raise TicketExpired(f"the {kind.__name__.lower()} expired {now_s - paper.expires_at_s:.1f} s ago")

@@ -53,6 +53,11 @@ pd-cluster/part=node
 {{- range $key, $value := include "pd-cluster.releaseLabels" . | fromYaml }},{{ $key }}={{ $value }}{{ end }}
 {{- end -}}
 
+{{- /* The smallest number of a role's pods. Takes the role on top of its defaults. */ -}}
+{{- define "pd-cluster.fewestReplicas" -}}
+{{- ternary .autoscaling.minReplicas .replicas .autoscaling.enabled | int -}}
+{{- end -}}
+
 {{- /* A map of flags as arguments: true -> --flag, false -> --no-flag. */ -}}
 {{- define "pd-cluster.flags" -}}
 {{- range $flag, $value := . }}

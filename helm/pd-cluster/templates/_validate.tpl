@@ -3,10 +3,17 @@
 {{- $roles := include "pd-cluster.roles" . | fromYaml -}}
 {{- $full := include "pd-cluster.fullname" . -}}
 {{- $kinds := list -}}
+{{- $decoding := 0 -}}
 {{- $sizes := list -}}
 {{- $dtypes := list -}}
 {{- range $name, $role := $roles -}}
   {{- $kinds = append $kinds $role.kind -}}
+  {{- if has $role.kind (list "decode" "mixed") -}}
+    {{- $decoding = add $decoding (include "pd-cluster.fewestReplicas" $role | int) -}}
+  {{- end -}}
+  {{- if and (dig "hostNetwork" false $role.extraPodSpec) (not $.Values.networkPolicy.hostNetworkIsClosed) -}}
+    {{- fail (printf "roles.%s.extraPodSpec: with hostNetwork the node's control and KV ports are open on the machine's network, where NetworkPolicy does not apply, and what reaches the KV ports can write the node's memory; close %d and %s there, then set networkPolicy.hostNetworkIsClosed" $name (int $.Values.nodePorts.control) $.Values.nodePorts.kv) -}}
+  {{- end -}}
   {{- $sizes = append $sizes (dig "block-size" 0 $role.args | int) -}}
   {{- $dtypes = append $dtypes (dig "dtype" "auto" $role.args) -}}
   {{- if gt (int $role.autoscaling.minReplicas) (int $role.autoscaling.maxReplicas) -}}
@@ -22,6 +29,9 @@
 {{- end -}}
 {{- if not (or (has "decode" $kinds) (has "mixed" $kinds)) -}}
   {{- fail "roles: no role can decode; add one of kind decode or mixed" -}}
+{{- end -}}
+{{- if eq (int $decoding) 0 -}}
+  {{- fail "roles: all roles of kind decode and mixed have 0 replicas, so every request would be refused; give one of them at least 1" -}}
 {{- end -}}
 {{- if gt (len (uniq $sizes)) 1 -}}
   {{- fail "roles: args.block-size differs; KV moves in blocks, so set it alike in all roles (or in nodeDefaults)" -}}
@@ -54,5 +64,17 @@
 {{- end -}}
 {{- if eq (int .Values.nodePorts.http) (int .Values.nodePorts.control) -}}
   {{- fail "nodePorts: http and control must differ" -}}
+{{- end -}}
+{{- $kv := splitList "-" .Values.nodePorts.kv -}}
+{{- $low := index $kv 0 | int -}}
+{{- $high := index $kv 1 | int -}}
+{{- if or (lt $low 1024) (gt $low $high) (gt $high 65535) -}}
+  {{- fail (printf "nodePorts.kv: %s is no range of ports; write lowest-highest, between 1024 and 65535" .Values.nodePorts.kv) -}}
+{{- end -}}
+{{- range $name := list "http" "control" -}}
+  {{- $port := index $.Values.nodePorts $name | int -}}
+  {{- if and (le $low $port) (le $port $high) -}}
+    {{- fail (printf "nodePorts.kv: %s contains nodePorts.%s (%d)" $.Values.nodePorts.kv $name $port) -}}
+  {{- end -}}
 {{- end -}}
 {{- end -}}
