@@ -346,7 +346,8 @@ class Reader:
     def _on_connected(self, peer: _Peer, endpoint: _Endpoint, now: float) -> None:
         endpoint.ready = True
         for pull in list(peer.pulls.values()):
-            if endpoint.serves(pull.ticket.lease):
+            # not one that drains: its reads are on the endpoint before, and would cost this one its life too
+            if pull.is_live and endpoint.serves(pull.ticket.lease):
                 pull.connected(endpoint.key, now)
                 self._carry_out(peer, pull, now)
 
