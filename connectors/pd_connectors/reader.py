@@ -346,8 +346,7 @@ class Reader:
     def _on_connected(self, peer: _Peer, endpoint: _Endpoint, now: float) -> None:
         endpoint.ready = True
         for pull in list(peer.pulls.values()):
-            # not one that drains: its reads are on the endpoint before, and would cost this one its life too
-            if pull.is_live and endpoint.serves(pull.ticket.lease):
+            if pull.is_live and endpoint.serves(pull.ticket.lease):  # one that drains stays where its reads are
                 pull.connected(endpoint.key, now)
                 self._carry_out(peer, pull, now)
 
