@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from pd_connectors.base import LeaseEnded
+from pd_connectors.channel import FromOwner
 from pd_connectors.exchange import PatientClock
 from pd_connectors.loopback import LoopbackChannel, LoopbackNetwork
 from pd_connectors.protocol.errors import LeaseEnd
 from pd_connectors.protocol.messages import LeaseState, Renew
 from tests.connectors.simulation import CONTEXT, Engine, VirtualClock
-
-if TYPE_CHECKING:
-    from pd_connectors.channel import FromOwner, FromReader, OwnerLost
 
 
 @pytest.fixture
@@ -33,8 +29,8 @@ def reader(network: LoopbackNetwork) -> LoopbackChannel:
 
 
 def told(reader: LoopbackChannel) -> list[LeaseState]:
-    messages: list[FromOwner | FromReader | OwnerLost] = reader.receive()
-    return [item.message for item in messages if isinstance(getattr(item, "message", None), LeaseState)]
+    messages = [item.message for item in reader.receive() if isinstance(item, FromOwner)]
+    return [message for message in messages if isinstance(message, LeaseState)]
 
 
 def test_what_has_arrived_is_heard_before_anything_expires(

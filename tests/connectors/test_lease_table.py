@@ -141,16 +141,15 @@ def test_readers_are_told_how_often_to_renew(table: LeaseTable) -> None:
 def test_every_change_is_told_once_and_the_end_comes_last(table: LeaseTable) -> None:
     ref = table.open(16, hold=False)
     assert table.take_changed() == []
-    told = []
-    for change in (
-        lambda: table.announce(PublishSpec(ref.lease_id, (4,), 16, 0)),
-        lambda: table.finish(ref.lease_id, (SampledToken(3),)),
-        lambda: table.retract(ref.lease_id),
-        lambda: table.release(ref),
-    ):
-        change()
-        told += table.take_changed()
-        assert table.take_changed() == []
+    table.announce(PublishSpec(ref.lease_id, (4,), 16, 0))
+    told = table.take_changed()
+    table.finish(ref.lease_id, (SampledToken(3),))
+    told += table.take_changed()
+    table.retract(ref.lease_id)
+    told += table.take_changed()
+    table.release(ref)
+    told += table.take_changed()
+    assert table.take_changed() == []
     assert [state.num_tokens_readable for state in told] == [16, 16, 0, 0]
     assert [len(state.block_ids) for state in told] == [1, 1, 0, 0]
     assert [state.first_tokens for state in told] == [(), (SampledToken(3),), (SampledToken(3),), ()]

@@ -79,9 +79,9 @@ def mutants(file: str, source: str) -> list[Mutant]:
         start = starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
         end = starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
         before = " ".join(data[start:end].decode().split())
-        line = lines[node.lineno - 1].decode().strip()  # type: ignore[attr-defined]
+        said = lines[node.lineno - 1].decode().strip()  # type: ignore[attr-defined]
         change = f"{before if operator != 'return-early' else '...'} -> {text}"
-        mutant = Mutant(file, function, operator, line, change, 0, node.lineno, start, end, text)  # type: ignore[attr-defined]
+        mutant = Mutant(file, function, operator, said, change, 0, node.lineno, start, end, text)  # type: ignore[attr-defined]
         found.append(replace(mutant, number=counts[mutant.key]))
         counts[mutant.key] += 1
     return sorted(found, key=lambda mutant: (mutant.lineno, mutant.start))

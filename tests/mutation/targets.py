@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE_ROOTS = (".", "router", "connectors", "kernels")
 _SCHEDULER = (
+    "tests/engine/test_scheduler_edges.py",
     "tests/engine/test_scheduler_cases.py",
     "tests/engine/test_scheduler_handoff.py",
     "tests/engine/test_scheduler_machine.py",
