@@ -63,6 +63,7 @@ class Report:
         self._counts: Counter[tuple[str, str]] = Counter()  # (file or operator, column)
         self._names: dict[str, None] = {}
         self._killed_listed: list[Mutant] = []
+        self._cpu_s = 0.0
         self.unlisted: list[Mutant] = []
 
     def test(self, target: Target, drawn: Sequence[Mutant], jobs: int) -> None:
@@ -77,6 +78,7 @@ class Report:
         run_all(target, sources, Limits.after(plain[0]), jobs, lambda index, run: self._take(drawn[index], run, source))
 
     def _take(self, mutant: Mutant, run: Run, source: str) -> None:
+        self._cpu_s += run.cpu_s
         is_listed = mutant.key in self._listed
         column = run.end if run.end is not End.SURVIVED else "listed" if is_listed else "survived"
         for name in (mutant.file, f"  {mutant.operator}"):
@@ -105,6 +107,7 @@ class Report:
             _say(name.ljust(width) + "".join(str(self._counts[name, column]).rjust(10) for column in columns))
         totals = [sum(self._counts[name, column] for name in rows if not name.startswith(" ")) for column in columns]
         _say("together".ljust(width) + "".join(str(total).rjust(10) for total in totals))
+        _say(f"{self._cpu_s / 60:.0f} minutes of CPU")
         for mutant in self._killed_listed:
             _say(f"listed as a survivor, but killed: {mutant.file}:{mutant.lineno} {mutant.change}")
         if self.unlisted:
