@@ -21,6 +21,7 @@ PARAMS = b'{"kv_transfer_params": {"ticket": "t1", "other": {"a": [1, 2]}}}'
 TICKET = b"event: ticket\ndata: " + PARAMS + b"\n\n"
 DONE = b"event: done\ndata: {}\n\n"
 ERROR = b'event: error\ndata: {"error": "no memory"}\n\n'
+OTHER = b"event: other\ndata: {}\n\n"
 JSON = "application/json"
 
 
@@ -85,7 +86,9 @@ async def test_a_ticket_is_what_p_hands_out_and_the_rest_is_read_beside() -> Non
     assert response.closed
 
 
-@pytest.mark.parametrize("parts", [(TICKET + DONE,), (TICKET, DONE), (TICKET + DONE[:7], DONE[7:])])
+@pytest.mark.parametrize(
+    "parts", [(TICKET + DONE,), (TICKET, DONE), (TICKET + DONE[:7], DONE[7:]), (TICKET, DONE, OTHER)]
+)
 async def test_the_end_of_a_prefill_is_seen_however_it_is_cut(parts: tuple[bytes, ...]) -> None:
     prefill = Prefill(answer(*parts))
     await prefill.open()
