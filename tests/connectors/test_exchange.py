@@ -52,7 +52,7 @@ def test_what_has_arrived_is_heard_before_anything_expires(
     assert [state.ended for state in told(reader)] == [LeaseEnd.EXPIRED], "in the same turn"
 
 
-def test_a_stopped_process_takes_its_own_pause_for_nobodys_silence() -> None:
+def test_the_pause_of_a_stopped_process_is_no_silence_of_its_peers() -> None:
     now = [100.0]
     clock = PatientClock(lambda: now[0], patience_s=1.0)
     clock.sleep(2.0)

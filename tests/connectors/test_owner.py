@@ -121,7 +121,7 @@ def test_a_renewal_keeps_the_lease_and_one_that_has_ended_is_told_so(bench: Benc
     ((_, reply),) = bench.take_told()
     assert isinstance(reply, LeaseState)
     assert reply.ended is LeaseEnd.EXPIRED
-    assert [reader for reader, _ in bench.pushed()] == [b"d"], "who comes late is not attached"
+    assert [reader for reader, _ in bench.pushed()] == [b"d"], "a reader that comes late is not attached"
 
 
 def test_a_confirmation_is_the_tables(bench: Bench) -> None:
@@ -149,7 +149,7 @@ def test_a_lease_is_abandoned_when_its_last_reader_leaves(bench: Bench) -> None:
     assert len(bench.leases) == 1, "another reader may come"
 
 
-def test_who_never_read_abandons_nothing(bench: Bench) -> None:
+def test_a_reader_that_never_renewed_abandons_nothing(bench: Bench) -> None:
     lease = bench.open()
     bench.owner.on_message(b"d", Release(lease, done=False))
     assert bench.leases.expire() == bench.clock.now + TTL_S

@@ -100,7 +100,7 @@ def test_the_last_holder_of_a_forked_block_writes_in_place() -> None:
 
 
 def test_after_a_fork_both_must_ask_before_they_write() -> None:
-    """What was writable is shared now: whoever writes without asking writes into the other's block."""
+    """What was writable is shared now: a write without asking would go into the other table's block."""
     blocks = BlockManager(8, SIZE)
     table = blocks.open_table()
     blocks.grow(table, 0, 20)

@@ -1,4 +1,4 @@
-"""Who is in the next step and who is not, where memory, slots or queues are short."""
+"""Which sequences are in the next step where memory, slots or queues are short."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.engine.simulation import BLOCK_SIZE, message, prompt
 from tests.engine.world import MAX_MODEL_LEN, World
 
 
-def test_while_a_victim_is_awaited_everybody_else_decodes() -> None:
+def test_while_a_victim_is_awaited_the_other_sequences_decode() -> None:
     """One step still touches the victim's block, so it cannot be taken now: the claimant and the victim sit it out."""
     world = World(depth=2, num_blocks=4, prefix_caching=False)
     first, other, worst = (
@@ -62,7 +62,7 @@ def test_a_prompt_and_its_answer_may_fill_the_model_to_the_last_token() -> None:
     world.check_empty()
 
 
-def test_whoever_has_no_slot_counts_as_waiting() -> None:
+def test_requests_without_a_slot_count_as_waiting() -> None:
     """In the queue, with its KV already here, or parked until its KV comes."""
     world = World(max_waiting=3, max_num_seqs=1)
     world.submit(message("runs", prompt(4), max_tokens=40))

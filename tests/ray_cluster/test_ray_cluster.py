@@ -188,7 +188,7 @@ def test_a_machine_that_dies_under_load_is_made_up_for(cluster: Cluster) -> None
 
 
 @pytest.mark.slow
-def test_a_controller_that_hears_nobody_leaves_all_as_it_is(cluster: Cluster) -> None:
+def test_a_controller_that_hears_no_node_leaves_all_as_it_is(cluster: Cluster) -> None:
     """The actors of all nodes are stopped: they and Ray say nothing, while the nodes' own processes serve."""
     told = cluster.status()
     nodes = {unit["name"]: unit["epoch"] for unit in told["units"] if unit["role"] != "router"}
