@@ -446,17 +446,21 @@ def test_a_reply_that_does_not_match_costs_the_endpoint_too(bench: Bench) -> Non
     assert bench.outcome("new") == [LoadFailure.REJECTED, LoadDrained]
 
 
-def test_an_unasked_reply_is_a_reason_to_ask_while_one_load_is_of_another_epoch(bench: Bench) -> None:
-    bench.reading("old", epoch=1)
-    bench.begin("new", epoch=2)
-    bench.reader.tick(CONTEXT.connect_deadline_s)  # the greeting is over, the old load still lives
+def test_an_unasked_reply_of_the_epoch_that_is_read_is_no_news(bench: Bench) -> None:
+    bench.reading("a")
     num_sent = len(bench.sent)
     reply = HelloReply("P", 1, "f", GEOMETRY, b"there", transport_checksum(b"there"), b"")
-    bench.reader.on_message(OWNER, reply, 1.5)
-    assert len(bench.sent) == num_sent, "the epoch that its loads are of"
-    bench.reading("other", epoch=1, now=1.5)
-    bench.reader.on_message(OWNER, msgspec.structs.replace(reply, epoch=2), 1.5)
-    assert isinstance(bench.sent[-1], Hello)
+    bench.reader.on_message(OWNER, reply, 0.0)
+    assert len(bench.sent) == num_sent
+
+
+def test_a_reply_is_no_reason_to_ask_where_nothing_is_read(bench: Bench) -> None:
+    bench.reading("a")
+    bench.finish("a")
+    num_sent = len(bench.sent)
+    reply = HelloReply("P", 9, "f", GEOMETRY, b"there", transport_checksum(b"there"), b"")
+    bench.reader.on_message(OWNER, reply, 0.0)
+    assert len(bench.sent) == num_sent
 
 
 def test_an_owner_speaks_of_its_own_leases_only(bench: Bench) -> None:
