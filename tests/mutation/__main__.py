@@ -88,6 +88,8 @@ class Report:
         if self._verbose:
             failed = next((line for line in run.output.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
             _say(f"{run.end} {mutant.file}:{mutant.lineno} {mutant.operator}: {mutant.change} {failed[:160]}")
+        if run.end is End.STOPPED:
+            _say(f"stopped after {run.cpu_s:.0f} s of CPU: {mutant.file}:{mutant.lineno} {mutant.change}")
         if run.end is not End.SURVIVED and is_listed:
             self._killed_listed.append(mutant)
         elif run.end is End.SURVIVED and not is_listed:

@@ -125,10 +125,10 @@ class _Process:
         """Wait for its end, or bring it about when its time is over."""
         was_stopped = not select.select([self.pidfd], [], [], 0)[0]
         if was_stopped:
+            os.kill(self._pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # what its tests may have left; before its id is free again
             os.killpg(self._pid, signal.SIGKILL)
         _, status, usage = os.wait4(self._pid, 0)
-        with contextlib.suppress(ProcessLookupError):  # what its tests may have left
-            os.killpg(self._pid, signal.SIGKILL)
         os.close(self.pidfd)
         output = self._output.read_text(errors="replace") if self._output.exists() else ""
         self._path.unlink()
