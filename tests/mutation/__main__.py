@@ -6,6 +6,7 @@ Exit status 1: one survived that survivors.toml does not list.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     listed = survivors.read(survivors.LIST.read_text())
     preload()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by which the runs end too
     report = Report(listed, options.verbose)
     for target in TARGETS:
         if not options.file or any(name in target.file for name in options.file):

@@ -145,6 +145,7 @@ def _be_run(target: Target, path: Path, output: Path, limits: Limits) -> None:
     code = 70
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         fd = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
         os.dup2(fd, 1)
         os.dup2(fd, 2)

@@ -188,6 +188,7 @@ def test_a_machine_that_dies_under_load_is_made_up_for(cluster: Cluster) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a busy machine needs minutes to start Ray nodes
 def test_a_controller_that_hears_no_node_leaves_all_as_it_is(cluster: Cluster) -> None:
     """The actors of all nodes are stopped: they and Ray say nothing, while the nodes' own processes serve."""
     told = cluster.status()
@@ -216,6 +217,7 @@ def test_a_controller_that_hears_no_node_leaves_all_as_it_is(cluster: Cluster) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a busy machine needs minutes to start Ray nodes
 def test_when_all_workers_die_at_once_rays_word_is_believed(cluster: Cluster) -> None:
     told = cluster.status()
     lost = {unit["name"] for unit in told["units"] if unit["role"] != "router"}
