@@ -8,6 +8,7 @@
 #   CONNECTOR=lmcache        `make up` with a pool behind the nodes: on LMCache's server, or `mooncake`
 #   ARGS="--prefill 2"       more flags for `pd-cluster up`
 #   PYTEST_ARGS="-k router"  more arguments for pytest
+#   MUTANTS_ARGS="lease"     more arguments for `make mutants` (--help names them)
 
 SHELL := bash
 PYTHON ?= python3
@@ -17,6 +18,7 @@ TORCH_INDEX ?=
 CONNECTOR ?= nixl
 ARGS ?=
 PYTEST_ARGS ?=
+MUTANTS_ARGS ?=
 
 BIN := $(VENV)/bin
 POOL := $(filter lmcache mooncake,$(CONNECTOR))
@@ -27,7 +29,7 @@ INPUTS := pyproject.toml $(wildcard $(CONSTRAINTS))
 # The tests run small tensors in several processes at once: one thread each is fastest and repeatable.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: up test test-fast test-slow lint format clean
+.PHONY: up test test-fast test-slow mutants lint format clean
 .DELETE_ON_ERROR:
 
 up: $(VENV)/.installed $(POOL:%=$(VENV)/.installed-%)
@@ -41,6 +43,9 @@ test-fast: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+mutants: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation $(MUTANTS_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

@@ -11,13 +11,17 @@ One lease, as a table (every other call leaves it as it is):
     any live retract()               open      generation + 1, nothing readable; version + 1
     any live renew()                 same      expires_at = now + ttl (a held lease that is not finished has no clock)
     any live abandon()               same      its last reader left: expires_at = now + ABANDON_GRACE_S at the latest
-    any live release() or expiry     ended     LeaseEnded is queued for `take_ended`
+    any live release()               ended     LeaseEnded is queued for `take_ended`
+    any live expire(), time over     ended     the same
     any live end()                   ended     nothing is queued: P itself wanted it
     ended    renew(), confirm()      ended     "ended" and "not ok", from a bounded list of tombstones
 
 The fence: every change happens under one lock *before* the engine may reuse a block, and `confirm` answers under the
 same lock. So `ok` means that at this moment the blocks still held the lease's KV, hence also at every earlier moment of
 the same generation, in particular while D was reading.
+
+Time ends a lease in `expire` only, so that a control thread that comes late can first hear the renewals that came in
+time: until then its blocks are not given back either.
 """
 
 from __future__ import annotations
@@ -198,8 +202,11 @@ class LeaseTable:
     def expire(self) -> float:
         """End what nobody renewed. Returns when the next lease runs out (clock; inf: none will)."""
         with self._lock:
+            now = self._clock()
             for lease in list(self._leases.values()):
-                self._live(lease.ref)
+                if lease.expires_at is not None and lease.expires_at <= now:
+                    self._bury(lease, LeaseEnd.EXPIRED)
+                    self._ended.append(LeaseEnded(lease.ref.lease_id, LeaseEnd.EXPIRED))
             return min((at for x in self._leases.values() if (at := x.expires_at) is not None), default=math.inf)
 
     def take_changed(self) -> list[LeaseState]:
@@ -226,15 +233,9 @@ class LeaseTable:
     # with the lock held
 
     def _live(self, ref: LeaseRef) -> _Lease | None:
-        """The lease, unless it ended or its time is over, in which case it ends here."""
+        """The lease, unless it has ended or is another epoch's."""
         lease = self._leases.get(ref.lease_id)
-        if lease is None or lease.ref != ref:
-            return None
-        if lease.expires_at is not None and lease.expires_at <= self._clock():
-            self._bury(lease, LeaseEnd.EXPIRED)
-            self._ended.append(LeaseEnded(ref.lease_id, LeaseEnd.EXPIRED))
-            return None
-        return lease
+        return lease if lease is not None and lease.ref == ref else None
 
     def _bury(self, lease: _Lease, reason: LeaseEnd) -> None:
         lease_id = lease.ref.lease_id

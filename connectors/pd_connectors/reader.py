@@ -326,7 +326,7 @@ class Reader:
     def _on_connected(self, peer: Peer, endpoint: Endpoint, now: float) -> None:
         endpoint.ready = True
         for pull in list(peer.pulls.values()):
-            if endpoint.serves(pull.ticket.lease):
+            if pull.is_live and endpoint.serves(pull.ticket.lease):  # one that drains stays where its reads are
                 pull.connected(endpoint.key, now)
                 self._carry_out(peer, pull, now)
 

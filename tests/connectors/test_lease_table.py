@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from pd_connectors import lease as lease_module
 from pd_connectors.base import LeaseEnded, PublishSpec
 from pd_connectors.lease import ABANDON_GRACE_S, LeaseTable
 from pd_connectors.protocol.errors import LeaseEnd
-from pd_connectors.protocol.messages import Confirm, SampledToken
+from pd_connectors.protocol.messages import Confirm, LeaseState, SampledToken
 from pd_connectors.protocol.ticket import LeaseRef
 from tests.connectors.simulation import VirtualClock
 
@@ -85,6 +88,7 @@ def test_an_ended_lease_confirms_nothing(table: LeaseTable, clock: VirtualClock,
             table.release(ref)
         case "expire":
             clock.now += TTL_S
+            table.expire()
         case "end":
             table.end(ref.lease_id, LeaseEnd.REVOKED)
     assert not confirm(table, ref, 16)
@@ -121,6 +125,123 @@ def test_the_clock_of_a_held_lease_starts_when_it_is_finished(table: LeaseTable,
     table.finish(ref.lease_id, (SampledToken(3),))
     assert table.expire() == clock.now + TTL_S
     assert table.renew(ref).first_tokens == (SampledToken(3),)
+    clock.now += TTL_S / 2
+    table.finish(ref.lease_id, (SampledToken(3),))
+    assert table.expire() == clock.now + TTL_S / 2, "finishing again is no renewal"
+
+
+def test_readers_are_told_how_often_to_renew(table: LeaseTable) -> None:
+    held, running = table.open(16, hold=True), table.open(16, hold=False)
+    assert table.renew(held).ttl_s == 0.0
+    assert table.renew(running).ttl_s == TTL_S
+    table.finish(held.lease_id, (SampledToken(3),))
+    assert table.renew(held).ttl_s == TTL_S
+
+
+def test_every_change_is_told_once_and_the_end_comes_last(table: LeaseTable) -> None:
+    ref = table.open(16, hold=False)
+    assert table.take_changed() == []
+    table.announce(PublishSpec(ref.lease_id, (4,), 16, 0))
+    told = table.take_changed()
+    table.finish(ref.lease_id, (SampledToken(3),))
+    told += table.take_changed()
+    table.retract(ref.lease_id)
+    told += table.take_changed()
+    table.release(ref)
+    told += table.take_changed()
+    assert table.take_changed() == []
+    assert [state.num_tokens_readable for state in told] == [16, 16, 0, 0]
+    assert [len(state.block_ids) for state in told] == [1, 1, 0, 0]
+    assert [state.first_tokens for state in told] == [(), (SampledToken(3),), (SampledToken(3),), ()]
+    assert [state.generation for state in told] == [0, 0, 1, 1]
+    assert [state.ended for state in told] == [None, None, None, LeaseEnd.RELEASED]
+    versions = [state.version for state in told]
+    assert versions == sorted(set(versions)), "snapshots are ordered by their versions"
+
+
+def test_shutdown_ends_every_lease_and_tells_its_readers(table: LeaseTable) -> None:
+    refs = [table.open(16, hold=hold) for hold in (False, True)]
+    table.end_all(LeaseEnd.REVOKED)
+    assert len(table) == 0
+    assert {state.lease: state.ended for state in table.take_changed()} == dict.fromkeys(refs, LeaseEnd.REVOKED)
+    assert table.take_ended() == [], "the engine wanted it"
+
+
+def test_ending_one_lease_leaves_the_events_of_others(table: LeaseTable) -> None:
+    gone, other = table.open(16, hold=False), table.open(16, hold=False)
+    table.release(other)
+    assert table.has_ended
+    table.end(gone.lease_id, LeaseEnd.REVOKED)
+    assert table.take_ended() == [LeaseEnded(other.lease_id, LeaseEnd.RELEASED)]
+    assert not table.has_ended
+
+
+def test_the_next_lease_to_run_out_is_the_next_timer(table: LeaseTable, clock: VirtualClock) -> None:
+    first, _ = table.open(16, hold=False), table.open(16, hold=True)
+    clock.now += 1.0
+    table.open(16, hold=False)
+    assert table.expire() == clock.now - 1.0 + TTL_S
+    table.renew(first)
+    assert table.expire() == clock.now + TTL_S
+
+
+def test_a_lease_lives_until_the_very_end_of_its_time(table: LeaseTable, clock: VirtualClock) -> None:
+    ref = table.open(16, hold=False)
+    table.announce(PublishSpec(ref.lease_id, (4,), 16, 0))
+    clock.now += TTL_S - 0.001
+    assert table.expire() == clock.now + 0.001
+    assert len(table) == 1
+    clock.now += 0.001
+    assert confirm(table, ref, 16), "it ends when the table is told to look, and its blocks stay until then"
+    table.expire()
+    assert table.renew(ref).ended is LeaseEnd.EXPIRED
+    assert not confirm(table, ref, 16)
+
+
+def test_a_renewal_that_came_in_time_counts_however_late_it_is_heard(table: LeaseTable, clock: VirtualClock) -> None:
+    ref = table.open(16, hold=False)
+    clock.now += 2 * TTL_S
+    assert table.renew(ref).ended is None
+    assert table.expire() == clock.now + TTL_S
+    assert table.take_ended() == []
+
+
+def test_an_abandoned_lease_that_runs_out_sooner_is_not_prolonged(table: LeaseTable, clock: VirtualClock) -> None:
+    ref = table.open(16, hold=False)
+    clock.now += TTL_S - ABANDON_GRACE_S / 2
+    table.abandon(ref)
+    assert table.expire() == clock.now + ABANDON_GRACE_S / 2
+    held = table.open(16, hold=True)
+    table.renew(ref)
+    table.abandon(held)
+    assert table.expire() == clock.now + ABANDON_GRACE_S
+    table.abandon(LeaseRef("P", 1, "unheard-of"))
+
+
+def test_so_many_ended_leases_are_remembered_and_no_more(table: LeaseTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_module, "MAX_TOMBSTONES", 2)
+    refs = [table.open(16, hold=False) for _ in range(3)]
+    for ref in refs:
+        table.release(ref)
+    assert [table.renew(ref).ended for ref in refs] == [LeaseEnd.EXPIRED, LeaseEnd.RELEASED, LeaseEnd.RELEASED]
+    assert [state.lease for state in table.take_changed()] == refs[1:], "of a forgotten one there is nothing to tell"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        PublishSpec("", (4,), 8, 0),  # neither whole blocks nor the whole prompt
+        PublishSpec("", (4, 5, 6, 7), 56, 0),  # more than the prompt
+        PublishSpec("", (4,), 32, 0),  # fewer blocks than tokens
+        PublishSpec("", (9, 5), 32, 0),  # another block than was announced
+        PublishSpec("", (), 0, 0),  # less than was announced
+    ],
+)
+def test_an_announcement_that_cannot_be_true_is_a_bug_of_the_engine(table: LeaseTable, wrong: PublishSpec) -> None:
+    ref = table.open(40, hold=False)
+    table.announce(PublishSpec(ref.lease_id, (4,), 16, 0))
+    with pytest.raises(AssertionError):
+        table.announce(replace(wrong, lease_id=ref.lease_id))
 
 
 def test_an_abandoned_lease_ends_soon_unless_somebody_comes(table: LeaseTable, clock: VirtualClock) -> None:
@@ -138,10 +259,13 @@ def test_strangers_get_expired_and_change_nothing(table: LeaseTable) -> None:
     ref = table.open(16, hold=False)
     other_epoch = LeaseRef(ref.engine_id, ref.epoch + 1, ref.lease_id)
     for stranger in (other_epoch, LeaseRef("P", 1, "unheard-of")):
-        assert table.renew(stranger).ended == LeaseEnd.EXPIRED
+        assert table.renew(stranger) == LeaseState(stranger, 0, 0, 0, (), ended=LeaseEnd.EXPIRED)
         table.release(stranger)
         assert not confirm(table, stranger, 16)
     assert len(table) == 1
+    table.release(ref)
+    for stranger in (other_epoch, LeaseRef("P", 1, "unheard-of")):  # nor are they told how that one ended
+        assert table.renew(stranger) == LeaseState(stranger, 0, 0, 0, (), ended=LeaseEnd.EXPIRED)
 
 
 class LeaseMachine(RuleBasedStateMachine):
@@ -178,9 +302,13 @@ class LeaseMachine(RuleBasedStateMachine):
         self.clock.now += seconds
 
     @rule()
+    def expire(self) -> None:
+        self.table.expire()
+        self.ended = self.ended or self.clock.now >= self.expires_at
+
+    @rule()
     def renew(self) -> None:
         state = self.table.renew(self.ref)
-        self.ended = self.ended or self.clock.now >= self.expires_at
         assert (state.ended is not None) == self.ended
         if not self.ended:
             self.expires_at = self.clock.now + TTL_S
@@ -198,7 +326,6 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(num_tokens=st.integers(1, 80), generation=st.integers(0, 3))
     def confirm(self, num_tokens: int, generation: int) -> None:
-        self.ended = self.ended or self.clock.now >= self.expires_at
         right = not self.ended and generation == self.generation and num_tokens <= self.readable
         assert confirm(self.table, self.ref, num_tokens, generation) == right
 

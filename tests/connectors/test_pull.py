@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -256,6 +257,36 @@ def test_a_load_that_needs_no_blocks_waits_for_its_token_only() -> None:
     pull = announced_then_taken_back()
     pull.reserve(LoadSpec("load", 3, (), 40), 0.2)
     pull.lease_state(state(3, 40, generation=1, tokens=True), 0.3)
+    assert [type(event) for event in events(pull.take_actions())] == [FirstTokens, LoadDone]
+
+
+@pytest.mark.parametrize(("ttl_s", "every_s"), [(10.0, 1.0), (2.0, 0.5), (0.8, 0.2), (0.0, 1.0)])
+def test_renewals_follow_the_leases_life(ttl_s: float, every_s: float) -> None:
+    """Three in a row may be lost; the limit counts where the lease lives long, and where it needs none yet."""
+    pull = new_pull()
+    pull.lease_state(msgspec.structs.replace(state(1), ttl_s=ttl_s), 0.1)
+    first = 0.1 + every_s if ttl_s == 2.0 or ttl_s == 0.8 else 1.0
+    assert pull.next_timer() == pytest.approx(first), "a shorter life is renewed sooner, not from the next time on"
+    pull.take_actions()
+    pull.tick(first)
+    assert sent(pull.take_actions()) == [Renew(LEASE)]
+    pull.lease_state(state(1), first)  # an answer
+    assert pull.next_timer() == pytest.approx(first + every_s)
+
+
+def test_a_renewal_that_is_due_is_not_put_off_by_a_snapshot() -> None:
+    pull = new_pull()
+    pull.lease_state(state(1), 0.0)
+    for version in range(2, 8):
+        pull.lease_state(state(version), 0.1 * version)
+    assert pull.next_timer() == 1.0
+
+
+def test_what_p_announces_after_it_confirmed_is_no_matter_of_blocks() -> None:
+    pull, question = confirming(tokens=False)
+    pull.confirm_reply(ConfirmReply(LEASE, 0, 40, question.nonce, True), 1.5)
+    pull.take_actions()
+    pull.lease_state(LeaseState(LEASE, 0, 9, 40, (), (TOKEN,)), 1.6)
     assert [type(event) for event in events(pull.take_actions())] == [FirstTokens, LoadDone]
 
 

@@ -19,7 +19,7 @@ from pd_connectors.base import (
     LoadSpec,
 )
 from pd_connectors.handshake import transport_checksum
-from pd_connectors.protocol.errors import LoadFailure
+from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
 from pd_connectors.protocol.messages import (
     Confirm,
     ConfirmReply,
@@ -33,7 +33,7 @@ from pd_connectors.protocol.messages import (
 )
 from pd_connectors.protocol.ticket import LeaseRef, Ticket
 from pd_connectors.pull import LOST_GRACE_S, PullLimits
-from pd_connectors.reader import PEER_IDLE_S, Reader
+from pd_connectors.reader import HELLO_EVERY_S, PEER_IDLE_S, Reader
 from pd_connectors.transport import Address, Completion, Connected, ConnectFailed, PeerKey, ReadEnded, ReadId, Transport
 from tests.connectors.simulation import CONTEXT, GEOMETRY
 
@@ -376,6 +376,181 @@ def test_unknown_peers_loads_and_leases_are_ignored(bench: Bench) -> None:
     bench.reader.cancel("nobody", 0.0)
     bench.reader.on_lost(("elsewhere", 1), 0.0)
     assert bench.events == before
+
+
+@pytest.mark.parametrize("wrong", [{"fingerprint": "other"}, {"geometry": GEOMETRY.__class__(32, 1, 1, 1, "float32")}])
+def test_a_ticket_of_another_model_is_refused_without_a_word_to_its_owner(bench: Bench, wrong: dict[str, Any]) -> None:
+    ticket = Ticket("r", LeaseRef("P", 1, "x"), 0, 1e12, "f", GEOMETRY, b"d", 32, 1, *OWNER)
+    bench.reader.begin("a", msgspec.structs.replace(ticket, **wrong), 30.0, 0.0)
+    assert bench.outcome("a") == [LoadFailure.REJECTED, LoadDrained]
+    assert bench.sent == []
+    assert bench.reader.loads_failed[LoadFailure.REJECTED] == 1
+    assert bench.reader.num_loads == 0
+
+
+def test_an_owner_that_answers_no_greeting_fails_those_that_wait_for_it_and_no_others(bench: Bench) -> None:
+    bench.reading("old", epoch=1)
+    bench.begin("new", epoch=2)
+    bench.reader.tick(CONTEXT.connect_deadline_s)
+    assert bench.outcome("new") == [LoadFailure.UNREACHABLE, LoadDrained]
+    assert bench.outcome("old") == [FirstTokens, LoadReady]
+    (failed,) = [event for event in bench.events if isinstance(event, LoadFailed)]
+    assert failed.detail == "no answer to a greeting"
+    assert bench.transport.disconnects == []
+
+
+def test_greetings_are_repeated_each_with_the_nonce_of_its_attempt(bench: Bench) -> None:
+    bench.begin("a")
+    bench.reader.tick(0.2)
+    hellos = [message for message in bench.sent if isinstance(message, Hello)]
+    assert len(hellos) == 1, "not before its time"
+    assert bench.reader.next_timer() == HELLO_EVERY_S
+    bench.reader.tick(HELLO_EVERY_S)
+    first = bench.hello()
+    assert first == hellos[0]
+    bench.reader.tick(CONTEXT.connect_deadline_s)
+    bench.begin("b")
+    assert bench.hello().nonce != first.nonce
+    reply = HelloReply("P", 1, "f", GEOMETRY, b"there", transport_checksum(b"there"), first.nonce)
+    bench.reader.on_message(OWNER, reply, 0.0)
+    assert bench.transport.connects == [], "an answer to the attempt that was given up"
+
+
+def test_a_lost_connection_shortens_the_greeting_of_those_that_come_after(bench: Bench) -> None:
+    bench.begin("a")
+    bench.reader.on_lost(OWNER, 0.2)
+    bench.begin("b", now=0.5)
+    bench.reader.tick(0.2 + LOST_GRACE_S - 0.1)
+    assert bench.outcome("b") == []
+    bench.reader.tick(0.2 + LOST_GRACE_S)
+    assert bench.outcome("b") == [LoadFailure.UNREACHABLE, LoadDrained]
+
+
+def test_a_connection_lost_again_and_again_prolongs_no_greeting(bench: Bench) -> None:
+    bench.begin("a")
+    bench.reader.on_lost(OWNER, CONTEXT.connect_deadline_s - 0.1)
+    bench.reader.tick(CONTEXT.connect_deadline_s)
+    assert bench.outcome("a") == [LoadFailure.UNREACHABLE, LoadDrained]
+
+
+def test_the_transports_word_on_an_endpoint_that_was_given_up_changes_nothing(bench: Bench) -> None:
+    bench.begin("old", epoch=1)
+    bench.answer(epoch=1)
+    (stale,) = bench.transport.connects
+    ticket = bench.begin("new", epoch=2)
+    bench.answer(epoch=2)
+    bench.announce(ticket)
+    assert bench.transport.disconnects == [stale]
+    assert bench.transport.connects[1] != stale
+    bench.reader.on_completion(Connected(stale), 0.0)
+    assert bench.outcome("new") == [FirstTokens]
+    bench.reader.on_completion(ConnectFailed(stale, "refused"), 0.0)
+    nowhere = PeerKey(("elsewhere", 1), "P", 1, 1)
+    bench.reader.on_completion(Connected(nowhere), 0.0)
+    bench.reader.on_completion(ConnectFailed(nowhere, "refused"), 0.0)
+    assert bench.outcome("new") == [FirstTokens]
+    bench.up()
+    assert bench.outcome("new") == [FirstTokens, LoadReady]
+
+
+def test_endpoints_of_one_owner_are_told_apart(bench: Bench) -> None:
+    """A completion of the one before must not be taken for one of this."""
+    for load_id in ("a", "b", "c"):
+        bench.begin(load_id)
+        bench.answer()
+        bench.reader.on_completion(ConnectFailed(bench.transport.connects[-1], "refused"), 0.0)
+        assert bench.outcome(load_id)[-1] is LoadDrained
+    assert len(set(bench.transport.connects)) == 3
+
+
+def test_a_reply_that_does_not_match_costs_the_endpoint_too(bench: Bench) -> None:
+    bench.reading("old", epoch=1)
+    bench.begin("new", epoch=2)
+    bench.answer(epoch=2, fingerprint="other")
+    assert bench.transport.disconnects == bench.transport.connects
+    assert bench.outcome("old")[-1] is LoadFailure.REJECTED
+    assert bench.outcome("new") == [LoadFailure.REJECTED, LoadDrained]
+
+
+def test_an_unasked_reply_of_the_epoch_that_is_read_is_no_news(bench: Bench) -> None:
+    bench.reading("a")
+    num_sent = len(bench.sent)
+    reply = HelloReply("P", 1, "f", GEOMETRY, b"there", transport_checksum(b"there"), b"")
+    bench.reader.on_message(OWNER, reply, 0.0)
+    assert len(bench.sent) == num_sent
+
+
+def test_a_reply_is_no_reason_to_ask_where_nothing_is_read(bench: Bench) -> None:
+    bench.reading("a")
+    bench.finish("a")
+    num_sent = len(bench.sent)
+    reply = HelloReply("P", 9, "f", GEOMETRY, b"there", transport_checksum(b"there"), b"")
+    bench.reader.on_message(OWNER, reply, 0.0)
+    assert len(bench.sent) == num_sent
+
+
+def test_an_owner_speaks_of_its_own_leases_only(bench: Bench) -> None:
+    """Also when another's has the same id."""
+    there = ("elsewhere", 1)
+    mine = bench.reading("a", lease_id="same")
+    theirs = Ticket("r", LeaseRef("Q", 1, "same"), 0, 1e12, "f", GEOMETRY, b"d", 32, 1, *there)
+    bench.reader.begin("b", theirs, 30.0, 0.0)
+    ended = LeaseState(mine.lease, 0, 9, 0, (), ended=LeaseEnd.EXPIRED)
+    bench.reader.on_message(there, ended, 0.0)
+    assert bench.outcome("a") == [FirstTokens, LoadReady]
+    bench.reader.on_message(there, msgspec.structs.replace(ended, lease=theirs.lease), 0.0)
+    assert bench.outcome("a") == [FirstTokens, LoadReady]
+    assert bench.outcome("b") == [LoadFailure.LEASE_ENDED, LoadDrained]
+    bench.reader.on_message(OWNER, ended, 0.0)
+    assert bench.outcome("a")[-1] is LoadFailure.LEASE_ENDED
+
+
+def test_a_load_that_drains_on_a_former_endpoint_is_no_matter_of_the_next_one(bench: Bench) -> None:
+    """Its read may hang for as long as the peer does: the endpoint that was made since must not be torn down for it."""
+    bench.reading("a")
+    bench.reader.cancel("a", 0.0)
+    bench.reader.tick(CONTEXT.drain_deadline_s)
+    ticket = bench.begin("b", now=2.0)
+    bench.answer()
+    key = bench.up()
+    assert bench.reader.num_quarantined_loads == 1
+    assert bench.reader.next_timer() > 2.0, "or the thread would turn without a pause"
+    bench.reader.tick(2.0)
+    assert key not in bench.transport.disconnects
+    bench.announce(ticket, 2.0)
+    bench.reader.reserve(LoadSpec("b", 0, (10, 11), 32), 2.0)
+    bench.finish("b", 2.5)
+    assert bench.outcome("b") == [FirstTokens, LoadReady, LoadDone]
+    bench.reader.on_completion(ReadEnded(("a", 0), "torn down"), 3.0)
+    assert bench.outcome("a")[-1] is LoadDrained
+
+
+def test_what_was_read_is_counted(bench: Bench) -> None:
+    reader = bench.reader
+    bench.reading("a", now=1.0)
+    bench.reading("b", now=1.0)
+    assert (reader.num_loads, reader.num_reading) == (2, 0)
+    bench.reader.on_completion(ReadEnded(("b", 0)), 2.0)
+    assert (reader.num_loads, reader.num_reading) == (2, 1)
+    bench.finish("a", 3.0)
+    assert (reader.loads_done, reader.num_bytes, reader.transfer_s) == (1, 2 * GEOMETRY.block_bytes, 2.0)
+    bench.reader.cancel("b", 3.0)
+    assert reader.loads_failed[LoadFailure.CANCELLED] == 1
+    bench.reading("c", now=3.0)
+    bench.finish("c", 4.0)
+    assert (reader.loads_done, reader.num_bytes, reader.transfer_s) == (2, 4 * GEOMETRY.block_bytes, 3.0)
+    bench.reading("d", now=5.0)
+    bench.reader.cancel("d", 5.0)
+    assert (reader.num_loads, reader.num_reading) == (1, 0)
+    assert (reader.num_quarantined_loads, reader.num_quarantined_blocks) == (1, 2)
+
+
+def test_shutdown_fails_every_load_and_gives_every_endpoint_up(bench: Bench) -> None:
+    first, second = bench.reading("a"), bench.reading("b")
+    bench.reader.cancel_all(1.0)
+    assert bench.outcome("a")[-1] is bench.outcome("b")[-1] is LoadFailure.CANCELLED
+    assert bench.releases() == [Release(first.lease, done=False), Release(second.lease, done=False)]
+    assert bench.transport.disconnects == bench.transport.connects
 
 
 @pytest.mark.parametrize(("announced_at", "age_s"), [(1e9 + 3.5, 0.5), (1e9 + 9.0, 0.0), (0.0, 0.0)])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import pytest
@@ -15,12 +17,24 @@ from pd_connectors.null import NullConnector
 from pd_connectors.pool import PoolLimits
 from pd_connectors.pooled import PooledConnector, pool_address
 from pd_connectors.protocol.ticket import LeaseRef, Ticket
+from pd_connectors.search import Search
 from pd_connectors.store import HEADER_BYTES, Sealer
-from tests.connectors.pool_bench import GEOMETRY, NUM_BLOCKS, POOL_CONTEXT, MemoryStore, Shelf, hashes_of, nodes
+from tests.connectors.pool_bench import (
+    DEADLINE_S,
+    GEOMETRY,
+    NUM_BLOCKS,
+    POOL_CONTEXT,
+    MemoryStore,
+    Shelf,
+    hashes_of,
+    nodes,
+)
 from tests.integration.system import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from pd_connectors.staging import Inlet
 
 SIZE = GEOMETRY.block_size
 TICKET = Ticket("r", LeaseRef("P", 1, "lease"), 0, 1e12, "f", GEOMETRY, b"d", 5, 1, "127.0.0.1", 1)
@@ -194,6 +208,82 @@ def test_a_search_is_cancelled_in_any_state() -> None:
         node.pool.cancel("reading")
         assert node.pool.take_events() == []
         assert node.misses() == {"cancelled": 3}
+
+
+def test_an_object_opens_only_under_its_own_name() -> None:
+    """Whatever a store mixes up or a stranger writes there is refused, though it is whole."""
+    sealer = Sealer(POOL_CONTEXT)
+    mine, other = (sealer.name(block_hash) for block_hash in hashes_of(2))
+    block = memoryview(bytes(range(256)) * (GEOMETRY.block_bytes // 256))
+    sealed = bytearray(sealer.seal(mine, block))
+    opened = sealer.open(mine, sealed)
+    assert opened is not None
+    assert bytes(opened) == bytes(block)
+    assert sealer.open(other, sealed) is None
+    for context in (replace(POOL_CONTEXT, cluster_key=b"x" * 32), replace(POOL_CONTEXT, fingerprint="another model")):
+        stranger = Sealer(context)
+        assert stranger.name(mine.hash) != mine
+        assert stranger.open(stranger.name(mine.hash), sealed) is None
+    assert sealer.open(mine, bytearray(Sealer(replace(POOL_CONTEXT, cluster_key=b"x" * 32)).seal(mine, block))) is None
+    for index in (0, HEADER_BYTES - 1, HEADER_BYTES, len(sealed) - 1):
+        damaged = bytearray(sealed)
+        damaged[index] ^= 1
+        assert sealer.open(mine, damaged) is None
+    assert sealer.open(mine, sealed[:-1]) is None
+    assert sealer.open(mine, sealed + b"\0") is None
+
+
+def test_another_blocks_object_under_a_name_is_damaged_and_mended() -> None:
+    shelf = Shelf()
+    hashes = hashes_of(2)
+    with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT) as (node,):
+        node.store(hashes, [0, 1])
+        first, second = (Sealer(POOL_CONTEXT).name(block_hash) for block_hash in hashes)
+        shelf.objects[second] = shelf.objects[first]
+        before = node.cache.clone()
+        assert node.recall(hashes, [8, 9], name="mixed up") == SIZE
+        assert node.misses() == {"damaged": 1}
+        assert torch.equal(node.cache[9], before[9])
+        node.store(hashes, [0, 1])
+        assert node.recall(hashes, [8, 9], name="mended") == 2 * SIZE
+        assert torch.equal(node.cache[9], before[1])
+
+
+class GatedInlet:
+    """A loading thread's side of the cache, whose writes take as long as the test likes."""
+
+    def __init__(self) -> None:
+        self.begun, self.gate = threading.Event(), threading.Event()
+        self.written: list[int] = []
+        self.flushed: list[list[int]] = []
+
+    def write(self, block_id: int, block: memoryview) -> None:
+        self.begun.set()
+        assert self.gate.wait(DEADLINE_S)
+        self.written.append(block_id)
+
+    def flush(self) -> None:
+        self.flushed.append(self.written[:])
+
+
+def test_a_search_is_over_only_when_the_block_that_is_being_written_has_landed() -> None:
+    search, inlet = Search("r", [], 0, 0.0), GatedInlet()
+    ends: list[bool] = []
+    with ThreadPoolExecutor(2) as threads:
+        landing = threads.submit(search.land, cast("Inlet", inlet), 8, memoryview(b""))
+        assert inlet.begun.wait(DEADLINE_S)
+        ending = threads.submit(lambda: ends.append(search.finish()))
+        with pytest.raises(TimeoutError):
+            ending.result(0.05)  # it waits for the write, and would be here long since
+        assert not search.is_over
+        inlet.gate.set()
+        assert landing.result(DEADLINE_S)
+        ending.result(DEADLINE_S)
+    assert ends == [True]
+    assert (inlet.written, inlet.flushed, search.num_read) == ([8], [[8]], 1)
+    assert not search.land(cast("Inlet", inlet), 9, memoryview(b"")), "nothing lands once it is over"
+    assert not search.finish()
+    assert (inlet.written, inlet.flushed, search.num_read) == ([8], [[8]], 1)
 
 
 def test_a_load_of_nothing_ends() -> None:

@@ -99,6 +99,89 @@ def test_the_last_holder_of_a_forked_block_writes_in_place() -> None:
     blocks.check()
 
 
+def test_after_a_fork_both_must_ask_before_they_write() -> None:
+    """What was writable is shared now: a write without asking would go into the other table's block."""
+    blocks = BlockManager(8, SIZE)
+    table = blocks.open_table()
+    blocks.grow(table, 0, 20)
+    assert table.capacity == 2 * SIZE
+    fork = blocks.fork(table)
+    assert (table.capacity, fork.capacity) == (0, 0)
+    growth = blocks.grow(table, 20, 21)
+    assert growth.copy is not None
+    assert growth.copy[0] == fork.ids[1] != table.ids[1]
+    assert (table.capacity, fork.capacity) == (2 * SIZE, 0)
+    blocks.check()
+
+
+def test_growing_over_the_end_of_a_block_takes_the_next() -> None:
+    blocks = BlockManager(4, SIZE)
+    table = blocks.open_table()
+    assert blocks.grow(table, 0, SIZE).block_ids == tuple(table.ids)
+    assert (len(table.ids), table.capacity) == (1, SIZE)
+    growth = blocks.grow(table, SIZE, SIZE + 1)
+    assert (growth.first_block, growth.block_ids, growth.copy) == (1, (table.ids[1],), None)
+    assert table.capacity == 2 * SIZE
+    assert blocks.can_grow(table, SIZE + 1, 4 * SIZE)
+    assert not blocks.can_grow(table, SIZE + 1, 4 * SIZE + 1)
+    fork = blocks.fork(table)
+    assert blocks.can_grow(fork, SIZE + 1, 3 * SIZE), "one for the shared block, one more"
+    assert not blocks.can_grow(fork, SIZE + 1, 4 * SIZE)
+    blocks.truncate(table, 1)
+    assert (len(table.ids), table.capacity) == (1, 0)
+    blocks.check()
+
+
+def test_evictions_are_counted() -> None:
+    blocks = BlockManager(3, SIZE)
+    blocks.close(full_table(blocks, 1, 2))
+    blocks.grow(blocks.open_table(), 0, SIZE)
+    assert blocks.num_evicted == 0
+    blocks.grow(blocks.open_table(), 0, 2 * SIZE)
+    assert blocks.num_evicted == 2
+
+
+def test_it_is_idle_when_nothing_is_held_in_any_way() -> None:
+    blocks = BlockManager(4, SIZE, num_host_blocks=2)
+    assert blocks.idle
+    table = full_table(blocks, 1, publish=False)
+    assert not blocks.idle
+    blocks.quarantine("load", table, 0)
+    blocks.close(table)
+    assert not blocks.idle
+    blocks.drain("load")
+    assert blocks.idle
+    table = full_table(blocks, 1)
+    pairs = blocks.swap_out(table, 1)
+    assert not blocks.idle
+    blocks.free_host([host for _, host in pairs])
+    assert blocks.idle
+    blocks.hold("lease", full_table(blocks, 2))
+    assert not blocks.idle
+    blocks.end_lease("lease")
+    assert blocks.idle
+
+
+@pytest.mark.parametrize("damage", ["_by_hash", "_evictable", "num_children", "block_id"])
+def test_the_check_sees_a_tree_that_does_not_agree_with_itself(damage: str) -> None:
+    blocks = BlockManager(4, SIZE)
+    blocks.close(full_table(blocks, 1, 2))
+    cache = blocks._cache
+    blocks.check()
+    first = cache.find(hashes(1)[0])
+    assert first is not None
+    if damage == "_by_hash":
+        del cache._by_hash[hashes(1)[0]]
+    elif damage == "_evictable":
+        del cache._evictable[first]
+    elif damage == "num_children":
+        cache._by_block[first].num_children += 1
+    else:
+        cache._by_block[first].block_id += 1
+    with pytest.raises(AssertionError):
+        cache.check(blocks._refs)
+
+
 def test_a_lease_holds_its_blocks_until_it_ends_and_shared_ones_count_once() -> None:
     blocks = BlockManager(8, SIZE)
     for lease_id in ("a", "b"):

@@ -280,6 +280,26 @@ def test_a_lone_sequence_that_cannot_grow_yields_until_the_lease_ends() -> None:
     world.check_empty()
 
 
+@pytest.mark.parametrize("ends", ["abort", "one of two"])
+def test_what_a_running_step_touches_is_given_back_when_it_has_retired(ends: str) -> None:
+    """Another sequence, or a load from another node, would write blocks that the step still reads and writes."""
+    world = World(depth=2, num_blocks=8, prefix_caching=False)
+    request = world.submit(message("a", prompt(40), max_tokens=20, n=1 if ends == "abort" else 2))
+    for _ in range(3):
+        world.start_step()  # one is under way
+    running = request.sequences[-1]
+    assert running.num_in_flight == 1
+    in_use = world.blocks.stats().in_use
+    world.take(world.scheduler.abort(request, None if ends == "abort" else 1))
+    assert running.finish_reason is FinishReason.ABORT
+    assert world.blocks.stats().in_use == in_use, "given back under a step that runs"
+    assert not world.scheduler.idle
+    world.settle()
+    assert world.blocks.stats().in_use < in_use
+    world.run_until_idle()
+    world.check_empty()
+
+
 def test_a_swapped_sequence_can_be_aborted() -> None:
     world = World(num_blocks=6, num_host_blocks=6)
     world.submit(message("a", prompt(30), max_tokens=40))

@@ -13,6 +13,7 @@ import httpx
 import psutil
 import pytest
 
+from pd_cluster.launch.on_ray.policy import LOST_S
 from tests.cluster import Launcher
 from tests.ray_cluster.machines import Machines, cmdline
 
@@ -184,6 +185,49 @@ def test_a_machine_that_dies_under_load_is_made_up_for(cluster: Cluster) -> None
     with Load(url_of(told)) as load:
         assert "2210" in ask(url_of(told))
     assert not load.failed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # a busy machine needs minutes to start Ray nodes
+def test_a_controller_that_hears_no_node_leaves_all_as_it_is(cluster: Cluster) -> None:
+    """The actors of all nodes are stopped: they and Ray say nothing, while the nodes' own processes serve."""
+    told = cluster.status()
+    nodes = {unit["name"]: unit["epoch"] for unit in told["units"] if unit["role"] != "router"}
+    actors = [psutil.Process(unit["pid"]).parent() for unit in told["units"] if unit["name"] in nodes]
+    with Load(url_of(told)) as load:
+        try:
+            for actor in actors:
+                assert actor is not None
+                actor.suspend()
+            end_s = time.monotonic() + COMMAND_DEADLINE_S
+            while min(unit["silent_s"] for unit in told["units"] if unit["name"] in nodes) < LOST_S + 5.0:
+                assert time.monotonic() < end_s, told
+                told = cluster.status()
+                assert nodes.keys() <= {unit["name"] for unit in told["units"]}, told
+            assert told["doubt"].startswith("only 0 of 4 units answer"), told
+        finally:
+            for actor in actors:
+                if actor is not None:
+                    actor.resume()
+        told = cluster.await_change(set())
+    assert load.answered
+    assert not load.failed
+    assert {unit["name"]: unit["epoch"] for unit in told["units"] if unit["role"] != "router"} == nodes
+    assert told["doubt"] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # a busy machine needs minutes to start Ray nodes
+def test_when_all_workers_die_at_once_rays_word_is_believed(cluster: Cluster) -> None:
+    told = cluster.status()
+    lost = {unit["name"] for unit in told["units"] if unit["role"] != "router"}
+    for machine in [machine for machine in cluster.machines.running if machine is not cluster.machines.head]:
+        cluster.machines.kill(machine)
+    for _ in range(2):
+        cluster.machines.worker(cpus=5, gpus=5)
+    told = cluster.await_change(lost)
+    assert "2210" in ask(url_of(told))
+    assert len({unit["ray_node"] for unit in of_role(told, "decode")}) == 2
 
 
 def test_scaling_fails_no_request_even_when_the_controller_has_died(cluster: Cluster) -> None:

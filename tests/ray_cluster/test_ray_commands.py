@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -62,6 +63,16 @@ def test_nor_is_anything_longer_than_the_user_likes() -> None:
     assert commands._wait_whole(Told(status(Phase.STARTING)), 0.0, stop) is None
     stop.set()
     assert commands._wait_whole(Told(status(Phase.STARTING)), DEADLINE_S, stop) is None
+
+
+def test_the_table_tells_a_doubt_and_how_long_each_unit_has_been_silent() -> None:
+    told = status(Phase.READY)
+    units = tuple(replace(told.units[0], name=f"decode-{i}", silent_s=s) for i, s in enumerate((4.9, 7.2)))
+    lines = commands.table(replace(told, units=units, doubt="only 1 of 4 units answer this controller"))
+    assert lines[2].split() == ["decode-0", "ready", "http://h:1", "-", "a", "h"]
+    assert lines[3].startswith("decode-1  ready, silent for 7 s  http://h:1")
+    assert lines[4].startswith("doubt: only 1 of 4 units answer this controller; silent ones stay")
+    assert commands.table(told)[-1].startswith("decode-1")
 
 
 def test_of_rays_words_the_reason_is_told() -> None:

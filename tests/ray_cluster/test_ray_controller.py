@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.on_ray import policy
 from pd_cluster.launch.on_ray.cluster import Ledger, UnitDied
-from pd_cluster.launch.on_ray.controller import CENSUS_PERIOD_S, MAX_SILENCE_S, Controller
+from pd_cluster.launch.on_ray.controller import ASK_AGAIN_S, CENSUS_PERIOD_S, DOUBT_MARGIN_S, MAX_SILENCE_S, Controller
 from pd_cluster.launch.on_ray.policy import Choice, RayNode, RoutedNode
 from pd_cluster.launch.on_ray.routers import Routers
 from pd_cluster.launch.on_ray.spec import ClusterSpec, RoleSpec
@@ -52,9 +54,12 @@ class FakeWorld:
     discarded: list[str] = field(default_factory=list)
     stopped: dict[str, float] = field(default_factory=dict)
     ledger: Ledger | None = None
+    living: list[RayNode] = field(default_factory=lambda: list(HOMES))
+    here: str = "head"
+    asked: Counter[str] = field(default_factory=Counter)
 
     def ray_nodes(self) -> list[RayNode]:
-        return HOMES
+        return self.living
 
     def find(self) -> list[str]:
         return list(self.units)
@@ -81,6 +86,7 @@ class FakeWorld:
         self.discarded.append(name)
 
     async def report(self, name: str) -> UnitReport:
+        self.asked[name] += 1
         if name in self.dead or name not in self.units:
             raise UnitDied("its worker died")
         if name in self.silent:
@@ -109,13 +115,14 @@ class Stage:
     router: Router
     routers: Routers
     now_s: float = 1000.0
+    spec: ClusterSpec = SPEC
     controller: Controller = field(init=False)
 
     def __post_init__(self) -> None:
         self.controller = self.another("boot-1")
 
     def another(self, boot: str) -> Controller:
-        return Controller(SPEC, Secret("s"), boot, self.world, lambda: self.now_s)
+        return Controller(self.spec, Secret("s"), boot, self.world, lambda: self.now_s)
 
     async def rounds(self, number: int, step_s: float = 1.0) -> None:
         for _ in range(number):
@@ -198,6 +205,76 @@ async def test_a_silent_unit_leaves_the_router_and_is_replaced_elsewhere(stage: 
     assert stage.world.choices["decode-5"].avoid == (home,)
     assert stage.controller.status().problems == ("decode-2: fell silent",)
     await stage.whole()
+
+
+async def test_a_controller_that_loses_contact_removes_and_kills_nothing(stage: Stage) -> None:
+    await stage.whole()
+    known = stage.known()
+    stage.world.silent = {"prefill-1", "decode-2", "decode-3"}  # the router is heard, and would take orders
+    await stage.rounds(int(policy.LOST_S) + 5)
+    assert stage.known() == known
+    assert not stage.world.discarded
+    status = stage.controller.status()
+    assert not status.whole
+    assert status.doubt == "only 1 of 4 units answer this controller"
+    assert len(status.problems) == 1
+    assert status.problems[0].startswith(f"{status.doubt}: the silent ones stay as they are")
+    assert [(unit.phase, unit.silent_s >= policy.LOST_S) for unit in status.units[:3]] == [(Phase.READY, True)] * 3
+    stage.world.silent = {"decode-2"}  # contact is back; one is silent in earnest
+    await stage.rounds(int(ASK_AGAIN_S) + 1)
+    status = stage.controller.status()
+    assert status.doubt == ""
+    assert status.problems[1].endswith("units answer this controller: silence counts again, from now on")
+    assert not stage.world.discarded  # its silence before that was perhaps the controller's
+    await stage.rounds(int(policy.LOST_S))
+    assert stage.world.discarded == ["decode-2"]
+    await stage.whole()
+
+
+async def test_a_question_that_got_lost_is_asked_again(stage: Stage) -> None:
+    """Else a unit whose answer never came would hear no question for `orphan_s`, and end."""
+    await stage.whole()
+    stage.world.silent = set(stage.world.units)
+    asked = stage.world.asked["decode-2"]
+    await stage.rounds(4 * int(ASK_AGAIN_S))
+    assert stage.world.asked["decode-2"] - asked == 4
+    stage.world.silent = set()
+    await stage.rounds(int(ASK_AGAIN_S) + 1)
+    await stage.whole()
+    assert not stage.world.discarded
+
+
+async def test_of_a_dead_machine_that_held_most_units_rays_word_is_believed(stage: Stage) -> None:
+    await stage.whole()
+    stage.world.silent = {"prefill-1", "decode-2", "decode-3"}
+    lost = {name for name in stage.world.silent if stage.world.units[name].ray_node == "b"}
+    assert lost
+    assert lost < stage.world.silent
+    await stage.rounds(int(policy.LOST_S) + 5)
+    assert not stage.world.discarded
+    stage.world.living = HOMES[:1]
+    await stage.rounds(int(CENSUS_PERIOD_S) + 1)
+    assert set(stage.world.discarded) == lost
+    assert f"{min(lost)}: its Ray node is dead" in stage.controller.status().problems
+
+
+async def test_doubt_ends_after_the_units_have_ended_by_themselves(stage: Stage) -> None:
+    stage.spec = msgspec.structs.replace(SPEC, orphan_s=10.0)
+    stage.controller = stage.another("boot-1")
+    await stage.whole()
+    stage.world.silent = {"prefill-1", "decode-2", "decode-3"}
+    await stage.rounds(int((stage.spec.orphan_s + DOUBT_MARGIN_S) / MAX_SILENCE_S), step_s=MAX_SILENCE_S)
+    assert not stage.world.discarded
+    await stage.rounds(2, step_s=MAX_SILENCE_S)
+    assert set(stage.world.discarded) == {"prefill-1", "decode-2", "decode-3"}
+
+
+async def test_at_the_end_silence_counts(stage: Stage) -> None:
+    await stage.whole()
+    stage.world.silent = set(stage.world.units)
+    await stage.controller.close()
+    await stage.rounds(int(policy.LOST_S) + 1)
+    assert len(stage.world.discarded) == 4
 
 
 async def test_a_unit_that_answers_again_in_time_stays(stage: Stage) -> None:

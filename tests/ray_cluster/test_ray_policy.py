@@ -50,6 +50,86 @@ def test_a_silent_node_leaves_the_routers_long_before_it_is_replaced() -> None:
     assert orders(WHOLE, TABLE[::2]) == [Order("add", "http://decode-2:80", "decode")]  # it was heard again
 
 
+DOUBT_S = 150.0
+
+
+def silent(*units: UnitView, silent_s: float = policy.LOST_S) -> list[UnitView]:
+    return [replace(view, silent_s=silent_s) for view in units]
+
+
+def weighed(units: list[UnitView], here: str = "head") -> list[UnitView]:
+    return list(policy.weigh(units, here, DOUBT_S).units)
+
+
+def test_when_most_are_silent_at_once_none_is_removed_and_none_is_killed() -> None:
+    units = [*silent(*WHOLE[:3]), WHOLE[3]]
+    hearing = policy.weigh(units, "head", DOUBT_S)
+    assert (hearing.num_heard, hearing.num_known) == (1, 4)
+    assert hearing.spared == ("decode-2", "decode-3", "prefill-1")
+    assert decide(GOAL, list(hearing.units), [TABLE]) == policy.Decision()
+    assert orders(hearing.units, TABLE) == []
+    assert not policy.is_whole(GOAL, units, [TABLE])  # what is told is what was heard
+    assert decide(GOAL, units, [TABLE]).discard == ["prefill-1", "decode-2", "decode-3"]  # without the doubt
+
+
+def test_silence_of_half_is_believed() -> None:
+    units = [*silent(*WHOLE[:2]), *WHOLE[2:]]
+    assert weighed(units) == units
+    assert decide(GOAL, weighed(units), [TABLE]).discard == ["prefill-1", "decode-2"]
+    pair = [unit("mixed-1"), *silent(unit("router-2"))]  # the smallest cluster: one of two
+    assert weighed(pair) == pair
+    assert weighed(silent(*pair)) == [unit("mixed-1"), unit("router-2")]
+    assert weighed([]) == []
+
+
+def test_a_short_silence_is_none() -> None:
+    units = silent(*WHOLE, silent_s=policy.SILENT_S - 0.1)
+    assert policy.weigh(units, "head", DOUBT_S) == policy.Hearing(tuple(units), 4, 4)
+    units = silent(*WHOLE, silent_s=policy.SILENT_S)
+    assert orders(weighed(units), TABLE) == []
+
+
+def test_units_beside_the_controller_prove_no_contact_with_others() -> None:
+    there = silent(*[unit(f"decode-{number}", ray_node="b") for number in (1, 2)])
+    here = [unit(f"router-{number}", ray_node="a") for number in (3, 4, 5)]
+    assert policy.weigh([*there, *here], "a", DOUBT_S).spared == ("decode-1", "decode-2")
+    assert not policy.weigh([*there, *here], "c", DOUBT_S).spared
+    # nor do they need any: one that hangs beside it is silent by itself
+    there = [replace(view, silent_s=0.0) for view in there]
+    assert not policy.weigh([*there, *silent(*here)], "a", DOUBT_S).spared
+    # on one machine there are no others
+    assert not policy.weigh([*here[:2], *silent(here[2])], "a", DOUBT_S).spared
+    assert policy.weigh([here[0], *silent(*here[1:])], "a", DOUBT_S).spared == ("router-4", "router-5")
+
+
+def test_rays_word_is_believed_whatever_is_silent() -> None:
+    units = [unit("prefill-1", Phase.LOST, silent_s=20.0), *silent(*WHOLE[1:])]
+    decision = decide(GOAL, weighed(units), [TABLE])
+    assert (decision.discard, decision.create) == (["prefill-1"], ["prefill"])
+    assert orders(weighed(units)[1:], TABLE) == [Order("remove", "prefill-1:80")]
+
+
+def test_units_that_run_nowhere_are_no_witnesses() -> None:
+    idle = [unit("decode-5", Phase.ENDED), unit("decode-6", Phase.LOST), *silent(unit("decode-7", Phase.WAITING))]
+    units = [WHOLE[0], *silent(WHOLE[1]), *silent(*idle)]
+    assert policy.weigh(units, "head", DOUBT_S) == policy.Hearing(tuple(units), 1, 2)
+    long = silent(unit("decode-8", Phase.WAITING), silent_s=policy.REPLACE_WAITING_S)
+    assert decide(GOAL, weighed([*silent(*WHOLE), *long]), []).discard == ["decode-8"]  # it waits for a place
+
+
+def test_units_that_an_earlier_controller_made_may_run_though_this_one_hears_none() -> None:
+    units = silent(*[unit(view.name, Phase.WAITING, was_found=True) for view in WHOLE], silent_s=100.0)
+    assert decide(GOAL, weighed(units), []) == policy.Decision()
+    assert len(decide(GOAL, units, []).discard) == 4
+
+
+def test_doubt_ends_when_units_that_were_not_asked_have_ended_by_themselves() -> None:
+    units = silent(*WHOLE, silent_s=DOUBT_S - 1)
+    assert decide(GOAL, weighed(units), []) == policy.Decision()
+    units[1] = replace(units[1], silent_s=DOUBT_S)
+    assert decide(GOAL, weighed(units), []).discard == ["decode-2"]
+
+
 def test_one_too_many_is_drained_by_every_router_then_stopped() -> None:
     goal = replace(GOAL, counts={**GOAL.counts, "decode": 1, "router": 2})
     units = [*WHOLE, unit("router-5")]

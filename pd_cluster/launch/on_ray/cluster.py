@@ -76,6 +76,14 @@ class RayCluster:
     def namespace(self) -> str:
         return namespace_of(self._name)
 
+    @property
+    def here(self) -> str:
+        """The Ray node of this process."""
+        import ray
+
+        node_id: str = ray.get_runtime_context().get_node_id()
+        return node_id
+
     def ray_nodes(self) -> list[RayNode]:
         import ray
 

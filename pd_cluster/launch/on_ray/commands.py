@@ -21,6 +21,7 @@ from pd_cluster.launch.model_path import served_name
 from pd_cluster.launch.on_ray.cluster import RayCluster, reason
 from pd_cluster.launch.on_ray.connect import connected, find_controller, start_controller
 from pd_cluster.launch.on_ray.flags import SCALED
+from pd_cluster.launch.on_ray.policy import SILENT_S
 from pd_cluster.launch.on_ray.spec import ROUTER, read_spec
 from pd_cluster.launch.on_ray.unit import STOP_MARGIN_S, Phase, Secret
 from pd_cluster.launch.up import curl_line, stop_signals
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator, Sequence
 
-    from pd_cluster.launch.on_ray.controller import ClusterStatus
+    from pd_cluster.launch.on_ray.controller import ClusterStatus, UnitStatus
     from pd_cluster.launch.on_ray.spec import ClusterSpec
 
 ANSWER_S = 60.0  # one call to the controller, which may be starting
@@ -197,12 +198,19 @@ def table(status: ClusterStatus) -> list[str]:
     lines = [f"{status.name}: {state}; wanted: {wanted}"]
     rows = [("unit", "phase", "address", "epoch", "Ray node")]
     rows += [
-        (u.name, u.phase, u.url or u.detail or "-", u.epoch[:8] or "-", f"{u.ray_node[:8]} {u.host}")
+        (u.name, _phase(u), u.url or u.detail or "-", u.epoch[:8] or "-", f"{u.ray_node[:8]} {u.host}")
         for u in status.units
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if status.doubt:
+        lines.append(f"doubt: {status.doubt}; silent ones stay as they are, unless Ray says that they are dead")
     return lines + [f"problem: {problem}" for problem in status.problems]
+
+
+def _phase(unit: UnitStatus) -> str:
+    is_told = unit.phase in (Phase.WAITING, Phase.LOST) or unit.silent_s < SILENT_S
+    return unit.phase if is_told else f"{unit.phase}, silent for {unit.silent_s:.0f} s"
 
 
 def _greet(status: ClusterStatus, spec: ClusterSpec) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pd_cluster.ray")
 
 PERIOD_S = 0.5
+ASK_AGAIN_S = 5.0  # a question without an answer for so long is lost, and asked again
 ANSWER_S = 1.0  # how long a round waits for words from units; one that takes longer is heard in a later round
 MAX_SILENCE_S = 2.0  # that one round adds: a pause of the controller itself is nobody else's silence
 CENSUS_PERIOD_S = 5.0  # between two looks at what there is in Ray, which this controller alone makes
+DOUBT_MARGIN_S = 30.0  # beyond a unit's orphan_s: its process is killed, and its actor goes
 SUSPECT_S = 30.0  # no new unit goes to a Ray node where one fell silent, for so long
 PROBLEMS_KEPT = 20
 
@@ -43,6 +45,8 @@ PROBLEMS_KEPT = 20
 class World(Protocol):
     """The part of Ray that the controller uses: `cluster.RayCluster`, which documents it."""
 
+    @property
+    def here(self) -> str: ...
     def ray_nodes(self) -> list[RayNode]: ...
     def find(self) -> list[str]: ...
     def stray_groups(self) -> list[str]: ...
@@ -57,15 +61,19 @@ class World(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitStatus(UnitReport):
-    """One unit for `pd-cluster ray status`."""
+    """One unit for `pd-cluster ray status`. `silent_s`: since the controller heard it."""
 
     name: str
     role: str
+    silent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """`whole`: everything that should be is ready, and every router uses it. `problems`: the latest, oldest first."""
+    """`whole`: everything that should be is ready, and every router uses it. `problems`: the latest, oldest first.
+
+    `doubt`: why silent units are neither removed from the routers nor replaced at the moment; "": they are.
+    """
 
     name: str
     counts: dict[str, int]
@@ -74,17 +82,20 @@ class ClusterStatus:
     units: tuple[UnitStatus, ...]
     failures: dict[str, int]  # by role: units in a row that never became ready
     problems: tuple[str, ...]
+    doubt: str = ""
 
 
 @dataclass(slots=True)
 class _Record:
     name: str
     ray_node: str = ""  # where it was meant to go
+    was_found: bool = False  # not made by this controller
     silent_s: float = 0.0
     report: UnitReport | None = None
     died: str = ""
     was_ready: bool = False
     asking: asyncio.Task[UnitReport] | None = None
+    asked_s: float = 0.0  # clock
 
     @property
     def role(self) -> str:
@@ -95,15 +106,15 @@ class _Record:
         phase = Phase.LOST if self.died else report.phase if report else Phase.WAITING
         return UnitView(
             self.name, self.role, phase, report.phase_s if report else 0.0, self.silent_s,
-            report.url if report else "", report.ray_node if report else self.ray_node,
+            report.url if report else "", report.ray_node if report else self.ray_node, self.was_found,
         )  # fmt: skip
 
-    def status(self, spec: ClusterSpec) -> UnitStatus:
+    def status(self, spec: ClusterSpec, *, is_spared: bool) -> UnitStatus:
         bundle = ", ".join(f"{amount:g} {name}" for name, amount in spec.role(self.role).bundle.items())
         report = self.report or UnitReport(Phase.WAITING, 0.0, self.ray_node, "", detail=f"for {bundle}")
-        is_lost = self.died or (self.report is not None and self.silent_s >= policy.SILENT_S)
-        told = asdict(report) | ({"phase": Phase.LOST} if is_lost else {})
-        return UnitStatus(name=self.name, role=self.role, **told)
+        is_silent = self.report is not None and self.silent_s >= policy.SILENT_S and not is_spared
+        told = asdict(report) | ({"phase": Phase.LOST} if self.died or is_silent else {})
+        return UnitStatus(name=self.name, role=self.role, silent_s=self.silent_s, **told)
 
 
 @dataclass(slots=True)
@@ -147,6 +158,8 @@ class Controller:
         self._backoff = _Backoff()
         self._problems: list[str] = []
         self._whole = False
+        self._spared: tuple[str, ...] = ()  # silent units whose silence is put aside
+        self._doubt = ""
 
     async def resume(self) -> None:
         """Take over the goal and the units of a controller that died; before `run`.
@@ -157,7 +170,7 @@ class Controller:
         names = await asyncio.to_thread(self._count)
         if ledger is not None and ledger.boot == self._ledger.boot:
             self._ledger = ledger
-            self._units = {name: _Record(name) for name in names}
+            self._units = {name: _Record(name, was_found=True) for name in names}
             return
         for name in names:
             await asyncio.to_thread(self._world.discard, name)
@@ -200,7 +213,8 @@ class Controller:
         units = sorted(self._units.values(), key=lambda unit: (ROLES.index(unit.role), len(unit.name), unit.name))
         return ClusterStatus(
             self._spec.name, dict(self._ledger.counts), self._ledger.closing, self._whole,
-            tuple(unit.status(self._spec) for unit in units), dict(self._backoff.failures), tuple(self._problems),
+            tuple(unit.status(self._spec, is_spared=unit.name in self._spared) for unit in units),
+            dict(self._backoff.failures), tuple(self._problems), self._doubt,
         )  # fmt: skip
 
     async def round(self, routers: Routers) -> None:
@@ -209,13 +223,14 @@ class Controller:
         # of routers whose actor was just heard: to wait for one on a dead machine would stretch the round
         urls = [view.url for view in views if view.role == ROUTER and view.phase is Phase.READY and not view.silent_s]
         tables = await routers.read(urls)
+        goal = self.goal
+        known = list(tables.values())
+        self._whole = not goal.closing and policy.is_whole(goal, views, known)
+        views = self._weigh(views)
         for view in views:
             if view.phase is not Phase.WAITING and view.silent_s >= policy.SILENT_S:
                 self._suspects[view.ray_node] = self._clock() + SUSPECT_S
-        goal = self.goal
-        known = list(tables.values())
         decision = policy.decide(goal, views, known, self._backoff.held_back(self._clock()))
-        self._whole = not goal.closing and policy.is_whole(goal, views, known)
         # the routers first: what is gone must get nothing while the rest is done
         over = set(decision.discard)
         left = [view for view in views if view.name not in over]
@@ -232,13 +247,10 @@ class Controller:
     async def _look(self) -> list[UnitView]:
         """Ask every unit how it does. One that does not answer in time keeps its last word, and grows silent."""
         if self._clock() >= self._census_s:
-            for name in await asyncio.to_thread(self._count):
-                self._units.setdefault(name, _Record(name))
-            self._census_s = self._clock() + CENSUS_PERIOD_S
+            await self._take_census()
         units = list(self._units.values())
         for unit in units:
-            if unit.asking is None:
-                unit.asking = asyncio.create_task(self._world.report(unit.name))
+            self._ask(unit)
         if units:
             await asyncio.wait([unit.asking for unit in units if unit.asking], timeout=self._patience_s)
         self._patience_s = ANSWER_S
@@ -250,6 +262,44 @@ class Controller:
                 self._hear(unit, unit.asking)
                 unit.asking = None
         return [unit.view() for unit in units]
+
+    async def _take_census(self) -> None:
+        """Which units there are, and of which silent ones Ray itself knows that their Ray node is dead."""
+        for name in await asyncio.to_thread(self._count):
+            self._units.setdefault(name, _Record(name, was_found=True))
+        silent = [unit for unit in self._units.values() if unit.report and unit.silent_s >= policy.SILENT_S]
+        if silent:
+            living = {node.node_id for node in await asyncio.to_thread(self._world.ray_nodes)}
+            for unit in silent:
+                if unit.report is not None and unit.report.ray_node not in living:
+                    unit.died = unit.died or "its Ray node is dead"
+        self._census_s = self._clock() + CENSUS_PERIOD_S
+
+    def _ask(self, unit: _Record) -> None:
+        """One question at a time. One that got lost on the way is not waited for: the next may get through."""
+        now_s = self._clock()
+        if unit.asking is not None and not unit.asking.done() and now_s - unit.asked_s >= ASK_AGAIN_S:
+            unit.asking.cancel()
+            unit.asking = None
+        if unit.asking is None:
+            unit.asking, unit.asked_s = asyncio.create_task(self._world.report(unit.name)), now_s
+
+    def _weigh(self, views: list[UnitView]) -> list[UnitView]:
+        """`views` without the silence that is rather this controller's own. What is doubted is told, and its end."""
+        doubt_s = 0.0 if self._ledger.closing else self._spec.orphan_s + DOUBT_MARGIN_S  # all is to end anyway
+        hearing = policy.weigh(views, self._world.here, doubt_s)
+        share = f"{hearing.num_heard} of {hearing.num_known} units answer this controller"
+        if hearing.spared and not self._spared:
+            self._note(f"only {share}: the silent ones stay as they are, unless Ray says that they are dead")
+        elif self._spared and not hearing.is_doubted:
+            self._note(f"{share}: silence counts again, from now on")
+            for unit in self._units.values():
+                if unit.name in self._spared:
+                    unit.silent_s = 0.0  # its answer may be on the way
+            hearing = replace(hearing, units=tuple(unit.view() for unit in self._units.values()))
+        self._doubt = f"only {share}" if hearing.spared else ""
+        self._spared = hearing.spared
+        return list(hearing.units)
 
     def _hear(self, unit: _Record, asking: asyncio.Task[UnitReport]) -> None:
         try:

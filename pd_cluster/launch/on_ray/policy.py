@@ -5,11 +5,15 @@ A unit's way out:
     ready, one too many    leave     the routers drain it: it gets nothing new
     drained, or grace_s    stop      SIGTERM; the process sees the rest of its requests and leases through
     ended, lost            discard   actor and placement group go; a deficit is then made up for
+
+A silent unit is *lost* at once by Ray's word (its actor or its Ray node is dead), and after LOST_S by its silence. When
+most units are silent at the same time, the controller has probably lost its own contact: `weigh` then puts their
+silence aside, and the units stay where they are and with the routers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
@@ -38,10 +42,17 @@ class UnitView:
     silent_s: float = 0.0
     url: str = ""
     ray_node: str = ""  # where it is, or where it was meant to go
+    was_found: bool = False  # an earlier controller made it: it may run although this one has not heard it
 
     @property
     def number(self) -> int:
         return int(self.name.rpartition("-")[2])
+
+    @property
+    def may_run(self) -> bool:
+        """Whether its process may run, as far as this controller can know: its silence is then a sign."""
+        living = (Phase.STARTING, Phase.READY, Phase.LEAVING, Phase.STOPPING)
+        return self.phase in living or (self.phase is Phase.WAITING and self.was_found)
 
     @property
     def is_wanted(self) -> bool:
@@ -106,6 +117,43 @@ class Choice:
     avoid: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Hearing:
+    """`units` as `decide` and `orders` should see them. `num_heard` of `num_known` witnesses answered lately.
+
+    `spared`: those whose silence was put aside, which would otherwise have cost them their requests or their life.
+    """
+
+    units: tuple[UnitView, ...]
+    num_heard: int
+    num_known: int
+    spared: tuple[str, ...] = ()
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether the silence is rather the controller's own."""
+        return 2 * self.num_heard < self.num_known
+
+
+def weigh(units: Sequence[UnitView], here: str, doubt_s: float) -> Hearing:
+    """Which silence to believe: all of it, while at least half of the witnesses are heard; else none below `doubt_s`.
+
+    Witnesses are the units that may run on other Ray nodes than `here`, where the controller is: those beside it
+    answer also when its network is cut. Without any elsewhere all that may run are witnesses. So of two witnesses one
+    may be silent. A machine that dies with most of the witnesses is believed to be dead when Ray says so.
+
+    `doubt_s`: after so long a unit that was not asked has ended by itself (`UnitPlan.orphan_s`), whatever cut it off.
+    """
+    running = [unit for unit in units if unit.may_run]
+    witnesses = [unit for unit in running if unit.ray_node != here] or running
+    hearing = Hearing(tuple(units), sum(unit.silent_s < SILENT_S for unit in witnesses), len(witnesses))
+    if not hearing.is_doubted:
+        return hearing
+    spared = {unit.name for unit in running if SILENT_S <= unit.silent_s < doubt_s}
+    weighed = tuple(replace(unit, silent_s=0.0) if unit.name in spared else unit for unit in units)
+    return replace(hearing, units=weighed, spared=tuple(sorted(spared)))
+
+
 def decide(
     goal: Goal, units: Sequence[UnitView], tables: Sequence[Sequence[RoutedNode]], held_back: Collection[str] = ()
 ) -> Decision:
@@ -150,7 +198,7 @@ def _dismiss(unit: UnitView, goal: Goal, decision: Decision) -> None:
     elif unit.phase is Phase.STARTING:
         decision.stop[unit.name] = MIN_STOP_S
     elif unit.role == ROUTER:
-        decision.stop[unit.name] = goal.grace_s  # it drains itself, and nobody sends it orders about that
+        decision.stop[unit.name] = goal.grace_s  # it drains itself; no order does that
     else:
         decision.leave.append(unit.name)
 

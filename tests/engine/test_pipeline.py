@@ -1,0 +1,139 @@
+"""In which order steps, loads and publishes begin, with the device in the test's hand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from pd_cluster.engine.batch import Batch, BlockCopies, SequenceChunk, StepResult
+from pd_cluster.engine.pipeline import Pipeline
+from pd_connectors.base import LoadSpec, PublishSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd_cluster.worker.executor import Executor
+    from pd_connectors.base import WorkerHalf
+
+
+class FakePending:
+    """A step that is over as soon as it is waited for."""
+
+    is_over = False
+
+    def __init__(self, log: list[str], step: int) -> None:
+        self._log, self._step = log, step
+
+    def result(self) -> StepResult:
+        self._log.append(f"step {self._step} over")
+        return StepResult(self._step, {})
+
+
+class FakeDevice:
+    """Executor and connector: what the pipeline asks of both, in one list."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def launch(self, batch: Batch) -> FakePending:
+        self.log.append(f"step {batch.step} begins")
+        return FakePending(self.log, batch.step)
+
+    def recv_before(self, loads: Sequence[LoadSpec]) -> None:
+        self.log += [f"{load.load_id} begins" for load in loads]
+
+    def send_after(self, publishes: Sequence[PublishSpec]) -> None:
+        self.log += [f"{publish.lease_id}: {publish.num_tokens} tokens" for publish in publishes]
+
+
+@pytest.fixture
+def device() -> FakeDevice:
+    return FakeDevice()
+
+
+def pipeline(device: FakeDevice, depth: int) -> Pipeline:
+    return Pipeline(cast("Executor", device), cast("WorkerHalf", device), depth, lambda: 0.0)
+
+
+def step(
+    number: int,
+    *,
+    loads: tuple[str, ...] = (),
+    computes: bool = True,
+    begun: tuple[str, ...] = (),
+    publishes: tuple[str, ...] = (),
+) -> Batch:
+    return Batch(
+        number,
+        chunks=(SequenceChunk(1, number, 1, num_samples=1),) if computes else (),
+        loads=tuple(LoadSpec(load_id, 0, (3,), 16) for load_id in loads),
+        begun=tuple(PublishSpec(lease_id, (), 0, 0) for lease_id in begun),
+        publishes=tuple(PublishSpec(lease_id, (3,), 16, 0) for lease_id in publishes),
+    )
+
+
+def test_a_load_begins_when_every_step_before_its_own_is_over(device: FakeDevice) -> None:
+    """Its blocks may be those of a sequence that the running step still writes, or copies to the host."""
+    steps = pipeline(device, 2)
+    steps.launch(lambda: step(1))
+    steps.launch(lambda: step(2, loads=("load a",)))
+    assert device.log == ["step 1 begins", "step 2 begins"]
+    steps.retire()
+    assert device.log[2:] == ["step 1 over", "load a begins"]
+    steps.launch(lambda: step(3, loads=("load b", "load c")))
+    steps.retire()
+    assert device.log[4:] == ["step 3 begins", "step 2 over", "load b begins", "load c begins"]
+    steps.retire()
+    assert device.log[-1] == "step 3 over", "once"
+
+
+def test_a_load_waits_for_the_youngest_of_several_steps(device: FakeDevice) -> None:
+    steps = pipeline(device, 3)
+    steps.launch(lambda: step(1))
+    steps.launch(lambda: step(2))
+    steps.launch(lambda: step(3, loads=("load a",)))
+    steps.retire()
+    assert "load a begins" not in device.log
+    steps.retire()
+    assert device.log[-1] == "load a begins"
+
+
+def test_a_step_of_loads_alone_waits_too_and_none_is_launched(device: FakeDevice) -> None:
+    steps = pipeline(device, 2)
+    steps.launch(lambda: step(1))
+    assert not steps.launch(lambda: step(2, loads=("load a",), computes=False))
+    assert device.log == ["step 1 begins"]
+    assert len(steps) == 1
+    steps.retire()
+    assert device.log[1:] == ["step 1 over", "load a begins"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_with_nothing_under_way_a_load_begins_at_once(device: FakeDevice, depth: int) -> None:
+    steps = pipeline(device, depth)
+    assert not steps.launch(lambda: step(1, loads=("load a",), computes=False))
+    assert device.log == ["load a begins"]
+    assert steps.launch(lambda: step(2, loads=("load b",)))
+    assert device.log == ["load a begins", "load b begins", "step 2 begins"]
+
+
+def test_copies_and_departures_are_steps(device: FakeDevice) -> None:
+    steps = pipeline(device, 2)
+    assert steps.launch(lambda: Batch(1, copies=BlockCopies(swap_out=((3, 0),))))
+    assert steps.launch(lambda: Batch(2, departures=(1,), loads=(LoadSpec("load a", 0, (3,), 16),)))
+    assert device.log == ["step 1 begins", "step 2 begins"]
+
+
+def test_that_a_prompt_has_begun_is_told_before_its_step_and_its_blocks_after_it(device: FakeDevice) -> None:
+    steps = pipeline(device, 2)
+    steps.launch(lambda: step(1, publishes=("lease a",)))
+    steps.launch(lambda: step(2, begun=("lease b",), publishes=("lease b",)))
+    assert device.log == ["step 1 begins", "lease b: 0 tokens", "step 2 begins"]
+    assert steps.is_full
+    batch, result = steps.retire()
+    assert (batch.step, result.step) == (1, 1)
+    assert device.log[3:] == ["step 1 over", "lease a: 16 tokens"]
+    assert not steps.is_full
+    steps.retire()
+    assert device.log[5:] == ["step 2 over", "lease b: 16 tokens"]

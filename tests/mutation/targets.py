@@ -1,0 +1,59 @@
+"""What is mutated, and the fast tests that must notice: the quickest to fail first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCE_ROOTS = (".", "router", "connectors", "kernels")
+_SCHEDULER = (
+    "tests/engine/test_scheduler_edges.py",
+    "tests/engine/test_scheduler_cases.py",
+    "tests/engine/test_scheduler_handoff.py",
+    "tests/engine/test_scheduler_machine.py",
+    "tests/engine/test_recall.py",
+)
+_ROUTER = ("tests/router/test_router_failures.py", "tests/router/test_router_disconnect.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A file of the repository, and test files."""
+
+    file: str
+    tests: tuple[str, ...]
+
+    @property
+    def source(self) -> str:
+        return (ROOT / self.file).read_text()
+
+    @property
+    def module(self) -> str:
+        """How it is imported."""
+        parts = Path(self.file).with_suffix("").parts
+        return ".".join(parts[1:] if parts[0] in SOURCE_ROOTS else parts)
+
+
+TARGETS = (
+    Target(
+        "connectors/pd_connectors/lease.py",
+        ("tests/connectors/test_lease_table.py", "tests/connectors/test_simulation.py"),
+    ),
+    Target(
+        "connectors/pd_connectors/pull.py", ("tests/connectors/test_pull.py", "tests/connectors/test_simulation.py")
+    ),
+    Target(
+        "connectors/pd_connectors/reader.py", ("tests/connectors/test_reader.py", "tests/connectors/test_simulation.py")
+    ),
+    Target(
+        "connectors/pd_connectors/owner.py", ("tests/connectors/test_owner.py", "tests/connectors/test_simulation.py")
+    ),
+    Target("pd_cluster/engine/block_manager.py", ("tests/engine/test_block_manager.py", *_SCHEDULER)),
+    Target("pd_cluster/engine/prefix_cache.py", ("tests/engine/test_block_manager.py", *_SCHEDULER)),
+    Target("pd_cluster/engine/lifecycle.py", _SCHEDULER),
+    Target("pd_cluster/engine/planner.py", (*_SCHEDULER, "tests/engine/test_step_limit.py")),
+    Target("pd_cluster/engine/scheduler.py", _SCHEDULER),
+    Target("router/pd_router/legs.py", ("tests/router/test_legs.py", *_ROUTER)),
+    Target("router/pd_router/splice.py", ("tests/router/test_splice.py", *_ROUTER)),
+)

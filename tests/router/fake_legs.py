@@ -1,0 +1,120 @@
+"""One leg's node without a socket: an answer whose chunks come when the test says, in time that the test moves."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any, cast
+
+from pd_router.config import RouterConfig
+from pd_router.nodes import FLAGS, Charge, Node, NodeSpec, NodeTable, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+EVENTS = "text/event-stream"
+STUCK = 1e9  # seconds: longer than every limit
+
+
+def node(node_id: str = "node-1", role: Role = Role.DECODE) -> Node:
+    """One of a table of its own."""
+    table = NodeTable(RouterConfig(start_empty=True), lambda: 0.0)
+    table.apply(FLAGS, (NodeSpec(f"http://{node_id}:1", role),))
+    made = table.nodes[0]
+    made.node_id = node_id
+    return made
+
+
+def charge(on: Node, *, prefill_bytes: int = 0, sequences: int = 0) -> Charge:
+    """On a clock that goes on by a second with each look."""
+    seconds = count()
+    return Charge(on, lambda: float(next(seconds)), prefill_bytes=prefill_bytes, sequences=sequences)
+
+
+class VirtualTime:
+    """The running loop's clock: it stands still but for `advance`. Use it on asyncio's own loop."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        asyncio.get_running_loop().time = lambda: self.now_s  # type: ignore[method-assign]
+
+    async def advance(self, seconds: float) -> None:
+        """In small steps, so that each timer fires at its own time."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s = min(end_s, self.now_s + max(0.125, seconds / 1000))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+
+@dataclass
+class FakeContent:
+    """`parts`: bytes, seconds to wait, or what to raise."""
+
+    parts: list[bytes | float | Exception]
+    time: VirtualTime | None = None
+
+    async def readany(self) -> bytes:
+        while self.parts:
+            part = self.parts.pop(0)
+            if isinstance(part, Exception):
+                raise part
+            if isinstance(part, bytes):
+                return part
+            assert self.time is not None
+            await self.time.advance(part)
+        return b""
+
+
+@dataclass
+class FakeResponse:
+    """Of aiohttp's, what legs use."""
+
+    content: FakeContent
+    content_type: str = EVENTS
+    status: int = 200
+    raw_headers: tuple[tuple[bytes, bytes], ...] = ()
+    closed: int = 0
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {name.decode(): value.decode() for name, value in self.raw_headers}
+
+    async def read(self) -> bytes:
+        parts = []
+        while part := await self.content.readany():
+            parts.append(part)
+        return b"".join(parts)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@dataclass
+class FakeUpstream:
+    """Answers each `post` with the same response, or raises."""
+
+    response: FakeResponse | Exception
+    posted: list[tuple[str, str, bytes, float]] = field(default_factory=list)
+
+    async def post(self, on: Node, path: str, headers: Mapping[str, str], body: bytes, first_byte_s: float) -> Any:
+        self.posted.append((on.node_id, path, body, first_byte_s))
+        if isinstance(self.response, Exception):
+            raise self.response
+        return self.response
+
+
+def answer(
+    *parts: bytes | float | Exception,
+    content_type: str = EVENTS,
+    headers: Iterable[tuple[bytes, bytes]] = (),
+    time: VirtualTime | None = None,
+    status: int = 200,
+) -> FakeResponse:
+    return FakeResponse(FakeContent(list(parts), time), content_type, status, tuple(headers))
+
+
+def as_any(fake: object) -> Any:
+    """Where a real one is asked for."""
+    return cast("Any", fake)
