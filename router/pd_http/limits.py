@@ -41,7 +41,7 @@ class HttpLimits:
         """Which setting is out of range, as a message for the command line; None when all fit."""
         for name in ("client_keepalive_s", "head_timeout_s", "body_timeout_s", "write_timeout_s", "max_unfinished_mb"):
             if not getattr(self, name) > 0:
-                return f"--{name.replace('_', '-')} must be more than 0"
+                return f"--{name.replace('_', '-')} must be above 0"
         for name in ("max_head_kb", "max_headers", "max_connections"):
             if getattr(self, name) < 1:
                 return f"--{name.replace('_', '-')} must be at least 1"

@@ -6,8 +6,8 @@ import pytest
 
 from pd_connectors.base import LeaseEnded
 from pd_connectors.channel import FromOwner
-from pd_connectors.exchange import PatientClock
 from pd_connectors.loopback import LoopbackChannel, LoopbackNetwork
+from pd_connectors.protocol.clock import PatientClock
 from pd_connectors.protocol.errors import LeaseEnd
 from pd_connectors.protocol.messages import LeaseState, Renew
 from tests.connectors.simulation import CONTEXT, Engine, VirtualClock

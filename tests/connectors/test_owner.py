@@ -37,7 +37,9 @@ class Bench:
         self.leases = LeaseTable("P", 1, GEOMETRY.block_size, TTL_S, self.clock)
         self.told: list[tuple[bytes, ToReader]] = []
         context = replace(CONTEXT, engine_id="P", epoch=1)
-        self.owner = Owner(context, self.leases, lambda reader, message: self.told.append((reader, message)))
+        self.owner = Owner(
+            context, self.leases, lambda reader, message: self.told.append((reader, message)), is_frozen=lambda: False
+        )
 
     def open(self) -> LeaseRef:
         """A lease of which all is announced."""

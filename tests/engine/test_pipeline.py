@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from pd_cluster.engine.batch import Batch, BlockCopies, SequenceChunk, StepResult
+from pd_cluster.engine.forecast import StepForecast
 from pd_cluster.engine.pipeline import Pipeline
 from pd_connectors.base import LoadSpec, PublishSpec
 
@@ -53,7 +54,10 @@ def device() -> FakeDevice:
 
 
 def pipeline(device: FakeDevice, depth: int) -> Pipeline:
-    return Pipeline(cast("Executor", device), cast("WorkerHalf", device), depth, lambda: 0.0)
+    forecast = StepForecast(is_compiled_lazily=False)
+    return Pipeline(
+        cast("Executor", device), cast("WorkerHalf", device), depth, lambda: 0.0, forecast, allow_silence=lambda _: None
+    )
 
 
 def step(

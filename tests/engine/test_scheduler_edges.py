@@ -77,7 +77,7 @@ def test_requests_without_a_slot_count_as_waiting() -> None:
     world.submit(message("parked", prompt(20, 2), max_tokens=4, work=Work.TAKE_OVER))
     waits = world.submit(message("waits", prompt(20, 3), max_tokens=4))
     assert (world.scheduler.num_waiting, world.scheduler.num_waiting_for_remote_kv) == (2, 1)
-    with pytest.raises(Overloaded, match="3 requests are waiting"):
+    with pytest.raises(Overloaded, match="3 prompts are waiting"):
         world.submit(message("one too many", prompt(4, 4), max_tokens=4))
     world.take(world.scheduler.abort(waits))
     world.submit(message("in its place", prompt(4, 4), max_tokens=4))

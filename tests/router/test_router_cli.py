@@ -51,7 +51,7 @@ def test_two_parsings_share_nothing() -> None:
         ([], "--decode URL or --mixed URL"),
         (["--prefill", "http://a:1"], "--decode URL or --mixed URL"),
         (["--decode", "a:1"], "http://host:port"),
-        (["--decode", D, "--head-timeout-s", "0"], "--head-timeout-s must be more than 0"),
+        (["--decode", D, "--head-timeout-s", "0"], "--head-timeout-s must be above 0"),
         (["--decode", D, "--max-connections", "0"], "--max-connections must be at least 1"),
         (["--decode", "http://"], "http://host:port"),
         (["--decode", "http://a:99999"], "bad node URL"),

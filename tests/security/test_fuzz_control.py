@@ -103,7 +103,7 @@ def test_a_member_with_a_bug_does_not_end_anothers_lease(frames: list[bytes]) ->
     """Only the message that names the lease and says that it is done does."""
     replies: list[ToReader] = []
     leases = LeaseTable("P", 1, GEOMETRY.block_size, 10.0, lambda: 0.0)
-    owner = Owner(CONTEXT_OF_P, leases, lambda _, message: replies.append(message))
+    owner = Owner(CONTEXT_OF_P, leases, lambda _, message: replies.append(message), is_frozen=lambda: False)
     owner.open(b"there")
     lease = leases.open(32, hold=False)
     leases.announce(PublishSpec(lease.lease_id, (4, 5), 32, 0))

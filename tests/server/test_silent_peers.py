@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
-from pd_cluster.engine.client import RequestFailed
-from pd_cluster.engine.messages import NeedsPrefill, TicketOpened, UseTicket
+from pd_cluster.engine.messages import NeedsPrefill, RequestFailed, TicketOpened, UseTicket
 from pd_cluster.server import keepalive, peer
 from tests.server.fake_engine import WAIT_S, FakeEngine, Line, says
 from tests.server.live_server import running
