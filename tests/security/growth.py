@@ -64,7 +64,7 @@ class Curve:
 
 
 def resident_mb(processes: Mapping[str, psutil.Process]) -> dict[str, float]:
-    """Resident memory that is the process's own: shared pages, the segment of a shared cache for one, are not."""
+    """Resident memory of each process in MB, shared pages included."""
     return {name: round(process.memory_info().rss / MEBIBYTE, 2) for name, process in processes.items()}
 
 
