@@ -29,7 +29,7 @@ from pd_cluster.bench.offline import OfflineEngine
 from pd_cluster.bench.shapes import CONFIGS, write_model
 from pd_cluster.bench.soak_traffic import Breach, Ledger, Traffic
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
-from pd_cluster.engine.messages import EngineStats
+from pd_cluster.engine.messages import EngineStats, SilenceAllowed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -199,7 +199,7 @@ class Soak:
         for message in messages:
             if isinstance(message, EngineStats):
                 self.stats = message
-            else:
+            elif not isinstance(message, SilenceAllowed):
                 self.ledger.take(message)
         return is_busy
 

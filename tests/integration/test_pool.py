@@ -156,7 +156,7 @@ def test_a_decode_node_takes_a_prompt_from_the_pool_and_troubles_nobody(cluster:
         assert answer["tokens"] == cluster.ask(cluster.plain, prompt)["tokens"]
 
 
-@pytest.mark.parametrize("route", ["p-first", "d-first"])
+@pytest.mark.parametrize("route", [pytest.param("p-first", marks=pytest.mark.slow), "d-first"])
 def test_a_longer_prompt_is_prefilled_from_where_the_pool_ends(cluster: PoolCluster, route: str) -> None:
     """P1 knows the beginning; P2 takes that from the pool, computes the rest, and hands the whole to D."""
     for prompt in make_prompts(3 if route == "p-first" else 4):
@@ -172,7 +172,7 @@ def test_a_longer_prompt_is_prefilled_from_where_the_pool_ends(cluster: PoolClus
         assert answer["tokens"] == cluster.ask(cluster.plain, longer)["tokens"]
 
 
-@pytest.mark.parametrize("num_prompts", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_prompts", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_tokens_are_those_of_transformers(
     num_prompts: int, cluster: PoolCluster, references: list[Reference], demo_model: DemoModel
 ) -> None:

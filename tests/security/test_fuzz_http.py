@@ -45,7 +45,7 @@ def chunked(path: str, body: object) -> bytes:
     return head + pieces + b"0\r\n\r\n"
 
 
-ORDER = sign(derive_key(TEST_KEY), NodeOrder("drain", "absent", time.time() + 600))
+ORDER = sign(derive_key(TEST_KEY), NodeOrder("drain", "absent", time.time() + 86400))
 GENUINE = (
     request("POST", "/v1/completions", COMPLETION),
     request("POST", "/v1/completions", COMPLETION, "x-pd-route: d-first", "x-request-id: abc"),
