@@ -73,7 +73,7 @@ class Planner:
         self._keys_per_token = keys_per_token
         self._on_preempt = on_preempt
         self._clock = clock
-        self.short_of_memory: Sequence | None = None  # the last one without blocks; while it waits, nobody passes it
+        self.short_of_memory: Sequence | None = None  # the last one without blocks; nothing passes it
         self.watermark = max(1, blocks.num_blocks // 100)  # kept for those that run already
         self._next_step = 0
 
