@@ -73,7 +73,7 @@ class Planner:
         self._keys_per_token = keys_per_token
         self._on_preempt = on_preempt
         self._clock = clock
-        self.short_of_memory: Sequence | None = None  # the last one without blocks; while it waits, nobody passes it
+        self.short_of_memory: Sequence | None = None  # the last one without blocks; nothing passes it
         self.watermark = max(1, blocks.num_blocks // 100)  # kept for those that run already
         self._next_step = 0
 
@@ -257,9 +257,14 @@ class Planner:
         return True
 
     def _may_take(self, seq: Sequence, victim: Sequence) -> bool:
-        """Whether a running sequence may have the blocks of another: by rank, unless one's group owes the other's."""
+        """Whether a running sequence may have the blocks of another: by rank, unless one's group owes the other's.
+
+        What a group owes counts for nothing where its sequence has the better priority: `debtor` takes nothing from
+        that one either, so that both would wait for each other for ever.
+        """
         own, other = seq.request.group, victim.request.group
-        return other.owes(own) or (victim.rank >= seq.rank and not own.owes(other))
+        is_owed = own.owes(other) and seq.rank[0] >= victim.rank[0]
+        return other.owes(own) or (victim.rank >= seq.rank and not is_owed)
 
     def _can_write(self, seq: Sequence) -> bool:
         table, start = seq.table, seq.num_scheduled_tokens

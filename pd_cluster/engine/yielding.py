@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pd_cluster.engine.sequence import Sequence
     from pd_cluster.engine.turns import Group
 
-YIELDS_A_STEP = 4  # slots; who takes them needs some of the step's budget for its prompt
+YIELDS_A_STEP = 4  # slots; each that takes one needs some of the step's budget for its prompt
 
 
 class Yielding:

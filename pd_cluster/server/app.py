@@ -21,6 +21,7 @@ from pd_cluster.errors import PdError
 from pd_cluster.server.admin import admin_routes
 from pd_cluster.server.exchange import Exchange, error_body, json_response
 from pd_cluster.server.generate import Caller, chat_completions, completions
+from pd_cluster.server.handoff import GROUP_HEADER
 from pd_http.body import ClientGone
 
 if TYPE_CHECKING:
@@ -70,8 +71,10 @@ def create_app(state: NodeState) -> FastAPI:
 
 
 def _caller(request: Request) -> Caller:
+    """The group of a request from D is D's, another one's is new: 122 random bits, which no answer contains."""
     wants_stream = request.headers.get("x-pd-ticket") == "stream"
-    return Caller(request.state.request_id, wants_stream, time.monotonic())
+    group = request.headers.get(GROUP_HEADER, "")[:MAX_REQUEST_ID_CHARS] or uuid.uuid4().hex
+    return Caller(request.state.request_id, group, wants_stream, time.monotonic())
 
 
 def _node_info(state: NodeState) -> dict[str, str] | None:

@@ -49,6 +49,7 @@ class Caller:
     """What the request's headers say."""
 
     request_id: str
+    group: str  # see `Job.group`
     wants_ticket_stream: bool
     started_s: float  # monotonic
 
@@ -188,6 +189,7 @@ async def _job(
         priority=body.priority or 0 if state.config.scheduler.priorities else 0,
         salt=salt,
         plan=plan,
+        group=caller.group,
     )
 
 

@@ -34,8 +34,7 @@ Tokenize = Callable[[], Awaitable[list[int]]]
 
 logger = logging.getLogger("pd_cluster.server")
 
-# A load that fails like this has lost its P, perhaps because of this very request
-_DEATHS = frozenset({LoadFailure.UNREACHABLE, LoadFailure.PEER_RESTARTED})
+GROUP_HEADER = "x-pd-group"  # D to P: see `Job.group`; the router drops what clients send under this name
 
 
 class Untrusted(Exception):
@@ -136,7 +135,7 @@ class PrefillSearch:
         if reason:
             cause = reason.partition(":")[0]  # the rest is words; a label has few values
             self._fell_back(cause, reason)
-            if cause in _DEATHS or any(leg.has_died for leg in self._legs):
+            if await self._has_died(cause):
                 self._bury(self.prefill_node or "")
         await self.close()  # the node whose load failed
         while self._urls and (not reason or policy in ("any", "remote")):
@@ -168,6 +167,19 @@ class PrefillSearch:
         if self.prefill_node is None:
             self.prefill_node = self._state.node_id
 
+    async def _has_died(self, cause: str) -> bool:
+        """Whether the node whose load failed has died, perhaps of this very request.
+
+        A node that cannot be reached for its KV and says over HTTP that it is well has not: a closed port or a broken
+        network between the nodes must not turn every request into a final error. Of the node of a ticket that came with
+        the request, no HTTP address is known here.
+        """
+        if cause == LoadFailure.PEER_RESTARTED or any(leg.has_died for leg in self._legs):
+            return True
+        if cause != LoadFailure.UNREACHABLE:
+            return False
+        return not self._legs or not await self._legs[-1].lives()
+
     def _bury(self, name: str) -> None:
         """A prefill node died of this request, perhaps. Raises PeersDied when it must not meet another one."""
         self._dead.add(name)
@@ -193,7 +205,7 @@ class PrefillSearch:
             "cache_salt": job.salt or None,
             "kv_transfer_params": PREFILL_PARAMS,
         } | api_fields(job.sampling)
-        headers = {"x-request-id": job.client_request_id}
+        headers = {"x-request-id": job.client_request_id, GROUP_HEADER: job.group}
         leg = await PrefillLeg.open(self._state.peers, url, body, headers, left_s)
         self._legs.append(leg)
         try:

@@ -35,12 +35,9 @@ class Job:
     priority: int = 0
     salt: str = ""
     plan: Plan = field(default_factory=Plan)
-
-    @property
-    def group(self) -> str:
-        """All prompts of one client's request share the turns of one (`engine/turns.py`): on this node, and on those
-        that prefill them, which get the same `x-request-id`."""
-        return self.client_request_id
+    # All prompts of one HTTP request share the turns of one (`engine/turns.py`): here, and where D has them prefilled.
+    # Not `x-request-id`, which clients choose, and may share by intent or by a proxy's constant. "": alone in its group
+    group: str = ""
 
     def to_engine(self, *, min_remote_tokens: int, load_deadline_s: float, received_s: float) -> AddRequest:
         return AddRequest(

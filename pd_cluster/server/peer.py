@@ -61,8 +61,12 @@ class PeerError(Exception):
 class PrefillLeg:
     """An open request to P. P gives the prefill up when it is closed before its end."""
 
-    def __init__(self, response: aiohttp.ClientResponse, ticket: str, rest: bytes) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, node_url: str, response: aiohttp.ClientResponse, ticket: str, rest: bytes
+    ) -> None:
         self.ticket = ticket
+        self._session = session
+        self._node_url = node_url
         self.url = str(response.url)
         self.has_died = False  # P, or its engine, before the prompt was computed
         self._response = response
@@ -80,7 +84,7 @@ class PrefillLeg:
                 on_failure.callback(response.close)
                 ticket, rest = await _first_ticket(response)
                 on_failure.pop_all()
-                return cls(response, ticket, rest)
+                return cls(session, url, response, ticket, rest)
         except TimeoutError as error:
             raise PeerError(PeerFault.TIMEOUT, f"{url} gave no ticket within {deadline_s:.1f} s") from error
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, ConnectionResetError) as error:
@@ -88,6 +92,10 @@ class PrefillLeg:
             raise PeerError(fault, f"{url}: {error!r}") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: an address that is none
             raise PeerError(PeerFault.UNREACHABLE, f"{url}: {error!r}") from error
+
+    async def lives(self) -> bool:
+        """Whether P and its engine live, as far as P knows."""
+        return await _lives(self._session, self._node_url) and not self.has_died
 
     async def close(self) -> None:
         """Hang up. Idempotent."""
@@ -126,13 +134,16 @@ async def _heard(url: object, work: Coroutine[None, None, T]) -> T:
 
 
 async def _lives(session: aiohttp.ClientSession, url: str) -> bool:
-    """Whether P answers, whatever it says."""
+    """Whether P answers, and not that its engine is dead or that it has just begun."""
     try:
         async with asyncio.timeout(PROBE_S), session.get(f"{url.rstrip('/')}/health") as response:
-            await response.read()
+            told = await response.read()
     except (aiohttp.ClientError, OSError, TimeoutError):
         return False
-    return True
+    try:
+        return orjson.loads(told)["status"] not in ("dead", "starting")
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return True
 
 
 def _says_died(told: bytes) -> bool:

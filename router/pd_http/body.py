@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope
 
 BODY_BYTES_PER_TOKEN = 64  # a token is 4 bytes of text on average; escaped and in JSON it can be tens
-BODY_BYTES_BESIDE = 1 << 20  # all fields that are no prompt
+# A bias for each of 131,072 tokens has 2 MB. A list of 256 prompts, each 4,096 token ids long, has 7.
+BODY_BYTES_BESIDE = 8 << 20
 
 
 class ClientGone(Exception):
@@ -20,7 +21,8 @@ class BodyTooLong(Exception):
 
 
 def longest_body(max_model_len: int) -> int:
-    """Bytes of the longest useful body: any prompt that fits the model, however it is written, and all fields."""
+    """Bytes of the longest useful body: any prompt that fits the model, however it is written, and lists of tokens or
+    of prompts beside it."""
     return max_model_len * BODY_BYTES_PER_TOKEN + BODY_BYTES_BESIDE
 
 

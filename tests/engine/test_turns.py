@@ -80,6 +80,23 @@ def test_a_client_beside_an_abusive_one_has_its_first_tokens(
     busy.check_empty()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_priority_goes_before_what_a_group_owes(depth: int) -> None:
+    """The group with all slots takes the blocks of a sequence of lower priority that waits with them: else both wait
+    for each other, and the engine stands still."""
+    world = World(num_blocks=8, max_num_seqs=2, depth=depth, forgets=True)
+    low = world.submit(message("low", prompt(33, 1), work=Work.TAKE_OVER, max_tokens=20, priority=1))
+    load = world.reserve(low)
+    assert load is not None
+    world.submit(message("high", prompt(33, 2), n=2, max_tokens=37))
+    world.start_step()
+    world.start_step()
+    world.finish_load(load)
+    world.give_first_tokens(low)
+    world.run_until_idle(limit=500)
+    world.check_empty()
+
+
 def test_prefill_legs_of_one_request_take_turns_with_others() -> None:
     """On P a sequence holds its slot for its prompt only: what counts there is when its group last had a turn."""
     world = World(num_blocks=400, max_num_batched_tokens=32, max_waiting=1000, forgets=True)

@@ -12,8 +12,9 @@ import pytest
 
 from pd_cluster.config import SchedulerConfig
 from pd_cluster.engine.messages import FinishReason
-from tests.server.fake_engine import FakeEngine, Line, says
-from tests.server.live_server import Node, running
+from pd_connectors.protocol.ticket import Offer, sign
+from tests.server.fake_engine import FakeEngine, Line, decodes, says
+from tests.server.live_server import KEY, Node, running
 from tests.server.sse import post_events
 
 pytestmark = pytest.mark.anyio
@@ -181,14 +182,30 @@ async def test_priorities_are_the_operators_choice() -> None:
 
 
 async def test_prompts_of_one_request_are_one_group() -> None:
+    """Whatever its `x-request-id` is: clients choose that, and one that has another's must not join its group."""
     async with running(FakeEngine(says([5]))) as node:
-        for prompt, request_id in ((["a", "b"], "one"), ("c", "two")):
+        for prompt in (["a", "b"], "c"):
             body = {"prompt": prompt, "max_tokens": 1}
             async with node.session.post(
-                f"{node.url}/v1/completions", json=body, headers={"x-request-id": request_id}
+                f"{node.url}/v1/completions", json=body, headers={"x-request-id": "the same"}
             ) as response:
                 assert response.status == 200
-        assert [request.group for request in node.engine.requests] == ["one", "one", "two"]
+        first, second, third = (request.group for request in node.engine.requests)
+        assert first == second != third
+        assert "the same" not in (first, third)
+
+
+async def test_prompts_that_d_sends_on_keep_their_group() -> None:
+    async with (
+        running(FakeEngine(says([5]), engine_id="p"), node_id="p") as p,
+        running(FakeEngine(decodes([5])), node_id="d") as d,
+    ):
+        params = {"do_remote_prefill": True, "offer": sign(KEY, Offer((p.url,), 9e9))}
+        body = {"prompt": ["a", "b"], "max_tokens": 1, "kv_transfer_params": params}
+        async with d.session.post(f"{d.url}/v1/completions", json=body) as response:
+            assert response.status == 200
+        groups = {request.group for node in (p, d) for request in node.engine.requests}
+        assert (len(p.engine.requests), len(d.engine.requests), len(groups)) == (2, 2, 1)
 
 
 async def test_more_prompts_than_the_queue_takes_are_refused_before_any_is_admitted() -> None:

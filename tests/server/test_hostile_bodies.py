@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from pd_cluster.errors import InvalidRequest
+from pd_cluster.server.schema import MAX_PROMPTS
 from pd_cluster.server.tokenizer import Tokenizer
 from tests.bad_bodies import BAD_BODIES, OVERSIZED, check_error
 from tests.server.fake_engine import FakeEngine, says
@@ -45,6 +47,17 @@ async def test_the_longest_body_follows_from_the_context_length(path: str) -> No
         assert answer["error"]["code"] == "body_too_large"
     async with running(FakeEngine(says([5]), max_model_len=1 << 20)) as node:
         assert node.state.max_body_bytes > len(OVERSIZED)
+
+
+async def test_a_small_model_takes_as_many_prompts_as_a_request_may_have() -> None:
+    """They are in no proportion to the length of one prompt."""
+    body = json.dumps({"prompt": [[1000] * 2000] * MAX_PROMPTS, "max_tokens": 1}).encode()
+    async with (
+        running(FakeEngine(says([5]))) as node,
+        node.session.post(f"{node.url}/v1/completions", data=io.BytesIO(body)) as response,
+    ):
+        assert response.status == 200
+        assert len((await response.json())["choices"]) == MAX_PROMPTS
 
 
 class Untouched:

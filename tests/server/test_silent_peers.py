@@ -11,7 +11,7 @@ from aiohttp import web
 
 from pd_cluster.engine.messages import NeedsPrefill, RequestFailed, TicketOpened, UseTicket
 from pd_cluster.server import keepalive, peer
-from tests.server.fake_engine import WAIT_S, FakeEngine, Line, says
+from tests.server.fake_engine import WAIT_S, FakeEngine, Line, Script, says
 from tests.server.live_server import running
 from tests.server.test_decode_leg import TEXT, complete, decode_node, engine_of_p, fallbacks, make_offer
 from tests.server.test_prefill_leg import FOREIGN, STREAM
@@ -129,26 +129,45 @@ async def test_d_stops_when_two_prefill_nodes_died_of_a_request(dying_urls: list
         assert (fallbacks(d, "peer_died"), fallbacks(d, "nodes_died")) == (2, 1)
 
 
-async def loses_its_prefill_node(line: Line) -> None:
-    """D's engine: each load ends because the P is gone."""
-    reason = ""
-    while True:
-        line.push(NeedsPrefill(line.request.request_id, 0, reason))
-        if not isinstance(await line.heard(), UseTicket):
-            return
-        reason = "unreachable: the prefill node does not answer"
+def loses_each_load(reason: str) -> Script:
+    """D's engine: each load fails like this. When it is to prefill by itself, it does."""
+
+    async def script(line: Line) -> None:
+        said = ""
+        while True:
+            line.push(NeedsPrefill(line.request.request_id, 0, said))
+            if not isinstance(await line.heard(), UseTicket):
+                await says([5])(line)
+                return
+            said = reason
+
+    return script
+
+
+async def opens_only(line: Line) -> None:
+    line.push(TicketOpened(line.request.request_id, line.ticket()))
+    await asyncio.Event().wait()
+
+
+async def test_prefill_nodes_that_live_and_cannot_be_reached_for_kv_have_not_died() -> None:
+    """The ports for KV are closed, to all nodes and for all requests: D prefills by itself."""
+    lost = loses_each_load("unreachable: no data connection")
+    async with (
+        running(FakeEngine(opens_only, engine_id="one"), node_id="one") as one,
+        running(FakeEngine(opens_only, engine_id="two"), node_id="two") as two,
+        decode_node(lost, max_node_deaths=1) as d,
+    ):
+        status, _, headers = await complete(d, {"offer": make_offer(one.url, two.url)})
+        assert (status, headers["x-pd-prefill"]) == (200, "d")
+        assert (fallbacks(d, "unreachable"), fallbacks(d, "nodes_died")) == (2, 0)
 
 
 async def test_loads_whose_prefill_node_died_count_too() -> None:
-    async def opens_only(line: Line) -> None:
-        line.push(TicketOpened(line.request.request_id, line.ticket()))
-        await asyncio.Event().wait()
-
     nodes: list[Node]
     async with (
         running(FakeEngine(opens_only, engine_id="one"), node_id="one") as one,
         running(FakeEngine(opens_only, engine_id="two"), node_id="two") as two,
-        decode_node(loses_its_prefill_node) as d,
+        decode_node(loses_each_load("peer_restarted: another epoch lives there now")) as d,
     ):
         nodes = [one, two]
         params = {"offer": make_offer(*(node.url for node in nodes))}
