@@ -122,6 +122,8 @@ class BoundedProtocol(HttpToolsProtocol):
     # --- what the parser and the application tell
 
     def on_headers_complete(self) -> None:
+        if self.parser.get_http_version() not in ("1.0", "1.1"):  # a request line without one is HTTP/0.9
+            raise httptools.HttpParserError("not HTTP/1")  # what a callback raises ends the parsing: BAD_REQUEST
         super().on_headers_complete()
         self._has_head = True
         if self.parser.should_upgrade():

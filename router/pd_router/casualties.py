@@ -36,6 +36,10 @@ class Casualties:
         """Its boot epoch when it met the request."""
         return self._met.get(node, node.epoch)
 
+    def spare(self, node: Node) -> None:
+        """The request is not with `node`: it refused, froze, or took no connection. What it does later is no death."""
+        self._met.pop(node, None)
+
     def add(self, node: Node) -> None:
         """`node` has died since it met the request. Counted once."""
         if node not in self._dead:

@@ -38,6 +38,8 @@ _RETRYABLE = frozenset({429, 500, 502, 503})
 # a client could talk every node out of service. Nor does slowness, which is load: /health judges that.
 _ILLNESS = frozenset({FailureKind.CONNECT, FailureKind.BROKEN, FailureKind.BAD_ANSWER})
 _JUDGED = frozenset({FailureKind.FROZEN, FailureKind.DIED})
+# A node that failed a leg like this is not looked at again when another node dies of the request.
+_NO_CASUALTY = frozenset({FailureKind.CONNECT, FailureKind.REFUSED, FailureKind.FROZEN})
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +270,8 @@ class Exchange:
             if await self._s.upstream.has_died(failure.node, epoch):
                 failure.kind = FailureKind.DIED
         self._note(leg, failure)
+        if failure.kind in _NO_CASUALTY:
+            self._casualties.spare(failure.node)
         if failure.kind is FailureKind.DIED:
             self._casualties.add(failure.node)
             await self._look_for_others()

@@ -160,6 +160,19 @@ async def test_what_a_node_says_of_dead_peers_is_final() -> None:
         assert sum(len(node.seen) for node in nodes) == 1
 
 
+async def test_a_node_that_was_gone_before_the_request_is_no_casualty() -> None:
+    async def engine_died(node: FakeNode, request: web.Request, seen: fakes.Seen) -> web.StreamResponse:
+        return fakes.error(503, "engine_died")
+
+    nodes = decodes(fakes.decode, engine_died, fakes.decode)
+    async with running(*nodes), serving(decode=nodes, **QUICK | {"health_interval_s": 60.0}) as router:
+        await nodes[0].stop()  # the router has not looked since: it is refused the connection
+        status, decoded_by, _ = await post(router)
+        assert (status, decoded_by) == (200, "d2")
+        assert router.count("pd_router_requests_nodes_died_total") == 0
+        assert len(nodes[1].seen) == 1
+
+
 async def test_an_engine_that_died_counts_and_a_refusal_does_not() -> None:
     async def engine_died(node: FakeNode, request: web.Request, seen: fakes.Seen) -> web.StreamResponse:
         return fakes.error(503, "engine_died")

@@ -155,3 +155,14 @@ async def test_a_stopped_node_does_not_slow_the_looks_at_the_others() -> None:
 def test_the_error_shape_is_checked() -> None:
     with pytest.raises(AssertionError):
         check_error(orjson.loads(b'{"detail":"no"}'))
+
+
+@pytest.mark.parametrize(("version", "status"), [(b"", b"400"), (b" HTTP/1.0", b"503"), (b" HTTP/1.1", b"503")])
+async def test_a_request_line_without_a_version_is_refused(version: bytes, status: bytes) -> None:
+    async with serving(start_empty=True) as router:
+        host, _, port = router.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /health" + version + b"\r\nhost: x\r\n\r\n")
+        line = await asyncio.wait_for(reader.readline(), fakes.WAIT_S)
+        writer.close()
+        assert line.split()[1] == status
