@@ -293,7 +293,9 @@ class Planner:
             if not draft.budget or draft.preempted or self.num_free_slots <= 0:
                 return
             if seq.table is not None:
-                if draft.has_rows(seq) and draft.has_portion(seq):  # a lead whose first tokens are drawn again samples n
+                if draft.has_rows(seq) and draft.has_portion(
+                    seq
+                ):  # a lead whose first tokens are drawn again samples n
                     self._enter_loaded(seq, draft)
             elif (
                 not is_short

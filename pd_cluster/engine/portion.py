@@ -1,9 +1,9 @@
 """What one shared group gets of one step, where a step with much work keeps all others waiting: on a CPU.
 
-On one core a step of the demo model takes 4.5 ms for one decode, 9 for 16 and 22 for 64; a prompt's token adds 0.12 ms.
+On one core a step of the demo model takes 4.5 ms for one decode, 7 for 8 and 22 for 64; a prompt's token adds 0.12 ms.
 A request that arrives waits for the step that runs, on P and on D. A group of 64 decodes is therefore stepped in
-rotation, and its prompts are cut, whether or not another group waits. It pays for that: 64 sequences in four steps take
-37 ms instead of 22. On a GPU a step's duration hardly depends on its rows, and there are no portions.
+rotation, and its prompts are cut, whether or not another group waits. It pays for that: 64 sequences in eight steps take
+58 ms instead of 22. On a GPU a step's duration hardly depends on its rows, and there are no portions.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pd_cluster.engine.sequence import Sequence
     from pd_cluster.engine.turns import Group
 
-MOST_ROWS = 16  # decodes of a shared group in one step
-MOST_PROMPT_TOKENS = 64  # of its prompts in one step
+MOST_ROWS = 8  # decodes of a shared group in one step
+MOST_PROMPT_TOKENS = 32  # of its prompts in one step
 LEAST_PRICE = 4  # prompt tokens that a chunk counts as at least, because of its row of logits
 
 

@@ -179,9 +179,7 @@ def test_ordinary_traffic_is_scheduled_as_by_a_plain_queue(
     seed: int, monkeypatch: pytest.MonkeyPatch, *, rests: bool
 ) -> None:
     """Requests of one prompt and n = 1: the very same batches."""
-    found, expected = (
-        batches_of(seed, plain=plain, rests=rests, monkeypatch=monkeypatch) for plain in (False, True)
-    )
+    found, expected = (batches_of(seed, plain=plain, rests=rests, monkeypatch=monkeypatch) for plain in (False, True))
     assert found == expected
 
 
