@@ -2,8 +2,8 @@
 
 On one core a step of the demo model takes 4.5 ms for one decode, 7 for 8 and 22 for 64; a prompt's token adds 0.12 ms.
 A request that arrives waits for the step that runs, on P and on D. A group of 64 decodes is therefore stepped in
-rotation, and its prompts are cut, whether or not another group waits. It pays for that: 64 sequences in eight steps take
-58 ms instead of 22. On a GPU a step's duration hardly depends on its rows, and there are no portions.
+rotation, and its prompts are cut, whether or not another group waits. It pays for that: 64 sequences in eight steps
+take 58 ms instead of 22. On a GPU a step's duration hardly depends on its rows, and there are no portions.
 """
 
 from __future__ import annotations
