@@ -12,6 +12,7 @@ from pd_connectors.base import LoadSpec, PublishSpec
 
 if TYPE_CHECKING:
     from pd_cluster.engine.block_manager import BlockManager, BlockTable
+    from pd_cluster.engine.portion import Portions
     from pd_cluster.engine.sequence import Sequence
 
 
@@ -24,6 +25,7 @@ class Draft:
     prompts: PromptShare = field(default_factory=PromptShare)  # of these, for chunks of prompts
     # Of logits, left for the first tokens of requests with n > 1: as many as sequences may run, besides one for each
     rows: int = 0
+    portions: Portions | None = None  # None: no group is limited
     starts: list[SequenceStart] = field(default_factory=list)
     chunks: list[SequenceChunk] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -52,11 +54,34 @@ class Draft:
         """Whether this step may sample all that the sequence samples at its end. A lead does so for its n siblings."""
         return seq.num_samples == 1 or seq.num_samples <= self.rows
 
+    def has_portion(self, seq: Sequence) -> bool:
+        """Whether its group's portion of this step admits a chunk of the sequence."""
+        if self.portions is None:
+            return True
+        if seq.num_remaining_tokens == 1:
+            return self.portions.has_row(seq)
+        return self.portions.prompt_tokens(seq) != 0
+
+    def _take(self, seq: Sequence) -> int:
+        """Tokens of the sequence's next chunk, taken from the prompts' share and from its group's portion."""
+        num_remaining = seq.num_remaining_tokens
+        if num_remaining == 1:
+            if self.portions is not None:
+                self.portions.take_row(seq)
+            return 1
+        if self.portions is None:
+            return self.prompts.take(seq.num_scheduled_tokens, num_remaining)
+        most = self.portions.prompt_tokens(seq)
+        num_wanted = num_remaining if most is None else min(num_remaining, most)
+        num_tokens = self.prompts.take(seq.num_scheduled_tokens, num_wanted)
+        self.portions.take_prompt_tokens(seq, num_tokens)
+        return num_tokens
+
     def add_chunk(self, seq: Sequence, blocks: BlockManager) -> None:
         """One token if one is left, else as many as the prompts' share admits. Its blocks exist, or can be had."""
         table, start, num_remaining = seq.table, seq.num_scheduled_tokens, seq.num_remaining_tokens
         assert table is not None
-        num_tokens = 1 if num_remaining == 1 else self.prompts.take(start, num_remaining)
+        num_tokens = self._take(seq)
         end = start + num_tokens
         first_block = 0
         new_block_ids: tuple[int, ...] = ()

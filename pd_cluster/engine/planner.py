@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.engine.batch import SequenceChunk
 from pd_cluster.engine.draft import Draft
+from pd_cluster.engine.portion import Portions, in_rotation
 from pd_cluster.engine.prompt_share import PromptShare
 from pd_cluster.engine.ranked_queue import RankedQueue
 from pd_cluster.engine.sequence import KvArrival, Request, Sequence, SequenceStatus
@@ -59,6 +60,7 @@ class Planner:
     ) -> None:
         self.turns = Turns()
         self._yielding = Yielding(self, blocks, rests=rests)
+        self._has_portions = rests
         self.running: RankedQueue[Sequence] = RankedQueue()
         self.waiting: RankedQueue[Sequence] = RankedQueue()  # hold no device blocks
         self.loaded: RankedQueue[Sequence] = RankedQueue()  # hold their prompt's KV and wait for a slot
@@ -187,6 +189,8 @@ class Planner:
         config = self._config
         draft = Draft(step=self._next_step, budget=config.max_num_batched_tokens, rows=config.max_num_seqs)
         self._next_step += 1
+        if self._has_portions and self.turns.has_shared:
+            draft.portions = Portions()
         if self.turns.anyone_is_rich and (self.waiting or self.loaded):
             self._yielding.even_out(draft)
         resting = self._yielding.resting()
@@ -194,7 +198,8 @@ class Planner:
         draft.prompts = self._prompt_share(draft)
         for seq in prefills:
             may_run = seq.status is RUNNING and seq.seq_id not in draft.held
-            if may_run and draft.has_rows(seq) and draft.prompts.admits(seq.num_scheduled_tokens):
+            may_run = may_run and draft.has_rows(seq) and draft.has_portion(seq)
+            if may_run and draft.prompts.admits(seq.num_scheduled_tokens):
                 draft.add_chunk(seq, self._blocks)
         if not draft.preempted and not draft.held and (self.waiting or self.loaded):
             self._admit(draft)
@@ -215,8 +220,9 @@ class Planner:
 
     def _plan_decodes(self, draft: Draft, resting: Group | None) -> list[Sequence]:
         """Plan every decode but of the group that rests; return the running sequences with more than one token left."""
-        step, chunks, prefills = draft.step, draft.chunks, []
-        for seq in tuple(self.running) if resting is None else self._without(resting):
+        step, chunks, prefills, portions = draft.step, draft.chunks, [], draft.portions
+        running = tuple(self.running) if resting is None else self._without(resting)
+        for seq in running if portions is None else in_rotation(running):
             if draft.held and seq.seq_id in draft.held:
                 continue
             num_known = len(seq.token_ids) + seq.num_pending
@@ -225,11 +231,15 @@ class Planner:
                 prefills.append(seq)
             elif num_known >= seq.max_len or (seq.num_samples > 1 and seq.num_pending) or seq.status is not RUNNING:
                 continue  # its last token, or its first ones, are being sampled; or it was preempted just now
+            elif portions is not None and not portions.has_row(seq):
+                continue
             elif start < seq.table.capacity and seq.in_worker and start >= seq.num_prompt_tokens:  # type: ignore[union-attr]
                 seq.num_scheduled_tokens = num_known
                 seq.num_pending += 1
                 seq.num_in_flight += 1
                 seq.planned_step = step
+                if portions is not None:
+                    portions.take_row(seq)
                 chunks.append(SequenceChunk(seq.seq_id, start, 1, 0, (), 1))
                 draft.budget -= 1
             elif draft.has_rows(seq) and self._make_writable(seq, draft):
@@ -288,12 +298,15 @@ class Planner:
             if not draft.budget or draft.preempted or self.num_free_slots <= 0:
                 return
             if seq.table is not None:
-                if draft.has_rows(seq):  # a lead whose first tokens are drawn again samples n
+                if draft.has_rows(seq) and draft.has_portion(
+                    seq
+                ):  # a lead whose first tokens are drawn again samples n
                     self._enter_loaded(seq, draft)
             elif (
                 not is_short
                 and not self._awaits_sibling(seq)
                 and draft.has_rows(seq)
+                and draft.has_portion(seq)
                 and (seq.num_remaining_tokens == 1 or draft.prompts.admits(len(seq.token_ids)))
             ):
                 is_short = not self._find_memory(seq, draft)

@@ -30,6 +30,7 @@ class PromptShare:
     least_left: int = 0  # tokens that are given whatever they cost; 0 as well where costs are not limited
     keys_per_token: int = 0  # 0: position costs nothing
     num_planned: int = 0  # tokens in the step, with those that are sure to come
+    num_given: int = 0  # of them, those of prompts
     is_limited: bool = False
 
     @classmethod
@@ -65,12 +66,14 @@ class PromptShare:
     def take(self, start: int, num_remaining: int) -> int:
         """As many of a prompt's `num_remaining` tokens behind `start` others as it may have; at least one if admitted.
 
-        One that is cut ends where a captured step does, if it reaches little beyond that: more would be padding.
+        One that is cut ends where a captured step does, if it reaches little beyond that: more would be padding. It
+        does not if that left the step's prompts less than LEAST_PROMPT_TOKENS.
         """
         num_tokens = min(num_remaining, self._room(start))
         if num_tokens < num_remaining:
             excess = (self.num_planned + num_tokens) % STEP_MULTIPLE
-            if self.is_limited and num_tokens >= PADDING_PRICE * excess:
+            keeps_least = self.num_given + num_tokens - excess >= LEAST_PROMPT_TOKENS
+            if self.is_limited and keeps_least and num_tokens >= PADDING_PRICE * excess:
                 num_tokens -= excess
             self.tokens_left = 0
         else:
@@ -78,6 +81,7 @@ class PromptShare:
         self.cost_left = max(0, self.cost_left - cost_of(num_tokens, start, self.keys_per_token))
         self.least_left = max(0, self.least_left - num_tokens)
         self.num_planned += num_tokens
+        self.num_given += num_tokens
         return num_tokens
 
     def _room(self, start: int) -> int:

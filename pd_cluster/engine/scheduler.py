@@ -42,7 +42,7 @@ class Scheduler:
     `on_preempt` is called with a leased sequence before its blocks are freed: it takes back what was announced of them
     (`retract`) and sets the request's `lease_generation` to the new one. `max_tokens_beside_decodes`: 0: no limit.
     `keys_per_token`: of such steps, a prompt's token costs as much again behind so many others; 0: it does not.
-    `rests`: see `Yielding`.
+    `rests`: see `Yielding` and `Portions`.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pd_cluster.engine.prompt_share import (
@@ -64,6 +64,7 @@ def test_no_step_costs_more_than_its_limit_unless_that_is_the_least_of_prompts(
 
 
 @given(DECODES, STARTS, LENGTHS, st.integers(1, 512), KEYS_PER_TOKEN)
+@example(225, 0, 33, 321, 0)  # 32 are left, which end one token behind a size that is captured
 def test_the_first_prompt_gets_on_however_many_decode_and_wherever_it_stands(
     num_decodes: int, start: int, left: int, limit: int, keys_per_token: int
 ) -> None:

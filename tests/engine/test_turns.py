@@ -154,17 +154,19 @@ def test_several_samples_wait_for_no_slots_at_once() -> None:
 # against models
 
 
-def batches_of(seed: int, *, plain: bool, monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+def batches_of(seed: int, *, plain: bool, rests: bool, monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     """Of random requests of one prompt and n = 1. `plain`: without turns, in the order of rank."""
     with monkeypatch.context() as patch:
         if plain:
             patch.setattr(Turns, "in_turn", lambda _, ranked: iter(ranked))
             patch.setattr(Turns, "anyone_is_rich", False)
+            patch.setattr(Turns, "has_shared", False)
             patch.setattr(Group, "owes", lambda *_: False)
         rng = random.Random(seed)
         world = World(
             num_blocks=rng.randint(12, 40), num_host_blocks=rng.choice((0, 8)), depth=rng.randint(1, 2),
-            max_num_batched_tokens=rng.choice((16, 64)), max_num_seqs=rng.randint(1, 6), forgets=True,
+            max_num_batched_tokens=rng.choice((16, 64)), max_num_seqs=rng.randint(1, 6), rests=rests,
+            forgets=True,
         )  # fmt: skip
         batches: list[Batch] = []
         for index in range(40):
@@ -188,10 +190,13 @@ def batches_of(seed: int, *, plain: bool, monkeypatch: pytest.MonkeyPatch) -> li
         return batches
 
 
+@pytest.mark.parametrize("rests", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_ordinary_traffic_is_scheduled_as_by_a_plain_queue(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_traffic_is_scheduled_as_by_a_plain_queue(
+    seed: int, monkeypatch: pytest.MonkeyPatch, *, rests: bool
+) -> None:
     """Requests of one prompt and n = 1: the very same batches."""
-    found, expected = (batches_of(seed, plain=plain, monkeypatch=monkeypatch) for plain in (False, True))
+    found, expected = (batches_of(seed, plain=plain, rests=rests, monkeypatch=monkeypatch) for plain in (False, True))
     assert found == expected
 
 
