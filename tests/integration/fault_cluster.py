@@ -320,9 +320,11 @@ async def until(
     return time.monotonic() - started_s
 
 
-async def fetch(url: str, body: dict[str, Any] | None = None) -> httpx.Response:
+async def fetch(
+    url: str, body: dict[str, Any] | None = None, *, deadline_s: float = CONNECT_DEADLINE_S
+) -> httpx.Response:
     """GET, or POST a body. Asserts that it is a 200."""
-    async with httpx.AsyncClient(timeout=CONNECT_DEADLINE_S, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=deadline_s, trust_env=False) as client:
         response = await (client.get(url) if body is None else client.post(url, json=body))
     assert response.status_code == 200, response.text
     return response
