@@ -65,6 +65,9 @@ class Supervisor:
             await self.stop(self.children, 0)
         finally:
             self._lifeline.close()
+            for child in self.children:
+                _kill_session(child.pid)  # an engine that hangs does not see that its API process is gone
+                await asyncio.wait({child.pump}, timeout=OUTPUT_TAIL_S)
 
     async def start(
         self,
@@ -136,9 +139,7 @@ class Supervisor:
                 async with asyncio.timeout(REMAINS_S):
                     while session_members(child.pid):  # noqa: ASYNC110  # the kernel tells no parent of grandchildren
                         await asyncio.sleep(REMAINS_POLL_S)
-            for pid in session_members(child.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            _kill_session(child.pid)
             child.pump.cancel()
             self.children.remove(child)
 
@@ -208,7 +209,7 @@ async def _exit_of(process: asyncio.subprocess.Process) -> int:
     """
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
-    with contextlib.suppress(ProcessLookupError):  # it has ended and is reaped
+    with contextlib.suppress(OSError):  # it is reaped already; or pidfds are forbidden here: then polling has to do
         fd = os.pidfd_open(process.pid)
         loop.add_reader(fd, ended.set)
         try:
@@ -219,6 +220,12 @@ async def _exit_of(process: asyncio.subprocess.Process) -> int:
     while process.returncode is None:  # noqa: ASYNC110  # asyncio reaps it in a thread, which tells no one else
         await asyncio.sleep(REAP_POLL_S)
     return process.returncode
+
+
+def _kill_session(session: int) -> None:
+    for pid in session_members(session):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def session_members(session: int) -> list[int]:

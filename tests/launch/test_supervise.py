@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -111,6 +113,38 @@ def test_leaving_the_block_ends_everybody() -> None:
     with pytest.raises(RuntimeError, match="our own bug"):
         run(fail())
     assert not psutil.pid_exists(pids[0])
+
+
+def test_leaving_the_block_ends_what_a_dead_child_has_left_running() -> None:
+    """An API process that was killed, and its engine, which hangs."""
+    sleeper = "import os, sys, subprocess; one = subprocess.Popen(['sleep', '600'], stdin=subprocess.DEVNULL); "
+    code = sleeper + "sys.stdout.write(f'x ready: {one.pid}\\n'); sys.stdout.flush(); os._exit(1)"
+    left: list[psutil.Process] = []
+
+    async def test() -> None:
+        async with Supervisor(lambda *_: None) as supervisor:
+            child = await supervisor.start("a", python(code), "ready: ", {})
+            await supervisor.first_death()
+            left.append(psutil.Process(int((await child.ready).rpartition(" ")[2])))
+            assert left[0].is_running()
+
+    run(test())
+    assert not psutil.wait_procs(left, timeout=DEADLINE_S)[1]
+
+
+def test_a_death_is_noticed_where_pidfds_are_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int, flags: int = 0) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    async def test() -> None:
+        async with Supervisor(lambda *_: None) as supervisor:
+            child = await supervisor.start("a", python("import sys; sys.exit(7)"), "ready: ", {})
+            monkeypatch.setattr("pd_cluster.launch.supervise.os.pidfd_open", refuse)
+            assert await supervisor.first_death() is child
+            assert describe_death(child) == "a exited with status 7"
+        monkeypatch.undo()
+
+    run(test())
 
 
 def test_an_endless_line_does_not_stop_the_others() -> None:
