@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 
+from pd_connectors.protocol.clock import patiently
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import TracebackType
@@ -183,9 +185,11 @@ class Upstream:
         successor that has not started yet may hold its listening socket.
         """
         try:
-            answer = await self.get(node, "/health", {}, self._probe_timeout_s)
-        except LegFailed as failure:
-            return failure.kind is not FailureKind.TIMEOUT or is_silence_death
+            answer = await patiently(self.get(node, "/health", {}, None), self._probe_timeout_s)
+        except TimeoutError:
+            return is_silence_death
+        except LegFailed:
+            return True
         told = object_in(answer.body)
         now = told.get("epoch")
         return told.get("status") in ("dead", "starting") or (epoch is not None and now != epoch)
