@@ -15,7 +15,7 @@ from pd_connectors.lease import LeaseTable
 from pd_connectors.owner import Owner
 from pd_connectors.protocol.clock import PatientClock
 from pd_connectors.protocol.errors import LeaseEnd
-from pd_connectors.pull import RENEWALS_PER_TTL, PullLimits
+from pd_connectors.pull_limits import RENEWALS_PER_TTL, PullLimits
 from pd_connectors.reader import Reader
 
 if TYPE_CHECKING:

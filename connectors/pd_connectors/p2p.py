@@ -17,7 +17,7 @@ from pd_connectors.exchange import Exchange
 from pd_connectors.protocol.errors import ConnectorUnavailable, LeaseEnd
 from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.ticket import TICKET_LIFETIME_S, Ticket
-from pd_connectors.pull import RENEWALS_PER_TTL, PullLimits
+from pd_connectors.pull_limits import RENEWALS_PER_TTL, PullLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -25,7 +25,8 @@ from pd_connectors.handshake import check_reply, check_ticket
 from pd_connectors.peer import Endpoint, Greeting, Peer
 from pd_connectors.protocol.errors import HandshakeError, LoadFailure
 from pd_connectors.protocol.messages import ConfirmReply, Hello, HelloReply, LeaseState, Release, ToOwner, ToReader
-from pd_connectors.pull import LOST_GRACE_S, Emit, PostRead, Pull, PullLimits, Send
+from pd_connectors.pull import Emit, PostRead, Pull, Send
+from pd_connectors.pull_limits import LOST_GRACE_S, PullLimits
 from pd_connectors.transport import Address, Completion, Connected, ConnectFailed, PeerKey, ReadEnded, Transport
 
 if TYPE_CHECKING:

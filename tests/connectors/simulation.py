@@ -30,7 +30,7 @@ from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
 from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.messages import SampledToken
 from pd_connectors.protocol.ticket import Geometry, LeaseRef, Ticket
-from pd_connectors.pull import PullLimits
+from pd_connectors.pull_limits import PullLimits
 
 if TYPE_CHECKING:
     import random

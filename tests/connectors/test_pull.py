@@ -10,7 +10,8 @@ from pd_connectors.base import FirstTokens, LoadDone, LoadDrained, LoadFailed, L
 from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
 from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseState, Release, Renew, SampledToken
 from pd_connectors.protocol.ticket import Geometry, LeaseRef, Ticket
-from pd_connectors.pull import LOST_GRACE_S, Action, Emit, PostRead, Pull, PullLimits, Send
+from pd_connectors.pull import Action, Emit, PostRead, Pull, Send
+from pd_connectors.pull_limits import LOST_GRACE_S, PullLimits
 from pd_connectors.transport import PeerKey
 
 GEOMETRY = Geometry(block_size=16, num_kv_heads=1, num_layers=1, head_dim=1, dtype="float32")

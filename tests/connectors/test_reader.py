@@ -32,7 +32,7 @@ from pd_connectors.protocol.messages import (
     ToOwner,
 )
 from pd_connectors.protocol.ticket import LeaseRef, Ticket
-from pd_connectors.pull import LOST_GRACE_S, PullLimits
+from pd_connectors.pull_limits import LOST_GRACE_S, PullLimits
 from pd_connectors.reader import HELLO_EVERY_S, PEER_IDLE_S, Reader
 from pd_connectors.transport import Address, Completion, Connected, ConnectFailed, PeerKey, ReadEnded, ReadId, Transport
 from tests.connectors.simulation import CONTEXT, GEOMETRY
