@@ -98,7 +98,7 @@ UNAVAILABLE = 'pd_pool_misses_total{reason="unavailable"}'
     scope="module",
     params=[
         pytest.param("lmcache", marks=needs_lmcache),
-        pytest.param("mooncake", marks=needs_mooncake),
+        pytest.param("mooncake", marks=[needs_mooncake, pytest.mark.slow]),
     ],
 )
 def cluster(request: pytest.FixtureRequest) -> Iterator[PoolCluster]:

@@ -145,7 +145,7 @@ def test_up_answers_and_heals_and_stops(launcher: Launcher) -> None:
     ("connector", "scheme"),
     [
         pytest.param("lmcache", "lm", marks=needs_lmcache),
-        pytest.param("mooncake", "mooncake", marks=needs_mooncake),
+        pytest.param("mooncake", "mooncake", marks=[needs_mooncake, pytest.mark.slow]),
     ],
 )
 def test_up_brings_the_pool_that_its_nodes_need(launcher: Launcher, connector: str, scheme: str) -> None:
