@@ -17,9 +17,9 @@ class ConnectionTable(Generic[Key]):
     """At most `max_connections`, at most `max_per_address` of one address.
 
     A full table makes room by ending the connection that has waited longest for its client, of the new one's address
-    when that has its share: HTTP lets a server close idle connections, and clients open new ones. Strangers who hold
-    connections open, silent or with half a request, thus push out each other's, and a client who sends its request at
-    once is served. Only when every connection has a whole request under way is the new one refused.
+    when that has its share: HTTP lets a server close idle connections, and clients open new ones. Connections
+    that are held open, silent or with half a request, thus push out each other, and a request that is sent at once is
+    served. Only when every connection has a whole request under way is the new one refused.
     """
 
     def __init__(self, max_connections: int, max_per_address: int = 0) -> None:
