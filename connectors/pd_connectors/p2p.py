@@ -1,4 +1,4 @@
-"""The peer-to-peer connector: an `Exchange` with a control thread and the real clock.
+"""The peer-to-peer connector: an `ProtocolLoop` with a control thread and the real clock.
 
 Three threads touch it. The engine's step loop calls the two halves: lease changes take effect under the lease table's
 lock before the call returns, everything about loads is queued. The control thread owns all sockets and the state of
@@ -13,10 +13,10 @@ import time
 from typing import TYPE_CHECKING
 
 from pd_connectors.base import CacheDescription, Connector, ConnectorContext, Event, LoadSpec, PublishSpec
-from pd_connectors.exchange import Exchange
 from pd_connectors.protocol.errors import ConnectorUnavailable, LeaseEnd
 from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.ticket import TICKET_LIFETIME_S, Ticket
+from pd_connectors.protocol_loop import ProtocolLoop
 from pd_connectors.pull_limits import RENEWALS_PER_TTL, PullLimits
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class PeerToPeerConnector(Connector):
             confirm_s=context.confirm_deadline_s,
             max_blocks_per_read=max(1, READ_BYTES // context.geometry.block_bytes),
         )
-        self._exchange = Exchange(context, transport, channel, clock, limits)
+        self._exchange = ProtocolLoop(context, transport, channel, clock, limits)
         self._num_blocks = 0
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None

@@ -23,8 +23,8 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from pd_connectors.base import CachedBlock, Event, LoadSpec, Pool, PrefixFound, PrefixLoaded
+from pd_connectors.block_staging import BlockStaging, Gathered, Inlet
 from pd_connectors.search import Miss, Search
-from pd_connectors.staging import Gathered, Inlet, Staging
 from pd_connectors.store import HEADER_BYTES, KVStore, ObjectName, Sealer, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -84,13 +84,13 @@ class StorePool(Pool):
         self._num_backlog_bytes = 0
         self._damaged: set[ObjectName] = set()  # seen by a loading thread; the storing thread mends them
         self._counts: defaultdict[str, float] = defaultdict(float)
-        self._staging: Staging | None = None
+        self._staging: BlockStaging | None = None
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
 
     def open(self, cache: CacheDescription) -> None:
         """Start the threads. Raises what `open_store` raises."""
-        self._staging = Staging(cache)
+        self._staging = BlockStaging(cache)
         for index in range(NUM_LOADERS):
             self._start_thread(
                 f"pd-pool-load-{index}", partial(self._run_loader, index, self._open_store(), Inlet(cache))

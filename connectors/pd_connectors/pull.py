@@ -64,7 +64,7 @@ class Emit:
 Action = Send | PostRead | Emit
 
 
-class Phase(Enum):
+class LoadPhase(Enum):
     """See the module's table."""
 
     ATTACHING = auto()
@@ -77,7 +77,9 @@ class Phase(Enum):
     DRAINED = auto()
 
 
-_LIVE = frozenset({Phase.ATTACHING, Phase.ANNOUNCED, Phase.READING, Phase.CONFIRMING, Phase.CONFIRMED})
+_LIVE = frozenset(
+    {LoadPhase.ATTACHING, LoadPhase.ANNOUNCED, LoadPhase.READING, LoadPhase.CONFIRMING, LoadPhase.CONFIRMED}
+)
 
 
 @dataclass(slots=True)
@@ -107,7 +109,7 @@ class Pull:
     def __init__(self, load_id: str, ticket: Ticket, deadline_s: float, limits: PullLimits, now: float) -> None:
         self.load_id = load_id
         self.ticket = ticket
-        self.phase = Phase.ATTACHING
+        self.phase = LoadPhase.ATTACHING
         self.failure: LoadFailure | None = None
         self.failed_at = 0.0
         self.is_unanswered = False  # it failed because P did not answer: its reads may never end
@@ -145,7 +147,7 @@ class Pull:
     @property
     def is_over(self) -> bool:
         """Terminal: nothing more will come out of it."""
-        return self.phase in (Phase.DONE, Phase.DRAINED)
+        return self.phase in (LoadPhase.DONE, LoadPhase.DRAINED)
 
     @property
     def num_blocks_in_flight(self) -> int:
@@ -166,7 +168,7 @@ class Pull:
             timers.append(self._read_deadline)
         if self._answer_due is not None:
             timers.append(self._answer_due)
-        if self.phase is Phase.CONFIRMING:
+        if self.phase is LoadPhase.CONFIRMING:
             timers += [self._confirm_at, self._confirm_deadline]
         return min(timers)
 
@@ -195,7 +197,7 @@ class Pull:
             return
         if self._state is not None and state.version <= self._state.version:
             return
-        holds_blocks = self.phase in (Phase.READING, Phase.CONFIRMING)
+        holds_blocks = self.phase in (LoadPhase.READING, LoadPhase.CONFIRMING)
         if holds_blocks and self._state is not None and state.generation != self._state.generation:
             self.fail(LoadFailure.LEASE_ENDED, "the prefill node took its blocks back", now)
             return
@@ -214,7 +216,7 @@ class Pull:
 
         Fails at once when P has taken its blocks back since LoadReady: ours would wait for P to find room again.
         """
-        if self.phase is not Phase.ANNOUNCED:
+        if self.phase is not LoadPhase.ANNOUNCED:
             assert not self.is_live, f"{self.load_id} was not ready, or has its blocks already"
             return
         self._spec = spec
@@ -227,7 +229,7 @@ class Pull:
             self.fail(LoadFailure.LEASE_ENDED, "the prefill node took its blocks back before ours were there", now)
             return
         self._next_block = spec.first_block
-        self.phase = Phase.READING
+        self.phase = LoadPhase.READING
         self._advance(now)
 
     def read_ended(self, number: int, error: str, now: float, post_s: float = 0.0) -> None:
@@ -239,7 +241,7 @@ class Pull:
         self._marks.read_at = now
         if number == self._num_reads - 1:
             self._marks.post_s = post_s
-        if self.phase is Phase.DRAINING and not self._reads:
+        if self.phase is LoadPhase.DRAINING and not self._reads:
             self._drained()
         if not self.is_live:
             return
@@ -256,10 +258,10 @@ class Pull:
     def confirm_reply(self, reply: ConfirmReply, now: float) -> None:
         """P vouches for the bytes, or does not."""
         self._heard()
-        if self.phase is not Phase.CONFIRMING or reply.nonce != self._nonce:
+        if self.phase is not LoadPhase.CONFIRMING or reply.nonce != self._nonce:
             return
         if reply.ok:
-            self.phase = Phase.CONFIRMED
+            self.phase = LoadPhase.CONFIRMED
             self._marks.confirmed_at = now
             self._advance(now)
         else:
@@ -282,7 +284,7 @@ class Pull:
         self.failed_at = now
         self._emit(LoadFailed(self.load_id, reason, detail))
         self._actions.append(Send(Release(self.ticket.lease, done=False)))
-        self.phase = Phase.DRAINING
+        self.phase = LoadPhase.DRAINING
         if not self._reads:
             self._drained()
 
@@ -298,14 +300,14 @@ class Pull:
             self.fail(reason, "the prefill node does not answer", now)
         elif self._reads and now >= self._read_deadline:
             self.fail(LoadFailure.READ_FAILED, f"no read of the prefill node ended for {self._limits.read_s:g} s", now)
-        elif self.phase is Phase.CONFIRMING and now >= self._confirm_deadline:
+        elif self.phase is LoadPhase.CONFIRMING and now >= self._confirm_deadline:
             self.fail(LoadFailure.NOT_CONFIRMED, f"not confirmed within {self._limits.confirm_s:g} s", now)
         if not self.is_live:
             return
         if now >= self._renew_at:
             self._renew_at = now + self._renew_every_s
             self._ask(Renew(self.ticket.lease), now)
-        if self.phase is Phase.CONFIRMING and now >= self._confirm_at:
+        if self.phase is LoadPhase.CONFIRMING and now >= self._confirm_at:
             self._send_confirm(now)
 
     # steps
@@ -327,22 +329,22 @@ class Pull:
         if self._is_accepted and state.first_tokens and not self._first_tokens_out:
             self._first_tokens_out = True
             self._emit(FirstTokens(self.load_id, state.first_tokens, state.prefill_s))
-        if self.phase is Phase.ATTACHING and self.endpoint is not None and _will_finish(state):
-            self.phase = Phase.ANNOUNCED
+        if self.phase is LoadPhase.ATTACHING and self.endpoint is not None and _will_finish(state):
+            self.phase = LoadPhase.ANNOUNCED
             self._emit(LoadReady(self.load_id, self.ticket.num_tokens))
-        if self.phase is Phase.READING and spec is not None:
+        if self.phase is LoadPhase.READING and spec is not None:
             self._read_on(state, spec, now)
-        if self.phase is Phase.CONFIRMED and self._first_tokens_out:
+        if self.phase is LoadPhase.CONFIRMED and self._first_tokens_out:
             self._finish(now)
 
     def _read_on(self, state: LeaseState, spec: LoadSpec, now: float) -> None:
         if not spec.block_ids:
-            self.phase = Phase.CONFIRMED  # nothing is read, so there is nothing to vouch for
+            self.phase = LoadPhase.CONFIRMED  # nothing is read, so there is nothing to vouch for
             return
         self._post_reads(state, spec, now)
         last_block = spec.first_block + len(spec.block_ids)
-        if self.phase is Phase.READING and self._next_block == last_block and not self._reads:
-            self.phase = Phase.CONFIRMING
+        if self.phase is LoadPhase.READING and self._next_block == last_block and not self._reads:
+            self.phase = LoadPhase.CONFIRMING
             self._nonce = secrets.randbits(63)  # after the last read: an answer to it vouches for every read
             self._confirm_deadline = now + self._limits.confirm_s
             self._send_confirm(now)
@@ -370,7 +372,7 @@ class Pull:
     def _finish(self, now: float) -> None:
         num_bytes = self.num_blocks_read * self.ticket.geometry.block_bytes
         started = self._first_read_at
-        self.phase = Phase.DONE
+        self.phase = LoadPhase.DONE
         transfer_s = now - started if started is not None else 0.0
         self._emit(LoadDone(self.load_id, num_bytes, transfer_s, self._marks.steps(), now))
         self._actions.append(Send(Release(self.ticket.lease, done=True)))
@@ -388,7 +390,7 @@ class Pull:
         self._actions.append(Send(message))
 
     def _drained(self) -> None:
-        self.phase = Phase.DRAINED
+        self.phase = LoadPhase.DRAINED
         self._emit(LoadDrained(self.load_id))
 
     def _emit(self, event: Event) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pd_connectors.base import LoadSpec
-    from pd_connectors.staging import Inlet
+    from pd_connectors.block_staging import Inlet
     from pd_connectors.store import ObjectName
 
 

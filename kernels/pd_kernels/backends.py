@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     import torch
 
     from pd_kernels.draws import Draws
+    from pd_kernels.gemm_selection import Product
     from pd_kernels.half_normed import HalfNormed
     from pd_kernels.head_norms import HeadNorms
     from pd_kernels.packed import Ints, PackedSequences, StepOnDevice, StepSize
     from pd_kernels.prefill_choice import AttentionShape
-    from pd_kernels.products import Product
 
 
 class AttentionPlan(Protocol):

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from pd_kernels.gemm_selection import MARGIN
 from pd_kernels.packed import PackedSequences
-from pd_kernels.products import MARGIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_kernels.backends import Kernels
-    from pd_kernels.products import Measure
+    from pd_kernels.gemm_selection import Measure
 
 TOLERANCE = 2e-2  # largest difference of two backends in bfloat16, on values of O(1)
 

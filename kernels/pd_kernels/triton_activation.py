@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pd_kernels.triton_early import early_options, launches_early, others_may_start, wait_for_others
+from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import logging
 from pd_kernels.backends import Kernels, ProposeGated, no_gated_products
 from pd_kernels.triton_activation import silu_and_mul
 from pd_kernels.triton_attention import plan_attention
-from pd_kernels.triton_blocks import copy_blocks
+from pd_kernels.triton_block_copy import copy_blocks
 from pd_kernels.triton_matmul import FewRowsLinear
 from pd_kernels.triton_norm import add_rms_norm, rms_norm
 from pd_kernels.triton_replayable import TritonReplayable

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pd_kernels.triton_early import early_options, launches_early, others_may_start, wait_for_others
+from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 
 _LOG2_E = 1.4426950408889634
 _MERGED = 8192  # numbers of parts that a merging program holds at a time, at most

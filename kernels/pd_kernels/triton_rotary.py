@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from pd_kernels.checks import check_cache_views
-from pd_kernels.triton_early import early_options, launches_early, others_may_start, wait_for_others
+from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda.libdevice import fast_log2f
 
 from pd_kernels.sampling import lowest_kept, scaled
-from pd_kernels.triton_early import early_options, launches_early, others_may_start, wait_for_others
+from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 
 if TYPE_CHECKING:
     from pd_kernels.draws import Draws

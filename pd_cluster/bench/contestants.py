@@ -14,9 +14,9 @@ import zmq
 
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.mailbox import Mailbox
-from pd_cluster.engine.messages import AddRequest, FromEngine, RequestFailed, ToEngine, TokensOut
-from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.engine.ipc import EngineSockets
+from pd_cluster.protocol.messages import AddRequest, FromEngine, RequestFailed, ToEngine, TokensOut
+from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.executor import Executor
 from pd_connectors.base import ConnectorContext
 from pd_connectors.registry import create_connector
@@ -92,7 +92,7 @@ class OurEngine:
         for socket, end in ((self._to_engine, "in"), (self._from_engine, "out")):
             socket.set_hwm(0)
             socket.bind(f"{ADDRESS}.{end}")
-        self._mailbox = Mailbox(self._context, ADDRESS)
+        self._mailbox = EngineSockets(self._context, ADDRESS)
         self._executor = Executor(config, lambda text: None)
         connector = create_connector("none", _connector_context(self._executor))
         connector.register_kv_cache(self._executor.cache)

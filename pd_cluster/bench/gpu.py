@@ -26,8 +26,8 @@ from pd_cluster.bench.offline import OfflineEngine
 from pd_cluster.bench.report import SCHEMA, append_json_line, environment, report_console
 from pd_cluster.bench.shapes import CONFIGS
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
-from pd_cluster.engine.sampling_params import SamplingParams
 from pd_cluster.errors import StartupError
+from pd_cluster.protocol.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import argparse

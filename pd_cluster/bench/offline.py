@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.garbage import rare_searches
-from pd_cluster.engine.messages import AddRequest, FromEngine, RequestFailed, ToEngine, TokensOut
+from pd_cluster.protocol.messages import AddRequest, FromEngine, RequestFailed, ToEngine, TokensOut
 from pd_cluster.worker.executor import Executor
 from pd_connectors.base import ConnectorContext
 from pd_connectors.registry import create_connector
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.config import NodeConfig
-    from pd_cluster.engine.mailbox import Mailbox
-    from pd_cluster.engine.sampling_params import SamplingParams
+    from pd_cluster.engine.ipc import EngineSockets
+    from pd_cluster.protocol.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class OfflineEngine:
         connector = create_connector("none", _context(self.executor))
         connector.register_kv_cache(self.executor.cache)
         self.mailbox = DirectMailbox()
-        self.core = EngineCore(config, self.executor, connector, cast("Mailbox", self.mailbox))
+        self.core = EngineCore(config, self.executor, connector, cast("EngineSockets", self.mailbox))
         self._num_calls = 0
         self._cleanup.enter_context(rare_searches())  # as in the engine's own process
 

@@ -27,9 +27,9 @@ import torch
 
 from pd_cluster.bench.offline import OfflineEngine
 from pd_cluster.bench.shapes import CONFIGS, write_model
-from pd_cluster.bench.soak_traffic import Breach, Ledger, Traffic
+from pd_cluster.bench.soak_traffic import Breach, Traffic, TrafficLedger
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
-from pd_cluster.engine.messages import EngineStats, SilenceAllowed
+from pd_cluster.protocol.messages import EngineStats, SilenceAllowed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -131,7 +131,7 @@ class Soak:
     options: Options
     traffic: Traffic
     watch: LogitWatch
-    ledger: Ledger
+    ledger: TrafficLedger
     rng: Random
     num_aborts: int = 0
     footprints: list[Footprint] = field(default_factory=list)
@@ -145,7 +145,7 @@ class Soak:
         room = executor.num_blocks * executor.block_size
         longest = min(executor.model.max_model_len, room * 2 // 3)
         usual = min(longest // 3, PRESSURE * room // options.num_running)
-        ledger = Ledger(executor.model.vocab_size, executor.model.eos_token_ids)
+        ledger = TrafficLedger(executor.model.vocab_size, executor.model.eos_token_ids)
         return cls(engine, options, Traffic(rng, executor.model.vocab_size, longest, usual), watch, ledger, rng)
 
     def run(self, hear: Callable[[str], None]) -> None:

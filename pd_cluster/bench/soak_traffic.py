@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pd_cluster.engine.messages import Abort, AddRequest, FinishReason, FromEngine, SequenceTokens, TokensOut
-from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.protocol.messages import Abort, AddRequest, FinishReason, FromEngine, SequenceTokens, TokensOut
+from pd_cluster.protocol.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from random import Random
@@ -83,7 +83,7 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Ledger:
+class TrafficLedger:
     """What was asked for and what came. Its methods raise Breach."""
 
     vocab_size: int

@@ -1,1 +1,1 @@
-"""The engine: which tokens to compute when, in which blocks. Pure Python over ids; only `core` drives a worker."""
+"""The engine process: the step loop, and what ties it to the worker, the connector and the API process."""

@@ -14,7 +14,8 @@ import zmq.asyncio
 
 from pd_cluster.engine.forecast import FROZEN_S
 from pd_cluster.engine.liveness import STALL_S, EngineLiveness, EngineState
-from pd_cluster.engine.messages import (
+from pd_cluster.errors import EngineFrozen, EngineLost, EngineUnavailable
+from pd_cluster.protocol.messages import (
     Abort,
     AddRequest,
     EngineDied,
@@ -30,7 +31,6 @@ from pd_cluster.engine.messages import (
     TokensOut,
     Work,
 )
-from pd_cluster.errors import EngineFrozen, EngineLost, EngineUnavailable
 from pd_connectors.protocol.clock import PatientClock
 
 if TYPE_CHECKING:

@@ -18,10 +18,11 @@ import random
 import time
 from typing import TYPE_CHECKING
 
-from pd_cluster.engine.block_manager import BlockManager
 from pd_cluster.engine.forecast import StepForecast
-from pd_cluster.engine.handoffs import Handoffs, admit, refusal
-from pd_cluster.engine.messages import (
+from pd_cluster.engine.kv_transfers import KvTransfers, admit, refusal
+from pd_cluster.engine.pipeline import Pipeline
+from pd_cluster.errors import PdError
+from pd_cluster.protocol.messages import (
     HEARTBEAT_S,
     Abort,
     AddRequest,
@@ -34,16 +35,15 @@ from pd_cluster.engine.messages import (
     UseTicket,
     Work,
 )
-from pd_cluster.engine.pipeline import Pipeline
-from pd_cluster.engine.scheduler import Scheduler, Update
-from pd_cluster.errors import PdError
+from pd_cluster.scheduling.block_manager import BlockManager
+from pd_cluster.scheduling.scheduler import Scheduler, Update
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.config import NodeConfig
-    from pd_cluster.engine.mailbox import Mailbox
-    from pd_cluster.engine.sequence import Request
+    from pd_cluster.engine.ipc import EngineSockets
+    from pd_cluster.scheduling.sequence import Request
     from pd_cluster.worker.executor import Executor
     from pd_connectors.base import Connector
 
@@ -61,7 +61,7 @@ class EngineCore:
         config: NodeConfig,
         executor: Executor,
         connector: Connector,
-        mailbox: Mailbox,
+        mailbox: EngineSockets,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = executor.model
@@ -74,7 +74,7 @@ class EngineCore:
             num_host_blocks=executor.num_host_blocks,
             prefix_caching=config.cache.prefix_caching,
         )
-        self._handoffs = Handoffs(connector, mailbox.send, self._report, connector.pool)
+        self._handoffs = KvTransfers(connector, mailbox.send, self._report, connector.pool)
         self._scheduler = Scheduler(
             config.scheduler,
             self._blocks,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pd_cluster.engine.batch import Batch
+    from pd_cluster.scheduling.batch import Batch
 
 FROZEN_S = 3.0  # silence that every engine is allowed: three heartbeats
 STEP_FACTOR = 4.0  # of the predicted step

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pd_cluster.engine.forecast import FROZEN_S, StepForecast
-from pd_cluster.engine.pace import Pace
+from pd_cluster.engine.step_timing import StepTiming
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_cluster.engine.batch import Batch, StepResult
+    from pd_cluster.scheduling.batch import Batch, StepResult
     from pd_cluster.worker.executor import Executor
     from pd_cluster.worker.model_runner import PendingStep
     from pd_connectors.base import LoadSpec, WorkerHalf
@@ -66,7 +66,7 @@ class Pipeline:
         self._clock = clock
         self._flights: deque[Flight] = deque()
         self._retired_s = 0.0
-        self._pace = Pace()
+        self._pace = StepTiming()
 
     def __len__(self) -> int:
         return len(self._flights)

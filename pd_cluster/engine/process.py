@@ -23,9 +23,9 @@ import zmq
 from pd_cluster.config import NodeConfig
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.garbage import rare_searches
-from pd_cluster.engine.mailbox import Mailbox
-from pd_cluster.engine.messages import EngineDied, EngineReady, StartupProgress
+from pd_cluster.engine.ipc import EngineSockets
 from pd_cluster.errors import PdError
+from pd_cluster.protocol.messages import EngineDied, EngineReady, StartupProgress
 from pd_connectors.base import ConnectorContext
 from pd_connectors.protocol.errors import HandoffError
 from pd_connectors.protocol.keys import load_cluster_key
@@ -82,7 +82,7 @@ class ParentWatch:
         os._exit(ORPHAN_EXIT_CODE)
 
 
-def _build(config: NodeConfig, mailbox: Mailbox, cleanup: ExitStack) -> tuple[EngineCore, EngineReady]:
+def _build(config: NodeConfig, mailbox: EngineSockets, cleanup: ExitStack) -> tuple[EngineCore, EngineReady]:
     from pd_cluster.worker.executor import Executor  # torch: only here, so that the errors above come fast
 
     def progress(text: str) -> None:
@@ -139,7 +139,7 @@ def main() -> int:
     bound_programs(os.environ)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     context = zmq.Context()
-    mailbox = Mailbox(context, sys.argv[1])
+    mailbox = EngineSockets(context, sys.argv[1])
     try:
         with ExitStack() as cleanup:
             core, ready = _build(config, mailbox, cleanup)

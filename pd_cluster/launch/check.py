@@ -22,7 +22,7 @@ from pd_cluster.config import HandoffConfig, NodeConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.kv_network import check_network
 from pd_cluster.launch.model_path import resolve_model
-from pd_cluster.launch.preflight import Machine, key_problems, machine_problems, model_problems
+from pd_cluster.launch.preflight import MachineFacts, key_problems, machine_problems, model_problems
 from pd_cluster.launch.sockets import listen
 from pd_cluster.launch.up_flags import POOL_CONNECTORS
 from pd_connectors.protocol.errors import HandoffError
@@ -149,7 +149,7 @@ def read_listeners(listeners: Sequence[tuple[str, int]]) -> Finding:
 def check_connector(connector: str) -> Finding:
     """Whether there is such a connector, and its package. A pool's server is not asked for: nodes do without one."""
     config = NodeConfig(handoff=HandoffConfig(connector=connector))
-    if problems := "; ".join(machine_problems(config, Machine())):
+    if problems := "; ".join(machine_problems(config, MachineFacts())):
         return Finding("connector", Verdict.FAIL, problems)
     return Finding("connector", Verdict.OK, f"{connector}: installed")
 

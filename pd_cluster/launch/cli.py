@@ -96,12 +96,12 @@ def _node(namespace: argparse.Namespace) -> int:
     config = config_from(namespace)
     from pd_cluster.engine.process import spawn_engine
     from pd_cluster.launch import preflight
-    from pd_cluster.launch.node import run_node
+    from pd_cluster.launch.node_process import run_node
 
     preflight.refuse(
         (
             *preflight.setting_problems(config),
-            *preflight.machine_problems(config, preflight.Machine()),
+            *preflight.machine_problems(config, preflight.MachineFacts()),
             *preflight.key_problems(config.handoff.cluster_key_file),
         )
     )
@@ -158,7 +158,7 @@ def _add_nodes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _nodes(namespace: argparse.Namespace) -> int:
-    from pd_cluster.launch.nodes import run_nodes
+    from pd_cluster.launch.node_commands import run_nodes
 
     return run_nodes(namespace)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.config import NodeConfig
     from pd_cluster.engine.client import EngineClient
-    from pd_cluster.metrics import Metrics
+    from pd_cluster.server.metrics import NodeMetrics
     from pd_cluster.server.state import NodeState
     from pd_http.limits import HttpLimits
 
@@ -105,7 +105,7 @@ class HttpServer:
         await asyncio.wait({run}, timeout=flush_s)
 
 
-def make_gate(limits: HttpLimits, metrics: Metrics, num_files: int) -> HttpGate:
+def make_gate(limits: HttpLimits, metrics: NodeMetrics, num_files: int) -> HttpGate:
     """The bounds of a node's HTTP server, counted in `metrics`. `num_files`: what the process may open."""
     gate = HttpGate(limits, num_files, FILES_PER_REQUEST, lambda word: metrics.http_refusals.labels(word).inc())
     metrics.add_gate(gate)

@@ -58,7 +58,7 @@ sys.exit(0 if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count))
 """
 
 
-class Machine:
+class MachineFacts:
     """What is looked up on this machine. Tests give another answer."""
 
     def has_module(self, name: str) -> bool:
@@ -111,7 +111,7 @@ def setting_problems(config: NodeConfig) -> Iterator[str]:
             yield f"--pool-url: {error}"
 
 
-def machine_problems(config: NodeConfig, machine: Machine) -> Iterator[str]:
+def machine_problems(config: NodeConfig, machine: MachineFacts) -> Iterator[str]:
     """What this machine lacks for these settings."""
     handoff = config.handoff
     connectors = [("--connector", handoff.connector)]

@@ -78,7 +78,7 @@ def run_up(namespace: argparse.Namespace) -> int:
     if counts["decode"] + counts["mixed"] == 0:
         raise StartupError("a cluster needs a node that can decode: --decode or --mixed must be at least 1")
     key_file = config.handoff.cluster_key_file
-    problems = [*preflight.setting_problems(config), *preflight.machine_problems(config, preflight.Machine())]
+    problems = [*preflight.setting_problems(config), *preflight.machine_problems(config, preflight.MachineFacts())]
     preflight.refuse([*problems, *(preflight.key_problems(key_file) if key_file else ())])
     with contextlib.ExitStack() as sockets:
         # opened before anything slow starts: a taken port is known at once, and early clients wait

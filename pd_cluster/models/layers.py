@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pd_cluster.models.spec import RopeSpec
-    from pd_kernels.products import From, Product
+    from pd_kernels.gemm_selection import From, Product
 
 
 class Linear:

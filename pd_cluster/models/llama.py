@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 
 from pd_cluster.models.layers import Linear, RopeTable, make_rope_table
+from pd_kernels.gemm_selection import Activated, choose_product, usual_product, winner_from
 from pd_kernels.head_norms import HeadNorms
-from pd_kernels.products import Activated, choose_product, usual_product, winner_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pd_cluster.models.spec import ModelSpec
     from pd_kernels.backends import AttentionPlan, FewRows, Kernels
+    from pd_kernels.gemm_selection import Measure, Product, ProposeProducts
     from pd_kernels.half_normed import HalfNormed
-    from pd_kernels.products import Measure, Product, ProposeProducts
 
 
 @dataclass(frozen=True, slots=True)

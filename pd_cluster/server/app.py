@@ -18,10 +18,10 @@ from starlette.responses import Response
 
 from pd_cluster import __version__
 from pd_cluster.errors import PdError
-from pd_cluster.server.admin import admin_routes
-from pd_cluster.server.exchange import Exchange, error_body, json_response
-from pd_cluster.server.generate import Caller, chat_completions, completions
-from pd_cluster.server.handoff import GROUP_HEADER
+from pd_cluster.server.answer_task import AnswerTask, error_body, json_response
+from pd_cluster.server.endpoints import Caller, chat_completions, completions
+from pd_cluster.server.meta_routes import admin_routes
+from pd_cluster.server.takeover_policy import GROUP_HEADER
 from pd_http.body import ClientGone
 
 if TYPE_CHECKING:
@@ -61,11 +61,11 @@ def create_app(state: NodeState) -> FastAPI:
 
     @app.post("/v1/chat/completions", response_class=Response)
     async def chat_route(request: Request) -> Response:
-        return Exchange(state, "chat", partial(chat_completions, state, _caller(request)))
+        return AnswerTask(state, "chat", partial(chat_completions, state, _caller(request)))
 
     @app.post("/v1/completions", response_class=Response)
     async def completions_route(request: Request) -> Response:
-        return Exchange(state, "completions", partial(completions, state, _caller(request)))
+        return AnswerTask(state, "completions", partial(completions, state, _caller(request)))
 
     return app
 

@@ -15,9 +15,9 @@ from pd_cluster.server.schema import MAX_PROMPTS, CompletionBody, decode_value
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pd_cluster.server.answer import Collected
     from pd_cluster.server.detokenizer import Vocabulary
-    from pd_cluster.server.generation import Delta
+    from pd_cluster.server.generation_stream import Delta
+    from pd_cluster.server.response import Collected
     from pd_cluster.server.schema import GenerationBody
 
 Prompt = str | list[int]

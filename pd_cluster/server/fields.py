@@ -24,37 +24,37 @@ _NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
 _MAX_HARMLESS_BYTES = 64  # no harmless value is longer; nothing longer is parsed
 
 
-class Refusal(NamedTuple):
+class FieldRefusal(NamedTuple):
     """Why a field is refused, and its values that ask for no more than this server does anyway."""
 
     why: str
     harmless: tuple[Any, ...] = _NOTHING
 
 
-_CONSTRAINED = Refusal("constrained decoding is not supported")
+_CONSTRAINED = FieldRefusal("constrained decoding is not supported")
 _THINKING = "reasoning is controlled by what the model's chat template reads: use chat_template_kwargs"
 _ONE_PROMPT = "the prompt must come as text or token ids in prompt, or as messages"
 
-REFUSED: dict[str, Refusal] = {
+REFUSED: dict[str, FieldRefusal] = {
     # what the model is given
-    "suffix": Refusal("the model does not fill in the middle"),
-    "input_ids": Refusal(_ONE_PROMPT),
-    "input_embeds": Refusal(_ONE_PROMPT),
-    "prompt_embeds": Refusal(_ONE_PROMPT),
-    "truncate_prompt_tokens": Refusal("prompts are not truncated", (None,)),
-    "chat_template": Refusal("a request may not bring its own chat_template"),
-    "documents": Refusal("use chat_template_kwargs if the model's chat template reads documents"),
-    "functions": Refusal("functions is superseded by tools"),
-    "function_call": Refusal("function_call is superseded by tool_choice", (*_NOTHING, "none", "auto")),
-    "web_search_options": Refusal("this server does not search the web", (None,)),
-    "lora_path": Refusal("adapters are not supported"),
-    "session_params": Refusal("sessions are not supported"),
+    "suffix": FieldRefusal("the model does not fill in the middle"),
+    "input_ids": FieldRefusal(_ONE_PROMPT),
+    "input_embeds": FieldRefusal(_ONE_PROMPT),
+    "prompt_embeds": FieldRefusal(_ONE_PROMPT),
+    "truncate_prompt_tokens": FieldRefusal("prompts are not truncated", (None,)),
+    "chat_template": FieldRefusal("a request may not bring its own chat_template"),
+    "documents": FieldRefusal("use chat_template_kwargs if the model's chat template reads documents"),
+    "functions": FieldRefusal("functions is superseded by tools"),
+    "function_call": FieldRefusal("function_call is superseded by tool_choice", (*_NOTHING, "none", "auto")),
+    "web_search_options": FieldRefusal("this server does not search the web", (None,)),
+    "lora_path": FieldRefusal("adapters are not supported"),
+    "session_params": FieldRefusal("sessions are not supported"),
     # how it thinks
-    "reasoning_effort": Refusal(_THINKING, (None,)),
-    "reasoning": Refusal(_THINKING, (None,)),
-    "enable_thinking": Refusal(_THINKING, (None,)),
-    "thinking_token_budget": Refusal(_THINKING, (None,)),
-    "include_reasoning": Refusal("reasoning is part of the content", (None, True)),
+    "reasoning_effort": FieldRefusal(_THINKING, (None,)),
+    "reasoning": FieldRefusal(_THINKING, (None,)),
+    "enable_thinking": FieldRefusal(_THINKING, (None,)),
+    "thinking_token_budget": FieldRefusal(_THINKING, (None,)),
+    "include_reasoning": FieldRefusal("reasoning is part of the content", (None, True)),
     # which tokens may come
     "guided_json": _CONSTRAINED,
     "guided_regex": _CONSTRAINED,
@@ -67,29 +67,29 @@ REFUSED: dict[str, Refusal] = {
     "ebnf": _CONSTRAINED,
     "json_schema": _CONSTRAINED,
     "grammar": _CONSTRAINED,
-    "allowed_token_ids": Refusal("use logit_bias", (None,)),
-    "bad_words": Refusal("use logit_bias"),
-    "logits_processors": Refusal("logits processors are not supported"),
-    "custom_logit_processor": Refusal("logits processors are not supported"),
-    "custom_params": Refusal("logits processors are not supported"),
-    "vllm_xargs": Refusal("logits processors are not supported"),
-    "use_beam_search": Refusal("beam search is not supported"),
+    "allowed_token_ids": FieldRefusal("use logit_bias", (None,)),
+    "bad_words": FieldRefusal("use logit_bias"),
+    "logits_processors": FieldRefusal("logits processors are not supported"),
+    "custom_logit_processor": FieldRefusal("logits processors are not supported"),
+    "custom_params": FieldRefusal("logits processors are not supported"),
+    "vllm_xargs": FieldRefusal("logits processors are not supported"),
+    "use_beam_search": FieldRefusal("beam search is not supported"),
     # when it ends
-    "max_new_tokens": Refusal("use max_tokens", (None,)),
-    "min_new_tokens": Refusal("use min_tokens", (None, 0)),
-    "stop_regex": Refusal("use stop"),
-    "no_stop_trim": Refusal("use include_stop_str_in_output"),
-    "repetition_detection": Refusal("repetition is not detected"),
+    "max_new_tokens": FieldRefusal("use max_tokens", (None,)),
+    "min_new_tokens": FieldRefusal("use min_tokens", (None, 0)),
+    "stop_regex": FieldRefusal("use stop"),
+    "no_stop_trim": FieldRefusal("use include_stop_str_in_output"),
+    "repetition_detection": FieldRefusal("repetition is not detected"),
     # what the answer holds
-    "echo": Refusal("the answer does not repeat the prompt"),
-    "prompt_logprobs": Refusal("the prompt's logprobs are not computed"),
-    "logprob_token_ids": Refusal("use logprobs or top_logprobs"),
-    "return_token_ids": Refusal("the answer holds text"),
-    "return_tokens_as_token_ids": Refusal("the answer holds text"),
-    "return_hidden_states": Refusal("the answer holds text"),
-    "return_routed_experts": Refusal("the answer holds text"),
-    "audio": Refusal("this server generates text"),
-    "modalities": Refusal("this server generates text", (*_NOTHING, ["text"])),
+    "echo": FieldRefusal("the answer does not repeat the prompt"),
+    "prompt_logprobs": FieldRefusal("the prompt's logprobs are not computed"),
+    "logprob_token_ids": FieldRefusal("use logprobs or top_logprobs"),
+    "return_token_ids": FieldRefusal("the answer holds text"),
+    "return_tokens_as_token_ids": FieldRefusal("the answer holds text"),
+    "return_hidden_states": FieldRefusal("the answer holds text"),
+    "return_routed_experts": FieldRefusal("the answer holds text"),
+    "audio": FieldRefusal("this server generates text"),
+    "modalities": FieldRefusal("this server generates text", (*_NOTHING, ["text"])),
 }
 
 

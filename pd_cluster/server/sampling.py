@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from pd_cluster.engine.sampling_params import SamplingParams
 from pd_cluster.errors import InvalidRequest, StartupError
+from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.server.schema import MAX_STOP_CHARS, MAX_STOP_STRINGS, GenerationBody
 
 if TYPE_CHECKING:

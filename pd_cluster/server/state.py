@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import EngineUnavailable, ModelNotFound, StartupError
-from pd_cluster.metrics import Metrics
+from pd_cluster.server.metrics import NodeMetrics
 from pd_cluster.server.sampling import SamplingDefaults
 from pd_cluster.server.tokenizer import Tokenizer
 from pd_connectors.protocol.keys import load_cluster_key
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.config import NodeConfig
     from pd_cluster.engine.client import EngineClient
-    from pd_cluster.engine.messages import EngineReady
+    from pd_cluster.protocol.messages import EngineReady
 
 MAX_BODY_BYTES = 64 << 20
 
@@ -33,7 +33,7 @@ class NodeState:
     tokenizer: Tokenizer
     key: bytes  # the cluster's
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    metrics: Metrics = field(default_factory=Metrics)
+    metrics: NodeMetrics = field(default_factory=NodeMetrics)
     created_s: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     num_in_flight: int = 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from pd_cluster.metrics import Metrics
+    from pd_cluster.server.metrics import NodeMetrics
 
 
 class Stopwatch:
@@ -36,7 +36,7 @@ class Stopwatch:
             self._second_s = now_s
         self._last_s = now_s
 
-    def observe(self, metrics: Metrics, num_tokens: int, *, complete: bool) -> None:
+    def observe(self, metrics: NodeMetrics, num_tokens: int, *, complete: bool) -> None:
         """`num_tokens`: of the longest sequence. `complete`: the client did not leave before the end."""
         if self._first_s is None:
             return

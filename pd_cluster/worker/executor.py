@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pd_cluster.engine.batch import Batch, SequenceChunk, SequenceStart, StepResult
-from pd_cluster.engine.sampling_params import SamplingParams
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import model_directory, read_json
 from pd_cluster.models.fingerprint import fingerprint
@@ -18,14 +16,16 @@ from pd_cluster.models.llama import Llama
 from pd_cluster.models.registry import resolve_spec
 from pd_cluster.models.spec import ModelSpec, read_eos_token_ids
 from pd_cluster.models.weights import fill_at_random, load_weights
-from pd_cluster.worker.graphs import CAPTURABLE, DecodeGraphs, bucket_sizes
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart, StepResult
+from pd_cluster.worker.cuda_graphs.decode_graphs import CAPTURABLE, DecodeGraphs, bucket_sizes
+from pd_cluster.worker.cuda_graphs.recorder import CudaRecorder, GraphTimer
+from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs, step_sizes, token_buckets
+from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.input_batch import InputBatch, table_width
 from pd_cluster.worker.kv_cache import DTYPES, KVCache, blocks_in
 from pd_cluster.worker.model_runner import ModelRunner, PendingStep
-from pd_cluster.worker.recorder import CudaRecorder, GraphTimer
 from pd_cluster.worker.sampling_state import SamplingState
-from pd_cluster.worker.staging import Staging
-from pd_cluster.worker.step_graphs import StepGraphs, step_sizes, token_buckets
 from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
 from pd_connectors.protocol.ticket import Geometry
 from pd_kernels.backends import not_replayable, select_kernels, with_flashinfer
@@ -181,7 +181,7 @@ class Executor:
         num_rows = config.max_num_seqs
         # Up to 50 bytes a token, 150 a sequence, block tables of all and of those that sample; more goes its own way
         num_bytes = config.max_num_batched_tokens * 64 + num_rows * (160 + 8 * table_width(max_len, block_size)) + 1024
-        staging = Staging(self._device, num_bytes)
+        staging = HostBuffer(self._device, num_bytes)
         sampling = SamplingState(num_rows, self.model.vocab_size, self.model.eos_token_ids, staging, self._device)
         rows = InputBatch(num_rows, max_len, block_size, sampling, staging, self._device)
         graphs, steps = None, None

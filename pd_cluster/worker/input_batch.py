@@ -16,10 +16,10 @@ import torch
 from pd_kernels.packed import Ints, PackedSequences
 
 if TYPE_CHECKING:
-    from pd_cluster.engine.batch import Batch, SequenceChunk, SequenceStart
+    from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
+    from pd_cluster.worker.cuda_graphs.step_layout import StepLayout
+    from pd_cluster.worker.host_buffer import HostBuffer
     from pd_cluster.worker.sampling_state import SamplingInputs, SamplingState
-    from pd_cluster.worker.staging import Staging
-    from pd_cluster.worker.step_layout import StepLayout
 
 LATE = -1  # in place of a token id: it is only in `last_tokens` yet
 
@@ -88,7 +88,7 @@ class InputBatch:
         max_len: int,
         block_size: int,
         sampling: SamplingState,
-        staging: Staging,
+        staging: HostBuffer,
         device: torch.device,
     ) -> None:
         self._block_size = block_size

@@ -11,7 +11,7 @@ from pd_cluster.errors import StartupError
 from pd_connectors.base import CacheDescription
 
 if TYPE_CHECKING:
-    from pd_cluster.engine.batch import BlockCopies
+    from pd_cluster.scheduling.batch import BlockCopies
     from pd_connectors.protocol.ticket import Geometry
     from pd_kernels.backends import Kernels
 

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd_cluster.engine.batch import Batch, StepResult
 from pd_cluster.models.llama import ForwardInputs, Llama, Tail
+from pd_cluster.scheduling.batch import Batch, StepResult
 from pd_cluster.worker.sampler import Sampled, sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_cluster.worker.graphs import DecodeGraphs, ReplayOutputs
+    from pd_cluster.worker.cuda_graphs.decode_graphs import DecodeGraphs, ReplayOutputs
+    from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
+    from pd_cluster.worker.host_buffer import HostBuffer
     from pd_cluster.worker.input_batch import InputBatch, ReplayInputs, Samples, StepInputs
     from pd_cluster.worker.kv_cache import KVCache
-    from pd_cluster.worker.staging import Staging
-    from pd_cluster.worker.step_graphs import StepGraphs
     from pd_connectors.protocol.messages import SampledToken
     from pd_kernels.backends import Kernels
 
@@ -76,7 +76,7 @@ class ModelRunner:
         model: Llama,
         cache: KVCache,
         rows: InputBatch,
-        staging: Staging,
+        staging: HostBuffer,
         kernels: Kernels,
         decodes: DecodeGraphs | None = None,
         steps: StepGraphs | None = None,

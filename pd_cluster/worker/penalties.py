@@ -13,7 +13,7 @@ from pd_kernels import sampling
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from pd_cluster.engine.batch import SequenceStart
+    from pd_cluster.scheduling.batch import SequenceStart
     from pd_kernels.packed import Ints
 
 

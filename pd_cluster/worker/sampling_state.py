@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from pd_cluster.engine.batch import SequenceStart
-    from pd_cluster.engine.sampling_params import SamplingParams
+    from pd_cluster.protocol.sampling_params import SamplingParams
+    from pd_cluster.scheduling.batch import SequenceStart
+    from pd_cluster.worker.host_buffer import HostBuffer
     from pd_cluster.worker.penalties import Penalties
-    from pd_cluster.worker.staging import Staging
     from pd_cluster.worker.token_lists import Entries, Shift
     from pd_kernels.packed import Ints
 
@@ -50,7 +50,7 @@ class SamplingState:
     """Arrays over rows; a row's entries are valid from `start` to the next `start` of the same row."""
 
     def __init__(
-        self, num_rows: int, vocab_size: int, eos_token_ids: frozenset[int], staging: Staging, device: torch.device
+        self, num_rows: int, vocab_size: int, eos_token_ids: frozenset[int], staging: HostBuffer, device: torch.device
     ) -> None:
         self._vocab_size = vocab_size
         self._device = device

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pd_cluster.engine.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
-from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

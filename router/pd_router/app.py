@@ -15,16 +15,16 @@ from starlette.routing import Route
 
 from pd_http.refusal import error_body
 from pd_router import headers as rules
-from pd_router.admin import Admin
 from pd_router.background import Background
 from pd_router.control import Control, Relay
 from pd_router.discovery import Discovery
 from pd_router.errors import RouterError, to_body
-from pd_router.exchange import Services
 from pd_router.health import HealthPoller
-from pd_router.metrics import Metrics
-from pd_router.nodes import NodeTable
+from pd_router.metrics import RouterMetrics
+from pd_router.node_orders import Admin
+from pd_router.node_table import NodeTable
 from pd_router.proxy import Proxy
+from pd_router.routed_request import Services
 from pd_router.sources.posted import PostedNodes
 from pd_router.upstream import Upstream
 
@@ -58,7 +58,7 @@ def create_app(
     table = NodeTable(config, clock)
     upstream = Upstream(config)
     background = Background()
-    services = Services(config, table, upstream, Metrics(table), background, key, wall_clock)
+    services = Services(config, table, upstream, RouterMetrics(table), background, key, wall_clock)
     poller = HealthPoller(config, table, upstream)
     discovery = Discovery(sources, table)
     posted = PostedNodes(table, key, wall_clock)

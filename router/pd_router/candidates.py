@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from pd_router.nodes import Node
+from pd_router.node_table import Node
 
 Choose = Callable[[Iterable[Node], float], Node | None]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pd_router.errors import NodesDied
 
 if TYPE_CHECKING:
-    from pd_router.nodes import Node
+    from pd_router.node_table import Node
 
 
 class Casualties:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd_http.limits import HttpLimits
-    from pd_router.metrics import Metrics
+    from pd_router.metrics import RouterMetrics
     from pd_router.sources.base import NodeSource
 
 FILES_PER_REQUEST = 3  # the client's connection, and one to a node for each leg
@@ -144,7 +144,7 @@ def make_server(
     )
 
 
-def make_gate(limits: HttpLimits, metrics: Metrics, num_files: int) -> HttpGate:
+def make_gate(limits: HttpLimits, metrics: RouterMetrics, num_files: int) -> HttpGate:
     """The bounds of the router's HTTP server, counted in `metrics`. `num_files`: what the process may open."""
     gate = HttpGate(limits, num_files, FILES_PER_REQUEST, lambda word: metrics.http_refusals.labels(word).inc())
     metrics.add_gate(gate)

@@ -16,7 +16,7 @@ from pd_router.errors import StartupError
 MAX_PORT = 65535
 
 
-class Order(StrEnum):
+class HandoffOrder(StrEnum):
     """Who is called first. The value is what `x-pd-route` carries."""
 
     P_FIRST = "p-first"  # router -> P for a ticket, then D with it
@@ -138,8 +138,8 @@ class RouterConfig(HttpLimits):
         return {key.strip(): value.strip() for key, _, value in pairs}
 
     @property
-    def default_order(self) -> Order:
-        return Order(self.route)
+    def default_order(self) -> HandoffOrder:
+        return HandoffOrder(self.route)
 
     @property
     def spills(self) -> bool:

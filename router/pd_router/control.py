@@ -15,14 +15,14 @@ from pd_router.body import RequestBody
 from pd_router.client import Reply, read_body
 from pd_router.errors import ModelNotFound, NodeFailed, NoNode, RouterError
 from pd_router.liveness import FirstByteGuard
-from pd_router.nodes import Node, Role
+from pd_router.node_table import Node, Role
 from pd_router.upstream import Answer, LegFailed, Refused
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
-    from pd_router.exchange import Services
+    from pd_router.routed_request import Services
 
 log = logging.getLogger("pd_router")
 _ANYBODY = (Role.PREFILL, Role.MIXED, Role.DECODE)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from pd_router.nodes import NodeTable
+    from pd_router.node_table import NodeTable
     from pd_router.sources.base import NodeSource
 
 log = logging.getLogger("pd_router")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from multidict import CIMultiDict
 
-from pd_router.config import Order
+from pd_router.config import HandoffOrder
 from pd_router.errors import InvalidRequest
 
 Headers = CIMultiDict[str]
@@ -75,11 +75,11 @@ def request_id(headers: Mapping[str, str]) -> str:
     return given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
 
 
-def asked_order(headers: Mapping[str, str]) -> Order | None:
+def asked_order(headers: Mapping[str, str]) -> HandoffOrder | None:
     """The order that the request asks for. Raises InvalidRequest for anything but the two."""
     asked = headers.get(ROUTE)
     if asked is None:
         return None
-    if asked not in (Order.P_FIRST, Order.D_FIRST):
+    if asked not in (HandoffOrder.P_FIRST, HandoffOrder.D_FIRST):
         raise InvalidRequest(f"header x-pd-route must be p-first or d-first, not {asked!r}", param=ROUTE)
-    return Order(asked)
+    return HandoffOrder(asked)

@@ -14,7 +14,7 @@ from pd_router.upstream import FailureKind, LegFailed, Upstream, object_in
 
 if TYPE_CHECKING:
     from pd_router.config import RouterConfig
-    from pd_router.nodes import Node, NodeTable
+    from pd_router.node_table import Node, NodeTable
     from pd_router.upstream import Answer
 
 log = logging.getLogger("pd_router")

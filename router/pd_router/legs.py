@@ -18,7 +18,7 @@ from pd_router.upstream import ENGINE_DIED, Answer, FailureKind, LegFailed, Refu
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pd_router.nodes import Charge, Node
+    from pd_router.node_table import Charge, Node
 
 log = logging.getLogger("pd_router")
 EVENT_STREAM = "text/event-stream"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from pd_router.nodes import Node
+    from pd_router.node_table import Node
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pd_http.gate import HttpGate
-    from pd_router.nodes import NodeTable
+    from pd_router.node_table import NodeTable
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
-class Metrics:
+class RouterMetrics:
     """One per router process."""
 
     def __init__(self, table: NodeTable) -> None:

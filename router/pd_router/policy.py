@@ -5,22 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pd_router.config import Order
+from pd_router.config import HandoffOrder
 from pd_router.errors import ModelNotFound, NoNode
-from pd_router.nodes import Node, NodeTable, Role
+from pd_router.node_table import Node, NodeTable, Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RoutePlan:
     """Candidates; the best is chosen when it is needed, since loads change meanwhile.
 
     `prefills` is empty exactly when `order` is DIRECT.
     """
 
-    order: Order
+    order: HandoffOrder
     reason: str  # default | header | several-prompts | no-prefill-node | prefill-busy | prefill-failed
     prefills: tuple[Node, ...]
     decodes: tuple[Node, ...]
@@ -30,13 +30,13 @@ class Plan:
 def make_plan(
     table: NodeTable,
     model: str | None,
-    default: Order,
-    asked: Order | None,
+    default: HandoffOrder,
+    asked: HandoffOrder | None,
     turn: int,
     *,
     several_prompts: bool = False,
-) -> Plan:
-    """Plan one request. `turn` is any counter: it breaks ties, so that equally loaded nodes take turns.
+) -> RoutePlan:
+    """RoutePlan one request. `turn` is any counter: it breaks ties, so that equally loaded nodes take turns.
 
     A ticket is for one prompt, so several are never sent P-first: D asks for a ticket for each.
     Raises ModelNotFound, NoNode.
@@ -50,11 +50,11 @@ def make_plan(
         )
     prefills = rotate(table.healthy((Role.PREFILL,), model), turn)
     if not prefills:
-        return Plan(Order.DIRECT, "no-prefill-node", (), decodes)
+        return RoutePlan(HandoffOrder.DIRECT, "no-prefill-node", (), decodes)
     order, reason = (default, "default") if asked is None else (asked, "header")
-    if several_prompts and order is Order.P_FIRST:
-        order, reason = Order.D_FIRST, "several-prompts"
-    return Plan(order, reason, prefills, decodes, is_asked=asked is not None)
+    if several_prompts and order is HandoffOrder.P_FIRST:
+        order, reason = HandoffOrder.D_FIRST, "several-prompts"
+    return RoutePlan(order, reason, prefills, decodes, is_asked=asked is not None)
 
 
 def rotate(nodes: Sequence[Node], turn: int) -> tuple[Node, ...]:

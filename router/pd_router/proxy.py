@@ -12,8 +12,8 @@ from pd_router import headers as rules
 from pd_router.body import RequestBody
 from pd_router.client import DisconnectWatch, Reply, read_body
 from pd_router.errors import RouterError
-from pd_router.exchange import Exchange, Services
 from pd_router.policy import make_plan
+from pd_router.routed_request import RoutedRequest, Services
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -36,7 +36,7 @@ class Proxy:
         reply = Reply(send)
         reply.common.append((rules.REQUEST_ID.encode(), request_id.encode()))
         order, reason, outcome = "none", "none", "ok"
-        exchange: Exchange | None = None
+        exchange: RoutedRequest | None = None
         try:
             with s.metrics.in_flight.track_inprogress():
                 asked = rules.asked_order(given)
@@ -46,7 +46,7 @@ class Proxy:
                     several_prompts=body.has_several_prompts,
                 )  # fmt: skip
                 headers = rules.forwarded(scope["headers"], request_id)
-                exchange = Exchange(s, scope["path"], body, headers, plan, reply, arrived_at)
+                exchange = RoutedRequest(s, scope["path"], body, headers, plan, reply, arrived_at)
                 with DisconnectWatch(receive, reply):
                     await exchange.run()
         except ClientGone:

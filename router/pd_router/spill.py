@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pd_router.nodes import Role
+from pd_router.node_table import Role
 from pd_router.policy import best_prefill
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pd_router.nodes import Node
+    from pd_router.node_table import Node
 
 # Of the best prefill node's speed, while a node has not shown its own. Mixed nodes read as prefill nodes do.
 GUESSES = {Role.PREFILL: 1.0, Role.MIXED: 1.0, Role.DECODE: 0.5}

@@ -13,7 +13,7 @@ from pd_router.upstream import FailureKind, LegFailed
 if TYPE_CHECKING:
     from pd_router.client import HeaderList, Reply
     from pd_router.legs import DecodeLeg
-    from pd_router.nodes import Node
+    from pd_router.node_table import Node
 
 # The timer of a stream is moved once per this share of its limit, not once per chunk.
 _REFRESH_SHARE = 0.1

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pd_router.config import RouterConfig
-    from pd_router.nodes import Node
+    from pd_router.node_table import Node
 
 # From this size on aiohttp wants a file rather than bytes, so that writing does not hold up the event loop.
 _LARGE_BODY_BYTES = 1 << 20

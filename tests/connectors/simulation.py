@@ -24,12 +24,12 @@ from pd_connectors.base import (
     LoadSpec,
     PublishSpec,
 )
-from pd_connectors.exchange import Exchange
 from pd_connectors.loopback import LoopbackChannel, LoopbackNetwork, LoopbackNode, LoopbackTransport
 from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
 from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.messages import SampledToken
 from pd_connectors.protocol.ticket import Geometry, LeaseRef, Ticket
+from pd_connectors.protocol_loop import ProtocolLoop
 from pd_connectors.pull_limits import PullLimits
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Load:
 
 
 class Engine:
-    """One node: an Exchange and the model of an engine around it."""
+    """One node: an ProtocolLoop and the model of an engine around it."""
 
     def __init__(self, network: LoopbackNetwork, clock: VirtualClock, port: int, epoch: int) -> None:
         self.clock = clock
@@ -122,7 +122,7 @@ class Engine:
         limits = PullLimits(
             renew_every_s=0.5, silence_s=1.5, read_s=2.0, confirm_s=1.0, confirm_every_s=0.2, max_blocks_per_read=2
         )
-        self.exchange = Exchange(self.context, transport, LoopbackChannel(self.node), clock, limits)
+        self.exchange = ProtocolLoop(self.context, transport, LoopbackChannel(self.node), clock, limits)
         self.exchange.open()
         self.free = list(range(NUM_BLOCKS))
         self.prefills: dict[str, Prefill] = {}

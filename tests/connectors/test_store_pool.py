@@ -34,7 +34,7 @@ from tests.integration.system import wait_until
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pd_connectors.staging import Inlet
+    from pd_connectors.block_staging import Inlet
 
 SIZE = GEOMETRY.block_size
 TICKET = Ticket("r", LeaseRef("P", 1, "lease"), 0, 1e12, "f", GEOMETRY, b"d", 5, 1, "127.0.0.1", 1)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from pd_cluster.engine.messages import EngineStats, KvStats
-from pd_cluster.metrics import Metrics as NodeMetrics
+from pd_cluster.protocol.messages import EngineStats, KvStats
+from pd_cluster.server.metrics import NodeMetrics
 from pd_router.config import RouterConfig
-from pd_router.metrics import Metrics as RouterMetrics
-from pd_router.nodes import NodeTable
+from pd_router.metrics import RouterMetrics
+from pd_router.node_table import NodeTable
 from tests.deploy.chart import CHART, ROOT
 
 if TYPE_CHECKING:

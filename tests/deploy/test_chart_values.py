@@ -10,7 +10,7 @@ import helm_python
 import pytest
 import yaml
 
-from pd_cluster.launch import engine_process, node
+from pd_cluster.launch import engine_process, node_process
 from tests.deploy import invariants
 from tests.deploy.chart import CHART, NAMESPACE, example_values, load_chart, objects_of, of_kind, one, render
 from tests.deploy.fake_api import api_server
@@ -134,7 +134,7 @@ def test_drain_leaves_the_time_to_stop_an_engine() -> None:
     """The chart's margin covers what a node does after its drain."""
     spec = one(render(), "StatefulSet", "decode")["spec"]["template"]["spec"]
     margin = spec["terminationGracePeriodSeconds"] - 5 - 60  # preStop and drain of values.yaml
-    assert margin >= engine_process.ENGINE_STOP_S + 2 * node.FLUSH_S
+    assert margin >= engine_process.ENGINE_STOP_S + 2 * node_process.FLUSH_S
 
 
 def test_pod_reader_gives_the_router_its_role_and_nothing_more() -> None:

@@ -17,7 +17,7 @@ import pytest
 import pd_cluster
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.messages import (
+from pd_cluster.protocol.messages import (
     Abort,
     AddRequest,
     EngineStats,
@@ -32,7 +32,7 @@ from pd_cluster.engine.messages import (
     TokensOut,
     Work,
 )
-from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.executor import Executor
 from pd_connectors.base import Connector, ConnectorContext
 from pd_connectors.registry import create_connector
@@ -40,7 +40,7 @@ from pd_connectors.registry import create_connector
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pd_cluster.engine.mailbox import Mailbox
+    from pd_cluster.engine.ipc import EngineSockets
 
 DEADLINE_S = 60.0
 CONFIG = NodeConfig(
@@ -102,7 +102,7 @@ class Bench:
             scheduler=replace(CONFIG.scheduler, async_scheduling=mode, max_num_seqs=max_num_seqs),
             cache=replace(CONFIG.cache, prefix_caching=prefix_caching),
         )
-        self.core = EngineCore(config, executor, connector, cast("Mailbox", self.mailbox))
+        self.core = EngineCore(config, executor, connector, cast("EngineSockets", self.mailbox))
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], FinishReason] = {}
         self.open: set[str] = set()

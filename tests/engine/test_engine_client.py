@@ -11,8 +11,9 @@ import zmq
 import zmq.asyncio
 
 from pd_cluster.engine.client import ZmqEngineClient
-from pd_cluster.engine.handoffs import refusal
-from pd_cluster.engine.messages import (
+from pd_cluster.engine.kv_transfers import refusal
+from pd_cluster.errors import EngineFrozen, EngineUnavailable, InvalidRequest, error_named
+from pd_cluster.protocol.messages import (
     Abort,
     AddRequest,
     EngineReady,
@@ -23,8 +24,7 @@ from pd_cluster.engine.messages import (
     ToEngine,
     Work,
 )
-from pd_cluster.engine.sampling_params import SamplingParams
-from pd_cluster.errors import EngineFrozen, EngineUnavailable, InvalidRequest, error_named
+from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_connectors.protocol.ticket import Geometry, LeaseRef, Ticket
 
 if TYPE_CHECKING:

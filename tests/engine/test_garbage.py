@@ -11,7 +11,7 @@ import pd_cluster
 from pd_cluster.bench.offline import OfflineEngine
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.engine.garbage import YOUNG_OBJECTS, rare_searches
-from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.protocol.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from pd_cluster.engine.batch import Batch, BlockCopies, SequenceChunk, StepResult
 from pd_cluster.engine.forecast import StepForecast
 from pd_cluster.engine.pipeline import Pipeline
+from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, StepResult
 from pd_connectors.base import LoadSpec, PublishSpec
 
 if TYPE_CHECKING:

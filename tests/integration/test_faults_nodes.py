@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 SHORT, LONG = 200, 3000  # prompt tokens; p0 computes the long one for seconds
 P_FIRST, D_FIRST = "p-first", "d-first"
 TICKET_TIMEOUT_S = 2.0  # of the router
-PEER_SILENCE_S = 3.0  # of D: `pd_cluster.server.peer.PEER_SILENCE_S`
+PEER_SILENCE_S = 3.0  # of D: `pd_cluster.server.prefill_client.PEER_SILENCE_S`
 FROZEN_S = 3.5  # until D has left a P that is silent: `renew_every_s` + `silence_s` of `ConnectorContext`
 # As between machines: over shared memory a reader needs no help of the other process, so nothing could be late.
 NETWORK = {"UCX_TLS": "tcp"}

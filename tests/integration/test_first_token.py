@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pd_cluster.engine.sampling_params import NOT_OF_FIRST_TOKENS, SamplingParams
+from pd_cluster.protocol.sampling_params import NOT_OF_FIRST_TOKENS, SamplingParams
 from tests.integration.foreign import COMPLETIONS, num_redraws, two_legs
 from tests.integration.system import Answer, Path, System, running_system
 from tests.integration.test_sampling_parity import EOS, STORY, same_numbers

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
-from pd_kernels import reference, triton_activation, triton_blocks, triton_norm, triton_rotary
+from pd_kernels import reference, triton_activation, triton_block_copy, triton_norm, triton_rotary
 from pd_kernels.head_norms import HeadNorms
 
 # Triton's interpreter on numpy
@@ -126,7 +126,7 @@ def test_copy_blocks_reads_all_before_it_writes(pairs: list[tuple[int, int]], pa
     for read, write in pairs:
         expected[write] = blocks[read]
     index = torch.tensor(pairs, dtype=torch.int64, device=DEVICE if pairs_on_device else "cpu").view(-1, 2)
-    triton_blocks.copy_blocks(blocks, blocks, index)
+    triton_block_copy.copy_blocks(blocks, blocks, index)
     assert torch.equal(blocks, expected)
 
 
@@ -134,7 +134,7 @@ def test_copy_blocks_to_another_tensor() -> None:
     """The host's, where there is a GPU."""
     blocks = random(5, 3, 2, 2, 16, 80, dtype=torch.float32)
     target = torch.zeros(blocks.shape, pin_memory=GPU)
-    triton_blocks.copy_blocks(blocks, target, torch.tensor([[4, 0], [1, 3]]))
+    triton_block_copy.copy_blocks(blocks, target, torch.tensor([[4, 0], [1, 3]]))
     if GPU:
         torch.cuda.synchronize()
     assert torch.equal(target[[0, 3]], blocks[[4, 1]].cpu())
@@ -144,4 +144,4 @@ def test_copy_blocks_to_another_tensor() -> None:
 def test_blocks_of_odd_bytes_are_refused() -> None:
     blocks = random(3, 3, dtype=torch.float32)
     with pytest.raises(ValueError, match="words of 8 bytes"):
-        triton_blocks.copy_blocks(blocks, blocks, torch.tensor([[0, 1]]))
+        triton_block_copy.copy_blocks(blocks, blocks, torch.tensor([[0, 1]]))

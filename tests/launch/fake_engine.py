@@ -18,8 +18,9 @@ import msgspec
 import zmq
 
 from pd_cluster.config import NodeConfig
-from pd_cluster.engine.mailbox import Mailbox
-from pd_cluster.engine.messages import (
+from pd_cluster.engine.ipc import EngineSockets
+from pd_cluster.engine.process import ParentWatch
+from pd_cluster.protocol.messages import (
     HEARTBEAT_S,
     Abort,
     AddRequest,
@@ -32,7 +33,6 @@ from pd_cluster.engine.messages import (
     StartupProgress,
     TokensOut,
 )
-from pd_cluster.engine.process import ParentWatch
 from pd_connectors.protocol.messages import SampledToken
 
 CRASH_STATUS = 77
@@ -51,7 +51,7 @@ def spawn_fake(config: NodeConfig, address: str) -> subprocess.Popen[bytes]:
 class FakeEngine:
     """The process's loop."""
 
-    def __init__(self, mailbox: Mailbox, behaviour: str) -> None:
+    def __init__(self, mailbox: EngineSockets, behaviour: str) -> None:
         self._mailbox = mailbox
         self._behaviour = behaviour
         self._held: list[AddRequest] = []
@@ -93,7 +93,7 @@ class FakeEngine:
 def main() -> None:
     msgspec.json.decode(sys.stdin.buffer.readline(), type=NodeConfig)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    mailbox = Mailbox(context, sys.argv[1])
+    mailbox = EngineSockets(context, sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     behaviour = os.environ.get("FAKE_ENGINE", "")
     if behaviour != "stubborn":

@@ -14,9 +14,9 @@ from pd_cluster.bench.ceilings import Ceilings, ModelCosts
 from pd_cluster.bench.gpu import SHAPES, Measured, Row
 from pd_cluster.bench.offline import OfflineEngine
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
-from pd_cluster.engine.sampling_params import SamplingParams
 from pd_cluster.launch.cli import main
 from pd_cluster.models.registry import resolve_spec
+from pd_cluster.protocol.sampling_params import SamplingParams
 
 CEILINGS = Ceilings(read=4.2e12, copy=4.3e12, matrix=790e12)
 

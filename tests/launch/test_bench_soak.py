@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pd_cluster.bench.soak import Footprint, LogitWatch, Options, main, soak
-from pd_cluster.bench.soak_traffic import Breach, Ledger, Traffic
-from pd_cluster.engine.messages import FinishReason, RequestFailed, SequenceTokens, TokensOut
+from pd_cluster.bench.soak_traffic import Breach, Traffic, TrafficLedger
+from pd_cluster.protocol.messages import FinishReason, RequestFailed, SequenceTokens, TokensOut
 from pd_connectors.protocol.messages import SampledToken
 
 GREEDY_EOS = 2
@@ -41,8 +41,8 @@ def test_requests_are_as_random_as_their_seed() -> None:
     assert any(request.sampling.greedy for request in requests)
 
 
-def ledger_with(*, max_tokens: int = 3) -> tuple[Ledger, str]:
-    ledger, traffic = Ledger(10, frozenset({GREEDY_EOS})), Traffic(Random(0), 10, 60, 9)
+def ledger_with(*, max_tokens: int = 3) -> tuple[TrafficLedger, str]:
+    ledger, traffic = TrafficLedger(10, frozenset({GREEDY_EOS})), Traffic(Random(0), 10, 60, 9)
     request = traffic.request()
     while request.sampling.n > 1 or request.sampling.max_tokens != max_tokens or request.sampling.logprobs is not None:
         request = traffic.request()

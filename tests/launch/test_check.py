@@ -22,7 +22,7 @@ from pd_cluster.launch.check import (
     run_check,
 )
 from pd_cluster.launch.model_path import DEMO_MODEL
-from pd_cluster.launch.preflight import Machine
+from pd_cluster.launch.preflight import MachineFacts
 from pd_cluster.launch.sockets import listen, port_of
 from pd_cluster.launch.up_flags import POOL_CONNECTORS
 
@@ -65,9 +65,9 @@ def test_an_address_of_no_interface_fails_before_anything_is_transferred() -> No
 
 @pytest.mark.parametrize("connector", POOL_CONNECTORS)
 def test_a_pool_needs_its_package(connector: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Machine, "has_module", lambda machine, name: True)
+    monkeypatch.setattr(MachineFacts, "has_module", lambda machine, name: True)
     assert check_connector(connector).verdict is Verdict.OK
-    monkeypatch.setattr(Machine, "has_module", lambda machine, name: name != connector)
+    monkeypatch.setattr(MachineFacts, "has_module", lambda machine, name: name != connector)
     missing = check_connector(connector)
     assert (missing.verdict, f"pd-cluster[{connector}]" in missing.detail) == (Verdict.FAIL, True)
 

@@ -15,7 +15,7 @@ from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfi
 from pd_cluster.launch.cli import main
 from pd_cluster.launch.model_path import DEMO_MODEL
 from pd_cluster.launch.preflight import (
-    Machine,
+    MachineFacts,
     key_problems,
     machine_problems,
     model_problems,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 GARBAGE = bytes(range(128, 256))
 
 
-class KnownMachine(Machine):
+class KnownMachine(MachineFacts):
     """Has all modules but `missing`, and no CUDA device when `cuda` says why."""
 
     def __init__(self, *missing: str, cuda: str = "") -> None:
@@ -121,7 +121,7 @@ def test_cuda_is_asked_for_only_when_it_is_wanted() -> None:
 
 
 def test_modules_are_found_without_being_imported() -> None:
-    machine = Machine()
+    machine = MachineFacts()
     assert machine.has_module("pd_connectors.nixl.connector")
     assert not machine.has_module("pd_connectors.nixl.no_such_module")
     assert not machine.has_module("no_such_package.module")
@@ -171,7 +171,7 @@ COMMANDS = (
 def test_nothing_is_started(
     command: str, flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Machine, "has_module", lambda machine, name: True)
+    monkeypatch.setattr(MachineFacts, "has_module", lambda machine, name: True)
     monkeypatch.setattr("pd_cluster.engine.process.spawn_engine", None)
     monkeypatch.setattr("pd_cluster.launch.supervise.Supervisor.start", None)
     assert main([command, "--port=0", *flags]) == 2
@@ -209,4 +209,4 @@ def test_no_torch_is_imported() -> None:
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there may be a CUDA device")
 def test_a_machine_without_cuda_says_so() -> None:
-    assert Machine().cuda_problem() != ""
+    assert MachineFacts().cuda_problem() != ""

@@ -8,11 +8,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE_ROOTS = (".", "router", "connectors", "kernels")
 _SCHEDULER = (
-    "tests/engine/test_scheduler_edges.py",
-    "tests/engine/test_scheduler_cases.py",
-    "tests/engine/test_scheduler_handoff.py",
-    "tests/engine/test_scheduler_machine.py",
-    "tests/engine/test_recall.py",
+    "tests/scheduling/test_scheduler_edges.py",
+    "tests/scheduling/test_scheduler_cases.py",
+    "tests/scheduling/test_scheduler_handoff.py",
+    "tests/scheduling/test_scheduler_machine.py",
+    "tests/engine/test_pool_search.py",
 )
 _ROUTER = ("tests/router/test_router_failures.py", "tests/router/test_router_disconnect.py")
 
@@ -49,11 +49,11 @@ TARGETS = (
     Target(
         "connectors/pd_connectors/owner.py", ("tests/connectors/test_owner.py", "tests/connectors/test_simulation.py")
     ),
-    Target("pd_cluster/engine/block_manager.py", ("tests/engine/test_block_manager.py", *_SCHEDULER)),
-    Target("pd_cluster/engine/prefix_cache.py", ("tests/engine/test_block_manager.py", *_SCHEDULER)),
-    Target("pd_cluster/engine/lifecycle.py", _SCHEDULER),
-    Target("pd_cluster/engine/planner.py", (*_SCHEDULER, "tests/engine/test_step_limit.py")),
-    Target("pd_cluster/engine/scheduler.py", _SCHEDULER),
+    Target("pd_cluster/scheduling/block_manager.py", ("tests/scheduling/test_block_manager.py", *_SCHEDULER)),
+    Target("pd_cluster/scheduling/prefix_cache.py", ("tests/scheduling/test_block_manager.py", *_SCHEDULER)),
+    Target("pd_cluster/scheduling/lifecycle.py", _SCHEDULER),
+    Target("pd_cluster/scheduling/planner.py", (*_SCHEDULER, "tests/scheduling/test_step_limit.py")),
+    Target("pd_cluster/scheduling/scheduler.py", _SCHEDULER),
     Target("router/pd_router/legs.py", ("tests/router/test_legs.py", *_ROUTER)),
     Target("router/pd_router/splice.py", ("tests/router/test_splice.py", *_ROUTER)),
 )

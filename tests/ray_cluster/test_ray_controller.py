@@ -17,7 +17,7 @@ from pd_cluster.launch.on_ray.controller import ASK_AGAIN_S, CENSUS_PERIOD_S, DO
 from pd_cluster.launch.on_ray.policy import Choice, RayNode, RoutedNode
 from pd_cluster.launch.on_ray.routers import Routers
 from pd_cluster.launch.on_ray.spec import ClusterSpec, RoleSpec
-from pd_cluster.launch.on_ray.unit import Phase, Secret, UnitPlan, UnitReport
+from pd_cluster.launch.on_ray.unit import Secret, UnitPhase, UnitPlan, UnitReport
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import KEY, Router, serving
@@ -72,10 +72,10 @@ class FakeWorld:
         assert plan.name == f"{plan.role}-{self.ledger.serial}"  # written before it is used
         self.choices[plan.name] = choice
         if plan.role in self.failing:
-            report = UnitReport(Phase.ENDED, 0.0, choice.target or "", "h", detail="exited with status 2")
+            report = UnitReport(UnitPhase.ENDED, 0.0, choice.target or "", "h", detail="exited with status 2")
         else:
             url = self.urls[plan.role].pop(0)
-            report = UnitReport(Phase.READY, 0.0, choice.target or "", "h", url, "e1", 4711)
+            report = UnitReport(UnitPhase.READY, 0.0, choice.target or "", "h", url, "e1", 4711)
         self.units[plan.name] = report
 
     def discard(self, name: str) -> None:
@@ -94,11 +94,11 @@ class FakeWorld:
         return self.units[name]
 
     def leave(self, name: str) -> None:
-        self.units[name] = replace(self.units[name], phase=Phase.LEAVING)
+        self.units[name] = replace(self.units[name], phase=UnitPhase.LEAVING)
 
     def stop(self, name: str, grace_s: float) -> None:
         self.stopped[name] = grace_s
-        self.units[name] = replace(self.units[name], phase=Phase.ENDED, detail="stopped")
+        self.units[name] = replace(self.units[name], phase=UnitPhase.ENDED, detail="stopped")
 
     def save(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -174,7 +174,7 @@ async def test_scaling_down_drains_before_it_stops(stage: Stage) -> None:
     await stage.whole()
     await stage.controller.scale({"decode": 1})
     await stage.rounds(1)
-    (leaving,) = (name for name, unit in stage.world.units.items() if unit.phase is Phase.LEAVING)
+    (leaving,) = (name for name, unit in stage.world.units.items() if unit.phase is UnitPhase.LEAVING)
     url = stage.world.units[leaving].url
     table = stage.router.services.table
     node = next(node for node in table.nodes if node.url == url)
@@ -219,7 +219,7 @@ async def test_a_controller_that_loses_contact_removes_and_kills_nothing(stage: 
     assert status.doubt == "only 1 of 4 units answer this controller"
     assert len(status.problems) == 1
     assert status.problems[0].startswith(f"{status.doubt}: the silent ones stay as they are")
-    assert [(unit.phase, unit.silent_s >= policy.LOST_S) for unit in status.units[:3]] == [(Phase.READY, True)] * 3
+    assert [(unit.phase, unit.silent_s >= policy.LOST_S) for unit in status.units[:3]] == [(UnitPhase.READY, True)] * 3
     stage.world.silent = {"decode-2"}  # contact is back; one is silent in earnest
     await stage.rounds(int(ASK_AGAIN_S) + 1)
     status = stage.controller.status()

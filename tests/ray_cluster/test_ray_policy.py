@@ -8,14 +8,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_cluster.launch.on_ray import policy
-from pd_cluster.launch.on_ray.policy import Choice, Goal, Order, RayNode, RoutedNode, UnitView, choose, decide, orders
+from pd_cluster.launch.on_ray.policy import (
+    Choice,
+    Goal,
+    RayNode,
+    RoutedNode,
+    UnitOrder,
+    UnitView,
+    choose,
+    decide,
+    orders,
+)
 from pd_cluster.launch.on_ray.spec import ROLES
-from pd_cluster.launch.on_ray.unit import Phase
+from pd_cluster.launch.on_ray.unit import UnitPhase
 
 GOAL = Goal({"prefill": 1, "decode": 2, "mixed": 0, "router": 1}, grace_s=30.0)
 
 
-def unit(name: str, phase: Phase = Phase.READY, **more: object) -> UnitView:
+def unit(name: str, phase: UnitPhase = UnitPhase.READY, **more: object) -> UnitView:
     role = name.partition("-")[0]
     return replace(UnitView(name, role, phase, url=f"http://{name}:80"), **more)  # type: ignore[arg-type]
 
@@ -35,7 +45,7 @@ def test_nothing_to_do_when_all_is_there() -> None:
 
 
 def test_what_ended_or_fell_silent_goes_and_is_made_up_for() -> None:
-    units = [unit("prefill-1", Phase.ENDED), unit("decode-2", silent_s=policy.LOST_S), WHOLE[2], WHOLE[3]]
+    units = [unit("prefill-1", UnitPhase.ENDED), unit("decode-2", silent_s=policy.LOST_S), WHOLE[2], WHOLE[3]]
     decision = decide(GOAL, units, [TABLE])
     assert decision.discard == ["prefill-1", "decode-2"]
     assert decision.create == ["prefill", "decode"]
@@ -45,9 +55,9 @@ def test_what_ended_or_fell_silent_goes_and_is_made_up_for() -> None:
 def test_a_silent_node_leaves_the_routers_long_before_it_is_replaced() -> None:
     units = [WHOLE[0], unit("decode-2", silent_s=policy.SILENT_S), WHOLE[2], WHOLE[3]]
     assert decide(GOAL, units, [TABLE]) == policy.Decision()
-    assert orders(units, TABLE) == [Order("remove", "decode-2:80")]
+    assert orders(units, TABLE) == [UnitOrder("remove", "decode-2:80")]
     assert not policy.is_whole(GOAL, units, [TABLE])
-    assert orders(WHOLE, TABLE[::2]) == [Order("add", "http://decode-2:80", "decode")]  # it was heard again
+    assert orders(WHOLE, TABLE[::2]) == [UnitOrder("add", "http://decode-2:80", "decode")]  # it was heard again
 
 
 DOUBT_S = 150.0
@@ -103,22 +113,26 @@ def test_units_beside_the_controller_prove_no_contact_with_others() -> None:
 
 
 def test_rays_word_is_believed_whatever_is_silent() -> None:
-    units = [unit("prefill-1", Phase.LOST, silent_s=20.0), *silent(*WHOLE[1:])]
+    units = [unit("prefill-1", UnitPhase.LOST, silent_s=20.0), *silent(*WHOLE[1:])]
     decision = decide(GOAL, weighed(units), [TABLE])
     assert (decision.discard, decision.create) == (["prefill-1"], ["prefill"])
-    assert orders(weighed(units)[1:], TABLE) == [Order("remove", "prefill-1:80")]
+    assert orders(weighed(units)[1:], TABLE) == [UnitOrder("remove", "prefill-1:80")]
 
 
 def test_units_that_run_nowhere_are_no_witnesses() -> None:
-    idle = [unit("decode-5", Phase.ENDED), unit("decode-6", Phase.LOST), *silent(unit("decode-7", Phase.WAITING))]
+    idle = [
+        unit("decode-5", UnitPhase.ENDED),
+        unit("decode-6", UnitPhase.LOST),
+        *silent(unit("decode-7", UnitPhase.WAITING)),
+    ]
     units = [WHOLE[0], *silent(WHOLE[1]), *silent(*idle)]
     assert policy.weigh(units, "head", DOUBT_S) == policy.Hearing(tuple(units), 1, 2)
-    long = silent(unit("decode-8", Phase.WAITING), silent_s=policy.REPLACE_WAITING_S)
+    long = silent(unit("decode-8", UnitPhase.WAITING), silent_s=policy.REPLACE_WAITING_S)
     assert decide(GOAL, weighed([*silent(*WHOLE), *long]), []).discard == ["decode-8"]  # it waits for a place
 
 
 def test_units_that_an_earlier_controller_made_may_run_though_this_one_hears_none() -> None:
-    units = silent(*[unit(view.name, Phase.WAITING, was_found=True) for view in WHOLE], silent_s=100.0)
+    units = silent(*[unit(view.name, UnitPhase.WAITING, was_found=True) for view in WHOLE], silent_s=100.0)
     assert decide(GOAL, weighed(units), []) == policy.Decision()
     assert len(decide(GOAL, units, []).discard) == 4
 
@@ -134,16 +148,16 @@ def test_one_too_many_is_drained_by_every_router_then_stopped() -> None:
     goal = replace(GOAL, counts={**GOAL.counts, "decode": 1, "router": 2})
     units = [*WHOLE, unit("router-5")]
     assert decide(goal, units, [TABLE, TABLE]).leave == ["decode-3"]
-    units[2] = unit("decode-3", Phase.LEAVING, phase_s=1)
-    assert orders(units, TABLE) == [Order("drain", "decode-3:80")]
+    units[2] = unit("decode-3", UnitPhase.LEAVING, phase_s=1)
+    assert orders(units, TABLE) == [UnitOrder("drain", "decode-3:80")]
     busy = [*TABLE[:2], routed("decode-3", "draining", outstanding=1)]
     idle = [*TABLE[:2], routed("decode-3", "draining")]
     for tables in ([TABLE, idle], [busy, idle], [idle]):  # one does not know yet, has work there, does not answer
         assert not decide(goal, units, tables).stop
     assert decide(goal, units, [idle, idle]).stop == {"decode-3": 29.0}
-    units[2] = unit("decode-3", Phase.LEAVING, phase_s=31)
+    units[2] = unit("decode-3", UnitPhase.LEAVING, phase_s=31)
     assert decide(goal, units, [busy, idle]).stop == {"decode-3": policy.MIN_STOP_S}
-    units[2] = unit("decode-3", Phase.STOPPING)
+    units[2] = unit("decode-3", UnitPhase.STOPPING)
     assert orders(units, idle) == []  # it stays known until it has ended, so that nobody adds it anew
     assert decide(goal, units, [idle, idle]) == policy.Decision()
 
@@ -151,7 +165,7 @@ def test_one_too_many_is_drained_by_every_router_then_stopped() -> None:
 def test_the_first_to_go_is_the_one_that_serves_nothing_then_one_of_the_fullest_machine() -> None:
     units = [
         unit("decode-1", ray_node="a"), unit("decode-2", ray_node="b"), unit("decode-3", ray_node="b"),
-        unit("decode-4", ray_node="c"), unit("decode-5", Phase.STARTING), unit("decode-6", Phase.WAITING),
+        unit("decode-4", ray_node="c"), unit("decode-5", UnitPhase.STARTING), unit("decode-6", UnitPhase.WAITING),
     ]  # fmt: skip
     names = [victim.name for victim in policy.victims(units, 5)]
     assert names == ["decode-6", "decode-5", "decode-3", "decode-4", "decode-2"]
@@ -169,15 +183,15 @@ def test_at_the_end_the_routers_go_before_the_nodes() -> None:
     goal = replace(GOAL, closing=True)
     first = decide(goal, WHOLE, [TABLE])
     assert (first.stop, first.leave) == ({"router-4": 30.0}, [])
-    stopping = [*WHOLE[:3], unit("router-4", Phase.STOPPING)]
+    stopping = [*WHOLE[:3], unit("router-4", UnitPhase.STOPPING)]
     assert decide(goal, stopping, []) == policy.Decision()
     assert decide(goal, WHOLE[:3], []).leave == ["prefill-1", "decode-3", "decode-2"]
-    leaving = [replace(view, phase=Phase.LEAVING) for view in WHOLE[:3]]
+    leaving = [replace(view, phase=UnitPhase.LEAVING) for view in WHOLE[:3]]
     assert set(decide(goal, leaving, []).stop) == {"prefill-1", "decode-2", "decode-3"}
 
 
 def test_a_unit_that_hangs_while_it_stops_is_taken_away() -> None:
-    hung = unit("decode-3", Phase.STOPPING, phase_s=100)
+    hung = unit("decode-3", UnitPhase.STOPPING, phase_s=100)
     assert decide(GOAL, [*WHOLE[:2], hung, WHOLE[3]], [TABLE]).discard == ["decode-3"]
 
 
@@ -186,8 +200,8 @@ def test_a_url_that_comes_back_is_removed_before_it_is_added() -> None:
     units = [replace(unit("decode-9"), url="http://decode-3:80"), unit("prefill-8")]
     told = orders(units, table)
     assert told == [
-        Order("remove", "decode-2:80"), Order("add", "http://decode-3:80", "decode"),
-        Order("add", "http://prefill-8:80", "prefill"),
+        UnitOrder("remove", "decode-2:80"), UnitOrder("add", "http://decode-3:80", "decode"),
+        UnitOrder("add", "http://prefill-8:80", "prefill"),
     ]  # fmt: skip
 
 
@@ -244,7 +258,7 @@ class World:
 
     def round(self, goal: Goal) -> policy.Decision:
         views = list(self.units.values())
-        ready = [view for view in views if view.role == "router" and view.phase is Phase.READY]
+        ready = [view for view in views if view.role == "router" and view.phase is UnitPhase.READY]
         tables = [list(self.table.values())] if ready else []
         decision = decide(goal, views, tables)
         for table in tables:
@@ -254,19 +268,19 @@ class World:
         for name in decision.discard:
             del self.units[name]
         for name in decision.leave:
-            self.units[name] = replace(self.units[name], phase=Phase.LEAVING)
+            self.units[name] = replace(self.units[name], phase=UnitPhase.LEAVING)
         for name in decision.stop:
             entry = self.table.get(self.units[name].url)
             if tables and entry is not None and entry.state == "active":
                 self.cut.append(name)
-            self.units[name] = replace(self.units[name], phase=Phase.STOPPING)
+            self.units[name] = replace(self.units[name], phase=UnitPhase.STOPPING)
         for role in decision.create:
             self.serial += 1
             name = f"{role}-{self.serial}"
-            self.units[name] = unit(name, Phase.WAITING)
+            self.units[name] = unit(name, UnitPhase.WAITING)
         return decision
 
-    def obey(self, order: Order) -> None:
+    def obey(self, order: UnitOrder) -> None:
         if order.action == "add":
             self.table[order.node] = RoutedNode(order.node, order.role, "active", True, True, 0)
         elif order.action == "remove":
@@ -277,15 +291,19 @@ class World:
 
     def pass_time(self) -> None:
         """What starts comes up, what stops ends; a router that is new knows nothing."""
-        after = {Phase.WAITING: Phase.STARTING, Phase.STARTING: Phase.READY, Phase.STOPPING: Phase.ENDED}
+        after = {
+            UnitPhase.WAITING: UnitPhase.STARTING,
+            UnitPhase.STARTING: UnitPhase.READY,
+            UnitPhase.STOPPING: UnitPhase.ENDED,
+        }
         for name, view in self.units.items():
             phase = after.get(view.phase, view.phase)
-            if view.role == "router" and phase is Phase.READY and view.phase is not Phase.READY:
+            if view.role == "router" and phase is UnitPhase.READY and view.phase is not UnitPhase.READY:
                 self.table.clear()
             silent_s = view.silent_s + policy.LOST_S if view.silent_s else 0.0
             self.units[name] = replace(view, phase=phase, silent_s=silent_s)
 
-    def hit(self, choice: int, how: Phase | None) -> None:
+    def hit(self, choice: int, how: UnitPhase | None) -> None:
         """One unit ends, or (None) falls silent."""
         if self.units:
             name = sorted(self.units)[choice % len(self.units)]
@@ -298,7 +316,7 @@ COUNTS = st.fixed_dictionaries({
 })  # fmt: skip
 EVENTS = st.one_of(
     COUNTS,
-    st.tuples(st.integers(0, 9), st.sampled_from([Phase.ENDED, Phase.LOST, None])),
+    st.tuples(st.integers(0, 9), st.sampled_from([UnitPhase.ENDED, UnitPhase.LOST, None])),
     st.none(),  # a round
 )
 
@@ -306,7 +324,7 @@ EVENTS = st.one_of(
 @settings(max_examples=150, deadline=None)
 @given(st.lists(EVENTS, max_size=25), COUNTS, st.booleans())
 def test_any_history_ends_in_the_goal_and_no_node_is_stopped_that_would_get_requests(
-    history: list[dict[str, int] | tuple[int, Phase | None] | None], last: dict[str, int], closing: bool
+    history: list[dict[str, int] | tuple[int, UnitPhase | None] | None], last: dict[str, int], closing: bool
 ) -> None:
     world, goal = World(), Goal(GOAL.counts, 30.0)
     for event in history:

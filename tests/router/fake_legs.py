@@ -8,7 +8,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 from pd_router.config import RouterConfig
-from pd_router.nodes import FLAGS, Charge, Node, NodeSpec, NodeTable, Role
+from pd_router.node_table import FLAGS, Charge, Node, NodeSpec, NodeTable, Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -20,7 +20,7 @@ from tests.router.fake_nodes import WAIT_S
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from pd_router.exchange import Services
+    from pd_router.routed_request import Services
     from pd_router.sources.base import NodeSource
     from tests.router.fake_nodes import FakeNode
 

@@ -10,7 +10,7 @@ import pytest
 
 from pd_router.casualties import Casualties
 from pd_router.errors import NodesDied
-from pd_router.nodes import Node, Role
+from pd_router.node_table import Node, Role
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import Router, serving, until

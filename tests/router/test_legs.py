@@ -8,12 +8,12 @@ import aiohttp
 import pytest
 
 from pd_router.legs import DecodeLeg, Handoff, PrefillLeg
-from pd_router.nodes import Role
+from pd_router.node_table import Role
 from pd_router.upstream import Answer, FailureKind, LegFailed, Refused
 from tests.router.fake_legs import STUCK, FakeResponse, FakeUpstream, VirtualTime, answer, as_any, charge, node
 
 if TYPE_CHECKING:
-    from pd_router.nodes import Node
+    from pd_router.node_table import Node
 
 pytestmark = pytest.mark.anyio
 TICKET_S, FIRST_S, BODY_S = 7.0, 8.0, 9.0

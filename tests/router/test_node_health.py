@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
-    from pd_router.nodes import Node
+    from pd_router.node_table import Node
     from pd_router.upstream import Answer
 
 pytestmark = pytest.mark.anyio

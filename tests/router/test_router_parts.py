@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from pd_router import headers, policy
 from pd_router.body import RequestBody
-from pd_router.config import Order, RouterConfig
+from pd_router.config import HandoffOrder, RouterConfig
 from pd_router.errors import InvalidRequest, ModelNotFound, NoNode
-from pd_router.nodes import Charge, Node, NodeTable, Role
+from pd_router.node_table import Charge, Node, NodeTable, Role
 from pd_router.sse import Event, SseParser
 
 NAMES = st.sampled_from(["ticket", "done", "error", "message"])
@@ -107,7 +107,7 @@ def test_an_unfit_request_id_is_replaced(given_id: str) -> None:
 
 def test_only_two_orders_can_be_asked_for() -> None:
     assert headers.asked_order({}) is None
-    assert headers.asked_order({"x-pd-route": "d-first"}) is Order.D_FIRST
+    assert headers.asked_order({"x-pd-route": "d-first"}) is HandoffOrder.D_FIRST
     for asked in ("direct", "P-first", ""):
         with pytest.raises(InvalidRequest, match="x-pd-route"):
             headers.asked_order({"x-pd-route": asked})
@@ -138,8 +138,10 @@ def table(num_prefill: int = 2, num_decode: int = 2, num_mixed: int = 0) -> Node
     return made
 
 
-def plan(nodes: NodeTable, turn: int = 0, asked: Order | None = None, model: str | None = "demo") -> policy.Plan:
-    return policy.make_plan(nodes, model, Order.P_FIRST, asked, turn)
+def plan(
+    nodes: NodeTable, turn: int = 0, asked: HandoffOrder | None = None, model: str | None = "demo"
+) -> policy.RoutePlan:
+    return policy.make_plan(nodes, model, HandoffOrder.P_FIRST, asked, turn)
 
 
 @given(loads=st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=6), turn=st.integers(0, 20))
@@ -173,13 +175,13 @@ def test_long_prompts_weigh_more() -> None:
 
 def test_reasons() -> None:
     nodes = table()
-    assert (plan(nodes).order, plan(nodes).reason) == (Order.P_FIRST, "default")
-    asked = plan(nodes, asked=Order.D_FIRST)
-    assert (asked.order, asked.reason) == (Order.D_FIRST, "header")
+    assert (plan(nodes).order, plan(nodes).reason) == (HandoffOrder.P_FIRST, "default")
+    asked = plan(nodes, asked=HandoffOrder.D_FIRST)
+    assert (asked.order, asked.reason) == (HandoffOrder.D_FIRST, "header")
     for node in nodes.nodes[:2]:
         node.reachable = False
-    alone = plan(nodes, asked=Order.P_FIRST)
-    assert (alone.order, alone.reason, alone.prefills) == (Order.DIRECT, "no-prefill-node", ())
+    alone = plan(nodes, asked=HandoffOrder.P_FIRST)
+    assert (alone.order, alone.reason, alone.prefills) == (HandoffOrder.DIRECT, "no-prefill-node", ())
 
 
 def test_no_plan_without_a_decoder_or_for_an_unknown_model() -> None:

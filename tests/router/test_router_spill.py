@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_router import spill
-from pd_router.config import Order, RouterConfig
-from pd_router.nodes import FULL_KV, Charge, Node, Role
+from pd_router.config import HandoffOrder, RouterConfig
+from pd_router.node_table import FULL_KV, Charge, Node, Role
 from pd_router.policy import make_plan
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
@@ -205,7 +205,7 @@ async def test_several_prompts_go_there_too_unless_an_order_was_asked_for() -> N
             assert headers["x-pd-route"] == "direct; reason=prefill-busy"
             _, headers, _ = await post(router, body, COMPLETIONS, order="p-first")
             assert headers["x-pd-route"] == "d-first; reason=several-prompts"
-    asked = make_plan(router.services.table, None, Order.P_FIRST, Order.P_FIRST, 0, several_prompts=True)
+    asked = make_plan(router.services.table, None, HandoffOrder.P_FIRST, HandoffOrder.P_FIRST, 0, several_prompts=True)
     assert asked.is_asked
 
 

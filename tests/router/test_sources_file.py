@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pd_router.config import RouterConfig
 from pd_router.discovery import Discovery
-from pd_router.nodes import Node, NodeSpec, NodeTable, Role
+from pd_router.node_table import Node, NodeSpec, NodeTable, Role
 from pd_router.sources.file import NodesFile, parse_nodes
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running

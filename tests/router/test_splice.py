@@ -11,7 +11,7 @@ import pytest
 
 from pd_http.body import ClientGone
 from pd_router.client import Reply
-from pd_router.nodes import Role
+from pd_router.node_table import Role
 from pd_router.splice import send_answer
 from pd_router.upstream import Answer, FailureKind, LegFailed
 from tests.router.fake_legs import STUCK, FakeContent, VirtualTime, as_any, node

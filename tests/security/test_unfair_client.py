@@ -1,6 +1,6 @@
 """One abusive client beside a victim: the victim's time to its first token, alone and beside, in one run.
 
-The same in virtual time is `tests/engine/test_turns.py`.
+The same in virtual time is `tests/scheduling/test_turns.py`.
 """
 
 from __future__ import annotations

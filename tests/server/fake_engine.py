@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from pd_cluster.engine.client import RequestMessage, RequestStream
-from pd_cluster.engine.messages import (
+from pd_cluster.errors import EngineFrozen, EngineUnavailable
+from pd_cluster.protocol.messages import (
     Abort,
     AddRequest,
     EngineReady,
@@ -23,7 +24,6 @@ from pd_cluster.engine.messages import (
     UseTicket,
     Work,
 )
-from pd_cluster.errors import EngineFrozen, EngineUnavailable
 from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.messages import SampledToken, TopLogprob
 from pd_connectors.protocol.ticket import Geometry, LeaseRef, Ticket

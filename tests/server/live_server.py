@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 import pd_cluster
 from pd_cluster.config import HandoffConfig, ModelConfig, NodeConfig, ServerConfig
 from pd_cluster.launch.http_server import make_gate
-from pd_cluster.metrics import Metrics
 from pd_cluster.server.app import create_app
+from pd_cluster.server.metrics import NodeMetrics
 from pd_cluster.server.state import NodeState
 from pd_cluster.server.tokenizer import Tokenizer
 from pd_http.limits import HttpLimits
@@ -109,12 +109,12 @@ class Node:
 @contextlib.asynccontextmanager
 async def serving(app: FastAPI) -> AsyncIterator[str]:
     """The app's URL while it is served."""
-    async with _served(app, Metrics(), HttpLimits()) as server:
+    async with _served(app, NodeMetrics(), HttpLimits()) as server:
         yield server.url
 
 
 @contextlib.asynccontextmanager
-async def _served(app: FastAPI, metrics: Metrics, limits: HttpLimits) -> AsyncIterator[Served]:
+async def _served(app: FastAPI, metrics: NodeMetrics, limits: HttpLimits) -> AsyncIterator[Served]:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(
         socket.IPPROTO_TCP, socket.TCP_NODELAY, 1

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
-from pd_cluster.engine.messages import Abort, FinishReason, RequestFailed
+from pd_cluster.protocol.messages import Abort, FinishReason, RequestFailed
 from tests.server.fake_engine import FakeEngine, Line, says
 from tests.server.live_server import Node, demo_tokenizer, running
 from tests.server.sse import post_events

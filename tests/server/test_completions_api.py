@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from pd_cluster.config import SchedulerConfig
-from pd_cluster.engine.messages import FinishReason
+from pd_cluster.protocol.messages import FinishReason
 from pd_connectors.protocol.ticket import Offer, sign
 from tests.server.fake_engine import FakeEngine, Line, decodes, says
 from tests.server.live_server import KEY, Node, running

@@ -13,7 +13,7 @@ from starlette.requests import Request  # noqa: TC002 (FastAPI reads the annotat
 from starlette.responses import JSONResponse, Response
 
 from pd_cluster.config import HandoffConfig
-from pd_cluster.engine.messages import Abort, NeedsPrefill, PrefillLocally, TicketOpened, UseTicket, Work
+from pd_cluster.protocol.messages import Abort, NeedsPrefill, PrefillLocally, TicketOpened, UseTicket, Work
 from pd_connectors.protocol.ticket import Offer, sign
 from tests.server.fake_engine import WAIT_S, FakeEngine, Line, decodes, says
 from tests.server.live_server import KEY, Node, running, serving

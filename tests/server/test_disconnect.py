@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.engine.messages import Abort, TicketOpened
+from pd_cluster.protocol.messages import Abort, TicketOpened
 from tests.server.fake_engine import WAIT_S, FakeEngine, Line
 from tests.server.live_server import running
 from tests.server.sse import next_event

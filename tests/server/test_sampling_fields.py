@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cluster.engine.sampling_params import SamplingParams
 from pd_cluster.errors import InvalidRequest, StartupError
+from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.server.sampling import SamplingDefaults, api_fields, sampling_params
 from pd_cluster.server.schema import CompletionBody, decode_body
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
-from pd_cluster.engine.messages import NeedsPrefill, RequestFailed, TicketOpened, UseTicket
-from pd_cluster.server import keepalive, peer
+from pd_cluster.protocol.messages import NeedsPrefill, RequestFailed, TicketOpened, UseTicket
+from pd_cluster.server import keepalive, prefill_client
 from tests.server.fake_engine import WAIT_S, FakeEngine, Line, Script, says
 from tests.server.live_server import running
 from tests.server.test_decode_leg import TEXT, complete, decode_node, engine_of_p, fallbacks, make_offer
-from tests.server.test_prefill_leg import FOREIGN, STREAM
+from tests.server.test_prefill_endpoint import FOREIGN, STREAM
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ QUICK_S = 0.1
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepalive, "BEAT_S", QUICK_S)
-    monkeypatch.setattr(peer, "PEER_SILENCE_S", 4 * QUICK_S)
+    monkeypatch.setattr(prefill_client, "PEER_SILENCE_S", 4 * QUICK_S)
 
 
 async def queueing(line: Line) -> None:

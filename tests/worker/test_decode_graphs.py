@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
-from pd_cluster.engine.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
+from pd_cluster.worker.cuda_graphs.decode_graphs import DecodeGraphs, ReplayOutputs, bucket_sizes
 from pd_cluster.worker.executor import Executor
-from pd_cluster.worker.graphs import DecodeGraphs, ReplayOutputs, bucket_sizes
+from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.sampler import Sampled, sample
-from pd_cluster.worker.staging import Staging
 from pd_kernels import reference
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts
@@ -23,7 +23,7 @@ from tests.worker.driver import Driver, make_executor, random_prompts
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_cluster.worker.recorder import Outputs
+    from pd_cluster.worker.cuda_graphs.recorder import Outputs
     from pd_kernels.packed import PackedSequences
 
 SIZES = [1, 2, 4, 6]
@@ -198,7 +198,7 @@ def test_bucket_sizes() -> None:
 
 
 def test_staging_on_cpu_copies_nothing_but_what_is_first() -> None:
-    staging = Staging(torch.device("cpu"), 1 << 10)
+    staging = HostBuffer(torch.device("cpu"), 1 << 10)
     staging.begin()
     fields = np.arange(10).reshape(5, 2)
     assert staging.move_first(fields).data_ptr() == staging.first(5, 2).data_ptr()
@@ -221,13 +221,13 @@ def test_staging_holds_a_step_of_as_many_sequences_as_there_may_be(
     lengths = [1] * 23 + [7]
     starts = tuple(SequenceStart(i, (9,) * 272, 272, tuple(range(17)), params, i) for i in range(24))
     chunks = tuple(SequenceChunk(i, 272 - size, size, num_samples=1) for i, size in enumerate(lengths))
-    move = Staging.move
+    move = HostBuffer.move
 
-    def counted(staging: Staging, array: np.ndarray[Any, Any]) -> torch.Tensor:
+    def counted(staging: HostBuffer, array: np.ndarray[Any, Any]) -> torch.Tensor:
         sizes.append(-(-array.nbytes // 16) * 16)
         return move(staging, array)
 
-    monkeypatch.setattr(Staging, "move", counted)
+    monkeypatch.setattr(HostBuffer, "move", counted)
     rows, staging = executor._runner._rows, executor._runner._staging
     rows.apply(Batch(0, starts))
     monkeypatch.setattr(rows, "_move", staging.move)

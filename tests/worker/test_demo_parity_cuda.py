@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.protocol.sampling_params import SamplingParams
 from tests.worker.conftest import SavedModel
 from tests.worker.driver import Driver, make_executor, random_prompts
 

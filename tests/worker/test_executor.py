@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig
-from pd_cluster.engine.batch import Batch
 from pd_cluster.errors import StartupError
+from pd_cluster.scheduling.batch import Batch
 from pd_cluster.worker.executor import Executor
 from pd_kernels.backends import TORCH
 from pd_kernels.packed import StepSize

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_kernels.backends import AttentionPlan
-    from pd_kernels.products import Product
+    from pd_kernels.gemm_selection import Product
 
 MAX_ROWS, BLOCK = 4, 16
 

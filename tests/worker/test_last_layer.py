@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
-from pd_cluster.engine.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker.executor import Executor
 from pd_kernels.backends import TORCH, Kernels
 from tests.worker.conftest import VOCAB_SIZE, ModelStore

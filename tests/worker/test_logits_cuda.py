@@ -20,9 +20,9 @@ import torch
 
 from pd_cluster.bench.shapes import CONFIGS
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
-from pd_cluster.engine.sampling_params import SamplingParams
 from pd_cluster.models.llama import Llama
 from pd_cluster.models.weights import fill_at_random
+from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.executor import Executor
 from pd_kernels.backends import select_kernels
 from tests.worker.driver import Driver, Generation, random_prompts

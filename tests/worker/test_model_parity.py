@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.protocol.sampling_params import SamplingParams
 from tests.worker.conftest import MODELS, VOCAB_SIZE, ModelStore, SavedModel
 from tests.worker.driver import Driver, make_executor, random_prompts
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
-from pd_cluster.engine.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
+from pd_cluster.worker.cuda_graphs.decode_graphs import ReplayOutputs
+from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs, step_sizes, token_buckets
 from pd_cluster.worker.executor import Executor
-from pd_cluster.worker.graphs import ReplayOutputs
-from pd_cluster.worker.step_graphs import StepGraphs, step_sizes, token_buckets
 from pd_kernels import reference
 from pd_kernels.backends import TORCH, Kernels
 from pd_kernels.packed import StepSize

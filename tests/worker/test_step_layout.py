@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="tiles are those of the Triton kernels")
 
-from pd_cluster.engine.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
+from pd_cluster.worker.cuda_graphs.step_graphs import FAR_KEYS, StepGraphs, step_sizes
+from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.input_batch import LATE, InputBatch
 from pd_cluster.worker.kv_cache import KVCache
 from pd_cluster.worker.sampling_state import SamplingState
-from pd_cluster.worker.staging import Staging
-from pd_cluster.worker.step_graphs import FAR_KEYS, StepGraphs, step_sizes
 from pd_connectors.protocol.ticket import Geometry
 from pd_kernels.backends import TORCH
 from pd_kernels.triton_replayable import TritonReplayable
@@ -28,7 +28,7 @@ from pd_kernels.triton_replayable import TritonReplayable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pd_cluster.worker.step_layout import StepLayout, StepPlaces
+    from pd_cluster.worker.cuda_graphs.step_layout import StepLayout, StepPlaces
 
 MAX_LEN, BLOCK_SIZE, CPU = FAR_KEYS + 700, 16, torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
@@ -94,9 +94,9 @@ def problems(draw: st.DrawFn) -> Problem:
     return Problem(max_seqs, limit, group, dtype, draw(st.booleans()), tuple(parts))
 
 
-def make_rows(problem: Problem) -> tuple[InputBatch, Staging, tuple[SequenceChunk, ...]]:
+def make_rows(problem: Problem) -> tuple[InputBatch, HostBuffer, tuple[SequenceChunk, ...]]:
     """Rows in which the step may be launched. Late tokens were sampled by a step whose result nobody has read."""
-    staging = Staging(CPU, 64 * problem.limit + 200 * problem.max_seqs + 1024)
+    staging = HostBuffer(CPU, 64 * problem.limit + 200 * problem.max_seqs + 1024)
     sampling = SamplingState(problem.max_seqs, 99, frozenset(), staging, CPU)
     rows = InputBatch(problem.max_seqs, MAX_LEN, BLOCK_SIZE, sampling, staging, CPU)
     random, starts, chunks, before = np.random.default_rng(0), [], [], []
@@ -114,7 +114,7 @@ def make_rows(problem: Problem) -> tuple[InputBatch, Staging, tuple[SequenceChun
     return rows, staging, tuple(chunks)
 
 
-def make_graphs(problem: Problem, rows: InputBatch, staging: Staging) -> StepGraphs:
+def make_graphs(problem: Problem, rows: InputBatch, staging: HostBuffer) -> StepGraphs:
     """Of a model whose shape is all that there is of it."""
     geometry = Geometry(BLOCK_SIZE, 2, 1, 16, problem.dtype)
     spec = SimpleNamespace(num_heads=2 * problem.group, vocab_size=99)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pd_cluster.engine.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.engine.sampling_params import SamplingParams
-from pd_cluster.worker.graphs import ReplayOutputs
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
+from pd_cluster.worker.cuda_graphs.decode_graphs import ReplayOutputs
+from pd_cluster.worker.cuda_graphs.step_graphs import step_sizes
 from pd_cluster.worker.model_runner import PendingStep
-from pd_cluster.worker.step_graphs import step_sizes
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import make_executor
 from tests.worker.test_decode_graphs import with_graphs

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd_cluster.engine.batch import SequenceStart
-from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.batch import SequenceStart
 from pd_cluster.worker import token_lists
+from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.sampling_state import SamplingState
-from pd_cluster.worker.staging import Staging
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts
 
@@ -53,7 +53,7 @@ def test_long_lists_choose_the_tokens_that_short_ones_do(models: ModelStore, mon
 def started(*all_params: SamplingParams) -> SamplingState:
     """A state whose row i has the i-th of `all_params`."""
     cpu = torch.device("cpu")
-    state = SamplingState(len(all_params), DEMO_VOCAB_SIZE, frozenset({2}), Staging(cpu, 1024), cpu)
+    state = SamplingState(len(all_params), DEMO_VOCAB_SIZE, frozenset({2}), HostBuffer(cpu, 1024), cpu)
     for row, params in enumerate(all_params):
         state.start(row, SequenceStart(row, (1, 2, 3), 3, (0,), params, row))
     return state

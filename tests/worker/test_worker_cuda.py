@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
-from pd_cluster.engine.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
-from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
 from pd_cluster.worker.executor import Executor
 from pd_kernels import sampling
 from tests.worker.conftest import MODELS, VOCAB_SIZE, ModelStore

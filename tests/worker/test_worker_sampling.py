@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from pd_cluster.engine.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from tests.worker.conftest import VOCAB_SIZE, ModelStore, SavedModel
 from tests.worker.driver import Driver, make_executor, random_prompts
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from pd_cluster.engine.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
-from pd_cluster.engine.sampling_params import SamplingParams
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
 from tests.worker.conftest import VOCAB_SIZE
 from tests.worker.driver import Driver, random_prompts
 

@@ -21,13 +21,13 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from pd_cluster.bench.shapes import CONFIGS
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
-from pd_cluster.engine.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.engine.sampling_params import SamplingParams
 from pd_cluster.models import layers
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker import executor
 from pd_cluster.worker.executor import Executor
 from pd_cluster.worker.warm_up import run_steps_of_all_kinds
-from pd_kernels import triton_early
+from pd_kernels import triton_dependent_launch
 from pd_kernels.backends import BACKENDS
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Variants:
 
 def hopper_kernels() -> Kernels:
     """As a Hopper GPU has them. Under another name, for nothing is to be measured."""
-    triton_early.launches_early = lambda device: True  # type: ignore[assignment]
+    triton_dependent_launch.launches_early = lambda device: True  # type: ignore[assignment]
     from pd_kernels import triton_decode  # which takes the name as it is now, as all others do
 
     triton_decode.num_processors = lambda device: 132

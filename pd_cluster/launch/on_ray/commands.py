@@ -23,7 +23,7 @@ from pd_cluster.launch.on_ray.connect import connected, find_controller, start_c
 from pd_cluster.launch.on_ray.flags import SCALED
 from pd_cluster.launch.on_ray.policy import SILENT_S
 from pd_cluster.launch.on_ray.spec import ROUTER, read_spec
-from pd_cluster.launch.on_ray.unit import STOP_MARGIN_S, Phase, Secret
+from pd_cluster.launch.on_ray.unit import STOP_MARGIN_S, Secret, UnitPhase
 from pd_cluster.launch.up import curl_line, stop_signals
 from pd_connectors.protocol.keys import KEY_ENV
 
@@ -172,7 +172,7 @@ def _wait_whole(
         for unit in status.units:
             line = (
                 f"{unit.name}: {unit.phase}"
-                + (f" on {unit.url}" if unit.phase == Phase.READY else f" {unit.detail}").rstrip()
+                + (f" on {unit.url}" if unit.phase == UnitPhase.READY else f" {unit.detail}").rstrip()
             )
             if shown.get(unit.name) != line:
                 shown[unit.name] = line
@@ -209,7 +209,7 @@ def table(status: ClusterStatus) -> list[str]:
 
 
 def _phase(unit: UnitStatus) -> str:
-    is_told = unit.phase in (Phase.WAITING, Phase.LOST) or unit.silent_s < SILENT_S
+    is_told = unit.phase in (UnitPhase.WAITING, UnitPhase.LOST) or unit.silent_s < SILENT_S
     return unit.phase if is_told else f"{unit.phase}, silent for {unit.silent_s:.0f} s"
 
 

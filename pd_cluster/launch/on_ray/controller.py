@@ -20,7 +20,7 @@ from pd_cluster.launch.on_ray.cluster import Ledger, UnitDied
 from pd_cluster.launch.on_ray.policy import Goal, UnitView
 from pd_cluster.launch.on_ray.routers import Routers
 from pd_cluster.launch.on_ray.spec import ROLES, ROUTER, check_counts
-from pd_cluster.launch.on_ray.unit import Phase, UnitPlan, UnitReport
+from pd_cluster.launch.on_ray.unit import UnitPhase, UnitPlan, UnitReport
 from pd_connectors.protocol.keys import derive_key
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class _Record:
 
     def view(self) -> UnitView:
         report = self.report
-        phase = Phase.LOST if self.died else report.phase if report else Phase.WAITING
+        phase = UnitPhase.LOST if self.died else report.phase if report else UnitPhase.WAITING
         return UnitView(
             self.name, self.role, phase, report.phase_s if report else 0.0, self.silent_s,
             report.url if report else "", report.ray_node if report else self.ray_node, self.was_found,
@@ -111,9 +111,9 @@ class _Record:
 
     def status(self, spec: ClusterSpec, *, is_spared: bool) -> UnitStatus:
         bundle = ", ".join(f"{amount:g} {name}" for name, amount in spec.role(self.role).bundle.items())
-        report = self.report or UnitReport(Phase.WAITING, 0.0, self.ray_node, "", detail=f"for {bundle}")
+        report = self.report or UnitReport(UnitPhase.WAITING, 0.0, self.ray_node, "", detail=f"for {bundle}")
         is_silent = self.report is not None and self.silent_s >= policy.SILENT_S and not is_spared
-        told = asdict(report) | ({"phase": Phase.LOST} if self.died or is_silent else {})
+        told = asdict(report) | ({"phase": UnitPhase.LOST} if self.died or is_silent else {})
         return UnitStatus(name=self.name, role=self.role, silent_s=self.silent_s, **told)
 
 
@@ -221,14 +221,16 @@ class Controller:
         """Look, decide, act, once."""
         views = await self._look()
         # of routers whose actor was just heard: to wait for one on a dead machine would stretch the round
-        urls = [view.url for view in views if view.role == ROUTER and view.phase is Phase.READY and not view.silent_s]
+        urls = [
+            view.url for view in views if view.role == ROUTER and view.phase is UnitPhase.READY and not view.silent_s
+        ]
         tables = await routers.read(urls)
         goal = self.goal
         known = list(tables.values())
         self._whole = not goal.closing and policy.is_whole(goal, views, known)
         views = self._weigh(views)
         for view in views:
-            if view.phase is not Phase.WAITING and view.silent_s >= policy.SILENT_S:
+            if view.phase is not UnitPhase.WAITING and view.silent_s >= policy.SILENT_S:
                 self._suspects[view.ray_node] = self._clock() + SUSPECT_S
         decision = policy.decide(goal, views, known, self._backoff.held_back(self._clock()))
         # the routers first: what is gone must get nothing while the rest is done
@@ -312,7 +314,7 @@ class Controller:
         except Exception as error:  # one unit's trouble: the round goes on, and it falls silent
             self._note(f"{unit.name}: {type(error).__name__}: {error}")
             return
-        if unit.report.phase is Phase.READY and not unit.was_ready:
+        if unit.report.phase is UnitPhase.READY and not unit.was_ready:
             unit.was_ready = True
             self._backoff.worked(unit.role)
 
@@ -337,10 +339,10 @@ class Controller:
         if unit.asking is not None:
             unit.asking.cancel()
         phase, report = unit.view().phase, unit.report
-        if phase is Phase.ENDED and report is not None and report.detail == "stopped":
+        if phase is UnitPhase.ENDED and report is not None and report.detail == "stopped":
             return
         why = unit.died or (report.detail if report is not None and report.detail else "")
-        if phase is Phase.WAITING:
+        if phase is UnitPhase.WAITING:
             return  # never anywhere: no room, or no longer wanted
         self._note(f"{unit.name}: {why or 'fell silent'}")
         if not unit.was_ready:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from pd_cluster.launch.on_ray.spec import ROLES, ROUTER
-from pd_cluster.launch.on_ray.unit import STOP_MARGIN_S, Phase
+from pd_cluster.launch.on_ray.unit import STOP_MARGIN_S, UnitPhase
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -37,7 +37,7 @@ class UnitView:
 
     name: str
     role: str
-    phase: Phase
+    phase: UnitPhase
     phase_s: float = 0.0
     silent_s: float = 0.0
     url: str = ""
@@ -51,13 +51,13 @@ class UnitView:
     @property
     def may_run(self) -> bool:
         """Whether its process may run, as far as this controller can know: its silence is then a sign."""
-        living = (Phase.STARTING, Phase.READY, Phase.LEAVING, Phase.STOPPING)
-        return self.phase in living or (self.phase is Phase.WAITING and self.was_found)
+        living = (UnitPhase.STARTING, UnitPhase.READY, UnitPhase.LEAVING, UnitPhase.STOPPING)
+        return self.phase in living or (self.phase is UnitPhase.WAITING and self.was_found)
 
     @property
     def is_wanted(self) -> bool:
         """Whether it counts towards its role's number."""
-        return self.phase in (Phase.WAITING, Phase.STARTING, Phase.READY)
+        return self.phase in (UnitPhase.WAITING, UnitPhase.STARTING, UnitPhase.READY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class UnitOrder:
     """For one router. `node`: the URL to add, else host:port."""
 
     action: Literal["add", "remove", "drain"]
@@ -159,11 +159,11 @@ def decide(
 ) -> Decision:
     """The next actions. `tables`: what each router that answers knows. `held_back`: roles that must not grow yet."""
     decision = Decision()
-    all_told = len(tables) >= sum(unit.role == ROUTER and unit.phase is Phase.READY for unit in units)
+    all_told = len(tables) >= sum(unit.role == ROUTER and unit.phase is UnitPhase.READY for unit in units)
     for unit in units:
         if _is_over(unit, goal):
             decision.discard.append(unit.name)
-        elif unit.phase is Phase.LEAVING and (
+        elif unit.phase is UnitPhase.LEAVING and (
             unit.phase_s >= goal.grace_s or (all_told and is_drained(unit.url, tables))
         ):
             decision.stop[unit.name] = max(MIN_STOP_S, goal.grace_s - unit.phase_s)
@@ -182,20 +182,20 @@ def decide(
 
 
 def _is_over(unit: UnitView, goal: Goal) -> bool:
-    if unit.phase is Phase.WAITING:
+    if unit.phase is UnitPhase.WAITING:
         return unit.silent_s >= REPLACE_WAITING_S
     hangs_s = goal.grace_s + STOP_MARGIN_S + DISCARD_MARGIN_S
     return (
-        unit.phase in (Phase.ENDED, Phase.LOST)
+        unit.phase in (UnitPhase.ENDED, UnitPhase.LOST)
         or unit.silent_s >= LOST_S
-        or (unit.phase is Phase.STOPPING and unit.phase_s >= hangs_s)
+        or (unit.phase is UnitPhase.STOPPING and unit.phase_s >= hangs_s)
     )
 
 
 def _dismiss(unit: UnitView, goal: Goal, decision: Decision) -> None:
-    if unit.phase is Phase.WAITING:
+    if unit.phase is UnitPhase.WAITING:
         decision.discard.append(unit.name)  # it has no process, or one that no request has reached
-    elif unit.phase is Phase.STARTING:
+    elif unit.phase is UnitPhase.STARTING:
         decision.stop[unit.name] = MIN_STOP_S
     elif unit.role == ROUTER:
         decision.stop[unit.name] = goal.grace_s  # it drains itself; no order does that
@@ -216,9 +216,9 @@ def victims(alive: Sequence[UnitView], number: int) -> list[UnitView]:
 
 
 def _rank(unit: UnitView) -> int:
-    if unit.phase is Phase.WAITING:
+    if unit.phase is UnitPhase.WAITING:
         return 0
-    return 1 if unit.phase is Phase.STARTING or unit.silent_s >= SILENT_S else 2
+    return 1 if unit.phase is UnitPhase.STARTING or unit.silent_s >= SILENT_S else 2
 
 
 def is_drained(url: str, tables: Sequence[Sequence[RoutedNode]]) -> bool:
@@ -229,24 +229,24 @@ def is_drained(url: str, tables: Sequence[Sequence[RoutedNode]]) -> bool:
 
 def routed(units: Iterable[UnitView]) -> list[UnitView]:
     """The nodes that a router should know of: those that may have requests and whose actor was heard lately."""
-    phases = (Phase.READY, Phase.LEAVING, Phase.STOPPING)
+    phases = (UnitPhase.READY, UnitPhase.LEAVING, UnitPhase.STOPPING)
     return [
         unit for unit in units
         if unit.role != ROUTER and unit.phase in phases and unit.url and unit.silent_s < SILENT_S
     ]  # fmt: skip
 
 
-def orders(units: Iterable[UnitView], table: Iterable[RoutedNode]) -> list[Order]:
+def orders(units: Iterable[UnitView], table: Iterable[RoutedNode]) -> list[UnitOrder]:
     """What one router must be told so that it knows `units` and nothing else. Removals first: a URL may come back."""
     wanted = {unit.url: unit for unit in routed(units)}
     known = {node.url: node for node in table if node.posted and node.state != "leaving"}
-    result = [Order("remove", _netloc(url)) for url in known if url not in wanted]
+    result = [UnitOrder("remove", _netloc(url)) for url in known if url not in wanted]
     for url, unit in wanted.items():
         node = known.get(url)
         if node is None or node.role != unit.role:
-            result.append(Order("add", url, unit.role))
-        if unit.phase is not Phase.READY and (node is None or node.state == "active"):
-            result.append(Order("drain", _netloc(url)))
+            result.append(UnitOrder("add", url, unit.role))
+        if unit.phase is not UnitPhase.READY and (node is None or node.state == "active"):
+            result.append(UnitOrder("drain", _netloc(url)))
     return result
 
 
@@ -254,7 +254,7 @@ def is_whole(goal: Goal, units: Sequence[UnitView], tables: Sequence[Sequence[Ro
     """Whether there is what should be, and every router can use it. A router may have nodes of others beside it."""
     if len(tables) < goal.counts[ROUTER]:
         return False
-    ready = [unit for unit in units if unit.phase is Phase.READY and unit.silent_s < SILENT_S]
+    ready = [unit for unit in units if unit.phase is UnitPhase.READY and unit.silent_s < SILENT_S]
     if len(ready) < len(units) or any(sum(u.role == role for u in ready) != goal.counts[role] for role in ROLES):
         return False
     urls = {unit.url for unit in ready if unit.role != ROUTER}

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import httpx
 import msgspec
 
-from pd_cluster.launch.nodes import order_request
+from pd_cluster.launch.node_commands import order_request
 from pd_cluster.launch.on_ray.policy import RoutedNode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pd_cluster.launch.on_ray.policy import Order
+    from pd_cluster.launch.on_ray.policy import UnitOrder
 
 DEADLINE_S = 3.0  # for one call; a router that takes longer is asked again in the next round
 
@@ -68,7 +68,7 @@ class Routers:
             for entry in table.nodes
         )  # fmt: skip
 
-    async def send(self, url: str, orders: Sequence[Order]) -> list[str]:
+    async def send(self, url: str, orders: Sequence[UnitOrder]) -> list[str]:
         """Give one router its orders, in this order. Returns what went wrong; the rest is then left for later."""
         for order in orders:
             method, path, headers = order_request(self._key, order.action, order.node, order.role, time.time())

@@ -45,7 +45,7 @@ _URL = re.compile(r"http://\S+")
 _EPOCH = re.compile(r"epoch ([0-9a-f]+)")
 
 
-class Phase(StrEnum):
+class UnitPhase(StrEnum):
     """How far a unit is. The controller adds two that only it can see."""
 
     WAITING = "waiting"  # no word from the actor yet: no room, or its process is starting
@@ -83,7 +83,7 @@ class UnitPlan:
 class UnitReport:
     """How a unit does. `phase_s`: since when. `url` and `epoch` (hexadecimal; a router has none) once it is ready."""
 
-    phase: Phase
+    phase: UnitPhase
     phase_s: float
     ray_node: str
     host: str
@@ -117,7 +117,7 @@ class Unit:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan, self._key, self._place, self._abandon, self._clock = plan, key, place, abandon, clock
-        self._phase = Phase.STARTING
+        self._phase = UnitPhase.STARTING
         self._since_s = self._heard_s = clock()
         self._url = self._epoch = self._detail = ""
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -139,12 +139,12 @@ class Unit:
 
     def leave(self) -> None:
         """From now on its requests only get fewer; the routers have been told, or are."""
-        if self._phase is Phase.READY:
-            self._enter(Phase.LEAVING)
+        if self._phase is UnitPhase.READY:
+            self._enter(UnitPhase.LEAVING)
 
     def stop(self, grace_s: float) -> None:
         """SIGTERM; what still runs gets `grace_s`, then the process is killed."""
-        if self._phase is not Phase.ENDED:
+        if self._phase is not UnitPhase.ENDED:
             self._grace_s = grace_s
             self._stop.set()
 
@@ -163,7 +163,7 @@ class Unit:
             self._detail = detail or "ended"
             if self._tail and not self._stop.is_set():
                 self._detail += ": " + " | ".join(self._tail)
-            self._enter(Phase.ENDED)
+            self._enter(UnitPhase.ENDED)
         await self._orphaned()  # nobody who would take the actor away
         self._abandon()
 
@@ -187,7 +187,7 @@ class Unit:
                 await supervisor.first_death()  # its last lines
                 await supervisor.clear(child.name)  # its engine too, which holds memory of the GPU that Ray gives on
                 return describe_death(child)
-            self._enter(Phase.STOPPING)
+            self._enter(UnitPhase.STOPPING)
             grace_s = self._grace_s + STOP_MARGIN_S if stop.done() else 0.0
             killed = await supervisor.stop([child], grace_s)
             if not stop.done():
@@ -215,7 +215,7 @@ class Unit:
         if url is None:
             raise StartupError(f"no address in {ready_line!r}")
         self._url, self._epoch = url.group(), epoch.group(1) if epoch else ""
-        self._enter(Phase.READY)
+        self._enter(UnitPhase.READY)
 
     async def _hung(self) -> None:
         """Until the process has given no HTTP answer for HUNG_S. What it answers is the router's business."""
@@ -234,7 +234,7 @@ class Unit:
         while self._clock() - self._heard_s < self._plan.orphan_s:  # noqa: ASYNC110  # time passing has no event
             await asyncio.sleep(min(ORPHAN_PERIOD_S, self._plan.orphan_s / 4))
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: UnitPhase) -> None:
         self._phase, self._since_s = phase, self._clock()
 
     def _show(self, name: str, line: str) -> None:

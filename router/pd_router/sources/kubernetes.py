@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightkube.config.kubeconfig import SingleConfig
     from lightkube.operators import Operator
 
-    from pd_router.nodes import NodeSpec
+    from pd_router.node_table import NodeSpec
 
 log = logging.getLogger("pd_router")
 ROLE_LABEL = "pd-cluster/role"

@@ -13,7 +13,7 @@ from pd_router.succession import Heritage
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_router.nodes import Node, NodeSpec, NodeTable
+    from pd_router.node_table import Node, NodeSpec, NodeTable
 
 POSTED = "posted"
 

@@ -1,0 +1,90 @@
+"""Blocks between the cache tensor and host memory, on threads beside the step loop's.
+
+out   `gather` runs on the step loop's thread: on a GPU it is queued behind the steps that wrote the blocks and
+      before any later one; on a CPU it copies at once. Bytes are taken from the copy later, by any thread.
+in    `Inlet` writes blocks that the engine has reserved and no step touches; what `flush` has seen has landed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd_connectors.base import CacheDescription
+
+
+class Gathered:
+    """A copy of some blocks."""
+
+    def __init__(self, host: torch.Tensor, landed: torch.cuda.Event | None) -> None:
+        self._host = host  # [n, num_kv_heads, num_layers, 2, block_size, head_dim]
+        self._landed = landed
+
+    def wait(self) -> None:
+        """Until the copy is whole."""
+        if self._landed is not None:
+            self._landed.synchronize()
+
+    def block(self, index: int) -> memoryview:
+        """The bytes of one of them, once the copy is whole."""
+        return self._host[index].reshape(-1).view(torch.uint8).numpy().data
+
+
+class BlockStaging:
+    """The step loop's side."""
+
+    def __init__(self, cache: CacheDescription) -> None:
+        self._cache = cache.tensor
+        self._stream = _stream_for(cache.tensor)
+        self._last: Gathered | None = None
+
+    def gather(self, block_ids: Sequence[int]) -> Gathered:
+        """Copy blocks that no step will write before it has been handed to the device after this call."""
+        ids = torch.tensor(block_ids, dtype=torch.int64).to(self._cache.device, non_blocking=True)  # waits for no step
+        blocks = self._cache.index_select(0, ids)
+        if self._stream is None:
+            return Gathered(blocks, None)
+        host = torch.empty(blocks.shape, dtype=blocks.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._cache.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(blocks, non_blocking=True)
+        blocks.record_stream(self._stream)
+        self._last = Gathered(host, self._stream.record_event())
+        return self._last
+
+    def settle(self) -> None:
+        """Until every copy so far is whole: from here on writers that no stream orders may have the blocks."""
+        if self._last is not None:
+            self._last.wait()
+            self._last = None
+
+
+class Inlet:
+    """One loading thread's side."""
+
+    def __init__(self, cache: CacheDescription) -> None:
+        self._cache = cache.tensor
+        self._stream = _stream_for(cache.tensor)
+
+    def write(self, block_id: int, block: memoryview) -> None:
+        """Set a block to these bytes."""
+        target = self._cache[block_id]
+        source = torch.frombuffer(block, dtype=target.dtype).view(target.shape)
+        if self._stream is None:
+            target.copy_(source)
+        else:
+            with torch.cuda.stream(self._stream):
+                target.copy_(source)  # pageable memory: the bytes may go when this returns
+
+    def flush(self) -> None:
+        """Until every write so far has landed."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _stream_for(tensor: torch.Tensor) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(tensor.device) if tensor.is_cuda else None  # type: ignore[no-untyped-call]

@@ -1,0 +1,78 @@
+"""The engine's end of the line to its API process, and the bell that other threads ring."""
+
+from __future__ import annotations
+
+import os
+import select
+
+import msgspec
+import zmq
+
+from pd_cluster.protocol.messages import FromEngine, ToEngine
+
+
+class EngineSockets:
+    """Receives and sends on the step loop's thread; `wake` may be called from any thread.
+
+    `address` is the prefix of the two ipc sockets that the API process has bound.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self._in = context.socket(zmq.PULL)
+        self._in.set_hwm(0)
+        self._in.connect(f"{address}.in")
+        self._out = context.socket(zmq.PUSH)
+        self._out.set_hwm(0)
+        self._out.setsockopt(zmq.LINGER, 1000)  # ms: the last words get out, and an absent reader cannot hold us
+        self._out.connect(f"{address}.out")
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+        self._unsent: list[FromEngine] = []
+        self._closed = False
+
+    def wake(self) -> None:
+        """End the current or the next `wait`."""
+        if not self._closed:
+            os.eventfd_write(self._bell, 1)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Send what there is; return when there is something to `receive`, when woken, or after `timeout_s`: False.
+
+        By select, which is not bound to whole milliseconds: a step takes five. ZMQ's descriptor tells of changes alone,
+        so the socket is asked first. Both descriptors are among a process's first ones.
+        """
+        self.flush()
+        has_mail = bool(self._in.poll(0))
+        ready, _, _ = select.select((self._in.fileno(), self._bell), (), (), 0.0 if has_mail else timeout_s)
+        if self._bell in ready:
+            os.eventfd_read(self._bell)
+        return has_mail or bool(ready)
+
+    def receive(self) -> list[ToEngine]:
+        """Everything that has arrived. Never blocks."""
+        messages: list[ToEngine] = []
+        while True:
+            try:
+                messages.append(self._decoder.decode(self._in.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return messages
+
+    def send(self, message: FromEngine) -> None:
+        """To be sent by the next `flush` or `wait`: the tokens of a step's sequences travel together."""
+        self._unsent.append(message)
+
+    def flush(self) -> None:
+        """Send what there is; without a high-water mark this cannot block."""
+        if self._unsent:
+            unsent, self._unsent = self._unsent, []  # what cannot be encoded does not hold up the word that we died
+            self._out.send(self._encoder.encode(unsent), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Sends what is left. Idempotent."""
+        if not self._closed:
+            self.flush()
+            self._closed = True
+            self._in.close(linger=0)
+            self._out.close()
+            os.close(self._bell)

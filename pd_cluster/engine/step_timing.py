@@ -1,0 +1,112 @@
+"""When to plan the next step: as late as the device allows.
+
+A step that is planned as soon as the device has begun the one before it leaves out all that arrives meanwhile: a
+request that was handed over then waits one and a half steps on average before its first decode. Planned just before the
+device runs dry, it waits half a step. So the end of the running step is predicted from the last step like it. When a
+prediction was too long (the device was idle when we looked), the next ones are shortened: the device comes first.
+A step of decodes and prompts takes at least as long as its decodes alone do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pd_cluster.scheduling.batch import Batch
+
+SLACK_S = 0.0005  # how much longer a wait may be than it was meant to
+LEAD_FACTOR = 1.5  # of the host's own time for a step, which it must not exceed
+SURE_SHARE = 0.95  # of the predicted time of a step; the rest is for what makes one shorter than the last
+LATE_SHARE = 0.8  # what is left of a prediction that was too long
+GROWTH = 1.05  # of a prediction in one step: where long and short ones take turns, the short ones are foretold
+FLOOR = 0.5  # of what the last two steps took, below which no prediction stays, however often it was shortened
+ALIKE = 0.2  # decode steps whose numbers of sequences differ by less take about as long
+MEMORY = 0.95  # a slow planning is remembered for some tens of steps
+TRUST = 0.34  # won with each step with prompts that outlasted its prediction; all of it is 1
+
+
+@dataclass(slots=True)
+class StepTiming:
+    """Of one pipeline. Times are in seconds, of any one clock.
+
+    One long step predicts nothing (this process may have been stopped): decode steps are believed by and by when two
+    in a row took as long, steps with prompts as they prove it.
+    """
+
+    _host_s: float = 0.0  # planning and launching a step of decodes
+    _prompt_host_s: float = 0.0  # the same with prompts: that may not be one replay
+    _decode_s: float = 0.0  # predicted duration of the next pure decode step; 0: none
+    _last_decode_s: float = 0.0  # duration of the last one
+    _num_decodes: int = 0  # sequences in it
+    _token_s: float = 0.0  # per token, of the fastest step with prompts so far
+    _num_tokens: int = 0  # in it: how long many more take cannot be told from so few, for a step has a fixed cost too
+    _trust: float = 0.0  # in the two above
+
+    def note_launch(self, batch: Batch, host_s: float) -> None:
+        """Planning and launching a step took so long."""
+        if batch.num_tokens == len(batch.chunks):
+            self._host_s = max(host_s, self._host_s * MEMORY)
+        else:
+            self._prompt_host_s = max(host_s, self._prompt_host_s * MEMORY)
+
+    def note_step(self, batch: Batch, duration_s: float, *, was_over: bool) -> None:
+        """A step took `duration_s` on the device, at most. `was_over`: it had ended before we came to wait for it."""
+        if not batch.chunks:
+            return
+        num_decodes = _num_decodes(batch)
+        if was_over and self._decode_s and self._is_alike(num_decodes):
+            self._decode_s = self._last_decode_s = min(self._decode_s, duration_s) * LATE_SHARE
+        if num_decodes < len(batch.chunks):
+            self._note_prompts(batch.num_tokens, duration_s, was_over)
+            return
+        if not was_over:
+            sure_s = min(duration_s, self._last_decode_s) if self._is_alike(num_decodes) else 0.0
+            self._decode_s = min(sure_s, max(self._decode_s * GROWTH, sure_s * FLOOR)) if self._decode_s else sure_s
+            self._last_decode_s = duration_s
+        self._num_decodes = num_decodes
+
+    def _note_prompts(self, num_tokens: int, duration_s: float, was_over: bool) -> None:
+        self._trust = self._trust * LATE_SHARE if was_over else min(1.0, self._trust + TRUST)
+        token_s = duration_s / num_tokens
+        if token_s < self._token_s or not (self._token_s or was_over):
+            self._token_s, self._num_tokens = token_s, num_tokens
+
+    def _is_alike(self, num_decodes: int) -> bool:
+        return abs(num_decodes - self._num_decodes) <= ALIKE * self._num_decodes
+
+    def rest_s(self, batch: Batch, running_s: float) -> float:
+        """How long a step that has run for `running_s` will surely go on; 0: it may end any moment."""
+        num_decodes = _num_decodes(batch)
+        sure_s = self._sure_s(num_decodes)
+        if num_decodes < len(batch.chunks):
+            sure_s = max(sure_s, self._trust * self._token_s * min(batch.num_tokens, self._num_tokens))
+        return _until(sure_s, running_s)
+
+    def spare_s(self, batch: Batch, running_s: float, *, prompts_wait: bool = False) -> float:
+        """How long planning may wait when `batch` is all the device has, and has run for `running_s`. 0: not at all.
+
+        `prompts_wait`: the next step will have some, and takes longer to launch.
+        What prompts take is not waited for: to have two of them in one step makes neither faster.
+        """
+        num_decodes = _num_decodes(batch)
+        with_prompts = prompts_wait or num_decodes < len(batch.chunks)
+        host_s = max(self._host_s, self._prompt_host_s) if with_prompts else self._host_s
+        spare_s = _until(self._sure_s(num_decodes), running_s) - host_s * LEAD_FACTOR
+        return spare_s if spare_s > SLACK_S else 0.0
+
+    def _sure_s(self, num_decodes: int) -> float:
+        """How long a step with as many decodes takes at least; 0: who knows."""
+        return self._decode_s if num_decodes and self._is_alike(num_decodes) else 0.0
+
+
+def _until(sure_s: float, running_s: float) -> float:
+    rest_s = SURE_SHARE * sure_s - running_s - SLACK_S
+    return rest_s if rest_s > SLACK_S else 0.0
+
+
+def _num_decodes(batch: Batch) -> int:
+    """Of one token each; they come first. All of a batch's chunks: then its duration resembles others'."""
+    if batch.num_tokens == len(batch.chunks):
+        return len(batch.chunks)
+    return next((index for index, chunk in enumerate(batch.chunks) if chunk.num_tokens > 1), len(batch.chunks))

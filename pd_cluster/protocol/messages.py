@@ -1,0 +1,233 @@
+"""What the API process and the engine process say to each other (msgspec over ZMQ).
+
+    API -> engine   AddRequest, UseTicket, PrefillLocally, Abort, ReleaseLease
+    engine -> API   EngineReady, TicketOpened, TokensOut, NeedsPrefill, RequestFailed, EngineStats, SilenceAllowed,
+                    EngineDied
+
+Every AddRequest gets exactly one terminal reply: the TokensOut whose `finished` is true, or a RequestFailed.
+An aborted request gets its reply too (finish reason "abort").
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_connectors.protocol.messages import SampledToken
+from pd_connectors.protocol.ticket import Ticket
+
+HEARTBEAT_S = 1.0  # an engine that works says something at least this often
+
+
+class Work(StrEnum):
+    """What this engine is to do for a request."""
+
+    GENERATE = "generate"  # prefill here, generate here
+    PREFILL = "prefill"  # prefill, sample the first token, hold the KV under a lease
+    TAKE_OVER = "take_over"  # the KV comes from elsewhere: from `ticket`, or from wherever UseTicket says
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended; the first two are OpenAI's."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag=True):
+    """A new request. `request_id` is unique for the life of the engine process (the API process makes it so)."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    work: Work = Work.GENERATE
+    ticket: Ticket | None = None  # TAKE_OVER: None asks the engine to look at its own cache and send NeedsPrefill
+    hold_lease: bool = False  # PREFILL: the ticket is shown to D only after prefill
+    priority: int = 0  # lower runs first
+    salt: str = ""
+    min_remote_tokens: int = 0  # TAKE_OVER without ticket: prefill here when fewer tokens than this lack KV
+    load_deadline_s: float = 30.0
+    received_s: float = 0.0  # when the API process had it: the host's monotonic clock; 0: not said
+    group: str = ""  # requests of one group share its turns (`scheduling/turns.py`); "": a group of its own
+
+
+class UseTicket(msgspec.Struct, frozen=True, tag=True):
+    """Answer to NeedsPrefill: read the KV that this ticket promises."""
+
+    request_id: str
+    ticket: Ticket
+    load_deadline_s: float
+
+
+class PrefillLocally(msgspec.Struct, frozen=True, tag=True):
+    """Answer to NeedsPrefill: compute the prompt here."""
+
+    request_id: str
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Stop a request (`index` None) or one of its n sequences. Unknown or finished ones are ignored."""
+
+    request_id: str
+    index: int | None = None
+    reason: FinishReason = FinishReason.ABORT  # STOP: the detokenizer saw a stop string
+
+
+class ReleaseLease(msgspec.Struct, frozen=True, tag=True):
+    """The router says that no D will come for this lease."""
+
+    lease_id: str
+
+
+ToEngine = AddRequest | UseTicket | PrefillLocally | Abort | ReleaseLease
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag=True):
+    """Sent once, when weights are loaded and the cache is allocated."""
+
+    engine_id: str
+    epoch: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    fingerprint: str
+    connector: str
+    control_port: int  # 0 without a peer-to-peer connector
+
+
+class StartupProgress(msgspec.Struct, frozen=True, tag=True):
+    """One line for whoever waits for the node: "weights 12/30", "warm-up"."""
+
+    text: str
+
+
+class TicketOpened(msgspec.Struct, frozen=True, tag=True):
+    """PREFILL was admitted. Sent before any of its tokens is computed."""
+
+    request_id: str
+    ticket: Ticket
+
+
+class Timeline(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a request waited for, in seconds. Sums to the engine's share of its TTFT (or, on D, of its second token)."""
+
+    queue_s: float = 0.0  # received to first scheduled (prefill) or to blocks reserved (take over)
+    prefill_s: float = 0.0  # first scheduled to first token sampled here
+    transfer_s: float = 0.0  # blocks reserved (as soon as P computes) to confirmed
+    admit_s: float = 0.0  # confirmed to scheduled in a decode step
+    first_decode_s: float = 0.0  # that step
+    prefill_leg_s: float = 0.0  # on D: received by P to its first tokens, as P says
+    # on D, parts of the transfer: from the announcement of the prompt's end (pd_connectors.base.LoadSteps)
+    announce_s: float = 0.0
+    reserve_s: float = 0.0
+    post_s: float = 0.0
+    link_s: float = 0.0
+    confirm_s: float = 0.0
+    schedule_s: float = 0.0  # the confirmation's way into the scheduler's queue
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by name, of the phases that the request went through."""
+        named = {name.removesuffix("_s"): getattr(self, name) for name in self.__struct_fields__}
+        computed = ("prefill", "prefill_leg", "first_decode")  # never at once: 0 says that it did not come to that
+        was_loaded = self.link_s > 0  # a step of a load may take no time and is still a step
+        return {name: value for name, value in named.items() if value > 0 or (was_loaded and name not in computed)}
+
+
+class SequenceTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """New tokens of one of the request's sequences since the last message."""
+
+    index: int
+    tokens: tuple[SampledToken, ...]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the EOS or stop token that ended it (it is the last of `tokens`)
+
+
+class TokensOut(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Tokens of one request after one step."""
+
+    request_id: str
+    sequences: tuple[SequenceTokens, ...]
+    finished: bool  # every sequence has ended: the terminal reply
+    num_cached_tokens: int = 0  # prompt tokens found in this engine's prefix cache
+    num_external_tokens: int = 0  # prompt tokens whose KV came from elsewhere
+    timeline: Timeline | None = None  # on the terminal reply
+
+
+class NeedsPrefill(msgspec.Struct, frozen=True, tag=True):
+    """TAKE_OVER without KV: the API process must answer UseTicket, PrefillLocally or Abort.
+
+    The engine keeps the request's prefix-cache hit pinned meanwhile. `reason` is "" at first, then why a load failed.
+    `first_tokens_sent`: P's first token is already with the client, so a new prefill must continue after it.
+    """
+
+    request_id: str
+    num_cached_tokens: int
+    reason: str = ""
+    first_tokens_sent: bool = False
+
+
+class RequestFailed(msgspec.Struct, frozen=True, tag=True):
+    """Terminal: the engine could not serve the request. `error` is the class name of a PdError."""
+
+    request_id: str
+    error: str
+    message: str
+    param: str | None = None  # of an InvalidRequest
+    code: str = ""
+
+
+class KvStats(msgspec.Struct, frozen=True):
+    """The block pool. `num_blocks == free + cached + in_use`."""
+
+    num_blocks: int
+    free: int
+    cached: int  # unreferenced but reusable through the prefix cache
+    in_use: int
+    leased: int  # the part of `in_use` that a lease holds
+    quarantined: int  # the part of `in_use` that a failed load may still write
+
+
+class EngineStats(msgspec.Struct, frozen=True, tag=True):
+    """Sent when something changed, after the outputs of the same step, and every HEARTBEAT_S in any case.
+
+    Counters are totals since boot.
+    """
+
+    kv: KvStats
+    num_running: int
+    num_waiting: int
+    num_waiting_for_remote_kv: int
+    counters: dict[str, float]  # metric name without the `pd_` prefix -> total
+    gauges: dict[str, float]
+    num_queued: int = 0  # requests of which nothing has run yet: what `max_waiting` bounds
+
+
+class SilenceAllowed(msgspec.Struct, frozen=True, tag=True):
+    """Sent before a step that may take long, or is warm-up: an engine that is silent for so long is not frozen yet.
+
+    Stands until the next one. At first `forecast.FROZEN_S` are allowed.
+    """
+
+    seconds: float
+
+
+class EngineDied(msgspec.Struct, frozen=True, tag=True):
+    """The engine's last words."""
+
+    message: str
+
+
+FromEngine = (
+    EngineReady
+    | StartupProgress
+    | TicketOpened
+    | TokensOut
+    | NeedsPrefill
+    | RequestFailed
+    | EngineStats
+    | SilenceAllowed
+    | EngineDied
+)

@@ -1,0 +1,87 @@
+"""One step's decision and its result, as named values. The scheduler makes a Batch, the worker makes a StepResult.
+
+A batch is a *delta*: the worker keeps a row per live sequence (tokens, block table, sampling state), so a decode step
+names only what changed. That also lets step n+1 be prepared while step n runs: sampled tokens stay with the worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from pd_cluster.protocol.sampling_params import SamplingParams
+    from pd_connectors.base import LoadSpec, PublishSpec
+    from pd_connectors.protocol.messages import SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStart:
+    """A sequence enters the worker (first time, or again after preemption). Its row is set to exactly this."""
+
+    seq_id: int
+    token_ids: tuple[int, ...]  # all known: prompt, then output so far
+    num_prompt_tokens: int
+    block_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int  # resolved: the request's, or drawn at admission; differs per index of n
+    num_sample_seeds: tuple[int, ...] = ()  # n > 1 before the fork: of all n first tokens; the row keeps the first
+
+
+class SequenceChunk(msgspec.Struct, frozen=True, gc=False):
+    """Compute tokens [start, start + num_tokens) of a sequence. A decode step is a chunk of one."""
+
+    seq_id: int
+    start: int
+    num_tokens: int
+    first_new_block: int = 0  # block_table[first_new_block : +len(new_block_ids)] = new_block_ids, before the forward
+    new_block_ids: tuple[int, ...] = ()
+    num_samples: int = 0  # 0: the chunk does not reach the last known token
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """Copies to run before the forward, in this order. Pairs are (from, to)."""
+
+    swap_out: tuple[tuple[int, int], ...] = ()  # device -> host
+    swap_in: tuple[tuple[int, int], ...] = ()  # host -> device
+    copy_on_write: tuple[tuple[int, int], ...] = ()  # device -> device
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step. Empty chunks are legal (copies, loads or departures only)."""
+
+    step: int
+    starts: tuple[SequenceStart, ...] = ()
+    chunks: tuple[SequenceChunk, ...] = ()  # decodes first, then prefill chunks
+    departures: tuple[int, ...] = ()  # seq_ids whose rows end (finished or preempted); applied before starts
+    copies: BlockCopies = field(default_factory=BlockCopies)
+    loads: tuple[LoadSpec, ...] = ()  # for recv_before, once every step before this one has retired
+    begun: tuple[PublishSpec, ...] = ()  # for send_after, at once: of leases whose prompt enters here, of no tokens
+    publishes: tuple[PublishSpec, ...] = ()  # for send_after, once the step has retired
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def moves_worker(self) -> bool:
+        """Whether the worker has anything to do. A start comes with its first chunk."""
+        copies = self.copies
+        return bool(self.chunks or self.departures or copies.swap_out or copies.swap_in or copies.copy_on_write)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to do: whoever waits, waits for memory that a lease, a load or a quarantine holds."""
+        return not (self.moves_worker or self.loads)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step sampled: seq_id -> its tokens (num_samples of them)."""
+
+    step: int
+    samples: dict[int, tuple[SampledToken, ...]]

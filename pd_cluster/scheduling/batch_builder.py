@@ -1,0 +1,139 @@
+"""A batch while it is being made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
+from pd_cluster.scheduling.prefill_budget import PrefillBudget
+from pd_cluster.scheduling.sequence import sequence_seed
+from pd_connectors.base import LoadSpec, PublishSpec
+
+if TYPE_CHECKING:
+    from pd_cluster.scheduling.block_manager import BlockManager, BlockTable
+    from pd_cluster.scheduling.portion import Portions
+    from pd_cluster.scheduling.sequence import Sequence
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchBuilder:
+    """One step's parts, and what is left of its token budget."""
+
+    step: int
+    budget: int  # tokens left
+    prompts: PrefillBudget = field(default_factory=PrefillBudget)  # of these, for chunks of prompts
+    # Of logits, left for the first tokens of requests with n > 1: as many as sequences may run, besides one for each
+    rows: int = 0
+    portions: Portions | None = None  # None: no group is limited
+    starts: list[SequenceStart] = field(default_factory=list)
+    chunks: list[SequenceChunk] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    copy_on_write: list[tuple[int, int]] = field(default_factory=list)
+    begun: list[PublishSpec] = field(default_factory=list)
+    publishes: list[PublishSpec] = field(default_factory=list)
+    preempted: bool = False
+    held: set[int] = field(default_factory=set)  # sequences that yield their blocks once no running step touches them
+
+    def batch(self, departures: list[int], loads: list[LoadSpec]) -> Batch:
+        if self.starts:  # what entered last may be a decode
+            self.chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
+        return Batch(
+            step=self.step,
+            starts=tuple(self.starts),
+            chunks=tuple(self.chunks),
+            departures=tuple(departures),
+            copies=BlockCopies(tuple(self.swap_out), tuple(self.swap_in), tuple(self.copy_on_write)),
+            loads=tuple(loads),
+            begun=tuple(self.begun),
+            publishes=tuple(self.publishes),
+        )
+
+    def has_rows(self, seq: Sequence) -> bool:
+        """Whether this step may sample all that the sequence samples at its end. A lead does so for its n siblings."""
+        return seq.num_samples == 1 or seq.num_samples <= self.rows
+
+    def has_portion(self, seq: Sequence) -> bool:
+        """Whether its group's portion of this step admits a chunk of the sequence."""
+        if self.portions is None:
+            return True
+        if seq.num_remaining_tokens == 1:
+            return self.portions.has_row(seq)
+        return self.portions.prompt_tokens(seq) != 0
+
+    def _take(self, seq: Sequence) -> int:
+        """Tokens of the sequence's next chunk, taken from the prompts' share and from its group's portion."""
+        num_remaining = seq.num_remaining_tokens
+        if num_remaining == 1:
+            if self.portions is not None:
+                self.portions.take_row(seq)
+            return 1
+        if self.portions is None:
+            return self.prompts.take(seq.num_scheduled_tokens, num_remaining)
+        most = self.portions.prompt_tokens(seq)
+        num_wanted = num_remaining if most is None else min(num_remaining, most)
+        num_tokens = self.prompts.take(seq.num_scheduled_tokens, num_wanted)
+        self.portions.take_prompt_tokens(seq, num_tokens)
+        return num_tokens
+
+    def add_chunk(self, seq: Sequence, blocks: BlockManager) -> None:
+        """One token if one is left, else as many as the prompts' share admits. Its blocks exist, or can be had."""
+        table, start, num_remaining = seq.table, seq.num_scheduled_tokens, seq.num_remaining_tokens
+        assert table is not None
+        num_tokens = self._take(seq)
+        end = start + num_tokens
+        first_block = 0
+        new_block_ids: tuple[int, ...] = ()
+        if end > table.capacity:
+            growth = blocks.grow(table, start, end)
+            if growth.copy is not None:
+                self.copy_on_write.append(growth.copy)
+            first_block, new_block_ids = growth.first_block, growth.block_ids
+        if not seq.in_worker:
+            first_block, new_block_ids = 0, ()  # the start names them all
+            self._add_start(seq, table)
+        num_samples = 0
+        if num_tokens == num_remaining:
+            num_samples = seq.num_samples
+            if num_samples > 1:
+                self.rows -= num_samples
+            seq.num_pending += 1
+        seq.num_scheduled_tokens = end
+        seq.num_in_flight += 1
+        seq.planned_step = self.step
+        self.budget -= num_tokens
+        self.prompts.tokens_left = min(self.prompts.tokens_left, self.budget)
+        self.chunks.append(SequenceChunk(seq.seq_id, start, num_tokens, first_block, new_block_ids, num_samples))
+        if seq.request.lease_id is not None:
+            self._announce(seq, table, seq.request.lease_id, blocks)
+
+    def _add_start(self, seq: Sequence, table: BlockTable) -> None:
+        seq.in_worker = True
+        request = seq.request
+        if request.lease_id is not None:
+            self.begun.append(PublishSpec(request.lease_id, (), 0, request.lease_generation))
+        seeds: tuple[int, ...] = ()
+        if seq.num_samples > 1:
+            seeds = tuple(sequence_seed(request.seed, index) for index in range(seq.num_samples))
+        self.starts.append(
+            SequenceStart(
+                seq_id=seq.seq_id,
+                token_ids=tuple(seq.token_ids),
+                num_prompt_tokens=seq.num_prompt_tokens,
+                block_ids=tuple(table.ids),
+                sampling=request.sampling,
+                seed=seq.seed,
+                num_sample_seeds=seeds,
+            )
+        )
+
+    def _announce(self, seq: Sequence, table: BlockTable, lease_id: str, blocks: BlockManager) -> None:
+        """Once this step has retired, the lease's reader may read every whole block, or the whole prompt."""
+        num_tokens = seq.num_scheduled_tokens
+        if num_tokens < seq.num_prompt_tokens:
+            num_tokens -= num_tokens % blocks.block_size
+        if num_tokens > seq.num_announced_tokens:
+            seq.num_announced_tokens = num_tokens
+            block_ids = tuple(table.ids[: blocks.blocks_for(num_tokens)])
+            self.publishes.append(PublishSpec(lease_id, block_ids, num_tokens, seq.request.lease_generation))

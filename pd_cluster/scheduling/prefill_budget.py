@@ -1,0 +1,103 @@
+"""What prompts may take of one step.
+
+A step that decodes keeps streams waiting, so where those are limited its prompts have a *cost* besides their number: a
+token counts as one, and once more for every `keys_per_token` keys that it sees. Behind 6,000 tokens of its own prompt a
+token holds decodes up for twice as long as at the beginning (`ModelSpec.keys_per_token`), and half as many fit.
+
+Beside more than MANY_DECODES a step's limit is less while that leaves room for prompts: a short answer that lies wholly
+within the reading of long ones has all of its steps prolonged, and makes the 99th percentile of the time per token
+("Disaggregation on two H200s" in benchmarks/LOG.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+from typing import Self
+
+LEAST_PROMPT_TOKENS = 32  # of a step, however many decode: no prompt starves
+STEP_MULTIPLE = 64  # captured steps have whole ones; prompts get one, if it fits, whatever they cost
+MANY_DECODES = 48  # beside more the limit is one STEP_MULTIPLE less
+PADDING_PRICE = 4  # of a prompt that is cut, so many tokens stay for each that is put off lest the step be padded
+
+
+@dataclass(slots=True, kw_only=True)
+class PrefillBudget:
+    """What is left of it, for prompts in the order in which they come: nobody passes one that got less than it has."""
+
+    tokens_left: int = 0
+    cost_left: int = 0
+    least_left: int = 0  # tokens that are given whatever they cost; 0 as well where costs are not limited
+    keys_per_token: int = 0  # 0: position costs nothing
+    num_planned: int = 0  # tokens in the step, with those that are sure to come
+    num_given: int = 0  # of them, those of prompts
+    is_limited: bool = False
+
+    @classmethod
+    def beside(cls, num_decodes: int, max_num_tokens: int, limit: int = 0, keys_per_token: int = 0) -> Self:
+        """Of a step of at most `max_num_tokens`. `limit`: what its tokens may cost, 0: anything; it is lowered beside
+        many decodes, then raised to a multiple of STEP_MULTIPLE if it leaves prompts less than LEAST_PROMPT_TOKENS, but
+        not beyond itself if it left them as much."""
+        room = max_num_tokens - num_decodes
+        if not limit:
+            return cls(tokens_left=room, cost_left=room)
+        asked, least = limit, num_decodes + LEAST_PROMPT_TOKENS
+        if num_decodes > MANY_DECODES:
+            limit -= STEP_MULTIPLE
+        if limit < least:
+            limit = -(-least // STEP_MULTIPLE) * STEP_MULTIPLE
+        if asked >= least:
+            limit = min(limit, asked)
+        return cls(
+            tokens_left=room,
+            cost_left=limit - num_decodes,
+            least_left=min(STEP_MULTIPLE, limit - num_decodes),
+            keys_per_token=keys_per_token,
+            num_planned=num_decodes,
+            is_limited=True,
+        )
+
+    def admits(self, start: int) -> bool:
+        """Whether a prompt gets a token that stands behind at most `start` others. If not, nobody after it does."""
+        if not self._room(start):
+            self.tokens_left = 0
+        return self.tokens_left > 0
+
+    def take(self, start: int, num_remaining: int) -> int:
+        """As many of a prompt's `num_remaining` tokens behind `start` others as it may have; at least one if admitted.
+
+        One that is cut ends where a captured step does, if it reaches little beyond that: more would be padding. It
+        does not if that left the step's prompts less than LEAST_PROMPT_TOKENS.
+        """
+        num_tokens = min(num_remaining, self._room(start))
+        if num_tokens < num_remaining:
+            excess = (self.num_planned + num_tokens) % STEP_MULTIPLE
+            keeps_least = self.num_given + num_tokens - excess >= LEAST_PROMPT_TOKENS
+            if self.is_limited and keeps_least and num_tokens >= PADDING_PRICE * excess:
+                num_tokens -= excess
+            self.tokens_left = 0
+        else:
+            self.tokens_left -= num_tokens
+        self.cost_left = max(0, self.cost_left - cost_of(num_tokens, start, self.keys_per_token))
+        self.least_left = max(0, self.least_left - num_tokens)
+        self.num_planned += num_tokens
+        self.num_given += num_tokens
+        return num_tokens
+
+    def _room(self, start: int) -> int:
+        return min(self.tokens_left, max(self.least_left, affordable(self.cost_left, start, self.keys_per_token)))
+
+
+def cost_of(num_tokens: int, start: int, keys_per_token: int) -> int:
+    """Of a chunk behind `start` tokens, rounded up. Its i-th token sees start + i + 1 keys."""
+    if not keys_per_token:
+        return num_tokens
+    return num_tokens + -(-num_tokens * (2 * start + num_tokens + 1) // (2 * keys_per_token))
+
+
+def affordable(cost: int, start: int, keys_per_token: int) -> int:
+    """The longest chunk behind `start` tokens that costs at most `cost`: the root of `cost_of`."""
+    if not keys_per_token:
+        return cost
+    linear = 2 * (keys_per_token + start) + 1
+    return (isqrt(linear * linear + 8 * keys_per_token * cost) - linear) // 2

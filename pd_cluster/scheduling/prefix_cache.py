@@ -1,0 +1,116 @@
+"""Which blocks hold which prefixes: a radix tree at block granularity.
+
+A node is one full block; the edge to it is labelled with the block's tokens, and because hashes are chained, a node's
+hash names the whole path to it. So finding the longest cached prefix is one dictionary look-up per block, and tenants
+with different salts live under different roots.
+
+Whoever refers to a node refers to its ancestors too, and lets go of them tail first. Hence
+
+    unreferenced node  =>  its whole subtree is unreferenced, and each descendant was let go of earlier
+
+and the least recently used unreferenced node is always a leaf: eviction is O(1) and never cuts a path in the middle.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class PrefixNode(msgspec.Struct, eq=False, gc=False):
+    """One cached block. There are tens of thousands, in no cycle: no search for garbage looks at them.
+
+    They know each other by number alone: what no search looks at is freed recursively, and 100,000 in a row are too
+    deep for that.
+    """
+
+    hash: bytes
+    block_id: int
+    parent_block: int | None  # None: a child of a root
+    num_children: int = 0
+
+
+class PrefixCache:
+    """The tree, and the order in which its unreferenced nodes are evicted. Knows no reference counts."""
+
+    def __init__(self) -> None:
+        self._by_hash: dict[bytes, PrefixNode] = {}
+        self._by_block: dict[int, PrefixNode] = {}
+        self._evictable: OrderedDict[int, PrefixNode] = OrderedDict()  # block id -> node, least recently used first
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._by_block
+
+    @property
+    def num_evictable(self) -> int:
+        return len(self._evictable)
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The block that holds this prefix's last block."""
+        node = self._by_hash.get(block_hash)
+        return None if node is None else node.block_id
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """Block ids of the longest cached run of `hashes`, which start where the caller's path ends."""
+        found = []
+        for block_hash in hashes:
+            node = self._by_hash.get(block_hash)
+            if node is None:
+                break
+            found.append(node.block_id)
+        return found
+
+    def insert(self, block_hash: bytes, block_id: int, parent_block: int | None) -> None:
+        """Add a referenced node below the node of `parent_block` (None: below a root). The hash must be new."""
+        assert block_hash not in self._by_hash
+        assert block_id not in self._by_block
+        if parent_block is not None:
+            self._by_block[parent_block].num_children += 1
+        node = PrefixNode(block_hash, block_id, parent_block)
+        self._by_hash[block_hash] = node
+        self._by_block[block_id] = node
+
+    def let_go(self, block_id: int) -> None:
+        """The node's last reference is gone: it is now the most recently used evictable one."""
+        self._evictable[block_id] = self._by_block[block_id]
+
+    def take_up(self, block_id: int) -> None:
+        """The node got its first reference."""
+        del self._evictable[block_id]
+
+    def evict(self) -> int:
+        """Forget the least recently used unreferenced leaf and return its block. There must be one."""
+        block_id, node = self._evictable.popitem(last=False)
+        assert node.num_children == 0, f"block {block_id} was to be evicted before its {node.num_children} children"
+        if node.parent_block is not None:
+            self._by_block[node.parent_block].num_children -= 1
+        del self._by_hash[node.hash]
+        del self._by_block[block_id]
+        return block_id
+
+    def check(self, refs: list[int]) -> None:
+        """Raise AssertionError unless the tree agrees with itself and with the reference counts."""
+        assert len(self._by_hash) == len(self._by_block), "two nodes share a hash or a block"
+        children: dict[int, int] = {}
+        for block_id, node in self._by_block.items():
+            assert node.block_id == block_id, f"node of block {block_id} is misfiled"
+            assert self._by_hash.get(node.hash) is node, f"node of block {block_id} is not found by its hash"
+            num_refs, evictable = refs[block_id], block_id in self._evictable
+            assert (num_refs == 0) == evictable, (
+                f"cached block {block_id}: {num_refs} references, evictable {evictable}"
+            )
+            if (parent := node.parent_block) is not None:
+                assert parent in self._by_block, f"parent of cached block {block_id} is not cached"
+                assert refs[parent] or not refs[block_id], f"block {block_id} is referenced, its parent {parent} is not"
+                children[parent] = children.get(parent, 0) + 1
+        for block_id, node in self._by_block.items():
+            have, counted = children.get(block_id, 0), node.num_children
+            assert counted == have, f"block {block_id} counts {counted} children, has {have}"

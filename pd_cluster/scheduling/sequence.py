@@ -1,0 +1,301 @@
+"""A request as the client sees it, and its sequences as the engine runs them.
+
+A request has n sequences. Until its first tokens are known only the *lead* (index 0) does anything: it prefills the
+prompt for all of them. With the first tokens they part: each has its own tokens and its own block table, and they
+share the prompt's blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from pd_cluster.protocol.messages import FinishReason, Timeline, Work
+from pd_connectors.base import LoadSteps
+from pd_connectors.protocol.hashing import extend_hashes, root_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pd_cluster.protocol.messages import AddRequest
+    from pd_cluster.protocol.sampling_params import SamplingParams
+    from pd_cluster.scheduling.block_manager import BlockTable
+    from pd_cluster.scheduling.turns import Group
+    from pd_connectors.protocol.messages import SampledToken
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """The seed of a request's sequence `index`, 0 <= it < 2**63. The same on every node, so that P and D agree."""
+    digest = blake2b(f"{seed}/{index}".encode(), digest_size=8, person=b"pd-seq-seed").digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is."""
+
+    WAITING = auto()  # for a slot, for memory, or (not the lead) for the first tokens
+    WAITING_FOR_REMOTE_KV = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()  # waiting; its KV is gone and will be computed again
+    SWAPPED = auto()  # waiting; its KV is in host memory
+    FINISHED = auto()
+
+
+class KvArrival(Enum):
+    """How far the KV of a TAKE_OVER request has come. WRITING: a transfer may write its blocks at any moment."""
+
+    ABSENT = auto()
+    WRITING = auto()
+    PRESENT = auto()
+
+
+@dataclass(slots=True)
+class Marks:
+    """When things happened to a request (the scheduler's clock, seconds); None: not yet."""
+
+    arrived_s: float = 0.0
+    scheduled_s: float | None = None  # its prefill entered a step
+    first_token_s: float | None = None  # sampled here
+    reserved_s: float | None = None
+    loaded_s: float | None = None
+    decode_scheduled_s: float | None = None  # first decode step after a load
+    decode_retired_s: float | None = None
+    prefill_leg_s: float = 0.0  # what another node's prefill took
+    load_steps: LoadSteps = field(default_factory=LoadSteps)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One admitted AddRequest. The scheduler fills `arrival`, `sequences` and everything below them."""
+
+    message: AddRequest
+    seed: int  # the request's own, or drawn at admission
+    lease_id: str | None = None  # PREFILL: under which its blocks are promised
+    lease_generation: int = 0  # for PublishSpec; `on_preempt` raises it
+    load_id: str | None = None  # TAKE_OVER: the load in progress; set it before `Scheduler.reserve`
+    arrival: int = -1
+    sequences: list[Sequence] = field(default_factory=list)
+    num_live: int = 0  # sequences that have not ended
+    first_tokens: tuple[SampledToken, ...] = ()  # one per sequence; () until known
+    # TAKE_OVER: P samples under other parameters than this request's. Its tokens are dropped; the prompt's last token
+    # is computed here, on the KV of those before it, and the first tokens are drawn from that
+    redraws: bool = False
+    table: BlockTable | None = None  # TAKE_OVER: the pinned prefix, then the blocks being loaded
+    kv: KvArrival = KvArrival.ABSENT
+    marks: Marks = field(default_factory=Marks)
+    group: Group = field(init=False, repr=False)  # whose turns it shares
+    is_queued: bool = True  # nothing of it has run yet
+
+    @classmethod
+    def from_message(cls, message: AddRequest, *, drawn_seed: int, lease_id: str | None = None) -> Request:
+        """`drawn_seed` is used when the request brings none."""
+        seed = message.sampling.seed
+        return cls(message, drawn_seed if seed is None else seed, lease_id)
+
+    @property
+    def request_id(self) -> str:
+        return self.message.request_id
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.message.prompt_token_ids
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.message.sampling
+
+    @property
+    def work(self) -> Work:
+        return self.message.work
+
+    @property
+    def salt(self) -> str:
+        return self.message.salt
+
+    @property
+    def rank(self) -> tuple[int, ...]:
+        """Smaller goes first and is preempted last."""
+        return (self.message.priority, self.arrival)
+
+    @property
+    def claim(self) -> tuple[int, ...]:
+        """To memory, while it waits for that: smaller goes first. Changes as its group has its turns."""
+        return self.group.claim(self.rank)
+
+    @property
+    def finished(self) -> bool:
+        """Every sequence has ended."""
+        return self.num_live == 0
+
+    @property
+    def max_output_tokens(self) -> int:
+        """A prefill leg samples one token per sequence whatever `max_tokens` says."""
+        return 1 if self.work is Work.PREFILL else self.sampling.max_tokens
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Prompt tokens whose KV from elsewhere is computed on: all, or all but the last, whose logits are wanted."""
+        return len(self.prompt_token_ids) - self.redraws
+
+    @property
+    def heads(self) -> list[Sequence]:
+        """The sequences that go on with the prompt's KV: all that live, or the lead alone before the first tokens."""
+        if not self.first_tokens:
+            return self.sequences[:1]
+        return [seq for seq in self.sequences if seq.finish_reason is None]
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in this engine's prefix cache."""
+        if len(self.sequences) == 1:  # asked for with every token
+            return self.sequences[0].num_cached_tokens
+        return max((seq.num_cached_tokens for seq in self.sequences), default=0)
+
+    @property
+    def num_external_tokens(self) -> int:
+        """Prompt tokens whose KV came from elsewhere."""
+        if len(self.sequences) == 1:
+            return self.sequences[0].num_external_tokens
+        return max((seq.num_external_tokens for seq in self.sequences), default=0)
+
+    def begin(
+        self, arrival: int, now_s: float, seq_ids: Iterator[int], eos_token_ids: frozenset[int], max_model_len: int
+    ) -> None:
+        """Number the request and make its sequences. Only the lead has tokens until the first ones are known."""
+        self.arrival = arrival
+        self.marks.arrived_s = self.message.received_s or now_s
+        sampling = self.sampling
+        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
+        num_prompt = len(self.prompt_token_ids)
+        self.num_live = sampling.n
+        self.sequences = [
+            Sequence(
+                seq_id=next(seq_ids),
+                index=index,
+                request=self,
+                rank=(*self.rank, index),
+                seed=sequence_seed(self.seed, index),
+                num_prompt_tokens=num_prompt,
+                stop_ids=stop_ids,
+                min_tokens=sampling.min_tokens,
+                max_len=min(num_prompt + self.max_output_tokens, max_model_len),
+                token_ids=[] if index else list(self.prompt_token_ids),
+            )
+            for index in range(sampling.n)
+        ]
+        lead = self.sequences[0]
+        lead.num_samples = sampling.n
+
+    def mark_first_decode(self, now_s: float) -> None:
+        """The first token was sampled behind what came from elsewhere: KV, mostly with a first token."""
+        marks = self.marks
+        if marks.loaded_s is None:
+            marks.first_token_s = marks.first_token_s or now_s
+        else:
+            marks.decode_retired_s = marks.decode_retired_s or now_s
+
+    @property
+    def prefill_s(self) -> float:
+        """From its arrival to its first token, when that was sampled here; 0: not yet."""
+        marks = self.marks
+        return 0.0 if marks.first_token_s is None else marks.first_token_s - marks.arrived_s
+
+    def timeline(self) -> Timeline:
+        """What the request waited for so far."""
+        m = self.marks
+        if m.loaded_s is not None and m.reserved_s is not None and m.scheduled_s is None:
+            decode = m.loaded_s if m.decode_scheduled_s is None else m.decode_scheduled_s
+            steps = m.load_steps
+            return Timeline(
+                queue_s=m.reserved_s - m.arrived_s,
+                transfer_s=m.loaded_s - m.reserved_s,
+                admit_s=decode - m.loaded_s,
+                first_decode_s=0.0 if m.decode_retired_s is None else m.decode_retired_s - decode,
+                prefill_leg_s=m.prefill_leg_s,
+                announce_s=steps.announce_s,
+                reserve_s=steps.reserve_s,
+                post_s=steps.post_s,
+                link_s=steps.link_s,
+                confirm_s=steps.confirm_s,
+                schedule_s=steps.wake_s,
+            )
+        if m.scheduled_s is None:
+            return Timeline()
+        prefill_s = 0.0 if m.first_token_s is None else m.first_token_s - m.scheduled_s
+        return Timeline(queue_s=m.scheduled_s - m.arrived_s, prefill_s=prefill_s)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One generation. Token counts: `num_computed` <= `num_scheduled` <= len(token_ids) + num_pending."""
+
+    seq_id: int
+    index: int  # among the request's n
+    request: Request = field(repr=False)
+    rank: tuple[int, ...]  # smaller goes first and is preempted last; unique
+    seed: int
+    num_prompt_tokens: int
+    stop_ids: frozenset[int] = field(repr=False)  # EOS (unless ignored) and the request's stop tokens
+    min_tokens: int
+    max_len: int  # prompt and output never exceed this
+    token_ids: list[int] = field(repr=False)  # prompt, then output
+    status: SequenceStatus = SequenceStatus.WAITING
+    table: BlockTable | None = None
+    host_block_ids: list[int] = field(default_factory=list)  # while SWAPPED
+    num_computed_tokens: int = 0  # tokens whose KV is in the table, by a step that has retired
+    num_scheduled_tokens: int = 0  # the same, counting steps that still run
+    num_pending: int = 0  # sampled by steps that still run: values unknown, positions certain
+    num_in_flight: int = 0  # steps that still run and touch this sequence
+    num_announced_tokens: int = 0  # PREFILL: told to the lease's reader
+    num_cached_tokens: int = 0
+    num_external_tokens: int = 0
+    num_samples: int = 1  # sampled when a chunk reaches the last token; n for a lead before the first tokens
+    in_worker: bool = False  # the worker has a row for it
+    awaits_first_decode: bool = False  # behind KV or a first token from elsewhere; for the timeline
+    planned_step: int = -1  # the last step that has a chunk of it
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the EOS or stop token that ended it
+    block_hashes: list[bytes] = field(default_factory=list, repr=False)
+
+    @property
+    def block_ids(self) -> list[int]:
+        return [] if self.table is None else self.table.ids
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Known or certain tokens that no step computes yet. 1 in a decode."""
+        return len(self.token_ids) + self.num_pending - self.num_scheduled_tokens
+
+    def append(self, token_id: int) -> None:
+        """Add an output token, and end when it is a stop token, or the last that is allowed.
+
+        The sampler bans stop tokens before `min_tokens`; those of another engine's P may be another set.
+        """
+        self.token_ids.append(token_id)
+        if token_id in self.stop_ids and self.num_output_tokens >= self.min_tokens:
+            self.finish_reason = FinishReason.STOP
+            self.stop_token_id = token_id
+        elif len(self.token_ids) >= self.max_len:
+            self.finish_reason = FinishReason.LENGTH
+
+    def part_from(self, lead: Sequence) -> None:
+        """Become a copy of the lead's prompt, about to receive its own first token. The block table is the caller's."""
+        self.token_ids = list(self.request.prompt_token_ids)
+        self.block_hashes = lead.block_hashes[:]
+        self.num_cached_tokens = lead.num_cached_tokens
+        self.num_external_tokens = lead.num_external_tokens
+
+    def hash_blocks(self, num_blocks: int, block_size: int) -> list[bytes]:
+        """Chained hashes of the first `num_blocks` blocks, all of whose tokens must be known. Computed once each."""
+        hashes = self.block_hashes
+        if len(hashes) < num_blocks:
+            parent = hashes[-1] if hashes else root_hash(self.request.salt)
+            tokens = self.token_ids[len(hashes) * block_size : num_blocks * block_size]
+            hashes.extend(extend_hashes(parent, tokens, block_size))
+        return hashes[:num_blocks] if len(hashes) > num_blocks else hashes

@@ -1,0 +1,193 @@
+"""Whose turn it is. Groups share slots and memory, not sequences.
+
+A *group* is what one HTTP request asks for on this node: several prompts, n sequences of each. Nodes cannot tell
+clients apart, so one that asks for 256 prompts with n = 64 in one request gets the turns of one request, not of 16,384.
+
+The *claim* of a sequence that waits, smaller first:
+
+    priority    of its request
+    slots       that its group holds
+    turn        when its group last had one, or when the request arrived, whichever is later
+    arrival     of its request, within the group
+
+So groups take turns: one that has just had a turn stands behind all that wait now, before all that come later. A group
+of one sequence holds no slot while that waits, and has its turn when it arrived: among such groups the order is that of
+arrival, as it is among the sequences of one group.
+
+Invariants, of sequences of equal priority:
+
+    a group takes a slot from another only if that holds at least two more, so each exchange makes them more equal;
+    every group that waits with no slot is passed by no group that arrives later: none starves.
+
+Pure policy: it knows neither steps nor blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING
+
+from pd_cluster.scheduling.ranked_queue import RankedQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from pd_cluster.scheduling.sequence import Request, Sequence
+
+Claim = tuple[int, int, int, int, int]
+
+LEAST_EXCESS = 2  # slots that a group must hold more than another to yield one to it
+CROWD_SHARE = 2  # 1 / CROWD_SHARE of the queue is for groups that have nothing in it yet
+
+
+def crowd_limit(limit: int) -> int:
+    """How far a queue of `limit` requests may be filled by the second and later ones of a group."""
+    return max(1, limit // CROWD_SHARE)
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The requests of one client's request that have not ended."""
+
+    name: str
+    num_requests: int = 0
+    num_queued: int = 0  # of them, those of which nothing has run yet
+    num_slots: int = 0  # held by its running sequences
+    is_shared: bool = False  # it has, or had, more than one sequence
+    last_turn: tuple[int, int] = (-1, 0)  # (the last arrival before it, its serial number)
+    waiting: RankedQueue[Sequence] = field(default_factory=RankedQueue)  # for a slot
+
+    def owes(self, other: Group) -> bool:
+        """Whether it must yield a slot to the other group."""
+        return self.num_slots >= other.num_slots + LEAST_EXCESS
+
+    def claim(self, rank: tuple[int, ...]) -> Claim:
+        """Of a waiting sequence, or of a request, with this rank."""
+        priority, arrival = rank[0], rank[1]
+        if not self.is_shared:
+            return (priority, 0, arrival, 0, arrival)
+        return (priority, self.num_slots, *max((arrival, 0), self.last_turn), arrival)
+
+
+class Turns:
+    """All groups of one engine. Costs of an ordinary request, one prompt and n = 1: as of a plain queue."""
+
+    def __init__(self) -> None:
+        self.num_queued = 0  # requests of which nothing has run yet
+        self._groups: dict[str, Group] = {}
+        self._shared: set[Group] = set()
+        self._num_rich = 0  # groups that another may take a slot from
+        self._last_arrival = -1
+        self._serial = 0
+
+    # requests
+
+    def may_queue(self, name: str, limit: int) -> bool:
+        """Whether a request of this group may wait, where `limit` may in all. A group's first may always take the last
+        place; its others leave a share of the queue to groups that have nothing in it."""
+        group = self._groups.get(name)
+        return self.num_queued < (limit if group is None or not group.num_queued else crowd_limit(limit))
+
+    def join(self, request: Request, name: str) -> Group:
+        """A request has arrived; it is queued."""
+        group = self._groups.get(name)
+        if group is None:
+            group = self._groups[name] = Group(name)
+        group.num_requests += 1
+        group.num_queued += 1
+        self.num_queued += 1
+        self._last_arrival = request.arrival
+        if group.num_requests > 1 or request.sampling.n > 1:
+            group.is_shared = True
+            self._shared.add(group)
+        return group
+
+    def leave(self, request: Request) -> None:
+        """It has ended."""
+        group = request.group
+        self.begin(request)
+        group.num_requests -= 1
+        if not group.num_requests:
+            del self._groups[group.name]
+            self._shared.discard(group)
+
+    def begin(self, request: Request) -> None:
+        """It is queued no longer. Idempotent."""
+        if request.is_queued:
+            request.is_queued = False
+            request.group.num_queued -= 1
+            self.num_queued -= 1
+
+    def note_turn(self, request: Request) -> None:
+        """Its group has been given a slot, or memory."""
+        group = request.group
+        if group.is_shared:
+            self._serial += 1
+            group.last_turn = (self._last_arrival, self._serial)
+
+    # slots
+
+    def take_slot(self, request: Request) -> None:
+        """One of its sequences runs."""
+        group = request.group
+        self.begin(request)
+        group.num_slots += 1
+        self._num_rich += group.num_slots == LEAST_EXCESS
+        self.note_turn(request)
+
+    def return_slot(self, request: Request) -> None:
+        """One of its sequences runs no longer."""
+        group = request.group
+        self._num_rich -= group.num_slots == LEAST_EXCESS
+        group.num_slots -= 1
+
+    @property
+    def anyone_is_rich(self) -> bool:
+        """Whether some group holds so many slots that one without any may take one from it. O(1)."""
+        return self._num_rich > 0
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether some group has several sequences."""
+        return bool(self._shared)
+
+    def richest(self) -> Group | None:
+        """The group with the most slots. O(groups of several sequences)."""
+        return max(self._shared, key=lambda group: group.num_slots, default=None)
+
+    # order
+
+    def in_turn(self, ranked: Iterable[Sequence]) -> Iterator[Sequence]:
+        """The sequences of `ranked`, which come in order of rank and are all that wait, in order of their claims.
+
+        A slot that is given meanwhile counts. Lazy: O(1) for the first of groups of one sequence, O(log groups) for
+        those of others.
+        """
+        if not self._shared:
+            yield from ranked
+            return
+        heads = [
+            (group.claim(first.rank), first.rank, first, queue)
+            for group in self._shared
+            if (first := next(queue := iter(tuple(group.waiting)), None)) is not None
+        ]
+        heapify(heads)
+        for seq in ranked:
+            group = seq.request.group
+            if group.is_shared:
+                continue  # in `heads`
+            while heads and heads[0][0] < group.claim(seq.rank):
+                yield from self._next_of(heads)
+            yield seq
+        while heads:
+            yield from self._next_of(heads)
+
+    @staticmethod
+    def _next_of(heads: list[tuple[Claim, tuple[int, ...], Sequence, Iterator[Sequence]]]) -> Iterator[Sequence]:
+        """The first of the group with the best claim; its next one takes its place, with the claim it has then."""
+        _, _, seq, queue = heappop(heads)
+        yield seq
+        following = next(queue, None)
+        if following is not None:
+            heappush(heads, (following.request.group.claim(following.rank), following.rank, following, queue))

@@ -1,0 +1,255 @@
+"""POST /v1/chat/completions and /v1/completions: from a body to jobs, and the right way to answer them."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from pd_cluster.errors import EngineUnavailable, InvalidRequest, Overloaded
+from pd_cluster.protocol.messages import Work
+from pd_cluster.scheduling.turns import crowd_limit
+from pd_cluster.server.chat import ChatShape, chat_num_logprobs, check_tools, normal_messages, template_options
+from pd_cluster.server.completions import DEFAULT_MAX_TOKENS, CompletionShape, Prompt, check_best_of, prompts_of
+from pd_cluster.server.fields import ignored_header
+from pd_cluster.server.generation_request import GenerationRequest, KvSource
+from pd_cluster.server.generation_stream import GenerationStream
+from pd_cluster.server.prefill_endpoint import (
+    answer_prefill_stream,
+    answer_prefill_whole,
+    answer_without_prefill,
+    keeping_alive,
+)
+from pd_cluster.server.response import ResponseShape, answer_stream, answer_whole
+from pd_cluster.server.sampling import check_min_tokens, sampling_params, text_options
+from pd_cluster.server.schema import (
+    MAX_LISTED_TOKENS,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    KvTransferParams,
+    decode_body,
+)
+from pd_cluster.server.takeover_policy import Tokenize, plan_handoff
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd_cluster.server.answer_task import Reply
+    from pd_cluster.server.state import NodeState
+
+Generating = TypeVar("Generating", bound=GenerationBody)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What the request's headers say."""
+
+    request_id: str
+    group: str  # see `GenerationRequest.group`
+    wants_ticket_stream: bool
+    started_s: float  # monotonic
+
+
+async def chat_completions(state: NodeState, caller: Caller, reply: Reply, raw: bytes) -> None:
+    """Raises PdError."""
+    body = _decoded(state, reply, raw, ChatBody)
+    logprobs = chat_num_logprobs(body)
+    check_tools(body)
+    messages, options = normal_messages(body.messages), template_options(body)
+
+    async def tokenize() -> list[int]:
+        return await state.tokenizer.encode_chat(
+            messages,
+            None,
+            options,
+            max_tokens=state.ready.max_model_len,
+            add_special_tokens=bool(body.add_special_tokens),
+        )
+
+    shape = ChatShape(
+        caller.request_id,
+        state.model_name,
+        state.tokenizer,
+        with_logprobs=logprobs is not None,
+        include_usage=_include_usage(body),
+    )
+    await _generate(state, caller, reply, body, [tokenize], logprobs, shape, echo_ids=True)
+
+
+async def completions(state: NodeState, caller: Caller, reply: Reply, raw: bytes) -> None:
+    """Raises PdError."""
+    body = _decoded(state, reply, raw, CompletionBody)
+    prompts = prompts_of(body, state.tokenizer.vocab_size, state.ready.max_model_len)
+
+    async def tokenize(prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        return await state.tokenizer.encode(
+            prompt,
+            max_tokens=state.ready.max_model_len,
+            add_special_tokens=body.add_special_tokens is not False,
+        )
+
+    shape = CompletionShape(
+        caller.request_id,
+        state.model_name,
+        state.tokenizer,
+        with_logprobs=body.logprobs is not None,
+        include_usage=_include_usage(body),
+    )
+    tokenizers = [partial(tokenize, prompt) for prompt in prompts]
+    echo_ids = any(isinstance(prompt, str) for prompt in prompts)
+    await _generate(state, caller, reply, body, tokenizers, body.logprobs, shape, echo_ids=echo_ids)
+
+
+async def _generate(
+    state: NodeState,
+    caller: Caller,
+    reply: Reply,
+    body: GenerationBody,
+    prompts: Sequence[Tokenize],
+    logprobs: int | None,
+    shape: ResponseShape,
+    *,
+    echo_ids: bool,
+) -> None:
+    if state.draining:
+        raise EngineUnavailable("this node is shutting down")
+    state.check_model(body.model)
+    _check_common(body)
+    params = body.kv_transfer_params
+    is_prefill_leg = params is not None and bool(params.do_remote_decode)
+    if is_prefill_leg:
+        reply.endpoint = "prefill"
+        if len(prompts) > 1:
+            state.metrics.fallbacks.labels("several_prompts").inc()
+            await answer_without_prefill(reply, shape, prompts, wants_ticket=caller.wants_ticket_stream)
+            return
+    _check_lists(body, len(prompts))
+    check_room(state, len(prompts))
+    if is_prefill_leg and caller.wants_ticket_stream:
+        async with keeping_alive(state, reply) as alive:
+            job = await _job(state, caller, body, 0, prompts, logprobs)
+            generation = GenerationStream(state, job, caller.started_s)
+            await answer_prefill_stream(state, reply, generation, alive, echo_ids=echo_ids)
+        return
+    jobs = [await _job(state, caller, body, i, prompts, logprobs) for i in range(len(prompts))]
+    generations = [GenerationStream(state, job, caller.started_s) for job in jobs]
+    if is_prefill_leg:
+        await answer_prefill_whole(state, reply, generations[0], shape, echo_ids=echo_ids)
+    elif body.stream:
+        await answer_stream(state, reply, generations, shape, body.stream_options)
+    else:
+        await answer_whole(state, reply, generations, shape)
+
+
+async def _job(
+    state: NodeState,
+    caller: Caller,
+    body: GenerationBody,
+    index: int,
+    prompts: Sequence[Tokenize],
+    logprobs: int | None,
+) -> GenerationRequest:
+    params, salt = body.kv_transfer_params, body.cache_salt or ""
+    if params is not None and params.do_remote_decode:
+        prompt = await prompts[index]()
+        plan = KvSource(Work.PREFILL, hold_lease=not caller.wants_ticket_stream)
+    else:
+        if (
+            params is not None and len(prompts) > 1
+        ):  # a ticket is for one prompt; each asks the offer's nodes for its own
+            params = KvTransferParams(do_remote_prefill=params.do_remote_prefill, offer=params.offer)
+        prompt, plan = await plan_handoff(state, params, prompts[index], salt)
+    if not prompt:
+        raise InvalidRequest("the prompt has no tokens", "prompt")
+    if plan.work is Work.PREFILL:
+        body = msgspec.structs.replace(body, max_tokens=1, max_completion_tokens=None)  # whatever D is to generate
+    sampling = sampling_params(
+        body,
+        state.defaults,
+        logprobs=logprobs,
+        num_prompt_tokens=len(prompt),
+        max_model_len=state.ready.max_model_len,
+        default_max_tokens=DEFAULT_MAX_TOKENS if isinstance(body, CompletionBody) else None,
+    )
+    sampling.validate(state.tokenizer.vocab_size)
+    if plan.work is not Work.PREFILL:
+        check_min_tokens(sampling)
+    return GenerationRequest(
+        request_id=uuid.uuid4().hex,
+        client_request_id=caller.request_id,
+        prompt=prompt,
+        sampling=sampling,
+        text=text_options(body),
+        priority=body.priority or 0 if state.config.scheduler.priorities else 0,
+        salt=salt,
+        plan=plan,
+        group=caller.group,
+    )
+
+
+def _decoded(state: NodeState, reply: Reply, raw: bytes, kind: type[Generating]) -> Generating:
+    body, unread = decode_body(raw, kind)
+    state.metrics.unknown_fields.inc(len(unread))
+    reply.headers |= ignored_header(unread | _off(state, body))
+    return body
+
+
+def _include_usage(body: GenerationBody) -> bool:
+    return bool(body.stream and body.stream_options and body.stream_options.include_usage)
+
+
+def _check_lists(body: GenerationBody, num_prompts: int) -> None:
+    """Raises InvalidRequest when the token lists of all prompts together are too long."""
+    for name in ("logit_bias", "stop_token_ids"):
+        num_listed = len(getattr(body, name) or ()) * num_prompts
+        if num_listed > MAX_LISTED_TOKENS:
+            raise InvalidRequest(
+                f"{name} lists {num_listed // num_prompts} tokens for each of {num_prompts} prompts; "
+                f"{MAX_LISTED_TOKENS} are allowed in all",
+                name,
+            )
+
+
+def check_room(state: NodeState, num_prompts: int) -> None:
+    """Refuse several prompts that the engine's queue cannot take together, before it has taken some of them.
+
+    The engine decides: its statistics may be 0.1 s old. Raises InvalidRequest, Overloaded.
+    """
+    if num_prompts == 1:
+        return
+    limit, stats = crowd_limit(state.config.scheduler.max_waiting), state.engine.stats
+    if num_prompts > limit:
+        raise InvalidRequest(f"prompt has {num_prompts} entries; this node queues {limit} of one request", "prompt")
+    num_queued = 0 if stats is None else stats.num_queued
+    if num_queued + num_prompts > limit:
+        raise Overloaded(
+            f"{num_queued} prompts are waiting; this request's {num_prompts} may fill the queue up to {limit}"
+        )
+
+
+def _off(state: NodeState, body: GenerationBody) -> set[str]:
+    """Fields that the request uses and that this node's settings turn off."""
+    return {"priority"} if body.priority and not state.config.scheduler.priorities else set()
+
+
+def _check_common(body: GenerationBody) -> None:
+    """Raises InvalidRequest."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream: true", "stream_options")
+    if body.response_format is not None and body.response_format.type != "text":
+        raise InvalidRequest(
+            f"response_format {body.response_format.type} is not supported: output cannot be constrained",
+            "response_format",
+            "unsupported_value",
+        )
+    check_best_of(body)
+    if not -(1 << 31) <= (body.priority or 0) < 1 << 31:
+        raise InvalidRequest("priority must fit into 32 bits", "priority")
+    if body.n is not None and not 1 <= body.n <= 128:
+        raise InvalidRequest(f"n must be between 1 and 128, not {body.n}", "n")

@@ -1,0 +1,56 @@
+"""One prompt that is to be continued, with everything the engine and the text side need to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pd_cluster.protocol.messages import AddRequest, Work
+
+if TYPE_CHECKING:
+    from pd_cluster.protocol.sampling_params import SamplingParams
+    from pd_cluster.server.sampling import TextOptions
+    from pd_connectors.protocol.ticket import Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class KvSource:
+    """Where the prompt's KV is to come from, as far as known at admission."""
+
+    work: Work = Work.GENERATE
+    ticket: Ticket | None = None  # TAKE_OVER: verified
+    prefill_urls: tuple[str, ...] = ()  # TAKE_OVER: who else may prefill, best first
+    hold_lease: bool = False  # PREFILL: the ticket is shown to D only after prefill
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """Immutable; `request_id` is unique for the life of the API process."""
+
+    request_id: str
+    client_request_id: str  # x-request-id, for logs and for the request to P
+    prompt: list[int]
+    sampling: SamplingParams
+    text: TextOptions
+    priority: int = 0
+    salt: str = ""
+    plan: KvSource = field(default_factory=KvSource)
+    # All prompts of one HTTP request share turns (`scheduling/turns.py`): on this node, and on the P that D asks.
+    # Not `x-request-id`, which clients choose, and may share by intent or by a proxy's constant. "": alone in its group
+    group: str = ""
+
+    def to_engine(self, *, min_remote_tokens: int, load_deadline_s: float, received_s: float) -> AddRequest:
+        return AddRequest(
+            request_id=self.request_id,
+            prompt_token_ids=self.prompt,
+            sampling=self.sampling,
+            work=self.plan.work,
+            ticket=self.plan.ticket,
+            hold_lease=self.plan.hold_lease,
+            priority=self.priority,
+            salt=self.salt,
+            min_remote_tokens=min_remote_tokens,
+            load_deadline_s=load_deadline_s,
+            received_s=received_s,
+            group=self.group,
+        )

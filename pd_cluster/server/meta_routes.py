@@ -1,0 +1,172 @@
+"""The endpoints that generate nothing: models, tokenizer, health, metrics, KV state, lease release."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request  # noqa: TC002 (FastAPI reads the annotation)
+from starlette.responses import Response
+
+from pd_cluster.errors import InvalidRequest
+from pd_cluster.protocol.messages import ReleaseLease
+from pd_cluster.server.answer_task import json_response, read_body
+from pd_cluster.server.chat import normal_messages, template_options
+from pd_cluster.server.fields import ignored_header
+from pd_cluster.server.sampling import check_num_tokens
+from pd_cluster.server.schema import DetokenizeBody, ReleaseBody, TokenizeBody, decode_body
+from pd_connectors.protocol.errors import TicketError, TicketExpired
+from pd_connectors.protocol.ticket import Ticket, verify
+
+if TYPE_CHECKING:
+    from pd_cluster.server.state import NodeState
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def admin_routes(state: NodeState) -> APIRouter:
+    """Routes over `state`."""
+    routes = APIRouter()
+
+    @routes.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [_model_card(state)]})
+
+    @routes.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        state.check_model(name)
+        return json_response(_model_card(state))
+
+    @routes.get("/health")
+    async def health() -> Response:
+        body = _health(state)
+        return json_response(body, 200 if body["status"] == "ok" else 503)
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        return Response(state.metrics.render(), media_type=METRICS_TYPE)
+
+    @routes.get("/kv")
+    async def kv() -> Response:
+        return json_response(_kv(state))
+
+    @routes.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return await _tokenize(state, await _body(state, request))
+
+    @routes.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return await _detokenize(state, await _body(state, request))
+
+    @routes.post("/pd/release")
+    async def release(request: Request) -> Response:
+        return json_response(_release(state, await _body(state, request)))
+
+    return routes
+
+
+async def _body(state: NodeState, request: Request) -> bytes:
+    return await read_body(request.scope, request.receive, state.max_body_bytes)
+
+
+def _model_card(state: NodeState) -> dict[str, Any]:
+    ready = state.engine.ready
+    return {
+        "id": state.model_name,
+        "object": "model",
+        "created": state.created_s,
+        "owned_by": "pd-cluster",
+        "root": state.model_name,  # clients are not told where its files lie
+        "parent": None,
+        "max_model_len": ready.max_model_len if ready else None,
+    }
+
+
+def _health(state: NodeState) -> dict[str, Any]:
+    ready, stats = state.engine.ready, state.engine.stats
+    body: dict[str, Any] = {
+        "status": _status(state),
+        "role": state.config.server.role,
+        "node_id": state.node_id,
+        "model": state.model_name,
+        "epoch": ready.epoch if ready else None,
+        "max_num_seqs": state.config.scheduler.max_num_seqs,
+        "engine_id": ready.engine_id if ready else None,
+        "num_in_flight": state.num_in_flight,
+        "kv_in_use": round(stats.kv.in_use / stats.kv.num_blocks, 3) if stats else 0.0,
+    }
+    if state.engine.frozen:
+        body["reason"] = state.engine.frozen
+    if ready is not None:
+        body |= {"fingerprint": ready.fingerprint, "connector": ready.connector, "max_model_len": ready.max_model_len}
+    return body
+
+
+def _status(state: NodeState) -> str:
+    """ARCHITECTURE.md has the table."""
+    engine = state.engine
+    if engine.ready is None:
+        return "starting"
+    if not engine.alive:
+        return "dead"
+    if engine.frozen:
+        return "frozen"
+    return "draining" if state.draining else "ok"
+
+
+def _kv(state: NodeState) -> dict[str, Any]:
+    ready, stats = state.ready, state.engine.stats
+    pool = msgspec.structs.asdict(stats.kv) if stats else {"num_blocks": ready.num_blocks}
+    return pool | {"block_size": ready.block_size, "epoch": ready.epoch, "engine_id": ready.engine_id}
+
+
+async def _tokenize(state: NodeState, raw: bytes) -> Response:
+    body, ignored = decode_body(raw, TokenizeBody)
+    state.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("give either prompt or messages", "prompt")
+    limit = state.ready.max_model_len
+    if body.messages is not None:
+        ids = await state.tokenizer.encode_chat(
+            normal_messages(body.messages),
+            body.tools,
+            template_options(body),
+            max_tokens=limit,
+            add_special_tokens=bool(body.add_special_tokens),
+        )
+    else:
+        assert body.prompt is not None
+        ids = await state.tokenizer.encode(
+            body.prompt, max_tokens=limit, add_special_tokens=body.add_special_tokens is not False
+        )
+    answer = {"count": len(ids), "max_model_len": limit, "tokens": ids}
+    return json_response(answer, headers=ignored_header(ignored))
+
+
+async def _detokenize(state: NodeState, raw: bytes) -> Response:
+    body, ignored = decode_body(raw, DetokenizeBody)
+    state.check_model(body.model)
+    check_num_tokens(len(body.tokens), state.ready.max_model_len, "tokens")
+    limit = state.tokenizer.vocab_size
+    if any(not 0 <= token_id < limit for token_id in body.tokens):
+        raise InvalidRequest(f"tokens must be in the vocabulary 0..{limit - 1}", "tokens")
+    answer = {"prompt": await state.tokenizer.decode(body.tokens)}
+    return json_response(answer, headers=ignored_header(ignored))
+
+
+def _release(state: NodeState, raw: bytes) -> dict[str, Any]:
+    """`released` is False when the lease is not, or no longer, this engine's."""
+    body, _ = decode_body(raw, ReleaseBody)
+    try:
+        ticket = verify(state.key, body.ticket, Ticket, time.time())
+    except TicketExpired:
+        return {"released": False}  # the lease has run out with it, or a reader renews it and will release it
+    except TicketError as error:
+        raise InvalidRequest(str(error), "ticket", "bad_ticket") from error
+    ready = state.ready
+    if (ticket.lease.engine_id, ticket.lease.epoch) != (ready.engine_id, ready.epoch):
+        return {"released": False}
+    state.engine.send(ReleaseLease(ticket.lease.lease_id))
+    return {"released": True}

@@ -1,0 +1,163 @@
+"""The node's Prometheus metrics, in a registry of their own. All names begin with `pd_`; times are seconds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from pd_cluster.protocol.messages import EngineStats, Timeline
+    from pd_http.gate import HttpGate
+
+# 1 ms to 2 minutes, denser where SLOs live
+_LATENCY_S = (
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0,
+)  # fmt: skip
+_PHASES = (
+    ("queue", "Arrival to first scheduled, or to blocks reserved."),
+    ("prefill", "First scheduled to first token sampled here."),
+    ("transfer", "Blocks reserved, which is when the prefill node begins, to KV confirmed."),
+    ("admit", "KV confirmed to scheduled in a decode step."),
+    ("first_decode", "The first decode step after a handoff."),
+    ("prefill_leg", "Received by a prefill node to its first token, as seen by the node that took over."),
+)
+# 20 us to 1 s: what a handoff consists of, from the announcement of the prompt's end
+_STEPS = ("announce", "reserve", "post", "link", "confirm", "schedule")
+_STEP_S = (
+    0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05,
+    0.1, 0.2, 0.5, 1.0,
+)  # fmt: skip
+
+
+class NodeMetrics:
+    """Everything the API process counts itself. The engine's own numbers join through `add_engine`."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"pd_{name}", help, labels, registry=self.registry)
+
+        def histogram(name: str, help: str) -> Histogram:
+            return Histogram(f"pd_{name}_seconds", help, buckets=_LATENCY_S, registry=self.registry)
+
+        self.requests = counter("requests", "Requests by endpoint and outcome.", "endpoint", "outcome")
+        self.in_flight = Gauge("pd_requests_in_flight", "Requests being answered.", registry=self.registry)
+        self.unknown_fields = counter("unknown_fields", "Fields of request bodies that nobody reads.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated and given to clients.")
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens of requests, found in this node's prefix cache.")
+        self.external_tokens = counter("external_tokens", "Prompt tokens whose KV came from another node.")
+        self.handoffs = counter("handoffs", "Requests taken over, by who computed the prompt.", "prefill")
+        self.fallbacks = counter("handoff_fallbacks", "Handoffs that did not go as asked, by reason.", "reason")
+        self.waits = counter("waits_expired", "Waits that ran into their deadline, by name.", "wait")
+        self.ttft = histogram("time_to_first_token", "Request to first token.")
+        self.second_token = histogram("time_to_second_token", "Request to second token.")
+        self.itl = histogram("inter_token_latency", "Gap between two deliveries of one sequence's tokens.")
+        self.tpot = histogram("time_per_output_token", "(end to end - TTFT) / (n - 1) of one request.")
+        self.e2e = histogram("request_latency", "Request to last token.")
+        self.phases = {name: histogram(name, help) for name, help in _PHASES}
+        steps = Histogram(
+            "pd_handover_step_seconds",
+            "Parts of a handoff, from the announcement of the prompt's end to the scheduler's queue.",
+            ("step",),
+            buckets=_STEP_S,
+            registry=self.registry,
+        )
+        self.phases |= {name: steps.labels(name) for name in _STEPS}
+
+        self.http_refusals = counter("http_refusals", "Connections that the node ended by itself.", "reason")
+        self.connections = Gauge("pd_http_connections", "Open connections of clients.", registry=self.registry)
+        self.unfinished_bytes = Gauge(
+            "pd_http_unfinished_bytes", "Memory of requests that have not arrived whole.", registry=self.registry
+        )
+
+    def add_gate(self, gate: HttpGate) -> None:
+        """Export what the HTTP server holds."""
+        self.connections.set_function(gate.__len__)
+        self.unfinished_bytes.set_function(lambda: gate.unfinished_bytes)
+
+    def add_engine(
+        self,
+        latest: Callable[[], EngineStats | None],
+        info: Callable[[], dict[str, str] | None],
+        num_freezes: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Export the engine's latest stats, its identity and how often it was judged frozen at each scrape."""
+        self.registry.register(EngineCollector(latest, info, num_freezes))
+
+    def observe_timeline(self, timeline: Timeline) -> None:
+        """What one request waited for."""
+        for name, seconds in timeline.phases().items():
+            self.phases[name].observe(seconds)
+
+    def render(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class EngineCollector:
+    """Turns the engine's stats into metrics. A counter's key may carry labels: `name|label=value,label=value`."""
+
+    def __init__(
+        self,
+        latest: Callable[[], EngineStats | None],
+        info: Callable[[], dict[str, str] | None],
+        num_freezes: Callable[[], int],
+    ) -> None:
+        self._latest = latest
+        self._info = info
+        self._num_freezes = num_freezes
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: names are known only once the engine has spoken."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        info = self._info()
+        if info is not None:
+            yield _one(
+                GaugeMetricFamily("pd_node_info", "Who this node is.", labels=list(info)), list(info.values()), 1
+            )
+        yield CounterMetricFamily(
+            "pd_engine_freezes", "How often the engine was judged frozen.", value=self._num_freezes()
+        )
+        stats = self._latest()
+        if stats is None:
+            return
+        kv = stats.kv
+        yield GaugeMetricFamily("pd_kv_num_blocks", "KV blocks in the cache.", value=kv.num_blocks)
+        blocks = GaugeMetricFamily(
+            "pd_kv_blocks", "KV blocks by state; leased and quarantined are part of in_use.", labels=["state"]
+        )
+        for state in ("free", "cached", "in_use", "leased", "quarantined"):
+            blocks.add_metric([state], getattr(kv, state))
+        yield blocks
+        for name in ("num_running", "num_waiting", "num_waiting_for_remote_kv"):
+            yield GaugeMetricFamily(f"pd_{name}", "Sequences of the engine in this state.", value=getattr(stats, name))
+        yield from _families(stats.counters, CounterMetricFamily)
+        yield from _families(stats.gauges, GaugeMetricFamily)
+
+
+def _families(
+    values: dict[str, float], kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
+) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+    families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+    for key, value in values.items():
+        name, _, text = key.partition("|")
+        labels = dict(pair.split("=", 1) for pair in text.replace("|", ",").split(",") if "=" in pair)
+        if name not in families:
+            families[name] = kind(f"pd_{name}", "From the engine.", labels=list(labels))
+        families[name].add_metric(list(labels.values()), value)
+    return families.values()
+
+
+def _one(family: GaugeMetricFamily, labels: list[str], value: float) -> GaugeMetricFamily:
+    family.add_metric(labels, value)
+    return family

@@ -1,0 +1,98 @@
+"""A step's small arrays on their way to the device: packed into one pinned buffer, moved by one copy.
+
+A step has a dozen of them. Twelve copies from pageable memory cost the host more than a small model's decode costs the
+GPU. The device side is one fixed range of memory, so that a CUDA graph can read its inputs where it was captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+_ALIGNMENT = 16  # bytes; torch views and vectorised loads want no less than 8
+_NUM_BUFFERS = 3  # one is being filled while two steps that read theirs are under way
+_DTYPES: dict[type, torch.dtype] = {
+    np.int64: torch.int64,
+    np.int32: torch.int32,
+    np.float32: torch.float32,
+    np.float64: torch.float64,
+    np.bool_: torch.bool,
+}
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """One step's host side."""
+
+    pinned: torch.Tensor  # uint8
+    array: npt.NDArray[np.uint8]  # the same memory
+    copied: torch.cuda.Event  # nothing reads `pinned` any more
+
+
+class HostBuffer:
+    """`begin`, then any number of `move`s, then `flush`, once a step. On CPU nothing is copied at all.
+
+    What `move` returned may be read on the device after `flush`, until the next step's: the stream keeps the order.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        self._device = device
+        self._num_bytes = num_bytes
+        self._used = self._flushed = 0
+        self._buffers: list[_Buffer] = []
+        if device.type == "cuda":
+            self._target = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            for _ in range(_NUM_BUFFERS):
+                pinned = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+                self._buffers.append(_Buffer(pinned, pinned.numpy(), torch.cuda.Event()))  # type: ignore[no-untyped-call]
+        else:
+            self._target = torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def begin(self) -> None:
+        """Start a step's packing."""
+        self._used = self._flushed = 0
+        if self._buffers:
+            self._buffers.append(self._buffers.pop(0))
+            self._buffers[-1].copied.synchronize()  # three steps ago: long done
+
+    def move(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        """The array's place on the device. Its values are there after `flush`."""
+        if not self._buffers:
+            return torch.from_numpy(array)
+        start, size = self._used, array.nbytes
+        if start + size > self._num_bytes:  # a mass of sampling settings, say
+            return torch.from_numpy(array).pin_memory().to(self._device, non_blocking=True)
+        self._buffers[-1].array[start : start + size] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._used = start + -(-size // _ALIGNMENT) * _ALIGNMENT
+        dtype = _DTYPES[array.dtype.type]
+        return self._target[start : start + size].view(dtype).view(array.shape)
+
+    def flush(self) -> None:
+        """Send what was moved since `begin`, or since the last flush."""
+        start, end = self._flushed, min(self._used, self._num_bytes)
+        if self._buffers and end > start:
+            buffer = self._buffers[-1]
+            self._target[start:end].copy_(buffer.pinned[start:end], non_blocking=True)
+            buffer.copied.record()
+        self._flushed = end
+
+    def move_first(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
+        """`move` for an array that comes before all others of its step: arrays of a shape get the same place."""
+        assert not self._used
+        assert array.nbytes <= self._num_bytes
+        place = self.first(*array.shape)
+        if self._buffers:
+            self.move(array)
+        else:
+            place.copy_(torch.from_numpy(array))
+        return place
+
+    def first(self, num_rows: int, num_columns: int) -> torch.Tensor:
+        """Where `move_first` puts an array int64 [num_rows, num_columns]."""
+        return self._target[: num_rows * num_columns * 8].view(torch.int64).view(num_rows, num_columns)

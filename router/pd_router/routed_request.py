@@ -1,0 +1,384 @@
+"""One request on its way through the nodes: P-first, D-first or direct, with what happens when a leg fails."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from pd_connectors.protocol.ticket import Offer, sign
+from pd_router import policy, spill
+from pd_router.candidates import Candidates, Choose
+from pd_router.casualties import Casualties
+from pd_router.client import JSON_TYPE, Reply
+from pd_router.config import HandoffOrder, RouterConfig
+from pd_router.errors import NodeFailed, NodesDied, NoNode, RouterError
+from pd_router.headers import ROUTE, TICKET, Headers
+from pd_router.legs import DecodeLeg, Handoff, PrefillLeg
+from pd_router.liveness import FirstByteGuard
+from pd_router.node_table import Charge, Node, NodeTable, Role
+from pd_router.splice import send_answer
+from pd_router.upstream import Answer, FailureKind, LegFailed, Refused, Upstream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pd_router.background import Background
+    from pd_router.body import RequestBody
+    from pd_router.metrics import RouterMetrics
+
+log = logging.getLogger("pd_router")
+# A node's own word for "not now" or "not here"; 504 is not among them: the request's time is up everywhere.
+_RETRYABLE = frozenset({429, 500, 502, 503})
+# What counts against a node. An answer in HTTP does not, whatever its status: the request may have caused it, and then
+# a client could talk every node out of service. Nor does slowness, which is load: /health judges that.
+_ILLNESS = frozenset({FailureKind.CONNECT, FailureKind.BROKEN, FailureKind.BAD_ANSWER})
+_JUDGED = frozenset({FailureKind.FROZEN, FailureKind.DIED})
+# A node that failed a leg like this is not looked at again when another node dies of the request.
+_NO_CASUALTY = frozenset({FailureKind.CONNECT, FailureKind.REFUSED, FailureKind.FROZEN})
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What every exchange shares. Built once by the app."""
+
+    config: RouterConfig
+    table: NodeTable
+    upstream: Upstream
+    metrics: RouterMetrics
+    background: Background
+    key: bytes
+    wall_clock: Callable[[], float]
+
+    @property
+    def longest_body(self) -> int:
+        """Bytes that a request's body may have."""
+        return min(self.config.max_body_bytes, self.table.longest_body or self.config.max_body_bytes)
+
+
+class RoutedRequest:
+    """Runs one planned request: `run` gives the client its answer, or raises a RouterError before its first byte.
+
+    Cancelling it closes both legs, and gives the ticket back unless a D has answered with it.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        path: str,
+        body: RequestBody,
+        headers: Headers,
+        plan: policy.RoutePlan,
+        reply: Reply,
+        arrived_at: float,
+    ) -> None:
+        self.plan = plan
+        self.phase = "prefill"  # prefill | decode | stream: where a client that leaves is counted
+        self.outcome = "ok"  # ok | refused | failed | broken
+        self._s = services
+        self._path = path
+        self._body = body
+        self._headers = headers
+        self._reply = reply
+        self._arrived_at = arrived_at
+        self._casualties = Casualties(services.config.max_node_deaths)
+        self._prefills = plan.prefills  # `plan` forgets them when it becomes direct; their speed is a guess at others'
+
+    async def run(self) -> None:
+        try:
+            if await self._spill():
+                return
+            if self.plan.order is HandoffOrder.P_FIRST:
+                await self._p_first()
+            elif self.plan.order is HandoffOrder.D_FIRST:
+                await self._d_first()
+            else:
+                await self._direct()
+        except Refused as refusal:
+            self.outcome = "refused"
+            await self._pass_on(refusal.answer, refusal.answer.status)
+        except NodesDied:
+            self._s.metrics.node_killers.inc()
+            self._name_route()
+            raise
+        except RouterError:
+            self._name_route()
+            raise
+
+    # --- orders
+
+    async def _spill(self) -> bool:
+        """Let a decode node read the prompt when one would clearly sooner. False: none would, or none did."""
+        planned, body = self.plan, self._body
+
+        def sooner(nodes: Iterable[Node], now_s: float) -> Node | None:
+            return spill.sooner_node(planned.prefills, nodes, body.num_bytes, body.num_samples, now_s)
+
+        if planned.is_asked or not self._s.config.spills or not sooner(planned.decodes, self._s.table.clock()):
+            return False
+        self._set_direct("prefill-busy")
+        decode, _ = await self._try_decodes(body.plain(), sooner, body.num_bytes, has_other_way=True)
+        if decode is None:
+            self.plan, self.phase = planned, "prefill"
+            return False
+        await self._answer(decode, prefill_by=None)
+        return True
+
+    async def _p_first(self) -> None:
+        leg, handoff = await self._open_prefill()
+        if leg is None or handoff is None:
+            await self._fall_back()
+            return
+        # Until D is through, its end is P's end too: a D that is gone has no use for the rest of the prefill.
+        draining = self._s.background.spawn(self._drain(leg))
+        taken = served = False
+        try:
+            params = dict(handoff.params)
+            if spare := self._offer(without=leg.node):
+                params["offer"] = spare
+            decode = await self._open_decode(self._body.with_transfer(params), policy.best_decode)
+            if decode is not None:
+                taken = True
+                served = await self._answer(decode, prefill_by=leg.node)
+        finally:
+            if not served:
+                draining.cancel()
+                leg.close()  # a task that is cancelled before its first step never gets to do it
+            if not taken:
+                self._release(handoff)
+
+    async def _d_first(self) -> None:
+        offered = policy.offer_order(self.plan.prefills, self._s.table.clock())
+        if not offered:  # all went down while a decode node was asked to read
+            await self._fall_back()
+            return
+        body = self._body.with_transfer({"do_remote_prefill": True, "offer": self._offer()})
+        # D asks the first one, if it asks at all
+        with self._charge(offered[0], self._body.num_bytes) as charge:
+            decode = await self._open_decode(body, policy.best_decode)
+            if decode is not None and decode.prefilled_by == offered[0].node_id:
+                charge.prefill_done()
+        if decode is not None:
+            await self._answer(decode, prefill_by=None)
+
+    async def _direct(self) -> None:
+        decode = await self._open_decode(self._body.plain(), policy.best_direct, prefill_bytes=self._body.num_bytes)
+        if decode is not None:
+            await self._answer(decode, prefill_by=None)
+
+    async def _fall_back(self) -> None:
+        """No P has answered. Raises NodeFailed when local prefill is not allowed."""
+        if self._s.config.on_prefill_failure == "fail":
+            raise NodeFailed("no prefill node answered, and local prefill is not allowed (on_prefill_failure)")
+        self._set_direct("prefill-failed")
+        await self._direct()
+
+    def _set_direct(self, reason: str) -> None:
+        self.plan = dataclasses.replace(self.plan, order=HandoffOrder.DIRECT, reason=reason, prefills=())
+
+    # --- legs
+
+    async def _open_prefill(self) -> tuple[PrefillLeg | None, Handoff | None]:
+        """A leg with its ticket, or nothing when no P gave one. Raises Refused."""
+        s = self._s
+        body = self._body.for_prefill()
+        headers = self._headers.copy()
+        headers[TICKET] = "stream"
+        candidates = Candidates(
+            self.plan.prefills, self._healthy(Role.PREFILL), policy.best_prefill, s.config.max_prefill_tries,
+            s.table.clock,
+        )  # fmt: skip
+        has_local = s.config.on_prefill_failure == "local"
+        while (node := candidates.take()) is not None:
+            leg = PrefillLeg(s.upstream, node, Charge(node, s.table.clock, prefill_bytes=self._body.num_bytes))
+            self._casualties.meet(node)
+            try:
+                with FirstByteGuard(node, lambda: has_local or candidates.has_next):
+                    handoff = await leg.open(self._path, headers, body, s.config.ticket_timeout_s)
+            except LegFailed as failure:
+                await self._judge("prefill", failure)
+                continue
+            s.table.answered(node)
+            s.metrics.ticket_s.observe(s.table.clock() - self._arrived_at)
+            return leg, handoff
+        s.metrics.exhausted.labels("prefill").inc()
+        return None, None
+
+    async def _open_decode(self, body: bytes, choose: Choose, prefill_bytes: int = 0) -> DecodeLeg | None:
+        """A leg that has begun to answer. None: the last node's own error has been passed on to the client.
+
+        Raises Refused, NodeFailed, NoNode.
+        """
+        leg, last = await self._try_decodes(body, choose, prefill_bytes)
+        if leg is not None:
+            return leg
+        if last is None:
+            raise NoNode("every decode node went down while the request was prefilled; try again")
+        if last.is_final:
+            raise NodesDied(f"nodes died while they served this request, says {last.node.node_id}")
+        if last.answer is None:
+            raise NodeFailed(f"no decode node could serve the request; the last one: {last}")
+        self.outcome = "failed"
+        await self._pass_on(last.answer, last.answer.status if last.answer.status in (429, 503, 504) else 502)
+        return None
+
+    async def _try_decodes(
+        self, body: bytes, choose: Choose, prefill_bytes: int, *, has_other_way: bool = False
+    ) -> tuple[DecodeLeg | None, LegFailed | None]:
+        """A leg that has begun to answer, or nothing and how the last one failed, if any was tried.
+
+        All tries share one deadline. `has_other_way`: the request can be served even if no candidate is left.
+        Raises Refused, NodesDied.
+        """
+        s = self._s
+        self.phase = "decode"
+        candidates = Candidates(
+            self.plan.decodes, self._healthy(Role.DECODE, Role.MIXED), choose, s.config.max_decode_tries, s.table.clock
+        )
+        last: LegFailed | None = None
+        wait_s = s.config.first_byte_timeout_s if self._body.wants_stream else s.config.response_timeout_s
+        ends_at = s.table.clock() + wait_s
+        while (node := candidates.take()) is not None:
+            leg = DecodeLeg(s.upstream, node, self._charge(node, prefill_bytes, self._body.num_samples))
+            self._casualties.meet(node)
+            left_s = max(0.0, ends_at - s.table.clock())
+            try:
+                with FirstByteGuard(node, lambda: has_other_way or candidates.has_next):
+                    await leg.open(self._path, self._headers, body, left_s, s.config.idle_timeout_s)
+            except LegFailed as failure:
+                await self._judge("decode", failure)
+                last = failure
+                if not _may_be_tried_again(failure):
+                    return None, last
+                continue
+            s.table.answered(node)
+            return leg, last
+        s.metrics.exhausted.labels("decode").inc()
+        return None, last
+
+    def _healthy(self, *roles: Role) -> Callable[[], list[Node]]:
+        return lambda: self._s.table.healthy(roles, self._body.model)
+
+    async def _judge(self, leg: str, failure: LegFailed) -> None:
+        """Count a leg that failed before its first byte. Raises NodesDied when the request must not go elsewhere."""
+        if failure.kind is FailureKind.BROKEN:
+            epoch = self._casualties.epoch_of(failure.node)
+            if await self._s.upstream.has_died(failure.node, epoch):
+                failure.kind = FailureKind.DIED
+        self._note(leg, failure)
+        if failure.kind in _NO_CASUALTY:
+            self._casualties.spare(failure.node)
+        if failure.kind is FailureKind.DIED:
+            self._casualties.add(failure.node)
+            await self._look_for_others()
+            self._casualties.check()
+
+    async def _look_for_others(self) -> None:
+        """The request killed a node: see which others died meanwhile. D-first, only D knows which P it asked."""
+        suspects, has_died = self._casualties.suspects, self._s.upstream.has_died
+        asked = (has_died(node, epoch, is_silence_death=False) for node, epoch in suspects)
+        for (node, _), died in zip(suspects, await asyncio.gather(*asked), strict=True):
+            if died:
+                self._casualties.add(node)
+
+    def _charge(self, node: Node, prefill_bytes: int, sequences: int = 0) -> Charge:
+        """What a node is given whose reading only a decode node's answer shows."""
+        clock = self._s.table.clock
+        charge = Charge(node, clock, prefill_bytes=prefill_bytes, sequences=sequences)
+        if prefill_bytes and not self._body.shows_reading:
+            charge.hide_prefill(spill.reading_s(node, self._prefills, clock()))
+        return charge
+
+    async def _drain(self, leg: PrefillLeg) -> None:
+        """P's leg after the ticket. A failure is only counted: D notices by itself, from the lease."""
+        try:
+            await leg.drain(self._s.config.response_timeout_s)
+        except LegFailed as failure:
+            if failure.kind is FailureKind.DIED:
+                self._casualties.add(failure.node)
+            self._note("prefill_after_ticket", failure)
+
+    async def _answer(self, leg: DecodeLeg, prefill_by: Node | None) -> bool:
+        """Pass D's answer on to the client. False when D broke off: the client has been told as well as it can be."""
+        s = self._s
+        self.phase = "stream"
+        s.metrics.first_byte_s.labels(self.plan.order.value).observe(s.table.clock() - self._arrived_at)
+        self._name_route()
+        try:
+            await send_answer(leg, self._reply, prefill_by or leg.node, s.config.idle_timeout_s)
+        except LegFailed as failure:
+            self.outcome = "broken"
+            self._note("stream", failure)
+            return False
+        finally:
+            leg.close()
+        return True
+
+    # --- small things
+
+    async def _pass_on(self, answer: Answer, status: int) -> None:
+        """A node's error, as it is when it is JSON: the node explains it best."""
+        self._name_route()
+        try:
+            orjson.loads(answer.body)
+        except orjson.JSONDecodeError:
+            await self._reply.error(
+                NodeFailed(f"a node answered status {answer.status} without saying why", status=status)
+            )
+            return
+        retry = [(name.lower(), value) for name, value in answer.headers if name.lower() == b"retry-after"]
+        await self._reply.whole(status, [JSON_TYPE, *retry], answer.body)
+
+    def _name_route(self) -> None:
+        self._reply.common.append((ROUTE.encode(), f"{self.plan.order.value}; reason={self.plan.reason}".encode()))
+
+    def _note(self, leg: str, failure: LegFailed) -> None:
+        self._s.metrics.leg_failures.labels(leg, failure.node.node_id, failure.kind.value).inc()
+        if failure.wait:
+            self._s.metrics.waits.labels(failure.wait, failure.node.node_id).inc()
+        if failure.kind in _JUDGED:
+            self._s.metrics.moves.labels(leg, failure.node.node_id, failure.kind.value).inc()
+        if failure.kind in _ILLNESS:
+            self._s.table.failed(failure.node, unreachable=failure.kind is FailureKind.CONNECT)
+        elif failure.kind is FailureKind.REFUSED:
+            self._s.table.answered(failure.node)
+        log.warning("request %s: %s leg failed: %s", self._headers["x-request-id"], leg, failure)
+
+    def _offer(self, without: Node | None = None) -> str | None:
+        """The signed list of prefill nodes that D may ask."""
+        s = self._s
+        nodes = policy.offer_order(self.plan.prefills, s.table.clock(), without)[: s.config.offer_size]
+        if not nodes:
+            return None
+        for node in nodes:
+            self._casualties.meet(node)
+        return sign(s.key, Offer(tuple(node.url for node in nodes), s.wall_clock() + s.config.offer_ttl_s))
+
+    def _release(self, handoff: Handoff) -> None:
+        if handoff.ticket is not None:
+            self._s.background.spawn(self._send_release(handoff.node, handoff.ticket))
+
+    async def _send_release(self, node: Node, ticket: str) -> None:
+        s = self._s
+        headers: dict[str, Any] = {"content-type": "application/json", "x-request-id": self._headers["x-request-id"]}
+        if (authorization := self._headers.get("authorization")) is not None:
+            headers["authorization"] = authorization
+        try:
+            paper = orjson.dumps({"ticket": ticket})
+            await s.upstream.post_whole(node, "/pd/release", headers, paper, s.config.control_timeout_s)
+        except (LegFailed, Refused) as error:
+            s.metrics.releases.labels("failed").inc()  # the lease runs out by itself
+            log.warning("request %s: could not release its ticket: %s", self._headers["x-request-id"], error)
+            return
+        s.metrics.releases.labels("ok").inc()
+
+
+def _may_be_tried_again(failure: LegFailed) -> bool:
+    """Not when the node says that this would be in vain, nor when the request's own time is up: that is no other's."""
+    if failure.kind is FailureKind.TIMEOUT or failure.is_final:
+        return False
+    return failure.answer is None or failure.kind is FailureKind.DIED or failure.answer.status in _RETRYABLE

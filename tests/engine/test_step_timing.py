@@ -1,0 +1,211 @@
+"""How late a step may be planned: simulated against a device whose steps take as long as they like."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pd_cluster.engine.step_timing import StepTiming
+from pd_cluster.scheduling.batch import Batch, SequenceChunk
+
+HOST_S = 0.001
+
+
+def decodes(count: int) -> Batch:
+    return Batch(0, chunks=tuple(SequenceChunk(i, 10, 1, num_samples=1) for i in range(count)))
+
+
+def prompts(num_tokens: int) -> Batch:
+    return Batch(0, chunks=(SequenceChunk(0, 0, num_tokens),))
+
+
+@dataclass
+class Device:
+    """Runs one step after the other; the host plans as `StepTiming` says. Times in seconds."""
+
+    pace: StepTiming = field(default_factory=StepTiming)
+    now_s: float = 0.0
+    idle_s: float = 0.0  # of the device, in all
+    joined_s: list[float] = field(default_factory=list)  # from a step's planning to its start
+
+    def run(self, steps: list[tuple[Batch, float]]) -> None:
+        """Each (batch, its duration). A step is planned while the one before it runs, and no sooner."""
+        start_s = self.now_s
+        for index, (batch, duration_s) in enumerate(steps):
+            end_s = start_s + duration_s
+            self.now_s = max(self.now_s, start_s)
+            spare_s = self.pace.spare_s(batch, self.now_s - start_s)
+            assert spare_s >= 0
+            self.now_s += spare_s + HOST_S
+            self.pace.note_launch(batch, HOST_S)
+            if index + 1 < len(steps):
+                self.joined_s.append(max(0.0, end_s - self.now_s + HOST_S))
+            launched_s, was_over = self.now_s, self.now_s >= end_s
+            self.now_s = max(self.now_s + self.pace.rest_s(batch, self.now_s - start_s), end_s)
+            self.pace.note_step(batch, self.now_s - start_s, was_over=was_over or self.now_s > end_s)
+            next_start_s = max(end_s, launched_s)
+            self.idle_s += next_start_s - end_s
+            start_s = next_start_s
+
+
+def test_even_steps_are_planned_late_and_the_device_never_idles() -> None:
+    device = Device()
+    device.run([(decodes(32), 0.007)] * 100)
+    assert device.idle_s == 0
+    assert max(device.joined_s[5:]) < 0.0045  # instead of 7 ms
+
+
+def test_a_prediction_that_was_too_long_is_given_up() -> None:
+    device = Device()
+    device.run([(decodes(32), 0.012)] * 10 + [(decodes(32), 0.006)] * 50)
+    assert device.idle_s < 0.012  # a few steps' worth, and not one in each
+    before_s = device.idle_s
+    device.run([(decodes(32), 0.006)] * 50)
+    assert device.idle_s == before_s
+
+
+def test_where_long_and_short_steps_take_turns_the_device_hardly_idles() -> None:
+    """Two long ones in a row are no reason to wait as long for the third: it idled for 7 to 10% of such a time."""
+    draw = random.Random(1)
+    for times in ([0.006] * 3 + [0.012] * 3) * 100, [draw.choice([0.006, 0.012]) for _ in range(600)]:
+        device = Device()
+        device.run([(decodes(32), duration_s) for duration_s in times])
+        assert device.idle_s < 0.005 * sum(times)
+        assert sum(device.joined_s) < 0.65 * sum(times), "and yet it is planned late"
+
+
+@pytest.mark.parametrize("num_late", [1, 20, 2000])
+def test_a_stalled_host_is_soon_forgotten(num_late: int) -> None:
+    """It comes late to steps that took no less than the others."""
+    device = Device()
+    device.run([(decodes(32), 0.007)] * 10)
+    for _ in range(num_late):
+        device.pace.note_step(decodes(32), 0.007, was_over=True)
+    device.joined_s.clear()
+    device.run([(decodes(32), 0.007)] * 30)
+    assert device.idle_s == 0
+    assert max(device.joined_s[8 if num_late == 1 else 20 :]) < 0.0026
+
+
+def mixed(count: int, num_tokens: int) -> Batch:
+    """Decodes, and a chunk."""
+    return Batch(0, chunks=(*decodes(count).chunks, SequenceChunk(count, 0, num_tokens)))
+
+
+def test_a_step_with_prompts_is_waited_for_as_long_as_its_decodes_take() -> None:
+    """Who is handed over while a decode node reads a prompt waits no longer than else."""
+    device = Device()
+    device.run([(decodes(32), 0.007)] * 10 + [(mixed(32, 150), 0.009)] * 20)
+    assert device.idle_s == 0
+    pace = device.pace
+    spare_s = pace.spare_s(mixed(32, 150), 0.0)
+    assert 0.003 < spare_s == pace.spare_s(decodes(32), 0.0, prompts_wait=True)
+    assert pace.spare_s(mixed(8, 150), 0.0) == 0, "other decodes"
+    assert pace.rest_s(mixed(32, 150), 0.0) > 0.005
+    pace.note_launch(mixed(32, 2000), 5 * HOST_S)
+    assert pace.spare_s(mixed(32, 150), 0.0) == 0, "a launch that takes too long"
+
+
+def test_a_step_with_prompts_that_was_over_shortens_what_decodes_are_said_to_take() -> None:
+    device = Device()
+    device.run([(decodes(32), 0.02)] * 5 + [(mixed(32, 150), 0.008)] * 20)
+    before_s = device.idle_s
+    assert before_s < 0.03
+    device.run([(mixed(32, 150), 0.008)] * 20)
+    assert device.idle_s == before_s
+
+
+def test_prompts_are_never_waited_for() -> None:
+    pace = StepTiming()
+    for _ in range(3):
+        pace.note_step(prompts(1000), 0.02, was_over=False)
+    assert pace.spare_s(prompts(1000), 0.0) == 0
+    assert 0.015 < pace.rest_s(prompts(1000), 0.0) < 0.02
+    assert pace.rest_s(prompts(1000), 0.0195) == 0
+    assert pace.rest_s(Batch(1), 0.0) == 0
+
+
+def test_slow_launches_of_prompts_do_not_hasten_the_planning_of_decodes() -> None:
+    """On a decode node that reads some prompts, who is handed over must still be in the next step of decodes."""
+    pace = StepTiming()
+    for _ in range(3):
+        pace.note_launch(decodes(32), HOST_S)
+        pace.note_step(decodes(32), 0.01, was_over=False)
+    spare_s = pace.spare_s(decodes(32), 0.0)
+    pace.note_launch(prompts(150), 4 * HOST_S)
+    assert pace.spare_s(decodes(32), 0.0) == spare_s
+    assert 0 < pace.spare_s(decodes(32), 0.0, prompts_wait=True) < spare_s - 3 * HOST_S
+
+
+def test_a_short_prompt_says_little_of_a_long_one() -> None:
+    """Most of a short step's time is the same for any: per token it would foretell seconds for a large one."""
+    pace = StepTiming()
+    for _ in range(5):
+        pace.note_step(prompts(8), 0.01, was_over=False)
+    assert 0 < pace.rest_s(prompts(2048), 0.0) < 0.01
+    assert pace.rest_s(prompts(4), 0.0) < 0.005
+
+
+def test_a_long_prompt_that_follows_short_ones_is_soon_foretold() -> None:
+    device = Device()
+    device.run([(prompts(8), 0.01)] * 10 + [(prompts(2048), 0.06)] * 50)
+    assert device.idle_s < 0.1, "a launch for each, and no prediction too long"
+    assert 0.045 < device.pace.rest_s(prompts(2048), 0.0) < 0.06
+
+
+def test_a_prediction_of_prompts_that_was_too_long_is_given_up() -> None:
+    pace = StepTiming()
+    for _ in range(5):
+        pace.note_step(prompts(8), 2.0, was_over=False)  # kernels were compiled
+    rests = []
+    for _ in range(10):
+        rests.append(pace.rest_s(prompts(8), 0.0))
+        pace.note_step(prompts(8), max(0.01, rests[-1]), was_over=rests[-1] > 0.01)
+    assert rests[0] > 1
+    assert sum(rests) < 6, "a few steps' worth, and not one in each"
+    assert rests[-1] < 0.01
+
+
+def test_one_stall_is_no_rule() -> None:
+    """The process was stopped for ten seconds amid a step: the next ones must not be waited for as long."""
+    pace = StepTiming()
+    for _ in range(5):
+        pace.note_step(decodes(32), 0.01, was_over=False)
+    pace.note_step(decodes(32), 10.0, was_over=False)
+    assert 0 < pace.rest_s(decodes(32), 0.0) < 0.01
+    pace.note_step(decodes(32), 0.01, was_over=False)
+    assert 0 < pace.rest_s(decodes(32), 0.0) < 0.01
+    pace.note_step(decodes(8), 10.0, was_over=False)  # the first of its kind
+    assert pace.rest_s(decodes(8), 0.0) == 0
+
+
+def test_another_number_of_sequences_is_not_like_the_last() -> None:
+    pace = StepTiming()
+    for _ in range(2):
+        pace.note_step(decodes(32), 0.01, was_over=False)
+    assert pace.spare_s(decodes(33), 0.0) > 0
+    assert pace.spare_s(decodes(8), 0.0) == 0
+    assert pace.rest_s(decodes(64), 0.0) == 0
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(
+        st.tuples(st.one_of(st.integers(1, 64).map(decodes), st.integers(65, 4000).map(prompts)), st.floats(1e-4, 0.1)),
+        min_size=1,
+        max_size=60,
+    )
+)
+def test_whatever_steps_take_the_wait_is_bounded(steps: list[tuple[Batch, float]]) -> None:
+    """No step is waited for longer than the longest like it has ever taken."""
+    device, pace = Device(), StepTiming()
+    device.run(steps)
+    longest_s = max(duration_s for _, duration_s in steps)
+    for batch, duration_s in steps:
+        pace.note_step(batch, duration_s, was_over=False)
+        for other, _ in steps:
+            assert 0 <= pace.spare_s(other, 0.0) <= pace.rest_s(other, 0.0) <= longest_s

@@ -1,0 +1,174 @@
+"""A node's life with a fake engine: ready line, serving, drain, the engine's death, the launcher's death."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import httpx
+import psutil
+import pytest
+
+from pd_cluster.launch.model_path import DEMO_MODEL
+
+if TYPE_CHECKING:
+    from tests.cluster import Launched, Launcher
+
+pytestmark = pytest.mark.integration
+
+NODE = """
+import sys
+from pd_cluster.launch import cli, engine_process
+from pd_cluster.launch.node_process import run_node
+from pd_cluster.launch.flags import config_from
+from pd_cluster.errors import StartupError
+from tests.launch.fake_engine import spawn_fake
+engine_process.ENGINE_STOP_S = 0.5
+arguments = cli.build_parser().parse_args(["mixed", "--port=0", "--node-id=n", *sys.argv[1:]])
+try:
+    sys.exit(run_node(config_from(arguments), spawn_fake))
+except StartupError as error:
+    sys.stderr.write(f"error: {error}\\n")
+    sys.exit(2)
+"""
+TIMEOUT_S = 30.0
+
+
+def start(launcher: Launcher, behaviour: str, *flags: str) -> Launched:
+    node = launcher.start("node", [sys.executable, "-c", NODE, *flags], {"FAKE_ENGINE": behaviour})
+    if behaviour not in ("silent", "refuse"):
+        node.wait_line("ready: ")
+    return node
+
+
+def engine_of(node: Launched) -> psutil.Process:
+    line = node.wait_line("fake engine ")
+    return psutil.Process(int(line.rsplit(" ", 1)[1]))
+
+
+def ask(url: str) -> httpx.Response:
+    body = {"model": DEMO_MODEL.name, "prompt": [65, 66], "max_tokens": 3}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
+
+
+class Asking(threading.Thread):
+    """One request in a thread. `answer` after `join`."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self._url = url
+        self.answer: httpx.Response | None = None
+        self.start()
+
+    def run(self) -> None:
+        self.answer = ask(self._url)
+
+    def result(self) -> httpx.Response:
+        self.join(TIMEOUT_S)
+        assert self.answer is not None
+        return self.answer
+
+
+def wait_in_flight(url: str) -> None:
+    """Until the node says that a request is open."""
+    with httpx.Client(timeout=TIMEOUT_S) as client:
+        for _ in range(3000):
+            if client.get(f"{url}/health").json().get("num_in_flight") == 1:
+                return
+    raise AssertionError("the request never arrived")
+
+
+def test_ready_serve_stop(launcher: Launcher) -> None:
+    node = start(launcher, "")
+    line = node.wait_line("ready: ")
+    assert line.startswith(f"ready: mixed node n on {node.url} (engine fake, epoch 1, 8 blocks of 16 tokens")
+    health = httpx.get(f"{node.url}/health", timeout=TIMEOUT_S)
+    assert (health.status_code, health.json()["role"]) == (200, "mixed")
+    answer = ask(node.url)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    assert node.stop(signal.SIGTERM) == 0
+    assert node.leftovers() == []
+
+
+def test_an_inherited_socket_is_served(launcher: Launcher) -> None:
+    """As with systemd's socket activation: the address is the socket's, whatever --host and --port say."""
+    inherit = (
+        "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); sys.argv.append(f'--listen-fd={s.detach()}')"
+    )
+    node = launcher.start("node", [sys.executable, "-c", inherit + NODE, "--port=1"], {"FAKE_ENGINE": ""})
+    assert not node.url.endswith(":1")
+    assert httpx.get(f"{node.url}/health", timeout=TIMEOUT_S).status_code == 200
+    assert node.stop(signal.SIGTERM) == 0
+
+
+def test_health_is_503_while_the_engine_starts(launcher: Launcher) -> None:
+    node = start(launcher, "silent")
+    engine_of(node)
+    port = next(c.laddr.port for c in psutil.Process(node.pid).net_connections("tcp") if c.status == "LISTEN")
+    assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=TIMEOUT_S).status_code == 503
+    assert node.stop(signal.SIGINT) == 0
+
+
+def test_running_requests_are_finished(launcher: Launcher) -> None:
+    node = start(launcher, "slow")
+    asking = Asking(node.url)
+    wait_in_flight(node.url)
+    engine = engine_of(node)
+    node.send(signal.SIGTERM)
+    node.wait_line("stopping")
+    engine.send_signal(signal.SIGUSR1)
+    assert asking.result().status_code == 200
+    assert node.wait() == 0
+
+
+def test_a_second_signal_ends_at_once(launcher: Launcher) -> None:
+    node = start(launcher, "slow", "--drain-s=1000")
+    asking = Asking(node.url)
+    wait_in_flight(node.url)
+    node.send(signal.SIGINT)
+    node.wait_line("stopping")
+    node.send(signal.SIGINT)
+    assert node.wait() == 0
+    assert asking.result().status_code >= 500
+
+
+def test_the_engine_dies(launcher: Launcher) -> None:
+    node = start(launcher, "crash")
+    answer = ask(node.url)
+    assert answer.status_code == 503
+    assert "status 77" in answer.json()["error"]["message"]
+    assert node.wait() == 1
+    assert "the engine is gone: the engine process ended with status 77" in node.output
+
+
+def test_the_engine_cannot_start(launcher: Launcher) -> None:
+    node = start(launcher, "refuse")
+    assert node.wait() == 1
+    assert "there is no such device" in node.output
+    assert "Traceback" not in node.output
+
+
+def test_the_engine_takes_too_long(launcher: Launcher) -> None:
+    node = start(launcher, "silent", "--start-deadline-s=0.2")
+    assert node.wait() == 2
+    assert "not ready after 0.2 s: give it longer with --start-deadline-s" in node.output
+
+
+def test_no_engine_outlives_a_killed_api_process(launcher: Launcher) -> None:
+    node = start(launcher, "slow")
+    engine = engine_of(node)
+    node.send(signal.SIGKILL)
+    assert node.wait() == -signal.SIGKILL
+    engine.wait(timeout=TIMEOUT_S)
+    assert not engine.is_running()
+
+
+def test_an_engine_that_does_not_stop_is_killed(launcher: Launcher) -> None:
+    node = start(launcher, "stubborn")
+    engine = engine_of(node)
+    assert node.stop(signal.SIGTERM) == 0
+    assert "the engine did not stop within 0.5 s" in node.output
+    assert not engine.is_running()

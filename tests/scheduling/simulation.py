@@ -1,0 +1,177 @@
+"""A worker without a model: KV is remembered as *which history* a cell holds, so that any wrong block shows at once.
+
+A cell (block, slot) holds the hash of all tokens up to and including its position. Before a chunk is "computed", every
+earlier position of the sequence's block table must hold the right history. A sampled token is a function of the history
+and the sequence's seed: `continuation` says what a request must generate, whatever happened to its blocks meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from pd_cluster.protocol.messages import AddRequest, FinishReason, Work
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.batch import Batch, StepResult
+from pd_connectors.protocol.messages import SampledToken
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd_cluster.scheduling.batch import SequenceChunk, SequenceStart
+    from pd_connectors.base import LoadSpec
+
+BLOCK_SIZE = 16
+VOCAB_SIZE = 23
+EOS = 0
+GARBAGE = -1
+
+
+def history(tokens: Sequence[int], previous: int = 17) -> list[int]:
+    """The hash of every prefix of `tokens`."""
+    hashes = []
+    for token in tokens:
+        previous = hash((previous, token))  # of ints: the same in every process
+        hashes.append(previous)
+    return hashes
+
+
+def sample(last: int, seed: int) -> int:
+    """The token after a history, in a sequence with this seed."""
+    digest = blake2b(f"{last}/{seed}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCAB_SIZE
+
+
+def continuation(
+    prompt_token_ids: Sequence[int], seed: int, sampling: SamplingParams
+) -> tuple[list[int], FinishReason]:
+    """What a sequence with this seed generates, and why it ends."""
+    last, output = history(prompt_token_ids)[-1], list[int]()
+    while True:
+        token = sample(last, seed)
+        output.append(token)
+        last = history([token], last)[-1]
+        if token == EOS and not sampling.ignore_eos and len(output) >= sampling.min_tokens:
+            return output, FinishReason.STOP
+        if len(output) == sampling.max_tokens:
+            return output, FinishReason.LENGTH
+
+
+def prompt(length: int, family: int = 0) -> list[int]:
+    """Tokens without an EOS; families differ from the first token on."""
+    return [(family * 5 + position) % 20 + 1 for position in range(length)]
+
+
+def message(
+    request_id: str,
+    prompt_token_ids: Sequence[int],
+    *,
+    work: Work = Work.GENERATE,
+    max_tokens: int = 4,
+    n: int = 1,
+    seed: int = 1,
+    ignore_eos: bool = True,
+    priority: int = 0,
+    salt: str = "",
+    min_tokens: int = 0,
+    stop_token_ids: tuple[int, ...] = (),
+    group: str = "",
+) -> AddRequest:
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        n=n,
+        seed=seed,
+        ignore_eos=ignore_eos,
+        min_tokens=min_tokens,
+        stop_token_ids=stop_token_ids,
+    )
+    return AddRequest(request_id, list(prompt_token_ids), sampling, work, priority=priority, salt=salt, group=group)
+
+
+@dataclass
+class Row:
+    """What the worker keeps of a live sequence."""
+
+    start: SequenceStart
+    tokens: list[int]
+    block_ids: list[int]
+
+
+@dataclass
+class FakeWorker:
+    """Executes batches in order; checks that each is possible, and that it reads what it should."""
+
+    max_num_seqs: int
+    max_num_tokens: int
+    device: dict[tuple[int, int], int] = field(default_factory=dict)
+    host: dict[tuple[int, int], int] = field(default_factory=dict)
+    rows: dict[int, Row] = field(default_factory=dict)
+    num_tokens_computed: int = 0
+
+    def execute(self, batch: Batch) -> StepResult:
+        for seq_id in batch.departures:
+            del self.rows[seq_id]
+        self._copy(batch)
+        for start in batch.starts:
+            assert start.seq_id not in self.rows, "a sequence entered twice"
+            self.rows[start.seq_id] = Row(start, list(start.token_ids), list(start.block_ids))
+        assert len(batch.chunks) <= len(self.rows) <= self.max_num_seqs
+        assert batch.num_tokens <= self.max_num_tokens
+        assert len({chunk.seq_id for chunk in batch.chunks}) == len(batch.chunks)
+        samples = {chunk.seq_id: self._compute(chunk) for chunk in batch.chunks}
+        self.num_tokens_computed += batch.num_tokens
+        return StepResult(batch.step, {seq_id: tokens for seq_id, tokens in samples.items() if tokens})
+
+    def _copy(self, batch: Batch) -> None:
+        copies = batch.copies
+        targets = [to for _, to in copies.swap_in + copies.copy_on_write]
+        assert len(set(targets)) == len(targets), "two copies into one block"
+        assert not {source for source, _ in copies.copy_on_write} & set(targets), "copies depend on each other"
+        for source, to in copies.swap_out:
+            self._copy_block(self.device, source, self.host, to)
+        for source, to in copies.swap_in:
+            self._copy_block(self.host, source, self.device, to)
+        for source, to in copies.copy_on_write:
+            self._copy_block(self.device, source, self.device, to)
+
+    @staticmethod
+    def _copy_block(
+        source: dict[tuple[int, int], int], block: int, target: dict[tuple[int, int], int], to: int
+    ) -> None:
+        for slot in range(BLOCK_SIZE):
+            target[to, slot] = source.get((block, slot), GARBAGE)
+
+    def _compute(self, chunk: SequenceChunk) -> tuple[SampledToken, ...]:
+        row, end = self.rows[chunk.seq_id], chunk.start + chunk.num_tokens
+        first = chunk.first_new_block
+        assert first <= len(row.block_ids)
+        row.block_ids[first : first + len(chunk.new_block_ids)] = chunk.new_block_ids
+        assert len(set(row.block_ids)) == len(row.block_ids)
+        assert chunk.num_tokens > 0
+        assert end <= len(row.tokens), "a chunk of tokens that nobody knows"
+        assert bool(chunk.num_samples) == (end == len(row.tokens))
+        hashes = history(row.tokens[:end])
+        self.expect(row.block_ids, hashes[: chunk.start], f"sequence {chunk.seq_id}")
+        for position in range(chunk.start, end):
+            self.device[row.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE] = hashes[position]
+        if not chunk.num_samples:
+            return ()
+        seeds = row.start.num_sample_seeds if chunk.num_samples > 1 else (row.start.seed,)
+        assert len(seeds) == chunk.num_samples
+        tokens = tuple(SampledToken(sample(hashes[-1], seed)) for seed in seeds)
+        row.tokens.append(tokens[0].token_id)  # of several, the row goes on with the first
+        return tokens
+
+    def expect(self, block_ids: Sequence[int], hashes: Sequence[int], who: str) -> None:
+        """The blocks hold these histories from position 0 on."""
+        for position, expected in enumerate(hashes):
+            cell = (block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE)
+            assert self.device.get(cell) == expected, f"{who}: wrong KV at position {position}, block {cell[0]}"
+
+    def write_load(self, load: LoadSpec, prompt_token_ids: Sequence[int], *, good: bool) -> None:
+        """A transfer writes its blocks: the prompt's KV, or what a failing one leaves behind."""
+        hashes = history(prompt_token_ids)
+        for position in range(load.first_block * BLOCK_SIZE, load.num_tokens):
+            block_id = load.block_ids[position // BLOCK_SIZE - load.first_block]
+            self.device[block_id, position % BLOCK_SIZE] = hashes[position] if good else GARBAGE

@@ -1,0 +1,133 @@
+"""How much of a step prompts are given: by cost where it is limited, and always enough to get on."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from pd_cluster.scheduling.prefill_budget import (
+    LEAST_PROMPT_TOKENS,
+    MANY_DECODES,
+    STEP_MULTIPLE,
+    PrefillBudget,
+    affordable,
+    cost_of,
+)
+
+KEYS = 6000  # about those of Llama 8B
+STARTS = st.one_of(st.just(0), st.integers(0, 12_000), st.integers(0, 200_000))
+LENGTHS = st.one_of(st.integers(2, 200), st.integers(2, 20_000))
+KEYS_PER_TOKEN = st.one_of(st.just(0), st.just(KEYS), st.integers(1, 50_000))
+DECODES = st.integers(0, 300)
+
+
+def chunks_of(share: PrefillBudget, prompts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(start, tokens) given to prompts of (start, tokens left) in their order."""
+    return [(start, share.take(start, left)) for start, left in prompts if share.admits(start)]
+
+
+def cost(chunks: list[tuple[int, int]], keys_per_token: int) -> int:
+    return sum(cost_of(num_tokens, start, keys_per_token) for start, num_tokens in chunks)
+
+
+@given(st.integers(0, 5000), STARTS, KEYS_PER_TOKEN)
+def test_the_longest_chunk_that_is_affordable_is_found(most: int, start: int, keys_per_token: int) -> None:
+    num_tokens = affordable(most, start, keys_per_token)
+    assert cost_of(num_tokens, start, keys_per_token) <= most < cost_of(num_tokens + 1, start, keys_per_token)
+
+
+@pytest.mark.parametrize(("start", "num_tokens"), [(0, 160), (6000, 80), (12_000, 54), (60_000, 15)])
+def test_a_token_costs_what_it_and_its_keys_do(start: int, num_tokens: int) -> None:
+    seen = sum(1 + (start + i + 1) / KEYS for i in range(num_tokens))
+    assert seen <= cost_of(num_tokens, start, KEYS) < seen + 1
+    assert seen == pytest.approx(162, rel=0.02)
+
+
+@given(
+    DECODES, st.lists(st.tuples(STARTS, LENGTHS), min_size=1, max_size=5), st.integers(1, 512), KEYS_PER_TOKEN,
+    st.integers(0, 2048),
+)  # fmt: skip
+def test_no_step_costs_more_than_its_limit_unless_that_is_the_least_of_prompts(
+    num_decodes: int, prompts: list[tuple[int, int]], limit: int, keys_per_token: int, room: int
+) -> None:
+    share = PrefillBudget.beside(num_decodes, num_decodes + room, limit, keys_per_token)
+    room_cost = share.cost_left
+    own = limit - STEP_MULTIPLE * (num_decodes > MANY_DECODES)
+    assert room_cost == own - num_decodes or LEAST_PROMPT_TOKENS <= room_cost < LEAST_PROMPT_TOKENS + STEP_MULTIPLE
+    chunks = chunks_of(share, prompts)
+    num_tokens = sum(count for _, count in chunks)
+    assert num_tokens <= room
+    assert num_tokens <= min(STEP_MULTIPLE, room_cost) or cost(chunks, keys_per_token) <= room_cost
+    assert all(count for _, count in chunks)
+    assert chunks[:-1] == prompts[: max(0, len(chunks) - 1)], "those before the last came to their end: nobody passes"
+
+
+@given(DECODES, STARTS, LENGTHS, st.integers(1, 512), KEYS_PER_TOKEN)
+@example(225, 0, 33, 321, 0)  # 32 are left, which end one token behind a size that is captured
+def test_the_first_prompt_gets_on_however_many_decode_and_wherever_it_stands(
+    num_decodes: int, start: int, left: int, limit: int, keys_per_token: int
+) -> None:
+    share = PrefillBudget.beside(num_decodes, 2048, limit, keys_per_token)
+    assert share.admits(start)
+    count = share.take(start, left)
+    assert count == left or count >= LEAST_PROMPT_TOKENS
+    if count < left:
+        assert not share.admits(0)
+
+
+def test_a_prompt_far_behind_beside_many_decodes_gets_the_least() -> None:
+    assert PrefillBudget.beside(200, 2048, 192, KEYS).take(100_000, 5000) == 56, "256 in all"
+    assert PrefillBudget.beside(80, 2048, 192, KEYS).take(100_000, 5000) == 48, "128 in all"
+    assert PrefillBudget.beside(30, 2048, 192, KEYS).take(100_000, 5000) == 64, "half of that would fit into 64 in all"
+
+
+@pytest.mark.parametrize(
+    ("start", "total"),
+    [(0, 189), (1000, 167), (1700, 128), (2500, 128), (4100, 125), (6000, 110), (9000, 94), (50_000, 94)],
+)
+def test_steps_end_at_or_below_a_size_that_is_captured(start: int, total: int) -> None:
+    share = PrefillBudget.beside(30, 2048, 192, KEYS)
+    assert 30 + share.take(start, 20_000) == total == share.num_planned
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "total"),
+    [(1, 192), (MANY_DECODES, 192), (MANY_DECODES + 1, 128), (96, 128), (97, 192), (160, 192), (161, 256)],
+)
+def test_beside_many_decodes_a_step_is_smaller_while_that_leaves_room(num_decodes: int, total: int) -> None:
+    budget = PrefillBudget.beside(num_decodes, 2048, 192, KEYS)
+    assert num_decodes + budget.take(0, 20_000) in range(total - 3, total + 1)
+    assert num_decodes + PrefillBudget.beside(num_decodes, 2048, 192).take(0, 20_000) == total
+
+
+@given(limit=st.integers(1, 3000), num_decodes=st.integers(0, 256))
+def test_beside_many_decodes_a_step_is_never_larger_than_was_asked_for(limit: int, num_decodes: int) -> None:
+    share = PrefillBudget.beside(num_decodes, 4096, limit)
+    total = num_decodes + share.cost_left
+    assert share.cost_left >= min(LEAST_PROMPT_TOKENS, 4096 - num_decodes)
+    if limit >= num_decodes + LEAST_PROMPT_TOKENS:
+        assert total <= limit
+    else:
+        assert total % STEP_MULTIPLE == 0
+        assert total < num_decodes + LEAST_PROMPT_TOKENS + STEP_MULTIPLE
+
+
+def test_a_prompt_that_ends_is_not_cut_for_the_sake_of_a_size() -> None:
+    assert PrefillBudget.beside(30, 2048, 192, KEYS).take(0, 110) == 110
+
+
+@given(DECODES, STARTS, LENGTHS, KEYS_PER_TOKEN, st.integers(1, 4096))
+def test_without_a_limit_position_costs_nothing(
+    num_decodes: int, start: int, left: int, keys_per_token: int, room: int
+) -> None:
+    share = PrefillBudget.beside(num_decodes, num_decodes + room, 0, keys_per_token)
+    assert share.take(start, left) == min(left, room)
+    assert share.tokens_left == room - min(left, room)
+
+
+@given(DECODES, LENGTHS, STARTS, st.sampled_from([64, 128, 192, 256]))
+def test_without_a_price_a_limited_step_is_full(num_decodes: int, left: int, start: int, limit: int) -> None:
+    share = PrefillBudget.beside(num_decodes, 2048, limit)
+    count = share.take(start, left)
+    assert count == left or (num_decodes + count) % STEP_MULTIPLE == 0

@@ -1,0 +1,140 @@
+"""Whose first tokens a request gets when its loads fail and follow each other. The connector is the test's script."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import msgspec
+import pytest
+
+from pd_cluster.engine.kv_transfers import KvTransfers, Redraw
+from pd_cluster.protocol.messages import FromEngine, NeedsPrefill, Work
+from pd_connectors.base import Event, FirstTokens, LoadDone, LoadDrained, LoadFailed, LoadReady
+from pd_connectors.null import NullConnector
+from pd_connectors.protocol.errors import LoadFailure
+from pd_connectors.protocol.messages import SampledToken
+from pd_connectors.protocol.ticket import Geometry, LeaseRef, Ticket
+from tests.scheduling.simulation import BLOCK_SIZE, VOCAB_SIZE, message, prompt
+from tests.scheduling.world import Client, World
+
+DEADLINE_S = 30.0
+N = 2
+OFFER = message("r", prompt(3 * BLOCK_SIZE), work=Work.TAKE_OVER, max_tokens=5, n=N)
+EQUAL = Ticket(
+    request_id="on-p",
+    lease=LeaseRef("p", 1, "lease"),
+    generation=0,
+    expires_at_s=9e9,
+    fingerprint="f",
+    geometry=Geometry(BLOCK_SIZE, 1, 1, 1, "float32"),
+    prompt_digest=b"",
+    num_tokens=len(OFFER.prompt_token_ids),
+    num_samples=N,
+    host="p",
+    port=1,
+    sampling_digest=OFFER.sampling.first_token_digest,
+)
+TICKETS: dict[str, Ticket] = {
+    "equal": EQUAL,
+    Redraw.MISMATCH: msgspec.structs.replace(EQUAL, num_samples=3, sampling_digest=b"another"),
+    Redraw.UNKNOWN: msgspec.structs.replace(EQUAL, sampling_digest=b""),
+}
+
+
+class ScriptedConnector(NullConnector):
+    """Loads end as the test says."""
+
+    def __init__(self) -> None:
+        self.load_id = ""  # the last one begun
+        self._events = []
+
+    def begin_load(self, load_id: str, ticket: Ticket, deadline_s: float) -> None:
+        self.load_id = load_id
+
+    def tell(self, *events: Event) -> None:
+        self._events += events
+
+
+class DecodeNode:
+    """A world behind `KvTransfers`, and one request that takes KV over."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.world = World()
+        self.replies: list[FromEngine] = []
+        self.connector = ScriptedConnector()
+        self.handoffs = KvTransfers(self.connector, self.replies.append, self.world.take)
+        self.request = self.world.request(msgspec.structs.replace(OFFER, ticket=ticket))
+        self.client = self.world.clients["r"] = Client(self.request, [[] for _ in range(N)], [None] * N)
+        self.handoffs.take_over(self.request, self.world.scheduler)
+
+    def hear(self, *events: Event) -> None:
+        self.connector.tell(*events)
+        self.handoffs.take_events(self.world.scheduler)
+        self.handoffs.reserve(self.world.scheduler)
+
+    def load(self, ticket: Ticket) -> None:
+        """Until all but the end is over. P's tokens are the right ones only where it samples as D would."""
+        load_id = self.connector.load_id
+        self.hear(LoadReady(load_id, ticket.num_tokens))
+        [load] = self.world.start_step().loads
+        self.world.loads[load_id] = load, self.request
+        tokens = self.world.first_tokens(self.request)
+        if ticket is not EQUAL:
+            others = [SampledToken((token.token_id + 1) % VOCAB_SIZE) for token in tokens]
+            tokens = (*others, SampledToken(1))[: ticket.num_samples]
+        self.hear(FirstTokens(load_id, tokens))
+
+    def fail(self) -> NeedsPrefill:
+        load_id = self.connector.load_id
+        self.hear(LoadFailed(load_id, LoadFailure.READ_FAILED))
+        load, _ = self.world.loads.pop(load_id)
+        self.world.worker.write_load(load, self.request.prompt_token_ids, good=False)
+        self.hear(LoadDrained(load_id))
+        reply = self.replies[-1]
+        assert isinstance(reply, NeedsPrefill)
+        return reply
+
+    def succeed(self) -> None:
+        load_id = self.connector.load_id
+        load, _ = self.world.loads.pop(load_id)
+        self.world.worker.write_load(load, self.request.prompt_token_ids, good=True)
+        self.hear(LoadDone(load_id, 1, 0.0))
+
+    def redraws(self) -> dict[str, float]:
+        return {reason: self.handoffs.counters[reason.counter] for reason in Redraw}
+
+
+@pytest.mark.parametrize(("first", "second"), list(product(TICKETS, TICKETS)))
+def test_the_last_load_decides_unless_the_tokens_are_known(first: str, second: str) -> None:
+    node = DecodeNode(TICKETS[first])
+    node.load(TICKETS[first])
+    is_known = first == "equal"
+    assert [len(output) for output in node.client.outputs] == [int(is_known)] * N
+    assert node.fail().first_tokens_sent == is_known
+    node.handoffs.use_ticket("r", TICKETS[second], DEADLINE_S, node.world.scheduler)
+    node.load(TICKETS[second])
+    assert [len(output) for output in node.client.outputs] == [int(is_known or second == "equal")] * N
+    node.succeed()
+    node.world.run_until_idle()
+    assert node.redraws() == {reason: float(not is_known and second == reason) for reason in Redraw}
+    node.world.check_empty()
+
+
+@pytest.mark.parametrize("first", TICKETS)
+def test_a_prefill_of_our_own_counts_as_no_redraw(first: str) -> None:
+    node = DecodeNode(TICKETS[first])
+    node.load(TICKETS[first])
+    node.fail()
+    node.handoffs.prefill_locally("r", node.world.scheduler)
+    node.world.run_until_idle()
+    assert set(node.redraws().values()) == {0.0}
+    node.world.check_empty()
+
+
+def test_a_p_that_breaks_its_promise_of_equal_sampling_is_not_believed() -> None:
+    node = DecodeNode(EQUAL)
+    node.hear(LoadReady(node.connector.load_id, EQUAL.num_tokens))
+    node.hear(FirstTokens(node.connector.load_id, (SampledToken(1),)))
+    reply = node.replies[-1]
+    assert isinstance(reply, NeedsPrefill)
+    assert reply.reason == "rejected: wrong number of first tokens"

@@ -1,0 +1,296 @@
+"""Anything may happen to any request in any order: nothing leaks, nothing wrong is read, no token differs."""
+
+from __future__ import annotations
+
+import random
+from typing import TypeVar
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from pd_cluster.errors import InvalidRequest, Overloaded
+from pd_cluster.protocol.messages import FinishReason, Work
+from pd_cluster.scheduling import prefill_budget
+from pd_cluster.scheduling.sequence import KvArrival, Request
+from tests.scheduling.simulation import message
+from tests.scheduling.world import World
+
+
+# Few prompts with long common prefixes, ends on and off block boundaries.
+def make_prompt(family: int, length: int) -> list[int]:
+    return ([family + 1] * 20 + [(family * 7 + i) % 19 + 1 for i in range(60)])[:length]
+
+
+Option = TypeVar("Option")
+LENGTHS = st.one_of(st.sampled_from([1, 15, 16, 17, 31, 32, 33, 48]), st.integers(1, 70))
+PICK = st.integers(0, 7)
+
+
+def choose(options: list[Option], pick: int) -> Option | None:
+    return options[pick % len(options)] if options else None
+
+
+@pytest.fixture(autouse=True)
+def small_least_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the limit of a step leaves to prompts, and how many decodes are many, is as small as the engine is."""
+    monkeypatch.setattr(prefill_budget, "LEAST_PROMPT_TOKENS", 2)
+    monkeypatch.setattr(prefill_budget, "STEP_MULTIPLE", 4)
+    monkeypatch.setattr(prefill_budget, "MANY_DECODES", 2)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random operations on a small engine; `teardown` lets it come to rest and checks the accounts."""
+
+    @initialize(
+        num_blocks=st.integers(5, 16),
+        num_host_blocks=st.sampled_from([0, 0, 3, 8]),
+        max_num_seqs=st.integers(1, 5),
+        budget=st.sampled_from([5, 16, 24, 64]),
+        prefix_caching=st.sampled_from([True, True, False]),
+        depth=st.sampled_from([1, 2]),
+        limit=st.sampled_from([0, 0, 1, 20]),
+        keys_per_token=st.sampled_from([0, 1, 15]),
+        rests=st.booleans(),
+    )
+    def boot(
+        self, num_blocks: int, num_host_blocks: int, max_num_seqs: int, budget: int, prefix_caching: bool, depth: int,
+        limit: int, keys_per_token: int, rests: bool = False,
+    ) -> None:  # fmt: skip
+        self.world = World(
+            num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_waiting=8,
+            prefix_caching=prefix_caching,
+            depth=depth,
+            max_tokens_beside_decodes=limit,
+            keys_per_token=keys_per_token,
+            rests=rests,
+            forgets=True,
+        )
+        self.num_requests = 0
+
+    def live(self, *works: Work) -> list[Request]:
+        requests = (client.request for client in self.world.clients.values())
+        return [request for request in requests if not request.finished and request.work in works]
+
+    def parked(self) -> list[Request]:
+        return [r for r in self.live(Work.TAKE_OVER) if r.table is not None]
+
+    @rule(
+        work=st.sampled_from([Work.GENERATE, Work.GENERATE, Work.PREFILL, Work.TAKE_OVER, Work.TAKE_OVER]),
+        family=st.integers(0, 1),
+        length=LENGTHS,
+        max_tokens=st.integers(1, 40),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        seed=st.integers(0, 3),
+        ignore_eos=st.booleans(),
+        priority=st.sampled_from([0, 0, 0, 1]),
+        salt=st.sampled_from(["", "", "tenant"]),
+        min_tokens=st.sampled_from([0, 0, 2]),
+        group=st.sampled_from(["", "", "a", "b"]),
+    )
+    def arrive(
+        self, work: Work, family: int, length: int, max_tokens: int, n: int, seed: int, ignore_eos: bool, priority: int,
+        salt: str, min_tokens: int, group: str = "",
+    ) -> None:  # fmt: skip
+        self.num_requests += 1
+        try:
+            self.world.submit(
+                message(
+                    f"r{self.num_requests}", make_prompt(family, length), work=work, max_tokens=max_tokens, n=n,
+                    seed=seed, ignore_eos=ignore_eos, priority=priority, salt=salt, min_tokens=min_tokens, group=group,
+                )
+            )  # fmt: skip
+        except (InvalidRequest, Overloaded):
+            assert f"r{self.num_requests}" not in self.world.clients
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            if self.world.scheduler.has_work:
+                self.world.start_step()
+
+    @rule(pick=PICK, index=st.sampled_from([None, None, 0, 1, 2]))
+    def abort(self, pick: int, index: int | None) -> None:
+        request = choose(self.live(*Work), pick)
+        if request is None:
+            return
+        ends = all(seq.finish_reason is not None or index in (None, seq.index) for seq in request.sequences)
+        if request.lease_id is not None and ends:
+            self.world.read_lease(request.lease_id)
+            self.world.published.pop(request.lease_id, None)
+            self.world.leases.pop(request.lease_id, None)
+        self.world.take(self.world.scheduler.abort(request, index, FinishReason.ABORT))
+
+    @rule(pick=PICK, redraws=st.booleans())
+    def reserve(self, pick: int, redraws: bool) -> None:
+        request = choose(self.parked(), pick)
+        if request is not None and request.kv is KvArrival.ABSENT:
+            self.world.reserve(request, redraws=redraws)
+
+    @rule(pick=PICK)
+    def first_tokens_come(self, pick: int) -> None:
+        request = choose(self.parked(), pick)
+        if request is not None:
+            self.world.give_first_tokens(request)
+
+    @rule(pick=PICK, good=st.sampled_from([True, True, False]))
+    def load_ends(self, pick: int, good: bool) -> None:
+        chosen = choose(list(self.world.loads.values()), pick)
+        if chosen is None:
+            return
+        load, request = chosen
+        if request.load_id == load.load_id and request.kv is KvArrival.WRITING:
+            if good:
+                self.world.finish_load(load)
+            else:
+                self.world.fail_load(load)
+        else:
+            self.world.drain(load)
+
+    @rule(pick=PICK)
+    def bytes_land(self, pick: int) -> None:
+        """A transfer, perhaps one that was given up long ago, writes into its blocks."""
+        chosen = choose(list(self.world.loads.values()), pick)
+        if chosen is not None:
+            load, request = chosen
+            self.world.worker.write_load(load, request.prompt_token_ids, good=False)
+
+    @rule(pick=PICK)
+    def fall_back(self, pick: int) -> None:
+        request = choose(self.parked(), pick)
+        if request is not None:
+            self.world.scheduler.fall_back_to_local(request)
+
+    @rule(pick=PICK)
+    def lease_ends(self, pick: int) -> None:
+        lease_id = choose(sorted(self.world.leases), pick)
+        if lease_id is not None:
+            self.world.end_lease(lease_id)
+
+    @invariant()
+    def accounts_balance(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        for request in self.parked():
+            if request.kv is KvArrival.PRESENT:
+                world.give_first_tokens(request)
+            elif request.kv is KvArrival.ABSENT:
+                world.scheduler.fall_back_to_local(request)
+        for load, request in list(world.loads.values()):
+            if request.load_id == load.load_id and request.kv is KvArrival.WRITING:
+                world.finish_load(load)
+                world.give_first_tokens(request)
+            else:
+                world.drain(load)
+        for _ in range(400):  # leases hold memory: prefills that wait for it need them to end
+            if not world.scheduler.has_work:
+                break
+            world.start_step()
+            for lease_id, request in list(world.leases.items()):
+                if request.finished:
+                    world.end_lease(lease_id)
+        world.settle()
+        world.run_until_idle()
+        for lease_id in list(world.leases):
+            world.end_lease(lease_id)
+        world.check_empty()
+
+
+def run_machine(max_examples: int, steps: int) -> int:
+    """How many runs came to rest with nothing left."""
+    rested = 0
+
+    class Counted(SchedulerMachine):
+        def teardown(self) -> None:
+            nonlocal rested
+            super().teardown()
+            rested += 1
+
+    run_state_machine_as_test(
+        Counted,
+        settings=settings(
+            max_examples=max_examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+        ),
+    )
+    return rested
+
+
+def test_random_operations_leak_nothing_and_change_no_token() -> None:
+    assert run_machine(max_examples=60, steps=40) >= 60
+
+
+@pytest.mark.slow
+def test_many_random_operations_leak_nothing_and_change_no_token() -> None:
+    assert run_machine(max_examples=2000, steps=60) >= 2000
+
+
+def random_walk(seed: int, num_steps: int) -> int:
+    """The machine, driven by a plain generator: less clever than hypothesis, but busier. Returns how many came in."""
+    rng = random.Random(seed)
+    machine = SchedulerMachine()
+    machine.boot(
+        num_blocks=rng.randint(5, 16),
+        num_host_blocks=rng.choice([0, 0, 3, 8]),
+        max_num_seqs=rng.randint(1, 5),
+        budget=rng.choice([5, 16, 24, 64]),
+        prefix_caching=rng.random() < 0.75,
+        depth=rng.randint(1, 2),
+        limit=rng.choice([0, 0, 1, 6, 20]),
+        keys_per_token=rng.choice([0, 1, 15]),
+        rests=rng.random() < 0.5,
+    )
+    for _ in range(num_steps):
+        pick = rng.randrange(8)
+        match rng.choices(range(9), [24, 40, 4, 20, 10, 16, 6, 4, 8])[0]:
+            case 0:
+                machine.arrive(
+                    work=rng.choice([Work.GENERATE, Work.PREFILL, Work.TAKE_OVER]),
+                    family=rng.randrange(2),
+                    length=rng.choice([1, 15, 16, 17, 31, 32, 33, 48, rng.randint(1, 70)]),
+                    max_tokens=rng.randint(1, 40),
+                    n=rng.choice([1, 1, 2, 3]),
+                    seed=rng.randrange(4),
+                    ignore_eos=rng.random() < 0.7,
+                    priority=int(rng.random() < 0.2),
+                    salt="tenant" if rng.random() < 0.1 else "",
+                    min_tokens=rng.choice([0, 2]),
+                    group=rng.choice(["", "", "a", "b"]),
+                )
+            case 1:
+                machine.step(rng.randint(1, 4))
+            case 2:
+                machine.abort(pick, rng.choice([None, 0, 1, 2]))
+            case 3:
+                machine.reserve(pick, rng.random() < 0.5)
+            case 4:
+                machine.first_tokens_come(pick)
+            case 5:
+                machine.load_ends(pick, rng.random() < 0.7)
+            case 6:
+                machine.bytes_land(pick)
+            case 7:
+                machine.fall_back(pick)
+            case 8:
+                machine.lease_ends(pick)
+        machine.accounts_balance()
+    machine.teardown()
+    return len(machine.world.clients)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_busy_random_walk_leaks_nothing_and_changes_no_token(seed: int) -> None:
+    assert random_walk(seed, num_steps=150) > 0

@@ -1,0 +1,274 @@
+"""A scheduler with everything around it faked: worker, readers of leases, loads, clients. Driven by the tests."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+from pd_cluster.config import SchedulerConfig
+from pd_cluster.protocol.messages import FinishReason, Work
+from pd_cluster.scheduling.block_manager import BlockManager
+from pd_cluster.scheduling.scheduler import Scheduler, Update
+from pd_cluster.scheduling.sequence import Request, Sequence, sequence_seed
+from pd_connectors.protocol.messages import SampledToken
+from tests.scheduling.simulation import BLOCK_SIZE, EOS, FakeWorker, continuation, history
+
+if TYPE_CHECKING:
+    from pd_cluster.protocol.messages import AddRequest
+    from pd_cluster.scheduling.batch import Batch, StepResult
+    from pd_connectors.base import LoadSpec, PublishSpec
+
+MAX_MODEL_LEN = 160
+
+
+@dataclass
+class Client:
+    """What a client has seen of one request."""
+
+    request: Request
+    outputs: list[list[int]]
+    reasons: list[FinishReason | None]
+    terminal: bool = False
+
+    def take(self, update: Update) -> None:
+        assert not self.terminal, "an update after the terminal one"
+        for report in update.sequences:
+            assert self.reasons[report.index] is None, "tokens after the end"
+            self.outputs[report.index] += [token.token_id for token in report.tokens]
+            self.reasons[report.index] = report.finish_reason
+            if report.stop_token_id is not None:
+                assert self.outputs[report.index][-1] == report.stop_token_id
+        self.terminal = update.finished
+        assert update.finished == (None not in self.reasons)
+
+    def expected(self, index: int) -> tuple[list[int], FinishReason]:
+        request = self.request
+        output, reason = continuation(request.prompt_token_ids, sequence_seed(request.seed, index), request.sampling)
+        if request.work is Work.PREFILL:
+            stopped = reason is FinishReason.STOP and len(output) == 1
+            return output[:1], FinishReason.STOP if stopped else FinishReason.LENGTH
+        return output, reason
+
+    def check(self) -> None:
+        """Every sequence said what it had to, or was stopped on the way there."""
+        for index, (output, reason) in enumerate(zip(self.outputs, self.reasons, strict=True)):
+            expected, expected_reason = self.expected(index)
+            if reason is FinishReason.ABORT or reason is None:
+                assert output == expected[: len(output)], f"sequence {index} went astray"
+            else:
+                assert (output, reason) == (expected, expected_reason), f"sequence {index} of {self.request.request_id}"
+
+
+@dataclass
+class World:
+    """`depth` 2: a step is scheduled and started before the result of the one before it is known."""
+
+    num_blocks: int = 32
+    num_host_blocks: int = 0
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 64
+    max_waiting: int = 64
+    max_tokens_beside_decodes: int = 0
+    keys_per_token: int = 0
+    rests: bool = False
+    prefix_caching: bool = True
+    depth: int = 1
+    forgets: bool = False  # a request's sequences when it has ended, as the core does; tests may want to see them
+    clients: dict[str, Client] = field(default_factory=dict)
+    loads: dict[str, tuple[LoadSpec, Request]] = field(default_factory=dict)  # in progress, or not drained
+    leases: dict[str, Request] = field(default_factory=dict)
+    published: dict[str, PublishSpec] = field(default_factory=dict)
+    preempted: list[Sequence] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.now_s = 0.0
+        self.blocks = BlockManager(
+            self.num_blocks, BLOCK_SIZE, num_host_blocks=self.num_host_blocks, prefix_caching=self.prefix_caching
+        )
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_waiting=self.max_waiting,
+            ),
+            self.blocks,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=frozenset({EOS}),
+            on_preempt=self._on_preempt,
+            max_tokens_beside_decodes=self.max_tokens_beside_decodes,
+            keys_per_token=self.keys_per_token,
+            rests=self.rests,
+            clock=lambda: self.now_s,
+        )
+        self.worker = FakeWorker(self.max_num_seqs, self.max_num_batched_tokens)
+        self._running: deque[tuple[Batch, StepResult]] = deque()
+        self._load_ids = count()
+
+    def _on_preempt(self, seq: Sequence) -> None:
+        """The blocks are still the lease's at this moment."""
+        lease_id = seq.request.lease_id
+        assert lease_id is not None
+        assert seq.table is not None
+        assert seq.table.ids
+        self.read_lease(lease_id)
+        self.published.pop(lease_id, None)
+        seq.request.lease_generation += 1
+        self.preempted.append(seq)
+
+    # clients
+
+    def request(self, message: AddRequest) -> Request:
+        lease_id = f"lease-{message.request_id}" if message.work is Work.PREFILL else None
+        return Request.from_message(message, drawn_seed=99, lease_id=lease_id)
+
+    def submit(self, message: AddRequest) -> Request:
+        """Validate and admit. Raises what the scheduler raises."""
+        request = self.request(message)
+        self.scheduler.validate(request)
+        if message.work is Work.TAKE_OVER:
+            self.scheduler.park(request)
+        else:
+            self.scheduler.add(request)
+        if request.lease_id is not None:
+            self.leases[request.lease_id] = request
+        self.clients[request.request_id] = Client(request, [[] for _ in request.sequences], [None] * message.sampling.n)
+        return request
+
+    def take(self, *updates: Update | None) -> None:
+        for update in updates:
+            if update is not None:
+                self.clients[update.request.request_id].take(update)
+                if update.finished and self.forgets:
+                    update.request.sequences = []
+
+    def client(self, request: Request) -> Client:
+        return self.clients[request.request_id]
+
+    # steps
+
+    def start_step(self) -> Batch:
+        """Schedule one step and run it; its result is known `depth` - 1 steps later."""
+        batch = self.scheduler.schedule()
+        self._check_writes(batch)
+        self.now_s += 1
+        if batch.loads:
+            self.settle()  # transfers are not ordered with steps
+        self._running.append((batch, self.worker.execute(batch)))
+        while len(self._running) >= self.depth:
+            self._retire()
+        return batch
+
+    def _check_writes(self, batch: Batch) -> None:
+        """A block that a step writes has one holder, and the prefix cache does not know it."""
+        for chunk in batch.chunks:
+            table = self.scheduler._life.sequences[chunk.seq_id].table
+            assert table is not None
+            end = chunk.start + chunk.num_tokens
+            for block_id in table.ids[chunk.start // BLOCK_SIZE : self.blocks.blocks_for(end)]:
+                assert self.blocks._refs[block_id] == 1, f"block {block_id} is shared, and written"
+                assert block_id not in self.blocks._cache, f"block {block_id} is cached, and written"
+
+    def settle(self) -> None:
+        while self._running:
+            self._retire()
+
+    def _retire(self) -> None:
+        batch, result = self._running.popleft()
+        for publish in batch.publishes:
+            request = self.leases.get(publish.lease_id)
+            if request is not None and publish.generation == request.lease_generation:
+                num_prompt = len(request.prompt_token_ids)
+                assert publish.num_tokens == num_prompt or publish.num_tokens % BLOCK_SIZE == 0
+                assert len(publish.block_ids) == self.blocks.blocks_for(publish.num_tokens)
+                self.published[publish.lease_id] = publish
+        for update in self.scheduler.update(batch, result):
+            self.take(update)
+            lease_id = update.request.lease_id
+            if lease_id is not None and update.finished:
+                assert self.published[lease_id].num_tokens == len(update.request.prompt_token_ids)
+
+    def run_until_idle(self, limit: int = 2000) -> None:
+        """Every step must do something, until nothing is left."""
+        for _ in range(limit):
+            if not self.scheduler.has_work:
+                self.settle()
+            if not self.scheduler.has_work:
+                return
+            batch = self.start_step()
+            assert not batch.is_empty or self.depth > 1, "the scheduler is stuck"
+            self.check()
+        raise AssertionError(f"not idle after {limit} steps")
+
+    # loads
+
+    def reserve(self, request: Request, *, redraws: bool = False) -> LoadSpec | None:
+        """`redraws`: the load's P samples under other parameters, so that its first tokens are not taken."""
+        request.redraws = redraws and not request.first_tokens
+        request.load_id = f"load-{next(self._load_ids)}"
+        load = self.scheduler.reserve(request)
+        if load is not None:
+            self.loads[load.load_id] = (load, request)
+        return load
+
+    def first_tokens(self, request: Request) -> tuple[SampledToken, ...]:
+        """What P would sample."""
+        client = self.client(request)
+        return tuple(SampledToken(client.expected(index)[0][0]) for index in range(request.sampling.n))
+
+    def give_first_tokens(self, request: Request) -> None:
+        if not request.redraws:
+            self.take(self.scheduler.set_first_tokens(request, self.first_tokens(request)))
+
+    def finish_load(self, load: LoadSpec) -> None:
+        """All bytes are in and confirmed."""
+        _, request = self.loads.pop(load.load_id)
+        self.worker.write_load(load, request.prompt_token_ids, good=True)
+        if request.finished:
+            self.scheduler.drain(load.load_id)
+        else:
+            self.take(self.scheduler.admit_loaded(request))
+
+    def fail_load(self, load: LoadSpec) -> None:
+        """It has failed; what is under way may still land until `drain`."""
+        self.scheduler.drop_load(self.loads[load.load_id][1])
+
+    def drain(self, load: LoadSpec) -> None:
+        _, request = self.loads.pop(load.load_id)
+        self.worker.write_load(load, request.prompt_token_ids, good=False)
+        self.scheduler.drain(load.load_id)
+
+    # leases
+
+    def read_lease(self, lease_id: str) -> None:
+        """What was announced and not taken back is there."""
+        publish = self.published.get(lease_id)
+        if publish is not None:
+            prompt = self.leases[lease_id].prompt_token_ids
+            self.worker.expect(publish.block_ids, history(prompt)[: publish.num_tokens], lease_id)
+
+    def end_lease(self, lease_id: str) -> None:
+        self.read_lease(lease_id)
+        self.published.pop(lease_id, None)
+        del self.leases[lease_id]
+        self.take(self.scheduler.end_lease(lease_id))
+
+    def check(self) -> None:
+        self.blocks.check()
+        stats = self.blocks.stats()
+        assert stats.free + stats.cached + stats.in_use == stats.num_blocks
+        assert stats.leased + stats.quarantined <= stats.in_use
+        for lease_id in self.published:
+            self.read_lease(lease_id)
+
+    def check_empty(self) -> None:
+        """Nothing is left but the prefix cache."""
+        self.check()
+        assert self.scheduler.idle
+        assert self.blocks.idle
+        assert self.blocks.stats().in_use == 0
+        assert not self.worker.rows
+        for client in self.clients.values():
+            assert client.terminal, f"{client.request.request_id} got no terminal update"
+            client.check()

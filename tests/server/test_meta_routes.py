@@ -1,0 +1,138 @@
+"""Models, tokenizer, health, metrics, KV state and lease release."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from pd_cluster.protocol.messages import ReleaseLease
+from pd_connectors.protocol.ticket import sign
+from tests.server.fake_engine import FakeEngine, says
+from tests.server.live_server import KEY, Node, running
+
+pytestmark = pytest.mark.anyio
+
+
+async def get(node: Node, path: str) -> tuple[int, Any]:
+    async with node.session.get(f"{node.url}{path}") as response:
+        return response.status, await response.json()
+
+
+async def post(node: Node, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    async with node.session.post(f"{node.url}{path}", json=body) as response:
+        return response.status, await response.json()
+
+
+async def test_models() -> None:
+    async with (
+        running(FakeEngine(says([5]))) as node,
+        openai.AsyncOpenAI(base_url=f"{node.url}/v1", api_key="none") as client,
+    ):
+        card = (await client.models.list()).data[0].to_dict()
+        assert (await client.models.retrieve("demo")).id == "demo"
+        assert (await get(node, "/v1/models/other"))[0] == 404
+    assert (card["id"], card["root"], card["max_model_len"]) == ("demo", "demo", 4096)
+
+
+async def test_tokenize_and_back() -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        status, answer = await post(node, "/tokenize", {"prompt": "Hello there."})
+        assert (status, answer["count"], answer["max_model_len"]) == (200, len(answer["tokens"]), 4096)
+        assert await post(node, "/detokenize", {"tokens": answer["tokens"]}) == (200, {"prompt": "Hello there."})
+        messages = [{"role": "user", "content": "hi"}]
+        _, chat = await post(node, "/tokenize", {"messages": messages, "add_generation_prompt": False})
+        assert await post(node, "/detokenize", {"tokens": chat["tokens"]}) == (
+            200,
+            {"prompt": "<|im_start|>user\nhi<|im_end|>\n"},
+        )
+        for body in ({}, {"prompt": "a", "messages": messages}):
+            assert (await post(node, "/tokenize", body))[0] == 400
+        assert (await post(node, "/detokenize", {"tokens": [-1]}))[0] == 400
+
+
+async def test_health_follows_the_engine() -> None:
+    engine = FakeEngine(says([5]))
+    async with running(engine) as node:
+        status, body = await get(node, "/health")
+        assert (status, body["status"], body["role"], body["node_id"], body["epoch"]) == (200, "ok", "mixed", "node", 7)
+        assert (body["model"], body["max_num_seqs"]) == ("demo", 64)
+        assert engine.stats is not None
+        assert body["kv_in_use"] == round(engine.stats.kv.in_use / engine.stats.kv.num_blocks, 3)
+        engine.frozen = "it has said nothing"
+        status, body = await get(node, "/health")
+        assert (status, body["status"], body["reason"]) == (503, "frozen", "it has said nothing")
+        status, body = await post(node, "/v1/completions", {"prompt": "a"})
+        assert (status, body["error"]["code"]) == (503, "engine_frozen")
+        engine.is_alive = False
+        assert (await get(node, "/health"))[1]["status"] == "dead"
+        assert (await post(node, "/v1/completions", {"prompt": "a"}))[0] == 503
+        engine.ready = None
+        status, body = await get(node, "/health")
+        assert (status, body["status"]) == (503, "starting")
+
+
+async def test_kv() -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        _, kv = await get(node, "/kv")
+    assert kv == {
+        "num_blocks": 100, "free": 80, "cached": 5, "in_use": 15, "leased": 3, "quarantined": 1,
+        "block_size": 16, "epoch": 7, "engine_id": "fake-engine",
+    }  # fmt: skip
+
+
+async def test_release_takes_a_signed_ticket_of_this_engine_and_epoch() -> None:
+    engine = FakeEngine(says([5]))
+    async with running(engine) as node:
+        ticket = engine.make_ticket([1, 2, 3])
+        assert await post(node, "/pd/release", {"ticket": sign(KEY, ticket)}) == (200, {"released": True})
+        assert engine.sent == [ReleaseLease("lease-1")]
+        other = FakeEngine(says([5]), engine_id="another").make_ticket([1, 2, 3])
+        assert await post(node, "/pd/release", {"ticket": sign(KEY, other)}) == (200, {"released": False})
+        status, answer = await post(node, "/pd/release", {"ticket": sign(b"f" * 32, ticket)})
+        assert (status, answer["error"]["code"]) == (400, "bad_ticket")
+        expired = engine.make_ticket([1, 2, 3], expires_at_s=1.0)
+        assert await post(node, "/pd/release", {"ticket": sign(KEY, expired)}) == (200, {"released": False})
+        assert engine.sent == [ReleaseLease("lease-1")]
+
+
+async def test_metrics_of_api_and_engine() -> None:
+    async with running(FakeEngine(says([5, 6, 7]))) as node:
+        await post(node, "/v1/completions", {"prompt": [5, 6]})
+        async with node.session.get(f"{node.url}/metrics") as response:
+            assert response.content_type == "text/plain"
+            text = await response.text()
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    for name, value in {
+        'pd_requests_total{endpoint="completions",outcome="ok"}': 1,
+        "pd_prompt_tokens_total": 2,
+        "pd_generation_tokens_total": 3,
+        "pd_time_to_first_token_seconds_count": 1,
+        "pd_time_to_second_token_seconds_count": 1,
+        "pd_time_per_output_token_seconds_count": 1,
+        "pd_request_latency_seconds_count": 1,
+        "pd_queue_seconds_count": 1,
+        "pd_prefill_seconds_count": 1,
+        "pd_transfer_seconds_count": 0,
+        'pd_kv_blocks{state="leased"}': 3,
+        "pd_kv_num_blocks": 100,
+        "pd_num_running": 2,
+        'pd_kv_transfer_bytes_total{direction="read"}': 1024,
+        "pd_preemptions_total": 3,
+        "pd_step_tokens": 17,
+    }.items():
+        assert float(lines[name]) == value, name
+    assert any(name.startswith("pd_node_info{") and 'node_id="node"' in name for name in lines)
+
+
+@pytest.mark.parametrize(("given", "kept"), [("abc-1", True), ("x" * 129, False), ("a\tb", False)])
+async def test_request_id_is_echoed_when_it_is_fit(given: str, kept: bool) -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        body, headers = {"prompt": "a"}, {"x-request-id": given}
+        async with node.session.post(f"{node.url}/v1/completions", json=body, headers=headers) as response:
+            answer = await response.json()
+            assert (response.headers["x-request-id"] == given) is kept
+            assert answer["id"] == f"cmpl-{response.headers['x-request-id']}"
+        async with node.session.get(f"{node.url}/health", headers=headers) as response:
+            assert response.headers["x-request-id"]
