@@ -121,6 +121,7 @@ def sampling_params(
         min_tokens=_or(body.min_tokens, 0),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
+        logits_args=body.logits_args or {},
         logprobs=logprobs,
     )
 
@@ -148,6 +149,7 @@ def api_fields(sampling: SamplingParams) -> dict[str, Any]:
         "seed": sampling.seed,
         "logit_bias": {str(token_id): bias for token_id, bias in sampling.logit_bias.items()},
         "min_tokens": sampling.min_tokens,
+        "logits_args": sampling.logits_args,
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
         "logprobs": sampling.logprobs,
