@@ -36,7 +36,7 @@ class ModelConfig:
     )
     prefill_attention: str = setting(
         "auto",
-        "Whose kernel computes the attention of prompts on a GPU. auto: flashinfer's if compiled and measured faster; "
+        "Which kernel computes the attention of prompts on a GPU. auto: flashinfer's if compiled and measured faster; "
         "flashinfer: compile it if need be, minutes.",
         choices=("auto", "triton", "flashinfer"),
     )
