@@ -1,7 +1,7 @@
 """Nodes that are killed, stopped and started again while a request's KV is on its way between them.
 
 Every request ends: right, token for token, or with an error that says why, within the configured deadlines. No
-living node keeps a block. What comes afterwards is served. Times are logged: `pytest -o log_cli=true --log-cli-level=INFO`.
+living node keeps a block. Later requests are served. Times are logged: `pytest -o log_cli=true --log-cli-level=INFO`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A pool behind two prefill nodes and a decode node: which node computes what, and requests go on when the pool dies."""
+"""A pool behind two prefill nodes and a decode node: which node computes what; requests go on when the pool dies."""
 
 from __future__ import annotations
 
