@@ -66,7 +66,7 @@ class Pipeline:
         self._clock = clock
         self._flights: deque[Flight] = deque()
         self._retired_s = 0.0
-        self._pace = StepTiming()
+        self._timing = StepTiming()
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -80,12 +80,12 @@ class Pipeline:
         """How long planning the next step may wait, in the hope of more to put into it; 0: not at all."""
         if len(self._flights) != 1 or self.depth == 1:
             return 0.0
-        return self._pace.spare_s(*self._running, prompts_wait=prompts_wait)
+        return self._timing.spare_s(*self._running, prompts_wait=prompts_wait)
 
     @property
     def rest_s(self) -> float:
         """How long the oldest step will surely go on; 0: it may have ended."""
-        return 0.0 if self.depth == 1 else self._pace.rest_s(*self._running)
+        return 0.0 if self.depth == 1 else self._timing.rest_s(*self._running)
 
     @property
     def _running(self) -> tuple[Batch, float]:
@@ -109,7 +109,7 @@ class Pipeline:
         allowed_s = self._forecast.allowed_s(kind)
         self._allow(max([allowed_s, *(flight.allowed_s for flight in self._flights)]))
         self._flights.append(Flight(batch, self._executor.launch(batch), launched_s, kind, allowed_s))
-        self._pace.note_launch(batch, self._clock() - started_s)
+        self._timing.note_launch(batch, self._clock() - started_s)
         return True
 
     def retire(self) -> tuple[Batch, StepResult]:
@@ -119,7 +119,7 @@ class Pipeline:
         result = flight.pending.result()
         now_s = self._clock()
         duration_s = now_s - max(flight.launched_s, self._retired_s)
-        self._pace.note_step(flight.batch, duration_s, was_over=was_over)
+        self._timing.note_step(flight.batch, duration_s, was_over=was_over)
         self._forecast.note_step(flight.kind, duration_s)
         self.busy_s += duration_s
         self._retired_s = now_s

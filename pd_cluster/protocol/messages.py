@@ -160,13 +160,11 @@ class NeedsPrefill(msgspec.Struct, frozen=True, tag=True):
     """TAKE_OVER without KV: the API process must answer UseTicket, PrefillLocally or Abort.
 
     The engine keeps the request's prefix-cache hit pinned meanwhile. `reason` is "" at first, then why a load failed.
-    `first_tokens_sent`: P's first token is already with the client, so a new prefill must continue after it.
     """
 
     request_id: str
     num_cached_tokens: int
     reason: str = ""
-    first_tokens_sent: bool = False
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True):

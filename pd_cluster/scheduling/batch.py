@@ -73,11 +73,6 @@ class Batch:
         copies = self.copies
         return bool(self.chunks or self.departures or copies.swap_out or copies.swap_in or copies.copy_on_write)
 
-    @property
-    def is_empty(self) -> bool:
-        """Nothing to do: whoever waits, waits for memory that a lease, a load or a quarantine holds."""
-        return not (self.moves_worker or self.loads)
-
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

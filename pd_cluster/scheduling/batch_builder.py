@@ -36,14 +36,15 @@ class BatchBuilder:
     preempted: bool = False
     held: set[int] = field(default_factory=set)  # sequences that yield their blocks once no running step touches them
 
-    def batch(self, departures: list[int], loads: list[LoadSpec]) -> Batch:
+    def batch(self, departures: tuple[int, ...], loads: list[LoadSpec]) -> Batch:
+        """The finished batch, decodes first."""
         if self.starts:  # what entered last may be a decode
             self.chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
         return Batch(
             step=self.step,
             starts=tuple(self.starts),
             chunks=tuple(self.chunks),
-            departures=tuple(departures),
+            departures=departures,
             copies=BlockCopies(tuple(self.swap_out), tuple(self.swap_in), tuple(self.copy_on_write)),
             loads=tuple(loads),
             begun=tuple(self.begun),
