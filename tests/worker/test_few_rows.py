@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pd_cluster.bench.shapes import CONFIGS
+from benchmarks.shapes import CONFIGS
 from pd_cluster.models.llama import ForwardInputs, Llama, Tail
 from pd_cluster.models.registry import resolve_spec
 from pd_cluster.models.weights import fill_at_random

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pd_cluster.bench.shapes import CONFIGS
+from benchmarks.shapes import CONFIGS
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.models.llama import Llama
 from pd_cluster.models.weights import fill_at_random

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from pd_cluster.bench.shapes import CONFIGS
+from benchmarks.shapes import CONFIGS
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.models import layers
 from pd_cluster.protocol.sampling_params import SamplingParams

@@ -1,4 +1,4 @@
-"""`pd-cluster bench engine --table gpu`: decode, prefill and a mixed load of one shape, beside the machine's ceilings.
+"""`python -m benchmarks gpu`: decode, prefill and a mixed load of one shape, beside the machine's ceilings.
 
 Weights are random: time does not depend on them. A decode step's time is (time for 129 tokens - time for 1) / 128 with
 the prompts in the prefix cache, so that what the two have in common is short, and cancels. Everything else runs on
@@ -8,6 +8,7 @@ a landmark.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import random
@@ -21,16 +22,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.table import Table
 
-from pd_cluster.bench.ceilings import Ceilings, ModelCosts, measure_ceilings
-from pd_cluster.bench.offline import OfflineEngine
-from pd_cluster.bench.report import SCHEMA, append_json_line, environment, report_console
-from pd_cluster.bench.shapes import CONFIGS
+from benchmarks.ceilings import Ceilings, ModelCosts, measure_ceilings
+from benchmarks.offline import OfflineEngine
+from benchmarks.records import RESULTS, append_record
+from benchmarks.shapes import CONFIGS
+from pd_cluster.bench.report import report_console
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.protocol.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    import argparse
+    from collections.abc import Sequence
 
 PEER = "vLLM 0.25.1"
 MAX_MODEL_LEN = 16_384
@@ -39,7 +41,7 @@ MIXED_SEQUENCES, MIXED_LENGTHS, MIXED_TEMPERATURE = 256, (100, 1024), 0.6
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class GpuRow:
     """One measurement. `peer`: what the peer reached, in the row's own unit; None: not measured."""
 
     kind: str  # decode: ms a step; prefill: tokens/s; prompt: ms to the first token; mixed: output tokens/s
@@ -70,21 +72,22 @@ class Shape:
 
     name: str
     config: dict[str, Any]
-    rows: tuple[Row, ...]
+    rows: tuple[GpuRow, ...]
 
 
 SHAPES = {
     "8b": Shape("8b", CONFIGS["8b"], (
-        Row("decode", 1, 1024, 4.90), Row("decode", 32, 1024, 6.24), Row("decode", 128, 1024, 10.46),
-        Row("decode", 256, 1024, 17.58), Row("decode", 32, 4096, 8.98), Row("decode", 128, 4096, 22.21),
-        Row("prefill", 64, 1024, 43_466), Row("prefill", 16, 4096, 41_293), Row("prefill", 4, 15_000, 34_814),
-        Row("prompt", 1, 1024, 28.8), Row("prompt", 1, 4096, 102.3), Row("mixed", MIXED_SEQUENCES, 0, 10_293),
+        GpuRow("decode", 1, 1024, 4.90), GpuRow("decode", 32, 1024, 6.24), GpuRow("decode", 128, 1024, 10.46),
+        GpuRow("decode", 256, 1024, 17.58), GpuRow("decode", 32, 4096, 8.98), GpuRow("decode", 128, 4096, 22.21),
+        GpuRow("prefill", 64, 1024, 43_466), GpuRow("prefill", 16, 4096, 41_293), GpuRow("prefill", 4, 15_000, 34_814),
+        GpuRow("prompt", 1, 1024, 28.8), GpuRow("prompt", 1, 4096, 102.3), GpuRow("mixed", MIXED_SEQUENCES, 0, 10_293),
     )),
     "0.6b": Shape("0.6b", CONFIGS["0.6b"], (
-        Row("decode", 1, 1024, 1.68), Row("decode", 32, 1024, 2.60), Row("decode", 128, 1024, 5.72),
-        Row("decode", 256, 1024, 9.98), Row("decode", 32, 4096, 4.98), Row("decode", 128, 4096, 15.55),
-        Row("prefill", 64, 1024, 406_112), Row("prefill", 16, 4096, 355_349), Row("prefill", 4, 15_000, 204_891),
-        Row("prompt", 1, 1024, 12.1), Row("prompt", 1, 4096, 16.2), Row("mixed", MIXED_SEQUENCES, 0, 24_354),
+        GpuRow("decode", 1, 1024, 1.68), GpuRow("decode", 32, 1024, 2.60), GpuRow("decode", 128, 1024, 5.72),
+        GpuRow("decode", 256, 1024, 9.98), GpuRow("decode", 32, 4096, 4.98), GpuRow("decode", 128, 4096, 15.55),
+        GpuRow("prefill", 64, 1024, 406_112), GpuRow("prefill", 16, 4096, 355_349),
+        GpuRow("prefill", 4, 15_000, 204_891), GpuRow("prompt", 1, 1024, 12.1), GpuRow("prompt", 1, 4096, 16.2),
+        GpuRow("mixed", MIXED_SEQUENCES, 0, 24_354),
     )),
 }  # fmt: skip
 KINDS = ("decode", "prefill", "prompt", "mixed")
@@ -94,7 +97,7 @@ KINDS = ("decode", "prefill", "prompt", "mixed")
 class Measured:
     """A row's samples, in its unit."""
 
-    row: Row
+    row: GpuRow
     samples: tuple[float, ...]
     roofline: float | None  # in the same unit; None: it depends on the schedule
 
@@ -136,7 +139,7 @@ class GpuBench:
     repeats: int
     rng: random.Random = field(default_factory=random.Random)
 
-    def measure(self, row: Row) -> Measured:
+    def measure(self, row: GpuRow) -> Measured:
         """Raises RuntimeError."""
         match row.kind:
             case "decode":
@@ -166,7 +169,7 @@ class GpuBench:
         vocabulary = range(self.costs.spec.vocab_size)
         return [self.rng.choices(vocabulary, k=length) for length in lengths]
 
-    def _decode(self, row: Row) -> tuple[float, ...]:
+    def _decode(self, row: GpuRow) -> tuple[float, ...]:
         prompts = self._prompts([row.length] * row.count)
         self._generate(prompts, 1)  # into the cache
         self._generate(prompts, 2)  # out of it
@@ -175,13 +178,13 @@ class GpuBench:
             for _ in range(self.repeats)
         )
 
-    def _prefill(self, row: Row) -> tuple[float, ...]:
+    def _prefill(self, row: GpuRow) -> tuple[float, ...]:
         num_tokens = row.count * row.length
         return tuple(
             num_tokens / self._generate(self._prompts([row.length] * row.count), 1) for _ in range(self.repeats)
         )
 
-    def _prompt(self, row: Row) -> tuple[float, ...]:
+    def _prompt(self, row: GpuRow) -> tuple[float, ...]:
         return tuple(self._generate(self._prompts([row.length]), 1) * 1e3 for _ in range(max(5, self.repeats)))
 
     def _mixed(self) -> tuple[float, ...]:
@@ -202,6 +205,30 @@ class GpuBench:
         return done.num_tokens / done.seconds
 
 
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0. Raises StartupError."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", allow_abbrev=False)
+    parser.add_argument(
+        "--shapes", nargs="+", default=list(SHAPES), metavar="NAME", help="Of 8b and 0.6b (default: both)."
+    )
+    parser.add_argument(
+        "--rows", nargs="+", default=list(KINDS), metavar="KIND",
+        help="Of decode, prefill, prompt and mixed (default: all).",
+    )  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="Samples per row (default: 3).")
+    parser.add_argument("--budget", type=int, default=8192, metavar="N", help="Tokens of a step (default: 8192).")
+    parser.add_argument("--async-scheduling", choices=("auto", "on", "off"), default="auto", help="A node's flag.")
+    parser.add_argument(
+        "--cuda-graphs", action=argparse.BooleanOptionalAction, default=True, help="A node's flag (default: on)."
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="Seeds weights and prompts.")
+    parser.add_argument(
+        "--json", type=Path, default=RESULTS / "engine_gpu.jsonl", metavar="FILE",
+        help="File to which a line is appended per shape (%(default)s).",
+    )  # fmt: skip
+    return run_gpu_table(parser.parse_args(arguments))
+
+
 def run_gpu_table(namespace: argparse.Namespace) -> int:
     """Returns 0. Raises StartupError."""
     unknown = [name for name in namespace.shapes if name not in SHAPES]
@@ -209,7 +236,7 @@ def run_gpu_table(namespace: argparse.Namespace) -> int:
     if unknown or namespace.repeats < 1:
         raise StartupError(f"--shapes are of {', '.join(SHAPES)}, --rows of {', '.join(KINDS)}, --repeats at least 1")
     if not torch.cuda.is_available():
-        raise StartupError("--table gpu: torch finds no CUDA device")
+        raise StartupError("torch finds no CUDA device")
     ceilings = measure_ceilings()
     torch.cuda.empty_cache()
     for name in namespace.shapes:
@@ -235,7 +262,7 @@ def node_config(directory: str, namespace: argparse.Namespace) -> NodeConfig:
 
 
 def measure_shape(shape: Shape, ceilings: Ceilings, namespace: argparse.Namespace) -> list[Measured]:
-    """Row by row; the record is appended when all are done."""
+    """GpuRow by row; the record is appended when all are done."""
     with tempfile.TemporaryDirectory(prefix="pd-bench-") as directory:
         Path(directory, "config.json").write_text(json.dumps(shape.config))
         config = node_config(directory, namespace)
@@ -260,15 +287,11 @@ def measure_shape(shape: Shape, ceilings: Ceilings, namespace: argparse.Namespac
     del engine, bench
     gc.collect()
     torch.cuda.empty_cache()
-    record = {
-        "schema": SCHEMA, "kind": "engine_gpu", "environment": environment(), "shape": shape.name,
-        "config": asdict(config), "progress": progress, "seed": namespace.seed, "ceilings": asdict(ceilings),
-        "peer": PEER, "results": [result.record() for result in results],
+    fields = {
+        "shape": shape.name, "config": asdict(config), "progress": progress, "seed": namespace.seed,
+        "ceilings": asdict(ceilings), "peer": PEER, "results": [result.record() for result in results],
     }  # fmt: skip
-    try:
-        append_json_line(namespace.json, record)
-    except OSError as error:
-        raise StartupError(f"the record cannot be written: {error}") from error
+    append_record(namespace.json, "engine_gpu", fields)
     return results
 
 

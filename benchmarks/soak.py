@@ -1,6 +1,6 @@
 """Soak the engine core: random requests, aborts, forks and preemptions for as long as asked, and what must hold then.
 
-    python -m pd_cluster.bench.soak --seconds 600
+    python -m benchmarks soak --seconds 600
 
 The cache is far too small for what is sent, so that sequences are preempted all the time, by swapping and by computing
 again. Traffic comes in rounds. After each the engine runs dry, and then
@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pd_cluster.bench.offline import OfflineEngine
-from pd_cluster.bench.shapes import CONFIGS, write_model
-from pd_cluster.bench.soak_traffic import Breach, Traffic, TrafficLedger
+from benchmarks.model import write_model
+from benchmarks.offline import OfflineEngine
+from benchmarks.shapes import CONFIGS
+from benchmarks.soak_traffic import Breach, Traffic, TrafficLedger
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.protocol.messages import EngineStats, SilenceAllowed
 
@@ -232,9 +233,9 @@ def soak(options: Options, hear: Callable[[str], None]) -> None:
         engine.close()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Exit status 1 when something did not hold."""
-    parser = argparse.ArgumentParser(prog="python -m pd_cluster.bench.soak", description="Soak the engine core.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks soak", description="Soak the engine core.")
     parser.add_argument("--seconds", type=float, default=600.0, help="How long (default: %(default)s).")
     parser.add_argument("--round-s", type=float, default=20.0, help="Of traffic before each check (%(default)s).")
     parser.add_argument("--seed", type=int, default=0, help="Of the traffic and of random weights (%(default)s).")
@@ -257,7 +258,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     hear("held")
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

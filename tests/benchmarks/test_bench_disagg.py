@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pd_cluster.bench.disagg import HEADERS, aims, our_row, peer_row
-from pd_cluster.bench.presets import PRESETS
-from pd_cluster.bench.shapes import CONFIGS
+from benchmarks.__main__ import main
+from benchmarks.disagg import HEADERS, aims, our_row, peer_row
+from benchmarks.presets import PRESETS
+from benchmarks.shapes import CONFIGS
 from pd_cluster.bench.statistics import RequestRecord, summarize
-from pd_cluster.launch.cli import main
 from pd_cluster.models.directory import read_json
 from pd_cluster.models.registry import resolve_spec
 from pd_cluster.server.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ def test_workloads_are_recorded_one_by_one(tmp_path: Path, capsys: pytest.Captur
     out = tmp_path / "out.jsonl"
     with serving() as server:
         server.timings = TIMINGS
-        arguments = f"bench disagg --url {server.url} --workloads 1024x256 4096x128 --num-requests 3 --scale 0.02"
+        arguments = f"disagg --url {server.url} --workloads 1024x256 4096x128 --num-requests 3 --scale 0.02"
         assert main([*arguments.split(), f"--json={out}", "--vocab-size=100", "--note=flags"]) == 0
     first, second = (json.loads(line) for line in out.read_text().splitlines())
     assert [record["workload"] for record in (first, second)] == ["1024x256", "4096x128"]
@@ -51,7 +51,7 @@ def test_a_failed_workload_is_recorded_and_reported(tmp_path: Path, capsys: pyte
     out = tmp_path / "out.jsonl"
     with serving() as server:
         server.refuse_all, server.roles = True, ["mixed", "mixed"]
-        arguments = f"bench disagg --url {server.url} --workloads 1024x256 --num-requests 2 --scale 0.02 --json {out}"
+        arguments = f"disagg --url {server.url} --workloads 1024x256 --num-requests 2 --scale 0.02 --json {out}"
         assert main(arguments.split()) == 1
     assert "2 failed: HTTP 503: the queue is full" in capsys.readouterr().err
     record = json.loads(out.read_text())
@@ -61,7 +61,7 @@ def test_a_failed_workload_is_recorded_and_reported(tmp_path: Path, capsys: pyte
 
 def test_a_trace_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving() as server:
-        assert main(["bench", "disagg", f"--url={server.url}", "--workloads=azure16", f"--data={tmp_path}"]) == 2
+        assert main(["disagg", f"--url={server.url}", "--workloads=azure16", f"--data={tmp_path}"]) == 2
     assert "cannot be read" in capsys.readouterr().err
 
 
@@ -82,9 +82,7 @@ def test_handovers_are_timed_at_each_batch_size(tmp_path: Path, capsys: pytest.C
     out = tmp_path / "out.jsonl"
     with serving() as server:
         server.timings = TIMINGS
-        arguments = (
-            f"bench handover --url {server.url} --tokens 24 --samples 4 --batches 0 2 --every-s 0.01 --json {out}"
-        )
+        arguments = f"handover --url {server.url} --tokens 24 --samples 4 --batches 0 2 --every-s 0.01 --json {out}"
         assert main([*arguments.split(), "--vocab-size=100"]) == 0
     idle, busy = (json.loads(line) for line in out.read_text().splitlines())
     assert [(record["tokens"], record["batch"]) for record in (idle, busy)] == [(24, 0), (24, 2)]
@@ -98,12 +96,12 @@ def test_handovers_are_timed_at_each_batch_size(tmp_path: Path, capsys: pytest.C
 
 def test_nothing_handed_over_is_a_failure(tmp_path: Path) -> None:
     with serving() as server:
-        arguments = f"bench handover --url {server.url} --tokens 24 --samples 2 --batches 0 --every-s 0.01"
+        arguments = f"handover --url {server.url} --tokens 24 --samples 2 --batches 0 --every-s 0.01"
         assert main([*arguments.split(), "--vocab-size=100", f"--json={tmp_path / 'out.jsonl'}"]) == 1
 
 
 def test_a_shape_has_a_word_for_every_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "model", "--shape", "tiny", str(tmp_path / "model")]) == 0
+    assert main(["model", "--shape", "tiny", str(tmp_path / "model")]) == 0
     assert "--load-format dummy" in capsys.readouterr().out
     directory = tmp_path / "model"
     spec = resolve_spec(directory, read_json(directory / "config.json"))

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import pd_cluster
-from pd_cluster.bench.ceilings import Ceilings, ModelCosts
-from pd_cluster.bench.gpu import SHAPES, Measured, Row
-from pd_cluster.bench.offline import OfflineEngine
+from benchmarks.__main__ import main
+from benchmarks.ceilings import Ceilings, ModelCosts
+from benchmarks.gpu import SHAPES, GpuRow, Measured
+from benchmarks.offline import OfflineEngine
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
-from pd_cluster.launch.cli import main
 from pd_cluster.models.registry import resolve_spec
 from pd_cluster.protocol.sampling_params import SamplingParams
 
@@ -47,8 +47,8 @@ def test_so_many_keys_cost_as_much_as_a_token(tmp_path: Path) -> None:
 
 
 def test_shares_and_gains() -> None:
-    time = Measured(Row("decode", 1, 1024, 4.9), (4.0, 5.0, 4.5), 3.0)
-    rate = Measured(Row("prefill", 4, 1000, 100.0), (150.0,), 200.0)
+    time = Measured(GpuRow("decode", 1, 1024, 4.9), (4.0, 5.0, 4.5), 3.0)
+    rate = Measured(GpuRow("prefill", 4, 1000, 100.0), (150.0,), 200.0)
     assert (time.value, time.share, time.gain) == (4.5, 3.0 / 4.5, 4.9 / 4.5)
     assert (rate.share, rate.gain) == (0.75, 1.5)
     record = time.record()
@@ -81,7 +81,7 @@ def test_the_offline_engine_counts_every_token() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_the_table_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "engine", "--table", "gpu"]) != 0
+    assert main(["gpu"]) != 0
     assert "no CUDA device" in capsys.readouterr().err
-    assert main(["bench", "engine", "--table", "gpu", "--shapes", "9b"]) != 0
+    assert main(["gpu", "--shapes", "9b"]) != 0
     assert "8b, 0.6b" in capsys.readouterr().err

@@ -69,7 +69,7 @@ class OfflineEngine:
         self._cleanup = ExitStack()
         self.executor = Executor(config, progress)
         self._cleanup.callback(self.executor.close)
-        connector = create_connector("none", _context(self.executor))
+        connector = create_connector("none", offline_context(self.executor))
         connector.register_kv_cache(self.executor.cache)
         self.mailbox = DirectMailbox()
         self.core = EngineCore(config, self.executor, connector, cast("EngineSockets", self.mailbox))
@@ -104,7 +104,8 @@ class OfflineEngine:
         self._cleanup.close()
 
 
-def _context(executor: Executor) -> ConnectorContext:
+def offline_context(executor: Executor) -> ConnectorContext:
+    """For a connector that transfers nothing."""
     return ConnectorContext(
         engine_id="bench", epoch=1, fingerprint=executor.model.fingerprint, geometry=executor.cache.geometry,
         cluster_key=b"", host="127.0.0.1", port=0,

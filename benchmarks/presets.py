@@ -1,7 +1,7 @@
-"""The five workloads of the disaggregation table, and what a peer reached on them.
+"""The five workloads of the disaggregation table, and a peer's figures on them.
 
-The peer's figures are of two H200s, the shape and the method that `pd-cluster bench disagg` has by default; elsewhere
-they are only a landmark.
+The peer ran on two H200s, with the shape and the method that are the defaults of `python -m benchmarks disagg`. Compare
+with these figures on that hardware only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`bench engine`: the measuring, on contestants that answer at once; and our engine itself, on the smallest task."""
+"""`python -m benchmarks engine`: its rounds on contestants that answer at once, and our engine on the smallest task."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pd_cluster.bench.contestants import Contestant, Task
-from pd_cluster.bench.engine import Result, measure
-from pd_cluster.launch.cli import main
+from benchmarks.__main__ import main
+from benchmarks.contestants import Contestant, Task
+from benchmarks.engine import Result, measure
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,11 +57,11 @@ def test_short_outputs_are_not_measured() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new" / "engine.jsonl"
-    arguments = f"bench engine --num-requests 2 --input-len 20 --output-len 3 --repeats 1 --no-peers --json {path}"
+    arguments = f"engine --num-requests 2 --input-len 20 --output-len 3 --repeats 1 --no-peers --json {path}"
     for _ in range(2):
         assert main(arguments.split()) == 0
     assert "pd-cluster engine" in capsys.readouterr().out
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [record["kind"] for record in records] == ["engine_cpu", "engine_cpu"]
     assert records[0]["results"][0]["tokens_per_round"] == 6
-    assert main(["bench", "engine", "--repeats=0"]) == 2
+    assert main(["engine", "--repeats=0"]) == 2

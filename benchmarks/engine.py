@@ -1,10 +1,11 @@
-"""`pd-cluster bench engine`: throughput on CPU beside transformers, interleaved in one run.
+"""`python -m benchmarks engine`: throughput on CPU beside transformers, interleaved in one run.
 
 Machines differ and so do their days: only the ratios of one run mean something elsewhere.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 import sys
@@ -12,12 +13,12 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from rich.table import Table
 
-from pd_cluster.bench.contestants import (
+from benchmarks.contestants import (
     Contestant,
     ContinuousTransformers,
     OurEngine,
@@ -25,11 +26,12 @@ from pd_cluster.bench.contestants import (
     Task,
     build_random_model,
 )
-from pd_cluster.bench.report import SCHEMA, append_json_line, environment, report_console
+from benchmarks.records import RESULTS, append_record
+from pd_cluster.bench.report import report_console
 from pd_cluster.errors import StartupError
 
 if TYPE_CHECKING:
-    import argparse
+    from collections.abc import Sequence
 
 VOCABULARY = range(3, 32000)  # without the ids that Llama configs reserve
 
@@ -47,6 +49,23 @@ class Result:
     def rate(self) -> float:
         """Median output tokens per second."""
         return self.tokens_per_round / statistics.median(self.seconds)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0. Raises StartupError."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks engine", allow_abbrev=False)
+    parser.add_argument("--num-requests", type=int, default=32, metavar="N", help="Default: 32.")
+    parser.add_argument("--input-len", type=int, default=128, metavar="N", help="Tokens (default: 128).")
+    parser.add_argument("--output-len", type=int, default=128, metavar="N", help="Tokens (default: 128).")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="Rounds; the median counts (default: 3).")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="Compute threads (default: 1).")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="Seeds weights and prompts.")
+    parser.add_argument("--no-peers", action="store_true", help="Measure the engine only, not transformers.")
+    parser.add_argument(
+        "--json", type=Path, default=RESULTS / "engine_cpu.jsonl", metavar="FILE",
+        help="File to which a line is appended (%(default)s).",
+    )  # fmt: skip
+    return run_engine(parser.parse_args(arguments))
 
 
 def run_engine(namespace: argparse.Namespace) -> int:
@@ -68,11 +87,11 @@ def run_engine(namespace: argparse.Namespace) -> int:
             for contestant in contestants:
                 contestant.close()
     print_results(results, task, num_parameters)
-    record = engine_record(results, task, num_parameters, namespace)
-    try:
-        append_json_line(namespace.json, record)
-    except OSError as error:
-        raise StartupError(f"the record cannot be written: {error}") from error
+    fields = {
+        "task": asdict(task), "num_parameters": num_parameters, "seed": namespace.seed,
+        "results": [{**asdict(result), "rate": result.rate} for result in results],
+    }  # fmt: skip
+    append_record(namespace.json, "engine_cpu", fields)
     return 0
 
 
@@ -120,21 +139,6 @@ def print_results(results: list[Result], task: Task, num_parameters: int) -> Non
         table.add_row(result.name, f"{result.rate:.0f}", spread, ratio, f"{result.agreement:.1%}")
     console.print(title)
     console.print(table)
-
-
-def engine_record(
-    results: list[Result], task: Task, num_parameters: int, namespace: argparse.Namespace
-) -> dict[str, Any]:
-    """One line of the history."""
-    return {
-        "schema": SCHEMA,
-        "kind": "engine_cpu",
-        "environment": environment(),
-        "task": asdict(task),
-        "num_parameters": num_parameters,
-        "seed": namespace.seed,
-        "results": [{**asdict(result), "rate": result.rate} for result in results],
-    }
 
 
 def _equal_tokens(outputs: list[list[int]], reference: list[list[int]]) -> int:

@@ -1,40 +1,20 @@
-"""Models by their numbers alone, for weights drawn at random (`--load-format dummy`)."""
+"""`python -m benchmarks model`: a model directory of a known shape, without weights."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from itertools import product
+from pathlib import Path
 from string import ascii_lowercase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from benchmarks.shapes import CONFIGS
 from pd_cluster.errors import StartupError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-_COMMON = {
-    "attention_bias": False, "bos_token_id": None, "eos_token_id": None, "hidden_act": "silu", "rms_norm_eps": 1e-5,
-    "num_key_value_heads": 8, "head_dim": 128, "torch_dtype": "bfloat16",
-}  # fmt: skip
-_LLAMA = {**_COMMON, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
-_QWEN = {**_COMMON, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-
-CONFIGS: dict[str, dict[str, Any]] = {
-    "8b": {
-        **_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0, "tie_word_embeddings": False,
-    },
-    "0.6b": {
-        **_QWEN, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": True,
-    },
-    "tiny": {
-        **_LLAMA, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 2048, "max_position_embeddings": 16384,
-        "rope_theta": 10000.0, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
-"""config.json of Llama-3.1-8B's shape, of Qwen3-0.6B's, and of one for tests."""
+    from collections.abc import Sequence
 
 WORD_LETTERS = 4  # 26**4 words are more than any vocabulary here
 
@@ -61,3 +41,14 @@ def write_model(shape: str, directory: Path) -> None:
         (directory / "tokenizer.json").write_text(tokenizer.to_str())
     except OSError as error:
         raise StartupError(f"the model directory cannot be written: {error}") from error
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0. Raises StartupError."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks model", allow_abbrev=False)
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("--shape", choices=tuple(CONFIGS), default="8b", help="Default: 8b.")
+    namespace = parser.parse_args(arguments)
+    write_model(namespace.shape, namespace.directory)
+    sys.stdout.write(f"{namespace.directory}: shape {namespace.shape}, to be served with --load-format dummy\n")
+    return 0

@@ -1,6 +1,6 @@
 """Time the GPU kernels on the shape of an 8B model and compare with what the machine's memory and matrix units can do.
 
-    python -m pd_cluster.bench.kernels
+    python -m benchmarks kernels
 
 Every call is in a CUDA graph that goes round several layers of one cache, so that no launch waits for Python and the
 second-level cache holds nothing that it would not hold in a model. Bytes and FLOPs are those that must be moved and
@@ -10,6 +10,7 @@ matrix product). Reading alone can be faster than the first.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +42,7 @@ CACHE_BYTES = 8 << 30  # of the layers that a measurement goes round
 
 
 @dataclass(frozen=True)
-class Ceilings:
+class KernelCeilings:
     """Of this machine, measured."""
 
     bytes_per_s: float
@@ -49,7 +50,7 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelTime:
     """One measurement."""
 
     name: str
@@ -57,12 +58,12 @@ class Row:
     num_bytes: float
     flops: float
 
-    def ratio(self, ceilings: Ceilings) -> float:
+    def ratio(self, ceilings: KernelCeilings) -> float:
         """Share of the ceiling that binds."""
         floor = max(self.num_bytes / ceilings.bytes_per_s, self.flops / ceilings.flops_per_s)
         return floor / self.seconds
 
-    def text(self, ceilings: Ceilings) -> str:
+    def text(self, ceilings: KernelCeilings) -> str:
         rate = f"{self.flops / self.seconds / 1e12:7.0f} TFLOP/s" if self.flops else " " * 15
         return (
             f"{self.name:34} {self.seconds * 1e6:10.1f} us {self.num_bytes / self.seconds / 1e12:7.2f} TB/s {rate} "
@@ -98,12 +99,12 @@ def seconds_of(calls: Sequence[Callable[[], object]], rounds: int = 5) -> float:
     return sorted(times[3:])[rounds // 2]
 
 
-def measure_ceilings() -> Ceilings:
+def measure_ceilings() -> KernelCeilings:
     source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
     copied = 4 * source.numel() / seconds_of([partial(torch.neg, source, out=target)] * 3)
     left, right = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
-    return Ceilings(copied, 2 * 8192**3 / seconds_of([partial(torch.matmul, left, right)] * 10))
+    return KernelCeilings(copied, 2 * 8192**3 / seconds_of([partial(torch.matmul, left, right)] * 10))
 
 
 @dataclass(frozen=True)
@@ -145,16 +146,16 @@ def prefill_flops(num_seqs: int, context: int, query_len: int) -> float:
     return num_seqs * 2 * query_len * (2 * context - query_len + 1) * HEADS * HEAD_DIM
 
 
-def attention_rows(kernels: Kernels) -> Iterator[Row]:
+def attention_rows(kernels: Kernels) -> Iterator[KernelTime]:
     """Decode and prefill."""
     for contexts in (*DECODES, *MIXED_DECODES):
         low, high = min(contexts), max(contexts)
         name = f"decode {len(contexts)} x {low}" if low == high else f"decode {len(contexts)} of {low} to {high}"
-        yield Row(name, _attention_seconds(kernels, contexts, 1), decode_bytes(contexts), 0.0)
+        yield KernelTime(name, _attention_seconds(kernels, contexts, 1), decode_bytes(contexts), 0.0)
     for num_seqs, context, query_len in PREFILLS:
         name = f"prefill {num_seqs} x {query_len}" + (f" behind {context - query_len}" if context > query_len else "")
         contexts, flops = [context] * num_seqs, prefill_flops(num_seqs, context, query_len)
-        yield Row(name, _attention_seconds(kernels, contexts, query_len), decode_bytes(contexts), flops)
+        yield KernelTime(name, _attention_seconds(kernels, contexts, query_len), decode_bytes(contexts), flops)
 
 
 def _attention_seconds(kernels: Kernels, contexts: Sequence[int], query_len: int) -> float:
@@ -163,7 +164,7 @@ def _attention_seconds(kernels: Kernels, contexts: Sequence[int], query_len: int
     return seconds_of([partial(plan.run, problem.query, *view, HEAD_DIM**-0.5) for view in problem.views])
 
 
-def product_rows(kernels: Kernels, num_rows: int) -> Iterator[Row]:
+def product_rows(kernels: Kernels, num_rows: int) -> Iterator[KernelTime]:
     """Products of few rows, each with other weights than the last."""
     for name, (num_outputs, num_inputs, gated) in PRODUCTS.items():
         x = torch.randn(num_rows, num_inputs, device="cuda", dtype=torch.bfloat16)
@@ -172,20 +173,20 @@ def product_rows(kernels: Kernels, num_rows: int) -> Iterator[Row]:
         calls = [partial(product, x) for product in products if product is not None]
         if calls:
             size = 2.0 * num_outputs * num_inputs
-            yield Row(f"product {name} {num_rows}", seconds_of(calls), size, size * num_rows)
+            yield KernelTime(f"product {name} {num_rows}", seconds_of(calls), size, size * num_rows)
 
 
-def elementwise_rows(kernels: Kernels, num_tokens: int) -> Iterator[Row]:
+def elementwise_rows(kernels: Kernels, num_tokens: int) -> Iterator[KernelTime]:
     """Everything between the matrix products, for a step of `num_tokens`."""
     copies = max(min((1 << 31) // (num_tokens * INTERMEDIATE * 4), 32), 2)  # together larger than the cache
     x, residual = torch.randn(2, copies, num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
     weight = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
     size = 2.0 * num_tokens
     sums = [partial(kernels.add_rms_norm, x[i], residual[i], weight, 1e-5) for i in range(copies)]
-    yield Row(f"add + rms_norm {num_tokens}", seconds_of(sums), 4 * size * HIDDEN, 0)
+    yield KernelTime(f"add + rms_norm {num_tokens}", seconds_of(sums), 4 * size * HIDDEN, 0)
     gate_up = torch.randn(copies, num_tokens, 2 * INTERMEDIATE, device="cuda", dtype=torch.bfloat16)
     gates = [partial(kernels.silu_and_mul, gate_up[i]) for i in range(copies)]
-    yield Row(f"silu_and_mul {num_tokens}", seconds_of(gates), 3 * size * INTERMEDIATE, 0)
+    yield KernelTime(f"silu_and_mul {num_tokens}", seconds_of(gates), 3 * size * INTERMEDIATE, 0)
     heads = torch.randn(copies, num_tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     cos, sin = torch.randn(2, num_tokens, HEAD_DIM // 2, device="cuda", dtype=torch.bfloat16)
     norms = HeadNorms(
@@ -200,31 +201,33 @@ def elementwise_rows(kernels: Kernels, num_tokens: int) -> Iterator[Row]:
         partial(kernels.norm_rope_write, heads[i], norms, cos, sin, cache[:, :, i, 0], cache[:, :, i, 1], slots)
         for i in range(copies)
     ]
-    yield Row(f"norm_rope_write {num_tokens}", seconds_of(writes), 2 * size * (HEADS + 2 * KV_HEADS) * HEAD_DIM, 0)
+    yield KernelTime(
+        f"norm_rope_write {num_tokens}", seconds_of(writes), 2 * size * (HEADS + 2 * KV_HEADS) * HEAD_DIM, 0
+    )
 
 
-def sampling_rows(kernels: Kernels, num_rows: int) -> Iterator[Row]:
+def sampling_rows(kernels: Kernels, num_rows: int) -> Iterator[KernelTime]:
     """Greedy and drawn tokens."""
     copies = max((1 << 28) // (num_rows * VOCAB * 2), 2)
     logits = torch.randn(copies, num_rows, VOCAB, device="cuda", dtype=torch.bfloat16)
     seeds = torch.randint(0, 1 << 62, (num_rows,), device="cuda")
     draws = Draws(torch.full((num_rows,), 0.6, device="cuda"), seeds, seeds, limits=None)
     greedy = [partial(kernels.argmax, logits[i]) for i in range(copies)]
-    yield Row(f"argmax {num_rows}", seconds_of(greedy), 2.0 * num_rows * VOCAB, 0)
+    yield KernelTime(f"argmax {num_rows}", seconds_of(greedy), 2.0 * num_rows * VOCAB, 0)
     drawn = [partial(kernels.draw, logits[i], draws) for i in range(copies)]
-    yield Row(f"draw {num_rows}", seconds_of(drawn), 2.0 * num_rows * VOCAB, 0)
+    yield KernelTime(f"draw {num_rows}", seconds_of(drawn), 2.0 * num_rows * VOCAB, 0)
 
 
-def copy_rows(kernels: Kernels) -> Iterator[Row]:
+def copy_rows(kernels: Kernels) -> Iterator[KernelTime]:
     """Eight blocks of an 8B model on the device."""
     blocks = torch.randn(64, 4 << 20, device="cuda", dtype=torch.bfloat16).view(64, KV_HEADS, 32, 2, BLOCK, HEAD_DIM)
     pairs = torch.stack((torch.arange(8), torch.arange(8) + 32), dim=1).cuda()
     target = torch.empty_like(blocks)
     calls = [partial(kernels.copy_blocks, blocks, target, pairs)] * 10
-    yield Row("copy_blocks 8 x 8 MiB", seconds_of(calls), 2.0 * 8 * (8 << 20), 0)
+    yield KernelTime("copy_blocks 8 x 8 MiB", seconds_of(calls), 2.0 * 8 * (8 << 20), 0)
 
 
-def rows(kernels: Kernels) -> Iterator[Row]:
+def rows(kernels: Kernels) -> Iterator[KernelTime]:
     """The whole table."""
     yield from attention_rows(kernels)
     for num_rows in (1, 32):
@@ -236,14 +239,15 @@ def rows(kernels: Kernels) -> Iterator[Row]:
     yield from copy_rows(kernels)
 
 
-def main() -> int:
-    """Print the table of the GPU's own kernels. Returns the process's exit status."""
+def main(arguments: Sequence[str] = ()) -> int:
+    """Print the table of the GPU's own kernels. Returns 2 when there is no GPU or no Triton."""
+    argparse.ArgumentParser(prog="python -m benchmarks kernels").parse_args(arguments)
     if not torch.cuda.is_available():
-        sys.stderr.write("pd_cluster.bench.kernels: no CUDA device here\n")
+        sys.stderr.write("python -m benchmarks kernels: no CUDA device here\n")
         return 2
     kernels = select_kernels(torch.device("cuda"))
     if kernels is TORCH:
-        sys.stderr.write("pd_cluster.bench.kernels: triton is not installed, library calls run instead\n")
+        sys.stderr.write("python -m benchmarks kernels: triton is not installed, library calls run instead\n")
         return 2
     ceilings = measure_ceilings()
     sys.stdout.write(
@@ -256,7 +260,3 @@ def main() -> int:
             sys.stdout.write(row.text(ceilings))
             sys.stdout.flush()
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""What `bench engine` measures: our engine and transformers, on the same weights, prompts and threads.
+"""What `python -m benchmarks engine` measures: our engine and transformers, on the same weights, prompts and threads.
 
 Each contestant is built once (weights loaded, warmed up) and called with a list of prompts. It returns the new tokens.
 """
@@ -12,13 +12,13 @@ import msgspec
 import torch
 import zmq
 
+from benchmarks.offline import offline_context
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.ipc import EngineSockets
 from pd_cluster.protocol.messages import AddRequest, FromEngine, RequestFailed, ToEngine, TokensOut
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.executor import Executor
-from pd_connectors.base import ConnectorContext
 from pd_connectors.registry import create_connector
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class OurEngine:
             socket.bind(f"{ADDRESS}.{end}")
         self._mailbox = EngineSockets(self._context, ADDRESS)
         self._executor = Executor(config, lambda text: None)
-        connector = create_connector("none", _connector_context(self._executor))
+        connector = create_connector("none", offline_context(self._executor))
         connector.register_kv_cache(self._executor.cache)
         self._core = EngineCore(config, self._executor, connector, self._mailbox)
         self._encoder = msgspec.msgpack.Encoder()
@@ -179,10 +179,3 @@ def _generation_config(task: Task) -> Any:
     from transformers import GenerationConfig
 
     return GenerationConfig(max_new_tokens=task.output_len, do_sample=False, pad_token_id=0)
-
-
-def _connector_context(executor: Executor) -> ConnectorContext:
-    return ConnectorContext(
-        engine_id="bench", epoch=1, fingerprint=executor.model.fingerprint, geometry=executor.cache.geometry,
-        cluster_key=b"", host="127.0.0.1", port=0,
-    )  # fmt: skip

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 import torch
 
-from pd_cluster.bench.soak import Footprint, LogitWatch, Options, main, soak
-from pd_cluster.bench.soak_traffic import Breach, Traffic, TrafficLedger
+from benchmarks.soak import Footprint, LogitWatch, Options, main, soak
+from benchmarks.soak_traffic import Breach, Traffic, TrafficLedger
 from pd_cluster.protocol.messages import FinishReason, RequestFailed, SequenceTokens, TokensOut
 from pd_connectors.protocol.messages import SampledToken
 
@@ -118,6 +118,6 @@ def test_a_breach_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: py
     def breach(options: Options, hear: object) -> None:
         raise Breach(f"at seed {options.seed}")
 
-    monkeypatch.setattr("pd_cluster.bench.soak.soak", breach)
+    monkeypatch.setattr("benchmarks.soak.soak", breach)
     assert main(["--seconds", "1", "--seed", "7"]) == 1
     assert capsys.readouterr().out == "BREACH: at seed 7\n"

@@ -1,8 +1,8 @@
-"""`pd-cluster bench disagg`: the five workloads on a running cluster, beside the peer's figures.
+"""`python -m benchmarks disagg`: the five workloads on a running cluster, beside the peer's figures.
 
 Start the cluster first; every request must be prefilled anew, so without prefix caches:
 
-    pd-cluster bench model --shape 8b MODEL
+    python -m benchmarks model --shape 8b MODEL
     pd-cluster up --model MODEL --load-format dummy --no-prefix-caching --prefill 1 --decode 1      # or --mixed 2
 
 A line is appended per workload as soon as it is over, so that a run that was cut can go on with `--workloads`.
@@ -10,28 +10,51 @@ A line is appended per workload as soon as it is over, so that a run that was cu
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import Counter
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
 from rich.table import Table
 
+from benchmarks.flags import add_cluster_flags
+from benchmarks.presets import AZURE_FILE, MOONCAKE_FILE, PEER, PRESETS, PeerRow, Preset
+from benchmarks.records import RESULTS, append_record
+from pd_cluster.bench.cli import positive
 from pd_cluster.bench.load import Target, fetch, open_session
-from pd_cluster.bench.presets import PEER, PRESETS, PeerRow, Preset
-from pd_cluster.bench.report import SCHEMA, append_json_line, environment, report_console
+from pd_cluster.bench.report import report_console
 from pd_cluster.bench.serve import measure
 from pd_cluster.bench.statistics import RequestRecord, Summary, summarize
 from pd_cluster.bench.workload import Arrival, at_rate, rescale
 from pd_cluster.errors import StartupError
 
 if TYPE_CHECKING:
-    import argparse
+    from collections.abc import Sequence
 
 SLOS_MS = ((200.0, 10.0), (400.0, 15.0))
 WARMUPS, WARMUP_OUTPUT = 32, 64  # requests at twice the rate: links and compiled kernels are warm then
 _ROLES = (("prefill", "P"), ("decode", "D"), ("mixed", "M"))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0 when every request of every workload was answered, else 1. Raises StartupError."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks disagg", allow_abbrev=False)
+    add_cluster_flags(parser, RESULTS / "disagg_gpu.jsonl")
+    parser.add_argument(
+        "--workloads", nargs="+", choices=tuple(PRESETS), default=list(PRESETS), metavar="NAME",
+        help=f"Of {', '.join(PRESETS)} (default: all).",
+    )  # fmt: skip
+    parser.add_argument(
+        "--data", type=Path, default=Path("benchmarks/data"), metavar="DIR",
+        help=f"Where {AZURE_FILE} and {MOONCAKE_FILE} are (default: %(default)s).",
+    )  # fmt: skip
+    parser.add_argument("--setting", default="", metavar="TEXT", help="Default: what the router says, as in 1P1D.")
+    parser.add_argument("--scale", type=positive, default=1.0, metavar="X", help="Multiplies lengths, for rehearsals.")
+    parser.add_argument("--num-requests", type=int, default=0, metavar="N", help="Fewer of each, for rehearsals.")
+    return run_disagg(parser.parse_args(arguments))
 
 
 def run_disagg(namespace: argparse.Namespace) -> int:
@@ -89,15 +112,12 @@ def _write(
     records: list[RequestRecord],
 ) -> None:
     """Raises StartupError."""
-    record = {
-        "schema": SCHEMA, "kind": "disagg", "environment": environment(), "setting": setting, "workload": preset.name,
+    fields = {
+        "setting": setting, "workload": preset.name,
         "model": target.model, "note": namespace.note, "scale": namespace.scale, "seed": namespace.seed,
         "summary": asdict(summary), "columns": list(_COLUMNS), "requests": [_columns(item) for item in records],
     }  # fmt: skip
-    try:
-        append_json_line(namespace.json, record)
-    except OSError as error:
-        raise StartupError(f"the record cannot be written: {error}") from error
+    append_record(namespace.json, "disagg", fields)
 
 
 _COLUMNS = ("sent_s", "num_input", "num_output", "ttft_ms", "ttst_ms", "tpot_ms", "leg_ms")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from pd_cluster.bench.presets import PRESETS
-from pd_cluster.bench.tables import fill
-from pd_cluster.launch.cli import main
+from benchmarks.__main__ import main
+from benchmarks.presets import PRESETS
+from benchmarks.tables import fill
 from tests.cluster import ROOT
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ PLACE = "before\n<!-- table: {} -->\nold\n<!-- end -->\nafter\n"
 
 def test_the_readme_says_what_was_measured() -> None:
     text = (ROOT / "README.md").read_text()
-    assert fill(text, ROOT / "benchmarks" / "results") == text, "run `pd-cluster bench tables`"
+    assert fill(text, ROOT / "benchmarks" / "results") == text, "run `python -m benchmarks tables`"
     assert text.count("<!-- table: ") == 4
 
 
@@ -71,6 +71,6 @@ def test_without_records_there_is_no_table(tmp_path: Path) -> None:
 def test_a_table_that_nobody_makes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = tmp_path / "a.md"
     document.write_text(PLACE.format("other"))
-    assert main(["bench", "tables", str(document), f"--results={tmp_path}"]) == 2
+    assert main(["tables", str(document), f"--results={tmp_path}"]) == 2
     assert "no table 'other'" in capsys.readouterr().err
     assert document.read_text() == PLACE.format("other")

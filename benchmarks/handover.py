@@ -1,4 +1,4 @@
-"""`pd-cluster bench handover`: one handoff step by step, as the decode node of a running cluster tells it.
+"""`python -m benchmarks handover`: one handoff step by step, as the decode node of a running cluster tells it.
 
 Prompts of a fixed length are sent one after the other to a cluster of prefill and decode nodes: to an idle one, then
 while the decode node runs a batch. What the steps are is said in `pd_connectors.base.LoadSteps`.
@@ -6,6 +6,7 @@ while the decode node runs a batch. What the steps are is said in `pd_connectors
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import random
 import sys
@@ -15,15 +16,16 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from benchmarks.flags import add_cluster_flags
+from benchmarks.records import RESULTS, append_record
+from pd_cluster.bench.cli import positive
 from pd_cluster.bench.load import Target, find_model, open_session, run_load
-from pd_cluster.bench.report import SCHEMA, append_json_line, environment, report_console, spread_table
+from pd_cluster.bench.report import report_console, spread_table
 from pd_cluster.bench.statistics import HANDOVER_STEPS, RequestRecord, Summary, summarize
 from pd_cluster.bench.workload import Arrival, prompt_ids
-from pd_cluster.errors import StartupError
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
 UNCOUNTED = 5  # samples before those that count: the link is warm then, and the batch is running
 SAMPLE_OUTPUT = 8  # tokens
@@ -37,6 +39,21 @@ _TOGETHER = {
 LIMIT_MS, LIMIT_STEPS = 4.0, 1.5  # aimed at: a handover's p50 at 1,000 tokens, and the wait to join a step
 
 
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0 when every sample was handed over, else 1. Raises StartupError."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks handover", allow_abbrev=False)
+    add_cluster_flags(parser, RESULTS / "handover_gpu.jsonl")
+    parser.add_argument("--route", choices=("p-first", "d-first"), help="Ask the router for this order.")
+    parser.add_argument("--tokens", type=int, default=1000, metavar="N", help="Length of a prompt (default: 1000).")
+    parser.add_argument("--samples", type=int, default=50, metavar="N", help="Per batch size (default: 50).")
+    parser.add_argument(
+        "--batches", nargs="+", type=int, default=[0, 32], metavar="N",
+        help="Sequences that the decode node runs meanwhile (default: 0 32).",
+    )  # fmt: skip
+    parser.add_argument("--every-s", type=positive, default=0.15, metavar="X", help="Between samples (default: 0.15).")
+    return run_handover(parser.parse_args(arguments))
+
+
 def run_handover(namespace: argparse.Namespace) -> int:
     """Returns 0 when every sample was handed over, else 1. Raises StartupError."""
     target = Target(namespace.url.rstrip("/"), "", route=namespace.route or "", timeout_s=namespace.timeout_s)
@@ -45,10 +62,11 @@ def run_handover(namespace: argparse.Namespace) -> int:
         sys.stderr.write(f"{namespace.samples} handovers of {namespace.tokens} tokens, {batch} sequences decoding\n")
         records = uvloop.run(_samples(target, namespace, batch))
         summary = summarize(records, {})
-        try:
-            append_json_line(namespace.json, _record(namespace, batch, summary))
-        except OSError as error:
-            raise StartupError(f"the record cannot be written: {error}") from error
+        fields = {
+            "tokens": namespace.tokens, "batch": batch, "note": namespace.note, "seed": namespace.seed,
+            "summary": asdict(summary),
+        }  # fmt: skip
+        append_record(namespace.json, "handover", fields)
         print_handover(summary, namespace.tokens, batch)
         num_handed = summary.spreads["handover"].count if "handover" in summary.spreads else 0
         status = status if num_handed == len(records) else 1
@@ -87,13 +105,6 @@ async def _running(target: Target, requests: list[tuple[Arrival, list[int]]]) ->
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-def _record(namespace: argparse.Namespace, batch: int, summary: Summary) -> dict[str, object]:
-    return {
-        "schema": SCHEMA, "kind": "handover", "environment": environment(), "tokens": namespace.tokens, "batch": batch,
-        "note": namespace.note, "seed": namespace.seed, "summary": asdict(summary),
-    }  # fmt: skip
 
 
 def print_handover(summary: Summary, tokens: int, batch: int) -> None:

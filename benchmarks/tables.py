@@ -1,4 +1,4 @@
-"""`pd-cluster bench tables`: a document's performance tables, written from the records.
+"""`python -m benchmarks tables`: a document's performance tables, written from the records.
 
 Whatever stands between `<!-- table: NAME -->` and `<!-- end -->` is replaced. Of several records of the same thing the
 last one counts; rehearsals do not.
@@ -6,21 +6,22 @@ last one counts; rehearsals do not.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import statistics
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pd_cluster.bench.disagg import HEADERS, our_row, peer_row
-from pd_cluster.bench.presets import PRESETS
+from benchmarks.disagg import HEADERS, our_row, peer_row
+from benchmarks.presets import PRESETS
+from benchmarks.records import RESULTS
 from pd_cluster.bench.statistics import HANDOVER_STEPS
 from pd_cluster.errors import StartupError
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
 Record = dict[str, Any]
 
@@ -39,8 +40,12 @@ One handover, from the announcement of the prompt's last blocks to the decode no
 _PLACE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def run_tables(namespace: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Returns 0. Raises StartupError."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks tables", allow_abbrev=False)
+    parser.add_argument("document", type=Path, nargs="?", default=Path("README.md"), help="Default: README.md.")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="Default: %(default)s.")
+    namespace = parser.parse_args(arguments)
     try:
         old = namespace.document.read_text()
         namespace.document.write_text(fill(old, namespace.results))
