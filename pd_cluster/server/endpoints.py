@@ -38,7 +38,7 @@ from pd_cluster.server.takeover_policy import Tokenize, plan_handoff
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pd_cluster.server.answer_task import Reply
+    from pd_cluster.server.answer_task import CountedReply
     from pd_cluster.server.state import NodeState
 
 Generating = TypeVar("Generating", bound=GenerationBody)
@@ -54,7 +54,7 @@ class Caller:
     started_s: float  # monotonic
 
 
-async def chat_completions(state: NodeState, caller: Caller, reply: Reply, raw: bytes) -> None:
+async def chat_completions(state: NodeState, caller: Caller, reply: CountedReply, raw: bytes) -> None:
     """Raises PdError."""
     body = _decoded(state, reply, raw, ChatBody)
     logprobs = chat_num_logprobs(body)
@@ -80,7 +80,7 @@ async def chat_completions(state: NodeState, caller: Caller, reply: Reply, raw: 
     await _generate(state, caller, reply, body, [tokenize], logprobs, shape, echo_ids=True)
 
 
-async def completions(state: NodeState, caller: Caller, reply: Reply, raw: bytes) -> None:
+async def completions(state: NodeState, caller: Caller, reply: CountedReply, raw: bytes) -> None:
     """Raises PdError."""
     body = _decoded(state, reply, raw, CompletionBody)
     prompts = prompts_of(body, state.tokenizer.vocab_size, state.ready.max_model_len)
@@ -109,7 +109,7 @@ async def completions(state: NodeState, caller: Caller, reply: Reply, raw: bytes
 async def _generate(
     state: NodeState,
     caller: Caller,
-    reply: Reply,
+    reply: CountedReply,
     body: GenerationBody,
     prompts: Sequence[Tokenize],
     logprobs: int | None,
@@ -193,7 +193,7 @@ async def _job(
     )
 
 
-def _decoded(state: NodeState, reply: Reply, raw: bytes, kind: type[Generating]) -> Generating:
+def _decoded(state: NodeState, reply: CountedReply, raw: bytes, kind: type[Generating]) -> Generating:
     body, unread = decode_body(raw, kind)
     state.metrics.unknown_fields.inc(len(unread))
     reply.headers |= ignored_header(unread | _off(state, body))

@@ -12,13 +12,14 @@ from starlette.responses import Response
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.protocol.messages import ReleaseLease
-from pd_cluster.server.answer_task import json_response, read_body
 from pd_cluster.server.chat import normal_messages, template_options
 from pd_cluster.server.fields import ignored_header
 from pd_cluster.server.sampling import check_num_tokens
 from pd_cluster.server.schema import DetokenizeBody, ReleaseBody, TokenizeBody, decode_body
 from pd_connectors.protocol.errors import TicketError, TicketExpired
 from pd_connectors.protocol.ticket import Ticket, verify
+from pd_http.body import read_body
+from pd_http.reply import json_response
 
 if TYPE_CHECKING:
     from pd_cluster.server.state import NodeState

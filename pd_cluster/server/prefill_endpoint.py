@@ -18,14 +18,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from pd_cluster.errors import InvalidRequest, PdError
 from pd_cluster.protocol.messages import FinishReason
-from pd_cluster.server.answer_task import Reply, error_body
 from pd_cluster.server.keepalive import KeepAlive
 from pd_cluster.server.response import Collected, ResponseShape, collect, usage_of
 from pd_connectors.protocol.ticket import sign
+from pd_http.sse import event_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
     from pd_cluster.server.generation_stream import GenerationStream
     from pd_cluster.server.state import NodeState
     from pd_cluster.server.takeover_policy import Tokenize
+    from pd_http.reply import Reply
 
 
 def transfer_params(state: NodeState, generation: GenerationStream, *, echo_ids: bool) -> dict[str, Any]:
@@ -71,8 +70,8 @@ async def answer_prefill_stream(
                 is_told = True
                 params = transfer_params(state, generation, echo_ids=echo_ids)
                 await alive.start_events()
-                await reply.write(_event("ticket", {"kv_transfer_params": params}))
-        await reply.end(_event("done", {"usage": usage_of([generation])}))
+                await reply.write(event_bytes({"kv_transfer_params": params}, "ticket"))
+        await reply.end(event_bytes({"usage": usage_of([generation])}, "done"))
         await generation.settle()
 
 
@@ -105,9 +104,5 @@ async def answer_without_prefill(
     await reply.json(200, shape.body(choices, usage))
 
 
-def _event(name: str, data: dict[str, Any]) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
-
-
 def _error_event(error: PdError) -> bytes:
-    return _event("error", error_body(error) | {"status": error.status})
+    return event_bytes(error.to_body() | {"status": error.status}, "error")

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pd_cluster.server.answer_task import SSE_DONE, Reply
+from pd_http.sse import SSE_DONE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pd_cluster.server.schema import StreamOptions
     from pd_cluster.server.state import NodeState
     from pd_connectors.protocol.messages import SampledToken
+    from pd_http.reply import Reply
 
 
 @dataclass(slots=True)

@@ -17,14 +17,15 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from pd_cluster.errors import PeersDied, PrefillUnavailable
+from pd_cluster.errors import NodesDied, PrefillUnavailable
 from pd_cluster.protocol.messages import NeedsPrefill, PrefillLocally, UseTicket, Work
 from pd_cluster.server.generation_request import GenerationRequest, KvSource
-from pd_cluster.server.prefill_client import PREFILL_PARAMS, PeerError, PeerFault, PrefillClient
+from pd_cluster.server.prefill_client import PeerError, PeerFault, PrefillClient
 from pd_cluster.server.sampling import api_fields
 from pd_connectors.protocol.errors import BadSignature, LoadFailure, TicketError, TicketExpired
 from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.ticket import PROTOCOL_VERSION, Offer, Paper, Ticket, verify
+from pd_http.node_answers import ASK_TICKET
 
 if TYPE_CHECKING:
     from pd_cluster.server.schema import KvTransferParams
@@ -129,7 +130,7 @@ class PrefillSearch:
         self.prefill_node: str | None = ticket.lease.engine_id if ticket else None if is_open else state.node_id
 
     async def answer(self, needs: NeedsPrefill) -> UseTicket | PrefillLocally:
-        """Raises PrefillUnavailable, PeersDied."""
+        """Raises PrefillUnavailable, NodesDied."""
         policy = self._state.config.handoff.on_load_failure
         reason = needs.reason
         if reason:
@@ -181,11 +182,11 @@ class PrefillSearch:
         return not self._legs or not await self._legs[-1].lives()
 
     def _bury(self, name: str) -> None:
-        """A prefill node died of this request, perhaps. Raises PeersDied when it must not meet another one."""
+        """A prefill node died of this request, perhaps. Raises NodesDied when it must not meet another one."""
         self._dead.add(name)
         if len(self._dead) >= self._state.config.handoff.max_node_deaths:
             self._fell_back("nodes_died")
-            raise PeersDied(
+            raise NodesDied(
                 f"{len(self._dead)} prefill nodes died while they served this request; it is not tried again"
             )
 
@@ -203,7 +204,7 @@ class PrefillSearch:
             "stream": False,
             "priority": job.priority,
             "cache_salt": job.salt or None,
-            "kv_transfer_params": PREFILL_PARAMS,
+            "kv_transfer_params": ASK_TICKET,
         } | api_fields(job.sampling)
         headers = {"x-request-id": job.client_request_id, GROUP_HEADER: job.group}
         leg = await PrefillClient.open(self._state.peers, url, body, headers, left_s)
