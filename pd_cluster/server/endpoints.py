@@ -24,7 +24,13 @@ from pd_cluster.server.prefill_endpoint import (
     keeping_alive,
 )
 from pd_cluster.server.response import ResponseShape, answer_stream, answer_whole
-from pd_cluster.server.sampling import check_min_tokens, sampling_params, text_options
+from pd_cluster.server.sampling import (
+    check_min_tokens,
+    check_room_for_output,
+    decode_sampling,
+    sampling_params,
+    text_options,
+)
 from pd_cluster.server.schema import (
     MAX_LISTED_TOKENS,
     ChatBody,
@@ -38,6 +44,7 @@ from pd_cluster.server.takeover_policy import Tokenize, plan_handoff
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.server.answer_task import Reply
     from pd_cluster.server.state import NodeState
 
@@ -167,19 +174,7 @@ async def _job(
         prompt, plan = await plan_handoff(state, params, prompts[index], salt)
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", "prompt")
-    if plan.work is Work.PREFILL:
-        body = msgspec.structs.replace(body, max_tokens=1, max_completion_tokens=None)  # whatever D is to generate
-    sampling = sampling_params(
-        body,
-        state.defaults,
-        logprobs=logprobs,
-        num_prompt_tokens=len(prompt),
-        max_model_len=state.ready.max_model_len,
-        default_max_tokens=DEFAULT_MAX_TOKENS if isinstance(body, CompletionBody) else None,
-    )
-    sampling.validate(state.tokenizer.vocab_size)
-    if plan.work is not Work.PREFILL:
-        check_min_tokens(sampling)
+    sampling = _sampling(state, body, plan.work, len(prompt), logprobs)
     return GenerationRequest(
         request_id=uuid.uuid4().hex,
         client_request_id=caller.request_id,
@@ -191,6 +186,32 @@ async def _job(
         plan=plan,
         group=caller.group,
     )
+
+
+def _sampling(
+    state: NodeState, body: GenerationBody, work: Work, num_prompt_tokens: int, logprobs: int | None
+) -> SamplingParams:
+    """The validated sampling parameters. A prefill leg has those of D, where D sent them, and samples one token."""
+    max_model_len = state.ready.max_model_len
+    check_room_for_output(num_prompt_tokens, max_model_len, "messages" if isinstance(body, ChatBody) else "prompt")
+    is_leg, params = work is Work.PREFILL, body.kv_transfer_params
+    if is_leg and params is not None and bytes(params.sampling) not in (b"", b"null"):
+        sampling = msgspec.structs.replace(decode_sampling(bytes(params.sampling)), max_tokens=1)
+    else:
+        if is_leg:
+            body = msgspec.structs.replace(body, max_tokens=1, max_completion_tokens=None)
+        sampling = sampling_params(
+            body,
+            state.defaults,
+            logprobs=logprobs,
+            num_prompt_tokens=num_prompt_tokens,
+            max_model_len=max_model_len,
+            default_max_tokens=DEFAULT_MAX_TOKENS if isinstance(body, CompletionBody) else None,
+        )
+    sampling.validate(state.tokenizer.vocab_size)
+    if not is_leg:
+        check_min_tokens(sampling)
+    return sampling
 
 
 def _decoded(state: NodeState, reply: Reply, raw: bytes, kind: type[Generating]) -> Generating:

@@ -21,7 +21,7 @@ from pd_cluster.errors import PeersDied, PrefillUnavailable
 from pd_cluster.protocol.messages import NeedsPrefill, PrefillLocally, UseTicket, Work
 from pd_cluster.server.generation_request import GenerationRequest, KvSource
 from pd_cluster.server.prefill_client import PREFILL_PARAMS, PeerError, PeerFault, PrefillClient
-from pd_cluster.server.sampling import api_fields
+from pd_cluster.server.sampling import encode_sampling
 from pd_connectors.protocol.errors import BadSignature, LoadFailure, TicketError, TicketExpired
 from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.ticket import PROTOCOL_VERSION, Offer, Paper, Ticket, verify
@@ -199,12 +199,10 @@ class PrefillSearch:
         job = self._job
         body = {
             "prompt": job.prompt,
-            "max_tokens": 1,
-            "stream": False,
             "priority": job.priority,
             "cache_salt": job.salt or None,
-            "kv_transfer_params": PREFILL_PARAMS,
-        } | api_fields(job.sampling)
+            "kv_transfer_params": PREFILL_PARAMS | {"sampling": encode_sampling(job.sampling)},
+        }
         headers = {"x-request-id": job.client_request_id, GROUP_HEADER: job.group}
         leg = await PrefillClient.open(self._state.peers, url, body, headers, left_s)
         self._legs.append(leg)
