@@ -16,6 +16,8 @@ from pd_cluster.server.schema import MAX_LIST_BYTES, MAX_STOP_CHARS, MAX_STOP_ST
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pd_cluster.server.output_parser import ParserFactory
+
 SAMPLING_PARAM = "kv_transfer_params.sampling"
 MAX_SAMPLING_BYTES = 2 * MAX_LIST_BYTES  # logit_bias and stop_token_ids of a client may have MAX_LIST_BYTES each
 _SEED_LIMIT = 1 << 63
@@ -47,14 +49,15 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How tokens become the client's text; the engine knows nothing of it."""
+    """How tokens become the client's text. The engine does not know them."""
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special: bool = True
+    parser: ParserFactory | None = None  # None: the text is the content
 
 
-def text_options(body: GenerationBody) -> TextOptions:
+def text_options(body: GenerationBody, parser: ParserFactory | None) -> TextOptions:
     """Raises InvalidRequest."""
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if len(stop) > MAX_STOP_STRINGS:
@@ -63,7 +66,7 @@ def text_options(body: GenerationBody) -> TextOptions:
         raise InvalidRequest("stop must not contain an empty string", "stop")
     if any(len(text) > MAX_STOP_CHARS for text in stop):
         raise InvalidRequest(f"a stop string may have {MAX_STOP_CHARS} characters", "stop")
-    return TextOptions(stop, bool(body.include_stop_str_in_output), body.skip_special_tokens is not False)
+    return TextOptions(stop, bool(body.include_stop_str_in_output), body.skip_special_tokens is not False, parser)
 
 
 def check_num_tokens(num_tokens: int, max_model_len: int, param: str) -> None:
