@@ -170,6 +170,9 @@ class ServerConfig:
         "mixed", "Policy, not capability: every engine can do both.", choices=("prefill", "decode", "mixed")
     )
     node_id: str = setting("", "Name in headers, logs and tickets. Default: role-host-port.")
+    output_parser: str = setting(
+        "", "Splits chat answers into content, reasoning and tool calls: package.module:Class. Default: all is content."
+    )
     start_deadline_s: float = setting(
         600.0, "Seconds until the engine must be ready (weights loaded, cache allocated)."
     )

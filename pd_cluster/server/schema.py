@@ -41,13 +41,16 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class KvTransferParams(msgspec.Struct, kw_only=True):
-    """vLLM's connector fields, and our signed papers beside them; the dict's other fields are for other engines."""
+    """vLLM's connector fields, and ours. Fields of the dict that are not listed here are for other engines."""
 
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
     ticket: str | None = None
     offer: str | None = None
     prompt_token_ids: list[int] | None = None
+    sampling: msgspec.Raw = (
+        msgspec.Raw()
+    )  # D to P: see `sampling.decode_sampling`; without it P reads the body's fields
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
