@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from pd_cluster.bench.shapes import CONFIGS
-from pd_cluster.models.llama import ForwardInputs, Llama, Tail
-from pd_cluster.models.registry import resolve_spec
+from pd_cluster.models.forward_inputs import ForwardInputs, Tail
+from pd_cluster.models.registry import build_model, resolve_spec
 from pd_cluster.models.weights import fill_at_random
 from pd_kernels.backends import TORCH, Kernels
 from pd_kernels.packed import PackedSequences
@@ -146,9 +146,9 @@ class RecordedModel:
         self.recorder = Recorder()
         self.spec = resolve_spec(Path(), SHAPES[shape])
         recorded = self.recorder.kernels(kernels)
-        self.model = Llama(self.spec, recorded, 128, torch.float64, torch.device("cpu"))
+        self.model = build_model(self.spec, recorded, 128, torch.float64, torch.device("cpu"))
         for name, slot in self.model.slots.items():
-            self.recorder.name(name, slot)
+            self.recorder.name(name, slot.tensor)
         fill_at_random(self.model, seed=1)
         self.model.finish_loading()
         spec = self.spec

@@ -14,9 +14,10 @@ from pd_cluster.bench.shapes import CONFIGS
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import model_directory, read_json
 from pd_cluster.models.fingerprint import SAMPLE_BYTES, SAMPLES_PER_TENSOR, fingerprint, sample_offsets
-from pd_cluster.models.layers import rope_frequencies
-from pd_cluster.models.registry import FAMILIES, resolve_spec
-from pd_cluster.models.spec import ModelSpec, RopeSpec, read_eos_token_ids
+from pd_cluster.models.hf_config import read_eos_token_ids
+from pd_cluster.models.registry import ARCHITECTURES, resolve_spec
+from pd_cluster.models.rope import rope_frequencies
+from pd_cluster.models.spec import ModelSpec, RopeSpec
 from tests.worker.conftest import MODELS, ModelStore
 from tests.worker.driver import Driver, make_executor
 
@@ -181,6 +182,9 @@ def test_weights_that_do_not_fit_are_named(models: ModelStore, tmp_path: Path) -
     save_file({**tensors, key: value[:-1].clone()}, tmp_path / "model.safetensors")
     with pytest.raises(StartupError, match=r"k_proj\.bias is \[15\], config\.json implies \[16\]"):
         make_executor(tmp_path)
+    save_file({**tensors, key: value.to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(StartupError, match=r"k_proj\.bias is stored as F8_E4M3: quantized weights are not served"):
+        make_executor(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0not a header at all")
     with pytest.raises(StartupError, match="not a safetensors file"):
         make_executor(tmp_path)
@@ -254,4 +258,4 @@ def test_sample_offsets_cover_both_ends(num_bytes: int) -> None:
 
 
 def test_every_family_has_a_model_in_these_tests() -> None:
-    assert {f"{kind}ForCausalLM" for kind, _ in MODELS.values()} == set(FAMILIES)
+    assert {f"{kind}ForCausalLM" for kind, _ in MODELS.values()} == set(ARCHITECTURES)
