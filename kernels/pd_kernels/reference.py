@@ -26,7 +26,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual). A kernel may overwrite either argument.
+    """(norm(x + residual), x + residual). A kernel leaves the sum in `residual` and may overwrite `x`.
 
     `residual` [T, size]; `x` [T, size], or float32 [parts, T, size], which are to be summed and rounded first.
     """

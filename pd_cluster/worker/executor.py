@@ -12,9 +12,8 @@ import torch
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import model_directory, read_json
 from pd_cluster.models.fingerprint import fingerprint
-from pd_cluster.models.llama import Llama
-from pd_cluster.models.registry import resolve_spec
-from pd_cluster.models.spec import ModelSpec, read_eos_token_ids
+from pd_cluster.models.hf_config import read_eos_token_ids
+from pd_cluster.models.registry import build_model, resolve_spec
 from pd_cluster.models.weights import fill_at_random, load_weights
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart, StepResult
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pd_cluster.config import NodeConfig
+    from pd_cluster.models.model import Model
+    from pd_cluster.models.spec import ModelSpec
     from pd_connectors.base import CacheDescription
     from pd_kernels.backends import Kernels
 
@@ -161,11 +162,11 @@ class Executor:
         progress(f"attention of prompts by {choice.reason}")
         return choice.kernels
 
-    def _load_model(self, directory: Path | None, progress: Callable[[str], None]) -> Llama:
+    def _load_model(self, directory: Path | None, progress: Callable[[str], None]) -> Model:
         """The model with its weights from `directory`; None: random ones. Raises StartupError."""
         spec = self.model.spec
         try:
-            model = Llama(spec, self._kernels, self.model.max_model_len, DTYPES[self.model.dtype], self._device)
+            model = build_model(spec, self._kernels, self.model.max_model_len, DTYPES[self.model.dtype], self._device)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise StartupError(f"the weights of {spec.architecture} do not fit on {self._device}: {error}") from error
         if directory is None:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd_cluster.models.llama import ForwardInputs, Llama, Tail
+from pd_cluster.models.forward_inputs import ForwardInputs, Tail
 from pd_cluster.scheduling.batch import Batch, StepResult
 from pd_cluster.worker.sampler import Sampled, sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pd_cluster.models.model import Model
     from pd_cluster.worker.cuda_graphs.decode_graphs import DecodeGraphs, ReplayOutputs
     from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
     from pd_cluster.worker.host_buffer import HostBuffer
@@ -73,7 +74,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Llama,
+        model: Model,
         cache: KVCache,
         rows: InputBatch,
         staging: HostBuffer,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
+from pd_cluster.models.llama import Llama
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker.executor import Executor
@@ -59,15 +60,17 @@ def run(executor: Executor, budget: int) -> None:
 
 def last_layer_rows(executor: Executor) -> list[int]:
     """Fills up with the number of rows of each product after the last layer's attention."""
-    layer, counts = executor._llama._layers[-1], list[int]()
+    model, counts = executor._llama, list[int]()
+    assert isinstance(model, Llama)
+    layer = model._layers[-1]
     for linear in (layer.out, layer.gate_up, layer.down):
 
-        def counted(x: torch.Tensor, forward: object = linear._forward) -> torch.Tensor:
+        def counted(x: torch.Tensor, forward: object = linear._multiply) -> torch.Tensor:
             counts.append(len(x))
             product: torch.Tensor = forward(x)  # type: ignore[operator]
             return product
 
-        linear._forward = counted
+        linear._multiply = counted
     return counts
 
 

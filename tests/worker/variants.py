@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from benchmarks.shapes import CONFIGS
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
-from pd_cluster.models import layers
+from pd_cluster.models import linear
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker import executor
@@ -93,7 +93,7 @@ def hopper_kernels() -> Kernels:
 def leave_out_products() -> None:
     """Weights are not filled, nor read: what torch multiplies is of any value."""
     executor.fill_at_random = lambda model, seed: None  # type: ignore[attr-defined]
-    layers._packs = lambda dtype: False
+    linear._packs = lambda dtype: False
     F.linear = lambda x, weight, bias: x.new_empty(len(x), len(weight))  # type: ignore[assignment, misc]
 
 

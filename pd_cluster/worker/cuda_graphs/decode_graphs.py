@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd_cluster.models.llama import ForwardInputs
+from pd_cluster.models.forward_inputs import ForwardInputs
 from pd_kernels.draws import Draws
 from pd_kernels.packed import PackedSequences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pd_cluster.models.llama import Llama
+    from pd_cluster.models.model import Model
     from pd_cluster.scheduling.batch import SequenceChunk
     from pd_cluster.worker.cuda_graphs.recorder import Recorder
     from pd_cluster.worker.host_buffer import HostBuffer
@@ -55,7 +55,7 @@ class DecodeGraphs:
     """The buckets' graphs. The kernels are of a CAPTURABLE backend."""
 
     def __init__(
-        self, model: Llama, cache: KVCache, rows: InputBatch, staging: HostBuffer, kernels: Kernels, padding_block: int
+        self, model: Model, cache: KVCache, rows: InputBatch, staging: HostBuffer, kernels: Kernels, padding_block: int
     ) -> None:
         self._model = model
         self._views = list(cache.layer_views)
