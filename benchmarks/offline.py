@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.process import rare_garbage_collection
 from pd_cluster.protocol.messages import AddRequest, FromEngine, RequestFailed, ToEngine, TokensOut
-from pd_cluster.worker.executor import Executor
+from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_connectors.base import ConnectorContext
 from pd_connectors.registry import create_connector
 
@@ -67,7 +67,7 @@ class OfflineEngine:
     def __init__(self, config: NodeConfig, progress: Callable[[str], None]) -> None:
         """Raises StartupError."""
         self._cleanup = ExitStack()
-        self.executor = Executor(config, progress)
+        self.executor = DeviceExecutor.started(config, progress)
         self._cleanup.callback(self.executor.close)
         connector = create_connector("none", offline_context(self.executor))
         connector.register_kv_cache(self.executor.cache)
@@ -104,7 +104,7 @@ class OfflineEngine:
         self._cleanup.close()
 
 
-def offline_context(executor: Executor) -> ConnectorContext:
+def offline_context(executor: DeviceExecutor) -> ConnectorContext:
     """For a connector that transfers nothing."""
     return ConnectorContext(
         engine_id="bench", epoch=1, fingerprint=executor.model.fingerprint, geometry=executor.cache.geometry,

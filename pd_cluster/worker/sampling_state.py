@@ -50,12 +50,17 @@ class SamplingState:
     """Arrays over rows; a row's entries are valid from `start` to the next `start` of the same row."""
 
     def __init__(
-        self, num_rows: int, vocab_size: int, eos_token_ids: frozenset[int], staging: HostBuffer, device: torch.device
+        self,
+        num_rows: int,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        host_buffer: HostBuffer,
+        device: torch.device,
     ) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._eos_token_ids = eos_token_ids
-        self._move = staging.move
+        self._move = host_buffer.move
         self._penalties = PenaltyTables(num_rows, vocab_size, device)
         self._plain = np.ones(num_rows, bool)  # temperature and seed say all
         self._limited = np.zeros(num_rows, bool)

@@ -14,7 +14,7 @@ from tests.worker.driver import make_executor
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pd_cluster.worker.executor import Executor
+    from pd_cluster.worker.device_executor import DeviceExecutor
 
 VOCAB_SIZE = 320
 COMMON = {
@@ -120,7 +120,7 @@ def demo_directory() -> Path:
 
 
 @pytest.fixture
-def executor(models: ModelStore) -> Iterator[Executor]:
+def executor(models: ModelStore) -> Iterator[DeviceExecutor]:
     """A fresh executor of the small Qwen3."""
     executor = make_executor(models.get("qwen3").directory)
     yield executor

@@ -27,7 +27,7 @@ def test_greedy_tokens_equal_transformers(models: ModelStore, name: str) -> None
     for prompt in prompts:
         driver.add(prompt, params)
     assert driver.run() == [saved.generate(prompt, NUM_TOKENS) for prompt in prompts]
-    assert driver.executor._runner._rows.num_rows_in_use == 0
+    assert not driver.executor._runner.rows._row_of
 
 
 @pytest.mark.parametrize("budget", [1, 16, 512])
