@@ -211,7 +211,7 @@ def _sampling(state: NodeState, call: _Call, num_prompt_tokens: int) -> Sampling
     max_model_len = state.ready.max_model_len
     check_room_for_output(num_prompt_tokens, max_model_len, call.prompt_field)
     body, params = call.body, call.body.kv_transfer_params
-    if call.is_prefill_leg and params is not None and bytes(params.sampling) not in (b"", b"null"):
+    if call.is_prefill_leg and params is not None and params.sampling is not msgspec.UNSET:
         sampling = msgspec.structs.replace(decode_sampling(bytes(params.sampling)), max_tokens=1)
     else:
         if call.is_prefill_leg:
