@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from pd_cluster.models.linear_group import LinearGroup
+from pd_cluster.models.paged_attention import PagedAttention
 from pd_cluster.models.parameters import Parameters
+from pd_kernels.head_norms import HeadNorms
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pd_cluster.models.forward_inputs import ForwardInputs
     from pd_cluster.models.linear import Linear, Normed
@@ -93,6 +95,26 @@ class Decoder(ABC):
         return sum(
             LinearGroup(linears, add_norm).choose((*decodes, *(() if kind == "head" else prompts)), propose, measure)
             for kind, linears in self._linears.items()
+        )
+
+    def _make_qkv(self, name: str) -> Linear:
+        """[(H + 2 G) * head_dim, hidden]: queries, keys, values."""
+        query_size, key_size = self.spec.num_heads * self.spec.head_dim, self.spec.num_kv_heads * self.spec.head_dim
+        parts = {f"{name}.q_proj": query_size, f"{name}.k_proj": key_size, f"{name}.v_proj": key_size}
+        return self._parameters.linear("qkv", parts, self.spec.hidden_size, bias=self.spec.qkv_bias)
+
+    def _make_attention(self, name: str, window: int) -> PagedAttention:
+        spec, norms = self.spec, None
+        if spec.qk_norm:
+            query, key = (self._parameters.norm(f"{name}.{part}_norm.weight", spec.head_dim) for part in ("q", "k"))
+            norms = HeadNorms(query, key, spec.norm_eps)
+        return PagedAttention(self._kernels, spec.head_dim, window, spec.attention_scale, norms)
+
+    def _make_gate_up(self, name: str, activate: Callable[[torch.Tensor], torch.Tensor]) -> Linear:
+        """[2 * intermediate, hidden], of which `activate` makes [T, intermediate]."""
+        parts = {f"{name}.{part}_proj": self.spec.intermediate_size for part in ("gate", "up")}
+        return self._parameters.linear(
+            "gate_up", parts, self.spec.hidden_size, bias=self.spec.mlp_bias, activate=activate
         )
 
     @property

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ROPE_TYPES = ("default", "linear", "llama3")
+_NOT_SERVED = {
+    "quantization_config": "quantized weights are",
+    "attn_logit_softcapping": "a soft cap on scores is",
+    "final_logit_softcapping": "a soft cap on logits is",
+    "use_bidirectional_attention": "bidirectional attention is",
+}
 
 
 class Windows(Enum):
@@ -26,6 +32,7 @@ class Windows(Enum):
     NONE = "none"
     ALL = "all"  # in every layer, unless `sliding_window` is null
     SOME = "some"  # with `use_sliding_window`, in the layers that `layer_types` or `max_window_layers` name
+    PATTERN = "pattern"  # in those that `layer_types` names, else in all but every `sliding_window_pattern`-th layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +46,20 @@ class ConfigRules:
     max_len: int = 2048
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     windows: Windows = Windows.NONE
+    tied_embeddings: bool = False  # default when the config does not say
+    activation: tuple[str, str] = ("hidden_act", "silu")  # the setting, and its only value that is served
+    query_scalar: int | None = None  # default of `query_pre_attn_scalar`; None: scores are scaled by head_dim
+    rope_theta: float = 10000.0  # default
+    window_rope_theta: float | None = None  # default for layers with a window; None: all layers have the same RoPE
 
 
 def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) -> ModelSpec:
     """Build the spec from a parsed `config.json`. Raises StartupError naming the setting that cannot be served."""
     reader = _Reader(directory, config)
-    reader.refuse("hidden_act", reader.optional("hidden_act", "silu") != "silu", "only silu is served")
-    reader.refuse("quantization_config", bool(config.get("quantization_config")), "quantized weights are not served")
+    setting, activation = rules.activation
+    reader.refuse(setting, reader.optional(setting, activation) != activation, f"only {activation} is served")
+    for name, what in _NOT_SERVED.items():
+        reader.refuse(name, bool(config.get(name)), f"{what} not served")
     num_heads, hidden_size = reader.integer("num_attention_heads"), reader.integer("hidden_size")
     num_layers = reader.integer("num_hidden_layers")
     num_kv_heads = int(reader.optional("num_key_value_heads", rules.num_kv_heads or num_heads))
@@ -54,6 +68,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
     )
     attention_bias = bool(reader.optional("attention_bias", False))
     max_len = int(reader.optional("max_position_embeddings", rules.max_len))
+    rope, window_rope = _read_ropes(reader, rules, max_len)
     return ModelSpec(
         architecture=str(config["architectures"][0]),
         vocab_size=reader.integer("vocab_size"),
@@ -65,14 +80,16 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         head_dim=int(reader.optional("head_dim", rules.head_dim or hidden_size // num_heads)),
         max_len=max_len,
         norm_eps=float(reader.optional("rms_norm_eps", 1e-6)),
-        rope=_read_rope(reader, max_len),
+        rope=rope,
         windows=_read_windows(reader, rules, num_layers),
         qkv_bias=attention_bias if rules.qkv_bias is None else rules.qkv_bias,
         out_bias=attention_bias if rules.out_bias is None else rules.out_bias,
         mlp_bias=bool(reader.optional("mlp_bias", False)),
         qk_norm=rules.qk_norm,
-        tied_embeddings=bool(reader.optional("tie_word_embeddings", False)),
+        tied_embeddings=bool(reader.optional("tie_word_embeddings", rules.tied_embeddings)),
         dtype=str(reader.optional("dtype", reader.optional("torch_dtype", "float32"))).removeprefix("torch."),
+        window_rope=window_rope,
+        score_scale=_read_score_scale(reader, rules),
     )
 
 
@@ -115,17 +132,35 @@ class _Reader:
             raise StartupError(f"{self._file}: {name} = {self._config.get(name)!r} cannot be served: {why}")
 
 
-def _read_rope(reader: _Reader, max_len: int) -> RopeSpec:
+def _read_score_scale(reader: _Reader, rules: ConfigRules) -> float | None:
+    if rules.query_scalar is None:
+        return None
+    return float(reader.optional("query_pre_attn_scalar", rules.query_scalar) ** -0.5)
+
+
+def _read_ropes(reader: _Reader, rules: ConfigRules, max_len: int) -> tuple[RopeSpec, RopeSpec | None]:
+    """That of layers with full attention, and that of layers with a window if it differs."""
     new, old = reader.optional("rope_parameters", {}), reader.optional("rope_scaling", {})
-    settings = {**old, **new}
-    kind = settings.get("rope_type", settings.get("type", "default"))
     field = "rope_parameters" if new else "rope_scaling"
-    nested = any(isinstance(value, dict) for value in settings.values())
-    reader.refuse(field, nested, "RoPE settings per layer type are not served")
+    nested = any(isinstance(value, dict) for value in (old | new).values())
+    theta = reader.optional("rope_theta", rules.rope_theta)
+    if rules.window_rope_theta is None:
+        reader.refuse(field, nested, "RoPE settings per layer type are not served")
+        return _read_rope(reader, field, old | new, theta, max_len), None
+    reader.refuse(field, bool(new) and not nested, "RoPE settings per layer type are expected")
+    full = _read_rope(reader, field, old | new.get("full_attention", {}), theta, max_len)
+    local_theta = reader.optional("rope_local_base_freq", rules.window_rope_theta)
+    window = _read_rope(reader, field, new.get("sliding_attention", {}), local_theta, max_len)
+    return full, window if window != full else None
+
+
+def _read_rope(reader: _Reader, field: str, settings: Mapping[str, Any], theta: float, max_len: int) -> RopeSpec:
+    """`settings`: of the config's `field`. `theta`: what holds without `rope_theta` among them."""
+    kind = settings.get("rope_type", settings.get("type", "default"))
     reader.refuse(field, kind not in ROPE_TYPES, f"RoPE of type {kind}; served: {', '.join(ROPE_TYPES)}")
     partial = settings.get("partial_rotary_factor", reader.optional("partial_rotary_factor", 1.0))
     reader.refuse("partial_rotary_factor", partial != 1.0, "partial rotary embedding is not served")
-    theta = float(settings.get("rope_theta", reader.optional("rope_theta", 10000.0)))
+    theta = float(settings.get("rope_theta", theta))
     if kind == "default":
         return RopeSpec(theta)
     reader.refuse(field, "factor" not in settings, "factor is missing")
@@ -150,9 +185,13 @@ def _read_windows(reader: _Reader, rules: ConfigRules, num_layers: int) -> tuple
     if rules.windows is Windows.ALL:
         reader.refuse("layer_types", bool(layer_types), "in this architecture every layer has the same window")
         return (reader.window(),) * num_layers
-    if rules.windows is Windows.NONE or not reader.optional("use_sliding_window", False):
+    has_windows = rules.windows is Windows.PATTERN or reader.optional("use_sliding_window", False)
+    if rules.windows is Windows.NONE or not has_windows:
         return none
     window = reader.window()
+    if layer_types is None and rules.windows is Windows.PATTERN:
+        period = int(reader.optional("sliding_window_pattern", 6))
+        return tuple(window if (layer + 1) % period else 0 for layer in range(num_layers))
     if layer_types is None:
         first = int(reader.optional("max_window_layers", 28))
         return tuple(window if layer >= first else 0 for layer in range(num_layers))

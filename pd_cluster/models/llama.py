@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 
 from pd_cluster.models.decoder import Decoder
-from pd_cluster.models.paged_attention import PagedAttention
 from pd_cluster.models.rope import make_rope_table
-from pd_kernels.head_norms import HeadNorms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +17,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.models.forward_inputs import ForwardInputs
     from pd_cluster.models.linear import Linear, Normed
+    from pd_cluster.models.paged_attention import PagedAttention
     from pd_cluster.models.spec import ModelSpec
     from pd_kernels.backends import Kernels
 
@@ -64,32 +63,22 @@ class Llama(Decoder):
         return x
 
     def _make_layer(self, name: str, window: int) -> LlamaLayer:
-        spec, weights, attention, mlp = self.spec, self._parameters, f"{name}.self_attn", f"{name}.mlp"
-        query_size, key_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        qkv = {f"{attention}.q_proj": query_size, f"{attention}.k_proj": key_size, f"{attention}.v_proj": key_size}
-        gate_up = {f"{mlp}.gate_proj": spec.intermediate_size, f"{mlp}.up_proj": spec.intermediate_size}
+        spec, weights = self.spec, self._parameters
+        query_size = spec.num_heads * spec.head_dim
         return LlamaLayer(
             input_norm=weights.norm(f"{name}.input_layernorm.weight", spec.hidden_size),
-            qkv=weights.linear("qkv", qkv, spec.hidden_size, bias=spec.qkv_bias),
-            attention=PagedAttention(
-                self._kernels, spec.head_dim, window, spec.attention_scale, self._head_norms(attention)
-            ),
+            qkv=self._make_qkv(f"{name}.self_attn"),
+            attention=self._make_attention(f"{name}.self_attn", window),
             out=weights.linear(
-                "out", {f"{attention}.o_proj": spec.hidden_size}, query_size, bias=spec.out_bias, adds=True
+                "out", {f"{name}.self_attn.o_proj": spec.hidden_size}, query_size, bias=spec.out_bias, adds=True
             ),
             post_norm=weights.norm(f"{name}.post_attention_layernorm.weight", spec.hidden_size),
-            gate_up=weights.linear(
-                "gate_up", gate_up, spec.hidden_size, bias=spec.mlp_bias, activate=self._kernels.silu_and_mul
-            ),
+            gate_up=self._make_gate_up(f"{name}.mlp", self._kernels.silu_and_mul),
             down=weights.linear(
-                "down", {f"{mlp}.down_proj": spec.hidden_size}, spec.intermediate_size, bias=spec.mlp_bias, adds=True
+                "down",
+                {f"{name}.mlp.down_proj": spec.hidden_size},
+                spec.intermediate_size,
+                bias=spec.mlp_bias,
+                adds=True,
             ),
         )
-
-    def _head_norms(self, name: str) -> HeadNorms | None:
-        if not self.spec.qk_norm:
-            return None
-        query, key = (
-            self._parameters.norm(f"{name}.{part}.weight", self.spec.head_dim) for part in ("q_norm", "k_norm")
-        )
-        return HeadNorms(query, key, self.spec.norm_eps)

@@ -21,7 +21,7 @@ class Parameters:
     def __init__(
         self, kernels: Kernels, dtype: torch.dtype, device: torch.device, *, offset_norms: bool = False
     ) -> None:
-        """`offset_norms`: the checkpoint has the weights of norms less 1; here they are whole, in float32."""
+        """`offset_norms`: the checkpoint has the weights of norms less 1. Here they are whole, in float32 or more."""
         self.slots: dict[str, Slot] = {}  # by the name of the checkpoint's tensor
         self.linears: dict[str, list[Linear]] = {}  # by kind; those of one kind have one shape
         self._kernels = kernels
@@ -38,7 +38,8 @@ class Parameters:
         """The weight of a norm, [size]."""
         if not self._offset_norms:
             return self.tensor(name, size)
-        tensor = torch.empty(size, dtype=torch.float32, device=self._device)
+        dtype = torch.promote_types(self._dtype, torch.float32)
+        tensor = torch.empty(size, dtype=dtype, device=self._device)
         self.slots[name] = Slot(tensor, (size,), offset=1.0)
         return tensor
 

@@ -36,7 +36,25 @@ def _llama(spec: ModelSpec, kernels: Kernels, max_len: int, dtype: torch.dtype, 
     return Llama(spec, kernels, max_len, dtype, device)
 
 
+def _gemma3(spec: ModelSpec, kernels: Kernels, max_len: int, dtype: torch.dtype, device: torch.device) -> Model:
+    from pd_cluster.models.gemma3 import Gemma3
+
+    return Gemma3(spec, kernels, max_len, dtype, device)
+
+
 _QWEN = ConfigRules(num_kv_heads=32, max_len=32768, windows=Windows.SOME)
+_GEMMA3 = ConfigRules(
+    qk_norm=True,
+    num_kv_heads=4,
+    max_len=131072,
+    head_dim=256,
+    windows=Windows.PATTERN,
+    tied_embeddings=True,
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    query_scalar=256,
+    rope_theta=1e6,
+    window_rope_theta=1e4,
+)
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(ConfigRules(), _llama),
     "MistralForCausalLM": Architecture(
@@ -44,6 +62,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Qwen2ForCausalLM": Architecture(replace(_QWEN, qkv_bias=True, out_bias=False), _llama),
     "Qwen3ForCausalLM": Architecture(replace(_QWEN, qk_norm=True, head_dim=128), _llama),
+    "Gemma3ForCausalLM": Architecture(_GEMMA3, _gemma3),
 }
 
 

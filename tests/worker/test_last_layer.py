@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.input_batch import StepInputs
 
 LENGTHS = (1, 15, 16, 17, 70, 40, 2)
-WINDOWED = ["qwen3", "mistral-window", "qwen2-some-windows", "qwen3-some-windows"]  # no layer, all, two, the last
+WINDOWED = ["qwen3", "mistral-window", "gemma3", "qwen3-some-windows"]  # no layer, all, all but one, the last
 
 
 class Beside:
