@@ -1,14 +1,14 @@
 """The engine's step loop: messages in, one step, tokens out.
 
-One turn, in this order, so that nothing is decided on old news:
+One turn does the following, in this order, so that each decision uses the latest state:
 
     messages from the API process  ->  connector events  ->  reserve blocks for loads
     ->  schedule and launch a step, or retire the oldest  ->  update  ->  tokens, finished leases, statistics out
 
 On a GPU the step that is launched is the one after the step that is retired (`pipeline`), so that all of the above runs
-while the device computes. A sequence that ends is then in one more step; what that samples is dropped. The time that is
-left before the device would run dry is spent waiting for news (`step_timing`).
-Everything here runs on one thread. With nothing to do it sleeps on the mailbox, which messages and events wake.
+while the device computes. A sequence that ends is then in one more step, and its token there is dropped. The loop plans
+the next step just before the running one ends, and waits for messages and events until then (`step_timing`).
+Everything here runs on one thread. With nothing to do it sleeps on the mailbox; messages and events wake it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ STATS_EVERY_S = 0.1  # while busy; always before sleeping
 
 
 class EngineCore:
-    """Owns the scheduler and the live requests; drives the executor and the connector, which its builder closes."""
+    """Owns the scheduler and the live requests; drives the executor and the connector. The caller closes these two."""
 
     def __init__(
         self,
@@ -111,22 +111,22 @@ class EngineCore:
         self._mailbox.wake()
 
     def run(self) -> None:
-        """Until `stop`. Whatever this raises is a bug of ours or a broken device."""
+        """Turn until `stop`. An exception from here is a bug or a broken device."""
         is_settled = False
         while not self._stopping:
             if self.turn():
-                is_settled = False  # who has come need not have ended the wait: it may have just run out
+                is_settled = False  # a message that arrives as the wait times out does not end it
                 continue
             self._send_stats()
             if self._mailbox.wait(IDLE_WAIT_S):
                 is_settled = False
             elif not is_settled:
-                self.settle()  # not before: it takes milliseconds, and who has just had an answer may ask again
+                self.settle()  # after a wait only: it takes milliseconds, and a client often asks again at once
                 is_settled = True
         while len(self._pipeline):
             self._retire()
         self.settle()
-        self._mailbox.flush()  # what follows may take seconds
+        self._mailbox.flush()  # closing may take seconds
         logger.info("stopping with %d requests", len(self._requests))
 
     def turn(self) -> bool:
@@ -138,7 +138,7 @@ class EngineCore:
         self._transfers.reserve()
         self._mailbox.flush()
         if spare_s := pipeline.spare_s(prompts_wait=scheduler.prompts_wait):
-            self._mailbox.wait(spare_s)  # who comes meanwhile is in the next step
+            self._mailbox.wait(spare_s)  # a request that arrives meanwhile is in the next step
         elif pipeline.is_full or not scheduler.has_work or not pipeline.launch(scheduler.schedule):
             if not len(pipeline):
                 pipeline.rest()
@@ -150,20 +150,20 @@ class EngineCore:
         return True
 
     def _allow_silence(self, allowed_s: float) -> None:
-        """The step loop may not turn for so long: the API process and the nodes that read from here must know."""
+        """Tell the API process and the nodes that read from here that the step loop may not turn for so long."""
         self._connector.allow_silence(allowed_s)
         self._mailbox.send(SilenceAllowed(allowed_s))
         self._mailbox.flush()
 
     def _await_step(self) -> None:
-        """Hear what comes while the oldest step runs; when it may have ended, wait for that."""
+        """Wait for messages and events while the oldest step surely runs; once it may have ended, wait for its end."""
         if rest_s := self._pipeline.rest_s:
             self._mailbox.wait(rest_s)
         else:
             self._retire()
 
     def _retire(self) -> None:
-        """The oldest step's result, to whom it concerns."""
+        """Take the oldest step's result; report it, finish leases, and store new blocks in the pool."""
         batch, result = self._pipeline.retire()
         self._num_steps += 1
         self._num_tokens += batch.num_tokens
@@ -230,10 +230,10 @@ class EngineCore:
             )
         )
         if update.finished:
-            request.sequences = []  # they know the request, too: else both would wait for a search for garbage
+            request.sequences = []  # they refer to the request: without this both would wait for a garbage collection
 
     def settle(self) -> None:
-        """In quiet times: prove that no block is lost, and say how things stand."""
+        """When nothing happens: check that no block is lost, and send statistics."""
         if self._scheduler.idle and not self._requests:
             self._blocks.check()
         self._send_stats()

@@ -1,4 +1,4 @@
-"""Requests whose KV comes from another node, or goes to one: connector events on one side, the scheduler on the other.
+"""Requests with KV from or for another node: connector events on one side, the scheduler on the other.
 
 A TAKE_OVER request, as a table:
 
@@ -110,7 +110,7 @@ class KvTransfers:
 
     @property
     def num_orphans(self) -> int:
-        """Loads whose request is gone or went another way, and whose blocks may still be written."""
+        """Loads that no request waits for any more, and that may still write into their blocks."""
         return sum(intake is None for intake in self._loads.values()) + self._searches.num_orphans
 
     def admit(self, request: Request) -> None:

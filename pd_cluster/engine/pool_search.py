@@ -1,15 +1,15 @@
-"""Prompt prefixes on their way from the pool into this engine's prefix cache, before the rest is computed.
+"""Loads of prompt prefixes from the pool into this engine's prefix cache, before the rest is computed.
 
-A request whose prompt the pool may know is parked, and its search, as a table:
+A request is parked while the pool is searched for its prompt. The search, as a table:
 
     state      event                  becomes
     searching  PrefixFound            wanting blocks (`reserve`)
     wanting    blocks are reserved    loading
-    any        PrefixLoaded           over: what came is cached, and the request goes on as if it had just been admitted
+    any        PrefixLoaded           over: the prefix is cached; the request goes on as if it had just been admitted
     any        the request ends       an orphan: its search is cancelled, its blocks quarantined until PrefixLoaded
 
-The blocks reach the request through the prefix cache: a prefix that came too late, or only in part, differs in nothing
-from one that was not cached.
+The blocks reach the request through the prefix cache, so a prefix that came late, or in part, is like one that was not
+cached.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class PoolSearches:
 
     @property
     def num_orphans(self) -> int:
-        """Searches whose request is gone."""
+        """Searches that no request waits for any more."""
         return len(self._by_load) - len(self._by_request)
 
     def admit(self, request: Request) -> None:
-        """Queue a request whose prompt is computed here, after a look into the pool. Raises Overloaded."""
+        """Queue a request for prefill on this node, after a search of the pool. Raises Overloaded."""
         if self._pool is None:
             self._scheduler.add(request)
             return
@@ -63,7 +63,7 @@ class PoolSearches:
             self._scheduler.fall_back_to_local(request)
 
     def start(self, request: Request, go_on: Callable[[Request], None]) -> bool:
-        """Search for a parked prompt. False when there is nothing to search, or nowhere: `go_on` is not called then."""
+        """Search for a parked prompt. False, and `go_on` is not called: nothing to search for, or no pool."""
         if self._pool is None:
             return False
         hashes, num_here = self._scheduler.missing(request)

@@ -1,4 +1,4 @@
-"""One step's decision and its result, as named values. The scheduler makes a Batch, the worker makes a StepResult.
+"""One step's decision and its result. The scheduler makes a Batch, the worker makes a StepResult.
 
 A batch is a *delta*: the worker keeps a row per live sequence (tokens, block table, sampling state), so a decode step
 names only what changed. That also lets step n+1 be prepared while step n runs: sampled tokens stay with the worker.
@@ -57,10 +57,10 @@ class Batch:
     step: int
     starts: tuple[SequenceStart, ...] = ()
     chunks: tuple[SequenceChunk, ...] = ()  # decodes first, then prefill chunks
-    departures: tuple[int, ...] = ()  # seq_ids whose rows end (finished or preempted); applied before starts
+    departures: tuple[int, ...] = ()  # seq_ids of rows that end (finished or preempted); applied before starts
     copies: BlockCopies = field(default_factory=BlockCopies)
     loads: tuple[LoadSpec, ...] = ()  # for recv_before, once every step before this one has retired
-    begun: tuple[PublishSpec, ...] = ()  # for send_after, at once: of leases whose prompt enters here, of no tokens
+    begun: tuple[PublishSpec, ...] = ()  # for send_after, at once, of no tokens: the prompts of these leases enter here
     publishes: tuple[PublishSpec, ...] = ()  # for send_after, once the step has retired
 
     @property

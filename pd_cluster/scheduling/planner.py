@@ -6,7 +6,7 @@
 
 Before all that, groups that hold many slots yield some to groups that wait with fewer (`yielding`).
 
-Sequences whose KV has arrived and that find a slot are counted before prompt chunks, so a long prompt never delays
+Sequences that have just got their KV and find a slot are counted before prompt chunks, so a long prompt never delays
 their first decode. Where steps with decodes are limited (`max_tokens_beside_decodes`), prompts get what the limit
 leaves, and a minimum (`PrefillBudget`).
 

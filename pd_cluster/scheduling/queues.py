@@ -3,7 +3,7 @@
 waiting    no slot, no device blocks
 loaded     no slot; its prompt's KV is in its blocks
 running    a slot and blocks
-parked     a request whose KV may still come from another node or a pool; its sequences are in no queue
+parked     a request with KV that may still come from another node or a pool; its sequences are in no queue
 reserving  a parked request that asked for blocks and was refused
 """
 
@@ -123,7 +123,7 @@ class Queues:
         self._turns.take_slot(seq.request)
 
     def enter(self, seq: Sequence) -> None:
-        """Run a sequence whose prompt's KV is here if a slot is free; otherwise let it wait for one."""
+        """Run a sequence that has its prompt's KV if a slot is free; otherwise let it wait for one."""
         if self.num_free_slots > 0:
             self.run(seq)
         else:

@@ -13,7 +13,7 @@ comes from `update`, `set_first_tokens`, `abort` or `end_lease`.
 `Scheduler` is the only class of this package that others use to change requests. Its parts share no attributes:
 
     Queues      where every sequence and parked request is; the slots        queues.py
-    Turns       whose turn it is: groups of requests share slots and memory  turns.py
+    Turns       which sequence is next: groups share slots and memory        turns.py
     KvMemory    which of them get blocks, and which give blocks up           kv_memory.py
     Planner     one step over the queues                                     planner.py, yielding.py
     Lifecycle   how sequences part and end                                   lifecycle.py
@@ -164,7 +164,7 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queue a request whose prompt is computed here. Raises Overloaded."""
+        """Queue a request for prefill on this node. Raises Overloaded."""
         self._begin(request)
         self._queues.add(request.sequences[0])
 
