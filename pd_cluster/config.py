@@ -36,7 +36,7 @@ class ModelConfig:
     )
     prefill_attention: str = setting(
         "auto",
-        "Whose kernel computes the attention of prompts on a GPU. auto: flashinfer's if compiled and measured faster; "
+        "Which kernel computes the attention of prompts on a GPU. auto: flashinfer's if compiled and measured faster; "
         "flashinfer: compile it if need be, minutes.",
         choices=("auto", "triton", "flashinfer"),
     )
@@ -48,6 +48,7 @@ class ModelConfig:
         (),
         "A further logits stage, package.module:Class; may be repeated. Every node of a cluster needs the same ones.",
         flag="logits_stage",
+        metavar="MODULE:CLASS",
     )
 
 
@@ -175,6 +176,9 @@ class ServerConfig:
         "mixed", "Policy, not capability: every engine can do both.", choices=("prefill", "decode", "mixed")
     )
     node_id: str = setting("", "Name in headers, logs and tickets. Default: role-host-port.")
+    output_parser: str = setting(
+        "", "Splits chat answers into content, reasoning and tool calls: package.module:Class. Default: all is content."
+    )
     start_deadline_s: float = setting(
         600.0, "Seconds until the engine must be ready (weights loaded, cache allocated)."
     )

@@ -15,7 +15,7 @@ import socket
 
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.flags import MAX_PORT
-from pd_router.inheritance import listening_socket
+from pd_http.inheritance import listening_socket
 
 BACKLOG = 2048
 

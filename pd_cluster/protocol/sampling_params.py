@@ -20,7 +20,7 @@ NOT_OF_FIRST_TOKENS = {
 }
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Field meanings are OpenAI's, with vLLM's extensions. Stop *strings* live with the detokenizer, not here."""
 
     max_tokens: int

@@ -9,15 +9,17 @@ import msgspec
 import orjson
 
 from pd_cluster.errors import InvalidRequest
+from pd_cluster.protocol.messages import FinishReason
 from pd_cluster.server.logprobs import chat_logprobs
+from pd_cluster.server.output_parser import Reasoning, ToolCall
 from pd_cluster.server.schema import NOT_JSON
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+    from pd_cluster.server.choice import ChoiceOutput
     from pd_cluster.server.detokenizer import Vocabulary
-    from pd_cluster.server.generation_stream import Delta
-    from pd_cluster.server.response import Collected
+    from pd_cluster.server.output_parser import Part
     from pd_cluster.server.schema import ChatBody, TokenizeBody
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -134,44 +136,50 @@ class ChatShape:
         }
         self._vocabulary = vocabulary
         self._with_logprobs = with_logprobs
-        self._spoken: set[int] = set()  # choices whose role is out
+        self._started: set[int] = set()  # choices whose role is sent
+        self._calling: set[int] = set()  # choices with a tool call
         self._before = (
             b"data: " + orjson.dumps(self._head)[:-1].replace(b"%", b"%%") + b',"choices":[{"index":%d,"delta":'
         )
         self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
 
-    def chunk(self, index: int, delta: Delta, usage: dict[str, Any] | None = None) -> bytes:
-        parts = []
+    def chunk(self, index: int, output: ChoiceOutput, usage: dict[str, Any] | None = None) -> bytes:
+        events = []
         after = self._after if usage is None else b'}],"usage":%s}\n\n' % orjson.dumps(usage)
-        if index not in self._spoken:
-            self._spoken.add(index)
-            parts.append(self._event(index, b'{"role":"assistant","content":""}', after))
-        show_logprobs = self._with_logprobs and delta.tokens
-        if delta.text or show_logprobs:
-            logprobs = orjson.dumps(chat_logprobs(self._vocabulary, delta.tokens)) if show_logprobs else b"null"
-            parts.append(self._event(index, b'{"content":%s}' % orjson.dumps(delta.text), after, logprobs))
-        if delta.finish_reason is not None:
-            end = b'"%s","stop_reason":%s' % (delta.finish_reason.encode(), orjson.dumps(delta.stop_reason))
-            parts.append(self._event(index, b"{}", after, finish_reason=end))
-        return b"".join(parts)
+        if index not in self._started:
+            self._started.add(index)
+            events.append(self._event(index, b'{"role":"assistant","content":""}', after))
+        show_logprobs = self._with_logprobs and output.tokens
+        if output.parts or show_logprobs:
+            delta = _message(output.parts)
+            if "tool_calls" in delta:
+                self._calling.add(index)
+            logprobs = orjson.dumps(chat_logprobs(self._vocabulary, output.tokens)) if show_logprobs else b"null"
+            events.append(self._event(index, orjson.dumps(delta), after, logprobs))
+        if output.finish_reason is not None:
+            reason = _finish_reason(output.finish_reason, index in self._calling)
+            end = b'%s,"stop_reason":%s' % (orjson.dumps(reason), orjson.dumps(output.stop_reason))
+            events.append(self._event(index, b"{}", after, finish_reason=end))
+        return b"".join(events)
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         return b"data: " + orjson.dumps(self._head | {"choices": [], "usage": usage}) + b"\n\n"
 
-    def body(self, choices: Sequence[Collected], usage: dict[str, Any]) -> dict[str, Any]:
-        return self._head | {
-            "object": "chat.completion",
-            "choices": [
-                {
-                    "index": index,
-                    "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
-                    "logprobs": chat_logprobs(self._vocabulary, choice.tokens) if self._with_logprobs else None,
-                    "finish_reason": choice.finish_reason,
-                    "stop_reason": choice.stop_reason,
-                }
-                for index, choice in enumerate(choices)
-            ],
-            "usage": usage,
+    def body(self, choices: Sequence[ChoiceOutput], usage: dict[str, Any]) -> dict[str, Any]:
+        shaped = [self._choice(index, choice) for index, choice in enumerate(choices)]
+        return self._head | {"object": "chat.completion", "choices": shaped, "usage": usage}
+
+    def _choice(self, index: int, choice: ChoiceOutput) -> dict[str, Any]:
+        said = _message(choice.parts)
+        calls = said.get("tool_calls", ())
+        for call in calls:
+            del call["index"]  # the calls of a whole message are in order
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": None, "refusal": None} | said,
+            "logprobs": chat_logprobs(self._vocabulary, choice.tokens) if self._with_logprobs else None,
+            "finish_reason": _finish_reason(choice.finish_reason, bool(calls)),
+            "stop_reason": choice.stop_reason,
         }
 
     def _event(
@@ -179,3 +187,33 @@ class ChatShape:
     ) -> bytes:
         rest = b'%s,"logprobs":%s,"finish_reason":%s%s' % (delta, logprobs, finish_reason, after)
         return self._before % index + rest
+
+
+def _message(parts: Sequence[Part]) -> dict[str, Any]:
+    """The fields of a message, or of a chunk's delta, that hold these parts. `content` may be left out or empty."""
+    content = [part for part in parts if isinstance(part, str)]
+    if len(content) == len(parts):
+        return {"content": "".join(content)}
+    message: dict[str, Any] = {"content": "".join(content)} if content else {}
+    if reasoning := [part.text for part in parts if isinstance(part, Reasoning)]:
+        message["reasoning_content"] = "".join(reasoning)
+    if calls := _tool_calls(part for part in parts if isinstance(part, ToolCall)):
+        message["tool_calls"] = calls
+    return message
+
+
+def _tool_calls(pieces: Iterable[ToolCall]) -> list[dict[str, Any]]:
+    """One entry per call; only the entry with the first piece of a call has its id and name."""
+    calls: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+        if piece.name:
+            call |= {"id": piece.id, "type": "function"}
+            call["function"]["name"] = piece.name
+        call["function"]["arguments"] += piece.arguments
+    return list(calls.values())
+
+
+def _finish_reason(reason: FinishReason | None, has_calls: bool) -> str | None:
+    """OpenAI's word. A choice that was cut off is "length", even inside a tool call."""
+    return "tool_calls" if has_calls and reason is FinishReason.STOP else reason

@@ -1,4 +1,4 @@
-"""The endpoints that generate nothing: models, tokenizer, health, metrics, KV state, lease release."""
+"""The endpoints that generate nothing: models, tokenizer, health, metrics, KV state, lease release, OpenAPI."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from starlette.responses import Response
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.protocol.messages import ReleaseLease
-from pd_cluster.server.answer_task import json_response, read_body
 from pd_cluster.server.chat import normal_messages, template_options
 from pd_cluster.server.fields import ignored_header
+from pd_cluster.server.openapi import openapi_document
 from pd_cluster.server.sampling import check_num_tokens
 from pd_cluster.server.schema import DetokenizeBody, ReleaseBody, TokenizeBody, decode_body
 from pd_connectors.protocol.errors import TicketError, TicketExpired
 from pd_connectors.protocol.ticket import Ticket, verify
+from pd_http.body import read_body
+from pd_http.reply import json_response
 
 if TYPE_CHECKING:
     from pd_cluster.server.state import NodeState
@@ -29,6 +31,11 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 def admin_routes(state: NodeState) -> APIRouter:
     """Routes over `state`."""
     routes = APIRouter()
+    document = openapi_document()
+
+    @routes.get("/openapi.json")
+    async def openapi() -> Response:
+        return json_response(document)
 
     @routes.get("/v1/models")
     async def models() -> Response:

@@ -18,14 +18,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from pd_cluster.errors import InvalidRequest, PdError
 from pd_cluster.protocol.messages import FinishReason
-from pd_cluster.server.answer_task import Reply, error_body
+from pd_cluster.server.choice import ChoiceOutput
 from pd_cluster.server.keepalive import KeepAlive
-from pd_cluster.server.response import Collected, ResponseShape, collect, usage_of
+from pd_cluster.server.response import ResponseShape, collect, usage_of
 from pd_connectors.protocol.ticket import sign
+from pd_http.sse import event_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,14 +32,15 @@ if TYPE_CHECKING:
     from pd_cluster.server.generation_stream import GenerationStream
     from pd_cluster.server.state import NodeState
     from pd_cluster.server.takeover_policy import Tokenize
+    from pd_http.reply import Reply
 
 
-def transfer_params(state: NodeState, generation: GenerationStream, *, echo_ids: bool) -> dict[str, Any]:
+def transfer_params(state: NodeState, stream: GenerationStream, *, echo_ids: bool) -> dict[str, Any]:
     """What D needs. Only the signed ticket counts for our own D; the rest is what vLLM's connector writes.
 
     `echo_ids` is False when the caller brought the ids itself.
     """
-    ticket = generation.ticket
+    ticket = stream.ticket
     if ticket is None:
         raise PdError("the engine prefilled without opening a lease")
     params = {
@@ -52,7 +52,7 @@ def transfer_params(state: NodeState, generation: GenerationStream, *, echo_ids:
         "remote_port": ticket.port,
         "ticket": sign(state.key, ticket),
     }
-    return params | {"prompt_token_ids": generation.job.prompt} if echo_ids else params
+    return params | {"prompt_token_ids": stream.request.prompt} if echo_ids else params
 
 
 def keeping_alive(state: NodeState, reply: Reply) -> KeepAlive:
@@ -61,31 +61,31 @@ def keeping_alive(state: NodeState, reply: Reply) -> KeepAlive:
 
 
 async def answer_prefill_stream(
-    state: NodeState, reply: Reply, generation: GenerationStream, alive: KeepAlive, *, echo_ids: bool
+    state: NodeState, reply: Reply, stream: GenerationStream, alive: KeepAlive, *, echo_ids: bool
 ) -> None:
     """The ticket at once, then silence until the prefill is over."""
     is_told = False
-    async with generation:
-        async for _ in generation:
+    async with stream:
+        async for _ in stream:
             if not is_told:
                 is_told = True
-                params = transfer_params(state, generation, echo_ids=echo_ids)
+                params = transfer_params(state, stream, echo_ids=echo_ids)
                 await alive.start_events()
-                await reply.write(_event("ticket", {"kv_transfer_params": params}))
-        await reply.end(_event("done", {"usage": usage_of([generation])}))
-        await generation.settle()
+                await reply.write(event_bytes({"kv_transfer_params": params}, "ticket"))
+        await reply.end(event_bytes({"usage": usage_of([stream])}, "done"))
+        await stream.settle()
 
 
 async def answer_prefill_whole(
-    state: NodeState, reply: Reply, generation: GenerationStream, shape: ResponseShape, *, echo_ids: bool
+    state: NodeState, reply: Reply, stream: GenerationStream, shape: ResponseShape, *, echo_ids: bool
 ) -> None:
     """One completion with the first token as its text."""
-    async with generation:
-        choices = await collect([generation])
-        params = transfer_params(state, generation, echo_ids=echo_ids)
-        body = shape.body(choices, usage_of([generation])) | {"kv_transfer_params": params}
+    async with stream:
+        choices = await collect([stream])
+        params = transfer_params(state, stream, echo_ids=echo_ids)
+        body = shape.body(choices, usage_of([stream])) | {"kv_transfer_params": params}
         await reply.json(200, body, {"x-pd-prefill": state.node_id})
-        await generation.settle()
+        await stream.settle()
 
 
 async def answer_without_prefill(
@@ -99,15 +99,11 @@ async def answer_without_prefill(
             "prompt",
             "one_prompt_per_ticket",
         )
-    choices = [Collected(finish_reason=FinishReason.LENGTH) for _ in prompts]
+    choices = [ChoiceOutput(i, finish_reason=FinishReason.LENGTH) for i in range(len(prompts))]
     num_tokens = sum([len(await tokenize()) for tokenize in prompts])
     usage = usage_of([]) | {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     await reply.json(200, shape.body(choices, usage))
 
 
-def _event(name: str, data: dict[str, Any]) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
-
-
 def _error_event(error: PdError) -> bytes:
-    return _event("error", error_body(error) | {"status": error.status})
+    return event_bytes(error.to_body() | {"status": error.status}, "error")

@@ -6,9 +6,10 @@ A field that no body here has is refused or named in the answer, see `fields.py`
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.server.fields import refuse
@@ -24,6 +25,8 @@ MAX_PROMPTS = 256  # prompts of one /v1/completions request
 MAX_LISTED_TOKENS = 1 << 20
 MAX_LIST_BYTES = 8 << 20  # of such a field: 262,144 entries with 17 digits each; decoding it holds all up for 60 ms
 _WHOLE = re.compile(rb"[ \t\n\r]*(-?[0-9]+)\.0+[ \t\n\r]*")
+
+_TOKEN_KEYS = Meta(extra_json_schema={"propertyNames": {"pattern": "^-?[0-9]+$"}})
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -41,13 +44,15 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class KvTransferParams(msgspec.Struct, kw_only=True):
-    """vLLM's connector fields, and our signed papers beside them; the dict's other fields are for other engines."""
+    """vLLM's connector fields, and ours. Fields of the dict that are not listed here are for other engines."""
 
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
     ticket: str | None = None
     offer: str | None = None
     prompt_token_ids: list[int] | None = None
+    # D to P, see `decode_sampling`; without it P reads the body's own fields
+    sampling: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})] | UnsetType = UNSET
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
@@ -66,7 +71,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Annotated[dict[int, float], _TOKEN_KEYS] | None = None
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -96,10 +101,21 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_PROMPTS},
+        _TOKEN_IDS,
+        {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
+    ]
+}
+
+
 class CompletionBody(GenerationBody, kw_only=True):
     """POST /v1/completions. `prompt`: string, strings, token ids, or lists of token ids."""
 
-    prompt: msgspec.Raw
+    prompt: Annotated[msgspec.Raw, Meta(extra_json_schema=_PROMPT)]  # decoded by `completions.prompts_of`
     logprobs: int | None = None
 
 

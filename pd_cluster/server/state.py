@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.errors import EngineUnavailable, ModelNotFound, StartupError
 from pd_cluster.server.metrics import NodeMetrics
+from pd_cluster.server.output_parser import load_parser
 from pd_cluster.server.sampling import SamplingDefaults
 from pd_cluster.server.tokenizer import Tokenizer
 from pd_connectors.protocol.keys import load_cluster_key
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pd_cluster.config import NodeConfig
     from pd_cluster.engine.client import EngineClient
     from pd_cluster.protocol.messages import EngineReady
+    from pd_cluster.server.output_parser import ParserFactory
 
 MAX_BODY_BYTES = 64 << 20
 
@@ -33,6 +35,7 @@ class NodeState:
     tokenizer: Tokenizer
     key: bytes  # the cluster's
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    output_parser: ParserFactory | None = None  # of chat answers
     metrics: NodeMetrics = field(default_factory=NodeMetrics)
     created_s: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
@@ -41,8 +44,9 @@ class NodeState:
 
     @classmethod
     def load(cls, config: NodeConfig, engine: EngineClient) -> NodeState:
-        """Reads the tokenizer, the sampling defaults and the cluster's key (seconds). Raises StartupError."""
+        """Reads output parser, cluster key, tokenizer and sampling defaults (seconds). Raises StartupError."""
         model_dir = Path(config.model.model)
+        output_parser = load_parser(config.server.output_parser)
         try:
             key = load_cluster_key(config.handoff.cluster_key_file)
         except (OSError, ValueError) as error:
@@ -53,6 +57,7 @@ class NodeState:
             tokenizer=Tokenizer.load(model_dir),
             key=key,
             defaults=SamplingDefaults.load(model_dir),
+            output_parser=output_parser,
         )
 
     @property

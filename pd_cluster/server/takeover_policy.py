@@ -17,14 +17,15 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from pd_cluster.errors import PeersDied, PrefillUnavailable
+from pd_cluster.errors import NodesDied, PrefillUnavailable
 from pd_cluster.protocol.messages import NeedsPrefill, PrefillLocally, UseTicket, Work
 from pd_cluster.server.generation_request import GenerationRequest, KvSource
-from pd_cluster.server.prefill_client import PREFILL_PARAMS, PeerError, PeerFault, PrefillClient
-from pd_cluster.server.sampling import api_fields
+from pd_cluster.server.prefill_client import PeerError, PeerFault, PrefillClient
+from pd_cluster.server.sampling import encode_sampling
 from pd_connectors.protocol.errors import BadSignature, LoadFailure, TicketError, TicketExpired
 from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.ticket import PROTOCOL_VERSION, Offer, Paper, Ticket, verify
+from pd_http.node_answers import ASK_TICKET
 
 if TYPE_CHECKING:
     from pd_cluster.server.schema import KvTransferParams
@@ -117,19 +118,19 @@ def _plausible_ids(state: NodeState, ids: list[int] | None) -> list[int] | None:
 class PrefillSearch:
     """Answers one request's NeedsPrefill, and stays connected to the node that prefills. Close it with the request."""
 
-    def __init__(self, state: NodeState, job: GenerationRequest) -> None:
+    def __init__(self, state: NodeState, request: GenerationRequest) -> None:
         self._state = state
-        self._job = job
-        self._urls = list(job.plan.prefill_urls)
+        self._request = request
+        self._urls = list(request.plan.prefill_urls)
         self._ends_s = time.monotonic() + state.config.handoff.load_deadline_s
         self._legs: list[PrefillClient] = []
         self._dead: set[str] = set()  # prefill nodes that died while the request was with them
-        ticket, is_open = job.plan.ticket, job.plan.work is Work.TAKE_OVER
+        ticket, is_open = request.plan.ticket, request.plan.work is Work.TAKE_OVER
         # None: not settled, the engine may still ask or do it itself
         self.prefill_node: str | None = ticket.lease.engine_id if ticket else None if is_open else state.node_id
 
     async def answer(self, needs: NeedsPrefill) -> UseTicket | PrefillLocally:
-        """Raises PrefillUnavailable, PeersDied."""
+        """Raises PrefillUnavailable, NodesDied."""
         policy = self._state.config.handoff.on_load_failure
         reason = needs.reason
         if reason:
@@ -154,10 +155,10 @@ class PrefillSearch:
                     self._bury(url)
                 continue
             self.prefill_node = ticket.lease.engine_id
-            return UseTicket(self._job.request_id, ticket, max(self._ends_s - time.monotonic(), 0.001))
+            return UseTicket(self._request.request_id, ticket, max(self._ends_s - time.monotonic(), 0.001))
         if policy in ("any", "local"):
             self.prefill_node = self._state.node_id
-            return PrefillLocally(self._job.request_id)
+            return PrefillLocally(self._request.request_id)
         raise PrefillUnavailable(
             f"no prefill node could serve the request ({reason}), and this node may not do it itself"
         )
@@ -181,11 +182,11 @@ class PrefillSearch:
         return not self._legs or not await self._legs[-1].lives()
 
     def _bury(self, name: str) -> None:
-        """A prefill node died of this request, perhaps. Raises PeersDied when it must not meet another one."""
+        """A prefill node died of this request, perhaps. Raises NodesDied when it must not meet another one."""
         self._dead.add(name)
         if len(self._dead) >= self._state.config.handoff.max_node_deaths:
             self._fell_back("nodes_died")
-            raise PeersDied(
+            raise NodesDied(
                 f"{len(self._dead)} prefill nodes died while they served this request; it is not tried again"
             )
 
@@ -196,24 +197,22 @@ class PrefillSearch:
 
     async def _ask(self, url: str, left_s: float) -> Ticket:
         assert self._state.peers is not None, "the app's lifespan has not begun"
-        job = self._job
+        request = self._request
         body = {
-            "prompt": job.prompt,
-            "max_tokens": 1,
-            "stream": False,
-            "priority": job.priority,
-            "cache_salt": job.salt or None,
-            "kv_transfer_params": PREFILL_PARAMS,
-        } | api_fields(job.sampling)
-        headers = {"x-request-id": job.client_request_id, GROUP_HEADER: job.group}
+            "prompt": request.prompt,
+            "priority": request.priority,
+            "cache_salt": request.salt or None,
+            "kv_transfer_params": ASK_TICKET | {"sampling": encode_sampling(request.sampling)},
+        }
+        headers = {"x-request-id": request.client_request_id, GROUP_HEADER: request.group}
         leg = await PrefillClient.open(self._state.peers, url, body, headers, left_s)
         self._legs.append(leg)
         try:
-            return trusted_ticket(self._state, leg.ticket, job.prompt, job.salt)
+            return trusted_ticket(self._state, leg.ticket, request.prompt, request.salt)
         except Untrusted as error:
             await self.close()
             raise PeerError(PeerFault.BAD_ANSWER, f"{url}: {error.reason}") from error
 
     def _fell_back(self, reason: str, detail: str = "") -> None:
         self._state.metrics.fallbacks.labels(reason).inc()
-        logger.info("request %s: %s", self._job.request_id, detail or reason)
+        logger.info("request %s: %s", self._request.request_id, detail or reason)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.config import NodeConfig
-    from pd_cluster.models.llama import Llama
+    from pd_cluster.models.model import Model
     from pd_cluster.scheduling.batch import Batch
     from pd_cluster.worker.executor import ModelDescription
     from pd_cluster.worker.pending_step import PendingStep
@@ -40,7 +40,7 @@ class DeviceExecutor:
     model: ModelDescription  # load
     geometry: Geometry
     _kernels: Kernels
-    _llama: Llama
+    _model: Model
     _cache: KVCache  # allocate
     _runner: ModelRunner  # warm_up
     _graph_sizes: GraphSizes
@@ -85,7 +85,7 @@ class DeviceExecutor:
         block_size = _resolve_block_size(config.cache.block_size, device)
         self.geometry = Geometry(block_size, spec.num_kv_heads, spec.num_layers, spec.head_dim, dtype)
         self._kernels = choose_kernels(config, self.model, block_size, device, progress)
-        self._llama = load_model(self.model, config.model, self._kernels, device, progress)
+        self._model = load_model(self.model, config.model, self._kernels, device, progress)
 
     def free_kv_bytes(self) -> int:
         config, limits = self._config.cache, self._config.scheduler
@@ -109,7 +109,7 @@ class DeviceExecutor:
         try:
             self._runner = runner = self._make_runner(self._cache, self.model.max_model_len)
             if captures_steps(limits, self._kernels, device):
-                captured = capture_steps(self._llama, runner, limits, device, self._cleanup, self._progress)
+                captured = capture_steps(self._model, runner, limits, device, self._cleanup, self._progress)
                 runner.use_graphs(captured)
         except torch.OutOfMemoryError as error:
             hint = "lower --gpu-memory-utilization or --max-graph-tokens"
@@ -137,7 +137,7 @@ class DeviceExecutor:
 
     def _make_runner(self, cache: KVCache, max_len: int) -> ModelRunner:
         return ModelRunner.make(
-            self._llama, cache, self._kernels, self._config, self.model.eos_token_ids, max_len, self._device
+            self._model, cache, self._kernels, self._config, self.model.eos_token_ids, max_len, self._device
         )
 
     def _run_largest_step(self, scratch: KVCache) -> None:

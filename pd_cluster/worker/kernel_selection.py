@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from pd_cluster.config import NodeConfig
-    from pd_cluster.models.llama import Llama
+    from pd_cluster.models.model import Model
     from pd_cluster.worker.executor import ModelDescription
     from pd_kernels.backends import Kernels
 
@@ -55,7 +55,7 @@ def choose_kernels(
 
 
 def choose_products(
-    model: Llama,
+    model: Model,
     decodes: list[int],
     prompts: list[int],
     device: torch.device,

@@ -9,9 +9,8 @@ import torch
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import model_directory, read_json
 from pd_cluster.models.fingerprint import fingerprint
-from pd_cluster.models.llama import Llama
-from pd_cluster.models.registry import resolve_spec
-from pd_cluster.models.spec import read_eos_token_ids
+from pd_cluster.models.hf_config import read_eos_token_ids
+from pd_cluster.models.registry import build_model, resolve_spec
 from pd_cluster.models.weights import fill_at_random, load_weights
 from pd_cluster.worker.executor import ModelDescription
 from pd_cluster.worker.kv_cache import DTYPES
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.config import ModelConfig
+    from pd_cluster.models.model import Model
     from pd_kernels.backends import Kernels
 
 
@@ -46,11 +46,11 @@ def load_model(
     kernels: Kernels,
     device: torch.device,
     progress: Callable[[str], None],
-) -> Llama:
+) -> Model:
     """The model with its weights, random ones for the load format "dummy". Raises StartupError."""
     spec = description.spec
     try:
-        model = Llama(spec, kernels, description.max_model_len, DTYPES[description.dtype], device)
+        model = build_model(spec, kernels, description.max_model_len, DTYPES[description.dtype], device)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         raise StartupError(f"the weights of {spec.architecture} do not fit on {device}: {error}") from error
     if config.load_format == "dummy":

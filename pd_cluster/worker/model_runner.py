@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pd_cluster.models.llama import ForwardInputs, Tail
+from pd_cluster.models.forward_inputs import ForwardInputs, Tail
 from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.input_batch import InputBatch, table_width
 from pd_cluster.worker.logits_stages.order import make_stages
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from pd_cluster.config import NodeConfig
-    from pd_cluster.models.llama import Llama
+    from pd_cluster.models.model import Model
     from pd_cluster.scheduling.batch import Batch
     from pd_cluster.worker.cuda_graphs.captured_steps import CapturedSteps
     from pd_cluster.worker.input_batch import ReplayInputs, Samples, StepInputs
@@ -33,7 +33,7 @@ class ModelRunner:
     """Runs batches in the order given. Not thread-safe."""
 
     def __init__(
-        self, model: Llama, cache: KVCache, rows: InputBatch, host_buffer: HostBuffer, kernels: Kernels
+        self, model: Model, cache: KVCache, rows: InputBatch, host_buffer: HostBuffer, kernels: Kernels
     ) -> None:
         self._model = model
         self.cache = cache
@@ -48,7 +48,7 @@ class ModelRunner:
     @classmethod
     def make(
         cls,
-        model: Llama,
+        model: Model,
         cache: KVCache,
         kernels: Kernels,
         config: NodeConfig,

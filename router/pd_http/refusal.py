@@ -6,6 +6,8 @@ from enum import Enum
 
 import orjson
 
+from pd_http.errors import error_body
+
 
 class Refusal(Enum):
     """Value: the word it is counted under, the status (0: no answer is written), the message."""
@@ -35,9 +37,4 @@ class Refusal(Enum):
     @property
     def body(self) -> bytes:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return error_body(self.message, kind, self.word)
-
-
-def error_body(message: str, kind: str, code: str, param: str | None = None) -> bytes:
-    """OpenAI's error object as JSON."""
-    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
+        return orjson.dumps(error_body(self.message, kind, self.word))

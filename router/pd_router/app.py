@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
 from starlette.routing import Route
 
-from pd_http.refusal import error_body
+from pd_http.errors import InvalidRequest, PdError
+from pd_http.reply import json_response
 from pd_router import headers as rules
 from pd_router.background import Background
 from pd_router.control import Control, Relay
 from pd_router.discovery import Discovery
-from pd_router.errors import RouterError, to_body
 from pd_router.health import HealthPoller
 from pd_router.metrics import RouterMetrics
 from pd_router.node_orders import Admin
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from starlette.requests import Request
+    from starlette.responses import Response
 
     from pd_router.config import RouterConfig
     from pd_router.sources.base import NodeSource
@@ -98,7 +98,7 @@ def create_app(
             Route("/nodes/{id}/drain", admin.drain, methods=["POST"]),
             Route("/nodes/{id}/drain", admin.resume, methods=["DELETE"]),
         ],
-        exception_handlers={HTTPException: _http_error, RouterError: _router_error, Exception: _bug},
+        exception_handlers={HTTPException: _http_error, PdError: _pd_error, Exception: _bug},
         lifespan=lifespan,
     )
     app.state.services = services
@@ -110,21 +110,20 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """404 and 405 in OpenAI's shape."""
     assert isinstance(error, HTTPException)
     phrase = http.HTTPStatus(error.status_code).phrase
-    message = f"{phrase}: {request.method} {request.url.path}"
-    body = error_body(message, "invalid_request_error", phrase.lower().replace(" ", "_"))
-    return _error(request, error.status_code, body, error.headers)
+    message, code = f"{phrase}: {request.method} {request.url.path}", phrase.lower().replace(" ", "_")
+    return _error(request, InvalidRequest(message, code=code, status=error.status_code), error.headers)
 
 
-async def _router_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RouterError)
-    return _error(request, error.status, to_body(error))
+async def _pd_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, PdError)
+    return _error(request, error)
 
 
 async def _bug(request: Request, error: Exception) -> Response:
     """500 in OpenAI's shape; the server logs the exception."""
-    return _error(request, 500, to_body(RouterError("internal error")))
+    return _error(request, PdError("internal error"))
 
 
-def _error(request: Request, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> Response:
+def _error(request: Request, error: PdError, headers: Mapping[str, str] | None = None) -> Response:
     request_id = rules.request_id(rules.first_values(request.scope["headers"]))
-    return Response(body, status, {**(headers or {}), rules.REQUEST_ID: request_id}, "application/json")
+    return json_response(error.to_body(), error.status, {**(headers or {}), rules.REQUEST_ID: request_id})

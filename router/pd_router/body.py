@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pd_router.errors import InvalidRequest
+from pd_http.errors import InvalidRequest
+from pd_http.node_answers import ASK_TICKET
 
 RawObject = dict[str, msgspec.Raw]
 _OBJECT = msgspec.json.Decoder(RawObject)
@@ -19,14 +20,6 @@ _NO_TOKENS = frozenset({"max_tokens", "max_completion_tokens", "stream_options"}
 _KV = "kv_transfer_params"
 _PROMPT_LISTS = re.compile(rb'[ \t\n\r]*\[[ \t\n\r]*["\[]')
 _MAX_SAMPLES = 128  # a node refuses more; as a charge it must stay a sensible number
-_ASK_TICKET = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 # What msgspec raises: not JSON or not of the type, not UTF-8, nested too deeply.
 _BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 T = TypeVar("T")
@@ -94,7 +87,7 @@ class RequestBody:
         fields["max_tokens"] = 1
         if "max_completion_tokens" in self._fields:
             fields["max_completion_tokens"] = 1
-        fields[_KV] = _ASK_TICKET
+        fields[_KV] = ASK_TICKET
         return msgspec.json.encode(fields)
 
     def with_transfer(self, params: dict[str, Any]) -> bytes:

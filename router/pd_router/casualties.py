@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pd_router.errors import NodesDied
+from pd_http.errors import NodesDied
 
 if TYPE_CHECKING:
     from pd_router.node_table import Node

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from pd_connectors.protocol.keys import load_cluster_key
+from pd_http.errors import StartupError
 from pd_http.files import raise_file_limit
 from pd_http.gate import HttpGate
+from pd_http.inheritance import listening_socket
 from pd_router.app import create_app
 from pd_router.config import RouterConfig
-from pd_router.errors import StartupError
 from pd_router.farewell import Farewell
-from pd_router.inheritance import listening_socket
 from pd_router.server import RouterServer
 from pd_router.sources.make import make_sources
 from pd_router.succession import Predecessor, Succession

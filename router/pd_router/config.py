@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 from yarl import URL
 
+from pd_http.errors import StartupError
 from pd_http.limits import HttpLimits
-from pd_router.errors import StartupError
 
 MAX_PORT = 65535
 

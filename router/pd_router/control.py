@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 import orjson
 from starlette.responses import Response
 
-from pd_http.body import ClientGone
+from pd_http.body import ClientGone, read_body
+from pd_http.errors import ModelNotFound, PdError
+from pd_http.reply import json_response
 from pd_router import headers as rules
 from pd_router.body import RequestBody
-from pd_router.client import Reply, read_body
-from pd_router.errors import ModelNotFound, NodeFailed, NoNode, RouterError
+from pd_router.errors import NodeFailed, NoNode
 from pd_router.liveness import FirstByteGuard
 from pd_router.node_table import Node, Role
+from pd_router.reply import RouterReply
 from pd_router.upstream import Answer, LegFailed, Refused
 
 if TYPE_CHECKING:
@@ -45,10 +47,10 @@ class Control:
             "healthy": {"prefill": len(prefills), "decode": len(decodes)},
             "nodes": len(table.nodes),
         }
-        return _json(told, 200 if decodes else 503)
+        return json_response(told, 200 if decodes else 503)
 
     async def nodes(self, request: Request) -> Response:
-        return _json({"nodes": self._s.table.report()})
+        return json_response({"nodes": self._s.table.report()})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._s.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -65,8 +67,7 @@ class Relay:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = rules.request_id(rules.first_values(scope["headers"]))
-        reply = Reply(send)
-        reply.common.append((rules.REQUEST_ID.encode(), request_id.encode()))
+        reply = RouterReply(send, request_id)
         try:
             raw = await read_body(scope, receive, self._s.longest_body)
             name = scope["path_params"].get("name")
@@ -81,10 +82,10 @@ class Relay:
             return  # nothing was started for it
         except asyncio.CancelledError:
             await reply.stopped()
-        except RouterError as error:
-            await reply.error(error)
+        except PdError as error:
+            await reply.fail(error)
         except Exception as error:
-            await reply.crashed(request_id, error)
+            await reply.crashed(error)
 
     async def _ask(
         self, scope: Scope, path: str, request_id: str, model: str | None, body: RequestBody | None
@@ -131,7 +132,3 @@ def _card(listing: Answer, name: str) -> Answer:
     if name not in cards:
         raise ModelNotFound(f"no node serves the model {name!r}", param="model")
     return Answer(200, listing.headers, orjson.dumps(cards[name]))
-
-
-def _json(value: object, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 
 from multidict import CIMultiDict
 
+from pd_http.errors import InvalidRequest
 from pd_router.config import HandoffOrder
-from pd_router.errors import InvalidRequest
 
 Headers = CIMultiDict[str]
 RawHeaders = Iterable[tuple[bytes, bytes]]

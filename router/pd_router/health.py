@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import orjson
 
 from pd_connectors.protocol.clock import patiently
+from pd_http.node_answers import object_in
 from pd_router.liveness import Down
-from pd_router.upstream import FailureKind, LegFailed, Upstream, object_in
+from pd_router.upstream import FailureKind, LegFailed, Upstream
 
 if TYPE_CHECKING:
     from pd_router.config import RouterConfig

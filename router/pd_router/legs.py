@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import msgspec
 
+from pd_http.errors import ENGINE_DIED
+from pd_http.node_answers import PrefillEvents, code_of, object_in
+from pd_http.sse import EVENT_STREAM
 from pd_router.body import raw_object
 from pd_router.headers import PREFILL_BY
-from pd_router.sse import Event, SseParser
-from pd_router.upstream import ENGINE_DIED, Answer, FailureKind, LegFailed, Refused, Upstream, code_of, object_in
+from pd_router.upstream import Answer, FailureKind, LegFailed, Refused, Upstream
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pd_http.sse import Event
     from pd_router.node_table import Charge, Node
 
 log = logging.getLogger("pd_router")
-EVENT_STREAM = "text/event-stream"
 _KV = "kv_transfer_params"
 
 
@@ -44,8 +46,7 @@ class PrefillLeg:
         self.node = node
         self._upstream = upstream
         self._charge = charge
-        self._parser = SseParser()
-        self._after_ticket: list[Event] = []  # a short prompt's "done" may come together with its ticket
+        self._events = PrefillEvents()
         self._response: aiohttp.ClientResponse | None = None
 
     async def open(self, path: str, headers: Mapping[str, str], body: bytes, ticket_timeout_s: float) -> Handoff:
@@ -69,15 +70,12 @@ class PrefillLeg:
     async def _handoff(self, response: aiohttp.ClientResponse) -> Handoff:
         if response.content_type != EVENT_STREAM:
             return self._read_params(await response.read())  # an engine without tickets: it has prefilled by now
-        while chunk := await response.content.readany():
-            events = self._parser.feed(chunk)
-            for i, event in enumerate(events):
-                if event.name == "ticket":
-                    self._after_ticket = events[i + 1 :]
-                    return self._read_params(event.data)
-                if event.name == "error":
-                    raise _refusal_in(event) or _failure_in(self.node, event)
-        raise LegFailed(self.node, FailureKind.BROKEN, "the answer ended without a ticket")
+        event = await self._events.ticket(response.content.readany)
+        if event is None:
+            raise LegFailed(self.node, FailureKind.BROKEN, "the answer ended without a ticket")
+        if event.name == "error":
+            raise _refusal_in(event) or _failure_in(self.node, event)
+        return self._read_params(event.data)
 
     def _read_params(self, data: bytes) -> Handoff:
         found = raw_object(data).get(_KV)
@@ -104,22 +102,11 @@ class PrefillLeg:
             self.close()
 
     async def _read_to_end(self, response: aiohttp.ClientResponse) -> None:
-        done = False
-        failure: LegFailed | None = None
-        events = self._after_ticket
-        while True:
-            for event in events:
-                done = done or event.name == "done"
-                if event.name == "error":
-                    failure = _failure_in(self.node, event)
-            chunk = await response.content.readany()
-            if not chunk:
-                break
-            events = self._parser.feed(chunk)
-        if failure is not None:
-            raise failure
-        if not done:
+        event = await self._events.outcome(response.content.readany)
+        if event is None:
             raise LegFailed(self.node, FailureKind.BROKEN, "the answer ended before the prefill did")
+        if event.name == "error":
+            raise _failure_in(self.node, event)
 
     def close(self) -> None:
         """Idempotent. A connection whose answer was read to its end has gone back to the pool already."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-import orjson
-from starlette.responses import Response
-
-from pd_router.errors import InvalidRequest
+from pd_http.errors import InvalidRequest
+from pd_http.reply import json_response
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+    from starlette.responses import Response
 
     from pd_router.node_table import Node, NodeTable
     from pd_router.sources.posted import PostedNodes
@@ -21,7 +20,7 @@ ORDER = "x-pd-order"  # request header: a signed NodeOrder
 
 
 class Admin:
-    """Handlers. They answer with the node as `GET /nodes` shows it; they raise RouterErrors."""
+    """Handlers. They answer with the node as `GET /nodes` shows it; they raise PdErrors."""
 
     def __init__(self, table: NodeTable, posted: PostedNodes) -> None:
         self._table = table
@@ -64,4 +63,4 @@ class Admin:
         return node
 
     def _tell(self, node: Node, status: int = 200) -> Response:
-        return Response(orjson.dumps(self._table.describe(node)), status, media_type="application/json")
+        return json_response(self._table.describe(node), status)

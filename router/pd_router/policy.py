@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pd_http.errors import ModelNotFound
 from pd_router.config import HandoffOrder
-from pd_router.errors import ModelNotFound, NoNode
+from pd_router.errors import NoNode
 from pd_router.node_table import Node, NodeTable, Role
 
 if TYPE_CHECKING:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from pd_connectors.protocol.ticket import Offer, sign
+from pd_http.errors import NodesDied, PdError
+from pd_http.reply import JSON_TYPE
 from pd_router import policy, spill
 from pd_router.candidates import Candidates, Choose
 from pd_router.casualties import Casualties
-from pd_router.client import JSON_TYPE, Reply
 from pd_router.config import HandoffOrder, RouterConfig
-from pd_router.errors import NodeFailed, NodesDied, NoNode, RouterError
+from pd_router.errors import NodeFailed, NoNode
 from pd_router.headers import ROUTE, TICKET, Headers
 from pd_router.legs import DecodeLeg, Handoff, PrefillLeg
 from pd_router.liveness import FirstByteGuard
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from pd_router.background import Background
     from pd_router.body import RequestBody
     from pd_router.metrics import RouterMetrics
+    from pd_router.reply import RouterReply
 
 log = logging.getLogger("pd_router")
 # A node's own word for "not now" or "not here"; 504 is not among them: the request's time is up everywhere.
@@ -61,7 +63,7 @@ class Services:
 
 
 class RoutedRequest:
-    """Runs one planned request: `run` gives the client its answer, or raises a RouterError before its first byte.
+    """Runs one planned request: `run` gives the client its answer, or raises a PdError before its first byte.
 
     Cancelling it closes both legs, and gives the ticket back unless a D has answered with it.
     """
@@ -73,7 +75,7 @@ class RoutedRequest:
         body: RequestBody,
         headers: Headers,
         plan: policy.RoutePlan,
-        reply: Reply,
+        reply: RouterReply,
         arrived_at: float,
     ) -> None:
         self.plan = plan
@@ -105,7 +107,7 @@ class RoutedRequest:
             self._s.metrics.node_killers.inc()
             self._name_route()
             raise
-        except RouterError:
+        except PdError:
             self._name_route()
             raise
 
@@ -326,7 +328,7 @@ class RoutedRequest:
         try:
             orjson.loads(answer.body)
         except orjson.JSONDecodeError:
-            await self._reply.error(
+            await self._reply.fail(
                 NodeFailed(f"a node answered status {answer.status} without saying why", status=status)
             )
             return
@@ -334,7 +336,7 @@ class RoutedRequest:
         await self._reply.whole(status, [JSON_TYPE, *retry], answer.body)
 
     def _name_route(self) -> None:
-        self._reply.common.append((ROUTE.encode(), f"{self.plan.order.value}; reason={self.plan.reason}".encode()))
+        self._reply.headers[ROUTE] = f"{self.plan.order.value}; reason={self.plan.reason}"
 
     def _note(self, leg: str, failure: LegFailed) -> None:
         self._s.metrics.leg_failures.labels(leg, failure.node.node_id, failure.kind.value).inc()

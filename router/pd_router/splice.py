@@ -6,12 +6,13 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from pd_http.body import ClientGone
-from pd_http.refusal import error_body
+from pd_http.errors import PdError
+from pd_http.sse import error_event, event_bytes
 from pd_router.headers import DECODE_BY, PREFILL_BY, RawHeaders, answered
 from pd_router.upstream import FailureKind, LegFailed
 
 if TYPE_CHECKING:
-    from pd_router.client import HeaderList, Reply
+    from pd_http.reply import HeaderList, Reply
     from pd_router.legs import DecodeLeg
     from pd_router.node_table import Node
 
@@ -29,13 +30,13 @@ async def send_answer(leg: DecodeLeg, reply: Reply, prefill_by: Node, idle_timeo
         headers = _with_nodes(leg.whole.headers, prefill_by, leg.node)
         await reply.whole(leg.whole.status, headers, leg.whole.body)
         return
-    await reply.start(leg.status, _with_nodes(leg.headers, prefill_by, leg.node))
+    await reply.start(leg.status, _with_nodes(leg.headers, prefill_by, leg.node), _cut_off)
     tail = [b"", b""]
     try:
         await _splice(leg, reply, idle_timeout_s, tail)
         _check_end(leg.node, b"".join(tail))
     except LegFailed as failure:
-        await reply.chunk(_last_words(b"".join(tail), failure))
+        await reply.write(_last_words(b"".join(tail), failure))
         raise
     await reply.end()
 
@@ -54,7 +55,7 @@ async def _splice(leg: DecodeLeg, reply: Reply, idle_timeout_s: float, tail: lis
             refresh_at = loop.time() + refresh_s
             while chunk:
                 sending = True
-                await reply.chunk(chunk)
+                await reply.write(chunk)
                 sending = False
                 tail[0], tail[1] = tail[1], chunk
                 now = loop.time()
@@ -77,9 +78,13 @@ def _check_end(node: Node, tail: bytes) -> None:
 
 def _last_words(tail: bytes, failure: LegFailed) -> bytes:
     """An error event; a half event before it is closed off first."""
-    message = f"the answer broke off: {failure}"
-    event = b"data: " + error_body(message, "server_error", "stream_interrupted") + b"\n\n"
+    event = event_bytes(PdError(f"the answer broke off: {failure}", code="stream_interrupted").to_body())
     return event if tail.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n" + event
+
+
+def _cut_off(error: PdError) -> bytes:
+    """The last events of a stream that the router ends. The blank line ends an event that the node may have begun."""
+    return b"\n\n" + error_event(error)
 
 
 def _with_nodes(headers: RawHeaders, prefill_by: Node, decode_by: Node) -> HeaderList:

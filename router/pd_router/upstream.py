@@ -6,12 +6,13 @@ import asyncio
 import io
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
-import orjson
 
 from pd_connectors.protocol.clock import patiently
+from pd_http.errors import ENGINE_DIED, NodesDied
+from pd_http.node_answers import code_of, has_lost_requests, object_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
 # From this size on aiohttp wants a file rather than bytes, so that writing does not hold up the event loop.
 _LARGE_BODY_BYTES = 1 << 20
-# `error.code` of a node's answers; the node's side is `pd_cluster.errors`.
-ENGINE_DIED = "engine_died"
-NODES_DIED = "nodes_died"
 
 
 class FailureKind(StrEnum):
@@ -63,7 +61,7 @@ class LegFailed(Exception):
     @property
     def is_final(self) -> bool:
         """The node says that the request must not be tried anywhere again."""
-        return self.answer is not None and code_of(self.answer.body) == NODES_DIED
+        return self.answer is not None and code_of(self.answer.body) == NodesDied.code
 
 
 class Refused(Exception):
@@ -191,8 +189,7 @@ class Upstream:
         except LegFailed:
             return True
         told = object_in(answer.body)
-        now = told.get("epoch")
-        return told.get("status") in ("dead", "starting") or (epoch is not None and now != epoch)
+        return has_lost_requests(told) or (epoch is not None and told.get("epoch") != epoch)
 
     async def get(self, node: Node, path: str, headers: Mapping[str, str], timeout_s: float | None) -> Answer:
         """A whole small answer, whatever its status. `timeout_s` None: no limit. Raises LegFailed without one."""
@@ -205,19 +202,3 @@ class Upstream:
             raise LegFailed(node, FailureKind.TIMEOUT, f"no answer within {timeout_s:g} s", wait="control") from error
         except (aiohttp.ClientError, OSError) as error:
             raise LegFailed(node, FailureKind.BROKEN, f"{type(error).__name__}: {error}") from error
-
-
-def object_in(body: bytes) -> dict[str, Any]:
-    """The JSON object that a node has sent; empty where it is none."""
-    try:
-        told = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return {}
-    return told if isinstance(told, dict) else {}
-
-
-def code_of(body: bytes) -> str:
-    """`error.code` of a node's error; "" where there is none."""
-    error = object_in(body).get("error")
-    code = error.get("code") if isinstance(error, dict) else None
-    return code if isinstance(code, str) else ""

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 from lightkube.resources.core_v1 import Pod
 
+from pd_http.errors import StartupError
 from pd_router.config import RouterConfig
 from pd_router.discovery import Discovery
-from pd_router.errors import StartupError
 from pd_router.node_table import NodeSpec, NodeTable, Role
 from pd_router.sources.kubernetes import MAX_RETRY_S, KubernetesPods, node_of
 from pd_router.sources.make import make_sources

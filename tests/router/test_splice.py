@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from pd_http.body import ClientGone
-from pd_router.client import Reply
+from pd_http.reply import Reply
 from pd_router.node_table import Role
 from pd_router.splice import send_answer
 from pd_router.upstream import Answer, FailureKind, LegFailed

@@ -192,8 +192,8 @@ def says(ids: Sequence[int], finish: FinishReason = FinishReason.LENGTH) -> Scri
     return script
 
 
-def decodes(ids: Sequence[int], *, failures: Sequence[str] = ()) -> Script:
-    """D's engine: asks for a prefill (after each failure once more) when it takes over, then says `ids`."""
+def decodes(ids: Sequence[int], *, failures: Sequence[str] = (), n: int = 1) -> Script:
+    """D's engine: asks for a prefill (after each failure once more) when it takes over, then `ids` per sequence."""
 
     async def script(line: Line) -> None:
         request = line.request
@@ -208,6 +208,7 @@ def decodes(ids: Sequence[int], *, failures: Sequence[str] = ()) -> Script:
             if isinstance(answer, PrefillLocally):
                 external = 0
                 break
-        line.tokens(ids, finish=FinishReason.LENGTH, num_external=external)
+        for index in range(n):
+            line.tokens(ids, index=index, finish=FinishReason.LENGTH, finished=index == n - 1, num_external=external)
 
     return script

@@ -7,6 +7,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from fastapi import FastAPI
 from starlette.requests import Request  # noqa: TC002 (FastAPI reads the annotation)
@@ -14,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from pd_cluster.config import HandoffConfig
 from pd_cluster.protocol.messages import Abort, NeedsPrefill, PrefillLocally, TicketOpened, UseTicket, Work
+from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_connectors.protocol.ticket import Offer, sign
 from tests.server.fake_engine import WAIT_S, FakeEngine, Line, decodes, says
 from tests.server.live_server import KEY, Node, running, serving
@@ -148,22 +150,32 @@ async def test_implausible_ids_are_not_used() -> None:
 # D-first: the request brings an offer
 
 
-async def test_d_asks_the_offered_node_with_the_same_sampling() -> None:
-    async with running(engine_of_p(), node_id="p") as p, decode_node() as d:
-        more = {"temperature": 0.4, "seed": 3, "top_k": 7, "logprobs": 2, "logit_bias": {"9": 1.5}, "cache_salt": "s"}
+EVERY_SAMPLING_FIELD: dict[str, Any] = {
+    "max_tokens": 5, "n": 2, "temperature": 0.4, "top_p": 0.9, "top_k": 7, "min_p": 0.05, "repetition_penalty": 1.1,
+    "presence_penalty": 0.2, "frequency_penalty": -0.3, "seed": -(2**63), "logit_bias": {"9": 1.5}, "min_tokens": 3,
+    "stop_token_ids": [8, 9], "ignore_eos": True, "logprobs": 2,
+}  # fmt: skip
+
+
+async def test_d_asks_the_offered_node_with_its_own_sampling_parameters() -> None:
+    """Each field differs from its default, so this fails for a field that does not reach P, and for a new one."""
+    async with running(engine_of_p(), node_id="p") as p, decode_node(decodes([5, 6, 7], n=2)) as d:
+        more = EVERY_SAMPLING_FIELD | {"cache_salt": "s"}
         status, answer, headers = await complete(d, {"offer": make_offer(p.url)}, **more)
         asked, request = p.engine.requests[0], d.engine.requests[0]
         use = d.engine.sent[0]
     assert status == 200
+    defaults = SamplingParams(max_tokens=3)
+    for field in msgspec.structs.fields(SamplingParams):
+        assert getattr(request.sampling, field.name) != getattr(defaults, field.name), field.name
+    assert asked.sampling == msgspec.structs.replace(request.sampling, max_tokens=1)
     assert (request.work, request.ticket, request.min_remote_tokens) == (Work.TAKE_OVER, None, 64)
     assert (asked.work, asked.prompt_token_ids, asked.salt) == (Work.PREFILL, request.prompt_token_ids, "s")
-    for name in ("temperature", "seed", "top_k", "logprobs", "logit_bias", "n"):
-        assert getattr(asked.sampling, name) == getattr(request.sampling, name), name
     assert isinstance(use, UseTicket)
     assert use.ticket.lease.engine_id == "engine-of-p"
     assert 0 < use.load_deadline_s <= 30
     assert headers["x-pd-prefill"] == "engine-of-p"
-    assert answer["usage"]["completion_tokens"] == 3
+    assert answer["usage"]["completion_tokens"] == 6
 
 
 async def test_engine_that_needs_no_prefill_asks_nobody() -> None:
@@ -311,7 +323,7 @@ async def test_leg_to_p_stays_open_until_the_client_leaves_then_p_aborts() -> No
 async def test_failure_after_the_first_token_ends_the_stream_with_an_error() -> None:
     async def script(line: Line) -> None:
         line.tokens([5])
-        line.push(NeedsPrefill(line.request.request_id, 0, "peer_restarted", first_tokens_sent=True))
+        line.push(NeedsPrefill(line.request.request_id, 0, "peer_restarted"))
         assert isinstance(await line.heard(), Abort)
 
     async with decode_node(script, on_load_failure="fail") as d:

@@ -96,7 +96,7 @@ def with_graphs(
     """Give the executor's runner graphs that are none."""
     runner, repeater, lines = executor._runner, Repeater(room), list[str]()
     kernels = replace(executor._kernels, plan_attention=plan_on_device)
-    graphs = DecodeGraphs(executor._llama, executor._cache, runner.rows, runner.host_buffer, kernels)
+    graphs = DecodeGraphs(executor._model, executor._cache, runner.rows, runner.host_buffer, kernels)
     graphs.capture(sizes, repeater, lines.append)
     use_graphs(executor, graphs)
     return repeater, graphs, lines

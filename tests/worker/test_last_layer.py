@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
+from pd_cluster.models.llama import Llama
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker.device_executor import DeviceExecutor
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.input_batch import StepInputs
 
 LENGTHS = (1, 15, 16, 17, 70, 40, 2)
-WINDOWED = ["qwen3", "mistral-window", "qwen2-some-windows", "qwen3-some-windows"]  # no layer, all, two, the last
+WINDOWED = ["qwen3", "mistral-window", "gemma3", "qwen3-some-windows"]  # no layer, all, all but one, the last
 
 
 class Beside:
@@ -59,15 +60,17 @@ def run(executor: DeviceExecutor, budget: int) -> None:
 
 def last_layer_rows(executor: DeviceExecutor) -> list[int]:
     """Fills up with the number of rows of each product after the last layer's attention."""
-    layer, counts = executor._llama._layers[-1], list[int]()
+    model, counts = executor._model, list[int]()
+    assert isinstance(model, Llama)
+    layer = model._layers[-1]
     for linear in (layer.out, layer.gate_up, layer.down):
 
-        def counted(x: torch.Tensor, forward: object = linear._forward) -> torch.Tensor:
+        def counted(x: torch.Tensor, forward: object = linear._multiply) -> torch.Tensor:
             counts.append(len(x))
             product: torch.Tensor = forward(x)  # type: ignore[operator]
             return product
 
-        linear._forward = counted
+        linear._multiply = counted
     return counts
 
 

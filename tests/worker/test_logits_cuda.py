@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pd_cluster.bench.shapes import CONFIGS
+from benchmarks.shapes import CONFIGS
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
-from pd_cluster.models.llama import Llama
+from pd_cluster.models.registry import build_model
 from pd_cluster.models.weights import fill_at_random
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.device_executor import DeviceExecutor
@@ -30,6 +30,8 @@ from tests.worker.driver import Driver, Generation, random_prompts
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from pd_cluster.models.model import Model
 
 logger = logging.getLogger(__name__)
 
@@ -123,12 +125,12 @@ def make_executor(case: Case, directory: Path) -> DeviceExecutor:
     return DeviceExecutor.started(config, lambda _: None)
 
 
-def fill(model: Llama, seed: int) -> None:
+def fill(model: Model, seed: int) -> None:
     fill_at_random(model, seed)
-    plain = model.slots["model.layers.0.self_attn.q_proj.weight"].float().var().item() * model.spec.hidden_size
+    plain = model.slots["model.layers.0.self_attn.q_proj.weight"].tensor.float().var().item() * model.spec.hidden_size
     for name, slot in model.slots.items():
         if name.endswith("q_proj.weight"):
-            slot.mul_(SHARPNESS / plain)
+            slot.tensor.mul_(SHARPNESS / plain)
 
 
 def references(executor: DeviceExecutor, case: Case) -> tuple[Any, Any]:
@@ -136,13 +138,13 @@ def references(executor: DeviceExecutor, case: Case) -> tuple[Any, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     device = torch.device(case.device)
-    twin = Llama(executor.model.spec, select_kernels(device), 16, torch.bfloat16, device)
+    twin = build_model(executor.model.spec, select_kernels(device), 16, torch.bfloat16, device)
     fill(twin, SEED)
     config, models = LlamaConfig(**case.config), []
     for dtype in (torch.bfloat16, torch.float32):
         with device:
             model = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
-        model.load_state_dict(twin.slots)
+        model.load_state_dict({name: slot.tensor for name, slot in twin.slots.items()})
         models.append(model)
     return models[0], models[1]
 

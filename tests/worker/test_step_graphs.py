@@ -88,7 +88,7 @@ def with_steps(
     """Give the executor's runner graphs that are none. -> the sizes replayed, the graphs, what they told."""
     runner, lines, replayed = executor._runner, list[str](), list[StepSize]()
     kernels = replayable(executor._kernels)
-    steps = StepGraphs(executor._llama, executor._cache, runner.rows, runner.host_buffer, kernels)
+    steps = StepGraphs(executor._model, executor._cache, runner.rows, runner.host_buffer, kernels)
     steps.capture(sizes, Repeater(room), lines.append)
     use_graphs(executor, steps)
     replay = steps.replay
@@ -247,7 +247,7 @@ def test_far_sizes_are_captured_where_they_differ(models: ModelStore) -> None:
             return ReferenceReplayable(size.is_far) if differs or not size.is_far else None
 
         kernels = replace(executor._kernels, replayable=make)
-        steps = StepGraphs(executor._llama, executor._cache, runner.rows, runner.host_buffer, kernels)
+        steps = StepGraphs(executor._model, executor._cache, runner.rows, runner.host_buffer, kernels)
         steps.capture(sizes, Repeater(100), lines.append)
         assert lines[-1].startswith(f"{count} graphs")
     executor.close()

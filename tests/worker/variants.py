@@ -19,9 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from pd_cluster.bench.shapes import CONFIGS
+from benchmarks.shapes import CONFIGS
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
-from pd_cluster.models import layers
+from pd_cluster.models import linear
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker import model_loading
@@ -40,6 +40,8 @@ PARAMS = [SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k) for
 WINDOWS = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True,
            "sliding_window": 100, "max_window_layers": 1}  # fmt: skip
 
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 256, "sliding_window": 100, "sliding_window_pattern": 2}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -56,6 +58,7 @@ CASES = {
     "large": Case(CONFIGS["8b"], 7, 2048, 8192),
     "windows": Case({**CONFIGS["8b"], **WINDOWS}, 21, 2048, 2048),
     "small": Case(CONFIGS["0.6b"], 64, 2048, 8192),
+    "gemma3": Case({**CONFIGS["0.6b"], **GEMMA3}, 8, 1024, 2048),
     "small, float16": Case(CONFIGS["0.6b"], 8, 4096, 2048, "float16"),
 }
 
@@ -93,7 +96,7 @@ def hopper_kernels() -> Kernels:
 def leave_out_products() -> None:
     """Weights are not filled, nor read: what torch multiplies is of any value."""
     model_loading.fill_at_random = lambda model, seed: None  # type: ignore[attr-defined]
-    layers._packs = lambda dtype: False
+    linear._packs = lambda dtype: False
     F.linear = lambda x, weight, bias: x.new_empty(len(x), len(weight))  # type: ignore[assignment, misc]
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd_cluster.models.llama import ForwardInputs
+from pd_cluster.models.forward_inputs import ForwardInputs
 from pd_cluster.worker.cuda_graphs.captured_steps import ReplayOutputs
 from pd_kernels.draws import Draws
 from pd_kernels.packed import PackedSequences, StepSize
@@ -25,7 +25,7 @@ from pd_kernels.packed import PackedSequences, StepSize
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pd_cluster.models.llama import Llama
+    from pd_cluster.models.model import Model
     from pd_cluster.scheduling.batch import SequenceChunk
     from pd_cluster.worker.cuda_graphs.recorder import Recorder
     from pd_cluster.worker.host_buffer import HostBuffer
@@ -40,7 +40,7 @@ class DecodeGraphs:
     """Graphs of steps of decodes alone, as CapturedSteps. The kernels' plan of decodes must be capturable."""
 
     def __init__(
-        self, model: Llama, cache: KVCache, rows: InputBatch, host_buffer: HostBuffer, kernels: Kernels
+        self, model: Model, cache: KVCache, rows: InputBatch, host_buffer: HostBuffer, kernels: Kernels
     ) -> None:
         self._model = model
         self._views = list(cache.layer_views)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from pd_cluster.config import SchedulerConfig
-    from pd_cluster.models.llama import Llama
+    from pd_cluster.models.model import Model
     from pd_cluster.worker.cuda_graphs.captured_steps import CapturedSteps
     from pd_cluster.worker.model_runner import ModelRunner
     from pd_kernels.backends import Kernels
@@ -41,7 +41,7 @@ def captured_bytes(limits: SchedulerConfig, bytes_per_row: int) -> float:
 
 
 def capture_steps(
-    model: Llama,
+    model: Model,
     runner: ModelRunner,
     limits: SchedulerConfig,
     device: torch.device,

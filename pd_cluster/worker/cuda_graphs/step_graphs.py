@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd_cluster.models.llama import ForwardInputs, Tail
+from pd_cluster.models.forward_inputs import ForwardInputs, Tail
 from pd_cluster.worker.cuda_graphs.captured_steps import ReplayOutputs
 from pd_cluster.worker.cuda_graphs.step_layout import StepLayout
 from pd_kernels.draws import Draws
@@ -24,7 +24,7 @@ from pd_kernels.packed import StepOnDevice, StepSize
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pd_cluster.models.llama import Llama
+    from pd_cluster.models.model import Model
     from pd_cluster.scheduling.batch import SequenceChunk
     from pd_cluster.worker.cuda_graphs.recorder import Recorder
     from pd_cluster.worker.host_buffer import HostBuffer
@@ -37,7 +37,7 @@ class StepGraphs:
     """Graphs of steps with prompts, as CapturedSteps."""
 
     def __init__(
-        self, model: Llama, cache: KVCache, rows: InputBatch, host_buffer: HostBuffer, kernels: Kernels
+        self, model: Model, cache: KVCache, rows: InputBatch, host_buffer: HostBuffer, kernels: Kernels
     ) -> None:
         self._model = model
         self._views = list(cache.layer_views)

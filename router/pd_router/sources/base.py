@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from pd_http.errors import StartupError
 from pd_router.config import check_node_url
-from pd_router.errors import StartupError
 from pd_router.node_table import NodeSpec, Role
 
 if TYPE_CHECKING:

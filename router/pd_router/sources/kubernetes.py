@@ -14,7 +14,7 @@ from lightkube.config.kubeconfig import KubeConfig
 from lightkube.exceptions import ConfigError
 from lightkube.resources.core_v1 import Pod
 
-from pd_router.errors import StartupError
+from pd_http.errors import StartupError
 from pd_router.sources.base import make_spec
 
 if TYPE_CHECKING:

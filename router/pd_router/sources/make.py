@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pd_router.errors import StartupError
+from pd_http.errors import StartupError
 from pd_router.sources.file import NodesFile
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from pd_connectors.protocol.errors import HandoffError
 from pd_connectors.protocol.ticket import NodeOrder, verify
-from pd_router.errors import HandingOver, InvalidRequest, NodeConflict, NodeUnknown, NotAuthorized
+from pd_http.errors import InvalidRequest
+from pd_router.errors import HandingOver, NodeConflict, NodeUnknown, NotAuthorized
 from pd_router.sources.base import make_spec
 from pd_router.succession import Heritage
 
