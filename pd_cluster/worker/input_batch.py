@@ -29,7 +29,7 @@ LATE = -1  # in place of a token id that is only in `last_tokens` yet
 class TailInputs:
     """The sequences of a step that sample, when the step has tokens of others too."""
 
-    rows: torch.Tensor  # int64 [N] into T: each sequence's last token, whose logits are computed
+    rows: torch.Tensor  # int64 [N] into T: each sequence's last token, which gets logits
     sequences: PackedSequences  # of that token alone
 
 
@@ -41,7 +41,7 @@ class StepInputs:
     """
 
     token_ids: torch.Tensor  # int64 [T]
-    late: tuple[torch.Tensor, torch.Tensor] | None  # int64: places in `token_ids`, rows whose last token goes there
+    late: tuple[torch.Tensor, torch.Tensor] | None  # int64: places in `token_ids`, rows of the tokens that go there
     positions: torch.Tensor  # int64 [T]
     slot_mapping: torch.Tensor  # int64 [T]
     sequences: PackedSequences

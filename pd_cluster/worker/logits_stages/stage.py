@@ -30,13 +30,14 @@ class StageContext:
 class LogitsStage(Protocol):
     """One kind of change to the logits before a token is drawn. Subclass it, or write a class of the same shape.
 
-    Requests name what they want in their SamplingParams; those of stages from outside read `logits_args`. A row whose
-    request does not use a stage costs that stage nothing. Steps without any active row skip all stages, and where only
-    temperature and seed are asked for, captured steps draw their tokens themselves. In a step with an active row,
-    tokens are drawn behind the forward pass, which may still be captured.
+    A request names what it wants in its SamplingParams; stages from outside read `logits_args`. A stage is asked only
+    in steps in which it is active in a row. Steps without any active row skip all stages, and where a step asks for
+    temperature and seed alone, its graph draws the tokens. In a step with an active row, all tokens are drawn after the
+    forward pass, which may still be replayed.
 
-    All methods run on the engine's thread, between steps. An exception ends the engine: refuse nothing in `start`, and
-    return False for arguments that the stage does not know. Every node of a cluster needs the same stages.
+    All methods run on the engine's thread. An exception ends the engine, so `start` returns False for arguments that
+    the stage cannot use. A start makes several instances, also to measure memory. Every node of a cluster needs the
+    same stages, because P samples the first token.
     """
 
     is_late: bool = False
