@@ -44,6 +44,12 @@ class ModelConfig:
     load_format: str = setting("auto", "dummy: random weights from the config alone.", choices=("auto", "dummy"))
     seed: int = setting(0, "Seeds dummy weights and requests that bring no seed.")
     num_threads: int = setting(0, "Compute threads on CPU. 0: torch's choice.")
+    logits_stages: tuple[str, ...] = setting(
+        (),
+        "A further logits stage, package.module:Class; may be repeated. Every node of a cluster needs the same ones.",
+        flag="logits_stage",
+        metavar="MODULE:CLASS",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

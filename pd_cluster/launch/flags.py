@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import Field, fields
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 from pd_cluster.config import NodeConfig
 from pd_cluster.errors import StartupError
@@ -44,7 +44,8 @@ def config_from(namespace: argparse.Namespace, environ: Mapping[str, str] = os.e
         for item in fields(kind):
             env = item.metadata.get("env", "")
             if item.name in given:
-                values[item.name] = given[item.name]
+                value = given[item.name]
+                values[item.name] = tuple(value) if isinstance(value, list) else value
             elif env and environ.get(env):
                 values[item.name] = _from_environment(env, environ[env], item, types[item.name])
         sections[section] = kind(**values)
@@ -62,6 +63,8 @@ def given_flags(namespace: argparse.Namespace, skip: Collection[str] = ()) -> li
             value, flag = given[item.name], flag_of(item)
             if isinstance(value, bool):
                 arguments.append(f"--{flag}" if value else f"--no-{flag}")
+            elif isinstance(value, list):
+                arguments += [f"--{flag}={part}" for part in value]
             else:
                 arguments.append(f"--{flag}={value}")
     return arguments
@@ -84,13 +87,18 @@ def _add_flag(group: argparse._ArgumentGroup, item: Field[Any], kind: type) -> N
     name, text = f"--{flag_of(item)}", item.metadata["help"]
     if env := item.metadata.get("env"):
         text = f"{text} [${env}]"
-    if item.default not in ("", 0, 0.0) or isinstance(item.default, bool):
+    if item.default not in ("", 0, 0.0, ()) or isinstance(item.default, bool):
         shown = item.default if not isinstance(item.default, bool) else ("on" if item.default else "off")
         text = f"{text} (default: {shown})"
     text = text.replace("%", "%%")
     if kind is bool:
         group.add_argument(
             name, dest=item.name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+        )
+        return
+    if get_origin(kind) is tuple:  # of texts: the flag may be repeated
+        group.add_argument(
+            name, dest=item.name, action="append", metavar=_TYPES[str], default=argparse.SUPPRESS, help=text
         )
         return
     group.add_argument(

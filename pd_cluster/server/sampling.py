@@ -132,6 +132,7 @@ def sampling_params(
         min_tokens=_or(body.min_tokens, 0),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
+        logits_args=body.logits_args or {},
         logprobs=logprobs,
     )
 

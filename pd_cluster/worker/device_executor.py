@@ -137,7 +137,7 @@ class DeviceExecutor:
 
     def _make_runner(self, cache: KVCache, max_len: int) -> ModelRunner:
         return ModelRunner.make(
-            self._model, cache, self._kernels, self._config.scheduler, self.model.eos_token_ids, max_len, self._device
+            self._model, cache, self._kernels, self._config, self.model.eos_token_ids, max_len, self._device
         )
 
     def _run_largest_step(self, scratch: KVCache) -> None:

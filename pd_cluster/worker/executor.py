@@ -28,10 +28,6 @@ class ModelDescription:
     def vocab_size(self) -> int:
         return self.spec.vocab_size
 
-    @property
-    def num_layers(self) -> int:
-        return self.spec.num_layers
-
 
 class Pending(Protocol):
     """A launched step. A later step may be launched before this one's result is read."""
@@ -98,7 +94,11 @@ class Executor(Protocol):
         """
 
     def launch(self, batch: Batch) -> Pending:
-        """Apply the batch and start its work. Loads and publishes are the connector's part."""
+        """Apply the batch and start its work. Loads and publishes are the connector's part.
+
+        At most two steps may be under way: a step with rows of a late logits stage is drawn when the result of the step
+        before it is read.
+        """
 
     def close(self) -> None:
         """Wait for the devices and release what the phases acquired. Idempotent.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from pd_cluster.worker.sampling_state import DEFERRED
 from pd_kernels.packed import Ints, PackedSequences
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ LATE = -1  # in place of a token id that is only in `last_tokens` yet
 class TailInputs:
     """The sequences of a step that sample, when the step has tokens of others too."""
 
-    rows: torch.Tensor  # int64 [N] into T: each sequence's last token, whose logits are computed
+    rows: torch.Tensor  # int64 [N] into T: each sequence's last token, which gets logits
     sequences: PackedSequences  # of that token alone
 
 
@@ -40,13 +41,13 @@ class StepInputs:
     """
 
     token_ids: torch.Tensor  # int64 [T]
-    late: tuple[torch.Tensor, torch.Tensor] | None  # int64: places in `token_ids`, rows whose last token goes there
+    late: tuple[torch.Tensor, torch.Tensor] | None  # int64: places in `token_ids`, rows of the tokens that go there
     positions: torch.Tensor  # int64 [T]
     slot_mapping: torch.Tensor  # int64 [T]
     sequences: PackedSequences
     fresh_blocks: torch.Tensor | None  # int64: blocks that this step begins and does not fill
     tail: TailInputs | None  # None: all tokens sample, in order
-    sampling: SamplingInputs
+    sampling: SamplingInputs  # or DEFERRED
     samples: Samples
 
 
@@ -56,7 +57,7 @@ class ReplayInputs:
 
     fields: torch.Tensor  # int64, at the host buffer's first place; see `build_decodes`, `build_step`
     block_tables: torch.Tensor  # int32 [S, width]
-    sampling: SamplingInputs | None  # None: the graph draws the tokens, by the fields
+    sampling: SamplingInputs | None  # or DEFERRED; None: the graph draws the tokens, by the fields
     samples: Samples
 
 
@@ -143,7 +144,7 @@ class InputBatch:
             sequences=self._pack(rows, lens, ends),
             fresh_blocks=self._fresh_blocks(rows, ends - lens, ends),
             tail=self._plan_tail(chunks, samples, query_starts),
-            sampling=self._prepare_sampling(samples),
+            sampling=self.prepare_sampling(samples),
             samples=samples,
         )
 
@@ -170,7 +171,7 @@ class InputBatch:
         placed = self._host_buffer.move_first(fields)
         tables = self._move(self._blocks[rows, : int(starts.max()) // self._block_size + 1])
         samples = self._plan_samples(chunks, rows, starts + 1)
-        return ReplayInputs(placed, tables, self._prepare_sampling(samples) if drawn is None else None, samples)
+        return ReplayInputs(placed, tables, self.prepare_sampling(samples) if drawn is None else None, samples)
 
     def build_step(self, chunks: tuple[SequenceChunk, ...], layout: StepLayout, padding_slot: int) -> ReplayInputs:
         """Pack chunks of any length that sample at most one token each. Fields: [1, layout.length].
@@ -204,7 +205,7 @@ class InputBatch:
         placed = self._host_buffer.move_first(fields)
         tables = self._move(self._blocks[rows, : (int(ends.max()) - 1) // self._block_size + 1])
         samples = self._plan_samples(chunks, rows, ends)
-        return ReplayInputs(placed, tables, self._prepare_sampling(samples) if drawn is None else None, samples)
+        return ReplayInputs(placed, tables, self.prepare_sampling(samples) if drawn is None else None, samples)
 
     def fill_late(self, inputs: StepInputs) -> None:
         """Copy tokens that are on the device only from `last_tokens` into the inputs."""
@@ -220,15 +221,27 @@ class InputBatch:
         chosen = token_ids if samples.firsts is None else token_ids[samples.firsts]
         if not is_written:
             self.last_tokens.index_copy_(0, samples.device_rows, chosen)
-        self._sampling.count_sampled(samples.rows, chosen)
+        self._sampling.note_sampled(samples.rows, chosen)
         self._num_tokens[samples.rows] += 1
 
     def note_result(self, samples: Samples, token_ids: Ints) -> None:
         """The sampled tokens (int64 [len(samples)]) are on the host. Rows that changed their occupant are skipped."""
         same = np.flatnonzero(self._serials[samples.rows] == samples.serials)
         rows, positions = samples.rows[same], samples.positions[same]
-        self._tokens[rows, positions] = token_ids[same]
+        known = token_ids[same]
+        self._tokens[rows, positions] = known
         self._num_on_host[rows] = positions + 1
+        self._sampling.note_read(rows, known)
+
+    def prepare_sampling(self, samples: Samples) -> SamplingInputs:
+        """Inputs of the sampler; DEFERRED while a late stage needs tokens that are not on the host."""
+        rows, lengths = samples.rows, samples.positions
+        is_late = self._sampling.are_late(rows)
+        if is_late is not None and (is_late & (self._num_on_host[rows] < lengths)).any():
+            return DEFERRED
+        if samples.firsts is not None:
+            rows, lengths = np.repeat(rows, samples.counts), np.repeat(lengths, samples.counts)
+        return self._sampling.prepare(rows, lengths, samples.counts)
 
     def _start(self, start: SequenceStart) -> None:
         assert start.seq_id not in self._row_of, f"sequence {start.seq_id} already has a row"
@@ -298,13 +311,6 @@ class InputBatch:
             return None  # every token is a decode that samples
         rows = query_starts[1:][[chunk.num_samples > 0 for chunk in chunks]] - 1
         return TailInputs(self._move(rows), self._pack(samples.rows, np.ones_like(rows), samples.positions))
-
-    def _prepare_sampling(self, samples: Samples) -> SamplingInputs:
-        counts = samples.counts
-        rows, lengths = samples.rows, samples.positions
-        if samples.firsts is not None:
-            rows, lengths = np.repeat(rows, counts), np.repeat(lengths, counts)
-        return self._sampling.prepare(rows, lengths, counts)
 
 
 def table_width(num_tokens: int, block_size: int) -> int:

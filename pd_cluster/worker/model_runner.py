@@ -9,21 +9,24 @@ import torch
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
 from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.input_batch import InputBatch, table_width
+from pd_cluster.worker.logits_stages.order import make_stages
+from pd_cluster.worker.logits_stages.stage import StageContext
 from pd_cluster.worker.pending_step import PendingStep
 from pd_cluster.worker.sampler import Sampled, sample
-from pd_cluster.worker.sampling_state import SamplingState
+from pd_cluster.worker.sampling_state import DEFERRED, SamplingState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from pd_cluster.config import SchedulerConfig
+    from pd_cluster.config import NodeConfig
     from pd_cluster.models.model import Model
     from pd_cluster.scheduling.batch import Batch
     from pd_cluster.worker.cuda_graphs.captured_steps import CapturedSteps
-    from pd_cluster.worker.input_batch import Samples, StepInputs
+    from pd_cluster.worker.input_batch import ReplayInputs, Samples, StepInputs
     from pd_cluster.worker.kv_cache import KVCache
+    from pd_cluster.worker.sampling_state import SamplingInputs
     from pd_kernels.backends import Kernels
-    from pd_kernels.packed import StepSize
+    from pd_kernels.packed import Ints, StepSize
 
 
 class ModelRunner:
@@ -38,6 +41,7 @@ class ModelRunner:
         self.host_buffer = host_buffer
         self.kernels = kernels
         self._graphs: dict[StepSize, CapturedSteps] = {}
+        self._deferred: tuple[PendingStep, torch.Tensor] | None = None  # the step that waits to be drawn, its logits
         self._views = list(cache.layer_views)
         self.watcher: Callable[[torch.Tensor], None] | None = None  # is shown every step's logits [R, vocab_size]
 
@@ -47,18 +51,21 @@ class ModelRunner:
         model: Model,
         cache: KVCache,
         kernels: Kernels,
-        limits: SchedulerConfig,
+        config: NodeConfig,
         eos_token_ids: frozenset[int],
         max_len: int,
         device: torch.device,
     ) -> ModelRunner:
         """A runner with empty rows. `max_len`: tokens of a sequence, prompt and output."""
-        num_rows, block_size = limits.max_num_seqs, cache.geometry.block_size
+        limits, vocab_size, block_size = config.scheduler, model.spec.vocab_size, cache.geometry.block_size
+        num_rows = limits.max_num_seqs
         # Up to 50 bytes a token, 150 a sequence, block tables of all sequences and of those that sample. Arrays that do
         # not fit are copied one by one
         num_bytes = limits.max_num_batched_tokens * 64 + num_rows * (160 + 8 * table_width(max_len, block_size)) + 1024
         host_buffer = HostBuffer(device, num_bytes)
-        sampling = SamplingState(num_rows, model.spec.vocab_size, eos_token_ids, host_buffer, device)
+        context = StageContext(num_rows, vocab_size, eos_token_ids, device, host_buffer.move)
+        stages = make_stages(context, config.model.logits_stages)
+        sampling = SamplingState(num_rows, vocab_size, stages, host_buffer)
         rows = InputBatch(num_rows, max_len, block_size, sampling, host_buffer, device)
         return cls(model, cache, rows, host_buffer, kernels)
 
@@ -74,11 +81,12 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch, graph: StepSize | None = None) -> PendingStep:
         """Apply the batch's changes and start its work. `graph`: the captured size to replay; None: none."""
+        assert self._deferred is None, "a step with late rows is drawn before the next one is launched"
         self.host_buffer.begin()
         self.rows.apply(batch)
         self.cache.run_copies(batch.copies, self.kernels)
         if not batch.chunks:
-            return self._pending(batch, None, None)
+            return self._launched(PendingStep(batch.step, None, self._note_result), None)
         return self._compute(batch) if graph is None else self._replay(batch, graph)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
@@ -97,14 +105,7 @@ class ModelRunner:
         rows.fill_late(inputs)
         if inputs.fresh_blocks is not None:
             self.cache.clear(inputs.fresh_blocks)
-        logits = self.forward(inputs)
-        if not len(inputs.samples):
-            return self._pending(batch, None, None)
-        if self.watcher is not None:
-            self.watcher(logits)
-        sampled = sample(logits, inputs.sampling, self.kernels)
-        rows.note_launched(inputs.samples, sampled.token_ids)
-        return self._pending(batch, inputs.samples, sampled)
+        return self._sample(batch, inputs, self.forward(inputs))
 
     def _replay(self, batch: Batch, graph: StepSize) -> PendingStep:
         """No blocks are cleared: kernels that can be captured use nothing past a sequence's length."""
@@ -112,22 +113,54 @@ class ModelRunner:
         inputs = captured.build(batch.chunks, graph)
         self.host_buffer.flush()
         outputs = captured.replay(inputs, graph)
-        if not len(inputs.samples):
-            return self._pending(batch, None, None)
-        if self.watcher is not None:
-            self.watcher(outputs.logits)
-        if inputs.sampling is None:
-            sampled = Sampled(outputs.token_ids)
-        else:
-            sampled = sample(outputs.logits, inputs.sampling, self.kernels)
-        self.rows.note_launched(inputs.samples, sampled.token_ids, is_written=inputs.sampling is None)
-        return self._pending(batch, inputs.samples, sampled)
+        return self._sample(batch, inputs, outputs.logits, outputs.token_ids)
 
-    def _pending(self, batch: Batch, samples: Samples | None, sampled: Sampled | None) -> PendingStep:
+    def _sample(
+        self, batch: Batch, inputs: StepInputs | ReplayInputs, logits: torch.Tensor, drawn: torch.Tensor | None = None
+    ) -> PendingStep:
+        """Draw a step's tokens from its logits [R, vocab_size]. `drawn`: what a graph drew, if that is all it needs."""
+        samples, sampling = inputs.samples, inputs.sampling
+        pending = PendingStep(batch.step, samples, self._note_result)
+        if not len(samples):
+            return self._launched(pending, None)
+        if self.watcher is not None:
+            self.watcher(logits)
+        if sampling is DEFERRED:
+            self._deferred = pending, logits
+            return pending
+        if sampling is None:
+            assert drawn is not None
+            self.rows.note_launched(samples, drawn, is_written=True)
+            return self._launched(pending, Sampled(drawn))
+        return self._draw(pending, logits, sampling)
+
+    def _draw(self, pending: PendingStep, logits: torch.Tensor, sampling: SamplingInputs) -> PendingStep:
+        assert pending.samples is not None
+        sampled = sample(logits, sampling, self.kernels)
+        self.rows.note_launched(pending.samples, sampled.token_ids)
+        return self._launched(pending, sampled)
+
+    def _launched(self, pending: PendingStep, sampled: Sampled | None) -> PendingStep:
+        """All of the step's work is on its way to the device."""
         if sampled is not None:
-            sampled = sampled.to_host()
-        retired = None
+            pending.sampled = sampled.to_host()
         if self.cache.tensor.is_cuda:
-            retired = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            retired.record()
-        return PendingStep(batch.step, self.rows, samples, sampled, retired)
+            pending.retired = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            pending.retired.record()
+        pending.is_launched = True
+        return pending
+
+    def _note_result(self, samples: Samples, token_ids: Ints) -> None:
+        """A step's tokens have been read. A step that waited for them is drawn."""
+        self.rows.note_result(samples, token_ids)
+        if self._deferred is not None:
+            deferred, self._deferred = self._deferred, None
+            self._draw_deferred(*deferred)
+
+    @torch.inference_mode()
+    def _draw_deferred(self, pending: PendingStep, logits: torch.Tensor) -> None:
+        assert pending.samples is not None
+        sampling = self.rows.prepare_sampling(pending.samples)
+        assert sampling is not DEFERRED, "at most one step is under way when another with late rows is launched"
+        self.host_buffer.flush()
+        self._draw(pending, logits, sampling)

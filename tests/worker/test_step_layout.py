@@ -98,7 +98,7 @@ def problems(draw: st.DrawFn) -> Problem:
 def make_rows(problem: Problem) -> tuple[InputBatch, HostBuffer, tuple[SequenceChunk, ...]]:
     """Rows in which the step may be launched. Late tokens were sampled by a step whose result nobody has read."""
     host_buffer = HostBuffer(CPU, 64 * problem.limit + 200 * problem.max_seqs + 1024)
-    sampling = SamplingState(problem.max_seqs, 99, frozenset(), host_buffer, CPU)
+    sampling = SamplingState(problem.max_seqs, 99, (), host_buffer)
     rows = InputBatch(problem.max_seqs, MAX_LEN, BLOCK_SIZE, sampling, host_buffer, CPU)
     random, starts, chunks, before = np.random.default_rng(0), [], [], []
     for seq_id, part in enumerate(problem.parts):
