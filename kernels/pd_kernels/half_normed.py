@@ -1,4 +1,4 @@
-"""A norm that is computed half by the product before it, half by the product after it."""
+"""A norm that two products share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HalfNormed:
-    """RMSNorm of T rows without its division: x = rows * weight, to be divided by each row's root mean square.
+    """RMSNorm of T rows, a division short: x = rows * weight, each row still to be divided by its root mean square.
 
-    The product before the norm writes this, and the product after it divides. The sum of squares of a row is in pieces,
-    because no program of the first product has the whole row.
+    The product before the norm leaves this, the product after it divides. Between them the sum of squares of a row is
+    in pieces, for no program of the first has the whole row.
     """
 
     x: torch.Tensor  # [T, size]

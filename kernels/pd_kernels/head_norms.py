@@ -1,4 +1,4 @@
-"""Norms of every query and key head (Qwen3, Gemma 3)."""
+"""The norms that some models (Qwen3) put on every query and key head."""
 
 from __future__ import annotations
 
