@@ -68,7 +68,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
     )
     attention_bias = bool(reader.optional("attention_bias", False))
     max_len = int(reader.optional("max_position_embeddings", rules.max_len))
-    query_scalar = rules.query_scalar and reader.optional("query_pre_attn_scalar", rules.query_scalar)
+    query_scalar = rules.query_scalar and reader.integer("query_pre_attn_scalar", rules.query_scalar)
     rope, window_rope = _read_ropes(reader, rules, max_len)
     return ModelSpec(
         architecture=str(config["architectures"][0]),
@@ -90,7 +90,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         tied_embeddings=bool(reader.optional("tie_word_embeddings", rules.tied_embeddings)),
         dtype=str(reader.optional("dtype", reader.optional("torch_dtype", "float32"))).removeprefix("torch."),
         window_rope=window_rope,
-        score_scale=query_scalar and float(query_scalar**-0.5),
+        score_scale=query_scalar and query_scalar**-0.5,
     )
 
 
@@ -118,8 +118,8 @@ class _Reader:
         value = self._config.get(name)
         return default if value is None else value
 
-    def integer(self, name: str) -> int:
-        value = self._config.get(name)
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.optional(name, default)
         if not isinstance(value, int) or value < 1:
             raise StartupError(f"{self._file}: {name} must be a positive integer, not {value!r}")
         return value
@@ -185,7 +185,7 @@ def _read_windows(reader: _Reader, rules: ConfigRules, num_layers: int) -> tuple
         return none
     window = reader.window()
     if layer_types is None and rules.windows is Windows.PATTERN:
-        period = int(reader.optional("sliding_window_pattern", 6))
+        period = reader.integer("sliding_window_pattern", 6)
         return tuple(window if (layer + 1) % period else 0 for layer in range(num_layers))
     if layer_types is None:
         first = int(reader.optional("max_window_layers", 28))
