@@ -1,4 +1,4 @@
-"""The last layer goes on with the rows that sample alone; beside the same steps whose rows all go on."""
+"""Behind its keys and values the last layer computes only the rows that sample; beside steps that compute all rows."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_logits_equal_those_of_all_rows(
 
 
 def test_rows_whose_token_is_on_the_device_only(executor: DeviceExecutor) -> None:
-    """A sequence decodes amid another's chunks, each step launched before the one before it is read."""
+    """A sequence decodes between another's chunks; each step is launched before the one before it is read."""
     first, second = random_prompts([20, 50], VOCAB_SIZE)
     driver = Driver(executor)
     driver.add(first, SamplingParams(max_tokens=4, temperature=0.0))
