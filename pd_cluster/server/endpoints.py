@@ -54,7 +54,7 @@ Generating = TypeVar("Generating", bound=GenerationBody)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What the request's headers say."""
+    """Values of the request's headers, and its time of arrival."""
 
     request_id: str
     group: str  # see `GenerationRequest.group`
@@ -64,7 +64,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """What chat and completions make of their bodies: all in which they differ."""
+    """A decoded body with everything in which chat and completions differ."""
 
     body: GenerationBody
     prompts: Sequence[Tokenize]
