@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any
 from urllib.parse import urlsplit
 
 from yarl import URL
 
 from pd_http.errors import StartupError
 from pd_http.limits import HttpLimits
-
-MAX_PORT = 65535
+from pd_http.settings import MAX_PORT, setting
 
 
 class HandoffOrder(StrEnum):
@@ -22,11 +20,6 @@ class HandoffOrder(StrEnum):
     P_FIRST = "p-first"  # router -> P for a ticket, then D with it
     D_FIRST = "d-first"  # router -> D with the names of Ps that it may ask
     DIRECT = "direct"  # one node does everything; never asked for, only fallen back to
-
-
-def setting(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field that becomes a flag."""
-    return field(default=default, metadata={"help": help, **metadata})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +104,7 @@ class RouterConfig(HttpLimits):
                 "no node can decode: give at least one --decode URL or --mixed URL, or say where nodes are found "
                 "(--nodes-file, --kubernetes-namespace, --start-empty)"
             )
-        if (problem := self.problem) is not None:
-            raise StartupError(problem)
+        HttpLimits.__post_init__(self)
         urls = [*self.prefill, *self.decode, *self.mixed]
         for url in urls:
             check_node_url(url)

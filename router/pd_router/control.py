@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from pd_http.body import ClientGone, read_body
 from pd_http.errors import ModelNotFound, PdError
+from pd_http.metrics import EXPOSITION_TYPE
 from pd_http.reply import json_response
 from pd_router import headers as rules
 from pd_router.body import RequestBody
@@ -53,7 +54,7 @@ class Control:
         return json_response({"nodes": self._s.table.report()})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._s.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self._s.metrics.exposition(), media_type=EXPOSITION_TYPE)
 
 
 class Relay:

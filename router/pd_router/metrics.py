@@ -8,10 +8,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pd_http.metrics import HttpMetrics
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pd_http.gate import HttpGate
     from pd_router.node_table import NodeTable
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -76,19 +77,8 @@ class RouterMetrics:
         self.releases = Counter(
             "pd_router_ticket_releases", "Tickets given back because no D took them.", ["result"], registry=registry
         )
-        self.http_refusals = Counter(
-            "pd_router_http_refusals", "Connections that the router ended by itself.", ["reason"], registry=registry
-        )
-        self.connections = Gauge("pd_router_http_connections", "Open connections of clients.", registry=registry)
-        self.unfinished_bytes = Gauge(
-            "pd_router_http_unfinished_bytes", "Memory of requests that have not arrived whole.", registry=registry
-        )
+        self.http = HttpMetrics(registry, "pd_router")
         registry.register(_NodeCollector(table))
-
-    def add_gate(self, gate: HttpGate) -> None:
-        """Export what the HTTP server holds."""
-        self.connections.set_function(gate.__len__)
-        self.unfinished_bytes.set_function(lambda: gate.unfinished_bytes)
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)

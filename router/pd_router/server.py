@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from pd_http.sockets import url_of
 from pd_router.succession import SuccessionFailed
 
 if TYPE_CHECKING:
@@ -65,8 +66,7 @@ class RouterServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started and sockets:
-            host, port = sockets[0].getsockname()[:2]
-            sys.stdout.write(f"router ready on http://{f'[{host}]' if ':' in host else host}:{port}\n")
+            sys.stdout.write(f"router ready on {url_of(sockets[0])}\n")
             sys.stdout.flush()
             self._predecessor.serving()
 

@@ -70,7 +70,7 @@ def test_two_parsings_share_nothing() -> None:
         (["--decode", D, "--drain-s", "nan"], "--drain-s nan is no number"),
         (["--decode", D, "--listen-fd", "99999"], "--listen-fd 99999: "),
         (["--decode", D, "--listen-fd", "0"], "--listen-fd 0: "),
-        (["--decode", D, "--host", "256.0.0.1", "--port", "0"], "cannot listen"),
+        (["--decode", D, "--host", "256.0.0.1", "--port", "0"], "cannot resolve --host 256.0.0.1"),
     ],
 )
 def test_a_wrong_flag_says_what_to_do(flags: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
