@@ -1,4 +1,4 @@
-"""The bounds of an HTTP server, declared once. The flags of router and nodes are made from these fields."""
+"""The bounds of an HTTP server. The flags of router and nodes are made from these fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KIB = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
-    """Bounds on what HTTP clients may send and hold."""
+    """Bounds on what HTTP clients may send and hold. Raises StartupError if one is out of range."""
 
     client_keepalive_s: float = setting(75.0, "Seconds that a connection may stay open without a request.")
     head_timeout_s: float = setting(10.0, "Seconds from the first byte of a request to the end of its headers.")
@@ -35,7 +35,6 @@ class HttpLimits:
     )
 
     def __post_init__(self) -> None:
-        """Raises StartupError if a setting is out of range."""
         for name in ("client_keepalive_s", "head_timeout_s", "body_timeout_s", "write_timeout_s", "max_unfinished_mb"):
             if not getattr(self, name) > 0:
                 raise StartupError(f"--{name.replace('_', '-')} must be above 0")
@@ -55,6 +54,6 @@ class HttpLimits:
 
     @property
     def tick_s(self) -> float:
-        """How often deadlines are looked at: often enough to be kept within a quarter, at most once a second."""
+        """Seconds between two checks of the deadlines: a quarter of the shortest deadline, at most 1 s."""
         shortest = min(self.client_keepalive_s, self.head_timeout_s, self.body_timeout_s, self.write_timeout_s)
         return min(1.0, shortest / 4)

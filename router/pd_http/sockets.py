@@ -12,7 +12,7 @@ from pd_http.settings import MAX_PORT
 def bound(host: str, port: int) -> socket.socket:
     """A bound TCP socket that does not listen yet; port 0 takes any free one. Raises StartupError."""
     if not 0 <= port <= MAX_PORT:  # getaddrinfo keeps 16 bits: 99999 would become 34463
-        raise StartupError(f"--port {port} is no port: write 0 to {MAX_PORT} (0: any free one)")
+        raise StartupError(f"--port {port} is not a port: write 0 to {MAX_PORT} (0: any free one)")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
             0
