@@ -40,10 +40,10 @@ def config_from(args: argparse.Namespace) -> RouterConfig:
 
 
 def run(args: argparse.Namespace, *, is_supervised: bool = False) -> int:
-    """Serve until SIGINT or SIGTERM. The exit code: 0, or 2 with a message when the router cannot start as told.
+    """Serve until SIGINT or SIGTERM. Exit code: 0, 1 if the server did not start, 2 (and a message) for wrong settings.
 
-    SIGHUP: a successor takes the socket over, then this router drains. `is_supervised`: it only drains, since what has
-    started it starts the next one. Call it from the main thread.
+    SIGHUP: a successor takes over the socket, then this router drains. `is_supervised`: it only drains, because the
+    supervisor starts the next router. Call it from the main thread.
     """
     try:
         predecessor = Predecessor()
@@ -60,13 +60,13 @@ def run(args: argparse.Namespace, *, is_supervised: bool = False) -> int:
         return 2
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if config.log_level != "debug":
-        logging.getLogger("httpx2").setLevel(logging.WARNING)  # tells every request to the Kubernetes API
+        logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request to the Kubernetes API
     with listener:
         server = make_server(config, key, sources, predecessor)
         if not is_supervised:
             server.succession = Succession(listener, server.posted.heritage)
         gc.collect()
-        gc.freeze()  # what lives for good is not searched for garbage while answers stream
+        gc.freeze()  # permanent objects are not searched for garbage while answers stream
         server.run(sockets=[listener])
     return 0 if server.started else 1
 
