@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from pd_cluster.models.layers import Linear, RopeTable, make_rope_table
 from pd_kernels.gemm_selection import Activated, choose_product, usual_product, winner_from
-from pd_kernels.head_norms import HeadNorms
+from pd_kernels.values import HeadNorms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pd_cluster.models.spec import ModelSpec
     from pd_kernels.backends import AttentionPlan, FewRows, Kernels
     from pd_kernels.gemm_selection import Measure, Product, ProposeProducts
-    from pd_kernels.half_normed import HalfNormed
+    from pd_kernels.values import HalfNormed
 
 
 @dataclass(frozen=True, slots=True)

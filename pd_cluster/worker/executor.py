@@ -28,9 +28,10 @@ from pd_cluster.worker.model_runner import ModelRunner, PendingStep
 from pd_cluster.worker.sampling_state import SamplingState
 from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
 from pd_connectors.protocol.ticket import Geometry
-from pd_kernels.backends import not_replayable, select_kernels, with_flashinfer
+from pd_kernels.backends import not_replayable
 from pd_kernels.cublas_lt import CublasLt
 from pd_kernels.prefill_choice import AttentionShape, choose_prefill
+from pd_kernels.selection import select_kernels, with_flashinfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

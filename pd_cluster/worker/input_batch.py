@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd_kernels.packed import Ints, PackedSequences
+from pd_kernels.values import Ints, PackedSequences
 
 if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart

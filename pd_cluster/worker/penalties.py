@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd_cluster.scheduling.batch import SequenceStart
-    from pd_kernels.packed import Ints
+    from pd_kernels.values import Ints
 
 
 @dataclass(frozen=True, slots=True)

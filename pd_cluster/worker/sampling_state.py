@@ -10,7 +10,7 @@ import numpy as np
 
 from pd_cluster.worker.penalties import PenaltyTables
 from pd_cluster.worker.token_lists import TokenList, entries_of, shifts_of
-from pd_kernels.draws import Draws, Limits
+from pd_kernels.values import Draws, Limits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.host_buffer import HostBuffer
     from pd_cluster.worker.penalties import Penalties
     from pd_cluster.worker.token_lists import Entries, Shift
-    from pd_kernels.packed import Ints
+    from pd_kernels.values import Ints
 
 
 @dataclass(frozen=True, slots=True)

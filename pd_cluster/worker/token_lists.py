@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pd_kernels.packed import Ints
+    from pd_kernels.values import Ints
 
     Floats = npt.NDArray[np.float32]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.worker.cuda_graphs.recorder import Outputs
-    from pd_kernels.packed import PackedSequences
+    from pd_kernels.values import PackedSequences
 
 SIZES = [1, 2, 4, 6]
 

@@ -16,7 +16,7 @@ from pd_cluster.errors import StartupError
 from pd_cluster.scheduling.batch import Batch
 from pd_cluster.worker.executor import Executor
 from pd_kernels.backends import TORCH
-from pd_kernels.packed import StepSize
+from pd_kernels.values import StepSize
 from tests.worker.driver import Driver, make_executor
 
 if TYPE_CHECKING:

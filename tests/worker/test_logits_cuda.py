@@ -24,7 +24,7 @@ from pd_cluster.models.llama import Llama
 from pd_cluster.models.weights import fill_at_random
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.executor import Executor
-from pd_kernels.backends import select_kernels
+from pd_kernels.selection import select_kernels
 from tests.worker.driver import Driver, Generation, random_prompts
 
 if TYPE_CHECKING:

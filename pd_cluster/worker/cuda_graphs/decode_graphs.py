@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from pd_cluster.models.llama import ForwardInputs
-from pd_kernels.draws import Draws
-from pd_kernels.packed import PackedSequences
+from pd_kernels.values import Draws, PackedSequences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
