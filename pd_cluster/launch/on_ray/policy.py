@@ -111,7 +111,7 @@ class RayNode:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a unit should be placed: the preferred Ray node and the excluded ones. Ray decides; other jobs use the cluster."""
+    """Where a unit should be placed: the preferred Ray node and the excluded ones. Ray decides."""
 
     target: str | None
     avoid: tuple[str, ...] = ()
