@@ -41,6 +41,8 @@ from pd_connectors.protocol.ticket import LeaseRef
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pd_connectors.protocol.layout import BlockLayout, BlockRun
+
 MAX_TOMBSTONES = 4096
 ABANDON_GRACE_S = 2.0  # time for the router to send another D, before P stops computing for nobody
 
@@ -53,7 +55,7 @@ class _Lease:
     generation: int = 0
     version: int = 1
     num_readable: int = 0
-    block_ids: tuple[int, ...] = ()
+    runs: tuple[BlockRun, ...] = ()  # by group; () while nothing is readable
     first_tokens: tuple[SampledToken, ...] = ()
     is_begun: bool = False
     announced_at: float = 0.0
@@ -70,14 +72,14 @@ class LeaseTable:
         self,
         engine_id: str,
         epoch: int,
-        block_size: int,
+        layout: BlockLayout,
         ttl_s: float,
         clock: Callable[[], float],
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._engine_id = engine_id
         self._epoch = epoch
-        self._block_size = block_size
+        self._layout = layout
         self._ttl_s = ttl_s
         self._clock = clock
         self._wall_clock = wall_clock
@@ -105,11 +107,14 @@ class LeaseTable:
                 return
             num_tokens = publish.num_tokens
             assert lease.num_readable <= num_tokens <= lease.num_tokens, (lease, publish)
-            assert num_tokens == lease.num_tokens or num_tokens % self._block_size == 0, publish
-            assert len(publish.block_ids) == -(-num_tokens // self._block_size), publish
-            assert publish.block_ids[: len(lease.block_ids)] == lease.block_ids, "announced blocks are pinned"
+            assert num_tokens == lease.num_tokens or num_tokens % self._layout.block_size == 0, publish
+            groups = self._layout.groups if num_tokens else ()
+            readable = [group.handed_over(lease.num_tokens, num_tokens) for group in groups]
+            assert [run.span for run in publish.runs] == readable, publish
+            for known, run in zip(lease.runs, publish.runs, strict=bool(lease.runs)):
+                assert run.block_ids[: len(known.block_ids)] == known.block_ids, "announced blocks are pinned"
             lease.num_readable = num_tokens
-            lease.block_ids = publish.block_ids
+            lease.runs = publish.runs
             lease.is_begun = True
             lease.announced_at = self._wall_clock()
             self._touch(lease)
@@ -135,7 +140,7 @@ class LeaseTable:
             lease.generation += 1
             lease.num_readable = 0
             lease.is_begun = False
-            lease.block_ids = ()
+            lease.runs = ()
             self._touch(lease)
             return lease.generation
 
@@ -261,7 +266,7 @@ class LeaseTable:
             generation=lease.generation,
             version=lease.version,
             num_tokens_readable=lease.num_readable,
-            block_ids=lease.block_ids,
+            runs=lease.runs,
             first_tokens=lease.first_tokens,
             ttl_s=self._ttl_s if lease.expires_at is not None else 0.0,
             is_begun=lease.is_begun,

@@ -183,6 +183,6 @@ def _generation_config(task: Task) -> Any:
 
 def _connector_context(executor: Executor) -> ConnectorContext:
     return ConnectorContext(
-        engine_id="bench", epoch=1, fingerprint=executor.model.fingerprint, geometry=executor.cache.geometry,
+        engine_id="bench", epoch=1, fingerprint=executor.model.fingerprint, layout=executor.cache.layout,
         cluster_key=b"", host="127.0.0.1", port=0,
     )  # fmt: skip

@@ -72,6 +72,7 @@ class EngineCore:
             executor.num_blocks,
             executor.block_size,
             num_host_blocks=executor.num_host_blocks,
+            num_groups=len(executor.cache.layout.groups),
             prefix_caching=config.cache.prefix_caching,
         )
         self._handoffs = KvTransfers(connector, mailbox.send, self._report, connector.pool)

@@ -91,13 +91,13 @@ def _build(config: NodeConfig, mailbox: EngineSockets, cleanup: ExitStack) -> tu
 
     executor = Executor(config, progress)
     cleanup.callback(executor.close)
-    geometry = executor.cache.geometry
+    layout = executor.cache.layout
     epoch = secrets.randbits(EPOCH_BITS)
     context = ConnectorContext(
         engine_id=config.server.node_id or f"engine-{secrets.token_hex(4)}",
         epoch=epoch,
         fingerprint=executor.model.fingerprint,
-        geometry=geometry,
+        layout=layout,
         cluster_key=load_cluster_key(config.handoff.cluster_key_file),
         host=config.handoff.advertise_host,
         port=config.handoff.control_port,
@@ -120,7 +120,7 @@ def _build(config: NodeConfig, mailbox: EngineSockets, cleanup: ExitStack) -> tu
         engine_id=context.engine_id,
         epoch=epoch,
         num_blocks=executor.num_blocks,
-        block_size=geometry.block_size,
+        block_size=layout.block_size,
         max_model_len=executor.model.max_model_len,
         fingerprint=context.fingerprint,
         connector=config.handoff.connector,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import read_json
+from pd_connectors.protocol.layout import KVGroup, KVKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,6 +80,17 @@ class ModelSpec:
         """
         attention = 4 * self.windows.count(0) * self.num_heads * self.head_dim  # FLOPs a key
         return max(1, round(ATTENTION_SHARE * 2 * self.layer_parameters / attention)) if attention else 0
+
+    def kv_groups(self, block_size: int, dtype: str) -> tuple[KVGroup, ...]:
+        """The layers, grouped by window in the order in which the windows first occur. A block holds `block_size`
+        tokens of `dtype`."""
+        groups = []
+        for window in dict.fromkeys(self.windows):
+            layers = tuple(layer for layer, own in enumerate(self.windows) if own == window)
+            shape = (self.num_kv_heads, len(layers), 2, block_size, self.head_dim)
+            kind = KVKind.WINDOW if window else KVKind.FULL
+            groups.append(KVGroup(kind, layers, shape, dtype, block_size, window))
+        return tuple(groups)
 
     def semantic(self) -> dict[str, Any]:
         """As plain values, for the fingerprint. `max_len` and `dtype` do not change what KV means."""

@@ -219,7 +219,7 @@ class Scheduler:
         if prefix is None:
             request.marks.reserved_s = self._clock()
         request.sequences[0].num_cached_tokens = first_block * self._blocks.block_size
-        load = LoadSpec(request.load_id, first_block, tuple(table.ids[first_block:]), num_tokens)
+        load = LoadSpec(request.load_id, self._blocks.runs(table, first_block, len(table.ids)), num_tokens)
         planner.loads.append(load)
         planner.turns.note_turn(request)
         return load

@@ -17,7 +17,7 @@ from pd_cluster.server.chat import normal_messages, template_options
 from pd_cluster.server.fields import ignored_header
 from pd_cluster.server.sampling import check_num_tokens
 from pd_cluster.server.schema import DetokenizeBody, ReleaseBody, TokenizeBody, decode_body
-from pd_connectors.protocol.errors import TicketError, TicketExpired
+from pd_connectors.protocol.errors import ProtocolMismatch, TicketError, TicketExpired
 from pd_connectors.protocol.ticket import Ticket, verify
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _release(state: NodeState, raw: bytes) -> dict[str, Any]:
         ticket = verify(state.key, body.ticket, Ticket, time.time())
     except TicketExpired:
         return {"released": False}  # the lease has run out with it, or a reader renews it and will release it
-    except TicketError as error:
+    except (TicketError, ProtocolMismatch) as error:
         raise InvalidRequest(str(error), "ticket", "bad_ticket") from error
     ready = state.ready
     if (ticket.lease.engine_id, ticket.lease.epoch) != (ready.engine_id, ready.epoch):

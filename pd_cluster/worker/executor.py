@@ -27,7 +27,7 @@ from pd_cluster.worker.kv_cache import DTYPES, KVCache, blocks_in
 from pd_cluster.worker.model_runner import ModelRunner, PendingStep
 from pd_cluster.worker.sampling_state import SamplingState
 from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
-from pd_connectors.protocol.ticket import Geometry
+from pd_connectors.protocol.layout import BlockLayout
 from pd_kernels.backends import not_replayable, select_kernels, with_flashinfer
 from pd_kernels.cublas_lt import CublasLt
 from pd_kernels.prefill_choice import AttentionShape, choose_prefill
@@ -93,11 +93,11 @@ class Executor:
         self.block_size = _resolve_block_size(config.cache.block_size, device)
         self._kernels = self._choose_kernels(progress)
         self._llama = self._load_model(None if dummy else directory, progress)
-        geometry = Geometry(self.block_size, spec.num_kv_heads, spec.num_layers, spec.head_dim, dtype)
-        num_blocks = self._size_cache(geometry)
-        num_host_blocks = blocks_in(config.cache.swap_gb * 1e9, geometry)
+        layout = BlockLayout(spec.kv_groups(self.block_size, dtype))
+        num_blocks = self._size_cache(layout)
+        num_host_blocks = blocks_in(config.cache.swap_gb * 1e9, layout)
         progress(f"cache {num_blocks} blocks of {self.block_size} tokens")
-        self._cache = KVCache.allocate(geometry, num_blocks, num_host_blocks, device)
+        self._cache = KVCache.allocate(layout, num_blocks, num_host_blocks, device)
         self.cache: CacheDescription = self._cache.describe()
         progress("warm-up")
         self._warm_up()
@@ -177,7 +177,7 @@ class Executor:
 
     def _make_runner(self, cache: KVCache, max_len: int, capture: Callable[[str], None] | None = None) -> ModelRunner:
         """With `capture`, which hears of the progress, decode steps are captured as graphs where that is possible."""
-        config, block_size = self._config.scheduler, cache.geometry.block_size
+        config, block_size = self._config.scheduler, cache.layout.block_size
         num_rows = config.max_num_seqs
         # Up to 50 bytes a token, 150 a sequence, block tables of all and of those that sample; more goes its own way
         num_bytes = config.max_num_batched_tokens * 64 + num_rows * (160 + 8 * table_width(max_len, block_size)) + 1024
@@ -226,21 +226,21 @@ class Executor:
     def _max_graph_batch(self) -> int:
         return min(self._config.scheduler.max_graph_batch, self._config.scheduler.max_num_seqs)
 
-    def _size_cache(self, geometry: Geometry) -> int:
+    def _size_cache(self, layout: BlockLayout) -> int:
         """Blocks in the cache. Raises StartupError when that is not even one sequence's first step."""
         cache = self._config.cache
         if cache.num_blocks:
             num_blocks = cache.num_blocks
         elif self._device.type == "cpu":
-            num_blocks = blocks_in(cache.kv_cache_gb * 1e9, geometry)
+            num_blocks = blocks_in(cache.kv_cache_gb * 1e9, layout)
         else:
-            num_blocks = blocks_in(self._measure_free_bytes(geometry), geometry)
+            num_blocks = blocks_in(self._measure_free_bytes(layout), layout)
         if num_blocks < 2:
-            size = geometry.block_bytes / 1e6
+            size = layout.block_bytes / 1e6
             raise StartupError(f"the KV cache has room for {num_blocks} blocks of {size:.1f} MB; give it more memory")
         return num_blocks
 
-    def _measure_free_bytes(self, geometry: Geometry) -> float:
+    def _measure_free_bytes(self, layout: BlockLayout) -> float:
         """What `gpu_memory_utilization` leaves for the cache after weights and the largest step's activations.
 
         The share is of this process: nodes that share a GPU each get theirs, whoever allocates first.
@@ -249,10 +249,10 @@ class Executor:
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         budget = self._config.scheduler.max_num_batched_tokens
-        scratch = KVCache.allocate(geometry, -(-budget // geometry.block_size) + 1, 0, self._device)
+        scratch = KVCache.allocate(layout, -(-budget // layout.block_size) + 1, 0, self._device)
         self._run_largest_step(self._make_runner(scratch, budget), budget)
         torch.cuda.synchronize(self._device)
-        peak = torch.cuda.max_memory_allocated(self._device) - before - scratch.tensor.nbytes
+        peak = torch.cuda.max_memory_allocated(self._device) - before - scratch.num_bytes
         del scratch
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
@@ -284,7 +284,8 @@ class Executor:
         run_first_steps(runner, self.block_size, max_len)
         if self._device.type == "cuda":
             run_steps_of_all_kinds(runner, self.block_size, max_len, self._config.scheduler)
-        self._cache.tensor[:NUM_BLOCKS].zero_()
+        for tensor in self._cache.tensors:
+            tensor[:NUM_BLOCKS].zero_()
 
 
 def _resolve_device(name: str) -> torch.device:

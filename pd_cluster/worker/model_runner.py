@@ -89,6 +89,7 @@ class ModelRunner:
         self._decodes = decodes
         self._steps = steps
         self._views = list(cache.layer_views)
+        self._key_views = cache.key_views
         self.watcher: Callable[[torch.Tensor], None] | None = None  # is shown every step's logits [R, vocab_size]
 
     @torch.inference_mode()
@@ -108,10 +109,11 @@ class ModelRunner:
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits [R, vocab_size] of the samples. Its inputs are on the device."""
-        plan, key_view, tail = self._kernels.plan_attention, self._views[0][0], None
-        plans = {window: plan(inputs.sequences, key_view, window) for window in self._model.windows}
+        plan, key_views, tail = self._kernels.plan_attention, self._key_views, None
+        plans = {window: plan(inputs.sequences, key_views[window], window) for window in self._model.windows}
         if inputs.tail is not None:
-            tail = Tail(inputs.tail.rows, plan(inputs.tail.sequences, key_view, self._model.last_window))
+            window = self._model.last_window
+            tail = Tail(inputs.tail.rows, plan(inputs.tail.sequences, key_views[window], window))
         step = ForwardInputs(inputs.token_ids, inputs.positions, inputs.slot_mapping, plans, tail)
         logits = self._model.forward(step, self._views)
         return logits if inputs.samples.owners is None else logits[inputs.samples.owners]
@@ -152,7 +154,7 @@ class ModelRunner:
         if sampled is not None:
             sampled = sampled.to_host()
         retired = None
-        if self._cache.tensor.is_cuda:
+        if self._cache.tensors[0].is_cuda:
             retired = torch.cuda.Event()  # type: ignore[no-untyped-call]
             retired.record()
         return PendingStep(batch.step, self._rows, samples, sampled, retired)

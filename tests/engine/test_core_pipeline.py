@@ -179,7 +179,7 @@ def roomy_connector(roomy_executor: Executor) -> Iterator[Connector]:
 
 def make_connector(executor: Executor) -> Iterator[Connector]:
     context = ConnectorContext(
-        engine_id="bench", epoch=1, fingerprint=executor.model.fingerprint, geometry=executor.cache.geometry,
+        engine_id="bench", epoch=1, fingerprint=executor.model.fingerprint, layout=executor.cache.layout,
         cluster_key=b"k" * 32, host="127.0.0.1", port=0,
     )  # fmt: skip
     connector = create_connector("loopback", context)

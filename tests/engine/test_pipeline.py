@@ -10,6 +10,7 @@ from pd_cluster.engine.forecast import StepForecast
 from pd_cluster.engine.pipeline import Pipeline
 from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, StepResult
 from pd_connectors.base import LoadSpec, PublishSpec
+from tests.connectors.layouts import runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,9 +72,9 @@ def step(
     return Batch(
         number,
         chunks=(SequenceChunk(1, number, 1, num_samples=1),) if computes else (),
-        loads=tuple(LoadSpec(load_id, 0, (3,), 16) for load_id in loads),
+        loads=tuple(LoadSpec(load_id, runs(0, (3,)), 16) for load_id in loads),
         begun=tuple(PublishSpec(lease_id, (), 0, 0) for lease_id in begun),
-        publishes=tuple(PublishSpec(lease_id, (3,), 16, 0) for lease_id in publishes),
+        publishes=tuple(PublishSpec(lease_id, runs(0, (3,)), 16, 0) for lease_id in publishes),
     )
 
 
@@ -125,7 +126,7 @@ def test_with_nothing_under_way_a_load_begins_at_once(device: FakeDevice, depth:
 def test_copies_and_departures_are_steps(device: FakeDevice) -> None:
     steps = pipeline(device, 2)
     assert steps.launch(lambda: Batch(1, copies=BlockCopies(swap_out=((3, 0),))))
-    assert steps.launch(lambda: Batch(2, departures=(1,), loads=(LoadSpec("load a", 0, (3,), 16),)))
+    assert steps.launch(lambda: Batch(2, departures=(1,), loads=(LoadSpec("load a", runs(0, (3,)), 16),)))
     assert device.log == ["step 1 begins", "step 2 begins"]
 
 

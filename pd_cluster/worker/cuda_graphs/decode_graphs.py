@@ -62,7 +62,7 @@ class DecodeGraphs:
         self._rows = rows
         self._staging = staging
         self._kernels = kernels
-        self._block_size = cache.geometry.block_size
+        self._block_size = cache.layout.block_size
         self._padding_slot = padding_block * self._block_size
         self._sizes: list[int] = []
         self._graphs: dict[int, tuple[Callable[[], None], ReplayOutputs]] = {}

@@ -49,7 +49,7 @@ class StepGraphs:
         self._rows = rows
         self._staging = staging
         self._kernels = kernels
-        self._padding_slot = cache.padding_block * cache.geometry.block_size
+        self._padding_slot = cache.padding_block * cache.layout.block_size
         self._layouts: dict[StepSize, StepLayout] = {}
         self._replays: dict[StepSize, Callable[[], None]] = {}
         self._block_tables = self._logits = self._token_ids = torch.empty(0)
