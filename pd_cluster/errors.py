@@ -10,7 +10,6 @@ PdError
 │   └── EngineFrozen    503  the engine makes no progress; it may go on
 ├── PeersDied           500  several nodes have died while they served the request; it must not be tried again
 ├── PrefillUnavailable  502  no prefill node could serve the request, and local prefill is not allowed
-├── DeadlineExceeded    504
 └── StartupError             a flag, file, port or device that must be changed before the node can start
 """
 
@@ -95,14 +94,6 @@ class PrefillUnavailable(PdError):
     status = 502
     kind = "server_error"
     code = "prefill_unavailable"
-
-
-class DeadlineExceeded(PdError):
-    """A named deadline passed."""
-
-    status = 504
-    kind = "server_error"
-    code = "deadline_exceeded"
 
 
 class StartupError(PdError):

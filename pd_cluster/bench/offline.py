@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.garbage import rare_searches
+from pd_cluster.engine.process import rare_garbage_collection
 from pd_cluster.protocol.messages import AddRequest, FromEngine, RequestFailed, ToEngine, TokensOut
 from pd_cluster.worker.executor import Executor
 from pd_connectors.base import ConnectorContext
@@ -74,7 +74,7 @@ class OfflineEngine:
         self.mailbox = DirectMailbox()
         self.core = EngineCore(config, self.executor, connector, cast("EngineSockets", self.mailbox))
         self._num_calls = 0
-        self._cleanup.enter_context(rare_searches())  # as in the engine's own process
+        self._cleanup.enter_context(rare_garbage_collection())  # as in the engine's own process
 
     def generate(self, prompts: list[list[int]], samplings: list[SamplingParams]) -> Generated:
         """Raises RuntimeError when a request is refused."""

@@ -1,4 +1,4 @@
-"""One step's decision and its result, as named values. The scheduler makes a Batch, the worker makes a StepResult.
+"""One step's decision and its result. The scheduler makes a Batch, the worker makes a StepResult.
 
 A batch is a *delta*: the worker keeps a row per live sequence (tokens, block table, sampling state), so a decode step
 names only what changed. That also lets step n+1 be prepared while step n runs: sampled tokens stay with the worker.
@@ -57,10 +57,10 @@ class Batch:
     step: int
     starts: tuple[SequenceStart, ...] = ()
     chunks: tuple[SequenceChunk, ...] = ()  # decodes first, then prefill chunks
-    departures: tuple[int, ...] = ()  # seq_ids whose rows end (finished or preempted); applied before starts
+    departures: tuple[int, ...] = ()  # seq_ids of rows that end (finished or preempted); applied before starts
     copies: BlockCopies = field(default_factory=BlockCopies)
     loads: tuple[LoadSpec, ...] = ()  # for recv_before, once every step before this one has retired
-    begun: tuple[PublishSpec, ...] = ()  # for send_after, at once: of leases whose prompt enters here, of no tokens
+    begun: tuple[PublishSpec, ...] = ()  # for send_after, at once, of no tokens: the prompts of these leases enter here
     publishes: tuple[PublishSpec, ...] = ()  # for send_after, once the step has retired
 
     @property
@@ -72,11 +72,6 @@ class Batch:
         """Whether the worker has anything to do. A start comes with its first chunk."""
         copies = self.copies
         return bool(self.chunks or self.departures or copies.swap_out or copies.swap_in or copies.copy_on_write)
-
-    @property
-    def is_empty(self) -> bool:
-        """Nothing to do: whoever waits, waits for memory that a lease, a load or a quarantine holds."""
-        return not (self.moves_worker or self.loads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
-"""Who holds which KV block. Ids only; the tensor lives in the worker.
+"""Which tables, leases and quarantines hold which KV blocks. Ids only; the tensor lives in the worker.
 
     a device block is    when                                            counted as
-    free                 nobody refers to it, it is in no prefix         free
-    cached               nobody refers to it, the prefix cache knows it  cached
+    free                 no reference, not in the prefix cache           free
+    cached               no reference, in the prefix cache               cached
     in use               a table, a lease or a quarantine refers to it   in_use
 
 A *table* is one holder's blocks in prompt order, plus its *path* in the prefix cache. Path and table differ where
-somebody else cached the same prefix first: the holder's own copy stays private, and it refers to the cached twin
-as well, so that a cached block never outlives its parents' references (see prefix_cache.py).
+another holder cached the same prefix first: the table's own copy stays private, and it refers to the cached twin as
+well, so that a cached block never outlives its parents' references (see prefix_cache.py).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class BlockManager:
         return table
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """A second holder of the same blocks. Whoever appends into the shared last block first gets a copy of it."""
+        """A second holder of the same blocks. The first to write into the shared last block gets a copy."""
         for block_id in table.ids:
             self._refs[block_id] += 1
         for own, cached in zip(table.ids, table.path, strict=False):
@@ -200,7 +200,7 @@ class BlockManager:
     def publish(self, table: BlockTable, hashes: list[bytes]) -> list[CachedBlock]:
         """Cache the table's first len(hashes) blocks: full, computed, and the step that computed them has retired.
 
-        Returns those whose content was news to the cache.
+        Returns the blocks that the cache did not know.
         """
         news: list[CachedBlock] = []
         if not self.prefix_caching:
@@ -282,7 +282,7 @@ class BlockManager:
 
     @property
     def idle(self) -> bool:
-        """Nobody holds anything."""
+        """No table, lease or quarantine is left, and the host pool is empty."""
         return not (self._tables or self._leases or self._quarantines or self._host_used)
 
     def check(self) -> None:

@@ -85,7 +85,7 @@ class Request:
     table: BlockTable | None = None  # TAKE_OVER: the pinned prefix, then the blocks being loaded
     kv: KvArrival = KvArrival.ABSENT
     marks: Marks = field(default_factory=Marks)
-    group: Group = field(init=False, repr=False)  # whose turns it shares
+    group: Group = field(init=False, repr=False)  # shares slots and turns with its other requests
     is_queued: bool = True  # nothing of it has run yet
 
     @classmethod
@@ -136,7 +136,7 @@ class Request:
 
     @property
     def num_kept_tokens(self) -> int:
-        """Prompt tokens whose KV from elsewhere is computed on: all, or all but the last, whose logits are wanted."""
+        """Prompt tokens of a load that are kept: all, or all but the last if its logits are needed for a redraw."""
         return len(self.prompt_token_ids) - self.redraws
 
     @property
@@ -155,7 +155,7 @@ class Request:
 
     @property
     def num_external_tokens(self) -> int:
-        """Prompt tokens whose KV came from elsewhere."""
+        """Prompt tokens with KV from another node or a pool."""
         if len(self.sequences) == 1:
             return self.sequences[0].num_external_tokens
         return max((seq.num_external_tokens for seq in self.sequences), default=0)
@@ -244,7 +244,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     table: BlockTable | None = None
     host_block_ids: list[int] = field(default_factory=list)  # while SWAPPED
-    num_computed_tokens: int = 0  # tokens whose KV is in the table, by a step that has retired
+    num_computed_tokens: int = 0  # tokens with KV in the table, by steps that have retired
     num_scheduled_tokens: int = 0  # the same, counting steps that still run
     num_pending: int = 0  # sampled by steps that still run: values unknown, positions certain
     num_in_flight: int = 0  # steps that still run and touch this sequence
@@ -292,7 +292,7 @@ class Sequence:
         self.num_external_tokens = lead.num_external_tokens
 
     def hash_blocks(self, num_blocks: int, block_size: int) -> list[bytes]:
-        """Chained hashes of the first `num_blocks` blocks, all of whose tokens must be known. Computed once each."""
+        """Chained hashes of the first `num_blocks` blocks; all their tokens must be known. Each is computed once."""
         hashes = self.block_hashes
         if len(hashes) < num_blocks:
             parent = hashes[-1] if hashes else root_hash(self.request.salt)

@@ -10,8 +10,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from pd_cluster.engine.admission import refusal
 from pd_cluster.engine.client import ZmqEngineClient
-from pd_cluster.engine.kv_transfers import refusal
 from pd_cluster.errors import EngineFrozen, EngineUnavailable, InvalidRequest, error_named
 from pd_cluster.protocol.messages import (
     Abort,

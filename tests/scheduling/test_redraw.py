@@ -63,15 +63,15 @@ class DecodeNode:
         self.world = World()
         self.replies: list[FromEngine] = []
         self.connector = ScriptedConnector()
-        self.handoffs = KvTransfers(self.connector, self.replies.append, self.world.take)
+        self.transfers = KvTransfers(self.connector, self.world.scheduler, self.replies.append, self.world.take)
         self.request = self.world.request(msgspec.structs.replace(OFFER, ticket=ticket))
         self.client = self.world.clients["r"] = Client(self.request, [[] for _ in range(N)], [None] * N)
-        self.handoffs.take_over(self.request, self.world.scheduler)
+        self.transfers.admit(self.request)
 
     def hear(self, *events: Event) -> None:
         self.connector.tell(*events)
-        self.handoffs.take_events(self.world.scheduler)
-        self.handoffs.reserve(self.world.scheduler)
+        self.transfers.take_events()
+        self.transfers.reserve()
 
     def load(self, ticket: Ticket) -> None:
         """Until all but the end is over. P's tokens are the right ones only where it samples as D would."""
@@ -102,7 +102,7 @@ class DecodeNode:
         self.hear(LoadDone(load_id, (1,), 0.0))
 
     def redraws(self) -> dict[str, float]:
-        return {reason: self.handoffs.counters[reason.counter] for reason in Redraw}
+        return {reason: self.transfers.counters[reason.counter] for reason in Redraw}
 
 
 @pytest.mark.parametrize(("first", "second"), list(product(TICKETS, TICKETS)))
@@ -111,8 +111,8 @@ def test_the_last_load_decides_unless_the_tokens_are_known(first: str, second: s
     node.load(TICKETS[first])
     is_known = first == "equal"
     assert [len(output) for output in node.client.outputs] == [int(is_known)] * N
-    assert node.fail().first_tokens_sent == is_known
-    node.handoffs.use_ticket("r", TICKETS[second], DEADLINE_S, node.world.scheduler)
+    node.fail()
+    node.transfers.use_ticket("r", TICKETS[second], DEADLINE_S)
     node.load(TICKETS[second])
     assert [len(output) for output in node.client.outputs] == [int(is_known or second == "equal")] * N
     node.succeed()
@@ -126,7 +126,7 @@ def test_a_prefill_of_our_own_counts_as_no_redraw(first: str) -> None:
     node = DecodeNode(TICKETS[first])
     node.load(TICKETS[first])
     node.fail()
-    node.handoffs.prefill_locally("r", node.world.scheduler)
+    node.transfers.prefill_locally("r")
     node.world.run_until_idle()
     assert set(node.redraws().values()) == {0.0}
     node.world.check_empty()

@@ -99,13 +99,12 @@ def test_a_load_that_was_not_asked_for_admits_nothing() -> None:
     """Word of one that was dropped, or of none."""
     world = World()
     request = world.submit(message("a", prompt(40), max_tokens=4, work=Work.TAKE_OVER))
-    tokens = world.first_tokens(request)
-    assert world.scheduler.admit_loaded(request, tokens) is None
+    world.scheduler.admit_loaded(request)
     assert (world.scheduler.num_waiting, world.scheduler.num_waiting_for_remote_kv) == (0, 1)
     load = world.reserve(request)
     assert load is not None
     world.fail_load(load)
-    assert world.scheduler.admit_loaded(request, tokens) is None
+    world.scheduler.admit_loaded(request)
     assert (world.scheduler.num_waiting, world.scheduler.num_waiting_for_remote_kv) == (0, 1)
     assert not request.first_tokens
     world.drain(load)
@@ -121,9 +120,8 @@ def test_first_tokens_that_are_told_twice_hold_nothing_up() -> None:
     load = world.reserve(request)
     assert load is not None
     world.start_step()
-    world.loads.pop(load.load_id)
-    world.worker.write_load(load, request.prompt_token_ids, good=True)
-    assert world.scheduler.admit_loaded(request, request.first_tokens) is None, "no news"
+    assert world.scheduler.set_first_tokens(request, request.first_tokens) is None, "no news"
+    world.finish_load(load)
     assert (world.scheduler.num_waiting, world.scheduler.num_waiting_for_remote_kv) == (1, 0)
     world.run_until_idle()
     world.check_empty()

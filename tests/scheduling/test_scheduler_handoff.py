@@ -104,15 +104,14 @@ def test_a_loaded_prompt_is_never_computed_here(length: int, n: int, tokens_firs
     world.check_empty()
 
 
-def test_admit_loaded_takes_the_first_tokens_along() -> None:
+def test_first_tokens_count_once_however_late_they_come_again() -> None:
     world = World()
     request = world.submit(message("d", prompt(40), work=Work.TAKE_OVER, max_tokens=3))
     load = world.reserve(request)
     assert load is not None
     world.start_step()
-    world.worker.write_load(load, request.prompt_token_ids, good=True)
-    del world.loads[load.load_id]
-    world.take(world.scheduler.admit_loaded(request, world.first_tokens(request)))
+    world.finish_load(load)
+    world.give_first_tokens(request)
     assert world.scheduler.set_first_tokens(request, (SampledToken(1),)) is None
     world.run_until_idle()
     world.check_empty()

@@ -96,7 +96,7 @@ class World:
             self.blocks,
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=frozenset({EOS}),
-            on_preempt=self._on_preempt,
+            retract=self._retract,
             max_tokens_beside_decodes=self.max_tokens_beside_decodes,
             keys_per_token=self.keys_per_token,
             rests=self.rests,
@@ -106,16 +106,15 @@ class World:
         self._running: deque[tuple[Batch, StepResult]] = deque()
         self._load_ids = count()
 
-    def _on_preempt(self, seq: Sequence) -> None:
+    def _retract(self, lease_id: str) -> int:
         """The blocks are still the lease's at this moment."""
-        lease_id = seq.request.lease_id
-        assert lease_id is not None
+        [seq] = self.leases[lease_id].heads
         assert seq.table is not None
         assert seq.table.ids
         self.read_lease(lease_id)
         self.published.pop(lease_id, None)
-        seq.request.lease_generation += 1
         self.preempted.append(seq)
+        return seq.request.lease_generation + 1
 
     # clients
 
@@ -163,7 +162,7 @@ class World:
     def _check_writes(self, batch: Batch) -> None:
         """A block that a step writes has one holder, and the prefix cache does not know it."""
         for chunk in batch.chunks:
-            table = self.scheduler._life.sequences[chunk.seq_id].table
+            table = self.scheduler._queues.sequences[chunk.seq_id].table
             assert table is not None
             end = chunk.start + chunk.num_tokens
             for block_id in table.ids[chunk.start // BLOCK_SIZE : self.blocks.blocks_for(end)]:
@@ -197,7 +196,7 @@ class World:
             if not self.scheduler.has_work:
                 return
             batch = self.start_step()
-            assert not batch.is_empty or self.depth > 1, "the scheduler is stuck"
+            assert batch.moves_worker or batch.loads or self.depth > 1, "the scheduler is stuck"
             self.check()
         raise AssertionError(f"not idle after {limit} steps")
 
@@ -228,7 +227,7 @@ class World:
         if request.finished:
             self.scheduler.drain(load.load_id)
         else:
-            self.take(self.scheduler.admit_loaded(request))
+            self.scheduler.admit_loaded(request)
 
     def fail_load(self, load: LoadSpec) -> None:
         """It has failed; what is under way may still land until `drain`."""

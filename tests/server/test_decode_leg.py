@@ -311,7 +311,7 @@ async def test_leg_to_p_stays_open_until_the_client_leaves_then_p_aborts() -> No
 async def test_failure_after_the_first_token_ends_the_stream_with_an_error() -> None:
     async def script(line: Line) -> None:
         line.tokens([5])
-        line.push(NeedsPrefill(line.request.request_id, 0, "peer_restarted", first_tokens_sent=True))
+        line.push(NeedsPrefill(line.request.request_id, 0, "peer_restarted"))
         assert isinstance(await line.heard(), Abort)
 
     async with decode_node(script, on_load_failure="fail") as d:
