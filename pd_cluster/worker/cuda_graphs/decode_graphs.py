@@ -59,6 +59,7 @@ class DecodeGraphs:
     ) -> None:
         self._model = model
         self._views = list(cache.layer_views)
+        self._key_views = cache.key_views
         self._rows = rows
         self._staging = staging
         self._kernels = kernels
@@ -133,7 +134,8 @@ class DecodeGraphs:
             host_seq_lens=ones,  # void: a capturable plan does not ask
         )
         plans = {
-            window: self._kernels.plan_attention(packed, self._views[0][0], window) for window in self._model.windows
+            window: self._kernels.plan_attention(packed, self._key_views[window], window)
+            for window in self._model.windows
         }
         logits = self._model.forward(ForwardInputs(token_ids, positions, slots, plans, tail=None), self._views)
         chosen = self._kernels.draw(logits, Draws(temperatures.view(torch.float32)[:size], seeds, lengths, None))

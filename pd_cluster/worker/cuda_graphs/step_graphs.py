@@ -46,6 +46,7 @@ class StepGraphs:
     def __init__(self, model: Llama, cache: KVCache, rows: InputBatch, staging: HostBuffer, kernels: Kernels) -> None:
         self._model = model
         self._views = list(cache.layer_views)
+        self._key_views = cache.key_views
         self._rows = rows
         self._staging = staging
         self._kernels = kernels
@@ -144,7 +145,7 @@ class StepGraphs:
             block_tables=self._block_tables[: size.num_seqs + 1],
             tiles=places.tiles.to(torch.int32),
         )
-        plans = {window: layout.attention.plan(step, self._views[0][0], window) for window in self._model.windows}
+        plans = {window: layout.attention.plan(step, self._key_views[window], window) for window in self._model.windows}
         inputs = ForwardInputs(token_ids, places.positions, places.slots, plans, Tail(places.sampled, plan=None))
         logits = self._model.forward(inputs, self._views)
         temperatures = places.temperatures.view(torch.float32)[: size.num_seqs]
