@@ -10,22 +10,14 @@ from typing import TYPE_CHECKING
 import pytest
 import zmq
 
-from pd_connectors import channel as channel_module
-from pd_connectors.channel import (
-    MAX_ANSWER_BYTES,
-    MAX_QUESTION_BYTES,
-    Channel,
-    FromOwner,
-    FromReader,
-    Incoming,
-    OwnerLost,
-    ZmqChannel,
-)
+from pd_connectors import zmq_channel as channel_module
+from pd_connectors.channel import Channel, FromOwner, FromReader, Incoming, OwnerLost
 from pd_connectors.curve import CurveKeys
 from pd_connectors.nixl.machine import listening_sockets
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.protocol.messages import LeaseState, Release, Renew, seal
 from pd_connectors.protocol.ticket import LeaseRef
+from pd_connectors.zmq_channel import MAX_ANSWER_BYTES, MAX_QUESTION_BYTES, ZmqChannel
 from tests.connectors.layouts import runs
 
 if TYPE_CHECKING:
