@@ -59,13 +59,16 @@ class PublishSpec:
     """Tokens [0, num_tokens) of the lease are complete in `runs`.
 
     Without tokens it says that the lease's prompt is being computed, in blocks that P has: D may reserve its own
-    meanwhile.
+    meanwhile. Where the step that computed the last of them has sampled, too, the first tokens are in it, and no
+    `finish_lease` follows. They hold whatever becomes of the generation.
     """
 
     lease_id: str
     runs: tuple[BlockRun, ...]  # by group, what `KVGroup.handed_over` names; () without tokens
     num_tokens: int  # a multiple of the block size, 0 too, or the whole prompt
     generation: int  # of the lease when the step was planned; void when the lease has been retracted since
+    first_tokens: tuple[SampledToken, ...] = ()  # one per sample; () : they are not known yet
+    prefill_s: float = 0.0  # see `finish_lease`
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +189,7 @@ class SchedulerHalf(ABC):
 
     @abstractmethod
     def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill_s: float = 0.0) -> None:
-        """The first tokens are sampled. The whole prompt has been, or is in this same step, published.
+        """The first tokens are sampled, and were in no PublishSpec. The whole prompt has been published.
 
         prefill_s: what it took since the request came, for the reader to know; 0: not said."""
 
@@ -243,7 +246,7 @@ class WorkerHalf(ABC):
 
     @abstractmethod
     def send_after(self, publishes: Sequence[PublishSpec]) -> None:
-        """After a step's work on the device has retired: let others read these blocks."""
+        """After a step's work on the device has retired: let others read these blocks, and know first tokens."""
 
     @abstractmethod
     def close(self) -> None:

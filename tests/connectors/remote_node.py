@@ -125,8 +125,12 @@ class DrivenNode(ABC):
         assert isinstance(ticket, Ticket)
         return ticket
 
-    def publish(self, lease_id: str, block_ids: tuple[int, ...], num_tokens: int, generation: int = 0) -> None:
-        self.call("publish", PublishSpec(lease_id, runs(0, block_ids), num_tokens, generation))
+    def publish(
+        self, lease_id: str, block_ids: tuple[int, ...], num_tokens: int, generation: int = 0, token_id: int = -1
+    ) -> None:
+        """token_id: the first token, in the same announcement; -1: it is not known yet."""
+        tokens = (SampledToken(token_id, -0.5),) if token_id >= 0 else ()
+        self.call("publish", PublishSpec(lease_id, runs(0, block_ids), num_tokens, generation, tokens))
 
     def finish(self, lease_id: str, token_id: int = 7) -> None:
         self.call("finish", lease_id, (SampledToken(token_id, -0.5),))

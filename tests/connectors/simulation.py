@@ -181,7 +181,7 @@ class Engine:
 
     def compute(self, num_blocks: int, *, sample: bool) -> None:
         """A step: the oldest unfinished prefill begins, or goes on by so many blocks. `sample`: its token comes with
-        the last."""
+        the last, of every second prompt in one announcement."""
         request = next((request for request in self.prefills.values() if not request.is_finished), None)
         if request is None:
             return
@@ -196,10 +196,12 @@ class Engine:
         request.num_computed = min(prompt.num_tokens, stop * LAYOUT.block_size)
         readable = runs(0, request.blocks[:stop], NUM_GROUPS)
         publish = PublishSpec(request.lease.lease_id, readable, request.num_computed, request.generation)
-        self.exchange.leases.announce(publish)
-        if stop == prompt.num_blocks and (start == stop or sample):
-            request.is_finished = True
-            self.exchange.leases.finish(request.lease.lease_id, (SampledToken(prompt.number),))
+        first_tokens = (SampledToken(prompt.number),)
+        request.is_finished = stop == prompt.num_blocks and (start == stop or sample)
+        is_one = request.is_finished and start < stop and prompt.number % 2 == 0
+        self.exchange.leases.announce(replace(publish, first_tokens=first_tokens) if is_one else publish)
+        if request.is_finished and not is_one:
+            self.exchange.leases.finish(request.lease.lease_id, first_tokens)
 
     def preempt(self) -> None:
         """Take the blocks of the oldest unfinished prefill back, and others for it."""

@@ -80,6 +80,29 @@ def test_what_a_reader_is_told_of_a_prefill_that_goes_on(clock: VirtualClock) ->
     assert (told.is_begun, told.announced_at, told.prefill_s) == (True, 1e9 + clock.now - 1.0, 0.5)
 
 
+def test_first_tokens_come_with_the_last_blocks_in_one_change(table: LeaseTable) -> None:
+    ref = table.open(20, hold=True)
+    table.announce(PublishSpec(ref.lease_id, runs(0, (4, 5)), 20, 0, (SampledToken(3),), 0.5))
+    (state,) = table.take_changed()
+    assert (state.num_tokens_readable, state.first_tokens, state.prefill_s) == (20, (SampledToken(3),), 0.5)
+    assert state.version == 2
+    assert state.ttl_s == TTL_S, "the clock of a held lease starts, as with `finish`"
+
+
+def test_first_tokens_hold_when_the_blocks_were_taken_back(table: LeaseTable) -> None:
+    ref = table.open(20, hold=False)
+    assert table.retract(ref.lease_id) == 1
+    table.take_changed()
+    table.announce(PublishSpec(ref.lease_id, runs(0, (4, 5)), 20, 0, (SampledToken(3),)))  # planned before
+    (state,) = table.take_changed()
+    assert (state.generation, state.num_tokens_readable, state.first_tokens) == (1, 0, (SampledToken(3),))
+    table.announce(PublishSpec(ref.lease_id, runs(0, (4, 5)), 20, 0))
+    table.end(ref.lease_id, LeaseEnd.REVOKED)
+    table.take_changed()
+    table.announce(PublishSpec(ref.lease_id, runs(0, (4, 5)), 20, 1, (SampledToken(3),)))
+    assert table.take_changed() == []
+
+
 @pytest.mark.parametrize("how", ["release", "expire", "end"])
 def test_an_ended_lease_confirms_nothing(table: LeaseTable, clock: VirtualClock, how: str) -> None:
     ref = table.open(16, hold=False)

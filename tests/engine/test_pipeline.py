@@ -130,7 +130,9 @@ def test_copies_and_departures_are_steps(device: FakeDevice) -> None:
     assert device.log == ["step 1 begins", "step 2 begins"]
 
 
-def test_that_a_prompt_has_begun_is_told_before_its_step_and_its_blocks_after_it(device: FakeDevice) -> None:
+def test_a_begun_prompt_is_told_before_its_step_and_its_blocks_by_the_caller(
+    device: FakeDevice,
+) -> None:
     steps = pipeline(device, 2)
     steps.launch(lambda: step(1, publishes=("lease a",)))
     steps.launch(lambda: step(2, begun=("lease b",), publishes=("lease b",)))
@@ -138,7 +140,8 @@ def test_that_a_prompt_has_begun_is_told_before_its_step_and_its_blocks_after_it
     assert steps.is_full
     batch, result = steps.retire()
     assert (batch.step, result.step) == (1, 1)
-    assert device.log[3:] == ["step 1 over", "lease a: 16 tokens"]
+    assert [publish.lease_id for publish in batch.publishes] == ["lease a"]
+    assert device.log[3:] == ["step 1 over"]
     assert not steps.is_full
     steps.retire()
-    assert device.log[5:] == ["step 2 over", "lease b: 16 tokens"]
+    assert device.log[4:] == ["step 2 over"]
