@@ -85,7 +85,12 @@ class EngineCore:
             retract=connector.retract,
             clock=clock,
         )
-        self._admission = Admission(self._scheduler, executor.model.vocab_size)
+        self._admission = Admission(
+            self._blocks,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=executor.model.max_model_len,
+            vocab_size=executor.model.vocab_size,
+        )
         self._transfers = KvTransfers(connector, self._scheduler, mailbox.send, self._report, connector.pool)
         self._pipeline = Pipeline(
             executor,
@@ -169,7 +174,7 @@ class EngineCore:
         self._num_steps += 1
         self._num_tokens += batch.num_tokens
         updates = self._scheduler.update(batch, result)
-        prefilled = [update.request for update in updates if update.request.work is Work.PREFILL]
+        prefilled = [update for update in updates if update.request.work is Work.PREFILL]
         if batch.publishes or prefilled:
             self._connector.send_after(self._transfers.announce(batch.publishes, prefilled))
         for update in updates:

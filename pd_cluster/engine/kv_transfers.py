@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.scheduler import Scheduler, Update
     from pd_cluster.scheduling.sequence import Request
     from pd_connectors.base import PublishSpec
+    from pd_connectors.protocol.messages import SampledToken
     from pd_connectors.protocol.ticket import Ticket
 
 REDRAWS = "first_token_redraws_total"  # by reason
@@ -151,26 +152,28 @@ class KvTransfers:
             raise
         self._reply(TicketOpened(request.request_id, ticket))
 
-    def announce(self, publishes: Iterable[PublishSpec], prefilled: Iterable[Request]) -> list[PublishSpec]:
+    def announce(self, publishes: Iterable[PublishSpec], prefilled: Iterable[Update]) -> list[PublishSpec]:
         """What a retired step has for readers: its publishes, and the first tokens of PREFILLs that it sampled.
 
         A lease's first tokens go into its publish, so that its reader hears of the last KV and of them in one message.
         """
-        sampled: dict[str, Request] = {}
-        for request in prefilled:
+        sampled: dict[str, tuple[tuple[SampledToken, ...], float]] = {}
+        for update in prefilled:
+            request = update.request
             assert request.lease_id is not None
-            if len(request.first_tokens) == request.sampling.n:
-                sampled[request.lease_id] = request
-            else:  # aborted before it had any: no D can take it over
+            first_tokens = tuple(token for report in update.sequences for token in report.tokens)
+            if len(first_tokens) == request.sampling.n:
+                sampled[request.lease_id] = first_tokens, request.prefill_s
+            else:  # a sequence was aborted: no D can take over all of them
                 self._connector.end_lease(request.lease_id, LeaseEnd.REVOKED)
         specs = []
         for publish in publishes:
-            done = sampled.pop(publish.lease_id, None)
-            if done is not None:
-                publish = replace(publish, first_tokens=done.first_tokens, prefill_s=done.prefill_s)
+            if publish.lease_id in sampled:
+                first_tokens, prefill_s = sampled.pop(publish.lease_id)
+                publish = replace(publish, first_tokens=first_tokens, prefill_s=prefill_s)
             specs.append(publish)
-        for lease_id, request in sampled.items():
-            self._connector.finish_lease(lease_id, request.first_tokens, request.prefill_s)
+        for lease_id, (first_tokens, prefill_s) in sampled.items():
+            self._connector.finish_lease(lease_id, first_tokens, prefill_s)
         return specs
 
     def revoke(self, request: Request) -> None:
@@ -232,7 +235,7 @@ class KvTransfers:
             wrong = f"the ticket is for {ticket.num_tokens} tokens, the prompt has {num_prompt}"
             self._ask_again(intake, LoadFailure.REJECTED, wrong)
             return
-        intake.redraw = None if request.first_tokens else Redraw.due(ticket, request.sampling)
+        intake.redraw = None if request.is_parted else Redraw.due(ticket, request.sampling)
         request.redraws = intake.redraw is not None
         intake.num_attempts += 1
         intake.load_id = request.load_id = f"{request.request_id}#{intake.num_attempts}"
@@ -303,7 +306,7 @@ class KvTransfers:
                 self._ask_again(intake, event.reason, event.detail)
 
     def _take_first_tokens(self, intake: Intake, event: FirstTokens) -> None:
-        if intake.redraw is not None or intake.request.first_tokens:
+        if intake.redraw is not None or intake.request.is_parted:
             return  # they are not this request's, or come from a second P
         if len(event.tokens) != intake.request.sampling.n:  # a P that breaks its ticket's promise
             self._connector.cancel_load(event.load_id)

@@ -106,7 +106,7 @@ def test_a_load_that_was_not_asked_for_admits_nothing() -> None:
     world.fail_load(load)
     world.scheduler.admit_loaded(request)
     assert (world.scheduler.num_waiting, world.scheduler.num_waiting_for_remote_kv) == (0, 1)
-    assert not request.first_tokens
+    assert not request.is_parted
     world.drain(load)
     world.scheduler.fall_back_to_local(request)
     world.run_until_idle()
@@ -120,7 +120,7 @@ def test_first_tokens_that_are_told_twice_hold_nothing_up() -> None:
     load = world.reserve(request)
     assert load is not None
     world.start_step()
-    assert world.scheduler.set_first_tokens(request, request.first_tokens) is None, "no news"
+    assert world.scheduler.set_first_tokens(request, world.first_tokens(request)) is None, "no news"
     world.finish_load(load)
     assert (world.scheduler.num_waiting, world.scheduler.num_waiting_for_remote_kv) == (1, 0)
     world.run_until_idle()

@@ -124,8 +124,9 @@ def test_several_samples_of_one_row(executor: Executor) -> None:
     executor.execute(Batch(0, (starts[0],), (SequenceChunk(0, 0, 7, num_samples=1),)))
     counts.clear()
     chunks = (SequenceChunk(0, 7, 1, num_samples=1), SequenceChunk(1, 0, 20, num_samples=3), SequenceChunk(2, 0, 30))
-    samples = executor.execute(Batch(1, tuple(starts[1:]), chunks)).samples
-    assert {seq_id: len(tokens) for seq_id, tokens in samples.items()} == {0: 1, 1: 3}
+    result = executor.execute(Batch(1, tuple(starts[1:]), chunks))
+    assert {seq_id: len(tokens) for seq_id, tokens in result.samples.items()} == {0: 1}
+    assert {seq_id: len(tokens) for seq_id, tokens in result.first_samples.items()} == {1: 3}
     assert beside.rows == [1, 2]
     assert counts == [51, 51, 51, 2, 2, 2]
 
