@@ -1,4 +1,4 @@
-"""Blocks between the cache tensor and host memory, on threads beside the step loop's.
+"""Blocks between one group's cache tensor and host memory, on threads beside the step loop's.
 
 out   `gather` runs on the step loop's thread: on a GPU it is queued behind the steps that wrote the blocks and
       before any later one; on a CPU it copies at once. Bytes are taken from the copy later, by any thread.
@@ -21,7 +21,7 @@ class Gathered:
     """A copy of some blocks."""
 
     def __init__(self, host: torch.Tensor, landed: torch.cuda.Event | None) -> None:
-        self._host = host  # [n, num_kv_heads, num_layers, 2, block_size, head_dim]
+        self._host = host  # [n, *group.shape]
         self._landed = landed
 
     def wait(self) -> None:
@@ -37,9 +37,9 @@ class Gathered:
 class BlockStaging:
     """The step loop's side."""
 
-    def __init__(self, cache: CacheDescription) -> None:
-        self._cache = cache.tensor
-        self._stream = _stream_for(cache.tensor)
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._cache = tensor
+        self._stream = _stream_for(tensor)
         self._last: Gathered | None = None
 
     def gather(self, block_ids: Sequence[int]) -> Gathered:
@@ -67,12 +67,12 @@ class Inlet:
     """One loading thread's side."""
 
     def __init__(self, cache: CacheDescription) -> None:
-        self._cache = cache.tensor
-        self._stream = _stream_for(cache.tensor)
+        self._tensors = cache.tensors
+        self._stream = _stream_for(cache.tensors[0])
 
-    def write(self, block_id: int, block: memoryview) -> None:
-        """Set a block to these bytes."""
-        target = self._cache[block_id]
+    def write(self, group: int, block_id: int, block: memoryview) -> None:
+        """Set one group's part of a block to these bytes."""
+        target = self._tensors[group][block_id]
         source = torch.frombuffer(block, dtype=target.dtype).view(target.shape)
         if self._stream is None:
             target.copy_(source)

@@ -30,6 +30,7 @@ from pd_connectors.transport import (
     Completion,
     Connected,
     ConnectFailed,
+    GroupIds,
     PeerKey,
     ReadEnded,
     ReadId,
@@ -37,7 +38,7 @@ from pd_connectors.transport import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from pd_connectors.base import CacheDescription, ConnectorContext
     from pd_connectors.protocol.messages import ToOwner, ToReader
@@ -245,17 +246,22 @@ class LoopbackTransport(Transport):
 
         self._node.schedule(self._network.draw_delay_s(), finish)
 
-    def read(self, peer: PeerKey, read_id: ReadId, remote: Sequence[int], local: Sequence[int]) -> None:
+    def read(self, peer: PeerKey, read_id: ReadId, remote: GroupIds, local: GroupIds) -> None:
         endpoint = self._endpoints.get(peer)
-        if endpoint is None or not all(0 <= block_id < endpoint.num_blocks for block_id in remote):
+        if endpoint is None or not all(0 <= block_id < endpoint.num_blocks for ids in remote for block_id in ids):
             error = "the endpoint was torn down" if endpoint is None else "no such block"
             self._completions.append(ReadEnded(read_id, error))
             self._node.awake.set()
             return
         read = self._reads[read_id] = _Read(peer)
-        delays = [self._network.draw_delay_s() for _ in remote]
-        for theirs, ours, delay_s in zip(remote, local, delays, strict=True):
-            self._node.schedule(delay_s, partial(self._copy, read, endpoint.serial, theirs, ours))
+        copies = [
+            partial(self._copy, read, endpoint.serial, group, *pair)
+            for group, pairs in enumerate(zip(remote, local, strict=True))
+            for pair in zip(*pairs, strict=True)
+        ]
+        delays = [self._network.draw_delay_s() for _ in copies]
+        for copy, delay_s in zip(copies, delays, strict=True):
+            self._node.schedule(delay_s, copy)
         faults, rng = self._network.faults, self._network.random
         fate = rng.random()
         if fate < faults.hang_read:
@@ -271,7 +277,7 @@ class LoopbackTransport(Transport):
             end = partial(self._end, read_id, "the endpoint was torn down")
             self._node.schedule(self._network.draw_delay_s(), end)  # until then its blocks may still land
 
-    def _copy(self, read: _Read, serial: int, theirs: int, ours: int) -> None:
+    def _copy(self, read: _Read, serial: int, group: int, theirs: int, ours: int) -> None:
         if read.is_over:
             return
         source = self._network.numbered(serial)
@@ -280,7 +286,7 @@ class LoopbackTransport(Transport):
             return
         assert source.cache is not None
         assert self._node.cache is not None
-        self._node.cache.tensor[ours].copy_(source.cache.tensor[theirs])
+        self._node.cache.tensors[group][ours].copy_(source.cache.tensors[group][theirs])
 
     def _end(self, read_id: ReadId, error: str) -> None:
         read = self._reads.get(read_id)

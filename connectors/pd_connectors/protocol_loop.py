@@ -63,9 +63,7 @@ class ProtocolLoop:
         limits: PullLimits,
     ) -> None:
         self._clock = PatientClock(clock, context.lease_ttl_s / RENEWALS_PER_TTL)
-        self.leases = LeaseTable(
-            context.engine_id, context.epoch, context.geometry.block_size, context.lease_ttl_s, self._clock
-        )
+        self.leases = LeaseTable(context.engine_id, context.epoch, context.layout, context.lease_ttl_s, self._clock)
         self._transport = transport
         self._channel = channel
         self._commands: deque[Callable[[Reader, float], None]] = deque()
@@ -113,12 +111,8 @@ class ProtocolLoop:
     def stats(self) -> dict[str, float]:
         """See Connector.stats."""
         reader = self._reader
-        failed = {f"loads_failed_total|reason={reason}": float(n) for reason, n in reader.loads_failed.items()}
         return {
-            "kv_transfer_bytes_total": float(reader.num_bytes),
-            "kv_transfer_seconds_total": reader.transfer_s,
-            "loads_done_total": float(reader.loads_done),
-            **failed,
+            **reader.counters.stats(),
             "loads_open": float(reader.num_loads),
             "loads_reading": float(reader.num_reading),
             "leases_open": float(len(self.leases)),

@@ -42,25 +42,25 @@ class Search:
     """What the pool's lock guards, and `land` and `finish`, which guard themselves."""
 
     load_id: str
-    names: list[ObjectName]
-    first_block: int
+    blocks: list[list[ObjectName]]  # the prompt's, from its start; each has an object a group
+    first_block: int  # the engine has the blocks before this one
     due_s: float
     spec: LoadSpec | None = None  # None until `load`
     miss: Miss | None = None  # why it will bring less than all
     is_found: bool = False  # the engine has it, and its time does not count
     is_cancelled: bool = False
     is_over: bool = False
-    num_read: int = 0  # blocks
+    num_read: int = 0  # whole blocks
     _landing: threading.Lock = field(default_factory=threading.Lock)
     _inlet: Inlet | None = None
 
-    def land(self, inlet: Inlet, block_id: int, block: memoryview) -> bool:
-        """Write the next block. False, and nothing is written, when the search is over."""
+    def land(self, inlet: Inlet, name: ObjectName, block_id: int, content: memoryview) -> bool:
+        """Write the next object; groups come in order. False, and nothing is written, when the search is over."""
         with self._landing:
             if not self.is_over:
                 self._inlet = inlet
-                inlet.write(block_id, block)
-                self.num_read += 1
+                inlet.write(name.group, block_id, content)
+                self.num_read += name == self.blocks[self.first_block + self.num_read][-1]
             return not self.is_over
 
     def finish(self) -> bool:

@@ -22,9 +22,9 @@ from pd_cluster.protocol.messages import NeedsPrefill, PrefillLocally, UseTicket
 from pd_cluster.server.generation_request import GenerationRequest, KvSource
 from pd_cluster.server.prefill_client import PeerError, PeerFault, PrefillClient
 from pd_cluster.server.sampling import encode_sampling
-from pd_connectors.protocol.errors import BadSignature, LoadFailure, TicketError, TicketExpired
+from pd_connectors.protocol.errors import BadSignature, LoadFailure, ProtocolMismatch, TicketError, TicketExpired
 from pd_connectors.protocol.hashing import prompt_digest
-from pd_connectors.protocol.ticket import PROTOCOL_VERSION, Offer, Paper, Ticket, verify
+from pd_connectors.protocol.ticket import Offer, Paper, Ticket, verify
 from pd_http.node_answers import ASK_TICKET
 
 if TYPE_CHECKING:
@@ -61,16 +61,16 @@ def trusted_ticket(state: NodeState, token: str, prompt: list[int], salt: str) -
 
 def _verified(state: NodeState, token: str, kind: type[Paper]) -> Paper:
     try:
-        paper = verify(state.key, token, kind, time.time())
+        return verify(state.key, token, kind, time.time())
     except BadSignature as error:
         raise Untrusted("bad_signature") from error
     except TicketExpired as error:
         raise Untrusted("expired") from error
+    except ProtocolMismatch as error:
+        logger.info("%s", error)
+        raise Untrusted("protocol_mismatch") from error
     except TicketError as error:
         raise Untrusted("malformed") from error
-    if paper.version != PROTOCOL_VERSION:
-        raise Untrusted("protocol_mismatch")
-    return paper
 
 
 async def plan_handoff(

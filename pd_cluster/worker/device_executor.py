@@ -17,7 +17,7 @@ from pd_cluster.worker.model_loading import describe_model, load_model
 from pd_cluster.worker.model_runner import ModelRunner
 from pd_cluster.worker.startup import run_phases
 from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
-from pd_connectors.protocol.ticket import Geometry
+from pd_connectors.protocol.layout import BlockLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ class DeviceExecutor:
     """An Executor. See there for the phases; what a phase sets below exists from then on."""
 
     model: ModelDescription  # load
-    geometry: Geometry
+    layout: BlockLayout
     _kernels: Kernels
     _model: Model
     _cache: KVCache  # allocate
@@ -69,7 +69,7 @@ class DeviceExecutor:
 
     @property
     def block_size(self) -> int:
-        return self.geometry.block_size
+        return self.layout.block_size
 
     @property
     def cache(self) -> CacheDescription:
@@ -83,7 +83,7 @@ class DeviceExecutor:
         self.model = describe_model(config.model, device)
         spec, dtype = self.model.spec, self.model.dtype
         block_size = _resolve_block_size(config.cache.block_size, device)
-        self.geometry = Geometry(block_size, spec.num_kv_heads, spec.num_layers, spec.head_dim, dtype)
+        self.layout = BlockLayout(spec.kv_groups(block_size, dtype))
         self._kernels = choose_kernels(config, self.model, block_size, device, progress)
         self._model = load_model(self.model, config.model, self._kernels, device, progress)
 
@@ -92,7 +92,7 @@ class DeviceExecutor:
         if self._device.type == "cpu":
             return int(config.kv_cache_gb * 1e9)
         free = measure_free_bytes(
-            self.geometry, limits.max_num_batched_tokens, self._run_largest_step, config.gpu_memory_utilization,
+            self.layout, limits.max_num_batched_tokens, self._run_largest_step, config.gpu_memory_utilization,
             self._device,
         )  # fmt: skip
         if captures_steps(limits, self._kernels, self._device):
@@ -100,7 +100,7 @@ class DeviceExecutor:
         return int(free)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> tuple[CacheDescription, ...]:
-        self._cache = KVCache.allocate(self.geometry, num_blocks, num_host_blocks, self._device)
+        self._cache = KVCache.allocate(self.layout, num_blocks, num_host_blocks, self._device)
         return (self.cache,)
 
     def warm_up(self) -> tuple[StepSize, ...]:
@@ -153,7 +153,8 @@ class DeviceExecutor:
         run_first_steps(runner, self.block_size, max_len)
         if self._device.type == "cuda":
             run_steps_of_all_kinds(runner, self.block_size, max_len, self._config.scheduler)
-        self._cache.tensor[:NUM_BLOCKS].zero_()
+        for tensor in self._cache.tensors:
+            tensor[:NUM_BLOCKS].zero_()
 
 
 def _resolve_device(name: str) -> torch.device:

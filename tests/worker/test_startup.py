@@ -12,7 +12,7 @@ from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.startup import run_phases
-from pd_connectors.protocol.ticket import Geometry
+from tests.connectors.layouts import full_layout
 from tests.worker.driver import make_executor
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ PHASES = ("load", "free_kv_bytes", "allocate", "warm_up")
 class Phases:
     """An executor that notes its phases. One of them may fail."""
 
-    geometry = Geometry(16, 2, 3, 16, "float32")
+    layout = full_layout(16, 2, 3, 16, "float32")
     block_size = 16
 
     def __init__(self, fails: str = "", free_blocks: int = 5) -> None:
@@ -45,7 +45,7 @@ class Phases:
 
     def free_kv_bytes(self) -> int:
         self._note("free_kv_bytes")
-        return self.free_blocks * self.geometry.block_bytes + 7
+        return self.free_blocks * self.layout.block_bytes + 7
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> tuple[CacheDescription, ...]:
         self._note("allocate", num_blocks, num_host_blocks)
@@ -68,7 +68,7 @@ def test_phases_run_once_and_in_order() -> None:
 
 def test_nothing_is_measured_when_the_blocks_are_configured() -> None:
     executor = Phases()
-    swap_gb = 3.5 * executor.geometry.block_bytes / 1e9
+    swap_gb = 3.5 * executor.layout.block_bytes / 1e9
     run_phases(cast("Executor", executor), CacheConfig(num_blocks=9, swap_gb=swap_gb), lambda _: None)
     assert executor.calls == [("load",), ("allocate", 9, 3), ("warm_up",)]
 

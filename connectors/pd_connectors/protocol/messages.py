@@ -15,7 +15,8 @@ import hmac
 import msgspec
 
 from pd_connectors.protocol.errors import BadSignature, LeaseEnd, ProtocolMismatch
-from pd_connectors.protocol.ticket import MAC_BYTES, PROTOCOL_VERSION, Geometry, LeaseRef, mac
+from pd_connectors.protocol.layout import BlockLayout, BlockRun
+from pd_connectors.protocol.ticket import MAC_BYTES, PROTOCOL_VERSION, LeaseRef, mac
 
 
 class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -39,7 +40,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     engine_id: str
     epoch: int
     fingerprint: str
-    geometry: Geometry
+    layout: BlockLayout
     nonce: bytes  # drawn for each greeting, so that a delayed answer of a dead predecessor is told apart
 
 
@@ -52,7 +53,7 @@ class HelloReply(msgspec.Struct, frozen=True, tag=True):
     engine_id: str
     epoch: int
     fingerprint: str
-    geometry: Geometry
+    layout: BlockLayout
     transport: bytes  # opaque to the protocol: the transport's own endpoint description
     checksum: bytes  # blake2b of `transport`: NIXL accepts metadata with a flipped byte
     nonce: bytes = b""  # the Hello's
@@ -70,8 +71,8 @@ class LeaseState(msgspec.Struct, frozen=True, tag=True):
     lease: LeaseRef
     generation: int  # raised when P takes blocks back: everything read under an older one is void
     version: int  # raised at each change; orders snapshots across generations
-    num_tokens_readable: int  # tokens whose KV is complete in `block_ids`
-    block_ids: tuple[int, ...]  # P's ids, in prompt order; the last block may be partial
+    num_tokens_readable: int  # tokens whose KV is complete in `runs`
+    runs: tuple[BlockRun, ...]  # P's blocks by group; () while nothing is readable. The last block may be partial
     first_tokens: tuple[SampledToken, ...] = ()  # one per sample; empty until sampled
     ended: LeaseEnd | None = None  # final, whatever `version` says
     ttl_s: float = 0.0  # the lease lives this long after a Renew; 0: it needs none yet
