@@ -2,16 +2,19 @@
 # The five disaggregation workloads on this machine's two GPUs: 1 prefill + 1 decode node, then 2 mixed replicas.
 #   benchmarks/disagg.sh DATA [SETTING...]     DATA: where the traces are; SETTING: 1P1D, 2M (default: both)
 # A setting takes about four minutes. Each workload's line is written when it is over. Settings, by environment:
-#   PD_CLUSTER="pd-cluster"    the command (from a source tree: "python3 -m pd_cluster.launch.cli")
+#   PD_CLUSTER="pd-cluster"    the command (from a source tree: "python3 -m pd_cluster.launch.cli")   PYTHON=python3
 #   SHAPE=8b  WORKLOADS="..."  what to serve, which workloads (default: all five)
-#   NODE_FLAGS="..."           of every node      BENCH_FLAGS="...", HANDOVER_FLAGS="..."   of `bench disagg`, `handover`
+#   NODE_FLAGS="..."           of every node      BENCH_FLAGS="...", HANDOVER_FLAGS="..."   of the benchmarks `disagg`, `handover`
 #   PORT=8000                  of the router
 set -euo pipefail
 
+root=$(cd "$(dirname "$0")/.." && pwd)
+export PYTHONPATH=$root:$root/router:$root/connectors:$root/kernels${PYTHONPATH:+:$PYTHONPATH}
 data=$1
 shift
 pd_cluster=${PD_CLUSTER:-pd-cluster}
 node_flags=${NODE_FLAGS:---max-num-seqs=256 --max-num-batched-tokens=4096 --max-model-len=16384}
+benchmark="${PYTHON:-python3} -m benchmarks"
 url=http://127.0.0.1:${PORT:-8000}
 work=$(mktemp -d)
 cluster=
@@ -21,7 +24,7 @@ stop() {
 }
 trap 'stop; rm -rf "$work"' EXIT
 
-$pd_cluster bench model --shape "${SHAPE:-8b}" "$work/model"
+$benchmark model --shape "${SHAPE:-8b}" "$work/model"
 status=0
 for setting in "${@:-1P1D 2M}"; do
     for one in $setting; do
@@ -37,10 +40,10 @@ for setting in "${@:-1P1D 2M}"; do
             kill -0 "$cluster" 2>/dev/null || { cat "$work/$one.log" >&2; exit 1; }
             sleep 1
         done
-        $pd_cluster bench disagg --url "$url" --data "$data" --note "$nodes $node_flags" \
+        $benchmark disagg --url "$url" --data "$data" --note "$nodes $node_flags" \
             ${WORKLOADS:+--workloads $WORKLOADS} ${BENCH_FLAGS:-} || status=1
         if [ "$one" = 1P1D ]; then
-            $pd_cluster bench handover --url "$url" --note "$nodes $node_flags" ${HANDOVER_FLAGS:-} || status=1
+            $benchmark handover --url "$url" --note "$nodes $node_flags" ${HANDOVER_FLAGS:-} || status=1
         fi
         stop
         grep -E "WARNING|ERROR" "$work/$one.log" | tail -20 >&2 || true

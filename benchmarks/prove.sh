@@ -58,7 +58,7 @@ run() {
         # Not the test of memory shares, which the other parts' memory would fail
         tokens) "${on_gpu[@]}" tests/worker/test_demo_parity_cuda.py tests/worker/test_worker_cuda.py tests/worker/test_few_rows.py tests/worker/test_step*.py -m gpu -k "not share" ;;
         logits) "${on_gpu[@]}" tests/worker/test_logits_cuda.py -k 8b -o log_cli=true --log-cli-level=INFO --log-cli-format="%(message)s" ;;
-        soak) "${PYTHON:-python3}" -m pd_cluster.bench.soak --seconds "$soak_s" --device cuda ${SOAK_FLAGS:---shape 0.6b} ;;
+        soak) "${PYTHON:-python3}" -m benchmarks soak --seconds "$soak_s" --device cuda ${SOAK_FLAGS:---shape 0.6b} ;;
         # The allocator's cache would hide what lies past the end of a tensor
         memcheck) PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck "${checked[@]}" ;;
         racecheck) sanitize racecheck "${raced[@]}" ;;

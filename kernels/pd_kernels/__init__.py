@@ -3,7 +3,7 @@
 reference       the definitions: readable, slow, correct in any dtype
 torch_ops       the same on any device with library calls, tuned for CPU
 sampling        from logits to tokens
-triton_*        the same in Triton for GPUs, one family a file; `python -m pd_cluster.bench.kernels` times them
+triton_*        the same in Triton for GPUs, one family a file; `python -m benchmarks kernels` times them
 products        which library algorithm multiplies many rows, by measurement; few rows are `triton_matmul`'s
 flashinfer_*    prefill attention by flashinfer, an optional package, in Triton's place
 prefill_choice  whether that is taken, by measurement

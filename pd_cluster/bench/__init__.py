@@ -1,1 +1,1 @@
-"""`pd-cluster bench`: load against an endpoint, and the engine alone."""
+"""`pd-cluster bench serve`: open-loop load on an OpenAI-compatible endpoint, and its report."""

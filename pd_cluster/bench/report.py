@@ -80,13 +80,6 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
     path.write_text(json.dumps(record) + "\n")
 
 
-def append_json_line(path: Path, record: dict[str, Any]) -> None:
-    """One line per run, so that a history can be read and compared. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
-
-
 def report_console() -> Console:
     """Standard output; as wide as the terminal, or wide enough for any report in a file."""
     console = Console(file=sys.stdout, highlight=False)

@@ -71,7 +71,7 @@ class EngineCore:
             executor.num_blocks,
             executor.block_size,
             num_host_blocks=executor.num_host_blocks,
-            num_groups=len(executor.cache.layout.groups),
+            num_groups=len(executor.layout.groups),
             prefix_caching=config.cache.prefix_caching,
         )
         self._scheduler = Scheduler(

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.scheduling.batch import Batch, StepResult
-    from pd_cluster.worker.executor import Executor
-    from pd_cluster.worker.model_runner import PendingStep
+    from pd_cluster.worker.executor import Executor, Pending
     from pd_connectors.base import LoadSpec, WorkerHalf
 
 
@@ -33,7 +32,7 @@ class Flight:
     """A step that was launched and has not retired."""
 
     batch: Batch
-    pending: PendingStep
+    pending: Pending
     launched_s: float
     kind: int  # see `forecast`
     allowed_s: float

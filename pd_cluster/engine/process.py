@@ -103,21 +103,24 @@ class ParentWatch:
 
 
 def _build(config: NodeConfig, mailbox: EngineSockets, cleanup: ExitStack) -> tuple[EngineCore, EngineReady]:
-    from pd_cluster.worker.executor import Executor  # imports torch: after the checks above, which then fail fast
+    from pd_cluster.worker.device_executor import (
+        DeviceExecutor,  # imports torch: after the checks above, which fail fast
+    )
+    from pd_cluster.worker.startup import run_phases
 
     def progress(text: str) -> None:
         mailbox.send(StartupProgress(text))
         mailbox.flush()
 
-    executor = Executor(config, progress)
+    executor = DeviceExecutor(config, progress)
     cleanup.callback(executor.close)
-    layout = executor.cache.layout
+    (cache,) = run_phases(executor, config.cache, progress)  # of one rank
     epoch = secrets.randbits(EPOCH_BITS)
     context = ConnectorContext(
         engine_id=config.server.node_id or f"engine-{secrets.token_hex(4)}",
         epoch=epoch,
         fingerprint=executor.model.fingerprint,
-        layout=layout,
+        layout=cache.layout,
         cluster_key=load_cluster_key(config.handoff.cluster_key_file),
         host=config.handoff.advertise_host,
         port=config.handoff.control_port,
@@ -134,13 +137,13 @@ def _build(config: NodeConfig, mailbox: EngineSockets, cleanup: ExitStack) -> tu
     )
     connector = create_connector(config.handoff.connector, context)
     cleanup.callback(connector.close)
-    connector.register_kv_cache(executor.cache)
+    connector.register_kv_cache(cache)
     core = EngineCore(config, executor, connector, mailbox)
     ready = EngineReady(
         engine_id=context.engine_id,
         epoch=epoch,
         num_blocks=executor.num_blocks,
-        block_size=layout.block_size,
+        block_size=executor.block_size,
         max_model_len=executor.model.max_model_len,
         fingerprint=context.fingerprint,
         connector=config.handoff.connector,

@@ -142,12 +142,12 @@ class Scheduler:
         self._begin(request)
         self._queue_for_prefill(request)
 
-    def park(self, request: Request) -> int:
-        """Keep a request until its KV comes from another node or a pool. Returns what `pin` does. Raises Overloaded."""
+    def park(self, request: Request) -> None:
+        """Keep a request until its KV comes from another node or a pool. Raises Overloaded."""
         self._begin(request)
         self._memory.open(request)
         self._queues.park(request)
-        return self.pin(request)
+        self._memory.pin(request)
 
     def _begin(self, request: Request) -> None:
         turns, limit = self._turns, self._max_waiting

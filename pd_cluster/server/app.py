@@ -18,11 +18,13 @@ from starlette.responses import Response
 
 from pd_cluster import __version__
 from pd_cluster.errors import PdError
-from pd_cluster.server.answer_task import AnswerTask, error_body, json_response
+from pd_cluster.server.answer_task import AnswerTask
 from pd_cluster.server.endpoints import Caller, chat_completions, completions
 from pd_cluster.server.meta_routes import admin_routes
 from pd_cluster.server.takeover_policy import GROUP_HEADER
 from pd_http.body import ClientGone
+from pd_http.errors import error_body
+from pd_http.reply import json_response
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -94,15 +96,15 @@ def _node_info(state: NodeState) -> dict[str, str] | None:
 
 async def _on_pd_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, PdError)
-    return json_response(error_body(error), error.status)
+    return json_response(error.to_body(), error.status)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = {404: f"there is no {request.url.path} here", 405: f"{request.method} is not for {request.url.path}"}
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    body = {"message": message.get(error.status_code, str(error.detail)), "type": kind, "param": None, "code": None}
-    return json_response({"error": body}, error.status_code, error.headers)
+    text = message.get(error.status_code, str(error.detail))
+    return json_response(error_body(text, kind, None), error.status_code, error.headers)
 
 
 async def _on_client_gone(_: Request, __: Exception) -> Response:
@@ -111,7 +113,7 @@ async def _on_client_gone(_: Request, __: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     logger.error("%s: a bug", request.url.path, exc_info=error)
-    return json_response(error_body(PdError("internal error")), 500)
+    return json_response(PdError("internal error").to_body(), 500)
 
 
 class RequestIdMiddleware:

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from pd_cluster.server.answer_task import ErrorEvent, Reply
+    from pd_http.reply import ErrorEvent, Reply
 
 BEAT_S = 1.0
 COMMENT = b": waiting\n\n"

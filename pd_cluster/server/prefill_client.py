@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import aiohttp
 import orjson
 
-from pd_cluster.errors import EngineLost
 from pd_connectors.protocol.clock import patiently
+from pd_http.errors import ENGINE_DIED
+from pd_http.node_answers import PrefillEvents, code_of, has_lost_requests, object_in
+from pd_http.sse import EVENT_STREAM
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -24,19 +26,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger("pd_cluster.server")
 
-MAX_EVENT_BYTES = 64 << 20
 PEER_SILENCE_S = 3.0  # three of P's keep-alives
 PROBE_S = 1.0  # for a P that broke its connection off to say that it lives
-TAIL_BYTES = 4096  # the last event of an answer is shorter
-# what vLLM's connector expects of the leg that only prefills
-PREFILL_PARAMS: dict[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
 
 class PeerFault(StrEnum):
@@ -62,7 +53,12 @@ class PrefillClient:
     """An open request to P. P gives the prefill up when it is closed before its end."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, node_url: str, response: aiohttp.ClientResponse, ticket: str, rest: bytes
+        self,
+        session: aiohttp.ClientSession,
+        node_url: str,
+        response: aiohttp.ClientResponse,
+        ticket: str,
+        events: PrefillEvents,
     ) -> None:
         self.ticket = ticket
         self._session = session
@@ -70,7 +66,7 @@ class PrefillClient:
         self.url = str(response.url)
         self.has_died = False  # P, or its engine, before the prompt was computed
         self._response = response
-        self._tail = rest
+        self._events = events
         self._rest = asyncio.create_task(self._read_rest(), name="prefill-leg")
 
     @classmethod
@@ -82,9 +78,10 @@ class PrefillClient:
             async with asyncio.timeout(deadline_s), contextlib.AsyncExitStack() as on_failure:
                 response = await _heard(url, _post(session, url, body, headers))
                 on_failure.callback(response.close)
-                ticket, rest = await _first_ticket(response)
+                events = PrefillEvents()
+                ticket = await _first_ticket(response, events)
                 on_failure.pop_all()
-                return cls(session, url, response, ticket, rest)
+                return cls(session, url, response, ticket, events)
         except TimeoutError as error:
             raise PeerError(PeerFault.TIMEOUT, f"{url} gave no ticket within {deadline_s:.1f} s") from error
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, ConnectionResetError) as error:
@@ -104,14 +101,13 @@ class PrefillClient:
         await asyncio.wait({self._rest})
 
     async def _read_rest(self) -> None:
-        """Until P is done. D's engine hears of the lease itself; only that P died is told nowhere else."""
+        """Until P is done. D's engine hears of the lease itself; that P died is learned only here."""
+        event = None
         try:
-            async for part in self._response.content.iter_any():
-                self._tail = (self._tail + part)[-TAIL_BYTES:]
-        except (aiohttp.ClientError, OSError) as error:
+            event = await self._events.outcome(self._response.content.readany)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             logger.info("a prefill node hung up: %r", error)
-        is_told = b"event: done" in self._tail or b"event: error" in self._tail
-        self.has_died = not is_told or _says_died(self._tail)
+        self.has_died = event is None or code_of(event.data) == ENGINE_DIED
 
 
 async def _post(
@@ -140,51 +136,32 @@ async def _lives(session: aiohttp.ClientSession, url: str) -> bool:
             told = await response.read()
     except (aiohttp.ClientError, OSError, TimeoutError):
         return False
-    try:
-        return orjson.loads(told)["status"] not in ("dead", "starting")
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return True
+    return not has_lost_requests(object_in(told))
 
 
-def _says_died(told: bytes) -> bool:
-    return f'"code":"{EngineLost.code}"'.encode() in told.replace(b" ", b"")
-
-
-async def _first_ticket(response: aiohttp.ClientResponse) -> tuple[str, bytes]:
-    """The ticket, and the bytes that came with it."""
+async def _first_ticket(response: aiohttp.ClientResponse, events: PrefillEvents) -> str:
+    """Raises PeerError."""
     url = response.url
-    if response.status != 200 or response.content_type != "text/event-stream":
-        told = await _heard(url, response.content.read(2000))
-        fault = PeerFault.DIED if _says_died(told) else PeerFault.REFUSED
-        raise PeerError(fault, f"{url} answered {response.status}: {told.decode(errors='replace')}")
-    name, data, rest = await _read_event(url, response.content)
-    if name != "ticket":
-        fault = PeerFault.DIED if _says_died(data) else PeerFault.REFUSED
-        raise PeerError(fault, f"{url} answered {name}: {data[:2000].decode(errors='replace')}")
+    if response.status != 200 or response.content_type != EVENT_STREAM:
+        body = await _heard(url, response.content.read(2000))
+        raise _refusal(url, str(response.status), body)
     try:
-        ticket = orjson.loads(data)["kv_transfer_params"]["ticket"]
+        event = await events.ticket(lambda: _heard(url, response.content.readany()))
+    except ValueError as error:
+        raise PeerError(PeerFault.BAD_ANSWER, f"{url}: {error}") from error
+    if event is None:
+        raise PeerError(PeerFault.BAD_ANSWER, f"{url}: the answer ended before its first event")
+    if event.name == "error":
+        raise _refusal(url, "error", event.data)
+    try:
+        ticket = orjson.loads(event.data)["kv_transfer_params"]["ticket"]
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-        raise PeerError(PeerFault.BAD_ANSWER, f"{response.url}: no ticket in its event") from error
+        raise PeerError(PeerFault.BAD_ANSWER, f"{url}: the event has no ticket") from error
     if not isinstance(ticket, str):
-        raise PeerError(PeerFault.BAD_ANSWER, f"{response.url}: the ticket is no string")
-    return ticket, rest
+        raise PeerError(PeerFault.BAD_ANSWER, f"{url}: the ticket is not a string")
+    return ticket
 
 
-async def _read_event(url: object, stream: aiohttp.StreamReader) -> tuple[str, bytes, bytes]:
-    """The first server-sent event: (its name, its data, what came behind it). Comments are keep-alives."""
-    buffer = bytearray()
-    while True:
-        while (end := buffer.find(b"\n\n")) < 0:
-            part = await _heard(url, stream.readany())
-            if not part or len(buffer) > MAX_EVENT_BYTES:
-                raise PeerError(PeerFault.BAD_ANSWER, f"{url}: the answer ended before its first event")
-            buffer += part
-        lines = [line for line in bytes(buffer[:end]).split(b"\n") if not line.startswith(b":")]
-        del buffer[: end + 2]
-        if lines:
-            break
-    fields: dict[bytes, bytes] = {}
-    for line in lines:
-        field, _, value = line.partition(b":")
-        fields[field] = value.strip()
-    return fields.get(b"event", b"message").decode(errors="replace"), fields.get(b"data", b""), bytes(buffer)
+def _refusal(url: object, answered: str, body: bytes) -> PeerError:
+    fault = PeerFault.DIED if code_of(body) == ENGINE_DIED else PeerFault.REFUSED
+    return PeerError(fault, f"{url} answered {answered}: {body[:2000].decode(errors='replace')}")

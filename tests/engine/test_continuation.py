@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pd_cluster.protocol.messages import AddRequest, RequestFailed
-from pd_cluster.worker.executor import Executor
+from pd_cluster.worker.device_executor import DeviceExecutor
 from tests.engine.test_core_pipeline import CONFIG, PROMPTS, SAMPLINGS, Bench, generate, make_connector
 
 if TYPE_CHECKING:
@@ -20,19 +20,19 @@ Answers = dict[tuple[str, int], list[int]]
 
 
 @pytest.fixture(scope="module")
-def executor() -> Iterator[Executor]:
-    executor = Executor(replace(CONFIG, cache=replace(CONFIG.cache, num_blocks=64)), lambda text: None)
+def executor() -> Iterator[DeviceExecutor]:
+    executor = DeviceExecutor.started(replace(CONFIG, cache=replace(CONFIG.cache, num_blocks=64)), lambda text: None)
     yield executor
     executor.close()
 
 
 @pytest.fixture(scope="module")
-def connector(executor: Executor) -> Iterator[Connector]:
+def connector(executor: DeviceExecutor) -> Iterator[Connector]:
     yield from make_connector(executor)
 
 
 @pytest.fixture(scope="module")
-def whole(executor: Executor, connector: Connector) -> Bench:
+def whole(executor: DeviceExecutor, connector: Connector) -> Bench:
     bench = Bench(executor, connector, "off")
     generate(bench)
     return bench
@@ -40,7 +40,7 @@ def whole(executor: Executor, connector: Connector) -> Bench:
 
 @pytest.mark.parametrize(("mode", "num_known"), [("off", 1), ("on", 17)])
 def test_known_tokens_and_the_rest_are_the_whole_answer(
-    executor: Executor, connector: Connector, whole: Bench, mode: str, num_known: int
+    executor: DeviceExecutor, connector: Connector, whole: Bench, mode: str, num_known: int
 ) -> None:
     """Greedy, seeded, top k with n = 3, frequency penalty with logprobs, and min_tokens 20."""
     bench = Bench(executor, connector, mode, prefix_caching=mode == "on")
@@ -56,7 +56,7 @@ def test_known_tokens_and_the_rest_are_the_whole_answer(
     assert bench.reasons == whole.reasons
 
 
-def test_known_tokens_outside_the_vocabulary_are_refused(executor: Executor, connector: Connector) -> None:
+def test_known_tokens_outside_the_vocabulary_are_refused(executor: DeviceExecutor, connector: Connector) -> None:
     bench = Bench(executor, connector, "off")
     bench.send(AddRequest("r", list(PROMPTS[0]), SAMPLINGS[0], known=((executor.model.vocab_size,),)))
     bench.core.turn()

@@ -33,7 +33,7 @@ from pd_cluster.protocol.messages import (
     Work,
 )
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.worker.executor import Executor
+from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_connectors.base import Connector, ConnectorContext
 from pd_connectors.registry import create_connector
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.engine.ipc import EngineSockets
     from pd_cluster.scheduling.batch import Batch, StepResult
+    from pd_cluster.worker.executor import Executor
     from pd_connectors.base import PublishSpec
     from pd_connectors.protocol.messages import SampledToken
     from pd_connectors.protocol.ticket import Ticket
@@ -158,30 +159,30 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def executor() -> Iterator[Executor]:
-    executor = Executor(CONFIG, lambda text: None)
+def executor() -> Iterator[DeviceExecutor]:
+    executor = DeviceExecutor.started(CONFIG, lambda text: None)
     yield executor
     executor.close()
 
 
 @pytest.fixture(scope="module")
-def roomy_executor() -> Iterator[Executor]:
-    executor = Executor(replace(CONFIG, cache=replace(CONFIG.cache, num_blocks=64)), lambda text: None)
+def roomy_executor() -> Iterator[DeviceExecutor]:
+    executor = DeviceExecutor.started(replace(CONFIG, cache=replace(CONFIG.cache, num_blocks=64)), lambda text: None)
     yield executor
     executor.close()
 
 
 @pytest.fixture
-def connector(executor: Executor) -> Iterator[Connector]:
+def connector(executor: DeviceExecutor) -> Iterator[Connector]:
     yield from make_connector(executor)
 
 
 @pytest.fixture
-def roomy_connector(roomy_executor: Executor) -> Iterator[Connector]:
+def roomy_connector(roomy_executor: DeviceExecutor) -> Iterator[Connector]:
     yield from make_connector(roomy_executor)
 
 
-def make_connector(executor: Executor) -> Iterator[Connector]:
+def make_connector(executor: DeviceExecutor) -> Iterator[Connector]:
     context = ConnectorContext(
         engine_id="bench", epoch=1, fingerprint=executor.model.fingerprint, layout=executor.cache.layout,
         cluster_key=b"k" * 32, host="127.0.0.1", port=0,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import pd_cluster
-from pd_cluster.bench.offline import OfflineEngine
+from benchmarks.offline import OfflineEngine
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.engine.process import YOUNG_OBJECTS, rare_garbage_collection
 from pd_cluster.protocol.sampling_params import SamplingParams

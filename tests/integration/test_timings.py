@@ -1,4 +1,4 @@
-"""A cluster tells what a request waited for, and `bench handover` reads it."""
+"""A cluster tells what a request waited for, and the benchmark `handover` reads it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from benchmarks.__main__ import main
 from pd_cluster.bench.statistics import HANDOVER_STEPS
-from pd_cluster.launch.cli import main
 from tests.integration.system import Path, System, running_system
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     model = tmp_path_factory.mktemp("model")
-    assert main(["bench", "model", "--shape", "tiny", str(model)]) == 0
+    assert main(["model", "--shape", "tiny", str(model)]) == 0
     with running_system(
         f"--model={model}", "--load-format=dummy", "--kv-cache-gb=0.1", "--no-prefix-caching"
     ) as system:
@@ -59,7 +59,7 @@ def test_handovers_of_a_real_cluster(
     system: System, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.jsonl"
-    arguments = f"bench handover --url {system.router_url} --tokens 200 --samples 4 --batches 0 4 --vocab-size 2048"
+    arguments = f"handover --url {system.router_url} --tokens 200 --samples 4 --batches 0 4 --vocab-size 2048"
     assert main([*arguments.split(), f"--json={out}"]) == 0
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record["batch"] for record in records] == [0, 4]

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cluster.bench.presets import AZURE_FILE, MOONCAKE_FILE, PRESETS
 from pd_cluster.bench.workload import Arrival, Length, at_rate, poisson, prompt_ids, read_trace, rescale
 from pd_cluster.errors import StartupError
 
@@ -99,24 +98,6 @@ def test_lengths_of_a_trace_at_poisson_times(tmp_path: Path) -> None:
         read_trace(path, 0, max_input=10)
     times = [row.at_s for row in poisson(2, 5.0, Length(1, 1), Length(1, 1), 7)]
     assert at_rate(short, 5.0, 7) == [replace(row, at_s=at_s) for row, at_s in zip(short, times, strict=True)]
-
-
-def test_presets_are_what_the_table_says(tmp_path: Path) -> None:
-    (tmp_path / AZURE_FILE).write_text(AZURE)
-    rows = [{"timestamp": at, "input_length": size, "output_length": 2000, "hash_ids": [0]}
-            for at, size in enumerate((14_999, 15_000, 7))]  # fmt: skip
-    (tmp_path / MOONCAKE_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    fixed = PRESETS["1024x256"].arrivals(tmp_path, 0)
-    assert (len(fixed), {(row.num_input, row.num_output) for row in fixed}) == (400, {(1024, 256)})
-    assert fixed[-1].at_s == pytest.approx(399 / 20, rel=0.2)
-    azure = PRESETS["azure28"].arrivals(tmp_path, 0)
-    assert [(row.num_input, row.num_output) for row in azure] == [(374, 44), (396, 109), (879, 55)]
-    assert azure[-1].at_s == pytest.approx(2 / 28)
-    mooncake = PRESETS["mooncake3"].arrivals(tmp_path, 0)
-    assert [(row.num_input, row.num_output, row.prefix_blocks) for row in mooncake] == [
-        (14_999, 1000, ()),
-        (7, 1000, ()),
-    ]
 
 
 @pytest.mark.parametrize(

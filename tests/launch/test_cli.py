@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 COMMANDS = (
     ["up"], ["prefill"], ["decode"], ["mixed"], ["router"], ["check"], ["nodes"], ["nodes", "drain"],
-    ["bench", "serve"], ["bench", "engine"],
+    ["bench", "serve"],
 )  # fmt: skip
 
 
@@ -54,6 +54,10 @@ def test_wrong_flags(arguments: list[str], says: str, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (
+            ["bench", "engine", "--repeats", "1", "--json=x"],
+            "run `python -m benchmarks engine` at the root of a checkout",
+        ),
         (["mixed", "--max-num-seqs=0"], "max_num_batched_tokens (2048) must be at least max_num_seqs (0)"),
         (["mixed", "--model=/no/such/model"], "model '/no/such/model' is neither a directory nor a hub id"),
         (["mixed", "--host=203.0.113.1"], "this machine has no address 203.0.113.1"),

@@ -34,7 +34,7 @@ def test_each_of_rays_places_for_a_token_will_do(tmp_path: Path, where: str) -> 
         file.parent.mkdir()
         file.write_text("t")
     given = {"environment": {"RAY_AUTH_TOKEN": "t"}, "named file": {"RAY_AUTH_TOKEN_PATH": str(file)}}
-    home = tmp_path if where == "file of the user" else tmp_path / "nobody"
+    home = tmp_path if where == "file of the user" else tmp_path / "no_home"
     environ = given.get(where, {})
     prepare_environment(environ, home, joins=True)
     assert environ["RAY_AUTH_MODE"] == "token"

@@ -49,7 +49,7 @@ class FakeWorld:
     choices: dict[str, Choice] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
     dead: set[str] = field(default_factory=set)
-    failing: set[str] = field(default_factory=set)  # roles whose processes end at once
+    failing: set[str] = field(default_factory=set)  # roles with processes that end at once
     strays: list[str] = field(default_factory=list)
     discarded: list[str] = field(default_factory=list)
     stopped: dict[str, float] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class FakeWorld:
 
 @dataclass
 class Stage:
-    """A controller whose clock a test moves."""
+    """A controller with a clock that a test moves."""
 
     world: FakeWorld
     router: Router
@@ -232,7 +232,7 @@ async def test_a_controller_that_loses_contact_removes_and_kills_nothing(stage: 
 
 
 async def test_a_question_that_got_lost_is_asked_again(stage: Stage) -> None:
-    """Else a unit whose answer never came would hear no question for `orphan_s`, and end."""
+    """Else a unit that lost its answer would hear no question for `orphan_s`, and end."""
     await stage.whole()
     stage.world.silent = set(stage.world.units)
     asked = stage.world.asked["decode-2"]
@@ -320,7 +320,7 @@ async def test_what_never_comes_up_is_tried_ever_more_seldom(stage: Stage) -> No
     assert status.failures == {"decode": 6}
     assert "exited with status 2" in status.problems[-1]
     stage.world.failing = set()
-    await stage.controller.scale({"decode": 1})  # somebody looks: tried at once
+    await stage.controller.scale({"decode": 1})  # a caller looks: tried at once
     await stage.whole()
     assert stage.controller.status().failures == {}
 

@@ -158,7 +158,7 @@ def test_one_too_many_is_drained_by_every_router_then_stopped() -> None:
     units[2] = unit("decode-3", UnitPhase.LEAVING, phase_s=31)
     assert decide(goal, units, [busy, idle]).stop == {"decode-3": policy.MIN_STOP_S}
     units[2] = unit("decode-3", UnitPhase.STOPPING)
-    assert orders(units, idle) == []  # it stays known until it has ended, so that nobody adds it anew
+    assert orders(units, idle) == []  # it stays known until it has ended, so that it is not added again
     assert decide(goal, units, [idle, idle]) == policy.Decision()
 
 

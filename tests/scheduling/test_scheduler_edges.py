@@ -62,6 +62,17 @@ def test_a_prompt_and_its_answer_may_fill_the_model_to_the_last_token() -> None:
     world.check_empty()
 
 
+def test_an_admission_leaves_a_block_to_those_that_run() -> None:
+    world = World(num_blocks=4, prefix_caching=False)
+    world.submit(message("runs", prompt(2), max_tokens=3))
+    world.start_step()
+    late = world.submit(message("late", prompt(3 * BLOCK_SIZE - 1, 1), max_tokens=1))
+    world.start_step()
+    assert late.sequences[0].table is None
+    world.run_until_idle()
+    world.check_empty()
+
+
 def test_requests_without_a_slot_count_as_waiting() -> None:
     """In the queue, with its KV already here, or parked until its KV comes."""
     world = World(max_waiting=3, max_num_seqs=1)

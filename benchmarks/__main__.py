@@ -1,0 +1,49 @@
+"""`python -m benchmarks NAME [FLAGS]`: imports the module of that name and calls its `main`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from pd_cluster.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+USAGE_ERROR = 2
+BENCHMARKS = {
+    "engine": "throughput of the engine on CPU beside transformers, in the same run",
+    "gpu": "the engine on a GPU: decode, prefill and a mixed load beside the device's ceilings",
+    "kernels": "the GPU kernels on an 8B model's shapes beside the device's ceilings",
+    "disagg": "the five workloads of the disaggregation table, on a running cluster",
+    "handover": "the steps of a handoff from a prefill to a decode node, on a running cluster",
+    "soak": "the engine core under random requests, aborts and preemptions, with its invariants checked",
+    "tables": "write a document's performance tables from the records",
+    "files_to_open": 'source files behind "P samples the first token and D emits it"',
+    "model": "write a model directory of a known shape, for nodes with --load-format dummy",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one benchmark. Returns its exit status; 2 for a flag, file or device that must be changed."""
+    width = max(map(len, BENCHMARKS))
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="benchmarks:\n" + "".join(f"  {name:{width}}  {text}\n" for name, text in BENCHMARKS.items()),
+    )
+    parser.add_argument("name", metavar="NAME", choices=BENCHMARKS, help="See below.")
+    parser.add_argument("flags", metavar="FLAGS", nargs=argparse.REMAINDER, help="`NAME --help` lists them.")
+    namespace = parser.parse_args(arguments)
+    try:
+        status: int = import_module(f"benchmarks.{namespace.name}").main(namespace.flags)
+    except StartupError as error:
+        sys.stderr.write(f"python -m benchmarks {namespace.name}: error: {error}\n")
+        return USAGE_ERROR
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

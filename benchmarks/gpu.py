@@ -1,0 +1,320 @@
+"""`python -m benchmarks gpu`: decode, prefill and a mixed load of one shape, beside the machine's ceilings.
+
+Weights are random: time does not depend on them. A decode step's time is (time for 129 tokens - time for 1) / 128 with
+the prompts in the prefix cache, so that what the two have in common is short, and cancels. Everything else runs on
+prompts that were never seen. The peer's figures are of the same shapes and method on one H200; elsewhere they are only
+a landmark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.table import Table
+
+from benchmarks.ceilings import Ceilings, ModelCosts, measure_ceilings
+from benchmarks.offline import OfflineEngine
+from benchmarks.records import RESULTS, append_record
+from benchmarks.shapes import CONFIGS
+from pd_cluster.bench.report import report_console
+from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
+from pd_cluster.errors import StartupError
+from pd_cluster.protocol.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PEER = "vLLM 0.25.1"
+MAX_MODEL_LEN = 16_384
+DECODED = 128  # steps of a decode measurement
+MIXED_SEQUENCES, MIXED_LENGTHS, MIXED_TEMPERATURE = 256, (100, 1024), 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRow:
+    """One measurement. `peer`: what the peer reached, in the row's own unit; None: not measured."""
+
+    kind: str  # decode: ms a step; prefill: tokens/s; prompt: ms to the first token; mixed: output tokens/s
+    count: int
+    length: int  # tokens of a prompt
+    peer: float | None
+
+    @property
+    def name(self) -> str:
+        match self.kind:
+            case "decode":
+                return f"decode ms/step, B = {self.count}, {self.length} context"
+            case "prefill":
+                return f"prefill tok/s, {self.count} x {self.length}"
+            case "prompt":
+                return f"one prompt of {self.length}, ms"
+        return "W1, output tok/s"
+
+    @property
+    def is_rate(self) -> bool:
+        """More is better."""
+        return self.kind in ("prefill", "mixed")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model by its numbers, and what to measure on it."""
+
+    name: str
+    config: dict[str, Any]
+    rows: tuple[GpuRow, ...]
+
+
+SHAPES = {
+    "8b": Shape("8b", CONFIGS["8b"], (
+        GpuRow("decode", 1, 1024, 4.90), GpuRow("decode", 32, 1024, 6.24), GpuRow("decode", 128, 1024, 10.46),
+        GpuRow("decode", 256, 1024, 17.58), GpuRow("decode", 32, 4096, 8.98), GpuRow("decode", 128, 4096, 22.21),
+        GpuRow("prefill", 64, 1024, 43_466), GpuRow("prefill", 16, 4096, 41_293), GpuRow("prefill", 4, 15_000, 34_814),
+        GpuRow("prompt", 1, 1024, 28.8), GpuRow("prompt", 1, 4096, 102.3), GpuRow("mixed", MIXED_SEQUENCES, 0, 10_293),
+    )),
+    "0.6b": Shape("0.6b", CONFIGS["0.6b"], (
+        GpuRow("decode", 1, 1024, 1.68), GpuRow("decode", 32, 1024, 2.60), GpuRow("decode", 128, 1024, 5.72),
+        GpuRow("decode", 256, 1024, 9.98), GpuRow("decode", 32, 4096, 4.98), GpuRow("decode", 128, 4096, 15.55),
+        GpuRow("prefill", 64, 1024, 406_112), GpuRow("prefill", 16, 4096, 355_349),
+        GpuRow("prefill", 4, 15_000, 204_891), GpuRow("prompt", 1, 1024, 12.1), GpuRow("prompt", 1, 4096, 16.2),
+        GpuRow("mixed", MIXED_SEQUENCES, 0, 24_354),
+    )),
+}  # fmt: skip
+KINDS = ("decode", "prefill", "prompt", "mixed")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A row's samples, in its unit."""
+
+    row: GpuRow
+    samples: tuple[float, ...]
+    roofline: float | None  # in the same unit; None: it depends on the schedule
+
+    @property
+    def value(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def share(self) -> float | None:
+        """Of the roofline: 1 is perfect."""
+        if self.roofline is None:
+            return None
+        return self.value / self.roofline if self.row.is_rate else self.roofline / self.value
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as good as the peer."""
+        if self.row.peer is None:
+            return None
+        return self.value / self.row.peer if self.row.is_rate else self.row.peer / self.value
+
+    def record(self) -> dict[str, Any]:
+        low, high = self.value, max(self.samples)
+        if len(self.samples) > 1:
+            high = statistics.quantiles(self.samples, n=10, method="inclusive")[-1]
+        return {
+            "name": self.row.name, **asdict(self.row), "samples": self.samples, "p50": low, "p90": high,
+            "roofline": self.roofline, "share": self.share, "gain": self.gain,
+        }  # fmt: skip
+
+
+@dataclass(slots=True)
+class GpuBench:
+    """One shape on one engine."""
+
+    engine: OfflineEngine
+    costs: ModelCosts
+    ceilings: Ceilings
+    repeats: int
+    rng: random.Random = field(default_factory=random.Random)
+
+    def measure(self, row: GpuRow) -> Measured:
+        """Raises RuntimeError."""
+        match row.kind:
+            case "decode":
+                context = row.length + DECODED / 2
+                return Measured(row, self._decode(row), self.costs.decode_s(row.count, context, self.ceilings) * 1e3)
+            case "prefill":
+                roofline_s = self.costs.prefill_s([row.length] * row.count, self.ceilings)
+                return Measured(row, self._prefill(row), row.count * row.length / roofline_s)
+            case "prompt":
+                return Measured(row, self._prompt(row), self.costs.prefill_s([row.length], self.ceilings) * 1e3)
+        return Measured(row, self._mixed(), None)
+
+    def warm_up(self) -> None:
+        """Prompts of many lengths, so that no row pays for a first call."""
+        lengths = [2**power + power for power in range(4, 13)]
+        self._generate(self._prompts(lengths), 2)
+        for length in (1024, 4096):
+            self._generate(self._prompts([length] * 4), 2)
+            self._generate(self._prompts([length]), 1)
+        self._mix(8)
+
+    def _generate(self, prompts: list[list[int]], num_tokens: int) -> float:
+        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        return self.engine.generate(prompts, [sampling] * len(prompts)).seconds
+
+    def _prompts(self, lengths: list[int]) -> list[list[int]]:
+        vocabulary = range(self.costs.spec.vocab_size)
+        return [self.rng.choices(vocabulary, k=length) for length in lengths]
+
+    def _decode(self, row: GpuRow) -> tuple[float, ...]:
+        prompts = self._prompts([row.length] * row.count)
+        self._generate(prompts, 1)  # into the cache
+        self._generate(prompts, 2)  # out of it
+        return tuple(
+            (self._generate(prompts, DECODED + 1) - self._generate(prompts, 1)) / DECODED * 1e3
+            for _ in range(self.repeats)
+        )
+
+    def _prefill(self, row: GpuRow) -> tuple[float, ...]:
+        num_tokens = row.count * row.length
+        return tuple(
+            num_tokens / self._generate(self._prompts([row.length] * row.count), 1) for _ in range(self.repeats)
+        )
+
+    def _prompt(self, row: GpuRow) -> tuple[float, ...]:
+        return tuple(self._generate(self._prompts([row.length]), 1) * 1e3 for _ in range(max(5, self.repeats)))
+
+    def _mixed(self) -> tuple[float, ...]:
+        self._mix(1)  # uncounted
+        return tuple(self._mix(1) for _ in range(max(1, self.repeats // 2)))
+
+    def _mix(self, divisor: int) -> float:
+        """Output tokens/s; all lengths divided."""
+        low, high = (length // divisor for length in MIXED_LENGTHS)
+        prompts = self._prompts([self.rng.randint(low, high) for _ in range(MIXED_SEQUENCES)])
+        samplings = [
+            SamplingParams(
+                max_tokens=self.rng.randint(low, high), temperature=MIXED_TEMPERATURE, ignore_eos=True, seed=index
+            )
+            for index in range(MIXED_SEQUENCES)
+        ]
+        done = self.engine.generate(prompts, samplings)
+        return done.num_tokens / done.seconds
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0. Raises StartupError."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", allow_abbrev=False)
+    parser.add_argument(
+        "--shapes", nargs="+", default=list(SHAPES), metavar="NAME", help="Of 8b and 0.6b (default: both)."
+    )
+    parser.add_argument(
+        "--rows", nargs="+", default=list(KINDS), metavar="KIND",
+        help="Of decode, prefill, prompt and mixed (default: all).",
+    )  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="Samples per row (default: 3).")
+    parser.add_argument("--budget", type=int, default=8192, metavar="N", help="Tokens of a step (default: 8192).")
+    parser.add_argument("--async-scheduling", choices=("auto", "on", "off"), default="auto", help="A node's flag.")
+    parser.add_argument(
+        "--cuda-graphs", action=argparse.BooleanOptionalAction, default=True, help="A node's flag (default: on)."
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="Seeds weights and prompts.")
+    parser.add_argument(
+        "--json", type=Path, default=RESULTS / "engine_gpu.jsonl", metavar="FILE",
+        help="File to which a line is appended per shape (%(default)s).",
+    )  # fmt: skip
+    return run_gpu_table(parser.parse_args(arguments))
+
+
+def run_gpu_table(namespace: argparse.Namespace) -> int:
+    """Returns 0. Raises StartupError."""
+    unknown = [name for name in namespace.shapes if name not in SHAPES]
+    unknown += [kind for kind in namespace.rows if kind not in KINDS]
+    if unknown or namespace.repeats < 1:
+        raise StartupError(f"--shapes are of {', '.join(SHAPES)}, --rows of {', '.join(KINDS)}, --repeats at least 1")
+    if not torch.cuda.is_available():
+        raise StartupError("torch finds no CUDA device")
+    ceilings = measure_ceilings()
+    torch.cuda.empty_cache()
+    for name in namespace.shapes:
+        results = measure_shape(SHAPES[name], ceilings, namespace)
+        print_results(SHAPES[name], results, ceilings)
+    return 0
+
+
+def node_config(directory: str, namespace: argparse.Namespace) -> NodeConfig:
+    """How the engine is set for the table."""
+    return NodeConfig(
+        model=ModelConfig(
+            model=directory, load_format="dummy", dtype="bfloat16", device="cuda", max_model_len=MAX_MODEL_LEN,
+            seed=namespace.seed,
+        ),
+        cache=CacheConfig(gpu_memory_utilization=0.9),
+        scheduler=SchedulerConfig(
+            max_num_seqs=MIXED_SEQUENCES, max_num_batched_tokens=namespace.budget,
+            async_scheduling=namespace.async_scheduling, cuda_graphs=namespace.cuda_graphs,
+        ),
+        handoff=HandoffConfig(connector="none"),
+    )  # fmt: skip
+
+
+def measure_shape(shape: Shape, ceilings: Ceilings, namespace: argparse.Namespace) -> list[Measured]:
+    """GpuRow by row; the record is appended when all are done."""
+    with tempfile.TemporaryDirectory(prefix="pd-bench-") as directory:
+        Path(directory, "config.json").write_text(json.dumps(shape.config))
+        config = node_config(directory, namespace)
+        progress: list[str] = []
+
+        def hear(text: str) -> None:
+            progress.append(text)
+            sys.stderr.write(f"{shape.name}: {text}\n")
+
+        engine = OfflineEngine(config, hear)
+    try:
+        costs = ModelCosts(engine.executor.model.spec)
+        bench = GpuBench(engine, costs, ceilings, namespace.repeats, random.Random(namespace.seed))
+        bench.warm_up()
+        results = []
+        for row in shape.rows:
+            if row.kind in namespace.rows:
+                results.append(bench.measure(row))
+                sys.stderr.write(f"{shape.name}: {row.name}: {results[-1].value:.2f}\n")
+    finally:
+        engine.close()
+    del engine, bench
+    gc.collect()
+    torch.cuda.empty_cache()
+    fields = {
+        "shape": shape.name, "config": asdict(config), "progress": progress, "seed": namespace.seed,
+        "ceilings": asdict(ceilings), "peer": PEER, "results": [result.record() for result in results],
+    }  # fmt: skip
+    append_record(namespace.json, "engine_gpu", fields)
+    return results
+
+
+def print_results(shape: Shape, results: list[Measured], ceilings: Ceilings) -> None:
+    """The table."""
+    console = report_console()
+    console.print(
+        f"{shape.name} shape, bf16, random weights; ceilings: read {ceilings.read / 1e12:.2f} TB/s, "
+        f"copy {ceilings.copy / 1e12:.2f} TB/s, bf16 product {ceilings.matrix / 1e12:.0f} TFLOP/s"
+    )
+    table = Table("", "ours", "range", "roofline", "of it", PEER, "ours is")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for result in results:
+        digits = 0 if result.row.is_rate else 2
+        low, high = min(result.samples), max(result.samples)
+        table.add_row(
+            result.row.name,
+            f"{result.value:,.{digits}f}",
+            f"{low:,.{digits}f}..{high:,.{digits}f}",
+            "" if result.roofline is None else f"{result.roofline:,.{digits}f}",
+            "" if result.share is None else f"{result.share:.0%}",
+            "" if result.row.peer is None else f"{result.row.peer:,.{digits}f}",
+            "" if result.gain is None else f"{result.gain:.2f} x",
+        )
+    console.print(table)

@@ -1,0 +1,262 @@
+"""Time the GPU kernels on the shape of an 8B model and compare with what the machine's memory and matrix units can do.
+
+    python -m benchmarks kernels
+
+Every call is in a CUDA graph that goes round several layers of one cache, so that no launch waits for Python and the
+second-level cache holds nothing that it would not hold in a model. Bytes and FLOPs are those that must be moved and
+done, whatever the kernel does; ceilings are measured in the same run (an elementwise operation, read plus written; a
+matrix product). Reading alone can be faster than the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from pd_kernels.backends import TORCH, Kernels, select_kernels
+from pd_kernels.draws import Draws
+from pd_kernels.head_norms import HeadNorms
+from pd_kernels.packed import PackedSequences
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, VOCAB, BLOCK = 32, 8, 128, 4096, 14336, 128256, 64
+DECODES = [[context] * batch for context in (1024, 4096) for batch in (1, 32, 128, 256)]
+MIXED_DECODES = [[1024, 2048, 3072, 5120, 8192, 10240, 12288, 15360], [20 + index * index for index in range(64)]]
+PREFILLS = [  # sequences, their tokens, those of this step
+    (1, 1024, 1024), (1, 4096, 4096), (4, 15000, 15000), (1, 8064, 64), (1, 8256, 256), (1, 8512, 512),
+]  # fmt: skip
+PRODUCTS = {  # outputs, inputs, whether the outputs are gates and ups
+    "qkv": ((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN, False),
+    "gate_up": (2 * INTERMEDIATE, HIDDEN, True),
+    "down": (HIDDEN, INTERMEDIATE, False),
+}
+CACHE_BYTES = 8 << 30  # of the layers that a measurement goes round
+
+
+@dataclass(frozen=True)
+class KernelCeilings:
+    """Of this machine, measured."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """One measurement."""
+
+    name: str
+    seconds: float
+    num_bytes: float
+    flops: float
+
+    def ratio(self, ceilings: KernelCeilings) -> float:
+        """Share of the ceiling that binds."""
+        floor = max(self.num_bytes / ceilings.bytes_per_s, self.flops / ceilings.flops_per_s)
+        return floor / self.seconds
+
+    def text(self, ceilings: KernelCeilings) -> str:
+        rate = f"{self.flops / self.seconds / 1e12:7.0f} TFLOP/s" if self.flops else " " * 15
+        return (
+            f"{self.name:34} {self.seconds * 1e6:10.1f} us {self.num_bytes / self.seconds / 1e12:7.2f} TB/s {rate} "
+            f"{self.ratio(ceilings):6.1%}\n"
+        )
+
+
+def seconds_of(calls: Sequence[Callable[[], object]], rounds: int = 5) -> float:
+    """Median seconds of one call, all captured in one graph, over rounds of 20 ms after 60 ms to warm up.
+
+    Without the warm-up the first measurement after an allocation reads 10% too long.
+    """
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    repeats = 1
+    times: list[float] = []
+    for index in range(rounds + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(repeats):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        seconds: float = start.elapsed_time(end) / 1e3 / repeats
+        if not index:
+            repeats = max(int(0.02 / seconds), 1)
+        times.append(seconds / len(calls))
+    return sorted(times[3:])[rounds // 2]
+
+
+def measure_ceilings() -> KernelCeilings:
+    source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    copied = 4 * source.numel() / seconds_of([partial(torch.neg, source, out=target)] * 3)
+    left, right = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+    return KernelCeilings(copied, 2 * 8192**3 / seconds_of([partial(torch.matmul, left, right)] * 10))
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention problem over several layers of one cache."""
+
+    packed: PackedSequences
+    query: torch.Tensor
+    views: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def make_attention(contexts: Sequence[int], query_len: int, block_size: int = BLOCK) -> Attention:
+    """Sequences of so many tokens of which the last `query_len` are this step's; their blocks are scattered."""
+    num_seqs, per_seq = len(contexts), -(-max(contexts) // block_size)
+    layer_bytes = num_seqs * per_seq * KV_HEADS * 2 * block_size * HEAD_DIM * 2
+    num_layers = int(np.clip(CACHE_BYTES // layer_bytes, 2, 32))
+    shape = (num_seqs * per_seq, KV_HEADS, num_layers, 2, block_size, HEAD_DIM)
+    cache = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_()
+    tables = torch.randperm(num_seqs * per_seq, device="cuda").to(torch.int32).view(num_seqs, per_seq)
+    lens, query_lens = np.array(contexts), np.full(num_seqs, query_len)
+    packed = PackedSequences(
+        num_seqs if query_len == 1 else 0,
+        torch.arange(num_seqs + 1, device="cuda", dtype=torch.int32) * query_len,
+        torch.from_numpy(lens.astype(np.int32)).cuda(),
+        tables,
+        query_lens,
+        lens,
+    )
+    query = torch.randn(num_seqs * query_len, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    return Attention(packed, query, [(cache[:, :, layer, 0], cache[:, :, layer, 1]) for layer in range(num_layers)])
+
+
+def decode_bytes(contexts: Sequence[int]) -> float:
+    return sum(context * KV_HEADS * 2 + 2 * HEADS for context in contexts) * HEAD_DIM * 2.0
+
+
+def prefill_flops(num_seqs: int, context: int, query_len: int) -> float:
+    """Two products a head of each query with all keys up to its own."""
+    return num_seqs * 2 * query_len * (2 * context - query_len + 1) * HEADS * HEAD_DIM
+
+
+def attention_rows(kernels: Kernels) -> Iterator[KernelTime]:
+    """Decode and prefill."""
+    for contexts in (*DECODES, *MIXED_DECODES):
+        low, high = min(contexts), max(contexts)
+        name = f"decode {len(contexts)} x {low}" if low == high else f"decode {len(contexts)} of {low} to {high}"
+        yield KernelTime(name, _attention_seconds(kernels, contexts, 1), decode_bytes(contexts), 0.0)
+    for num_seqs, context, query_len in PREFILLS:
+        name = f"prefill {num_seqs} x {query_len}" + (f" behind {context - query_len}" if context > query_len else "")
+        contexts, flops = [context] * num_seqs, prefill_flops(num_seqs, context, query_len)
+        yield KernelTime(name, _attention_seconds(kernels, contexts, query_len), decode_bytes(contexts), flops)
+
+
+def _attention_seconds(kernels: Kernels, contexts: Sequence[int], query_len: int) -> float:
+    problem = make_attention(contexts, query_len)
+    plan = kernels.plan_attention(problem.packed, problem.views[0][0])
+    return seconds_of([partial(plan.run, problem.query, *view, HEAD_DIM**-0.5) for view in problem.views])
+
+
+def product_rows(kernels: Kernels, num_rows: int) -> Iterator[KernelTime]:
+    """Products of few rows, each with other weights than the last."""
+    for name, (num_outputs, num_inputs, gated) in PRODUCTS.items():
+        x = torch.randn(num_rows, num_inputs, device="cuda", dtype=torch.bfloat16)
+        weights = torch.randn(8, num_outputs, num_inputs, device="cuda", dtype=torch.bfloat16)
+        products = [kernels.few_rows(weight, None, gated) for weight in weights]
+        calls = [partial(product, x) for product in products if product is not None]
+        if calls:
+            size = 2.0 * num_outputs * num_inputs
+            yield KernelTime(f"product {name} {num_rows}", seconds_of(calls), size, size * num_rows)
+
+
+def elementwise_rows(kernels: Kernels, num_tokens: int) -> Iterator[KernelTime]:
+    """Everything between the matrix products, for a step of `num_tokens`."""
+    copies = max(min((1 << 31) // (num_tokens * INTERMEDIATE * 4), 32), 2)  # together larger than the cache
+    x, residual = torch.randn(2, copies, num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    weight = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
+    size = 2.0 * num_tokens
+    sums = [partial(kernels.add_rms_norm, x[i], residual[i], weight, 1e-5) for i in range(copies)]
+    yield KernelTime(f"add + rms_norm {num_tokens}", seconds_of(sums), 4 * size * HIDDEN, 0)
+    gate_up = torch.randn(copies, num_tokens, 2 * INTERMEDIATE, device="cuda", dtype=torch.bfloat16)
+    gates = [partial(kernels.silu_and_mul, gate_up[i]) for i in range(copies)]
+    yield KernelTime(f"silu_and_mul {num_tokens}", seconds_of(gates), 3 * size * INTERMEDIATE, 0)
+    heads = torch.randn(copies, num_tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    cos, sin = torch.randn(2, num_tokens, HEAD_DIM // 2, device="cuda", dtype=torch.bfloat16)
+    norms = HeadNorms(
+        torch.ones(HEAD_DIM, device="cuda", dtype=torch.bfloat16),
+        torch.ones(HEAD_DIM, device="cuda", dtype=torch.bfloat16),
+        1e-6,
+    )
+    shape = (num_tokens // BLOCK + 1, KV_HEADS, copies, 2, BLOCK, HEAD_DIM)
+    cache = torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
+    slots = torch.randperm(num_tokens, device="cuda")
+    writes = [
+        partial(kernels.norm_rope_write, heads[i], norms, cos, sin, cache[:, :, i, 0], cache[:, :, i, 1], slots)
+        for i in range(copies)
+    ]
+    yield KernelTime(
+        f"norm_rope_write {num_tokens}", seconds_of(writes), 2 * size * (HEADS + 2 * KV_HEADS) * HEAD_DIM, 0
+    )
+
+
+def sampling_rows(kernels: Kernels, num_rows: int) -> Iterator[KernelTime]:
+    """Greedy and drawn tokens."""
+    copies = max((1 << 28) // (num_rows * VOCAB * 2), 2)
+    logits = torch.randn(copies, num_rows, VOCAB, device="cuda", dtype=torch.bfloat16)
+    seeds = torch.randint(0, 1 << 62, (num_rows,), device="cuda")
+    draws = Draws(torch.full((num_rows,), 0.6, device="cuda"), seeds, seeds, limits=None)
+    greedy = [partial(kernels.argmax, logits[i]) for i in range(copies)]
+    yield KernelTime(f"argmax {num_rows}", seconds_of(greedy), 2.0 * num_rows * VOCAB, 0)
+    drawn = [partial(kernels.draw, logits[i], draws) for i in range(copies)]
+    yield KernelTime(f"draw {num_rows}", seconds_of(drawn), 2.0 * num_rows * VOCAB, 0)
+
+
+def copy_rows(kernels: Kernels) -> Iterator[KernelTime]:
+    """Eight blocks of an 8B model on the device."""
+    blocks = torch.randn(64, 4 << 20, device="cuda", dtype=torch.bfloat16).view(64, KV_HEADS, 32, 2, BLOCK, HEAD_DIM)
+    pairs = torch.stack((torch.arange(8), torch.arange(8) + 32), dim=1).cuda()
+    target = torch.empty_like(blocks)
+    calls = [partial(kernels.copy_blocks, blocks, target, pairs)] * 10
+    yield KernelTime("copy_blocks 8 x 8 MiB", seconds_of(calls), 2.0 * 8 * (8 << 20), 0)
+
+
+def rows(kernels: Kernels) -> Iterator[KernelTime]:
+    """The whole table."""
+    yield from attention_rows(kernels)
+    for num_rows in (1, 32):
+        yield from product_rows(kernels, num_rows)
+    for num_tokens in (1, 32, 256, 4096):
+        yield from elementwise_rows(kernels, num_tokens)
+    for num_rows in (1, 32, 256):
+        yield from sampling_rows(kernels, num_rows)
+    yield from copy_rows(kernels)
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Print the table of the GPU's own kernels. Returns 2 when there is no GPU or no Triton."""
+    argparse.ArgumentParser(prog="python -m benchmarks kernels").parse_args(arguments)
+    if not torch.cuda.is_available():
+        sys.stderr.write("python -m benchmarks kernels: no CUDA device here\n")
+        return 2
+    kernels = select_kernels(torch.device("cuda"))
+    if kernels is TORCH:
+        sys.stderr.write("python -m benchmarks kernels: triton is not installed, library calls run instead\n")
+        return 2
+    ceilings = measure_ceilings()
+    sys.stdout.write(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, kernels: {kernels.name}\n"
+        f"elementwise {ceilings.bytes_per_s / 1e12:.2f} TB/s, "
+        f"matrix product {ceilings.flops_per_s / 1e12:.0f} TFLOP/s\n"
+    )
+    with torch.inference_mode():
+        for row in rows(kernels):
+            sys.stdout.write(row.text(ceilings))
+            sys.stdout.flush()
+    return 0

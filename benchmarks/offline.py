@@ -1,0 +1,112 @@
+"""The engine core in this process, without queues: what the step loop, the worker and the kernels take, and no more."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+from pd_cluster.engine.core import EngineCore
+from pd_cluster.engine.process import rare_garbage_collection
+from pd_cluster.protocol.messages import AddRequest, FromEngine, RequestFailed, ToEngine, TokensOut
+from pd_cluster.worker.device_executor import DeviceExecutor
+from pd_connectors.base import ConnectorContext
+from pd_connectors.registry import create_connector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_cluster.config import NodeConfig
+    from pd_cluster.engine.ipc import EngineSockets
+    from pd_cluster.protocol.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class DirectMailbox:
+    """Hands messages over as they are. One thread."""
+
+    inbox: list[ToEngine] = field(default_factory=list)
+    outbox: list[FromEngine] = field(default_factory=list)
+
+    def wake(self) -> None:
+        """Nobody sleeps."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Nobody will ring."""
+        time.sleep(timeout_s)
+        return False
+
+    def receive(self) -> list[ToEngine]:
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def send(self, message: FromEngine) -> None:
+        self.outbox.append(message)
+
+    def flush(self) -> None:
+        """It is there already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """One call's outcome."""
+
+    seconds: float  # until the last token of all
+    first_token_s: tuple[float, ...]  # of each prompt
+    tokens: list[list[int]]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens))
+
+
+class OfflineEngine:
+    """Generates for lists of prompts, all sent at once."""
+
+    def __init__(self, config: NodeConfig, progress: Callable[[str], None]) -> None:
+        """Raises StartupError."""
+        self._cleanup = ExitStack()
+        self.executor = DeviceExecutor.started(config, progress)
+        self._cleanup.callback(self.executor.close)
+        connector = create_connector("none", offline_context(self.executor))
+        connector.register_kv_cache(self.executor.cache)
+        self.mailbox = DirectMailbox()
+        self.core = EngineCore(config, self.executor, connector, cast("EngineSockets", self.mailbox))
+        self._num_calls = 0
+        self._cleanup.enter_context(rare_garbage_collection())  # as in the engine's own process
+
+    def generate(self, prompts: list[list[int]], samplings: list[SamplingParams]) -> Generated:
+        """Raises RuntimeError when a request is refused."""
+        self._num_calls += 1
+        ids = {f"{self._num_calls}-{index}": index for index in range(len(prompts))}
+        tokens: list[list[int]] = [[] for _ in prompts]
+        firsts = [0.0] * len(prompts)
+        num_open = len(prompts)
+        start_s = end_s = time.perf_counter()
+        self.mailbox.inbox += map(AddRequest, ids, prompts, samplings)
+        while self.core.turn() or num_open:
+            messages, self.mailbox.outbox = self.mailbox.outbox, []
+            for message in messages:
+                if isinstance(message, RequestFailed):
+                    raise RuntimeError(f"{message.error}: {message.message}")
+                if isinstance(message, TokensOut):
+                    index = ids[message.request_id]
+                    end_s = time.perf_counter()
+                    firsts[index] = firsts[index] or end_s - start_s
+                    for part in message.sequences:
+                        tokens[index] += [token.token_id for token in part.tokens]
+                    num_open -= message.finished
+        return Generated(end_s - start_s, tuple(firsts), tokens)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._cleanup.close()
+
+
+def offline_context(executor: DeviceExecutor) -> ConnectorContext:
+    """For a connector that transfers nothing."""
+    return ConnectorContext(
+        engine_id="bench", epoch=1, fingerprint=executor.model.fingerprint, layout=executor.cache.layout,
+        cluster_key=b"", host="127.0.0.1", port=0,
+    )  # fmt: skip

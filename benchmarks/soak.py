@@ -1,0 +1,260 @@
+"""Soak the engine core: random requests, aborts, forks and preemptions for as long as asked, and what must hold then.
+
+    python -m benchmarks soak --seconds 600
+
+The cache is far too small for what is sent, so that sequences are preempted all the time, by swapping and by computing
+again. Traffic comes in rounds. After each the engine runs dry, and then
+
+    every request    has ended exactly once, each of its sequences too, with as many tokens as it may have
+    every block      is accounted for, and nobody's
+    every logit      was finite, of all rows of all steps
+    memory           in use on the GPU is what it was after the first round
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+import torch
+
+from benchmarks.model import write_model
+from benchmarks.offline import OfflineEngine
+from benchmarks.shapes import CONFIGS
+from benchmarks.soak_traffic import Breach, Traffic, TrafficLedger
+from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
+from pd_cluster.protocol.messages import EngineStats, SilenceAllowed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+DEMO = "demo"
+DRAIN_S = 300.0  # from the last request of a round to the end of all
+PATIENCE = 8  # rounds, however long, until sequences have been preempted in both ways
+LEAK_BYTES = 4 << 20  # of the GPU's memory; what a step's temporaries may leave in libraries' workspaces
+HOST_LEAK_BYTES = 1 << 30  # of this process's peak; on CPU torch keeps oneDNN's programs of up to 1024 shapes
+ABORTS_A_STEP = 0.02
+PRESSURE = 6  # how many caches the usual prompts of all running sequences would fill, at their longest
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to soak and for how long. Sizes of 0 are the defaults of the device."""
+
+    seconds: float
+    round_s: float = 20.0
+    seed: int = 0
+    shape: str = DEMO  # or one of CONFIGS
+    device: str = "auto"
+    num_blocks: int = 0
+    max_num_seqs: int = 0
+    swap_gb: float = 0.0
+    async_scheduling: str = "auto"
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu" and torch.cuda.is_available()
+
+    @property
+    def num_running(self) -> int:
+        return self.max_num_seqs or (64 if self.on_gpu else 16)
+
+    def node_config(self, directory: str) -> NodeConfig:
+        """`directory`: of a model without weights; empty for the demo model."""
+        on_gpu = self.on_gpu
+        return NodeConfig(
+            model=ModelConfig(
+                model=directory, load_format="dummy" if directory else "auto", device=self.device, seed=self.seed
+            ),
+            cache=CacheConfig(
+                num_blocks=self.num_blocks or (256 if on_gpu else 96),
+                swap_gb=self.swap_gb or (0.005 if self.shape == DEMO else 0.15),
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=self.num_running, max_num_batched_tokens=2048 if on_gpu else 256,
+                async_scheduling=self.async_scheduling,
+            ),
+            handoff=HandoffConfig(connector="none"),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Of an engine with nothing to do."""
+
+    gpu_bytes: int
+    peak_host_bytes: int
+
+    @classmethod
+    def now(cls) -> Footprint:
+        gpu_bytes = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        return cls(gpu_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+    def check_growth_to(self, later: Footprint) -> None:
+        """Raises Breach."""
+        for name, before, after, limit in (
+            ("GPU memory", self.gpu_bytes, later.gpu_bytes, LEAK_BYTES),
+            ("host memory", self.peak_host_bytes, later.peak_host_bytes, HOST_LEAK_BYTES),
+        ):
+            if after - before > limit:
+                raise Breach(f"{name} grew from {before / 1e6:.1f} to {after / 1e6:.1f} MB after warm-up")
+
+
+@dataclass(slots=True)
+class LogitWatch:
+    """Counts steps with a logit that is not finite, without waiting for any."""
+
+    num_bad: torch.Tensor  # int64 []
+    num_steps: int = 0
+
+    def __call__(self, logits: torch.Tensor) -> None:
+        self.num_steps += 1
+        self.num_bad += ~logits.isfinite().all()
+
+    def check(self) -> None:
+        """Waits for the device. Raises Breach."""
+        if num_bad := int(self.num_bad):
+            raise Breach(f"{num_bad} of {self.num_steps} steps had logits that are not finite")
+
+
+@dataclass(slots=True)
+class Soak:
+    """One engine under load."""
+
+    engine: OfflineEngine
+    options: Options
+    traffic: Traffic
+    watch: LogitWatch
+    ledger: TrafficLedger
+    rng: Random
+    num_aborts: int = 0
+    footprints: list[Footprint] = field(default_factory=list)
+    stats: EngineStats | None = None
+
+    @classmethod
+    def of(cls, engine: OfflineEngine, options: Options) -> Soak:
+        executor, rng = engine.executor, Random(options.seed)
+        watch = LogitWatch(torch.zeros((), dtype=torch.int64, device=executor.model.device))
+        executor.watch_logits(watch)
+        room = executor.num_blocks * executor.block_size
+        longest = min(executor.model.max_model_len, room * 2 // 3)
+        usual = min(longest // 3, PRESSURE * room // options.num_running)
+        ledger = TrafficLedger(executor.model.vocab_size, executor.model.eos_token_ids)
+        return cls(engine, options, Traffic(rng, executor.model.vocab_size, longest, usual), watch, ledger, rng)
+
+    def run(self, hear: Callable[[str], None]) -> None:
+        """Rounds until the time is up, two at least: the first is the warm-up. Raises Breach."""
+        start_s = time.monotonic()
+        while (
+            (num_rounds := len(self.footprints)) < 2
+            or time.monotonic() - start_s < self.options.seconds
+            or (num_rounds < PATIENCE and not all(self._preemptions))
+        ):
+            self._round(min(self.options.round_s, self.options.seconds / 2))
+            hear(self.text(time.monotonic() - start_s))
+        if not all(self._preemptions):
+            raise Breach(f"sequences swapped out and computed again: {self._preemptions}; that shows nothing")
+
+    @property
+    def _preemptions(self) -> tuple[float, float]:
+        return self._counter("preemptions_swap_total"), self._counter("preemptions_recompute_total")
+
+    def text(self, elapsed_s: float) -> str:
+        """Where it stands."""
+        last, ledger, (swaps, recomputations) = self.footprints[-1], self.ledger, self._preemptions
+        return (
+            f"{elapsed_s:6.1f} s: {ledger.num_ended} requests, {ledger.num_tokens} tokens, {self.num_aborts} aborts, "
+            f"{swaps:.0f} swaps, {recomputations:.0f} recomputations, "
+            f"{self._counter('prefix_cache_hit_tokens_total'):.0f} tokens from the prefix cache, "
+            f"{self.watch.num_steps} steps finite, GPU {last.gpu_bytes / 1e6:.3f} MB, "
+            f"host peak {last.peak_host_bytes / 1e6:.0f} MB"
+        )
+
+    def _round(self, seconds: float) -> None:
+        """Load, then none until all is done, then the proof."""
+        limit = self.options.num_running * 3 // 2
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            while len(self.ledger.open) < limit:
+                self.engine.mailbox.inbox.append(self.ledger.add(self.traffic.request()))
+            if self.rng.random() < ABORTS_A_STEP:
+                self.engine.mailbox.inbox.append(self.ledger.abort(self.rng))
+                self.num_aborts += 1
+            self._turn()
+        end_s = time.monotonic() + DRAIN_S
+        while self._turn() or self.ledger.open:
+            if time.monotonic() > end_s:
+                raise Breach(f"{len(self.ledger.open)} requests have not ended {DRAIN_S:.0f} s after the last one came")
+        self._check()
+
+    def _turn(self) -> bool:
+        is_busy = self.engine.core.turn()
+        messages, self.engine.mailbox.outbox = self.engine.mailbox.outbox, []
+        for message in messages:
+            if isinstance(message, EngineStats):
+                self.stats = message
+            elif not isinstance(message, SilenceAllowed):
+                self.ledger.take(message)
+        return is_busy
+
+    def _check(self) -> None:
+        try:
+            self.engine.core.settle()
+        except AssertionError as error:
+            raise Breach(f"blocks: {error}") from error
+        self._turn()
+        stats = self.stats
+        if stats is None or stats.num_running or stats.num_waiting or stats.kv.in_use:
+            raise Breach(f"an engine with nothing to do says {stats}")
+        self.watch.check()
+        self.footprints.append(Footprint.now())
+        self.footprints[0].check_growth_to(self.footprints[-1])
+
+    def _counter(self, name: str) -> float:
+        return 0.0 if self.stats is None else self.stats.counters[name]
+
+
+def soak(options: Options, hear: Callable[[str], None]) -> None:
+    """Build the engine and soak it. Raises Breach, StartupError."""
+    with tempfile.TemporaryDirectory(prefix="pd-soak-") as directory:
+        if options.shape != DEMO:
+            write_model(options.shape, Path(directory))
+        engine = OfflineEngine(options.node_config("" if options.shape == DEMO else directory), hear)
+    try:
+        Soak.of(engine, options).run(hear)
+    finally:
+        engine.close()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status 1 when something did not hold."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks soak", description="Soak the engine core.")
+    parser.add_argument("--seconds", type=float, default=600.0, help="How long (default: %(default)s).")
+    parser.add_argument("--round-s", type=float, default=20.0, help="Of traffic before each check (%(default)s).")
+    parser.add_argument("--seed", type=int, default=0, help="Of the traffic and of random weights (%(default)s).")
+    parser.add_argument("--shape", choices=(DEMO, *CONFIGS), default=DEMO, help="Of the model (%(default)s).")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--num-blocks", type=int, default=0, help="Cache blocks. 0: too few for the traffic.")
+    parser.add_argument("--max-num-seqs", type=int, default=0, help="Sequences that run at once. 0: 64; 16 on CPU.")
+    parser.add_argument("--swap-gb", type=float, default=0.0, help="For preempted sequences. 0: for a few.")
+    parser.add_argument("--async-scheduling", choices=("auto", "on", "off"), default="auto")
+    options = Options(**vars(parser.parse_args(arguments)))
+
+    def hear(text: str) -> None:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+    try:
+        soak(options, hear)
+    except Breach as breach:
+        hear(f"BREACH: {breach}")
+        return 1
+    hear("held")
+    return 0

@@ -1,0 +1,173 @@
+"""`python -m benchmarks tables`: a document's performance tables, written from the records.
+
+Whatever stands between `<!-- table: NAME -->` and `<!-- end -->` is replaced. Of several records of the same thing the
+last one counts; rehearsals do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.disagg import HEADERS, our_row, peer_row
+from benchmarks.presets import PRESETS
+from benchmarks.records import RESULTS
+from pd_cluster.bench.statistics import HANDOVER_STEPS
+from pd_cluster.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+Record = dict[str, Any]
+
+_DISAGG_INTRO = """\
+Two H200s over NVLink, the same shape, one prefill and one decode node (1P1D) beside two mixed replicas (2M), everything
+as the HTTP client sees it: ms as p50/p90/p99 or p50/p99, "leg" what the prefill node itself took to its first token,
+and the share of requests within a TTFT and a TPOT
+([records](benchmarks/results/disagg_gpu.jsonl)):
+
+"""
+_HANDOVER_INTRO = """\
+One handover, from the announcement of the prompt's last blocks to the decode node's queue
+([records](benchmarks/results/handover_gpu.jsonl)):
+
+"""
+_PLACE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0. Raises StartupError."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks tables", allow_abbrev=False)
+    parser.add_argument("document", type=Path, nargs="?", default=Path("README.md"), help="Default: README.md.")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="Default: %(default)s.")
+    namespace = parser.parse_args(arguments)
+    try:
+        old = namespace.document.read_text()
+        namespace.document.write_text(fill(old, namespace.results))
+    except (OSError, ValueError, KeyError) as error:
+        raise StartupError(f"the tables cannot be written: {type(error).__name__}: {error}") from error
+    return 0
+
+
+def fill(text: str, results: Path) -> str:
+    """`text` with its tables made anew from the `.jsonl` files of `results`. Raises StartupError, OSError, KeyError for
+    a record that lacks something, and ValueError for one that is no JSON."""
+
+    def table(match: re.Match[str]) -> str:
+        make = _TABLES.get(match["name"])
+        if make is None:
+            raise StartupError(f"there is no table {match['name']!r}; there are {', '.join(_TABLES)}")
+        return match[1] + make(results) + match[3]
+
+    return _PLACE.sub(table, text)
+
+
+def _records(results: Path, name: str) -> list[Record]:
+    path = results / name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "".join("|" + "".join(f" {cell} |" if cell else " |" for cell in line) + "\n" for line in lines)
+
+
+def _figure(value: float) -> str:
+    if value >= 10_000:
+        return f"{value / 1e3:.1f}k"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+# the tables
+
+
+def _engine_cpu(results: Path) -> str:
+    records = _records(results, "engine_cpu.jsonl")
+    if not records:
+        return ""
+    names = [result["name"] for result in records[-1]["results"]]
+    rows = []
+    for record in records:
+        rates = {result["name"]: result["rate"] for result in record["results"]}
+        ours, *others = (rates.get(name, 0.0) for name in names)
+        cells = [f"{rate:,.0f} ({ours / rate:.2f} x)" if rate else "" for rate in others]
+        rows.append([_when(record), f"{ours:,.0f}", *cells])
+    return _markdown(["output tokens/s (ours is)", *names], rows)
+
+
+def _engine_gpu(results: Path) -> str:
+    records = [record for record in _records(results, "engine_gpu.jsonl") if record["shape"] == "8b"]
+    if not records:
+        return ""
+    record = records[-1]
+    rows = []
+    for _, group in groupby(record["results"], lambda row: (row["kind"], row["kind"] == "decode" and row["length"])):
+        some = list(group)
+        cells = [[_figure(statistics.median(row["samples"])) for row in some]]
+        for name, style in (("share", "{:.0%}"), ("gain", "{:.2f}")):
+            cells.append([style.format(row[name]) for row in some if row[name] is not None])
+        rows.append([_row_name(some), *(" / ".join(cell) for cell in cells)])
+    return _markdown([_when(record), "pd-cluster", "of the roofline", f"x {record['peer']}"], rows)
+
+
+def _row_name(rows: list[Record]) -> str:
+    def several(*keys: str) -> str:
+        return " / ".join(" x ".join(str(row[key]) for key in keys) for row in rows)
+
+    match rows[0]["kind"]:
+        case "decode":
+            return f"decode, {rows[0]['length'] // 1024}k context, B = {several('count')}, ms a step"
+        case "prefill":
+            return f"prefill {several('count', 'length')}, tok/s"
+        case "prompt":
+            return f"one prompt of {several('length')}, ms"
+    return f"{rows[0]['count']} mixed sequences, output tok/s"
+
+
+def _disagg(results: Path) -> str:
+    latest: dict[tuple[str, str], Record] = {}
+    for record in _records(results, "disagg_gpu.jsonl"):
+        if record["scale"] == 1.0 and len(record["requests"]) == PRESETS[record["workload"]].num_requests:
+            latest[record["workload"], record["setting"]] = record
+    rows = []
+    for name, preset in PRESETS.items():
+        ours = [
+            our_row(f"**{setting}**, {_when(record)}", record["summary"])
+            for (workload, setting), record in sorted(latest.items())
+            if workload == name
+        ]
+        if ours:
+            rows.append([f"*{preset.title}*", *[""] * (len(HEADERS) - 1)])
+            rows += ours + [peer_row(peer) for peer in preset.peers]
+    return _DISAGG_INTRO + _markdown(HEADERS, rows) if rows else ""
+
+
+def _handover(results: Path) -> str:
+    latest = {(record["tokens"], record["batch"]): record for record in _records(results, "handover_gpu.jsonl")}
+    rows = []
+    for (tokens, batch), record in sorted(latest.items()):
+        phases, spreads = record["summary"]["phases"], record["summary"]["spreads"]
+        told = [phases.get(step) for step in HANDOVER_STEPS]
+        told += [spreads.get("handover"), spreads.get("join"), spreads.get("itl")]
+        cells = ["" if found is None else f"{found['p50_ms']:.2f} / {found['p90_ms']:.2f}" for found in told]
+        rows.append([f"{tokens} tokens, {batch} decoding, {_when(record)}", *cells])
+    headers = ["p50 / p90, ms", *HANDOVER_STEPS, "together", "then to its first step's end", "a step"]
+    return _HANDOVER_INTRO + _markdown(headers, rows) if rows else ""
+
+
+def _when(record: Record) -> str:
+    found = record["environment"]
+    return f"{found['commit'][:7]}{' with changes' * bool(found['dirty'])}"
+
+
+_TABLES: dict[str, Callable[[Path], str]] = {
+    "engine-cpu": _engine_cpu,
+    "engine-gpu": _engine_gpu,
+    "disagg": _disagg,
+    "handover": _handover,
+}

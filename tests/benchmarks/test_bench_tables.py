@@ -1,0 +1,76 @@
+"""The README's tables are those of the records."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.__main__ import main
+from benchmarks.presets import PRESETS
+from benchmarks.tables import fill
+from tests.cluster import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+SPREAD = {"count": 1, "mean_ms": 1.0, "p50_ms": 1.0, "p90_ms": 2.0, "p99_ms": 3.0, "max_ms": 3.0}
+PLACE = "before\n<!-- table: {} -->\nold\n<!-- end -->\nafter\n"
+
+
+def test_the_readme_says_what_was_measured() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert fill(text, ROOT / "benchmarks" / "results") == text, "run `python -m benchmarks tables`"
+    assert text.count("<!-- table: ") == 4
+
+
+def disagg_record(setting: str, ttft_ms: float, **changes: Any) -> dict[str, Any]:
+    summary = {
+        "spreads": {"ttft": SPREAD | {"p50_ms": ttft_ms}}, "attained": {"200/10": 0.5, "400/15": 1.0},
+        "num_requests": 400, "num_ok": 400,
+    }  # fmt: skip
+    return {
+        "environment": {"commit": "0123456789", "dirty": False}, "workload": "1024x256", "setting": setting,
+        "scale": 1.0, "requests": [[]] * PRESETS["1024x256"].num_requests, "summary": summary, **changes,
+    }  # fmt: skip
+
+
+def test_the_last_whole_run_of_a_setting_counts(tmp_path: Path) -> None:
+    records = [
+        disagg_record("1P1D", 50.0), disagg_record("2M", 30.0), disagg_record("1P1D", 40.0),
+        disagg_record("1P1D", 5.0, scale=0.1), disagg_record("1P1D", 6.0, requests=[[]]),
+    ]  # fmt: skip
+    (tmp_path / "disagg_gpu.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = fill(PLACE.format("disagg"), tmp_path)
+    rows = [line for line in found.splitlines() if line.startswith("|")]
+    assert rows[2].startswith("| *1024 in, 256 out, 20/s* |")
+    assert rows[3].startswith("| **1P1D**, 0123456 | 40.0/2.0/3.0 |")
+    assert rows[4].startswith("| **2M**, 0123456 | 30.0/2.0/3.0 |")
+    assert len(rows) == 3 + 2 + 3, "our two settings, the peer's three"
+    assert found.startswith("before\n<!-- table: disagg -->\nTwo H200s")
+    assert found.endswith("<!-- end -->\nafter\n")
+    assert fill(found, tmp_path) == found
+
+
+def test_handovers_by_batch_size(tmp_path: Path) -> None:
+    record = {
+        "environment": {"commit": "0123456789", "dirty": True}, "tokens": 1000, "batch": 32,
+        "summary": {"phases": {"link": SPREAD}, "spreads": {"handover": SPREAD}},
+    }  # fmt: skip
+    (tmp_path / "handover_gpu.jsonl").write_text(json.dumps(record) + "\n")
+    found = fill(PLACE.format("handover"), tmp_path)
+    assert "| 1000 tokens, 32 decoding, 0123456 with changes | | | | 1.00 / 2.00 | | | 1.00 / 2.00 | | |" in found
+
+
+def test_without_records_there_is_no_table(tmp_path: Path) -> None:
+    for name in ("engine-cpu", "engine-gpu", "disagg", "handover"):
+        assert fill(PLACE.format(name), tmp_path) == PLACE.format(name).replace("old\n", "")
+
+
+def test_a_table_that_nobody_makes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = tmp_path / "a.md"
+    document.write_text(PLACE.format("other"))
+    assert main(["tables", str(document), f"--results={tmp_path}"]) == 2
+    assert "no table 'other'" in capsys.readouterr().err
+    assert document.read_text() == PLACE.format("other")
