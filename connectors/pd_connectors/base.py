@@ -6,7 +6,7 @@ engine calls `recv_before` (start the loads that this step admitted) and, once t
 retired, `send_after` (let others read what the step produced). Everything that happens meanwhile comes back through
 `poll`: success and failure alike are values.
 
-Who may touch a block, as seen by the engine (the connector must keep the right-hand column true):
+When a block belongs to the connector, as the engine sees it. The connector must keep the right-hand column true:
 
     block of ...                  is the connector's from ... until ...
     a load                        `recv_before(load)`     LoadDone or LoadDrained: nothing can land in it any more
@@ -16,7 +16,18 @@ Who may touch a block, as seen by the engine (the connector must keep the right-
 
 A connector may also have a *pool*: a store, shared by all nodes, of whole blocks by content hash. The engine gives it
 what its steps computed (`Pool.store`) and asks it for the prefix of a prompt that it is about to compute (`Pool.find`).
-A pool promises nothing: whatever is missing, late or damaged there ends as a shorter prefix.
+A pool promises nothing: a block that is missing, late or damaged there only makes the prefix shorter.
+
+**What changed for connectors from outside with protocol version 2:**
+
+- `ConnectorContext.layout` and `CacheDescription.layout` replace `geometry`. A layout has *groups* of layers, and the
+  cache has one tensor a group (`CacheDescription.tensors`). A block id is valid in every group's tensor.
+- `LoadSpec.runs` and `PublishSpec.runs` name blocks by group, as (first block, ids). Do not assume equal runs.
+- A PublishSpec may carry the first tokens, in which case `finish_lease` is not called for that lease. Report
+  FirstTokens for them as if it had been.
+- `LoadDone.group_bytes` replaces `num_bytes`.
+- A pool's `store` and `find` still name whole blocks, which have an object a group. A block counts as found when every
+  group has it.
 """
 
 from __future__ import annotations
@@ -308,7 +319,7 @@ class Connector(SchedulerHalf, WorkerHalf):
 
     @property
     def control_port(self) -> int:
-        """Port under which peers reach this node; known from construction on. 0: nobody can read from it."""
+        """Port under which peers reach this node; known from construction on. 0: the node cannot be read."""
         return 0
 
     @property

@@ -1,8 +1,8 @@
 """Blocks between one group's cache tensor and host memory, on threads beside the step loop's.
 
-out   `gather` runs on the step loop's thread: on a GPU it is queued behind the steps that wrote the blocks and
-      before any later one; on a CPU it copies at once. Bytes are taken from the copy later, by any thread.
-in    `Inlet` writes blocks that the engine has reserved and no step touches; what `flush` has seen has landed.
+out   `gather` runs on the step loop's thread. On a GPU it is queued behind the steps that wrote the blocks and before
+      any later one; on a CPU it copies at once. Any thread takes the bytes from the copy later.
+in    `Inlet` writes blocks that the engine has reserved and no step touches. After `flush` all writes have landed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Gathered:
         self._landed = landed
 
     def wait(self) -> None:
-        """Until the copy is whole."""
+        """Wait until the copy is complete."""
         if self._landed is not None:
             self._landed.synchronize()
 
     def block(self, index: int) -> memoryview:
-        """The bytes of one of them, once the copy is whole."""
+        """The bytes of one block. Call `wait` first."""
         return self._host[index].reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -57,7 +57,7 @@ class BlockStaging:
         return self._last
 
     def settle(self) -> None:
-        """Until every copy so far is whole: from here on writers that no stream orders may have the blocks."""
+        """Wait until every copy so far is complete. Then other writers, which no stream orders, may have the blocks."""
         if self._last is not None:
             self._last.wait()
             self._last = None
@@ -81,7 +81,7 @@ class Inlet:
                 target.copy_(source)  # pageable memory: the bytes may go when this returns
 
     def flush(self) -> None:
-        """Until every write so far has landed."""
+        """Wait until every write so far has landed."""
         if self._stream is not None:
             self._stream.synchronize()
 

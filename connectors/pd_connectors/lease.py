@@ -1,4 +1,4 @@
-"""P's side of the handoff: who may read which blocks, until when.
+"""P's side of the handoff: which blocks a reader may read, and until when.
 
 One lease, as a table (every other call leaves it as it is):
 
@@ -20,8 +20,8 @@ The fence: every change happens under one lock *before* the engine may reuse a b
 same lock. So `ok` means that at this moment the blocks still held the lease's KV, hence also at every earlier moment of
 the same generation, in particular while D was reading.
 
-Time ends a lease in `expire` only, so that a control thread that comes late can first hear the renewals that came in
-time: until then its blocks are not given back either.
+A lease expires in `expire` only. So a control thread that runs late first hears the renewals that arrived in time, and
+until then the lease's blocks are not given back.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.layout import BlockLayout, BlockRun
 
 MAX_TOMBSTONES = 4096
-ABANDON_GRACE_S = 2.0  # time for the router to send another D, before P stops computing for nobody
+ABANDON_GRACE_S = 2.0  # time for the router to send another D, before P stops computing the prompt
 
 
 @dataclass(slots=True)
@@ -190,7 +190,7 @@ class LeaseTable:
                 )
 
     def release(self, ref: LeaseRef) -> None:
-        """Nobody has more use for it."""
+        """No reader needs the lease any more."""
         with self._lock:
             lease = self._live(ref)
             if lease is not None:
@@ -198,7 +198,7 @@ class LeaseTable:
                 self._ended.append(LeaseEnded(ref.lease_id, LeaseEnd.RELEASED))
 
     def expire(self) -> float:
-        """End what nobody renewed. Returns when the next lease runs out (clock; inf: none will)."""
+        """End the leases that no reader renewed in time. Returns when the next one runs out (clock; inf: none will)."""
         with self._lock:
             now = self._clock()
             for lease in list(self._leases.values()):

@@ -136,7 +136,7 @@ class LMCacheStore(KVStore):
                 num_answered += 1
                 yield sealed
         finally:
-            if num_answered < num_sent:  # answers are on the way that nobody will read
+            if num_answered < num_sent:  # answers that will not be read are on their way
                 self.close()
 
     def put(self, objects: Sequence[tuple[ObjectName, bytes]]) -> int:

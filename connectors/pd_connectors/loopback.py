@@ -5,8 +5,8 @@ replayed. Messages may be lost, repeated, delayed and overtaken; blocks are real
 of a read, so that what a peer overwrites meanwhile is really seen; reads may fail or hang; a node may crash.
 
 As a connector of its own name, `loopback` serves nodes that live in one process: one mixed node that reads its own
-leases, or several that share a `LoopbackNetwork` (`options=(("network", network),)`). Between processes it reaches
-nobody.
+leases, or several that share a `LoopbackNetwork` (`options=(("network", network),)`). It does not work between
+processes.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class LoopbackNetwork:
             self._by_serial.pop(node.serial, None)
 
     def at(self, address: Address) -> LoopbackNode | None:
-        """Who lives at an address now."""
+        """The node that has this address now."""
         return self._nodes.get(address)
 
     def numbered(self, serial: int) -> LoopbackNode | None:
@@ -239,7 +239,7 @@ class LoopbackTransport(Transport):
 
         def finish() -> None:
             if self._network.numbered(there.serial) is None:
-                self._completions.append(ConnectFailed(peer, "nobody lives there any more"))
+                self._completions.append(ConnectFailed(peer, "the node has ended"))
                 return
             self._endpoints[peer] = there
             self._completions.append(Connected(peer))

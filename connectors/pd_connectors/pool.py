@@ -1,14 +1,15 @@
-"""A pool over any KVStore: searches and stores on threads of their own, so that no step waits for a server.
+"""A pool over any KVStore: searches and stores run on threads of their own, so that no step waits for a server.
 
-`search` has a search's states. Two threads load; a third, the watch, ends in time what they cannot: a store may stand
-still for much longer than a request should wait. While all of them are held beyond that the pool is down.
+The states of a search are in `search`. Two threads load. A third, the watch, ends searches at their deadline, because a
+store may hang for much longer than a request should wait. While a search past its deadline holds each loading thread,
+the pool counts as down.
 
 A block has one object for each group of the layout. It counts as found, or as read, when all its objects are.
 
 Stores: what a step computed is copied at once (`block_staging`) and sent later by one thread. The backlog is bounded;
 what does not fit is not stored, which costs a later request a prefill and nothing else.
 
-A store that fails is left alone for `retry_s`: meanwhile every search is a miss at once, and every store is dropped.
+After a failure the pool does not call the store for `retry_s`: every search is a miss at once, every block is dropped.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_LOADERS = 2  # searches at once: one waits for the network while the other checks digests
-FIRST_PROBE = 8  # names asked about at first: most searches that find nothing find nothing there
-PROBE_BATCH = 64  # and from then on
+FIRST_PROBE = 8  # blocks in the first question to the store: most searches that find nothing find nothing there
+PROBE_BATCH = 64  # blocks in each later question
 STORE_BATCH_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """`deadline_s`: of one search's time in this pool's hands, so of what a miss can cost a request."""
+    """`deadline_s`: bounds the time that the pool spends on one search, hence what a miss costs a request."""
 
     deadline_s: float = 5.0
     retry_s: float = 1.0
@@ -80,11 +81,13 @@ class StorePool(Pool):
         self._jobs: SimpleQueue[Search | None] = SimpleQueue()
         self._parcels: SimpleQueue[_Parcel | None] = SimpleQueue()
         self._events: deque[Event] = deque()
-        self._wake: Callable[[], None] = _nobody
+        self._wake: Callable[[], None] = _no_waker
         self._retry_at_s = clock()
-        self._held: list[Search | None] = [None] * NUM_LOADERS  # what each is busy with, over or not
+        self._held: list[Search | None] = [
+            None
+        ] * NUM_LOADERS  # by loading thread: the search that it works on, over or not
         self._num_backlog_bytes = 0
-        self._damaged: set[ObjectName] = set()  # seen by a loading thread; the storing thread mends them
+        self._damaged: set[ObjectName] = set()  # found by loading threads; the storing thread replaces them
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._staging: list[BlockStaging] = []  # by group
         self._threads: list[threading.Thread] = []
@@ -169,7 +172,7 @@ class StorePool(Pool):
         self._parcels.put(_Parcel([self._sealer.names(block.hash) for block in blocks], gathered, num_bytes))
 
     def settle(self) -> None:
-        """Until nothing reads the cache for an earlier `store`."""
+        """Wait until the copies of all earlier `store` calls are complete."""
         for staging in self._staging:
             staging.settle()
 
@@ -237,14 +240,14 @@ class StorePool(Pool):
                         self._probe(search, store)
                     else:
                         self._read(search, search.spec, store, inlet)
-                except Exception:  # a bug of ours or of the store's client must not leave the request waiting
+                except Exception:  # a bug, ours or of the store's client, must not leave the request waiting
                     logger.exception("a search of the pool failed")
                     self._end(search, Miss.UNAVAILABLE)
                 finally:
                     self._held[index] = None
 
     def _hopeless(self, search: Search) -> Miss | None:
-        """Why there is no point in going on."""
+        """The reason to give the search up now; None: go on."""
         return self._why_end(search, self._clock()) or (Miss.UNAVAILABLE if self._is_down() else None)
 
     def _probe(self, search: Search, store: KVStore) -> None:
@@ -314,8 +317,8 @@ class StorePool(Pool):
                         self._num_backlog_bytes -= parcel.num_bytes
 
     def _send(self, parcel: _Parcel, store: KVStore) -> None:
-        """What the store has already is not sent again: content is never news under a known name, unless what we saw
-        there was damaged."""
+        """Send the blocks that the store lacks. A known name has known content, unless a loading thread found it
+        damaged."""
         if self._is_down():
             self._count("pool_blocks_dropped_total|reason=unavailable", len(parcel.blocks))
             return
@@ -339,7 +342,7 @@ class StorePool(Pool):
             self._count("pool_blocks_dropped_total|reason=refused", len(batch) - num_stored)
 
     def _end(self, search: Search, miss: Miss | None) -> None:
-        """Once a search, whoever is first."""
+        """End a search. Only the first call has an effect."""
         if not search.finish():
             return
         num_read, layout = search.num_read, self._context.layout
@@ -376,5 +379,5 @@ def _batches(indices: list[int], size: int) -> Iterator[list[int]]:
         yield indices[start : start + size]
 
 
-def _nobody() -> None:
-    """Before the engine has set its waker, nobody sleeps."""
+def _no_waker() -> None:
+    """The waker until the engine sets its own: its step loop does not sleep yet."""

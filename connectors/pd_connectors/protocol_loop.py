@@ -71,7 +71,7 @@ class ProtocolLoop:
         self._step_loop = StepLoopWatch(self._clock)
         self._owner = Owner(context, self.leases, channel.reply, lambda: self._step_loop.is_frozen)
         self._reader = Reader(context, limits, transport, channel.ask, self._events.append, channel.forget)
-        self._wake_engine: Callable[[], None] = _nobody
+        self._wake_engine: Callable[[], None] = _no_waker
         transport.set_waker(channel.wake)
 
     def open(self) -> None:
@@ -153,8 +153,8 @@ class ProtocolLoop:
                 return False
             for item in incoming:
                 match item:
-                    case FromReader(who, message):
-                        self._owner.on_message(who, message)
+                    case FromReader(reader, message):
+                        self._owner.on_message(reader, message)
                     case FromOwner(owner, reply):
                         self._reader.on_message(owner, reply, self._clock())
                     case OwnerLost(owner):
@@ -170,5 +170,5 @@ class ProtocolLoop:
         self._transport.close(deadline_s)
 
 
-def _nobody() -> None:
-    """Before the engine has set its waker, nobody sleeps."""
+def _no_waker() -> None:
+    """The waker until the engine sets its own: its step loop does not sleep yet."""

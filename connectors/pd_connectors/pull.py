@@ -374,5 +374,5 @@ def _wants_blocks(spec: LoadSpec) -> bool:
 
 
 def _will_finish(state: LeaseState) -> bool:
-    """P has all the blocks that the prompt needs, so it waits for nobody who may wait for ours."""
+    """P has all the blocks that the prompt needs, so it waits for no request that may wait for ours."""
     return state.is_begun or state.num_tokens_readable > 0

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.ticket import LeaseRef, Ticket
 
 HELLO_EVERY_S = 0.5
-PEER_IDLE_S = 300.0  # an endpoint that nobody used for so long is torn down
+PEER_IDLE_S = 300.0  # an endpoint without a load for so long is torn down
 
 
 class Reader:
@@ -129,7 +129,7 @@ class Reader:
                 self._for_lease(peer, message.lease, lambda pull: pull.confirm_reply(message, now), now)
 
     def on_lost(self, owner: Address, now: float) -> None:
-        """The connection to `owner` broke or was refused: who lives reconnects within a moment."""
+        """The connection to `owner` broke or was refused. A peer that lives reconnects within a moment."""
         peer = self._peers.get(owner)
         if peer is None:
             return

@@ -1,6 +1,6 @@
 """One search of a pool, from `find` to its PrefixLoaded, which is emitted once, on the way to `over`:
 
-    state     who has it          ends with
+    state     held by             ends with
     queued    a loading thread    reached too late                                        -> over
     probing   a loading thread    nothing stored, the store is gone                       -> over
                                   PrefixFound                                             -> found
@@ -9,8 +9,8 @@
                                   the store is gone                                       -> over
     any       the watch           `cancel`; the deadline, unless the engine has it        -> over
 
-A block is written into the cache only after its digest was checked, and never once the search is over: so it is known
-to the last block what there is, even when the thread stands still in the store and comes back much later.
+An object is written into the cache only after its digest was checked, and never once the search is over. So the engine
+knows which blocks are whole, even when a loading thread hangs in the store and returns much later.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class Miss(StrEnum):
-    """Why a search brought less than it was asked for. Each search that did is counted under one of these."""
+    """Why a search found less than it was asked for. Each such search is counted under one of these."""
 
-    ABSENT = "absent"  # nobody stored the next block, or it was evicted long ago
-    LOST = "lost"  # it was there when we looked, and gone when we read
+    ABSENT = "absent"  # the next block was never stored, or was evicted before the search
+    LOST = "lost"  # it was there at the probe and gone at the read
     DAMAGED = "damaged"  # its digest is wrong
     UNAVAILABLE = "unavailable"  # the store is down
     LATE = "late"  # the deadline passed
@@ -39,7 +39,7 @@ class Miss(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """What the pool's lock guards, and `land` and `finish`, which guard themselves."""
+    """The pool's lock guards the fields; `land` and `finish` have a lock of their own."""
 
     load_id: str
     blocks: list[list[ObjectName]]  # the prompt's, from its start; each has an object a group

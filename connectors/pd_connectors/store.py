@@ -7,8 +7,8 @@ invalidated.
 
     object   magic (16)   digest (16)   the group's bytes of the block, as they lie in the cache
 
-The digest is keyed with the cluster's key and covers the name, so that a damaged object, another object under this name
-and one that a stranger wrote are all refused: a store need not be trusted with more than not to lose everything.
+The digest is keyed with the cluster's key and covers the name. So a damaged object, another object under this name and
+an object that a process without the key wrote are all refused: the store is not trusted with the content.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StoreUnavailable(HandoffError):
 class ObjectName:
     """What one group's part of one block is stored under."""
 
-    scope: str  # hex; never equal for two nodes whose KV differs in meaning, shape or key
+    scope: str  # hex; different for any two nodes with KV of another meaning, layout or key
     hash: bytes  # of the prompt up to the block's end
     group: int = 0  # index into `BlockLayout.groups`
 

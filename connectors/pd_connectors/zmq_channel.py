@@ -49,7 +49,7 @@ class ZmqChannel(Channel):
     """One ROUTER for our own leases, one DEALER per owner that we read from, over TCP and CURVE.
 
     ZeroMQ reconnects by itself, so a peer that restarts under the same address is reached again; heartbeats find
-    connections whose other end vanished without a FIN.
+    connections with another end that vanished without a FIN.
     max_readers: connections to the port at once.
     Raises ConnectorUnavailable when the port is taken, or `host` is nothing that a reader could connect to, or ZeroMQ
     has no CURVE.
@@ -150,7 +150,7 @@ class ZmqChannel(Channel):
         except BlockingIOError:
             return  # full: it is awake already
         except OSError:
-            return  # closed: nobody waits any more
+            return  # closed: the control thread has ended
 
     def stats(self) -> dict[str, float]:
         return {**self._counters, "control_connections": float(self._gate.num_open)}

@@ -81,9 +81,8 @@ class DeviceExecutor:
         if device.type == "cpu" and config.model.num_threads:
             torch.set_num_threads(config.model.num_threads)
         self.model = describe_model(config.model, device)
-        spec, dtype = self.model.spec, self.model.dtype
         block_size = _resolve_block_size(config.cache.block_size, device)
-        self.layout = BlockLayout(spec.kv_groups(block_size, dtype))
+        self.layout = BlockLayout(self.model.spec.kv_groups(block_size, self.model.dtype))
         self._kernels = choose_kernels(config, self.model, block_size, device, progress)
         self._model = load_model(self.model, config.model, self._kernels, device, progress)
 

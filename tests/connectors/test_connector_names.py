@@ -31,7 +31,8 @@ def hand_over(prefill: Node, decode: Node, load_id: str) -> None:
     prefill.connector.finish_lease(ticket.lease.lease_id, (SampledToken(4),))
     decode.wait_for(LoadReady, load_id)
     decode.connector.recv_before([LoadSpec(load_id, runs(0, (5, 6)), 20)])
-    decode.wait_for(LoadDone, load_id)
+    done = decode.wait_for(LoadDone, load_id)
+    assert done.group_bytes == tuple(2 * group.block_bytes for group in LAYOUT.groups)
     assert is_stamped(decode.cache, 6, like=2, version=3)
 
 

@@ -18,7 +18,7 @@ from pd_connectors.pooled import PooledConnector, pool_address
 from pd_connectors.protocol.ticket import LeaseRef, Ticket
 from pd_connectors.search import Search
 from pd_connectors.store import HEADER_BYTES, ObjectName, Sealer
-from tests.connectors.layouts import make_cache, runs
+from tests.connectors.layouts import make_cache, runs, two_groups
 from tests.connectors.pool_bench import (
     DEADLINE_S,
     LAYOUT,
@@ -248,6 +248,30 @@ def test_another_blocks_object_under_a_name_is_damaged_and_mended() -> None:
         node.store(hashes, [0, 1])
         assert node.recall(hashes, [8, 9], name="mended") == 2 * SIZE
         assert torch.equal(node.cache[9], before[1])
+
+
+def test_a_block_is_there_when_every_group_has_it() -> None:
+    """Two groups: two objects a block, each in its own tensor; without one of them the prefix ends before the block."""
+    shelf, context = Shelf(), replace(POOL_CONTEXT, layout=two_groups())
+    hashes = hashes_of(3)
+    with nodes(lambda: MemoryStore(shelf), context, context) as (p, d):
+        p.store(hashes, [3, 9, 1])
+        assert (len(shelf.objects), p.stat("pool_blocks_stored_total")) == (6, 3)
+        assert d.recall(hashes, [8, 2, 5]) == 3 * SIZE
+        assert all(
+            torch.equal(theirs[[8, 2, 5]], ours[[3, 9, 1]]) for ours, theirs in zip(p.caches, d.caches, strict=True)
+        )
+        assert d.stat("pool_read_bytes_total") == 3 * context.layout.block_bytes
+        del shelf.objects[Sealer(context).names(hashes[1])[1]]
+        assert d.recall(hashes, [8, 2, 5], name="gap") == SIZE
+        assert d.misses() == {"absent": 1}
+        before = [cache[[2, 5]] for cache in d.caches]
+        shelf.objects[Sealer(context).names(hashes[1])[1]] = shelf.objects[Sealer(context).names(hashes[1])[0]]
+        assert d.recall(hashes, [8, 2, 5], name="mixed up") == SIZE
+        assert d.misses() == {"absent": 1, "damaged": 1}
+        assert torch.equal(d.caches[1][[2, 5]], before[1]), "the damaged part was not written"
+        d.store(hashes, [8, 2, 5])  # it saw the damage, so it writes both objects of the block anew
+        assert d.recall(hashes, [4, 6, 7], name="mended") == 3 * SIZE
 
 
 class GatedInlet:

@@ -27,7 +27,7 @@ PHASES = ("load", "free_kv_bytes", "allocate", "warm_up")
 class Phases:
     """An executor that notes its phases. One of them may fail."""
 
-    layout = full_layout(16, 2, 3, 16, "float32")
+    layout = full_layout(16, 2, 3, 16)
     block_size = 16
 
     def __init__(self, fails: str = "", free_blocks: int = 5) -> None:

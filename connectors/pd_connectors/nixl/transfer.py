@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pd_connectors.transport import GroupIds
 
 POLL_S = 0.0005
-RETIRED_POLL_S = 0.02  # nobody waits for these but the block pool
+RETIRED_POLL_S = 0.02  # of reads that only free quarantined blocks: no load waits for them
 FENCE_EVERY_S = 0.5  # after one that failed
 START_DEADLINE_S = 120.0  # registering a GPU's whole memory takes seconds
 
@@ -104,7 +104,7 @@ class NixlTransport(Transport):
         self._description = b""
         self._calls: queue.SimpleQueue[Callable[[NixlAgent], None] | None] = queue.SimpleQueue()
         self._completions: deque[Completion] = deque()
-        self._wake: Callable[[], None] = _nobody
+        self._wake: Callable[[], None] = _no_waker
         self._peers: dict[PeerKey, _Peer] = {}  # the thread's
         self._retired: list[_Peer] = []  # the thread's: disconnected, with something in flight
         self._started = threading.Event()
@@ -334,8 +334,8 @@ def _attempt(call: Callable[..., None], *args: object) -> None:
         logger.info("clean-up: %s", error)
 
 
-def _nobody() -> None:
-    """Before the channel exists, nobody waits."""
+def _no_waker() -> None:
+    """The waker until the channel sets its own: the control thread does not wait yet."""
 
 
 def _nothing(agent: NixlAgent) -> None:

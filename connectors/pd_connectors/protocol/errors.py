@@ -70,5 +70,5 @@ class LeaseEnd(StrEnum):
     """Why a lease ended."""
 
     RELEASED = "released"  # D (or the router) has no more use for it
-    EXPIRED = "expired"  # nobody renewed it
+    EXPIRED = "expired"  # no reader renewed it in time
     REVOKED = "revoked"  # P aborted the request or shuts down

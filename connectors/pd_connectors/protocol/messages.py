@@ -1,8 +1,7 @@
 """Control messages between a reader (D) and the owner of a lease (P).
 
-Every message is safe to lose, repeat or reorder: P answers each `Renew` with a snapshot of the whole lease
-(`LeaseState`), and pushes the same snapshot whenever it changes; `version` orders snapshots. `Confirm` changes nothing
-on P.
+Every message may be lost, repeated or reordered. P answers each `Renew` with a snapshot of the whole lease
+(`LeaseState`) and pushes a snapshot after each change; `version` orders snapshots. `Confirm` changes nothing on P.
 
     D -> P   Hello, Renew, Confirm, Release
     P -> D   HelloReply, LeaseState, ConfirmReply
@@ -35,7 +34,7 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """D introduces itself; P answers with `HelloReply` whether or not the two match."""
+    """D introduces itself. P answers with `HelloReply`, also when the two do not match: D decides."""
 
     engine_id: str
     epoch: int
@@ -45,9 +44,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class HelloReply(msgspec.Struct, frozen=True, tag=True):
-    """Who answers under this address, and how to reach its memory.
+    """Which engine answers under this address, and how to reach its memory.
 
-    Also sent, with an empty nonce, to whoever asks for a lease of another epoch: its owner lives here no more.
+    A reader that asks for a lease of another epoch gets one too, with an empty nonce: that epoch's engine has ended.
     """
 
     engine_id: str
@@ -102,7 +101,7 @@ class ConfirmReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """This reader has no more use for the lease. `done`: nobody has; else it is only detached, another D may come."""
+    """This reader does not need the lease any more. `done`: it can end; else another D may still come for it."""
 
     lease: LeaseRef
     done: bool

@@ -51,7 +51,7 @@ class Ticket(msgspec.Struct, frozen=True, tag=True):
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
-    """The router's word on who may prefill for D: base URLs, best first."""
+    """The router's list of nodes that may prefill for D: base URLs, best first."""
 
     prefill_urls: tuple[str, ...]
     expires_at_s: float
@@ -63,7 +63,7 @@ class NodeOrder(msgspec.Struct, frozen=True, tag=True):
 
     action: Literal["add", "remove", "drain", "resume"]
     node: str  # the base URL for "add", else the node's id or its host:port
-    expires_at_s: float  # wall clock; until then whoever overhears the order may repeat it, so keep it short
+    expires_at_s: float  # wall clock; until then a process that overhears the order can repeat it, so keep it short
     role: str = ""  # for "add": prefill, decode or mixed
     version: int = PROTOCOL_VERSION
 
