@@ -33,6 +33,7 @@ from pd_cluster.scheduling.planner import Planner
 from pd_cluster.scheduling.queues import Queues
 from pd_cluster.scheduling.sequence import KvArrival, Request, Sequence, SequenceStatus
 from pd_cluster.scheduling.turns import Turns, crowd_limit
+from pd_cluster.scheduling.yielding import Yielding
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,13 +81,12 @@ class Scheduler:
         self._planner = Planner(
             config,
             blocks,
-            self._turns,
             self._queues,
             self._memory,
+            Yielding(self._turns, self._queues, self._memory, rests=rests),
             clock,
             max_tokens_beside_decodes=max_tokens_beside_decodes,
             keys_per_token=keys_per_token,
-            rests=rests,
         )
         self._life = Lifecycle(self._queues, blocks, clock)
         self._loads: list[LoadSpec] = []  # for the next batch
