@@ -58,11 +58,6 @@ class Queues:
         """Whether the next batch may have content."""
         return bool(self.running or self.waiting or self.loaded or self._departures)
 
-    @property
-    def idle(self) -> bool:
-        """No request has sequences here."""
-        return not (self.has_work or self.parked or self.sequences)
-
     def in_turn(self) -> Iterator[Sequence]:
         """The sequences that wait for a slot, in the order of their turns."""
         return self._turns.in_turn(merge(tuple(self.loaded), tuple(self.waiting), key=lambda seq: seq.rank))

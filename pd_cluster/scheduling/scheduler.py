@@ -128,7 +128,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """No request is anywhere; only leases and quarantines may still hold blocks."""
-        return self._queues.idle and not self._loads
+        return not (self.has_work or self._queues.parked or self._queues.sequences)
 
     @property
     def counters(self) -> dict[str, float]:
@@ -145,7 +145,7 @@ class Scheduler:
     def park(self, request: Request) -> None:
         """Keep a request until its KV comes from another node or a pool. Raises Overloaded."""
         self._begin(request)
-        self._memory.open(request)
+        request.table = self._blocks.open_table()
         self._queues.park(request)
         self._memory.pin(request)
 

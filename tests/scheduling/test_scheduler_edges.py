@@ -73,6 +73,20 @@ def test_an_admission_leaves_a_block_to_those_that_run() -> None:
     world.check_empty()
 
 
+def test_a_group_yields_no_more_blocks_than_a_prompt_lacks() -> None:
+    """Two of three, and one to spare, are missing: one sequence of two blocks yields, though three owe."""
+    world = World(num_blocks=10, max_num_seqs=8, prefix_caching=False)
+    for index in range(4):
+        world.submit(message(f"hog-{index}", prompt(20, index), max_tokens=8, group="hog"))
+    world.start_step()
+    small = world.submit(message("small", prompt(40), max_tokens=8))
+    while small.sequences[0].table is None:
+        world.start_step()
+    assert world.scheduler.counters["preemptions_recompute_total"] == 1
+    world.run_until_idle()
+    world.check_empty()
+
+
 def test_requests_without_a_slot_count_as_waiting() -> None:
     """In the queue, with its KV already here, or parked until its KV comes."""
     world = World(max_waiting=3, max_num_seqs=1)
