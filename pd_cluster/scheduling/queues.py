@@ -87,7 +87,6 @@ class Queues:
         del self.sequences[seq.seq_id]
 
     def park(self, request: Request) -> None:
-        request.sequences[0].status = SequenceStatus.WAITING_FOR_REMOTE_KV
         self.parked.add(request)
 
     def unpark(self, request: Request) -> None:
@@ -122,7 +121,6 @@ class Queues:
         if self.num_free_slots > 0:
             self.run(seq)
         else:
-            seq.status = SequenceStatus.WAITING
             self.add(seq)
 
     def remove(self, seq: Sequence) -> None:

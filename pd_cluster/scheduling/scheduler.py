@@ -128,7 +128,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """No request is anywhere; only leases and quarantines may still hold blocks."""
-        return not (self.has_work or self._queues.parked or self._queues.sequences)
+        return not (self.has_work or self._queues.sequences)
 
     @property
     def counters(self) -> dict[str, float]:
@@ -251,7 +251,6 @@ class Scheduler:
         assert request.table is not None
         for seq in request.heads:
             seq.table = self._blocks.fork(request.table)
-            seq.status = SequenceStatus.WAITING
             seq.num_computed_tokens = seq.num_scheduled_tokens = request.num_kept_tokens
             seq.awaits_first_decode = True
             self._queues.add(seq)
@@ -266,7 +265,6 @@ class Scheduler:
 
     def _queue_for_prefill(self, request: Request) -> None:
         for seq in request.heads:
-            seq.status = SequenceStatus.WAITING
             seq.awaits_first_decode = request.is_parted
             self._queues.add(seq)
 
