@@ -62,6 +62,15 @@ def test_a_prompt_and_its_answer_may_fill_the_model_to_the_last_token() -> None:
     world.check_empty()
 
 
+def test_a_sibling_takes_the_last_slot_as_soon_as_it_parts() -> None:
+    world = World(max_num_seqs=2)
+    world.submit(message("a", prompt(20), max_tokens=4, n=2))
+    world.start_step()
+    assert (world.scheduler.num_running, world.scheduler.num_waiting) == (2, 0)
+    world.run_until_idle()
+    world.check_empty()
+
+
 def test_an_admission_leaves_a_block_to_those_that_run() -> None:
     world = World(num_blocks=4, prefix_caching=False)
     world.submit(message("runs", prompt(2), max_tokens=3))
