@@ -17,6 +17,8 @@ from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker.cuda_graphs.captured_steps import ReplayOutputs
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.logits_stages.stage import LogitsStage, StageContext
+from pd_cluster.worker.sampler import sample
+from pd_cluster.worker.sampling_state import GREEDY, SamplingInputs
 from tests.engine.test_core_pipeline import CONFIG, PROMPTS, Bench, make_connector
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import make_executor, random_prompts
@@ -114,11 +116,19 @@ def stage_of(executor: DeviceExecutor, kind: type[LogitsStage]) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["off", "on"])
-def test_a_stage_changes_its_own_rows_alone(mode: str) -> None:
+def test_a_stage_changes_its_own_rows_alone(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = SamplingParams(max_tokens=12, temperature=1.1, seed=3, ignore_eos=True, frequency_penalty=0.4)
     with served(mode) as (bench, executor):
         plain = tokens_of(bench, one=greedy(), other=greedy(), drawn=drawn)
         assert stage_of(executor, BanToken).num_rows == 0, "steps without such rows do not ask the stage"
+        inputs = list[SamplingInputs]()
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "pd_cluster.worker.model_runner.sample", lambda *step: inputs.append(step[1]) or sample(*step)
+            )
+            assert tokens_of(bench, one=greedy(), other=greedy())["one"] == plain["one"]
+        assert len(inputs) >= 12
+        assert all(step is GREEDY for step in inputs)
         banned = plain["one"][4]
         mixed = tokens_of(bench, one=greedy(logits_args={"ban": banned}), other=greedy(), drawn=drawn)
         assert stage_of(executor, BanToken).num_rows >= 12
