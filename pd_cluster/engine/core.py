@@ -84,7 +84,12 @@ class EngineCore:
             retract=connector.retract,
             clock=clock,
         )
-        self._admission = Admission(self._scheduler, executor.model.vocab_size)
+        self._admission = Admission(
+            self._blocks,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=executor.model.max_model_len,
+            vocab_size=executor.model.vocab_size,
+        )
         self._transfers = KvTransfers(connector, self._scheduler, mailbox.send, self._report, connector.pool)
         self._pipeline = Pipeline(
             executor,

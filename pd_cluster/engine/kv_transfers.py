@@ -154,9 +154,10 @@ class KvTransfers:
         """A PREFILL's first tokens are sampled, and its prompt has been published."""
         request = update.request
         assert request.lease_id is not None
-        if len(request.first_tokens) == request.sampling.n:
-            self._connector.finish_lease(request.lease_id, request.first_tokens, request.prefill_s)
-        else:  # aborted before it had any: no D can take it over
+        first_tokens = tuple(token for report in update.sequences for token in report.tokens)
+        if len(first_tokens) == request.sampling.n:
+            self._connector.finish_lease(request.lease_id, first_tokens, request.prefill_s)
+        else:  # a sequence was aborted: no D can take over all of them
             self._connector.end_lease(request.lease_id, LeaseEnd.REVOKED)
 
     def revoke(self, request: Request) -> None:
@@ -218,7 +219,7 @@ class KvTransfers:
             wrong = f"the ticket is for {ticket.num_tokens} tokens, the prompt has {num_prompt}"
             self._ask_again(intake, LoadFailure.REJECTED, wrong)
             return
-        intake.redraw = None if request.first_tokens else Redraw.due(ticket, request.sampling)
+        intake.redraw = None if request.is_parted else Redraw.due(ticket, request.sampling)
         request.redraws = intake.redraw is not None
         intake.num_attempts += 1
         intake.load_id = request.load_id = f"{request.request_id}#{intake.num_attempts}"
@@ -289,7 +290,7 @@ class KvTransfers:
                 self._ask_again(intake, event.reason, event.detail)
 
     def _take_first_tokens(self, intake: Intake, event: FirstTokens) -> None:
-        if intake.redraw is not None or intake.request.first_tokens:
+        if intake.redraw is not None or intake.request.is_parted:
             return  # they are not this request's, or come from a second P
         if len(event.tokens) != intake.request.sampling.n:  # a P that breaks its ticket's promise
             self._connector.cancel_load(event.load_id)

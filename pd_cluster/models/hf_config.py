@@ -37,9 +37,9 @@ class Windows(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ConfigRules:
-    """How to read one architecture's config: what holds where the config is silent, and what is fixed."""
+    """How to read one architecture's config: defaults of settings that it leaves out, and what no setting changes."""
 
-    qkv_bias: bool | None = None  # None: `attention_bias` decides
+    qkv_bias: bool | None = None  # None: as `attention_bias` says
     out_bias: bool | None = None
     qk_norm: bool = False
     num_kv_heads: int | None = None  # default when the config has none; None: num_attention_heads
@@ -68,6 +68,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
     )
     attention_bias = bool(reader.optional("attention_bias", False))
     max_len = int(reader.optional("max_position_embeddings", rules.max_len))
+    query_scalar = rules.query_scalar and reader.integer("query_pre_attn_scalar", rules.query_scalar)
     rope, window_rope = _read_ropes(reader, rules, max_len)
     return ModelSpec(
         architecture=str(config["architectures"][0]),
@@ -89,7 +90,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         tied_embeddings=bool(reader.optional("tie_word_embeddings", rules.tied_embeddings)),
         dtype=str(reader.optional("dtype", reader.optional("torch_dtype", "float32"))).removeprefix("torch."),
         window_rope=window_rope,
-        score_scale=_read_score_scale(reader, rules),
+        score_scale=query_scalar and query_scalar**-0.5,
     )
 
 
@@ -117,14 +118,14 @@ class _Reader:
         value = self._config.get(name)
         return default if value is None else value
 
-    def integer(self, name: str) -> int:
-        value = self._config.get(name)
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.optional(name, default)
         if not isinstance(value, int) or value < 1:
             raise StartupError(f"{self._file}: {name} must be a positive integer, not {value!r}")
         return value
 
     def window(self) -> int:
-        """Null is none; a config that leaves the setting out means the architectures' default of 4096."""
+        """`sliding_window`: null means none; without the setting it is 4096, the default of all architectures."""
         return int(self._config.get("sliding_window", 4096) or 0)
 
     def refuse(self, name: str, condition: bool, why: str) -> None:
@@ -132,14 +133,8 @@ class _Reader:
             raise StartupError(f"{self._file}: {name} = {self._config.get(name)!r} cannot be served: {why}")
 
 
-def _read_score_scale(reader: _Reader, rules: ConfigRules) -> float | None:
-    if rules.query_scalar is None:
-        return None
-    return float(reader.optional("query_pre_attn_scalar", rules.query_scalar) ** -0.5)
-
-
 def _read_ropes(reader: _Reader, rules: ConfigRules, max_len: int) -> tuple[RopeSpec, RopeSpec | None]:
-    """That of layers with full attention, and that of layers with a window if it differs."""
+    """RoPE of layers with full attention, and of layers with a window if it differs."""
     new, old = reader.optional("rope_parameters", {}), reader.optional("rope_scaling", {})
     field = "rope_parameters" if new else "rope_scaling"
     nested = any(isinstance(value, dict) for value in (old | new).values())
@@ -155,7 +150,7 @@ def _read_ropes(reader: _Reader, rules: ConfigRules, max_len: int) -> tuple[Rope
 
 
 def _read_rope(reader: _Reader, field: str, settings: Mapping[str, Any], theta: float, max_len: int) -> RopeSpec:
-    """`settings`: of the config's `field`. `theta`: what holds without `rope_theta` among them."""
+    """`settings`: those in the config's `field`. `theta`: used if they have no `rope_theta`."""
     kind = settings.get("rope_type", settings.get("type", "default"))
     reader.refuse(field, kind not in ROPE_TYPES, f"RoPE of type {kind}; served: {', '.join(ROPE_TYPES)}")
     partial = settings.get("partial_rotary_factor", reader.optional("partial_rotary_factor", 1.0))
@@ -190,7 +185,7 @@ def _read_windows(reader: _Reader, rules: ConfigRules, num_layers: int) -> tuple
         return none
     window = reader.window()
     if layer_types is None and rules.windows is Windows.PATTERN:
-        period = int(reader.optional("sliding_window_pattern", 6))
+        period = reader.integer("sliding_window_pattern", 6)
         return tuple(window if (layer + 1) % period else 0 for layer in range(num_layers))
     if layer_types is None:
         first = int(reader.optional("max_window_layers", 28))

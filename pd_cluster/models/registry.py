@@ -1,7 +1,4 @@
-"""Which architectures are served: how their config is read, and which class computes them.
-
-Builders import their family when they are called: the API process reads configs without torch.
-"""
+"""Which architectures are served: how their config is read, and which class computes them."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from pd_cluster.errors import StartupError
 from pd_cluster.models.hf_config import ConfigRules, Windows, read_spec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     import torch
@@ -24,22 +21,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One architecture as configs name it."""
+    """One architecture, by the name that configs use.
+
+    `family` imports and returns the class: the API process reads configs without importing torch.
+    """
 
     rules: ConfigRules
-    build: BuildModel
+    family: Callable[[], BuildModel]
 
 
-def _llama(spec: ModelSpec, kernels: Kernels, max_len: int, dtype: torch.dtype, device: torch.device) -> Model:
+def _llama() -> BuildModel:
     from pd_cluster.models.llama import Llama
 
-    return Llama(spec, kernels, max_len, dtype, device)
+    return Llama
 
 
-def _gemma3(spec: ModelSpec, kernels: Kernels, max_len: int, dtype: torch.dtype, device: torch.device) -> Model:
+def _gemma3() -> BuildModel:
     from pd_cluster.models.gemma3 import Gemma3
 
-    return Gemma3(spec, kernels, max_len, dtype, device)
+    return Gemma3
 
 
 _QWEN = ConfigRules(num_kv_heads=32, max_len=32768, windows=Windows.SOME)
@@ -79,4 +79,4 @@ def resolve_spec(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
 
 def build_model(spec: ModelSpec, kernels: Kernels, max_len: int, dtype: torch.dtype, device: torch.device) -> Model:
     """Allocate the model for sequences of up to `max_len` tokens. Raises torch's errors when it does not fit."""
-    return ARCHITECTURES[spec.architecture].build(spec, kernels, max_len, dtype, device)
+    return ARCHITECTURES[spec.architecture].family()(spec, kernels, max_len, dtype, device)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
-ATTENTION_SHARE = 0.225  # of the products' FLOP/s, which attention of short chunks has: see `keys_per_token`
+ATTENTION_SHARE = 0.225  # FLOP/s of attention of short chunks, relative to those of products: see `keys_per_token`
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding; the last four only for `llama3`."""
+    """Rotary position embedding. `factor`: of `linear` and `llama3`; the last three: of `llama3`."""
 
     theta: float
     kind: str = "default"
@@ -22,7 +22,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One dense decoder. Everything that changes what a token's KV means is here, and nothing else."""
+    """One dense decoder: everything that changes the meaning of a token's KV."""
 
     architecture: str
     vocab_size: int
@@ -52,17 +52,18 @@ class ModelSpec:
 
     @property
     def layer_parameters(self) -> int:
-        """In the products of all layers."""
+        """Number of weights in the products of all layers."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     @property
     def keys_per_token(self) -> int:
-        """To how many keys a prompt's token beside decodes attends in the time of everything else that is done for it.
+        """Number of keys at which attention of a prompt's token takes as long as all other work for that token.
 
-        26,600 by FLOPs in Llama 8B's shape. Measured are about 6,000, hence ATTENTION_SHARE: on an H200, bf16, beside
-        30 and 60 decodes of 1,200 tokens, a token of steps of 192 took 13 us behind nothing and 26 us behind 6,000.
-        Layers with a sliding window do not count, as what they cost has a bound; 0: all have one.
+        The token is computed in a step with decodes. In Llama 8B's shape FLOPs give 26,600 keys; the measured number is
+        about 6,000, hence ATTENTION_SHARE: on an H200, bf16, beside 30 and 60 decodes of 1,200 tokens, a token in steps
+        of 192 took 13 us without keys before it and 26 us with 6,000. Layers with a sliding window do not count: their
+        attention has a bound. 0: all layers have a window.
         """
         attention = 4 * self.windows.count(0) * self.num_heads * self.head_dim  # FLOPs a key
         return max(1, round(ATTENTION_SHARE * 2 * self.layer_parameters / attention)) if attention else 0

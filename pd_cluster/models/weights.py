@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pd_cluster.models.model import Model
     from pd_cluster.models.slot import Index, Slot
 
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old checkpoints carry; computed from the config here
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers in old checkpoints; computed from the config here
 _DUMMY_STD = 0.02
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16"})  # safetensors' names of what a weight may be stored in
 
@@ -50,7 +50,7 @@ def load_weights(model: Model, directory: Path, tied_embeddings: bool, progress:
 
 
 def fill_at_random(model: Model, seed: int) -> None:
-    """Dummy weights: matrices N(0, 0.02), norms 1, biases N(0, 0.02); the same for a seed on one kind of device."""
+    """Dummy weights: matrices and biases N(0, 0.02), norms 1. A seed gives the same weights on one kind of device."""
     generators: dict[torch.device, torch.Generator] = {}
     for name in sorted(model.slots):
         tensor = model.slots[name].tensor
@@ -109,7 +109,7 @@ def _fill(file: Path, name: str, slot: Slot, tensors: Any) -> None:
 
 
 def _some(names: set[str] | list[str], limit: int = 5) -> str:
-    """The first names, and how many more."""
+    """The first names, and the number of the others."""
     ordered = sorted(names)
     more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
     return ", ".join(ordered[:limit]) + more

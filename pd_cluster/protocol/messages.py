@@ -51,7 +51,15 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     min_remote_tokens: int = 0  # TAKE_OVER without ticket: prefill here when fewer tokens than this lack KV
     load_deadline_s: float = 30.0
     received_s: float = 0.0  # when the API process had it: the host's monotonic clock; 0: not said
+    # GENERATE: output tokens that each of the n sequences has already, from another engine: the answer goes on behind
+    # them, as if they had been sampled here. Limits, penalties and seeds count them; they are not sent again
+    known: tuple[tuple[int, ...], ...] = ()
     group: str = ""  # requests of one group share its turns (`scheduling/turns.py`); "": a group of its own
+
+    @property
+    def max_output_tokens(self) -> int:
+        """Of each sequence. A PREFILL samples one token, whatever `max_tokens` says."""
+        return 1 if self.work is Work.PREFILL else self.sampling.max_tokens
 
 
 class UseTicket(msgspec.Struct, frozen=True, tag=True):

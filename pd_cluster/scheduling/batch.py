@@ -76,7 +76,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step sampled: seq_id -> its tokens (num_samples of them)."""
+    """What a step sampled, by seq_id. Each chunk with `num_samples` > 0 has one entry."""
 
     step: int
+    # The run of tokens that the sequence goes on with, in order: one or more. Of all but the last the KV is computed
     samples: dict[int, tuple[SampledToken, ...]]
+    # Of chunks with `num_samples` > 1: the first tokens of the request's n sequences, by index
+    first_samples: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from pd_cluster.protocol.messages import SequenceTokens, Work
 from pd_cluster.scheduling.sequence import Request, Sequence, SequenceStatus
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.messages import SampledToken
 
 
-class Update(NamedTuple):
+class Update(msgspec.Struct, frozen=True, gc=False):
     """What happened to one request: new tokens per sequence, and whether all of it has ended."""
 
     request: Request
@@ -35,14 +37,15 @@ class Lifecycle:
         self._blocks = blocks
         self._clock = clock
 
-    def part(self, request: Request, tokens: tuple[SampledToken, ...]) -> Update:
-        """The lead has sampled the first tokens of all sequences: they part, and share the prompt's blocks.
+    def part(self, request: Request) -> None:
+        """The lead has sampled: the sequences part, and those that live share the prompt's blocks.
 
         The blocks of a PREFILL now belong to its lease.
         """
         blocks, lead = self._blocks, request.sequences[0]
         table = lead.table
         assert table is not None
+        request.is_parted = True
         request.marks.first_token_s = self._clock()
         if request.lease_id is not None:
             blocks.hold(request.lease_id, table)
@@ -52,11 +55,10 @@ class Lifecycle:
                 seq.table = blocks.fork(table)
                 seq.num_computed_tokens = seq.num_scheduled_tokens = lead.num_computed_tokens
                 self._queues.enter(seq)
-        return self.give_first_tokens(request, tokens)
 
     def give_first_tokens(self, request: Request, tokens: tuple[SampledToken, ...]) -> Update:
         """Append the first token of each live sequence. Those that it ends have ended."""
-        request.first_tokens = tokens
+        request.is_parted = True
         lead = request.sequences[0]
         lead.num_samples = 1
         reports = []
@@ -76,7 +78,7 @@ class Lifecycle:
         """The sequence has its finish reason. A lead goes on alone while others wait for the tokens that it samples."""
         request = seq.request
         request.num_live -= 1
-        if request.first_tokens:
+        if request.is_parted:
             self._retire(seq)
         if request.num_live:
             return

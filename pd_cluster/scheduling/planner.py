@@ -230,6 +230,6 @@ class Planner:
     def _awaits_sibling(self, seq: Sequence) -> bool:
         """Sequences of one request compute its prompt one after the other, so that the rest find it cached."""
         request = seq.request
-        if not request.first_tokens or not self._blocks.prefix_caching:
+        if not request.is_parted or not self._blocks.prefix_caching:
             return False
         return any(s.status is RUNNING and s.num_computed_tokens < s.num_prompt_tokens for s in request.sequences)

@@ -25,7 +25,7 @@ import time
 from itertools import count
 from typing import TYPE_CHECKING
 
-from pd_cluster.errors import InvalidRequest, Overloaded
+from pd_cluster.errors import Overloaded
 from pd_cluster.protocol.messages import FinishReason, SequenceTokens
 from pd_cluster.scheduling.kv_memory import KvMemory
 from pd_cluster.scheduling.lifecycle import Lifecycle, Update
@@ -48,7 +48,7 @@ FINISHED = SequenceStatus.FINISHED
 
 
 class Scheduler:
-    """Admits requests, decides steps, takes their results, and ends requests. See the module's docstring.
+    """Takes in requests that `Admission` let pass, decides steps, takes their results, and ends requests.
 
     `retract`: called with a lease before a preemption frees its blocks; takes back what was announced of them and
     returns the lease's new generation, or None if the lease has ended. `max_tokens_beside_decodes`: limit of a step
@@ -69,7 +69,7 @@ class Scheduler:
         rests: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = config
+        self._max_waiting = config.max_waiting
         self._blocks = blocks
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
@@ -137,46 +137,20 @@ class Scheduler:
 
     # admission
 
-    def validate(self, request: Request) -> None:
-        """Raises InvalidRequest when the request could never be served here, however long it waited.
-
-        Each of n sequences must fit the cache alone: they share it by preemption when they do not fit together. The
-        last token's KV is never computed.
-        """
-        num_prompt, n, num_output = len(request.prompt_token_ids), request.sampling.n, request.max_output_tokens
-        longest = self._max_model_len
-        if not num_prompt:
-            raise InvalidRequest("the prompt is empty", "prompt")
-        if num_prompt >= longest:
-            raise InvalidRequest(f"the prompt has {num_prompt} tokens; at most {longest - 1} fit this model", "prompt")
-        if num_prompt + num_output > longest:
-            raise InvalidRequest(
-                f"{num_prompt} prompt tokens and max_tokens {num_output} exceed the model's {longest}", "max_tokens"
-            )
-        if n > self._config.max_num_seqs:
-            raise InvalidRequest(f"n is {n}; this engine runs {self._config.max_num_seqs} sequences at once", "n")
-        blocks = self._blocks
-        if blocks.blocks_for(num_prompt + num_output - 1) > blocks.num_blocks:
-            raise InvalidRequest(
-                f"{num_prompt} prompt and {num_output} output tokens need more than this engine's KV cache of "
-                f"{blocks.num_blocks * blocks.block_size} tokens",
-                "max_tokens" if blocks.blocks_for(num_prompt) <= blocks.num_blocks else "prompt",
-            )
-
     def add(self, request: Request) -> None:
         """Queue a request for prefill on this node. Raises Overloaded."""
         self._begin(request)
-        self._queues.add(request.sequences[0])
+        self._queue_for_prefill(request)
 
-    def park(self, request: Request) -> int:
-        """Keep a request until its KV comes from another node or a pool. Returns what `pin` does. Raises Overloaded."""
+    def park(self, request: Request) -> None:
+        """Keep a request until its KV comes from another node or a pool. Raises Overloaded."""
         self._begin(request)
         self._memory.open(request)
         self._queues.park(request)
-        return self.pin(request)
+        self._memory.pin(request)
 
     def _begin(self, request: Request) -> None:
-        turns, limit = self._turns, self._config.max_waiting
+        turns, limit = self._turns, self._max_waiting
         if not turns.may_queue(request.message.group or request.request_id, limit):
             raise Overloaded(
                 f"{turns.num_queued} prompts are waiting; the queue holds {limit}, one request's {crowd_limit(limit)}"
@@ -249,7 +223,7 @@ class Scheduler:
         A sequence that they end has ended. When that is all of them the blocks are released, or quarantined if a load
         writes them: the caller cancels it, and calls `drain` when it has drained.
         """
-        if request not in self._queues.parked or request.first_tokens:
+        if request not in self._queues.parked or request.is_parted:
             return None
         assert not request.redraws
         assert len(tokens) == request.sampling.n, f"{len(tokens)} first tokens for n = {request.sampling.n}"
@@ -269,7 +243,7 @@ class Scheduler:
             return
         self._memory.keep_prompt(request)
         request.marks.loaded_s = self._clock()
-        if request.first_tokens or request.redraws:
+        if request.is_parted or request.redraws:
             self._unpark_loaded(request)
 
     def _unpark_loaded(self, request: Request) -> None:
@@ -284,14 +258,16 @@ class Scheduler:
         self._unpark(request)
 
     def fall_back_to_local(self, request: Request) -> None:
-        """Compute a parked prompt here. First tokens that are known stay: each sequence continues after its own."""
-        if request not in self._queues.parked:
-            return
-        self._unpark(request)
-        request.sequences[0].num_cached_tokens = 0  # counted again when it is scheduled
+        """Compute a parked prompt here. Sequences that have parted each go on behind their own tokens."""
+        if request in self._queues.parked:
+            self._unpark(request)
+            request.sequences[0].num_cached_tokens = 0  # counted again when it is scheduled
+            self._queue_for_prefill(request)
+
+    def _queue_for_prefill(self, request: Request) -> None:
         for seq in request.heads:
             seq.status = SequenceStatus.WAITING
-            seq.awaits_first_decode = bool(request.first_tokens)
+            seq.awaits_first_decode = request.is_parted
             self._queues.add(seq)
 
     def _unpark(self, request: Request) -> None:
@@ -314,7 +290,8 @@ class Scheduler:
         """Take a step's result: cache what it computed, append what it sampled, end what ended."""
         updates: list[Update] = []
         shared: dict[Request, list[SequenceTokens]] = {}  # of requests with several sequences
-        block_size, samples, sequences = self._blocks.block_size, result.samples, self._queues.sequences
+        samples = result.samples
+        block_size, sequences = self._blocks.block_size, self._queues.sequences
         for chunk in batch.chunks:
             seq = sequences[chunk.seq_id]
             request = seq.request
@@ -328,14 +305,19 @@ class Scheduler:
             if not chunk.num_samples:
                 continue
             seq.num_pending -= 1
-            tokens = samples[chunk.seq_id]
             if seq.awaits_first_decode:
                 seq.awaits_first_decode = False
                 request.mark_first_decode(self._clock())
-            if not request.first_tokens:
-                updates.append(self._life.part(request, tokens))
-                continue
-            seq.append(tokens[0].token_id)
+            if not request.is_parted:
+                self._life.part(request)
+                if chunk.num_samples > 1:
+                    updates.append(self._life.give_first_tokens(request, result.first_samples[chunk.seq_id]))
+                    continue
+            tokens = samples[chunk.seq_id]
+            if len(tokens) == 1:
+                seq.append(tokens[0].token_id)
+            else:
+                tokens = self._append_run(seq, tokens)
             if seq.finish_reason is not None:
                 self._life.end(seq)
             report = SequenceTokens(seq.index, tokens, seq.finish_reason, seq.stop_token_id)
@@ -345,6 +327,13 @@ class Scheduler:
                 shared.setdefault(request, []).append(report)
         updates += [Update(request, tuple(reports), request.finished) for request, reports in shared.items()]
         return updates
+
+    def _append_run(self, seq: Sequence, tokens: tuple[SampledToken, ...]) -> tuple[SampledToken, ...]:
+        """Append and cache a run of several tokens. Returns those up to the sequence's end."""
+        tokens = seq.append_run(tokens)
+        if len(tokens) > 1:
+            self._publish(seq)
+        return tokens
 
     def _publish(self, seq: Sequence) -> None:
         assert seq.table is not None

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: messages in, role and content out."""
+"""/v1/chat/completions: checks and normal form of messages, and the shape of answers."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def chat_num_logprobs(body: ChatBody) -> int | None:
-    """How many alternatives each token is to have; None for no logprobs. Raises InvalidRequest."""
+    """The number of alternatives for each token; None for no logprobs. Raises InvalidRequest."""
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
 def check_tools(body: ChatBody) -> None:
-    """Raises InvalidRequest unless the model is not to call any tool: a call would come back as text."""
+    """Raises InvalidRequest when the model may call a tool: the call would come back as text."""
     choice = body.tool_choice
     if choice not in (None, "none", "auto"):
         raise InvalidRequest(
-            "tool_choice must be none: the model cannot be forced to call a tool", "tool_choice", "unsupported_value"
+            "tool_choice must be none: the model cannot be made to call a tool", "tool_choice", "unsupported_value"
         )
     if choice == "auto" and not body.tools:
         raise InvalidRequest("tool_choice auto needs tools", "tool_choice")
     if body.tools and choice != "none":
         raise InvalidRequest(
-            "tools is not supported: this server has no tool-call parser yet, so that a call would come back as text; "
-            'with tool_choice "none" the request is answered without them',
+            "tools is not supported: this server has no tool-call parser, so a call would come back as text; "
+            'with tool_choice "none" the request is answered without tools',
             "tools",
             "unsupported_parameter",
         )
 
 
 def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
-    """What the chat template is called with, beside messages and tools. Raises InvalidRequest."""
+    """The arguments of the chat template beside messages and tools. Raises InvalidRequest."""
     add = body.add_generation_prompt is not False
     if body.continue_final_message and body.add_generation_prompt:
-        raise InvalidRequest("continue_final_message excludes add_generation_prompt", "continue_final_message")
+        raise InvalidRequest("continue_final_message excludes add_generation_prompt: true", "continue_final_message")
     options = dict(body.chat_template_kwargs or {})
     if reserved := options.keys() & {"tokenize", "chat_template", "conversation", "tools", "return_tensors"}:
         raise InvalidRequest(f"chat_template_kwargs must not contain {sorted(reserved)[0]}", "chat_template_kwargs")
@@ -64,12 +64,12 @@ def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
 
 
 def normal_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Checked, and in the form that chat templates expect: text as one string, tool arguments as objects.
+    """The messages in the form that chat templates expect: text as one string, tool arguments as objects.
 
-    Raises InvalidRequest naming the place.
+    Raises InvalidRequest that names the wrong place.
     """
     if not messages:
-        raise InvalidRequest("messages must not be empty", "messages")
+        raise InvalidRequest("messages must not be empty: at least one message is required", "messages")
     return [_normal_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -104,7 +104,7 @@ def _part_text(part: Any, place: str) -> str:
 
 
 def _normal_calls(calls: Any, place: str) -> list[dict[str, Any]]:
-    """Clients send a call's arguments as JSON text; templates write them out as an object."""
+    """Clients send the arguments of a call as JSON text; templates expect an object."""
     if not isinstance(calls, list) or not all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
     ):

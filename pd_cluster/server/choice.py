@@ -84,8 +84,10 @@ class Choice:
         )
 
     def replay(self, token_ids: Iterable[int]) -> ChoiceOutput:
-        """Continue a stream of another node that has shown these tokens. The output is for `ResponseShape.chunk`,
-        whose bytes the client has."""
+        """Take over a stream in which another node has shown these tokens.
+
+        Pass the output to `ResponseShape.chunk` and drop the bytes: the client has them.
+        """
         return self.extend(SequenceTokens(self.index, tuple(map(SampledToken, token_ids))))
 
     def _parts(self, text: str, tokens: Sequence[SampledToken]) -> list[Part]:

@@ -1,4 +1,4 @@
-"""/v1/completions: one prompt or several, as text or as token ids."""
+"""/v1/completions: prompts as text or as token ids, and the shape of answers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from pd_cluster.server.schema import GenerationBody
 
 Prompt = str | list[int]
-DEFAULT_MAX_TOKENS = 16  # OpenAI's, and vLLM's; chat has none
+DEFAULT_MAX_TOKENS = 16  # as OpenAI and vLLM; chat has no default
 
 
 def prompts_of(body: CompletionBody, vocab_size: int, max_model_len: int) -> list[Prompt]:
-    """At least one. Raises InvalidRequest."""
+    """The prompts of the body, at least one. Raises InvalidRequest."""
     raw = bytes(body.prompt).lstrip()
     inside = raw[1:].lstrip()
     prompts: list[Prompt]
@@ -47,14 +47,14 @@ def prompts_of(body: CompletionBody, vocab_size: int, max_model_len: int) -> lis
             raise InvalidRequest("prompt must not be empty", "prompt")
         if isinstance(prompt, str):
             continue
-        check_num_tokens(len(prompt), max_model_len, "prompt")  # before millions of them are looked at
+        check_num_tokens(len(prompt), max_model_len, "prompt")  # first: min and max read every id
         if not (min(prompt) >= 0 and max(prompt) < vocab_size):
             raise InvalidRequest(f"prompt has token ids outside the vocabulary 0..{vocab_size - 1}", "prompt")
     return prompts
 
 
 def check_best_of(body: GenerationBody) -> None:
-    """Raises InvalidRequest: sequences are not ranked here, so best_of may only repeat n."""
+    """Raises InvalidRequest unless best_of is absent or equals n: sequences are not ranked."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequest("best_of must equal n: sequences are not ranked", "best_of", "unsupported_value")
 
@@ -73,7 +73,7 @@ class CompletionShape:
         }
         self._vocabulary = vocabulary
         self._with_logprobs = with_logprobs
-        self._offsets: dict[int, int] = {}  # choice -> characters so far
+        self._offsets: dict[int, int] = {}  # choice -> number of characters before the next token
         self._before = (
             b"data: " + orjson.dumps(self._head)[:-1].replace(b"%", b"%%") + b',"choices":[{"index":%d,"text":'
         )

@@ -23,7 +23,7 @@ from pd_cluster.server.prefill_endpoint import (
     answer_without_prefill,
     keeping_alive,
 )
-from pd_cluster.server.response import ResponseShape, answer_stream, answer_whole
+from pd_cluster.server.response import answer_stream, answer_whole
 from pd_cluster.server.sampling import (
     check_min_tokens,
     check_room_for_output,
@@ -54,7 +54,7 @@ Generating = TypeVar("Generating", bound=GenerationBody)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What the request's headers say."""
+    """Values of the request's headers, and its time of arrival."""
 
     request_id: str
     group: str  # see `GenerationRequest.group`
@@ -64,12 +64,12 @@ class Caller:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """What chat and completions make of their bodies: all in which they differ."""
+    """A decoded body with everything in which chat and completions differ."""
 
     body: GenerationBody
     prompts: Sequence[Tokenize]
     logprobs: int | None  # alternatives for each token; None: no logprobs
-    shape: ResponseShape
+    shape: type[ChatShape | CompletionShape]
     echo_ids: bool  # the caller sent text, so a prefill leg answers with its token ids
     prompt_field: str
     default_max_tokens: int | None = None
@@ -97,18 +97,11 @@ async def chat_completions(state: NodeState, caller: Caller, reply: CountedReply
             add_special_tokens=bool(body.add_special_tokens),
         )
 
-    shape = ChatShape(
-        caller.request_id,
-        state.model_name,
-        state.tokenizer,
-        with_logprobs=logprobs is not None,
-        include_usage=_include_usage(body),
-    )
     call = _Call(
         body=body,
         prompts=[tokenize],
         logprobs=logprobs,
-        shape=shape,
+        shape=ChatShape,
         echo_ids=True,
         prompt_field="messages",
         parser=state.output_parser,
@@ -130,18 +123,11 @@ async def completions(state: NodeState, caller: Caller, reply: CountedReply, raw
             add_special_tokens=body.add_special_tokens is not False,
         )
 
-    shape = CompletionShape(
-        caller.request_id,
-        state.model_name,
-        state.tokenizer,
-        with_logprobs=body.logprobs is not None,
-        include_usage=_include_usage(body),
-    )
     call = _Call(
         body=body,
         prompts=[partial(tokenize, prompt) for prompt in prompts],
         logprobs=body.logprobs,
-        shape=shape,
+        shape=CompletionShape,
         echo_ids=any(isinstance(prompt, str) for prompt in prompts),
         prompt_field="prompt",
         default_max_tokens=DEFAULT_MAX_TOKENS,
@@ -153,13 +139,21 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
     if state.draining:
         raise EngineUnavailable("this node is shutting down")
     body, prompts = call.body, call.prompts
+    include_usage = bool(body.stream and body.stream_options and body.stream_options.include_usage)
+    shape = call.shape(
+        caller.request_id,
+        state.model_name,
+        state.tokenizer,
+        with_logprobs=call.logprobs is not None,
+        include_usage=include_usage,
+    )
     state.check_model(body.model)
     _check_common(body)
     if call.is_prefill_leg:
         reply.endpoint = "prefill"
         if len(prompts) > 1:
             state.metrics.fallbacks.labels("several_prompts").inc()
-            await answer_without_prefill(reply, call.shape, prompts, wants_ticket=caller.wants_ticket_stream)
+            await answer_without_prefill(reply, shape, prompts, wants_ticket=caller.wants_ticket_stream)
             return
     _check_lists(body, len(prompts))
     _check_queue_room(state, len(prompts))
@@ -172,11 +166,11 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
     requests = [await _request(state, caller, call, i) for i in range(len(prompts))]
     streams = [GenerationStream(state, request, caller.started_s) for request in requests]
     if call.is_prefill_leg:
-        await answer_prefill_whole(state, reply, streams[0], call.shape, echo_ids=call.echo_ids)
+        await answer_prefill_whole(state, reply, streams[0], shape, echo_ids=call.echo_ids)
     elif body.stream:
-        await answer_stream(state, reply, streams, call.shape, body.stream_options)
+        await answer_stream(state, reply, streams, shape, body.stream_options)
     else:
-        await answer_whole(state, reply, streams, call.shape)
+        await answer_whole(state, reply, streams, shape)
 
 
 async def _request(state: NodeState, caller: Caller, call: _Call, index: int) -> GenerationRequest:
@@ -235,10 +229,6 @@ def _decoded(state: NodeState, reply: CountedReply, raw: bytes, kind: type[Gener
     state.metrics.unknown_fields.inc(len(unread))
     reply.headers |= ignored_header(unread | _disabled_fields(state, body))
     return body
-
-
-def _include_usage(body: GenerationBody) -> bool:
-    return bool(body.stream and body.stream_options and body.stream_options.include_usage)
 
 
 def _check_lists(body: GenerationBody, num_prompts: int) -> None:

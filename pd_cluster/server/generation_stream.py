@@ -1,4 +1,4 @@
-"""One prompt's way through the engine, as text: what chat and completions, streaming and not, have in common."""
+"""One generation request in the engine: messages of the engine in, outputs of the n choices out."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ SETTLE_DEADLINE_S = 5.0  # after a stop string: until the engine says that it ha
 
 
 class GenerationStream:
-    """`async with` admits it (raises EngineUnavailable); iterate once.
+    """`async with` admits the request (raises EngineUnavailable). Iterate once.
 
-    Leaving early aborts the request and hangs up on the prefill node.
+    Leaving the block early aborts the request and closes the connection to the prefill node.
     """
 
     def __init__(self, state: NodeState, request: GenerationRequest, started_s: float) -> None:
@@ -49,15 +49,15 @@ class GenerationStream:
         self.stopwatch = Stopwatch(started_s)
         self._choices = [Choice(i, request, state.tokenizer) for i in range(request.sampling.n)]
         self._stream: RequestStream | None = None
-        self._failure: PdError | None = None  # raised once the tokens before it are delivered
-        self.ticket: Ticket | None = None  # PREFILL: what P hands out
+        self._failure: PdError | None = None  # raised after the tokens before it are delivered
+        self.ticket: Ticket | None = None  # PREFILL: for D
         self.num_cached_tokens = 0
         self.num_external_tokens = 0
-        self.timeline: Timeline | None = None  # once the engine has given its last reply
+        self.timeline: Timeline | None = None  # set by the last reply of the engine
 
     @property
     def prefill_node(self) -> str | None:
-        """Who computes the prompt, as known now. None: not settled yet."""
+        """The node that computes the prompt; None: not known yet."""
         return self._search.prefill_node
 
     @property
@@ -95,8 +95,11 @@ class GenerationStream:
         return self
 
     async def __anext__(self) -> list[ChoiceOutput]:
-        """What is new, until every sequence has ended. Under backlog one list covers several steps.
-        A PREFILL's first item may be empty: `ticket` is there. Raises PdError when the engine or the handoff fails."""
+        """New outputs, until every choice has ended. When several steps wait, one list covers them.
+
+        The first list of a PREFILL may be empty: it means that `ticket` is set. Raises PdError when the engine or the
+        handoff fails.
+        """
         stream = self._admitted
         while not self.finished:
             if self._failure is not None:
@@ -117,7 +120,7 @@ class GenerationStream:
         raise StopAsyncIteration
 
     async def settle(self) -> None:
-        """When the client has its answer: wait for the engine's terminal reply, which carries the timeline."""
+        """After the client has its answer: wait for the engine's terminal reply, which has the timeline."""
         try:
             async with asyncio.timeout(SETTLE_DEADLINE_S):
                 async for message in self._admitted:
@@ -148,7 +151,7 @@ class GenerationStream:
     def _extend(self, new: SequenceTokens) -> ChoiceOutput | None:
         choice = self._choices[new.index]
         if choice.finished:
-            return None  # steps that were under way when its stop string was found
+            return None  # a step that was under way when the stop string was found
         if new.finish_reason is FinishReason.ABORT:
             raise EngineUnavailable("the engine aborted the request")
         output = choice.extend(new)
@@ -164,7 +167,7 @@ class GenerationStream:
         metrics.generation_tokens.inc(self.num_generated_tokens)
         if request.plan.work is Work.TAKE_OVER and self.prefill_node is not None:
             metrics.handoffs.labels("local" if self.prefill_node == self._state.node_id else "remote").inc()
-        if request.plan.work is not Work.PREFILL:  # that one's times are not the client's
+        if request.plan.work is not Work.PREFILL:  # the client does not see the times of a prefill leg
             longest = max(choice.num_tokens for choice in self._choices)
             self.stopwatch.observe(metrics, longest, complete=self.finished)
 

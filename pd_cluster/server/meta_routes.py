@@ -29,7 +29,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def admin_routes(state: NodeState) -> APIRouter:
-    """Routes over `state`."""
+    """The routes of this module for the node of `state`."""
     routes = APIRouter()
     document = openapi_document()
 
@@ -85,7 +85,7 @@ def _model_card(state: NodeState) -> dict[str, Any]:
         "object": "model",
         "created": state.created_s,
         "owned_by": "pd-cluster",
-        "root": state.model_name,  # clients are not told where its files lie
+        "root": state.model_name,  # not the path of the files, which clients must not learn
         "parent": None,
         "max_model_len": ready.max_model_len if ready else None,
     }
@@ -112,7 +112,7 @@ def _health(state: NodeState) -> dict[str, Any]:
 
 
 def _status(state: NodeState) -> str:
-    """ARCHITECTURE.md has the table."""
+    """One word; ARCHITECTURE.md has the table of what each means."""
     engine = state.engine
     if engine.ready is None:
         return "starting"
@@ -133,7 +133,7 @@ async def _tokenize(state: NodeState, raw: bytes) -> Response:
     body, ignored = decode_body(raw, TokenizeBody)
     state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequest("give either prompt or messages", "prompt")
+        raise InvalidRequest("exactly one of prompt and messages is required", "prompt")
     limit = state.ready.max_model_len
     if body.messages is not None:
         ids = await state.tokenizer.encode_chat(
@@ -169,7 +169,7 @@ def _release(state: NodeState, raw: bytes) -> dict[str, Any]:
     try:
         ticket = verify(state.key, body.ticket, Ticket, time.time())
     except TicketExpired:
-        return {"released": False}  # the lease has run out with it, or a reader renews it and will release it
+        return {"released": False}  # its lease has expired too, unless a reader renews and later releases it
     except TicketError as error:
         raise InvalidRequest(str(error), "ticket", "bad_ticket") from error
     ready = state.ready

@@ -51,8 +51,8 @@ class ParserContext:
 class OutputParser(Protocol):
     """Splits the text of one choice into parts.
 
-    The state depends on the text and the token ids so far, not on how they were cut into calls of `push`: a stream
-    that another node has begun is continued by one `push` of all that is known, whose parts are dropped.
+    The state must depend on the text and the token ids so far, not on how they were cut into calls of `push`. To
+    continue a stream of another node, all that is known is passed to one `push`, and the returned parts are dropped.
     """
 
     reads_special_tokens: bool  # True: special tokens are in `text`, and the parser removes them from the content

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class ResponseShape(Protocol):
     """How one API writes its answers. One object for each request: it holds what the stream has already said.
 
-    That state depends on the outputs, not on how they were cut into chunks, so a stream that another node has begun is
-    continued by one `chunk` of all that the client has (`Choice.replay`), whose bytes are dropped.
+    That state depends on the outputs, not on how they were cut into chunks. To continue a stream of another node, pass
+    the output of `Choice.replay` to `chunk` and drop the bytes.
     """
 
     def chunk(self, index: int, output: ChoiceOutput, usage: dict[str, Any] | None = None) -> bytes:
@@ -54,7 +54,8 @@ def usage_of(streams: Sequence[GenerationStream]) -> dict[str, Any]:
 def timings_of(streams: Sequence[GenerationStream]) -> dict[str, float]:
     """What the request waited for, in ms by phase (`protocol.messages.Timeline`).
 
-    Empty for several prompts, whose timelines differ, and before the engine's last reply, as after a stop string.
+    Empty for several prompts, because their timelines differ, and before the engine's last reply: a stop string ends
+    the answer earlier.
     """
     timeline = streams[0].timeline if len(streams) == 1 else None
     if timeline is None:

@@ -25,7 +25,7 @@ _SEED_LIMIT = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What a request gets that does not say: OpenAI's values, unless the model's generation_config.json has its own."""
+    """Values for fields that a request leaves out: OpenAI's, or those of the model's generation_config.json."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -35,7 +35,7 @@ class SamplingDefaults:
 
     @classmethod
     def load(cls, model_dir: Path) -> SamplingDefaults:
-        """Raises StartupError when generation_config.json is there but cannot be read."""
+        """Raises StartupError when generation_config.json exists and cannot be read."""
         path = model_dir / "generation_config.json"
         if not path.is_file():
             return cls()
@@ -65,12 +65,12 @@ def text_options(body: GenerationBody, parser: ParserFactory | None) -> TextOpti
     if any(not text for text in stop):
         raise InvalidRequest("stop must not contain an empty string", "stop")
     if any(len(text) > MAX_STOP_CHARS for text in stop):
-        raise InvalidRequest(f"a stop string may have {MAX_STOP_CHARS} characters", "stop")
+        raise InvalidRequest(f"a stop string may have at most {MAX_STOP_CHARS} characters", "stop")
     return TextOptions(stop, bool(body.include_stop_str_in_output), body.skip_special_tokens is not False, parser)
 
 
 def check_num_tokens(num_tokens: int, max_model_len: int, param: str) -> None:
-    """Raises InvalidRequest for ids that cannot be a prompt of this model, however little it is to generate."""
+    """Raises InvalidRequest for more token ids than the model's context has."""
     if num_tokens > max_model_len:
         raise InvalidRequest(
             f"{param} has {num_tokens} tokens; this model's maximum context length is {max_model_len}",
@@ -138,7 +138,7 @@ def sampling_params(
 
 
 def check_min_tokens(sampling: SamplingParams) -> None:
-    """Raises InvalidRequest. Not for a prefill leg, whose max_tokens is not the client's."""
+    """Raises InvalidRequest. Not for a prefill leg, where max_tokens is always 1."""
     if sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequest(
             f"min_tokens is {sampling.min_tokens}, and the request may generate {sampling.max_tokens} tokens",

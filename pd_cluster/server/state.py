@@ -1,4 +1,4 @@
-"""What the node's HTTP side is made of. Built once, handed to `create_app`; nothing of it is global."""
+"""The parts of the node's HTTP side. Built once and handed to `create_app`; there are no globals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_BODY_BYTES = 64 << 20
 
 @dataclass(slots=True, kw_only=True)
 class NodeState:
-    """Fixed for the node's life, except `draining` (set by whoever stops the node) and `num_in_flight`."""
+    """Fixed for the life of the node, except `draining` (set when the node stops) and `num_in_flight`."""
 
     config: NodeConfig  # with model directory, served name and node id filled in
     engine: EngineClient
@@ -79,13 +79,13 @@ class NodeState:
 
     @property
     def max_body_bytes(self) -> int:
-        """Of a request's body."""
+        """The longest request body that is read."""
         ready = self.engine.ready
         if ready is None:
             return MAX_BODY_BYTES
         return min(longest_body(ready.max_model_len), MAX_BODY_BYTES)
 
     def check_model(self, name: str | None) -> None:
-        """Raises ModelNotFound. A request without a model gets the one there is."""
+        """Raises ModelNotFound. A request without a model gets the node's model."""
         if name and name not in (self.model_name, self.config.model.model):
             raise ModelNotFound(f"the model `{name}` does not exist: this node serves `{self.model_name}`")

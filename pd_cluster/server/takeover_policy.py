@@ -1,13 +1,13 @@
-"""D's side of a handoff, as policy: which ticket to trust, whom to ask next, when to prefill here, when to give up.
+"""D's side of a handoff, as policy: which ticket to trust, which node to ask next, when to prefill locally or fail.
 
-kv_transfer_params of the request         the prompt's KV comes from
-do_remote_decode                          here, for another node (the P leg)
+kv_transfer_params of the request         source of the prompt's KV
+do_remote_decode                          this node, for another node (the prefill leg)
 ticket, verified                          that ticket's lease (P-first)
 do_remote_prefill and an offer            this engine's cache, else the offer's nodes, best first (D-first)
-none, or nothing that can be trusted      here
+none, or none that can be trusted         this node
 
-after a failed load, `on_load_failure`:   any: the offer's next node, else here   remote: the next node, else an error
-                                          local: here                             fail: an error
+after a failed load, `on_load_failure`:   any: the offer's next node, else this one   remote: the next node, else error
+                                          local: this node                            fail: error
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GROUP_HEADER = "x-pd-group"  # D to P: see `GenerationRequest.group`; the router
 
 
 class Untrusted(Exception):
-    """A ticket or offer that must not be acted on; `reason` is what it is counted under."""
+    """A ticket or offer that must not be used. `reason` is the label under which it is counted."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -47,9 +47,9 @@ class Untrusted(Exception):
 
 
 def trusted_ticket(state: NodeState, token: str, prompt: list[int], salt: str) -> Ticket:
-    """The ticket inside `token`, when it is this cluster's and promises this prompt. Raises Untrusted.
+    """The ticket in `token`. Raises Untrusted unless this cluster's key signed it for this prompt and model.
 
-    Under which parameters P samples is the engine's business: the KV is the same.
+    The sampling parameters of P are not compared here: they do not change the KV, and the engine compares them.
     """
     ticket = _verified(state, token, Ticket)
     if ticket.fingerprint != state.ready.fingerprint:
@@ -76,9 +76,9 @@ def _verified(state: NodeState, token: str, kind: type[Paper]) -> Paper:
 async def plan_handoff(
     state: NodeState, params: KvTransferParams | None, tokenize: Tokenize, salt: str
 ) -> tuple[list[int], KvSource]:
-    """The prompt's ids and where its KV comes from. P's ids are taken when its ticket vouches for them.
+    """The token ids of the prompt, and the source of its KV. The ids in `params` are used when the ticket covers them.
 
-    Raises PrefillUnavailable when nothing in `params` can be trusted and this node may not prefill by itself.
+    Raises PrefillUnavailable when `params` has nothing that can be trusted and this node may not prefill locally.
     """
     if params is None or not params.do_remote_prefill:
         return await tokenize(), KvSource()
@@ -104,8 +104,10 @@ async def plan_handoff(
     if urls and (not params.ticket or policy in ("any", "remote")):
         return await tokenize(), KvSource(Work.TAKE_OVER, None, urls)
     if policy in ("remote", "fail"):
-        raise PrefillUnavailable(f"no usable ticket ({', '.join(faults)}), and this node may not prefill by itself")
-    logger.info("prefilling here: %s", ", ".join(faults))
+        raise PrefillUnavailable(
+            f"no usable ticket ({', '.join(faults)}), and --on-load-failure {policy} forbids a local prefill"
+        )
+    logger.info("prefilling locally: %s", ", ".join(faults))
     return await tokenize(), KvSource()
 
 
@@ -116,7 +118,7 @@ def _plausible_ids(state: NodeState, ids: list[int] | None) -> list[int] | None:
 
 
 class PrefillSearch:
-    """Answers one request's NeedsPrefill, and stays connected to the node that prefills. Close it with the request."""
+    """Answers NeedsPrefill of one request, and stays connected to the prefill node. Close it with the request."""
 
     def __init__(self, state: NodeState, request: GenerationRequest) -> None:
         self._state = state
@@ -124,9 +126,9 @@ class PrefillSearch:
         self._urls = list(request.plan.prefill_urls)
         self._ends_s = time.monotonic() + state.config.handoff.load_deadline_s
         self._legs: list[PrefillClient] = []
-        self._dead: set[str] = set()  # prefill nodes that died while the request was with them
+        self._dead: set[str] = set()  # prefill nodes that died while they served the request
         ticket, is_open = request.plan.ticket, request.plan.work is Work.TAKE_OVER
-        # None: not settled, the engine may still ask or do it itself
+        # None: not known, the engine may still send NeedsPrefill or prefill locally
         self.prefill_node: str | None = ticket.lease.engine_id if ticket else None if is_open else state.node_id
 
     async def answer(self, needs: NeedsPrefill) -> UseTicket | PrefillLocally:
@@ -134,11 +136,11 @@ class PrefillSearch:
         policy = self._state.config.handoff.on_load_failure
         reason = needs.reason
         if reason:
-            cause = reason.partition(":")[0]  # the rest is words; a label has few values
+            cause = reason.partition(":")[0]  # without the details: a label has few values
             self._fell_back(cause, reason)
             if await self._has_died(cause):
                 self._bury(self.prefill_node or "")
-        await self.close()  # the node whose load failed
+        await self.close()  # hang up on the node of the failed load
         while self._urls and (not reason or policy in ("any", "remote")):
             left_s = self._ends_s - time.monotonic()
             if left_s <= 0:
@@ -159,21 +161,20 @@ class PrefillSearch:
         if policy in ("any", "local"):
             self.prefill_node = self._state.node_id
             return PrefillLocally(self._request.request_id)
-        raise PrefillUnavailable(
-            f"no prefill node could serve the request ({reason}), and this node may not do it itself"
-        )
+        forbidden = f"--on-load-failure {policy} forbids a local prefill"
+        raise PrefillUnavailable(f"no prefill node could serve the request ({reason}), and {forbidden}")
 
     def has_tokens(self) -> None:
-        """The engine has generated. If it never asked, it has prefilled by itself."""
+        """The engine has generated. If it never sent NeedsPrefill, it has prefilled locally."""
         if self.prefill_node is None:
             self.prefill_node = self._state.node_id
 
     async def _has_died(self, cause: str) -> bool:
-        """Whether the node whose load failed has died, perhaps of this very request.
+        """Whether the node of the failed load has died.
 
-        A node that cannot be reached for its KV and says over HTTP that it is well has not: a closed port or a broken
-        network between the nodes must not turn every request into a final error. Of the node of a ticket that came with
-        the request, no HTTP address is known here.
+        A node that cannot be reached for its KV and answers /health has not: a closed port or a broken network between
+        the nodes must not turn every request into a final error. A node whose ticket came with the request counts as
+        dead when it cannot be reached: its HTTP address is not known here.
         """
         if cause == LoadFailure.PEER_RESTARTED or any(leg.has_died for leg in self._legs):
             return True
@@ -182,7 +183,7 @@ class PrefillSearch:
         return not self._legs or not await self._legs[-1].lives()
 
     def _bury(self, name: str) -> None:
-        """A prefill node died of this request, perhaps. Raises NodesDied when it must not meet another one."""
+        """Count a prefill node that died during this request. Raises NodesDied at `max_node_deaths`."""
         self._dead.add(name)
         if len(self._dead) >= self._state.config.handoff.max_node_deaths:
             self._fell_back("nodes_died")
@@ -191,7 +192,7 @@ class PrefillSearch:
             )
 
     async def close(self) -> None:
-        """Hang up on every prefill node asked. Idempotent."""
+        """Close the connections to all prefill nodes that were asked. Idempotent."""
         while self._legs:
             await self._legs.pop().close()
 

@@ -54,8 +54,8 @@ class PendingStep:
         tokens = sampled.read(np.repeat(samples.num_logprobs, counts).tolist())
         ends = np.cumsum(counts)
         self.note_result(samples, token_ids[ends - counts])
-        found: dict[int, tuple[SampledToken, ...]] = {
-            seq_id: tuple(tokens[end - count : end])
-            for seq_id, count, end in zip(samples.seq_ids, samples.counts, ends.tolist(), strict=True)
-        }
-        return StepResult(self.step, found)
+        runs: dict[int, tuple[SampledToken, ...]] = {}
+        firsts: dict[int, tuple[SampledToken, ...]] = {}
+        for seq_id, count, end in zip(samples.seq_ids, samples.counts, ends.tolist(), strict=True):
+            (runs if count == 1 else firsts)[seq_id] = tuple(tokens[end - count : end])
+        return StepResult(self.step, runs, firsts)

@@ -86,8 +86,8 @@ class PooledWorld(World):
         self.searches = PoolSearches(self.pool, self.scheduler)
 
     def submit(self, message: AddRequest) -> Request:
+        self.admission.validate(message)
         request = self.request(message)
-        self.scheduler.validate(request)
         self.searches.admit(request)
         if request.lease_id is not None:
             self.leases[request.lease_id] = request
@@ -350,7 +350,7 @@ def test_a_search_that_ends_before_it_got_memory_leaves_nobody_waiting_behind_it
     world.pool.know(prompt(120, 1), "")
     world.searches.admit(runner := world.request(message("runner", prompt(100), max_tokens=40)))
     world.clients["runner"] = Client(runner, [[]], [None])
-    while not runner.first_tokens:
+    while not runner.is_parted:
         world.answer_all()
         world.start_step()
     node.take_over("r", prompt(120, 1))

@@ -1,4 +1,4 @@
-"""A small model whose kernel calls are written down, each with its arguments by name."""
+"""A small model that writes down its kernel calls, each with its arguments by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,13 @@ QWEN3 = {
     **CONFIGS["tiny"], "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 5,
     "max_window_layers": 1, "tie_word_embeddings": False,
 }  # fmt: skip
-SHAPES = {"llama": {**CONFIGS["tiny"], "attention_bias": True, "mlp_bias": True}, "qwen3": QWEN3}
+GEMMA3 = {
+    **CONFIGS["tiny"], "architectures": ["Gemma3ForCausalLM"], "sliding_window": 5, "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 25,
+}  # fmt: skip
+SHAPES = {
+    "llama": {**CONFIGS["tiny"], "attention_bias": True, "mlp_bias": True}, "qwen3": QWEN3, "gemma3": GEMMA3,
+}  # fmt: skip
 KERNELS = {"usual": TORCH, "few-rows": FEW_ROWS}
 
 
@@ -54,7 +60,7 @@ class Recorder:
         self._names = {key: name for key, name in self._names.items() if not name.startswith("t%")}
 
     def note(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, whose calls are written down, but not those that it makes in turn."""
+        """`function`; calls of it are written down, but not those that it makes in turn."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if self._is_nested:

@@ -69,6 +69,8 @@ def test_what_a_config_leaves_out_has_the_defaults_of_transformers() -> None:
         ({"hidden_activation": "silu"}, "hidden_activation = 'silu' cannot be served: only gelu_pytorch_tanh"),
         ({"rope_parameters": {"rope_type": "default"}}, "RoPE settings per layer type are expected"),
         ({"layer_types": ["full_attention"]}, "there are 26 layers"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern must be a positive integer, not 0"),
+        ({"query_pre_attn_scalar": -1}, "query_pre_attn_scalar must be a positive integer, not -1"),
         ({"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM is not served; served are .*Gemma3ForCausalLM"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration is not served"),
     ],

@@ -62,6 +62,17 @@ def test_a_prompt_and_its_answer_may_fill_the_model_to_the_last_token() -> None:
     world.check_empty()
 
 
+def test_an_admission_leaves_a_block_to_those_that_run() -> None:
+    world = World(num_blocks=4, prefix_caching=False)
+    world.submit(message("runs", prompt(2), max_tokens=3))
+    world.start_step()
+    late = world.submit(message("late", prompt(3 * BLOCK_SIZE - 1, 1), max_tokens=1))
+    world.start_step()
+    assert late.sequences[0].table is None
+    world.run_until_idle()
+    world.check_empty()
+
+
 def test_requests_without_a_slot_count_as_waiting() -> None:
     """In the queue, with its KV already here, or parked until its KV comes."""
     world = World(max_waiting=3, max_num_seqs=1)
@@ -106,7 +117,7 @@ def test_a_load_that_was_not_asked_for_admits_nothing() -> None:
     world.fail_load(load)
     world.scheduler.admit_loaded(request)
     assert (world.scheduler.num_waiting, world.scheduler.num_waiting_for_remote_kv) == (0, 1)
-    assert not request.first_tokens
+    assert not request.is_parted
     world.drain(load)
     world.scheduler.fall_back_to_local(request)
     world.run_until_idle()
@@ -120,7 +131,7 @@ def test_first_tokens_that_are_told_twice_hold_nothing_up() -> None:
     load = world.reserve(request)
     assert load is not None
     world.start_step()
-    assert world.scheduler.set_first_tokens(request, request.first_tokens) is None, "no news"
+    assert world.scheduler.set_first_tokens(request, world.first_tokens(request)) is None, "no news"
     world.finish_load(load)
     assert (world.scheduler.num_waiting, world.scheduler.num_waiting_for_remote_kv) == (1, 0)
     world.run_until_idle()

@@ -18,7 +18,7 @@ def test_a_prefill_announces_whole_blocks_and_then_the_prompt() -> None:
     announced = [[publish.num_tokens for publish in world.start_step().publishes] for _ in range(3)]
     assert announced == [[16], [48], [60]]
     assert request.finished
-    assert len(request.first_tokens) == 2
+    assert [len(output) for output in world.client(request).outputs] == [1, 1]
     assert world.blocks.stats().leased == 4
     world.end_lease("lease-p")
     assert world.blocks.stats().leased == 0
@@ -40,7 +40,7 @@ def test_a_prefix_hit_is_announced_with_the_first_chunk() -> None:
 def test_a_preempted_prefill_is_retracted_before_its_blocks_go() -> None:
     world = World(num_blocks=9, max_num_batched_tokens=5, num_host_blocks=9)
     runner = world.submit(message("a", prompt(46), max_tokens=40))
-    while not runner.first_tokens:
+    while not runner.is_parted:
         world.start_step()
     prefill = world.submit(message("p", prompt(78, 1), work=Work.PREFILL, priority=1))
     announced: list[tuple[int, int]] = []

@@ -8,12 +8,13 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from pd_cluster.config import SchedulerConfig
+from pd_cluster.engine.admission import Admission
 from pd_cluster.protocol.messages import FinishReason, Work
 from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.scheduler import Scheduler, Update
 from pd_cluster.scheduling.sequence import Request, Sequence, sequence_seed
 from pd_connectors.protocol.messages import SampledToken
-from tests.scheduling.simulation import BLOCK_SIZE, EOS, FakeWorker, continuation, history
+from tests.scheduling.simulation import BLOCK_SIZE, EOS, VOCAB_SIZE, FakeWorker, continuation, history
 
 if TYPE_CHECKING:
     from pd_cluster.protocol.messages import AddRequest
@@ -63,7 +64,10 @@ class Client:
 
 @dataclass
 class World:
-    """`depth` 2: a step is scheduled and started before the result of the one before it is known."""
+    """`depth` 2: a step is scheduled and started before the result of the one before it is known.
+
+    `longest_run`: of tokens that one step samples for a sequence; more than one needs `depth` 1.
+    """
 
     num_blocks: int = 32
     num_host_blocks: int = 0
@@ -75,6 +79,7 @@ class World:
     rests: bool = False
     prefix_caching: bool = True
     depth: int = 1
+    longest_run: int = 1
     forgets: bool = False  # a request's sequences when it has ended, as the core does; tests may want to see them
     clients: dict[str, Client] = field(default_factory=dict)
     loads: dict[str, tuple[LoadSpec, Request]] = field(default_factory=dict)  # in progress, or not drained
@@ -102,7 +107,10 @@ class World:
             rests=self.rests,
             clock=lambda: self.now_s,
         )
-        self.worker = FakeWorker(self.max_num_seqs, self.max_num_batched_tokens)
+        self.admission = Admission(
+            self.blocks, max_num_seqs=self.max_num_seqs, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE
+        )
+        self.worker = FakeWorker(self.max_num_seqs, self.max_num_batched_tokens, self.longest_run)
         self._running: deque[tuple[Batch, StepResult]] = deque()
         self._load_ids = count()
 
@@ -124,15 +132,16 @@ class World:
 
     def submit(self, message: AddRequest) -> Request:
         """Validate and admit. Raises what the scheduler raises."""
+        self.admission.validate(message)
         request = self.request(message)
-        self.scheduler.validate(request)
         if message.work is Work.TAKE_OVER:
             self.scheduler.park(request)
         else:
             self.scheduler.add(request)
         if request.lease_id is not None:
             self.leases[request.lease_id] = request
-        self.clients[request.request_id] = Client(request, [[] for _ in request.sequences], [None] * message.sampling.n)
+        outputs = [list(known) for known in message.known] or [[] for _ in request.sequences]
+        self.clients[request.request_id] = Client(request, outputs, [None] * message.sampling.n)
         return request
 
     def take(self, *updates: Update | None) -> None:
@@ -204,7 +213,7 @@ class World:
 
     def reserve(self, request: Request, *, redraws: bool = False) -> LoadSpec | None:
         """`redraws`: the load's P samples under other parameters, so that its first tokens are not taken."""
-        request.redraws = redraws and not request.first_tokens
+        request.redraws = redraws and not request.is_parted
         request.load_id = f"load-{next(self._load_ids)}"
         load = self.scheduler.reserve(request)
         if load is not None:

@@ -33,7 +33,7 @@ GEOMETRY = Geometry(block_size=16, num_kv_heads=2, num_layers=2, head_dim=8, dty
 
 
 class Line:
-    """One request's line to the script: send messages to the API, and read what the API sends about the request."""
+    """One request as its script sees it: send messages to the API process, read those of the API process."""
 
     def __init__(self, engine: FakeEngine, request: AddRequest, stream: RequestStream) -> None:
         self.engine = engine
@@ -45,7 +45,7 @@ class Line:
         self._stream.push(message)
 
     async def heard(self) -> ToEngine:
-        """The next message of the API about this request."""
+        """The next message of the API process about this request."""
         async with asyncio.timeout(WAIT_S):
             return await self.from_api.get()
 
@@ -75,7 +75,7 @@ class Line:
         )
 
     def ticket(self) -> Ticket:
-        """What this engine, as P, would hand out for the request."""
+        """The ticket that this engine, as P, would send for the request."""
         return self.engine.make_ticket(self.request.prompt_token_ids, self.request.salt, self.request.sampling.n)
 
 

@@ -1,4 +1,4 @@
-"""D's leg: which ticket is trusted, whom it asks, when it prefills by itself, and what it tells the client."""
+"""D's leg: which ticket is trusted, which node is asked, when D prefills locally, and what the client is told."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def decode_node(script: Any = None, **settings: Any) -> AsyncIterator[Node
 
 async def test_ticket_and_ids_of_p_are_taken_over_without_tokenizing() -> None:
     async with decode_node() as node:
-        ids = [*await ids_of(node), 99]  # not what the text would give: P's word counts
+        ids = [*await ids_of(node), 99]  # the ids of P are used, not those of the text
         ticket = engine_of_p().make_ticket(ids)
         params = {"ticket": sign(KEY, ticket), "prompt_token_ids": ids, "remote_host": "elsewhere", "remote_port": 1}
         status, answer, headers = await complete(node, params)
@@ -178,7 +178,7 @@ async def test_d_asks_the_offered_node_with_its_own_sampling_parameters() -> Non
     assert answer["usage"]["completion_tokens"] == 6
 
 
-async def test_engine_that_needs_no_prefill_asks_nobody() -> None:
+async def test_engine_that_needs_no_prefill_asks_no_node() -> None:
     async with running(engine_of_p(), node_id="p") as p, decode_node(says([5, 6])) as d:
         status, _, headers = await complete(d, {"offer": make_offer(p.url)})
         assert (status, headers["x-pd-prefill"], p.engine.requests) == (200, "d", [])
@@ -263,7 +263,7 @@ async def test_silent_node_costs_only_the_deadline() -> None:
 @pytest.mark.parametrize(
     ("key", "expires_at_s", "reason"), [(b"z" * 32, FAR, "offer_bad_signature"), (KEY, 1.0, "offer_expired")]
 )
-async def test_offer_that_cannot_be_trusted_contacts_nobody(key: bytes, expires_at_s: float, reason: str) -> None:
+async def test_no_node_of_an_untrusted_offer_is_contacted(key: bytes, expires_at_s: float, reason: str) -> None:
     async with running(engine_of_p(), node_id="p") as p, decode_node() as d:
         status, _, _ = await complete(d, {"offer": make_offer(p.url, key=key, expires_at_s=expires_at_s)})
         assert (status, p.engine.requests, fallbacks(d, reason)) == (200, [], 1)
@@ -291,7 +291,7 @@ async def test_bad_ticket_with_a_good_offer_goes_to_the_offer() -> None:
 
 async def test_several_prompts_ask_one_ticket_each() -> None:
     async with running(engine_of_p(), node_id="p") as p, decode_node() as d:
-        params = {"offer": make_offer(p.url), "ticket": "for nobody"}
+        params = {"offer": make_offer(p.url), "ticket": "for one prompt"}
         status, answer, headers = await complete(d, params, prompt=["Hello", " there"])
         assert (status, len(answer["choices"]), headers["x-pd-prefill"]) == (200, 2, "engine-of-p")
         assert [r.prompt_token_ids for r in p.engine.requests] == [r.prompt_token_ids for r in d.engine.requests]

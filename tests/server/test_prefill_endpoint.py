@@ -112,7 +112,7 @@ async def test_sampling_parameters_of_d_are_validated_as_those_of_a_client(wrong
         assert node.engine.requests == []
 
 
-async def test_ids_are_not_sent_back_to_who_brought_them() -> None:
+async def test_ids_are_not_sent_back_to_a_caller_that_sent_them() -> None:
     async with running(FakeEngine(says([5]))) as node:
         body = {"prompt": [5, 6, 7], "kv_transfer_params": FOREIGN}
         events = await post_events(node.session, f"{node.url}/v1/completions", body, STREAM)
@@ -174,7 +174,7 @@ async def test_bad_input_is_plain_json_even_when_a_stream_was_asked_for() -> Non
 
 
 async def test_several_prompts_are_answered_without_a_ticket_and_left_to_d() -> None:
-    """What a foreign P-first router makes of a batch: it passes on that there is nothing to hand over."""
+    """A foreign P-first router sends D the unchanged request when P answers without kv_transfer_params."""
     async with running(FakeEngine(says([5]))) as node:
         body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 1, "stream": False, "kv_transfer_params": FOREIGN}
         async with node.session.post(f"{node.url}/v1/completions", json=body) as response:

@@ -1,4 +1,4 @@
-"""Steps of few tokens, whose products do what stands between them, beside the same steps without that."""
+"""Steps of few tokens with products that include the norms between them, beside the same steps without those."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_products_are_chosen_for_steps_of_more_rows_only(kernels: Kernels, least
     assert {size for size, _ in asked} == {size for size in (2, 8, 30) if size >= least}
     assert {size for size, num_outputs in asked if num_outputs == model.spec.vocab_size} == {
         size for size in (2, 8) if size >= least
-    }, "of prompts nobody wants all logits"
+    }, "of prompts, few rows need logits"
 
 
 @pytest.mark.gpu

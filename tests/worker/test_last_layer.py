@@ -1,4 +1,4 @@
-"""The last layer goes on with the rows that sample alone; beside the same steps whose rows all go on."""
+"""Behind its keys and values the last layer computes only the rows that sample; beside steps that compute all rows."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_logits_equal_those_of_all_rows(
 
 
 def test_rows_whose_token_is_on_the_device_only(executor: DeviceExecutor) -> None:
-    """A sequence decodes amid another's chunks, each step launched before the one before it is read."""
+    """A sequence decodes between another's chunks; each step is launched before the one before it is read."""
     first, second = random_prompts([20, 50], VOCAB_SIZE)
     driver = Driver(executor)
     driver.add(first, SamplingParams(max_tokens=4, temperature=0.0))
@@ -127,8 +127,9 @@ def test_several_samples_of_one_row(executor: DeviceExecutor) -> None:
     executor.launch(Batch(0, (starts[0],), (SequenceChunk(0, 0, 7, num_samples=1),))).result()
     counts.clear()
     chunks = (SequenceChunk(0, 7, 1, num_samples=1), SequenceChunk(1, 0, 20, num_samples=3), SequenceChunk(2, 0, 30))
-    samples = executor.launch(Batch(1, tuple(starts[1:]), chunks)).result().samples
-    assert {seq_id: len(tokens) for seq_id, tokens in samples.items()} == {0: 1, 1: 3}
+    result = executor.launch(Batch(1, tuple(starts[1:]), chunks)).result()
+    assert {seq_id: len(tokens) for seq_id, tokens in result.samples.items()} == {0: 1}
+    assert {seq_id: len(tokens) for seq_id, tokens in result.first_samples.items()} == {1: 3}
     assert beside.rows == [1, 2]
     assert counts == [51, 51, 51, 2, 2, 2]
 

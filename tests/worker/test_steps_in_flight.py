@@ -101,7 +101,8 @@ def sampled(executor: DeviceExecutor, seed: int, depth: int, num_steps: int) -> 
     for step in range(num_steps):
         flights.append(executor.launch(walk.batch(step)))
         while flights and (len(flights) == depth or step == num_steps - 1):
-            for seq_id, tokens in flights.pop(0).result().samples.items():
+            result = flights.pop(0).result()
+            for seq_id, tokens in (*result.samples.items(), *result.first_samples.items()):
                 found.setdefault(seq_id, []).extend(token.token_id for token in tokens)
     executor.launch(Batch(num_steps, departures=(*walk.departures, *walk.live))).result()
     return found

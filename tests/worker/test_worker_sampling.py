@@ -90,9 +90,10 @@ def test_several_first_tokens_are_those_of_their_seeds(executor: DeviceExecutor)
     pending = executor.launch(Batch(0, (start, neighbour), chunks))
     chunks = (SequenceChunk(0, 37, 1, num_samples=1), SequenceChunk(1, 37, 1, num_samples=1))
     following = executor.launch(Batch(1, (), chunks))
-    samples, next_samples = pending.result().samples, following.result().samples
-    assert [token.token_id for token in samples[0]] == [tokens[0] for tokens in expected[:4]]
-    assert all(token.logprob is not None and len(token.top) == 1 for token in samples[0])
+    result, next_samples = pending.result(), following.result().samples
+    firsts, samples = result.first_samples, result.samples
+    assert [token.token_id for token in firsts[0]] == [tokens[0] for tokens in expected[:4]]
+    assert all(token.logprob is not None and len(token.top) == 1 for token in firsts[0])
     assert (samples[1][0].token_id, samples[1][0].logprob) == (expected[4][0], None)
     assert next_samples[0][0].token_id == expected[0][1]
     assert next_samples[1][0].token_id == expected[4][1]

@@ -101,7 +101,7 @@ def leave_out_products() -> None:
 
 
 def start(case: Case) -> DeviceExecutor:
-    """A worker that has warmed up as on a GPU, without graphs and without a measured cache, whose steps compile too."""
+    """A worker that has warmed up as on a GPU, without graphs, and without the steps that measure the cache's size."""
     config = {**case.config, "num_hidden_layers": 3, "intermediate_size": 1024, "vocab_size": 512}
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config))
