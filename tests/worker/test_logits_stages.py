@@ -17,7 +17,7 @@ from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker.cuda_graphs.captured_steps import ReplayOutputs
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.logits_stages.stage import LogitsStage, StageContext
-from pd_cluster.worker.sampler import sample
+from pd_cluster.worker.sampler import Sampled, sample
 from pd_cluster.worker.sampling_state import GREEDY, SamplingInputs
 from tests.engine.test_core_pipeline import CONFIG, PROMPTS, Bench, make_connector
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pd_cluster.worker.input_batch import ReplayInputs
+    from pd_kernels.backends import Kernels
     from pd_kernels.packed import Ints, StepSize
 
 
@@ -122,10 +123,13 @@ def test_a_stage_changes_its_own_rows_alone(mode: str, monkeypatch: pytest.Monke
         plain = tokens_of(bench, one=greedy(), other=greedy(), drawn=drawn)
         assert stage_of(executor, BanToken).num_rows == 0, "steps without such rows do not ask the stage"
         inputs = list[SamplingInputs]()
+
+        def recorded(logits: torch.Tensor, step: SamplingInputs, kernels: Kernels) -> Sampled:
+            inputs.append(step)
+            return sample(logits, step, kernels)
+
         with monkeypatch.context() as patch:
-            patch.setattr(
-                "pd_cluster.worker.model_runner.sample", lambda *step: inputs.append(step[1]) or sample(*step)
-            )
+            patch.setattr("pd_cluster.worker.model_runner.sample", recorded)
             assert tokens_of(bench, one=greedy(), other=greedy())["one"] == plain["one"]
         assert len(inputs) >= 12
         assert all(step is GREEDY for step in inputs)
