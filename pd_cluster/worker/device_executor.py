@@ -12,6 +12,7 @@ from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.cuda_graphs.set_up import capture_steps, captured_bytes, captures_steps
 from pd_cluster.worker.kernel_selection import choose_kernels
 from pd_cluster.worker.kv_cache import DTYPES, KVCache
+from pd_cluster.worker.logits_stages.order import find_stage
 from pd_cluster.worker.memory_measurement import measure_free_bytes, run_largest_step
 from pd_cluster.worker.model_loading import describe_model, load_model
 from pd_cluster.worker.model_runner import ModelRunner
@@ -80,6 +81,8 @@ class DeviceExecutor:
         config, progress, device = self._config, self._progress, self._device
         if device.type == "cpu" and config.model.num_threads:
             torch.set_num_threads(config.model.num_threads)
+        for path in config.model.logits_stages:
+            find_stage(path)  # a wrong path ends the start before the weights are read
         self.model = describe_model(config.model, device)
         spec, dtype = self.model.spec, self.model.dtype
         block_size = _resolve_block_size(config.cache.block_size, device)

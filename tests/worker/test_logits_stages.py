@@ -82,7 +82,7 @@ class CountUp(LogitsStage):
         self._last[rows] = token_ids.numpy()
 
 
-class Broken:
+class Broken(BanToken):
     def __init__(self, context: StageContext) -> None:
         raise RuntimeError("no licence")
 
@@ -195,7 +195,7 @@ def test_a_step_with_late_rows_is_drawn_when_the_one_before_was_read(models: Mod
         ("no.such.module:Stage", "No module named"),
         (f"{__name__}:Missing", "has no attribute 'Missing'"),
         (f"{__name__}:Broken", "no licence"),
-        ("builtins:id", "is not a LogitsStage: it lacks start, prepare"),
+        ("builtins:id", "is not a LogitsStage: it lacks is_late, start, prepare"),
     ],
 )
 def test_a_path_that_names_no_stage_ends_the_start(models: ModelStore, path: str, words: str) -> None:
