@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd_kernels.backends import TORCH, Kernels, select_kernels
-from pd_kernels.draws import Draws
-from pd_kernels.head_norms import HeadNorms
-from pd_kernels.packed import PackedSequences
+from pd_kernels.backends import TORCH, Kernels
+from pd_kernels.selection import select_kernels
+from pd_kernels.values import Draws, HeadNorms, PackedSequences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -1,23 +1,17 @@
-"""Every setting of a node, declared once. The command line is generated from these fields (`launch/cli.py`).
+"""Every setting of a node, declared once. The command line is generated from these fields (`pd_http/settings.py`).
 
-A field's metadata: `help`, and optionally `choices`, `flag` (when it differs from the name) and `env`.
 Derived values are properties. Nothing here touches a file, a device or the network.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from pd_cluster.errors import StartupError
 from pd_http.limits import HttpLimits
+from pd_http.settings import setting
 
 TOKENS_BESIDE_DECODES = 192  # of a decode node; a size of captured steps
-
-
-def setting(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field that becomes a flag."""
-    return field(default=default, metadata={"help": help, **metadata})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,10 +190,6 @@ class NodeConfig:
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     http: HttpLimits = field(default_factory=HttpLimits)
-
-    def __post_init__(self) -> None:
-        if (problem := self.http.problem) is not None:
-            raise StartupError(problem)
 
     def tokens_beside_decodes_on(self, device: str) -> int:
         """`max_tokens_beside_decodes` on this device ("cpu", "cuda:0", ...); 0: no limit.

@@ -5,8 +5,7 @@ A new backend adds a row: a `Kernels` with the functions that it has, the others
 
 from __future__ import annotations
 
-import importlib.util
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from pd_kernels import sampling, torch_attention, torch_ops
@@ -16,12 +15,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pd_kernels.draws import Draws
     from pd_kernels.gemm_selection import Product
-    from pd_kernels.half_normed import HalfNormed
-    from pd_kernels.head_norms import HeadNorms
-    from pd_kernels.packed import Ints, PackedSequences, StepOnDevice, StepSize
-    from pd_kernels.prefill_choice import AttentionShape
+    from pd_kernels.values import Draws, HalfNormed, HeadNorms, Ints, PackedSequences, StepOnDevice, StepSize
 
 
 class AttentionPlan(Protocol):
@@ -152,34 +147,3 @@ TORCH = Kernels(
     argmax=sampling.argmax,
     draw=sampling.draw,
 )
-
-
-def _for_cuda() -> Kernels:
-    """Triton where it is installed; it is imported only now, for it takes long and needs no place on a CPU node."""
-    if importlib.util.find_spec("triton") is None:
-        return TORCH
-    from pd_kernels.triton_backend import TRITON
-
-    return TRITON
-
-
-BACKENDS: dict[str, Callable[[], Kernels]] = {"cpu": lambda: TORCH, "cuda": _for_cuda}  # device type -> what runs there
-
-
-def with_flashinfer(shape: AttentionShape, compiles: bool) -> Kernels:
-    """The row of CUDA with another prefill attention, for models of one shape; whether it pays is to be measured.
-
-    Raises as `FlashPrefill.load` does, and ImportError without triton.
-    """
-    from pd_kernels.flashinfer_attention import FlashAttention
-
-    return replace(_for_cuda(), name="flashinfer", plan_attention=FlashAttention.load(shape, compiles))
-
-
-def select_kernels(device: torch.device) -> Kernels:
-    """The implementation for a device. Raises ValueError for a device type without one."""
-    try:
-        make = BACKENDS[device.type]
-    except KeyError:
-        raise ValueError(f"no kernels for device {device}; there are some for {', '.join(BACKENDS)}") from None
-    return make()

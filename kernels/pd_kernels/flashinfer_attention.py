@@ -12,8 +12,8 @@ from pd_kernels.triton_decode import num_processors
 if TYPE_CHECKING:
     import torch
 
-    from pd_kernels.packed import PackedSequences
     from pd_kernels.prefill_choice import AttentionShape
+    from pd_kernels.values import PackedSequences
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import torch
 from pd_kernels.triton_decode import num_processors
 
 if TYPE_CHECKING:
-    from pd_kernels.packed import PackedSequences
     from pd_kernels.prefill_choice import AttentionShape
+    from pd_kernels.values import PackedSequences
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)

@@ -14,8 +14,7 @@ from triton.compiler import compile as compile_source
 from pd_kernels.triton_decode import num_processors
 
 if TYPE_CHECKING:
-    from pd_kernels.packed import PackedSequences
-    from pd_kernels.triton_prefill import PrefillTiling
+    from pd_kernels.values import PackedSequences, PrefillTiling
 
 logger = logging.getLogger(__name__)
 _LOG2_E = 1.4426950408889634

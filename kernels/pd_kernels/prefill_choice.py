@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pd_kernels.gemm_selection import MARGIN
-from pd_kernels.packed import PackedSequences
+from pd_kernels.values import PackedSequences
 
 if TYPE_CHECKING:
     from collections.abc import Callable

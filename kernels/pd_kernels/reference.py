@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pd_kernels.half_normed import HalfNormed
+from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
-    from pd_kernels.head_norms import HeadNorms
+    from pd_kernels.values import HeadNorms
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from pd_kernels.draws import Draws
+    from pd_kernels.values import Draws
 
 _CANDIDATES = (64, 1024)  # how many of the best are sorted on CPU before all are: a row of 32000 takes 2 ms
 _PIECE = 1 << 18  # elements drawn at a time on CPU: noise for 32 x 32000 takes 3.5 ms in cache, 6.0 out of it

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from pd_kernels.checks import check_cache_views, check_query, output
 
 if TYPE_CHECKING:
-    from pd_kernels.packed import Ints, PackedSequences
+    from pd_kernels.values import Ints, PackedSequences
 
 MERGE_BYTES = 1 << 18  # padding that costs less than another bucket's calls (about 20 us)
 QUERY_PIECE = 256  # query rows under one explicit mask: bounds the mask's memory

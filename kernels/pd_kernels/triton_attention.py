@@ -17,7 +17,6 @@ from pd_kernels.triton_decode import (
 )
 from pd_kernels.triton_prefill import (
     PrefillPlan,
-    PrefillTiling,
     plan_prefill,
     prefill_attention,
     prefill_tiling,
@@ -27,7 +26,7 @@ from pd_kernels.triton_prefill import (
 if TYPE_CHECKING:
     import torch
 
-    from pd_kernels.packed import PackedSequences
+    from pd_kernels.values import PackedSequences, PrefillTiling
 
 
 class Chunks(Protocol):

@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pd_kernels.half_normed import HalfNormed
 from pd_kernels.triton_decode import num_processors
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
+from pd_kernels.values import HalfNormed
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,28 +22,16 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pd_kernels.hopper_prefill import HopperPrefill, compiled
+from pd_kernels.values import PrefillTiling
 
 if TYPE_CHECKING:
-    from pd_kernels.packed import Ints, PackedSequences
+    from pd_kernels.values import Ints, PackedSequences
 
 _LOG2_E = 1.4426950408889634
 _SHARED_KEYS = 1024  # with fewer, a tile is one program's
 _FAR_KEYS = 4096  # so many that a chunk's tiles are nearly as long as each other
 _MOST_PARTS = 16  # the merge takes them one after the other
 _MERGED_ROWS = 16  # by one program
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillTiling:
-    """How the kernel is cut; the defaults of `prefill_tiling` were chosen by measurement."""
-
-    rows: int  # tokens times the group's query heads
-    keys: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None  # of a thread; None leaves it to the compiler
-    parts: int = 1  # programs that share a tile's keys; 1 under a window
-    descriptors: bool = True  # use the tensor memory accelerator where the layout allows it
 
 
 @triton.jit

@@ -13,21 +13,20 @@ import numpy as np
 
 from pd_kernels.checks import check_cache_views, check_query, output
 from pd_kernels.hopper_prefill import serves_hopper
-from pd_kernels.packed import PackedSequences
 from pd_kernels.triton_decode import DecodePlan, decode_attention, decode_tiling, num_processors, plan_decode
 from pd_kernels.triton_prefill import (
     PrefillPlan,
-    PrefillTiling,
     cut_chunks,
     prefill_attention,
     prefill_tiling,
     room_for_parts,
 )
+from pd_kernels.values import PackedSequences, PrefillTiling
 
 if TYPE_CHECKING:
     import torch
 
-    from pd_kernels.packed import Ints, StepOnDevice, StepSize
+    from pd_kernels.values import Ints, StepOnDevice, StepSize
 
 _FAR_KEYS = 4096  # steps that are far are cut as for so many
 _VOID = np.zeros(0, np.int64)

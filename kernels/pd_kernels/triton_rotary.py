@@ -17,7 +17,7 @@ from pd_kernels.triton_dependent_launch import early_options, launches_early, ot
 if TYPE_CHECKING:
     import torch
 
-    from pd_kernels.head_norms import HeadNorms
+    from pd_kernels.values import HeadNorms
 
 _HEADS = 16  # of one program at most
 

@@ -20,7 +20,7 @@ from pd_kernels.sampling import lowest_kept, scaled
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 
 if TYPE_CHECKING:
-    from pd_kernels.draws import Draws
+    from pd_kernels.values import Draws
 
 _PIECE, _TILE = 4096, 2048  # tokens of a program, and at a time
 _ROUNDING = 2.0**-22  # the kernel's quotient of the lowest logit that is kept may be so much smaller than torch's

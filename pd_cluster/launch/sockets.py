@@ -2,56 +2,30 @@
 
 Two ways in which a supervisor keeps an address while the process that serves it is started again:
 
-- `listen` and pass the socket on (`inherited`): the queue of connections lives as long as the supervisor, so while no
-  process accepts, new connections wait. The router's clients want that.
+- `listen` and pass the socket on (`pd_http.sockets.inherited`): the queue of connections lives as long as the
+  supervisor, so new connections wait while no process accepts. The router's clients want that.
 - `reserve`: the port is bound and no socket listens. The process listens on it by itself; when it dies its socket goes
   with it, and connections are refused at once. The router wants that of a node, since it has another one to ask.
 """
 
 from __future__ import annotations
 
-import errno
 import socket
 
 from pd_cluster.errors import StartupError
-from pd_cluster.launch.flags import MAX_PORT
-from pd_http.inheritance import listening_socket
+from pd_http.sockets import bound, cannot_listen
 
 BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening TCP socket; port 0 lets the OS choose. Raises StartupError when the address cannot be had."""
-    if not 0 <= port <= MAX_PORT:  # getaddrinfo keeps 16 bits: 99999 would become 34463
-        raise StartupError(f"--port {port} is no port: write 0 to {MAX_PORT} (0: any free one)")
+    listener = bound(host, port)
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
-    except (socket.gaierror, OverflowError) as error:
-        raise StartupError(f"--host {host} --port {port} is no address: {error}") from error
-    listener = socket.socket(family, kind)
-    try:
-        # a port in TIME_WAIT is free; one with a listener is not, whatever this option says
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
         listener.listen(BACKLOG)
-        listener.set_inheritable(False)
-    except BaseException as error:
-        listener.close()
-        if not isinstance(error, OSError):
-            raise
-        raise StartupError(_advice(host, port, error)) from error
-    return listener
-
-
-def inherited(fd: int) -> socket.socket:
-    """The listening TCP socket that the process before this one has left open as `fd`. Raises StartupError."""
-    try:
-        listener = listening_socket(fd)
     except OSError as error:
-        raise StartupError(f"--listen-fd {fd}: {error}") from error
-    listener.set_inheritable(False)
+        listener.close()
+        raise cannot_listen(host, port, error) from error
     return listener
 
 
@@ -79,17 +53,3 @@ def port_of(listener: socket.socket) -> int:
     """The port that a listener has."""
     port: int = listener.getsockname()[1]
     return port
-
-
-def _advice(host: str, port: int, error: OSError) -> str:
-    match error.errno:
-        case errno.EADDRINUSE:
-            return (
-                f"port {port} on {host} is taken: stop what listens there, or choose another --port (0: any free one)"
-            )
-        case errno.EADDRNOTAVAIL:
-            return f"this machine has no address {host}: choose another --host (0.0.0.0: all of them)"
-        case errno.EACCES:
-            return f"port {port} needs privileges: choose a --port above 1023"
-        case _:
-            return f"cannot listen on {host} port {port}: {error.strerror or error}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from pd_cluster.launch.flags import add_config_flags, port_number
+from pd_cluster.launch.flags import add_config_flags
+from pd_http.settings import port_number
 
 POOL_READY = "pool ready on "  # what `pd-cluster pool` says before its URL
 POOL_CONNECTORS = ("lmcache", "mooncake")  # whose server `up` and `pd-cluster pool` can start

@@ -20,12 +20,11 @@ from pd_cluster.server.schema import DetokenizeBody, ReleaseBody, TokenizeBody, 
 from pd_connectors.protocol.errors import TicketError, TicketExpired
 from pd_connectors.protocol.ticket import Ticket, verify
 from pd_http.body import read_body
+from pd_http.metrics import EXPOSITION_TYPE
 from pd_http.reply import json_response
 
 if TYPE_CHECKING:
     from pd_cluster.server.state import NodeState
-
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def admin_routes(state: NodeState) -> APIRouter:
@@ -53,7 +52,7 @@ def admin_routes(state: NodeState) -> APIRouter:
 
     @routes.get("/metrics")
     async def metrics() -> Response:
-        return Response(state.metrics.render(), media_type=METRICS_TYPE)
+        return Response(state.metrics.render(), media_type=EXPOSITION_TYPE)
 
     @routes.get("/kv")
     async def kv() -> Response:

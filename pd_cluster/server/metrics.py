@@ -8,11 +8,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
+from pd_http.metrics import HttpMetrics
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from pd_cluster.protocol.messages import EngineStats, Timeline
-    from pd_http.gate import HttpGate
 
 # 1 ms to 2 minutes, denser where SLOs live
 _LATENCY_S = (
@@ -72,16 +73,7 @@ class NodeMetrics:
         )
         self.phases |= {name: steps.labels(name) for name in _STEPS}
 
-        self.http_refusals = counter("http_refusals", "Connections that the node ended by itself.", "reason")
-        self.connections = Gauge("pd_http_connections", "Open connections of clients.", registry=self.registry)
-        self.unfinished_bytes = Gauge(
-            "pd_http_unfinished_bytes", "Memory of requests that have not arrived whole.", registry=self.registry
-        )
-
-    def add_gate(self, gate: HttpGate) -> None:
-        """Export what the HTTP server holds."""
-        self.connections.set_function(gate.__len__)
-        self.unfinished_bytes.set_function(lambda: gate.unfinished_bytes)
+        self.http = HttpMetrics(self.registry, "pd")
 
     def add_engine(
         self,

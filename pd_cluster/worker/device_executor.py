@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.pending_step import PendingStep
     from pd_connectors.base import CacheDescription
     from pd_kernels.backends import Kernels
-    from pd_kernels.packed import StepSize
+    from pd_kernels.values import StepSize
 
 _BLOCK_SIZE_STEP = 16  # the hash unit: blocks are whole numbers of it
 

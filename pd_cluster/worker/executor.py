@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch, StepResult
     from pd_connectors.base import CacheDescription
     from pd_connectors.protocol.ticket import Geometry
-    from pd_kernels.packed import StepSize
+    from pd_kernels.values import StepSize
 
 
 @dataclass(frozen=True, slots=True)

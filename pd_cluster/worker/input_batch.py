@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from pd_cluster.worker.sampling_state import DEFERRED
-from pd_kernels.packed import Ints, PackedSequences
+from pd_kernels.values import Ints, PackedSequences
 
 if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart

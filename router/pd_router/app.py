@@ -1,4 +1,4 @@
-"""Builds the router: one factory makes every piece, the lifespan owns what runs."""
+"""Builds the router: `create_app` makes every part; the lifespan starts and stops what runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pd_router.sources.base import NodeSource
     from pd_router.succession import Heritage
 
-# Tickets to release and prefills to see through when the router stops; the leases' own expiry does the rest.
+# For releasing tickets and finishing prefills when the router stops; leases that are left expire by themselves.
 BACKGROUND_DEADLINE_S = 2.0
 
 
@@ -51,9 +51,8 @@ def create_app(
 ) -> Starlette:
     """The router as an ASGI app.
 
-    `key`: the cluster's, signs offers. `sources`: name nodes beside the flags and the posted orders.
-    `heritage`: what the router before this one was ordered.
-    `clock`: monotonic seconds. `wall_clock`: seconds since 1970.
+    `key`: the cluster's key; it signs offers. `sources`: of nodes, in addition to flags and posted orders.
+    `heritage`: the orders that the router before this one had. `clock`: monotonic seconds. `wall_clock`: Unix seconds.
     """
     table = NodeTable(config, clock)
     upstream = Upstream(config)
@@ -70,8 +69,8 @@ def create_app(
             try:
                 await discovery.heard_all(config.control_timeout_s)
                 if heritage is not None:
-                    posted.inherit(heritage)  # before the first look, which tells which nodes have booted since
-                await poller.poll_all()  # so that the first request finds the nodes that are up
+                    posted.inherit(heritage)  # before the first health check, which finds restarted nodes
+                await poller.poll_all()  # so that the first request finds the healthy nodes
                 running.append(asyncio.ensure_future(poller.run()))
                 yield
             finally:

@@ -1,4 +1,4 @@
-"""The ASGI endpoint of the generating calls: reads a request, plans it, runs it, and gives it exactly one end."""
+"""The ASGI endpoint of the generating calls: reads, plans and runs a request, and counts exactly one outcome."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Proxy:
         except PdError as error:
             outcome = "refused" if error.status < 500 else "failed"
             await reply.fail(error)
-        except asyncio.CancelledError:  # the server's, at the end of drain_s: the watch turns its own into ClientGone
+        except asyncio.CancelledError:  # by the server, at the end of drain_s; the watch turns its own into ClientGone
             outcome = "stopped"
             await reply.stopped()
         except Exception as error:

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from pd_router.legs import DecodeLeg
     from pd_router.node_table import Node
 
-# The timer of a stream is moved once per this share of its limit, not once per chunk.
+# The deadline of a stream is moved once per this share of it, not at each chunk.
 _REFRESH_SHARE = 0.1
 
 
 async def send_answer(leg: DecodeLeg, reply: Reply, prefill_by: Node, idle_timeout_s: float) -> None:
-    """Send all of `leg`'s answer. `prefill_by`: who prefilled, unless the node says so itself.
+    """Send all of `leg`'s answer. `prefill_by`: the node that prefilled, unless the answer names one.
 
-    Raises ClientGone, or LegFailed when a stream breaks off. After that the client has an error event and no end of
-    the stream: the server closes a connection whose answer was not completed.
+    Raises ClientGone, or LegFailed if a stream breaks off. The client then has an error event without an end of the
+    stream: the server closes the connection of an incomplete answer.
     """
     if leg.whole is not None:
         headers = _with_nodes(leg.whole.headers, prefill_by, leg.node)
@@ -42,9 +42,9 @@ async def send_answer(leg: DecodeLeg, reply: Reply, prefill_by: Node, idle_timeo
 
 
 async def _splice(leg: DecodeLeg, reply: Reply, idle_timeout_s: float, tail: list[bytes]) -> None:
-    """Copy until the stream ends; `tail` holds the last two chunks.
+    """Copy until the stream ends. `tail` gets the last two chunks.
 
-    Raises LegFailed, or ClientGone when it is the client that does not take its bytes.
+    Raises LegFailed, or ClientGone if the client does not take its bytes.
     """
     loop = asyncio.get_running_loop()
     refresh_s = idle_timeout_s * _REFRESH_SHARE
@@ -66,18 +66,18 @@ async def _splice(leg: DecodeLeg, reply: Reply, idle_timeout_s: float, tail: lis
     except TimeoutError as error:
         if sending:
             raise ClientGone from error
-        detail = f"the stream stood still for {idle_timeout_s:g} s"
+        detail = f"the stream made no progress for {idle_timeout_s:g} s"
         raise LegFailed(leg.node, FailureKind.TIMEOUT, detail, wait="stream") from error
 
 
 def _check_end(node: Node, tail: bytes) -> None:
-    """A stream that ends in good order ends with [DONE], or with the node's own error event. Raises LegFailed."""
+    """Raises LegFailed unless the stream ends with [DONE] or with the node's own error event."""
     if not tail.rstrip().endswith(b"[DONE]") and b'data: {"error"' not in tail:
         raise LegFailed(node, FailureKind.BROKEN, "the stream ended without [DONE]")
 
 
 def _last_words(tail: bytes, failure: LegFailed) -> bytes:
-    """An error event; a half event before it is closed off first."""
+    """An error event; a blank line before it ends an incomplete event."""
     event = event_bytes(PdError(f"the answer broke off: {failure}", code="stream_interrupted").to_body())
     return event if tail.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n" + event
 

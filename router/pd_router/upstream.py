@@ -1,4 +1,4 @@
-"""HTTP towards the nodes: one connection pool, every wait named, every failure a `LegFailed`."""
+"""HTTP requests to the nodes: one connection pool, every wait has a name, every failure is a `LegFailed`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from pd_router.config import RouterConfig
     from pd_router.node_table import Node
 
-# From this size on aiohttp wants a file rather than bytes, so that writing does not hold up the event loop.
+# Above this size aiohttp wants a file instead of bytes, so that writing does not block the event loop.
 _LARGE_BODY_BYTES = 1 << 20
 
 
 class FailureKind(StrEnum):
-    """Why a leg failed. Each is counted under this name."""
+    """Why a leg failed. The value is its name in metrics."""
 
     CONNECT = "connect"  # no process listens there, or no route
     BROKEN = "broken"  # the connection ended before the answer did
-    TIMEOUT = "timeout"  # one of the named timeouts
-    FROZEN = "frozen"  # health checks found that the node makes no progress
+    TIMEOUT = "timeout"  # a named deadline passed
+    FROZEN = "frozen"  # by the health checks, the node makes no progress
     DIED = "died"  # the node, or its engine, died after the request was sent
     REFUSED = "refused"  # the node answered 429 or 5xx
-    BAD_ANSWER = "bad_answer"  # the node answered something that is not our protocol
+    BAD_ANSWER = "bad_answer"  # the answer does not follow the protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Answer:
 
 
 class LegFailed(Exception):
-    """A leg came to nothing. `answer` is what the node said, when it said something. `wait`: the wait that ran out."""
+    """A leg failed. `answer`: of the node, if there was one. `wait`: the wait that reached its deadline, if any."""
 
     def __init__(
         self, node: Node, kind: FailureKind, detail: str, answer: Answer | None = None, wait: str = ""
@@ -60,12 +60,12 @@ class LegFailed(Exception):
 
     @property
     def is_final(self) -> bool:
-        """The node says that the request must not be tried anywhere again."""
+        """Whether the node says that the request must not be tried on any node again."""
         return self.answer is not None and code_of(self.answer.body) == NodesDied.code
 
 
 class Refused(Exception):
-    """The node says that the request itself is wrong (4xx): no other node would say otherwise."""
+    """The node says that the request itself is wrong (4xx): every node would answer the same."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(f"status {answer.status}")
@@ -73,7 +73,7 @@ class Refused(Exception):
 
 
 class Upstream:
-    """Opens legs. Use it inside `async with`: that is how long its connections live."""
+    """Opens legs. Its connections live as long as its `async with` block."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._connect_timeout_s = config.connect_timeout_s
@@ -83,7 +83,7 @@ class Upstream:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Upstream:
-        # No limits on connections or total time: admission is the nodes' business, and streams are long.
+        # No limit on connections or total time: the nodes admit requests, and streams are long.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._keepalive_s),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
@@ -108,10 +108,10 @@ class Upstream:
     async def post(
         self, node: Node, path: str, headers: Mapping[str, str], body: bytes, first_byte_s: float
     ) -> aiohttp.ClientResponse:
-        """The answer, from its head on; the caller closes it. Raises LegFailed, also for 429 and 5xx; Refused for 4xx.
+        """The answer, once its head is there; the caller closes it. Raises LegFailed (429 and 5xx too), Refused (4xx).
 
-        A connection that ends at once, unanswered, is tried once more if the node lives: that is how a kept-alive
-        connection looks that the node has just closed. A node that does not live may have died of the request.
+        A connection that ends at once without an answer is tried once more if the node is alive: the node may just have
+        closed a kept-alive connection. If the node is not alive, the request may have killed it.
         """
         loop = asyncio.get_running_loop()
         sent_at = loop.time()
@@ -177,9 +177,9 @@ class Upstream:
             response.close()
 
     async def has_died(self, node: Node, epoch: int | None, *, is_silence_death: bool = True) -> bool:
-        """Whether the process that had this boot epoch is gone. For a node that has broken a connection off.
+        """Whether the process with this boot epoch is gone. For a node that broke a connection.
 
-        is_silence_death: a node that does not answer has died. A frozen process breaks no connection off, but a
+        is_silence_death: count a node that does not answer as dead. A frozen process breaks no connection, but a
         successor that has not started yet may hold its listening socket.
         """
         try:

@@ -20,7 +20,7 @@ Answers = dict[tuple[str, int], list[int]]
 
 
 @pytest.fixture(scope="module")
-def executor() -> Iterator[Executor]:
+def executor() -> Iterator[DeviceExecutor]:
     executor = DeviceExecutor.started(replace(CONFIG, cache=replace(CONFIG.cache, num_blocks=64)), lambda text: None)
     yield executor
     executor.close()

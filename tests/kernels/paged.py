@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pd_kernels.packed import PackedSequences
+from pd_kernels.values import PackedSequences
 
 
 @dataclass(frozen=True)

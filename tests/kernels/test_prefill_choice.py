@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_kernels.backends import AttentionPlan, Kernels
-    from pd_kernels.packed import PackedSequences
+    from pd_kernels.values import PackedSequences
 
 SHAPE = AttentionShape(4, 2, 16, 16, torch.float32, torch.device("cpu"))
 

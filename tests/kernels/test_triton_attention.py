@@ -11,10 +11,10 @@ import torch
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from pd_kernels import reference
-from pd_kernels.packed import PackedSequences
 from pd_kernels.triton_attention import plan_attention
 from pd_kernels.triton_decode import DecodeTiling
-from pd_kernels.triton_prefill import PrefillTiling, prefill_tiling, unshared_if_many
+from pd_kernels.triton_prefill import prefill_tiling, unshared_if_many
+from pd_kernels.values import PackedSequences, PrefillTiling
 from tests.kernels.paged import Paged, Shape, make_paged
 
 # Triton's interpreter on numpy

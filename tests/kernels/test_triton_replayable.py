@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
-from pd_kernels.packed import StepOnDevice, StepSize
 from pd_kernels.triton_decode import num_processors
 from pd_kernels.triton_replayable import TritonReplayable
+from pd_kernels.values import StepOnDevice, StepSize
 from tests.kernels.paged import Paged, make_paged
 from tests.kernels.test_triton_attention import DEVICE, REAL, SHAPES, TOLERANCE, expected, on_device
 

@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="the Triton kernels need triton")
 import triton.language as tl  # noqa: E402
 
 from pd_kernels import sampling, triton_sampling  # noqa: E402
-from pd_kernels.draws import Draws, Limits  # noqa: E402
+from pd_kernels.values import Draws, Limits  # noqa: E402
 
 # Triton's interpreter on numpy
 pytestmark = [

@@ -9,7 +9,8 @@ import pytest
 
 from pd_cluster.config import NodeConfig
 from pd_cluster.errors import StartupError
-from pd_cluster.launch.flags import add_config_flags, config_from, flag_of, given_flags
+from pd_cluster.launch.flags import add_config_flags, config_from, given_flags
+from pd_http.settings import flag_of
 
 NUMBERS: dict[type, object] = {int: 4096, float: 4096.0, str: "4096"}
 FORMS: dict[str, object] = {"kv_ports": "4096-4097", "logits_stages": ("a:B", "c:D")}  # settings that are not any text

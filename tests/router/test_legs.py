@@ -150,7 +150,7 @@ async def test_a_p_that_hands_out_nothing_in_time_is_given_up() -> None:
         ((), FailureKind.BROKEN, "ended without a ticket"),
         ((aiohttp.ClientPayloadError("reset"),), FailureKind.BROKEN, "no ticket: reset"),
         ((b"event: ticket\ndata: nonsense\n\n",), FailureKind.BAD_ANSWER, "no ticket"),
-        ((b"event: ticket\ndata: {}\n\n",), FailureKind.BAD_ANSWER, "carries no kv_transfer_params"),
+        ((b"event: ticket\ndata: {}\n\n",), FailureKind.BAD_ANSWER, "has no kv_transfer_params"),
         ((b'event: ticket\ndata: {"kv_transfer_params": null}\n\n',), FailureKind.BAD_ANSWER, "no kv_transfer_params"),
         ((b'event: ticket\ndata: {"kv_transfer_params": {"ticket": 7}}\n\n',), FailureKind.BAD_ANSWER, "no ticket"),
     ],

@@ -63,14 +63,14 @@ def test_two_parsings_share_nothing() -> None:
         (["--nodes-file", "/nonexistent/nodes.json"], "--nodes-file"),
         (["--decode", D, "--max-node-deaths", "0"], "--max-node-deaths"),
         (["--decode", D, "--cluster-key-file", "/nonexistent/key"], "cluster key"),
-        (["--decode", D, "--port", "70000"], "--port 70000 is no port"),
+        (["--decode", D, "--port", "70000"], "--port 70000 is not a port"),
         (["--decode", D, "--port", "-1"], "--port -1 must be at least 0"),
-        (["--decode", D, "--port", "9" * 400], "is no port"),
+        (["--decode", D, "--port", "9" * 400], "is not a port"),
         (["--decode", D, "--health-interval-s", "0"], "--health-interval-s must be above 0"),
-        (["--decode", D, "--drain-s", "nan"], "--drain-s nan is no number"),
+        (["--decode", D, "--drain-s", "nan"], "--drain-s nan is not a number"),
         (["--decode", D, "--listen-fd", "99999"], "--listen-fd 99999: "),
         (["--decode", D, "--listen-fd", "0"], "--listen-fd 0: "),
-        (["--decode", D, "--host", "256.0.0.1", "--port", "0"], "cannot listen"),
+        (["--decode", D, "--host", "256.0.0.1", "--port", "0"], "cannot resolve --host 256.0.0.1"),
     ],
 )
 def test_a_wrong_flag_says_what_to_do(flags: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:

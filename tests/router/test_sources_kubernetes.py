@@ -240,7 +240,7 @@ def test_without_lightkube_the_message_says_what_to_install(monkeypatch: pytest.
 
 def test_the_way_to_the_api_server_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    with pytest.raises(StartupError, match="no way to an API server"):
+    with pytest.raises(StartupError, match="cannot reach an API server"):
         make_sources(RouterConfig(kubernetes_namespace="serving"))
     config = {
         "apiVersion": "v1",

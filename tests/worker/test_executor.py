@@ -17,7 +17,7 @@ from pd_cluster.scheduling.batch import Batch
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.memory_measurement import run_largest_step
 from pd_kernels.backends import TORCH
-from pd_kernels.packed import StepSize
+from pd_kernels.values import StepSize
 from tests.worker.driver import Driver, make_executor
 
 if TYPE_CHECKING:

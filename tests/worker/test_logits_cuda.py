@@ -24,7 +24,7 @@ from pd_cluster.models.registry import build_model
 from pd_cluster.models.weights import fill_at_random
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.device_executor import DeviceExecutor
-from pd_kernels.backends import select_kernels
+from pd_kernels.selection import select_kernels
 from tests.worker.driver import Driver, Generation, random_prompts
 
 if TYPE_CHECKING:

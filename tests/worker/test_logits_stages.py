@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.worker.input_batch import ReplayInputs
     from pd_kernels.backends import Kernels
-    from pd_kernels.packed import Ints, StepSize
+    from pd_kernels.values import Ints, StepSize
 
 
 class BanToken(LogitsStage):

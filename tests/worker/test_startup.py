@@ -18,7 +18,7 @@ from tests.worker.driver import make_executor
 if TYPE_CHECKING:
     from pd_cluster.worker.executor import Executor
     from pd_connectors.base import CacheDescription
-    from pd_kernels.packed import StepSize
+    from pd_kernels.values import StepSize
     from tests.worker.conftest import ModelStore
 
 PHASES = ("load", "free_kv_bytes", "allocate", "warm_up")

@@ -18,7 +18,7 @@ from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_kernels import reference
 from pd_kernels.backends import TORCH, Kernels
-from pd_kernels.packed import StepSize
+from pd_kernels.values import StepSize
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts, use_graphs
 from tests.worker.test_decode_graphs import Repeater
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pd_cluster.worker.input_batch import ReplayInputs
-    from pd_kernels.packed import Ints, StepOnDevice
+    from pd_kernels.values import Ints, StepOnDevice
 
 SIZES = step_sizes(28, 6, with_far=False)
 LENGTHS = (5, 16, 40, 31, 64, 1, 2)

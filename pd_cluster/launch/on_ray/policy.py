@@ -110,8 +110,8 @@ class RayNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Where a unit should go: rather there, never there. Ray decides in the end: others use the cluster too."""
+class Placement:
+    """Where a unit should be placed: the preferred Ray node and the excluded ones. Ray decides."""
 
     target: str | None
     avoid: tuple[str, ...] = ()
@@ -271,7 +271,7 @@ def choose(
     suspects: Collection[str] = (),
     *,
     one_per_address: bool = False,
-) -> Choice:
+) -> Placement:
     """Where a new unit of `role` goes.
 
     `bundles`: by role, what the units there reserve. spread: where the fewest of its role are, then the fewest at all;
@@ -291,7 +291,7 @@ def choose(
         same = sum(unit.role == role for unit in here)
         rank = ((same, len(here)) if placement == "spread" else (-len(here), same)), node.node_id
         best = rank if best is None else min(best, rank)
-    return Choice(best[1], avoid) if best else Choice(None, never)
+    return Placement(best[1], avoid) if best else Placement(None, never)
 
 
 def _has_room(node: RayNode, bundle: Mapping[str, float], used: Sequence[Mapping[str, float]]) -> bool:

@@ -11,9 +11,10 @@ import yaml
 
 from pd_cluster.config import NodeConfig
 from pd_cluster.errors import StartupError
-from pd_cluster.launch.flags import config_from, flag_of, given_flags
+from pd_cluster.launch.flags import config_from, given_flags
 from pd_cluster.launch.preflight import refuse, setting_problems
 from pd_cluster.launch.up_flags import PER_NODE
+from pd_http.settings import flag_of
 from pd_router.config import RouterConfig
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from pd_cluster.scheduling.batch import SequenceStart
-    from pd_kernels.packed import Ints
+    from pd_kernels.values import Ints
 
 
 @dataclass(frozen=True, slots=True)

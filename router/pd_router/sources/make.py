@@ -1,4 +1,4 @@
-"""The sources that the settings ask for."""
+"""The node sources that the settings name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def make_sources(config: RouterConfig) -> tuple[NodeSource, ...]:
-    """What names nodes beside the flags and the posted orders.
+    """The node sources in addition to flags and posted orders.
 
-    What is wrong with a source now is an error; later it is waited for. Raises StartupError.
+    Raises StartupError if a source is faulty now; later faults are waited for.
     """
     sources: list[NodeSource] = []
     if config.nodes_file:
