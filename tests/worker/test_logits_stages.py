@@ -40,6 +40,11 @@ class BanToken(LogitsStage):
         self._move = context.move
         self.num_rows = 0
 
+    @staticmethod
+    def check(sampling: SamplingParams) -> None:
+        if not isinstance(sampling.logits_args.get("ban", 0), int):
+            raise ValueError("ban must be a token id")
+
     def start(self, row: int, start: SequenceStart) -> bool:
         self._banned[row] = start.sampling.logits_args.get("ban", -1)
         return bool(self._banned[row] >= 0)
@@ -155,6 +160,16 @@ def test_a_late_stage_knows_the_token_before(mode: str) -> None:
     assert mixed | {"counted": plain["counted"]} == plain
 
 
+def test_arguments_that_a_stage_refuses_are_an_invalid_request() -> None:
+    with served("off") as (bench, _):
+        bench.send(AddRequest("wrong", PROMPTS[1], greedy(logits_args={"ban": "seven"})))
+        with pytest.raises(AssertionError, match="logits_args: ban must be a token id"):
+            bench.run()
+        bench.open.clear()
+        bench.mailbox.outbox.clear()
+        assert len(tokens_of(bench, right=greedy(logits_args={"ban": 7}))["right"]) == 12
+
+
 @pytest.mark.parametrize("is_replayed", [False, True])
 def test_a_step_with_late_rows_is_drawn_when_the_one_before_was_read(models: ModelStore, is_replayed: bool) -> None:
     executor = make_executor(models.get("qwen3").directory, logits_stages=STAGES)
@@ -195,7 +210,7 @@ def test_a_step_with_late_rows_is_drawn_when_the_one_before_was_read(models: Mod
         ("no.such.module:Stage", "No module named"),
         (f"{__name__}:Missing", "has no attribute 'Missing'"),
         (f"{__name__}:Broken", "no licence"),
-        ("builtins:id", "is not a LogitsStage: it lacks is_late, start, prepare"),
+        ("builtins:id", "is not a LogitsStage: it lacks is_late, check, start, prepare"),
     ],
 )
 def test_a_path_that_names_no_stage_ends_the_start(models: ModelStore, path: str, words: str) -> None:

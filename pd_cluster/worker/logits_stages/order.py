@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import StartupError
@@ -16,20 +15,19 @@ if TYPE_CHECKING:
 
     from pd_cluster.worker.logits_stages.stage import LogitsStage, StageContext
 
-StageKind = Callable[["StageContext"], "LogitsStage"]
 
 # Temperature, top k, top p and min p come after all stages, with the draw
-ORDER: tuple[StageKind, ...] = (Penalties, Bias, MinTokens)
-_PARTS = ("is_late", "start", "prepare", "apply", "note")
+ORDER: tuple[type[LogitsStage], ...] = (Penalties, Bias, MinTokens)
+_PARTS = ("is_late", "check", "start", "prepare", "apply", "note")
 
 
-def find_stage(path: str) -> StageKind:
+def find_stage(path: str) -> type[LogitsStage]:
     """The class at an import path "package.module:Class". Raises StartupError when that is no LogitsStage."""
     module, _, name = path.partition(":")
     try:
         if not (module and name):
             raise ValueError("write package.module:Class")
-        kind: StageKind = getattr(importlib.import_module(module), name)
+        kind: type[LogitsStage] = getattr(importlib.import_module(module), name)
     except Exception as error:  # the module is foreign and may raise anything
         raise StartupError(f"--logits-stage {path}: {error}") from error
     if missing := [part for part in _PARTS if not hasattr(kind, part)]:
