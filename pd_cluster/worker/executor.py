@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from pd_cluster.models.spec import ModelSpec
+    from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import Batch, StepResult
     from pd_connectors.base import CacheDescription
     from pd_connectors.protocol.layout import BlockLayout
@@ -92,6 +93,9 @@ class Executor(Protocol):
 
         Ranks stop capturing when their own memory runs out; only sizes that all of them have may be replayed.
         """
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Raises InvalidRequest when a logits stage from outside cannot serve a request of these parameters."""
 
     def launch(self, batch: Batch) -> Pending:
         """Apply the batch and start its work. Loads and publishes are the connector's part.
