@@ -107,6 +107,6 @@ class OfflineEngine:
 def offline_context(executor: DeviceExecutor) -> ConnectorContext:
     """For a connector that transfers nothing."""
     return ConnectorContext(
-        engine_id="bench", epoch=1, fingerprint=executor.model.fingerprint, geometry=executor.cache.geometry,
+        engine_id="bench", epoch=1, fingerprint=executor.model.fingerprint, layout=executor.cache.layout,
         cluster_key=b"", host="127.0.0.1", port=0,
     )  # fmt: skip

@@ -49,14 +49,14 @@ class Admission:
         """Raises InvalidRequest when the request could never be served here, however long it waited."""
         message.sampling.validate(self._vocab_size)
         self._check_sampling(message.sampling)
-        self._check_ids("prompt", message.prompt_token_ids)
+        self._check_ids("prompt", "the prompt has", message.prompt_token_ids)
         self._check_lengths(message)
         if message.known:
             self._check_known(message)
 
-    def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
+    def _check_ids(self, name: str, subject: str, token_ids: Sequence[int]) -> None:
         if not _are_below(self._vocab_size, token_ids):
-            raise InvalidRequest(f"{name}: token ids must be in the vocabulary 0..{self._vocab_size - 1}", name)
+            raise InvalidRequest(f"{subject} token ids outside the vocabulary 0..{self._vocab_size - 1}", name)
 
     def _check_lengths(self, message: AddRequest) -> None:
         """Each of n sequences must fit the cache alone: they share it by preemption if they do not fit together.
@@ -95,7 +95,7 @@ class Admission:
                 f"{longest} known tokens leave nothing to generate: max_tokens is {num_output}", "known"
             )
         for token_ids in known:
-            self._check_ids("known", token_ids)
+            self._check_ids("known", "known has", token_ids)
 
 
 def _are_below(limit: int, token_ids: Sequence[int]) -> bool:

@@ -71,6 +71,7 @@ class EngineCore:
             executor.num_blocks,
             executor.block_size,
             num_host_blocks=executor.num_host_blocks,
+            num_groups=len(executor.layout.groups),
             prefix_caching=config.cache.prefix_caching,
         )
         self._scheduler = Scheduler(
@@ -169,13 +170,15 @@ class EngineCore:
             self._retire()
 
     def _retire(self) -> None:
-        """Take the oldest step's result; report it, finish leases, and store new blocks in the pool."""
+        """Take the oldest step's result; announce it to readers, report it, and store new blocks in the pool."""
         batch, result = self._pipeline.retire()
         self._num_steps += 1
         self._num_tokens += batch.num_tokens
-        for update in self._scheduler.update(batch, result):
-            if update.request.work is Work.PREFILL:
-                self._transfers.finish_lease(update)
+        updates = self._scheduler.update(batch, result)
+        prefilled = [update for update in updates if update.request.work is Work.PREFILL]
+        if batch.publishes or prefilled:
+            self._connector.send_after(self._transfers.announce(batch.publishes, prefilled))
+        for update in updates:
             self._report(update)
         news = self._scheduler.take_news()
         if news and self._connector.pool is not None:

@@ -21,7 +21,7 @@ and D before it prefills because no P could. A ticket is followed without that: 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -44,11 +44,13 @@ from pd_connectors.base import (
 from pd_connectors.protocol.errors import HandoffError, LeaseEnd, LoadFailure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.scheduler import Scheduler, Update
     from pd_cluster.scheduling.sequence import Request
+    from pd_connectors.base import PublishSpec
+    from pd_connectors.protocol.messages import SampledToken
     from pd_connectors.protocol.ticket import Ticket
 
 REDRAWS = "first_token_redraws_total"  # by reason
@@ -150,15 +152,29 @@ class KvTransfers:
             raise
         self._reply(TicketOpened(request.request_id, ticket))
 
-    def finish_lease(self, update: Update) -> None:
-        """A PREFILL's first tokens are sampled, and its prompt has been published."""
-        request = update.request
-        assert request.lease_id is not None
-        first_tokens = tuple(token for report in update.sequences for token in report.tokens)
-        if len(first_tokens) == request.sampling.n:
-            self._connector.finish_lease(request.lease_id, first_tokens, request.prefill_s)
-        else:  # a sequence was aborted: no D can take over all of them
-            self._connector.end_lease(request.lease_id, LeaseEnd.REVOKED)
+    def announce(self, publishes: Iterable[PublishSpec], prefilled: Iterable[Update]) -> list[PublishSpec]:
+        """What a retired step has for readers: its publishes, and the first tokens of PREFILLs that it sampled.
+
+        A lease's first tokens go into its publish, so that its reader hears of the last KV and of them in one message.
+        """
+        sampled: dict[str, tuple[tuple[SampledToken, ...], float]] = {}
+        for update in prefilled:
+            request = update.request
+            assert request.lease_id is not None
+            first_tokens = tuple(token for report in update.sequences for token in report.tokens)
+            if len(first_tokens) == request.sampling.n:
+                sampled[request.lease_id] = first_tokens, request.prefill_s
+            else:  # a sequence was aborted: no D can take over all of them
+                self._connector.end_lease(request.lease_id, LeaseEnd.REVOKED)
+        specs = []
+        for publish in publishes:
+            if publish.lease_id in sampled:
+                first_tokens, prefill_s = sampled.pop(publish.lease_id)
+                publish = replace(publish, first_tokens=first_tokens, prefill_s=prefill_s)
+            specs.append(publish)
+        for lease_id, (first_tokens, prefill_s) in sampled.items():
+            self._connector.finish_lease(lease_id, first_tokens, prefill_s)
+        return specs
 
     def revoke(self, request: Request) -> None:
         """Call before a PREFILL is aborted, which frees its blocks. Idempotent."""

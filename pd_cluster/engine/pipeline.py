@@ -6,7 +6,8 @@
 When the connector hears of what a step touches:
 
     loads of step n       `recv_before` once every step before n has retired; n itself writes none of their blocks
-    publishes of step n   `send_after` once n has retired; those of no tokens, that a prompt has begun, at once
+    publishes of step n   those of no tokens, that a prompt has begun, at once; the others are sent by the caller of
+                          `retire`, with the first tokens that the step sampled
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Pipeline:
         return True
 
     def retire(self) -> tuple[Batch, StepResult]:
-        """Wait for the oldest step. Then start the loads behind it and announce what it computed."""
+        """Wait for the oldest step, and start the loads behind it. The caller announces what it computed."""
         flight = self._flights.popleft()
         was_over = flight.pending.is_over
         result = flight.pending.result()
@@ -124,7 +125,6 @@ class Pipeline:
         self._retired_s = now_s
         if flight.loads_behind:
             self._connector.recv_before(flight.loads_behind)
-        self._connector.send_after(flight.batch.publishes)
         return flight.batch, result
 
     def rest(self) -> None:

@@ -120,7 +120,7 @@ def _build(config: NodeConfig, mailbox: EngineSockets, cleanup: ExitStack) -> tu
         engine_id=config.server.node_id or f"engine-{secrets.token_hex(4)}",
         epoch=epoch,
         fingerprint=executor.model.fingerprint,
-        geometry=cache.geometry,
+        layout=cache.layout,
         cluster_key=load_cluster_key(config.handoff.cluster_key_file),
         host=config.handoff.advertise_host,
         port=config.handoff.control_port,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
+from pd_connectors.protocol.layout import KVGroup, KVKind
+
 ATTENTION_SHARE = 0.225  # FLOP/s of attention of short chunks, relative to those of products: see `keys_per_token`
 
 
@@ -67,6 +69,17 @@ class ModelSpec:
         """
         attention = 4 * self.windows.count(0) * self.num_heads * self.head_dim  # FLOPs a key
         return max(1, round(ATTENTION_SHARE * 2 * self.layer_parameters / attention)) if attention else 0
+
+    def kv_groups(self, block_size: int, dtype: str) -> tuple[KVGroup, ...]:
+        """The layers, grouped by window in the order in which the windows first occur. A block holds `block_size`
+        tokens of `dtype`."""
+        groups = []
+        for window in dict.fromkeys(self.windows):
+            layers = tuple(layer for layer, own in enumerate(self.windows) if own == window)
+            shape = (self.num_kv_heads, len(layers), 2, block_size, self.head_dim)
+            kind = KVKind.WINDOW if window else KVKind.FULL
+            groups.append(KVGroup(kind, layers, shape, dtype, block_size, window))
+        return tuple(groups)
 
     def semantic(self) -> dict[str, Any]:
         """As plain values, for the fingerprint. `max_len` and `dtype` do not change what KV means.

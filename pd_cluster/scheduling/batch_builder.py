@@ -136,5 +136,5 @@ class BatchBuilder:
             num_tokens -= num_tokens % blocks.block_size
         if num_tokens > seq.num_announced_tokens:
             seq.num_announced_tokens = num_tokens
-            block_ids = tuple(table.ids[: blocks.blocks_for(num_tokens)])
-            self.publishes.append(PublishSpec(lease_id, block_ids, num_tokens, seq.request.lease_generation))
+            runs = blocks.runs(table, 0, blocks.blocks_for(num_tokens))
+            self.publishes.append(PublishSpec(lease_id, runs, num_tokens, seq.request.lease_generation))

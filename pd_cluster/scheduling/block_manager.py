@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pd_cluster.protocol.messages import KvStats
 from pd_cluster.scheduling.prefix_cache import PrefixCache
 from pd_connectors.base import CachedBlock
+from pd_connectors.protocol.layout import BlockRun
 
 
 @dataclass(slots=True, eq=False)
@@ -42,12 +43,19 @@ class BlockManager:
     """Reference counts over the device pool, the prefix cache, leases, quarantines, and the host pool for swapping."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, num_host_blocks: int = 0, prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        num_host_blocks: int = 0,
+        prefix_caching: bool = True,
+        num_groups: int = 1,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size  # tokens
         self.num_host_blocks = num_host_blocks
         self.prefix_caching = prefix_caching
+        self._num_groups = num_groups  # of layers, each with a tensor of its own; see `runs`
         self.num_evicted = 0  # since boot
         self._refs = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -133,6 +141,10 @@ class BlockManager:
     def _is_shared(self, table: BlockTable, position: int) -> bool:
         index = position // self.block_size
         return index < len(table.ids) and self._refs[table.ids[index]] > 1
+
+    def runs(self, table: BlockTable, first_block: int, end_block: int) -> tuple[BlockRun, ...]:
+        """Blocks [first_block, end_block) of a table by group. One table serves all groups: they run in lock step."""
+        return (BlockRun(first_block, tuple(table.ids[first_block:end_block])),) * self._num_groups
 
     def truncate(self, table: BlockTable, num_blocks: int) -> None:
         """Let go of all but the table's first blocks. Tail first: that is what keeps eviction at the leaves."""

@@ -172,10 +172,6 @@ class KvMemory:
 
     # parked requests
 
-    def open(self, request: Request) -> None:
-        """Give a request that is parked its table, which is empty."""
-        request.table = self._blocks.open_table()
-
     def pin(self, request: Request) -> int:
         """Pin what the cache holds of a parked prompt. Returns the number of whole blocks.
 
@@ -206,7 +202,7 @@ class KvMemory:
         blocks.grow(table, num_cached, num_tokens)
         request.kv = KvArrival.WRITING
         request.sequences[0].num_cached_tokens = num_cached
-        return LoadSpec(request.load_id, first_block, tuple(table.ids[first_block:]), num_tokens)
+        return LoadSpec(request.load_id, blocks.runs(table, first_block, len(table.ids)), num_tokens)
 
     def _is_next(self, request: Request) -> bool:
         """Whether no refused request or sequence has a better claim."""

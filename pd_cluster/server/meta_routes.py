@@ -17,7 +17,7 @@ from pd_cluster.server.fields import ignored_header
 from pd_cluster.server.openapi import openapi_document
 from pd_cluster.server.sampling import check_num_tokens
 from pd_cluster.server.schema import DetokenizeBody, ReleaseBody, TokenizeBody, decode_body
-from pd_connectors.protocol.errors import TicketError, TicketExpired
+from pd_connectors.protocol.errors import ProtocolMismatch, TicketError, TicketExpired
 from pd_connectors.protocol.ticket import Ticket, verify
 from pd_http.body import read_body
 from pd_http.metrics import EXPOSITION_TYPE
@@ -169,7 +169,7 @@ def _release(state: NodeState, raw: bytes) -> dict[str, Any]:
         ticket = verify(state.key, body.ticket, Ticket, time.time())
     except TicketExpired:
         return {"released": False}  # its lease has expired too, unless a reader renews and later releases it
-    except TicketError as error:
+    except (TicketError, ProtocolMismatch) as error:
         raise InvalidRequest(str(error), "ticket", "bad_ticket") from error
     ready = state.ready
     if (ticket.lease.engine_id, ticket.lease.epoch) != (ready.engine_id, ready.epoch):

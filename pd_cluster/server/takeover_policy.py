@@ -22,9 +22,9 @@ from pd_cluster.protocol.messages import NeedsPrefill, PrefillLocally, UseTicket
 from pd_cluster.server.generation_request import GenerationRequest, KvSource
 from pd_cluster.server.prefill_client import PeerError, PeerFault, PrefillClient
 from pd_cluster.server.sampling import encode_sampling
-from pd_connectors.protocol.errors import BadSignature, LoadFailure, TicketError, TicketExpired
+from pd_connectors.protocol.errors import BadSignature, LoadFailure, ProtocolMismatch, TicketError, TicketExpired
 from pd_connectors.protocol.hashing import prompt_digest
-from pd_connectors.protocol.ticket import PROTOCOL_VERSION, Offer, Paper, Ticket, verify
+from pd_connectors.protocol.ticket import Offer, Paper, Ticket, verify
 from pd_http.node_answers import ASK_TICKET
 
 if TYPE_CHECKING:
@@ -61,19 +61,19 @@ def trusted_ticket(state: NodeState, token: str, prompt: list[int], salt: str) -
 
 def _verified(state: NodeState, token: str, kind: type[Paper]) -> Paper:
     try:
-        paper = verify(state.key, token, kind, time.time())
+        return verify(state.key, token, kind, time.time())
     except BadSignature as error:
         raise Untrusted("bad_signature") from error
     except TicketExpired as error:
         raise Untrusted("expired") from error
+    except ProtocolMismatch as error:
+        logger.info("%s", error)
+        raise Untrusted("protocol_mismatch") from error
     except TicketError as error:
         raise Untrusted("malformed") from error
-    if paper.version != PROTOCOL_VERSION:
-        raise Untrusted("protocol_mismatch")
-    return paper
 
 
-async def plan_handoff(
+async def choose_kv_source(
     state: NodeState, params: KvTransferParams | None, tokenize: Tokenize, salt: str
 ) -> tuple[list[int], KvSource]:
     """The token ids of the prompt, and the source of its KV. The ids in `params` are used when the ticket covers them.
@@ -123,11 +123,11 @@ class PrefillSearch:
     def __init__(self, state: NodeState, request: GenerationRequest) -> None:
         self._state = state
         self._request = request
-        self._urls = list(request.plan.prefill_urls)
+        self._urls = list(request.kv_source.prefill_urls)
         self._ends_s = time.monotonic() + state.config.handoff.load_deadline_s
         self._legs: list[PrefillClient] = []
         self._dead: set[str] = set()  # prefill nodes that died while they served the request
-        ticket, is_open = request.plan.ticket, request.plan.work is Work.TAKE_OVER
+        ticket, is_open = request.kv_source.ticket, request.kv_source.work is Work.TAKE_OVER
         # None: not known, the engine may still send NeedsPrefill or prefill locally
         self.prefill_node: str | None = ticket.lease.engine_id if ticket else None if is_open else state.node_id
 

@@ -18,7 +18,7 @@ from pd_cluster.worker.model_loading import describe_model, load_model
 from pd_cluster.worker.model_runner import ModelRunner
 from pd_cluster.worker.startup import run_phases
 from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
-from pd_connectors.protocol.ticket import Geometry
+from pd_connectors.protocol.layout import BlockLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +41,7 @@ class DeviceExecutor:
     """An Executor. See there for the phases; what a phase sets below exists from then on."""
 
     model: ModelDescription  # load
-    geometry: Geometry
+    layout: BlockLayout
     _kernels: Kernels
     _model: Model
     _cache: KVCache  # allocate
@@ -73,7 +73,7 @@ class DeviceExecutor:
 
     @property
     def block_size(self) -> int:
-        return self.geometry.block_size
+        return self.layout.block_size
 
     @property
     def cache(self) -> CacheDescription:
@@ -87,9 +87,8 @@ class DeviceExecutor:
         # First, so that a wrong path ends the start before the weights are read
         self._outside_stages = [find_stage(path) for path in config.model.logits_stages]
         self.model = describe_model(config.model, device)
-        spec, dtype = self.model.spec, self.model.dtype
         block_size = _resolve_block_size(config.cache.block_size, device)
-        self.geometry = Geometry(block_size, spec.num_kv_heads, spec.num_layers, spec.head_dim, dtype)
+        self.layout = BlockLayout(self.model.spec.kv_groups(block_size, self.model.dtype))
         self._kernels = choose_kernels(config, self.model, block_size, device, progress)
         self._model = load_model(self.model, config.model, self._kernels, device, progress)
 
@@ -98,7 +97,7 @@ class DeviceExecutor:
         if self._device.type == "cpu":
             return int(config.kv_cache_gb * 1e9)
         free = measure_free_bytes(
-            self.geometry, limits.max_num_batched_tokens, self._run_largest_step, config.gpu_memory_utilization,
+            self.layout, limits.max_num_batched_tokens, self._run_largest_step, config.gpu_memory_utilization,
             self._device,
         )  # fmt: skip
         if captures_steps(limits, self._kernels, self._device):
@@ -106,7 +105,7 @@ class DeviceExecutor:
         return int(free)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> tuple[CacheDescription, ...]:
-        self._cache = KVCache.allocate(self.geometry, num_blocks, num_host_blocks, self._device)
+        self._cache = KVCache.allocate(self.layout, num_blocks, num_host_blocks, self._device)
         return (self.cache,)
 
     def warm_up(self) -> tuple[StepSize, ...]:
@@ -166,7 +165,8 @@ class DeviceExecutor:
         run_first_steps(runner, self.block_size, max_len)
         if self._device.type == "cuda":
             run_steps_of_all_kinds(runner, self.block_size, max_len, self._config.scheduler)
-        self._cache.tensor[:NUM_BLOCKS].zero_()
+        for tensor in self._cache.tensors:
+            tensor[:NUM_BLOCKS].zero_()
 
 
 def _resolve_device(name: str) -> torch.device:

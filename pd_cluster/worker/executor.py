@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import Batch, StepResult
     from pd_connectors.base import CacheDescription
-    from pd_connectors.protocol.ticket import Geometry
+    from pd_connectors.protocol.layout import BlockLayout
     from pd_kernels.values import StepSize
 
 
@@ -50,7 +50,7 @@ class Executor(Protocol):
 
     The phases run once, in this order; `run_phases` drives them:
 
-        load            the weights are in place; `model` and `geometry` are known
+        load            the weights are in place; `model` and `layout` are known
         free_kv_bytes   left out when the number of blocks is configured
         allocate        the cache exists, zeroed
         warm_up         kernels are compiled, steps are captured, the cache is zero again
@@ -65,7 +65,7 @@ class Executor(Protocol):
     """
 
     model: ModelDescription
-    geometry: Geometry  # of one rank's blocks
+    layout: BlockLayout  # of one rank's blocks
 
     @property
     def num_blocks(self) -> int:

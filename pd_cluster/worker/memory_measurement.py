@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.worker.model_runner import ModelRunner
-    from pd_connectors.protocol.ticket import Geometry
+    from pd_connectors.protocol.layout import BlockLayout
 
 CUDA_CONTEXT_BYTES = 0.7e9  # of the driver and the libraries, which no allocator statistic shows
 
 
 def measure_free_bytes(
-    geometry: Geometry,
+    layout: BlockLayout,
     budget: int,
     run_largest_step: Callable[[KVCache], None],
     utilization: float,
@@ -33,10 +33,10 @@ def measure_free_bytes(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    scratch = KVCache.allocate(geometry, -(-budget // geometry.block_size) + 1, 0, device)
+    scratch = KVCache.allocate(layout, -(-budget // layout.block_size) + 1, 0, device)
     run_largest_step(scratch)
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before - scratch.tensor.nbytes
+    peak = torch.cuda.max_memory_allocated(device) - before - scratch.num_bytes
     del scratch
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

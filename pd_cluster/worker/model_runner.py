@@ -43,6 +43,7 @@ class ModelRunner:
         self._graphs: dict[StepSize, CapturedSteps] = {}
         self._deferred: tuple[PendingStep, torch.Tensor] | None = None  # the step that waits to be drawn, its logits
         self._views = list(cache.layer_views)
+        self._key_views = cache.key_views
         self.watcher: Callable[[torch.Tensor], None] | None = None  # is shown every step's logits [R, vocab_size]
 
     @classmethod
@@ -57,7 +58,7 @@ class ModelRunner:
         device: torch.device,
     ) -> ModelRunner:
         """A runner with empty rows. `max_len`: tokens of a sequence, prompt and output."""
-        limits, vocab_size, block_size = config.scheduler, model.spec.vocab_size, cache.geometry.block_size
+        limits, vocab_size, block_size = config.scheduler, model.spec.vocab_size, cache.layout.block_size
         num_rows = limits.max_num_seqs
         # Up to 50 bytes a token, 150 a sequence, block tables of all sequences and of those that sample. Arrays that do
         # not fit are copied one by one
@@ -91,10 +92,11 @@ class ModelRunner:
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits [R, vocab_size] of the samples. Its inputs are on the device."""
-        plan, key_view, tail = self.kernels.plan_attention, self._views[0][0], None
-        plans = {window: plan(inputs.sequences, key_view, window) for window in self._model.windows}
+        plan, key_views, tail = self.kernels.plan_attention, self._key_views, None
+        plans = {window: plan(inputs.sequences, key_views[window], window) for window in self._model.windows}
         if inputs.tail is not None:
-            tail = Tail(inputs.tail.rows, plan(inputs.tail.sequences, key_view, self._model.last_window))
+            window = self._model.last_window
+            tail = Tail(inputs.tail.rows, plan(inputs.tail.sequences, key_views[window], window))
         step = ForwardInputs(inputs.token_ids, inputs.positions, inputs.slot_mapping, plans, tail)
         logits = self._model.forward(step, self._views)
         return logits if inputs.samples.owners is None else logits[inputs.samples.owners]
@@ -144,7 +146,7 @@ class ModelRunner:
         """All of the step's work is on its way to the device."""
         if sampled is not None:
             pending.sampled = sampled.to_host()
-        if self.cache.tensor.is_cuda:
+        if self.cache.tensors[0].is_cuda:
             pending.retired = torch.cuda.Event()  # type: ignore[no-untyped-call]
             pending.retired.record()
         pending.is_launched = True

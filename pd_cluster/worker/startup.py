@@ -28,7 +28,7 @@ def run_phases(
         executor.load()
         num_blocks = _count_blocks(executor, config)
         progress(f"cache {num_blocks} blocks of {executor.block_size} tokens")
-        caches = executor.allocate(num_blocks, blocks_in(config.swap_gb * 1e9, executor.geometry))
+        caches = executor.allocate(num_blocks, blocks_in(config.swap_gb * 1e9, executor.layout))
         progress("warm-up")
         executor.warm_up()
     except BaseException:
@@ -38,8 +38,8 @@ def run_phases(
 
 
 def _count_blocks(executor: Executor, config: CacheConfig) -> int:
-    num_blocks = config.num_blocks or blocks_in(executor.free_kv_bytes(), executor.geometry)
+    num_blocks = config.num_blocks or blocks_in(executor.free_kv_bytes(), executor.layout)
     if num_blocks < MIN_BLOCKS:
-        size_mb = executor.geometry.block_bytes / 1e6
+        size_mb = executor.layout.block_bytes / 1e6
         raise StartupError(f"the KV cache has room for {num_blocks} blocks of {size_mb:.1f} MB; give it more memory")
     return num_blocks

@@ -104,7 +104,7 @@ class PooledWorld(World):
         self.searches.reserve()
         batch = super().start_step()
         for load in batch.loads:
-            assert load.num_blocks == self.blocks.blocks_for(load.num_tokens), load  # as every connector asserts
+            assert load.runs[0].span.stop == self.blocks.blocks_for(load.num_tokens), load  # as every connector asserts
             if load.load_id in self.pool.searches:
                 self.pool.searches[load.load_id].load = load
         return batch
@@ -133,13 +133,13 @@ class PooledWorld(World):
         load = self.pool.searches.pop(load_id)
         num_tokens = 0
         if load.load is not None:
-            names = load.hashes[load.load.first_block : load.load.first_block + num_blocks]
+            names = load.hashes[load.load.runs[0].first_block : load.load.runs[0].first_block + num_blocks]
             there = list(takewhile(lambda name: name in self.pool.cells, names))
-            for index, block_id in enumerate(load.load.block_ids[: len(there) + 1]):
+            for index, block_id in enumerate(load.load.runs[0].block_ids[: len(there) + 1]):
                 cells = self.pool.cells[there[index]] if index < len(there) else [GARBAGE] * BLOCK_SIZE
                 for slot in range(BLOCK_SIZE):
                     self.worker.device[block_id, slot] = cells[slot]
-            num_tokens = (load.load.first_block + len(there)) * BLOCK_SIZE
+            num_tokens = (load.load.runs[0].first_block + len(there)) * BLOCK_SIZE
             self.pool.num_loaded_blocks += len(there)
         self.searches.take(PrefixLoaded(load_id, num_tokens))
 
@@ -147,7 +147,7 @@ class PooledWorld(World):
         """Everything that is stored comes, everything that is not is missing."""
         for load_id, search in list(self.pool.searches.items()):
             if search.load is not None:
-                self.over(load_id, len(search.load.block_ids))
+                self.over(load_id, len(search.load.runs[0].block_ids))
             elif not search.is_found:
                 self.found(load_id)
             elif search.is_cancelled:
@@ -257,7 +257,7 @@ def test_a_prefix_that_was_computed_here_while_it_was_searched_for_is_not_loaded
         world.start_step()
     world.searches.take(PrefixFound(load_id, 48))
     (load,) = world.start_step().loads
-    assert (load.first_block, load.block_ids, load.num_tokens) == (6, (), 96)
+    assert (load.runs[0].first_block, load.runs[0].block_ids, load.num_tokens) == (6, (), 96)
     world.over(load_id, 0)
     world.finish()
     world.check_empty()
@@ -337,7 +337,7 @@ def test_after_half_a_prefix_the_rest_can_still_be_loaded_from_a_prefill_node() 
     world.check()
     load = world.reserve(request)
     assert load is not None
-    assert (load.first_block, len(load.block_ids), load.num_tokens) == (2, 5, 100)
+    assert (load.runs[0].first_block, len(load.runs[0].block_ids), load.num_tokens) == (2, 5, 100)
     world.give_first_tokens(request)
     world.finish_load(load)
     world.finish()
@@ -405,7 +405,7 @@ def test_whatever_the_pool_does_every_request_gets_its_own_tokens(seed: int, dep
                 load_id = draw.choice(loading)
                 load = world.pool.searches[load_id].load
                 assert load is not None
-                world.over(load_id, draw.randint(0, len(load.block_ids)))
+                world.over(load_id, draw.randint(0, len(load.runs[0].block_ids)))
             case "forget" if world.pool.cells and not world.pool.searches:
                 del world.pool.cells[draw.choice(list(world.pool.cells))]
             case "lease" if ended := [i for i, request in world.leases.items() if request.finished]:

@@ -208,6 +208,6 @@ class FakeWorker:
     def write_load(self, load: LoadSpec, prompt_token_ids: Sequence[int], *, good: bool) -> None:
         """A transfer writes its blocks: the prompt's KV, or what a failing one leaves behind."""
         hashes = history(prompt_token_ids)
-        for position in range(load.first_block * BLOCK_SIZE, load.num_tokens):
-            block_id = load.block_ids[position // BLOCK_SIZE - load.first_block]
+        for position in range(load.runs[0].first_block * BLOCK_SIZE, load.num_tokens):
+            block_id = load.runs[0].block_ids[position // BLOCK_SIZE - load.runs[0].first_block]
             self.device[block_id, position % BLOCK_SIZE] = hashes[position] if good else GARBAGE

@@ -13,7 +13,8 @@ from pd_connectors.base import Event, FirstTokens, LoadDone, LoadDrained, LoadFa
 from pd_connectors.null import NullConnector
 from pd_connectors.protocol.errors import LoadFailure
 from pd_connectors.protocol.messages import SampledToken
-from pd_connectors.protocol.ticket import Geometry, LeaseRef, Ticket
+from pd_connectors.protocol.ticket import LeaseRef, Ticket
+from tests.connectors.layouts import full_layout
 from tests.scheduling.simulation import BLOCK_SIZE, VOCAB_SIZE, message, prompt
 from tests.scheduling.world import Client, World
 
@@ -26,7 +27,7 @@ EQUAL = Ticket(
     generation=0,
     expires_at_s=9e9,
     fingerprint="f",
-    geometry=Geometry(BLOCK_SIZE, 1, 1, 1, "float32"),
+    layout=full_layout(BLOCK_SIZE, 1, 1, 1, "float32"),
     prompt_digest=b"",
     num_tokens=len(OFFER.prompt_token_ids),
     num_samples=N,
@@ -98,7 +99,7 @@ class DecodeNode:
         load_id = self.connector.load_id
         load, _ = self.world.loads.pop(load_id)
         self.world.worker.write_load(load, self.request.prompt_token_ids, good=True)
-        self.hear(LoadDone(load_id, 1, 0.0))
+        self.hear(LoadDone(load_id, (1,), 0.0))
 
     def redraws(self) -> dict[str, float]:
         return {reason: self.transfers.counters[reason.counter] for reason in Redraw}

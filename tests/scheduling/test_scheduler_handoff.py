@@ -125,8 +125,8 @@ def test_what_the_cache_has_is_not_loaded(length: int, num_cached: int) -> None:
     request = world.submit(message("d", prompt(length), work=Work.TAKE_OVER, max_tokens=3))
     load = world.reserve(request)
     assert load is not None
-    assert load.first_block == num_cached // BLOCK_SIZE
-    assert len(load.block_ids) == (length > num_cached)
+    assert load.runs[0].first_block == num_cached // BLOCK_SIZE
+    assert len(load.runs[0].block_ids) == (length > num_cached)
     world.give_first_tokens(request)
     world.start_step()
     world.finish_load(load)
@@ -174,12 +174,12 @@ def test_a_redraw_writes_into_no_cached_block(length: int, pinned_before: bool) 
         assert world.scheduler.pin(request) == length // BLOCK_SIZE * BLOCK_SIZE
     load = world.reserve(request, redraws=True)
     assert load is not None
-    assert load.first_block == (length - 1) // BLOCK_SIZE
-    assert len(load.block_ids) == 1
+    assert load.runs[0].first_block == (length - 1) // BLOCK_SIZE
+    assert len(load.runs[0].block_ids) == 1
     world.start_step()
     world.finish_load(load)
     world.run_until_idle()
-    assert request.num_external_tokens == length - 1 - load.first_block * BLOCK_SIZE
+    assert request.num_external_tokens == length - 1 - load.runs[0].first_block * BLOCK_SIZE
     world.check_empty()
 
 
@@ -297,7 +297,7 @@ def test_a_failed_load_can_be_tried_again_elsewhere() -> None:
     world.fail_load(first)
     second = world.reserve(request)
     assert second is not None
-    assert not set(second.block_ids) & set(first.block_ids)
+    assert not set(second.runs[0].block_ids) & set(first.runs[0].block_ids)
     world.start_step()
     world.drain(first)
     assert world.scheduler.set_first_tokens(request, (SampledToken(1),)) is None  # the second P's are not news
@@ -380,7 +380,7 @@ def test_a_pin_gives_way_to_a_running_sequence_and_is_found_again() -> None:
     assert world.scheduler.counters["preemptions_recompute_total"] == 0
     load = world.reserve(parked)
     assert load is not None
-    assert load.first_block < 4
+    assert load.runs[0].first_block < 4
     world.give_first_tokens(parked)
     world.start_step()
     world.finish_load(load)

@@ -190,7 +190,7 @@ class World:
             if request is not None and publish.generation == request.lease_generation:
                 num_prompt = len(request.prompt_token_ids)
                 assert publish.num_tokens == num_prompt or publish.num_tokens % BLOCK_SIZE == 0
-                assert len(publish.block_ids) == self.blocks.blocks_for(publish.num_tokens)
+                assert len(publish.runs[0].block_ids) == self.blocks.blocks_for(publish.num_tokens)
                 self.published[publish.lease_id] = publish
         for update in self.scheduler.update(batch, result):
             self.take(update)
@@ -255,7 +255,7 @@ class World:
         publish = self.published.get(lease_id)
         if publish is not None:
             prompt = self.leases[lease_id].prompt_token_ids
-            self.worker.expect(publish.block_ids, history(prompt)[: publish.num_tokens], lease_id)
+            self.worker.expect(publish.runs[0].block_ids, history(prompt)[: publish.num_tokens], lease_id)
 
     def end_lease(self, lease_id: str) -> None:
         self.read_lease(lease_id)

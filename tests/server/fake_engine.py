@@ -26,10 +26,11 @@ from pd_cluster.protocol.messages import (
 )
 from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.messages import SampledToken, TopLogprob
-from pd_connectors.protocol.ticket import Geometry, LeaseRef, Ticket
+from pd_connectors.protocol.ticket import LeaseRef, Ticket
+from tests.connectors.layouts import full_layout
 
 WAIT_S = 10.0
-GEOMETRY = Geometry(block_size=16, num_kv_heads=2, num_layers=2, head_dim=8, dtype="float32")
+LAYOUT = full_layout(block_size=16, num_kv_heads=2, num_layers=2, head_dim=8, dtype="float32")
 
 
 class Line:
@@ -154,7 +155,7 @@ class FakeEngine:
             generation=0,
             expires_at_s=expires_at_s,
             fingerprint=self.ready.fingerprint,
-            geometry=GEOMETRY,
+            layout=LAYOUT,
             prompt_digest=prompt_digest(prompt, salt),
             num_tokens=len(prompt),
             num_samples=num_samples,

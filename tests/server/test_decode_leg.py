@@ -17,6 +17,7 @@ from pd_cluster.config import HandoffConfig
 from pd_cluster.protocol.messages import Abort, NeedsPrefill, PrefillLocally, TicketOpened, UseTicket, Work
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_connectors.protocol.ticket import Offer, sign
+from tests.connectors import version_one
 from tests.server.fake_engine import WAIT_S, FakeEngine, Line, decodes, says
 from tests.server.live_server import KEY, Node, running, serving
 from tests.server.sse import post_events
@@ -108,6 +109,7 @@ async def test_salt_is_part_of_what_the_ticket_promises() -> None:
         ("key", "ticket_bad_signature"),
         ("expired", "ticket_expired"),
         ("garbage", "ticket_malformed"),
+        ("version", "ticket_protocol_mismatch"),
         ("prompt", "ticket_prompt_mismatch"),
         ("ids", "ticket_prompt_mismatch"),
         ("none", "no_ticket"),
@@ -121,6 +123,7 @@ async def test_what_cannot_be_trusted_is_prefilled_here_or_refused(fault: str, r
             "key": {"ticket": sign(b"x" * 32, p.make_ticket(ids))},
             "expired": {"ticket": sign(KEY, p.make_ticket(ids, expires_at_s=time.time() - 1))},
             "garbage": {"ticket": "rubbish"},
+            "version": {"ticket": version_one.sign(KEY, version_one.TICKET)},
             "prompt": {"ticket": sign(KEY, p.make_ticket([1, 2, 3]))},
             "ids": {"ticket": good, "prompt_token_ids": [*ids[:-1], 8]},
             "none": {},

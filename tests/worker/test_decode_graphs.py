@@ -161,12 +161,12 @@ def test_padding_touches_no_live_block(models: ModelStore) -> None:
     driver = Driver(executor)
     driver.add(random_prompts([20], VOCAB_SIZE)[0], SamplingParams(max_tokens=2, temperature=0.0))
     driver.step()
-    executor._cache.tensor[executor.num_blocks] = 0  # the recording has padded too
-    before = executor._cache.tensor.clone()
+    executor._cache.tensors[0][executor.num_blocks] = 0  # the recording has padded too
+    before = executor._cache.tensors[0].clone()
     driver.step()
-    changed = (executor._cache.tensor != before).flatten(1).any(1).nonzero()[:, 0].tolist()
+    changed = (executor._cache.tensors[0] != before).flatten(1).any(1).nonzero()[:, 0].tolist()
     assert changed == sorted([driver.sequences[0].blocks[1], executor.num_blocks])
-    assert executor.cache.tensor.shape[0] == executor.num_blocks, "others do not see the padding block"
+    assert executor.cache.tensors[0].shape[0] == executor.num_blocks, "others do not see the padding block"
     executor.close()
 
 

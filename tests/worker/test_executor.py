@@ -36,12 +36,12 @@ def build(model: Path | str, cache: CacheConfig, **options: Any) -> tuple[Device
 
 def test_the_cache_is_block_first_and_as_large_as_asked(models: ModelStore) -> None:
     executor, lines = build(models.get("qwen3").directory, CacheConfig(kv_cache_gb=0.004, swap_gb=0.001))
-    tensor, geometry = executor.cache.tensor, executor.cache.geometry
+    tensor, layout = executor.cache.tensors[0], executor.cache.layout
     assert tensor.shape == (executor.num_blocks, 2, 3, 2, 16, 16)
     assert tensor.is_contiguous()
-    assert tensor[0].nbytes == geometry.block_bytes == executor.cache.block_bytes
-    assert 0.004e9 - geometry.block_bytes < tensor.nbytes <= 0.004e9
-    assert executor.num_host_blocks == 0.001e9 // geometry.block_bytes
+    assert tensor[0].nbytes == layout.block_bytes
+    assert 0.004e9 - layout.block_bytes < tensor.nbytes <= 0.004e9
+    assert executor.num_host_blocks == 0.001e9 // layout.block_bytes
     assert not tensor.any(), "the warm-up must leave nothing behind"
     assert lines[0] == "weights 1/1"
     assert lines[-1] == "warm-up"
@@ -95,7 +95,7 @@ def test_half_precision_runs_close_to_float32(models: ModelStore, dtype: str) ->
     logprobs = []
     for name in ("float32", dtype):
         driver = Driver(make_executor(directory, dtype=name))
-        assert driver.executor.cache.tensor.dtype == getattr(torch, name)
+        assert driver.executor.cache.tensors[0].dtype == getattr(torch, name)
         generation = driver.add(prompt)
         driver.step()
         logprobs.append(generation.tokens[0].token_id)

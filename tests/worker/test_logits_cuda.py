@@ -214,7 +214,7 @@ def test_a_block_that_is_missing_is_farther_away(bench: Bench) -> None:
     driver, params = Driver(executor, case.budgets[0]), SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
     first = driver.add(prompt, params)
     driver.run()
-    executor.cache.tensor[first.blocks[1]] = 0
+    executor.cache.tensors[0][first.blocks[1]] = 0
     second = driver.add(prompt, params, prefix_of=first)
     logits = follow(executor, driver, second)
     short, exact = bench.references(second.all_ids[:-1])

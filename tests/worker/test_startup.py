@@ -17,8 +17,8 @@ from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.kv_cache import KVCache
 from pd_cluster.worker.memory_measurement import measure_free_bytes
 from pd_cluster.worker.startup import run_phases
-from pd_connectors.protocol.ticket import Geometry
 from pd_kernels.backends import TORCH
+from tests.connectors.layouts import full_layout
 from tests.worker.conftest import VOCAB_SIZE
 from tests.worker.driver import Driver, make_executor, random_prompts
 from tests.worker.test_decode_graphs import Repeater, plan_on_device
@@ -36,7 +36,7 @@ PHASES = ("load", "free_kv_bytes", "allocate", "warm_up")
 class Phases:
     """An executor that notes its phases. One of them may fail."""
 
-    geometry = Geometry(16, 2, 3, 16, "float32")
+    layout = full_layout(16, 2, 3, 16)
     block_size = 16
 
     def __init__(self, fails: str = "", free_blocks: int = 5) -> None:
@@ -54,7 +54,7 @@ class Phases:
 
     def free_kv_bytes(self) -> int:
         self._note("free_kv_bytes")
-        return self.free_blocks * self.geometry.block_bytes + 7
+        return self.free_blocks * self.layout.block_bytes + 7
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> tuple[CacheDescription, ...]:
         self._note("allocate", num_blocks, num_host_blocks)
@@ -77,7 +77,7 @@ def test_phases_run_once_and_in_order() -> None:
 
 def test_nothing_is_measured_when_the_blocks_are_configured() -> None:
     executor = Phases()
-    swap_gb = 3.5 * executor.geometry.block_bytes / 1e9
+    swap_gb = 3.5 * executor.layout.block_bytes / 1e9
     run_phases(cast("Executor", executor), CacheConfig(num_blocks=9, swap_gb=swap_gb), lambda _: None)
     assert executor.calls == [("load",), ("allocate", 9, 3), ("warm_up",)]
 
@@ -170,16 +170,14 @@ def test_the_sizes_that_warm_up_captured_serve_steps(models: ModelStore, monkeyp
 
 def test_what_weights_and_the_largest_step_leave_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU of 80 GB whose weights take 16 GB; the largest step takes 3 GB more beside its own small cache."""
-    geometry, scratch = Phases.geometry, list[KVCache]()
+    layout, scratch = Phases.layout, list[KVCache]()
     figures: dict[str, Any] = {
         "memory_allocated": 16e9, "memory_reserved": 17e9, "mem_get_info": (60e9, 80e9), "empty_cache": None,
         "reset_peak_memory_stats": None, "synchronize": None,
     }  # fmt: skip
     for name, value in figures.items():
         monkeypatch.setattr(f"torch.cuda.{name}", lambda *device, value=value: value)
-    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 19e9 + scratch[0].tensor.nbytes)
-    free = [
-        measure_free_bytes(geometry, 100, scratch.append, share, torch.device("cpu")) for share in (0.5, 0.9, 0.999)
-    ]
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 19e9 + scratch[0].num_bytes)
+    free = [measure_free_bytes(layout, 100, scratch.append, share, torch.device("cpu")) for share in (0.5, 0.9, 0.999)]
     assert free == pytest.approx([(limit - 3) * 1e9 for limit in (0.5 * 80 - 17.7, 0.9 * 80 - 17.7, 60)])
     assert [cache.num_blocks for cache in scratch] == [8] * 3, "of a budget of 100 tokens, and one more"

@@ -217,10 +217,10 @@ def test_padding_touches_no_live_block(models: ModelStore) -> None:
     replayed, _, _ = with_steps(executor, SIZES)
     driver = Driver(executor)
     driver.add(random_prompts([20], VOCAB_SIZE)[0], GREEDY)
-    executor._cache.tensor[executor.num_blocks] = 0  # the recording has padded too
-    before = executor._cache.tensor.clone()
+    executor._cache.tensors[0][executor.num_blocks] = 0  # the recording has padded too
+    before = executor._cache.tensors[0].clone()
     driver.step()
-    changed = (executor._cache.tensor != before).flatten(1).any(1).nonzero()[:, 0].tolist()
+    changed = (executor._cache.tensors[0] != before).flatten(1).any(1).nonzero()[:, 0].tolist()
     assert changed == sorted([*driver.sequences[0].blocks, executor.num_blocks])
     assert replayed == [StepSize(28, 6, 6, has_decodes=False)]
     executor.close()

@@ -22,9 +22,9 @@ from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.input_batch import LATE, InputBatch
 from pd_cluster.worker.kv_cache import KVCache
 from pd_cluster.worker.sampling_state import SamplingState
-from pd_connectors.protocol.ticket import Geometry
 from pd_kernels.backends import TORCH
 from pd_kernels.triton_replayable import TritonReplayable
+from tests.connectors.layouts import full_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -117,11 +117,11 @@ def make_rows(problem: Problem) -> tuple[InputBatch, HostBuffer, tuple[SequenceC
 
 def make_graphs(problem: Problem, rows: InputBatch, host_buffer: HostBuffer) -> StepGraphs:
     """Of a model whose shape is all that there is of it."""
-    geometry = Geometry(BLOCK_SIZE, 2, 1, 16, problem.dtype)
+    layout = full_layout(BLOCK_SIZE, 2, 1, 16, problem.dtype)
     spec = SimpleNamespace(num_heads=2 * problem.group, vocab_size=99)
     model = cast("Any", SimpleNamespace(device=CPU, dtype=torch.float32, spec=spec, windows=frozenset({0})))
     kernels = replace(TORCH, replayable=TritonReplayable.of)
-    steps = StepGraphs(model, KVCache.allocate(geometry, 1, 0, CPU), rows, host_buffer, kernels)
+    steps = StepGraphs(model, KVCache.allocate(layout, 1, 0, CPU), rows, host_buffer, kernels)
     sizes = step_sizes(problem.limit, problem.max_seqs, with_far=problem.with_far)
     steps.capture(sizes, NoRecorder(), lambda _: None)
     return steps

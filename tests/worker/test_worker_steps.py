@@ -84,9 +84,9 @@ def test_new_blocks_may_replace_old_ones(executor: DeviceExecutor) -> None:
     prefill(executor, (1, 2))
     chunk = SequenceChunk(0, 20, 1, first_new_block=1, new_block_ids=(6,), num_samples=1)
     samples = executor.launch(Batch(1, (), (chunk,), copies=BlockCopies(copy_on_write=((2, 6),)))).result().samples
-    executor.cache.tensor[2] = torch.nan
+    executor.cache.tensors[0][2] = torch.nan
     following = executor.launch(Batch(2, (), (SequenceChunk(0, 21, 1, num_samples=1),))).result().samples
-    executor.cache.tensor[2] = 0
+    executor.cache.tensors[0][2] = 0
     assert [samples[0][0].token_id, following[0][0].token_id] == expected[1:3]
 
 
@@ -95,20 +95,20 @@ def test_a_swapped_sequence_goes_on_where_it_was(executor: DeviceExecutor) -> No
     assert executor.num_host_blocks >= 4
     first = prefill(executor, (1, 2))
     executor.launch(Batch(1, departures=(0,), copies=BlockCopies(swap_out=((1, 3), (2, 0))))).result()
-    executor.cache.tensor.fill_(torch.nan)
+    executor.cache.tensors[0].fill_(torch.nan)
     back = SequenceStart(0, (*PROMPT, first), 20, (7, 5), LONG, 0)
     chunk = SequenceChunk(0, 20, 1, num_samples=1)
     samples = (
         executor.launch(Batch(2, (back,), (chunk,), copies=BlockCopies(swap_in=((3, 7), (0, 5))))).result().samples
     )
     assert samples[0][0].token_id == expected[1]
-    executor.cache.tensor.zero_()
+    executor.cache.tensors[0].zero_()
 
 
 def test_what_blocks_held_before_does_not_matter(executor: DeviceExecutor) -> None:
     """Even NaN: a block that is begun and not filled is cleared first."""
     expected = expected_tokens(executor)
-    executor.cache.tensor.fill_(torch.nan)
+    executor.cache.tensors[0].fill_(torch.nan)
     assert expected_tokens(executor) == expected
     assert expected_tokens(executor) == expected
 

@@ -43,10 +43,11 @@ class DecodeGraphs:
     ) -> None:
         self._model = model
         self._views = list(cache.layer_views)
+        self._key_views = cache.key_views
         self._rows = rows
         self._host_buffer = host_buffer
         self._kernels = kernels
-        self._padding_slot = cache.padding_block * cache.geometry.block_size
+        self._padding_slot = cache.padding_block * cache.layout.block_size
         self._graphs: dict[StepSize, tuple[Callable[[], None], ReplayOutputs]] = {}
         self._block_tables = self._query_starts = torch.empty(0)
 
@@ -109,7 +110,8 @@ class DecodeGraphs:
             host_seq_lens=ones,  # not the real lengths: a capturable plan does not read them
         )
         plans = {
-            window: self._kernels.plan_attention(packed, self._views[0][0], window) for window in self._model.windows
+            window: self._kernels.plan_attention(packed, self._key_views[window], window)
+            for window in self._model.windows
         }
         logits = self._model.forward(ForwardInputs(token_ids, positions, slots, plans, tail=None), self._views)
         chosen = self._kernels.draw(logits, Draws(temperatures.view(torch.float32)[:size], seeds, lengths, None))

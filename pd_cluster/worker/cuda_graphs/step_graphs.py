@@ -40,10 +40,11 @@ class StepGraphs:
     ) -> None:
         self._model = model
         self._views = list(cache.layer_views)
+        self._key_views = cache.key_views
         self._rows = rows
         self._host_buffer = host_buffer
         self._kernels = kernels
-        self._padding_slot = cache.padding_block * cache.geometry.block_size
+        self._padding_slot = cache.padding_block * cache.layout.block_size
         self._layouts: dict[StepSize, StepLayout] = {}
         self._replays: dict[StepSize, Callable[[], None]] = {}
         self._block_tables = self._logits = self._token_ids = torch.empty(0)
@@ -117,7 +118,7 @@ class StepGraphs:
             block_tables=self._block_tables[: size.num_seqs + 1],
             tiles=places.tiles.to(torch.int32),
         )
-        plans = {window: layout.attention.plan(step, self._views[0][0], window) for window in self._model.windows}
+        plans = {window: layout.attention.plan(step, self._key_views[window], window) for window in self._model.windows}
         inputs = ForwardInputs(token_ids, places.positions, places.slots, plans, Tail(places.sampled, plan=None))
         logits = self._model.forward(inputs, self._views)
         temperatures = places.temperatures.view(torch.float32)[: size.num_seqs]
