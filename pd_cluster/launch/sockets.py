@@ -10,10 +10,12 @@ Two ways in which a supervisor keeps an address while the process that serves it
 
 from __future__ import annotations
 
-import socket
+from typing import TYPE_CHECKING
 
-from pd_cluster.errors import StartupError
 from pd_http.sockets import bound, cannot_listen
+
+if TYPE_CHECKING:
+    import socket
 
 BACKLOG = 2048
 
@@ -35,18 +37,7 @@ def reserve(host: str) -> socket.socket:
     While it is open the OS gives the port to no other socket, except to one that asks for this number with
     SO_REUSEADDR, as `listen` does.
     """
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        reserved = socket.socket(family, kind)
-    except OSError as error:
-        raise StartupError(f"no port of {host} can be had: {error}") from error
-    try:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(address)
-    except OSError as error:
-        reserved.close()
-        raise StartupError(f"no port of {host} can be had: {error}") from error
-    return reserved
+    return bound(host, 0)
 
 
 def port_of(listener: socket.socket) -> int:
