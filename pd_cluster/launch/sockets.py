@@ -1,11 +1,11 @@
-"""Listening sockets, bound before anything slow starts, so that a taken port is known at once.
+"""Listening sockets. They are bound before anything slow starts, so that a taken port is reported at once.
 
-Two ways in which a supervisor keeps an address while the process that serves it is started again:
+A supervisor keeps an address while the process that serves it is restarted, in one of two ways:
 
-- `listen` and pass the socket on (`inherited`): the queue of connections lives as long as the supervisor, so while no
-  process accepts, new connections wait. The router's clients want that.
-- `reserve`: the port is bound and no socket listens. The process listens on it by itself; when it dies its socket goes
-  with it, and connections are refused at once. The router wants that of a node, since it has another one to ask.
+- `listen`, and the process inherits the socket (`inherited`). The queue of connections lives as long as the
+  supervisor, so new connections wait while no process accepts. This is for the router, so that clients wait.
+- `reserve`: the port is bound and no socket listens. The process opens its own socket, which closes when the process
+  dies, so connections are refused at once. This is for nodes, because the router can ask another node.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; port 0 lets the OS choose. Raises StartupError when the address cannot be had."""
+    """A listening TCP socket; port 0 lets the OS choose. Raises StartupError when the address is not available."""
     if not 0 <= port <= MAX_PORT:  # getaddrinfo keeps 16 bits: 99999 would become 34463
-        raise StartupError(f"--port {port} is no port: write 0 to {MAX_PORT} (0: any free one)")
+        raise StartupError(f"--port {port} is out of range: write 0 to {MAX_PORT} (0: any free port)")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
             0
         ]
     except (socket.gaierror, OverflowError) as error:
-        raise StartupError(f"--host {host} --port {port} is no address: {error}") from error
+        raise StartupError(f"cannot resolve --host {host} --port {port}: {error}") from error
     listener = socket.socket(family, kind)
     try:
-        # a port in TIME_WAIT is free; one with a listener is not, whatever this option says
+        # allows a port in TIME_WAIT, but not a port with a listener
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
@@ -46,7 +46,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def inherited(fd: int) -> socket.socket:
-    """The listening TCP socket that the process before this one has left open as `fd`. Raises StartupError."""
+    """The listening TCP socket that this process inherited as `fd`. Raises StartupError."""
     try:
         listener = listening_socket(fd)
     except OSError as error:
@@ -56,27 +56,26 @@ def inherited(fd: int) -> socket.socket:
 
 
 def reserve(host: str) -> socket.socket:
-    """A socket bound to a free port of `host` that does not listen. Raises StartupError.
+    """A socket that is bound to a free port of `host` and does not listen. Raises StartupError.
 
-    While it is open the OS gives the port to no other socket, except to one that asks for this number with
-    SO_REUSEADDR, as `listen` does.
+    While it is open, the OS gives the port only to sockets that ask for its number with SO_REUSEADDR, as `listen` does.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         reserved = socket.socket(family, kind)
     except OSError as error:
-        raise StartupError(f"no port of {host} can be had: {error}") from error
+        raise StartupError(f"cannot reserve a port of {host}: {error}") from error
     try:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(address)
     except OSError as error:
         reserved.close()
-        raise StartupError(f"no port of {host} can be had: {error}") from error
+        raise StartupError(f"cannot reserve a port of {host}: {error}") from error
     return reserved
 
 
 def port_of(listener: socket.socket) -> int:
-    """The port that a listener has."""
+    """The port of a listener."""
     port: int = listener.getsockname()[1]
     return port
 
@@ -88,7 +87,7 @@ def _advice(host: str, port: int, error: OSError) -> str:
                 f"port {port} on {host} is taken: stop what listens there, or choose another --port (0: any free one)"
             )
         case errno.EADDRNOTAVAIL:
-            return f"this machine has no address {host}: choose another --host (0.0.0.0: all of them)"
+            return f"this machine has no address {host}: choose another --host (0.0.0.0: all addresses)"
         case errno.EACCES:
             return f"port {port} needs privileges: choose a --port above 1023"
         case _:

@@ -34,7 +34,7 @@ def test_each_of_rays_places_for_a_token_will_do(tmp_path: Path, where: str) -> 
         file.parent.mkdir()
         file.write_text("t")
     given = {"environment": {"RAY_AUTH_TOKEN": "t"}, "named file": {"RAY_AUTH_TOKEN_PATH": str(file)}}
-    home = tmp_path if where == "file of the user" else tmp_path / "nobody"
+    home = tmp_path if where == "file of the user" else tmp_path / "no_home"
     environ = given.get(where, {})
     prepare_environment(environ, home, joins=True)
     assert environ["RAY_AUTH_MODE"] == "token"
@@ -46,7 +46,7 @@ def test_a_mode_without_authentication_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_token_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match=r"names no file: .*missing"):
+    with pytest.raises(StartupError, match=r"there is no file .*missing"):
         prepare_environment({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "missing")}, tmp_path, joins=False)
 
 
@@ -59,7 +59,7 @@ def test_the_command_line_says_so_too(
     assert main(["ray", "status", "--address=auto"]) == 2
     assert "joining a Ray cluster needs its token" in capsys.readouterr().err
     assert main(["ray", "scale"]) == 2
-    assert "say what to scale" in capsys.readouterr().err
+    assert "name a role to scale" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["ray", "scale", "--decode=-1"])
 
