@@ -18,7 +18,7 @@ from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.ipc import EngineSockets
 from pd_cluster.protocol.messages import AddRequest, FromEngine, RequestFailed, ToEngine, TokensOut
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.worker.executor import Executor
+from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_connectors.registry import create_connector
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class OurEngine:
             socket.set_hwm(0)
             socket.bind(f"{ADDRESS}.{end}")
         self._mailbox = EngineSockets(self._context, ADDRESS)
-        self._executor = Executor(config, lambda text: None)
+        self._executor = DeviceExecutor.started(config, lambda text: None)
         connector = create_connector("none", offline_context(self._executor))
         connector.register_kv_cache(self._executor.cache)
         self._core = EngineCore(config, self._executor, connector, self._mailbox)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.garbage import rare_searches
+from pd_cluster.engine.process import rare_garbage_collection
 from pd_cluster.protocol.messages import AddRequest, FromEngine, RequestFailed, ToEngine, TokensOut
-from pd_cluster.worker.executor import Executor
+from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_connectors.base import ConnectorContext
 from pd_connectors.registry import create_connector
 
@@ -67,14 +67,14 @@ class OfflineEngine:
     def __init__(self, config: NodeConfig, progress: Callable[[str], None]) -> None:
         """Raises StartupError."""
         self._cleanup = ExitStack()
-        self.executor = Executor(config, progress)
+        self.executor = DeviceExecutor.started(config, progress)
         self._cleanup.callback(self.executor.close)
         connector = create_connector("none", offline_context(self.executor))
         connector.register_kv_cache(self.executor.cache)
         self.mailbox = DirectMailbox()
         self.core = EngineCore(config, self.executor, connector, cast("EngineSockets", self.mailbox))
         self._num_calls = 0
-        self._cleanup.enter_context(rare_searches())  # as in the engine's own process
+        self._cleanup.enter_context(rare_garbage_collection())  # as in the engine's own process
 
     def generate(self, prompts: list[list[int]], samplings: list[SamplingParams]) -> Generated:
         """Raises RuntimeError when a request is refused."""
@@ -104,9 +104,9 @@ class OfflineEngine:
         self._cleanup.close()
 
 
-def offline_context(executor: Executor) -> ConnectorContext:
+def offline_context(executor: DeviceExecutor) -> ConnectorContext:
     """For a connector that transfers nothing."""
     return ConnectorContext(
-        engine_id="bench", epoch=1, fingerprint=executor.model.fingerprint, geometry=executor.cache.geometry,
+        engine_id="bench", epoch=1, fingerprint=executor.model.fingerprint, layout=executor.cache.layout,
         cluster_key=b"", host="127.0.0.1", port=0,
     )  # fmt: skip

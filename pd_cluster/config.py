@@ -1,23 +1,17 @@
-"""Every setting of a node, declared once. The command line is generated from these fields (`launch/cli.py`).
+"""Every setting of a node, declared once. The command line is generated from these fields (`pd_http/settings.py`).
 
-A field's metadata: `help`, and optionally `choices`, `flag` (when it differs from the name) and `env`.
 Derived values are properties. Nothing here touches a file, a device or the network.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from pd_cluster.errors import StartupError
 from pd_http.limits import HttpLimits
+from pd_http.settings import setting
 
 TOKENS_BESIDE_DECODES = 192  # of a decode node; a size of captured steps
-
-
-def setting(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field that becomes a flag."""
-    return field(default=default, metadata={"help": help, **metadata})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +30,7 @@ class ModelConfig:
     )
     prefill_attention: str = setting(
         "auto",
-        "Whose kernel computes the attention of prompts on a GPU. auto: flashinfer's if compiled and measured faster; "
+        "Which kernel computes the attention of prompts on a GPU. auto: flashinfer's if compiled and measured faster; "
         "flashinfer: compile it if need be, minutes.",
         choices=("auto", "triton", "flashinfer"),
     )
@@ -44,6 +38,12 @@ class ModelConfig:
     load_format: str = setting("auto", "dummy: random weights from the config alone.", choices=("auto", "dummy"))
     seed: int = setting(0, "Seeds dummy weights and requests that bring no seed.")
     num_threads: int = setting(0, "Compute threads on CPU. 0: torch's choice.")
+    logits_stages: tuple[str, ...] = setting(
+        (),
+        "A further logits stage, package.module:Class; may be repeated. Every node of a cluster needs the same ones.",
+        flag="logits_stage",
+        metavar="MODULE:CLASS",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +170,9 @@ class ServerConfig:
         "mixed", "Policy, not capability: every engine can do both.", choices=("prefill", "decode", "mixed")
     )
     node_id: str = setting("", "Name in headers, logs and tickets. Default: role-host-port.")
+    output_parser: str = setting(
+        "", "Splits chat answers into content, reasoning and tool calls: package.module:Class. Default: all is content."
+    )
     start_deadline_s: float = setting(
         600.0, "Seconds until the engine must be ready (weights loaded, cache allocated)."
     )
@@ -187,10 +190,6 @@ class NodeConfig:
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     http: HttpLimits = field(default_factory=HttpLimits)
-
-    def __post_init__(self) -> None:
-        if (problem := self.http.problem) is not None:
-            raise StartupError(problem)
 
     def tokens_beside_decodes_on(self, device: str) -> int:
         """`max_tokens_beside_decodes` on this device ("cpu", "cuda:0", ...); 0: no limit.

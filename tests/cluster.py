@@ -39,7 +39,7 @@ class LaunchFailed(AssertionError):
 
 
 class Launched:
-    """One process whose output is collected by a thread."""
+    """One process; a thread collects its output."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], cwd: Path) -> None:
         self.name = name

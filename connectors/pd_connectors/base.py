@@ -6,7 +6,7 @@ engine calls `recv_before` (start the loads that this step admitted) and, once t
 retired, `send_after` (let others read what the step produced). Everything that happens meanwhile comes back through
 `poll`: success and failure alike are values.
 
-Who may touch a block, as seen by the engine (the connector must keep the right-hand column true):
+When a block belongs to the connector, as the engine sees it. The connector must keep the right-hand column true:
 
     block of ...                  is the connector's from ... until ...
     a load                        `recv_before(load)`     LoadDone or LoadDrained: nothing can land in it any more
@@ -16,7 +16,18 @@ Who may touch a block, as seen by the engine (the connector must keep the right-
 
 A connector may also have a *pool*: a store, shared by all nodes, of whole blocks by content hash. The engine gives it
 what its steps computed (`Pool.store`) and asks it for the prefix of a prompt that it is about to compute (`Pool.find`).
-A pool promises nothing: whatever is missing, late or damaged there ends as a shorter prefix.
+A pool promises nothing: a block that is missing, late or damaged there only makes the prefix shorter.
+
+**What changed for connectors from outside with protocol version 2:**
+
+- `ConnectorContext.layout` and `CacheDescription.layout` replace `geometry`. A layout has *groups* of layers, and the
+  cache has one tensor a group (`CacheDescription.tensors`). A block id is valid in every group's tensor.
+- `LoadSpec.runs` and `PublishSpec.runs` name blocks by group, as (first block, ids). Do not assume equal runs.
+- A PublishSpec may carry the first tokens, in which case `finish_lease` is not called for that lease. Report
+  FirstTokens for them as if it had been.
+- `LoadDone.group_bytes` replaces `num_bytes`.
+- A pool's `store` and `find` still name whole blocks, which have an object a group. A block counts as found when every
+  group has it.
 """
 
 from __future__ import annotations
@@ -31,49 +42,44 @@ if TYPE_CHECKING:
     import torch
 
     from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
+    from pd_connectors.protocol.layout import BlockLayout, BlockRun
     from pd_connectors.protocol.messages import SampledToken
-    from pd_connectors.protocol.ticket import Geometry, Ticket
+    from pd_connectors.protocol.ticket import Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class CacheDescription:
     """The engine's KV cache as a connector sees it."""
 
-    tensor: torch.Tensor  # [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], contiguous
-    geometry: Geometry
-    num_blocks: int
-
-    @property
-    def block_bytes(self) -> int:
-        return self.geometry.block_bytes
+    tensors: tuple[torch.Tensor, ...]  # one a group of the layout, [num_blocks, *group.shape], contiguous
+    layout: BlockLayout
+    num_blocks: int  # of each tensor: a block id is valid in all of them
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """Read tokens [first_block * block_size, num_tokens) of a prompt into `block_ids`. They may be none."""
+    """Read what `runs` name of the first `num_tokens` tokens of a prompt. The runs may have no blocks."""
 
     load_id: str
-    first_block: int  # blocks before this one are in D's prefix cache and are never sent
-    block_ids: tuple[int, ...]  # D's blocks for prompt blocks first_block, first_block + 1, ...
+    runs: tuple[BlockRun, ...]  # D's blocks by group, up to the last; those before a run are cached and never sent
     num_tokens: int  # the whole prompt's length (the last block may be partial), or a prefix's, in whole blocks
-
-    @property
-    def num_blocks(self) -> int:
-        """Of the prompt or prefix, those before `first_block` too: as many as `num_tokens` need."""
-        return self.first_block + len(self.block_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class PublishSpec:
-    """Tokens [0, num_tokens) of the lease are complete in `block_ids` (the whole prefix, in prompt order).
+    """Tokens [0, num_tokens) of the lease are complete in `runs`.
 
-    With none it says that the lease's prompt is being computed, in blocks that P has: D may reserve its own meanwhile.
+    Without tokens it says that the lease's prompt is being computed, in blocks that P has: D may reserve its own
+    meanwhile. Where the step that computed the last of them has sampled, too, the first tokens are in it, and no
+    `finish_lease` follows. They hold whatever becomes of the generation.
     """
 
     lease_id: str
-    block_ids: tuple[int, ...]
+    runs: tuple[BlockRun, ...]  # by group, what `KVGroup.handed_over` names; () without tokens
     num_tokens: int  # a multiple of the block size, 0 too, or the whole prompt
     generation: int  # of the lease when the step was planned; void when the lease has been retracted since
+    first_tokens: tuple[SampledToken, ...] = ()  # one per sample; () : they are not known yet
+    prefill_s: float = 0.0  # see `finish_lease`
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +126,7 @@ class LoadDone:
     """Every byte is in, P has confirmed it, and FirstTokens came before: publish the blocks, compute on. Terminal."""
 
     load_id: str
-    num_bytes: int
+    group_bytes: tuple[int, ...]  # that were read, by group
     transfer_s: float  # first read posted to confirmation
     steps: LoadSteps = field(default_factory=LoadSteps, compare=False)
     done_at: float = field(default=0.0, compare=False)  # the connector's clock
@@ -194,7 +200,7 @@ class SchedulerHalf(ABC):
 
     @abstractmethod
     def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill_s: float = 0.0) -> None:
-        """The first tokens are sampled. The whole prompt has been, or is in this same step, published.
+        """The first tokens are sampled, and were in no PublishSpec. The whole prompt has been published.
 
         prefill_s: what it took since the request came, for the reader to know; 0: not said."""
 
@@ -251,7 +257,7 @@ class WorkerHalf(ABC):
 
     @abstractmethod
     def send_after(self, publishes: Sequence[PublishSpec]) -> None:
-        """After a step's work on the device has retired: let others read these blocks."""
+        """After a step's work on the device has retired: let others read these blocks, and know first tokens."""
 
     @abstractmethod
     def close(self) -> None:
@@ -289,7 +295,7 @@ class ConnectorContext:
     engine_id: str
     epoch: int
     fingerprint: str
-    geometry: Geometry
+    layout: BlockLayout
     cluster_key: bytes
     host: str  # address under which peers reach this node's control port
     port: int  # 0: chosen by the OS
@@ -313,7 +319,7 @@ class Connector(SchedulerHalf, WorkerHalf):
 
     @property
     def control_port(self) -> int:
-        """Port under which peers reach this node; known from construction on. 0: nobody can read from it."""
+        """Port under which peers reach this node; known from construction on. 0: the node cannot be read."""
         return 0
 
     @property

@@ -1,8 +1,8 @@
-"""Blocks between the cache tensor and host memory, on threads beside the step loop's.
+"""Blocks between one group's cache tensor and host memory, on threads beside the step loop's.
 
-out   `gather` runs on the step loop's thread: on a GPU it is queued behind the steps that wrote the blocks and
-      before any later one; on a CPU it copies at once. Bytes are taken from the copy later, by any thread.
-in    `Inlet` writes blocks that the engine has reserved and no step touches; what `flush` has seen has landed.
+out   `gather` runs on the step loop's thread. On a GPU it is queued behind the steps that wrote the blocks and before
+      any later one; on a CPU it copies at once. Any thread takes the bytes from the copy later.
+in    `Inlet` writes blocks that the engine has reserved and no step touches. After `flush` all writes have landed.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ class Gathered:
     """A copy of some blocks."""
 
     def __init__(self, host: torch.Tensor, landed: torch.cuda.Event | None) -> None:
-        self._host = host  # [n, num_kv_heads, num_layers, 2, block_size, head_dim]
+        self._host = host  # [n, *group.shape]
         self._landed = landed
 
     def wait(self) -> None:
-        """Until the copy is whole."""
+        """Wait until the copy is complete."""
         if self._landed is not None:
             self._landed.synchronize()
 
     def block(self, index: int) -> memoryview:
-        """The bytes of one of them, once the copy is whole."""
+        """The bytes of one block. Call `wait` first."""
         return self._host[index].reshape(-1).view(torch.uint8).numpy().data
 
 
 class BlockStaging:
     """The step loop's side."""
 
-    def __init__(self, cache: CacheDescription) -> None:
-        self._cache = cache.tensor
-        self._stream = _stream_for(cache.tensor)
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._cache = tensor
+        self._stream = _stream_for(tensor)
         self._last: Gathered | None = None
 
     def gather(self, block_ids: Sequence[int]) -> Gathered:
@@ -57,7 +57,7 @@ class BlockStaging:
         return self._last
 
     def settle(self) -> None:
-        """Until every copy so far is whole: from here on writers that no stream orders may have the blocks."""
+        """Wait until every copy so far is complete. Then other writers, which no stream orders, may have the blocks."""
         if self._last is not None:
             self._last.wait()
             self._last = None
@@ -67,12 +67,12 @@ class Inlet:
     """One loading thread's side."""
 
     def __init__(self, cache: CacheDescription) -> None:
-        self._cache = cache.tensor
-        self._stream = _stream_for(cache.tensor)
+        self._tensors = cache.tensors
+        self._stream = _stream_for(cache.tensors[0])
 
-    def write(self, block_id: int, block: memoryview) -> None:
-        """Set a block to these bytes."""
-        target = self._cache[block_id]
+    def write(self, group: int, block_id: int, block: memoryview) -> None:
+        """Set one group's part of a block to these bytes."""
+        target = self._tensors[group][block_id]
         source = torch.frombuffer(block, dtype=target.dtype).view(target.shape)
         if self._stream is None:
             target.copy_(source)
@@ -81,7 +81,7 @@ class Inlet:
                 target.copy_(source)  # pageable memory: the bytes may go when this returns
 
     def flush(self) -> None:
-        """Until every write so far has landed."""
+        """Wait until every write so far has landed."""
         if self._stream is not None:
             self._stream.synchronize()
 

@@ -78,7 +78,7 @@ def _system_has(name: str) -> bool:
 
 
 def _is_mapped(file: Path) -> bool:
-    """Whether this process has loaded a copy of ours: of this file, or of one whose name begins so."""
+    """Whether this process has loaded a copy of ours: of this file, or of one with a name that begins so."""
     return f"/memfd:{file.name}" in Path("/proc/self/maps").read_text()
 
 

@@ -1,11 +1,11 @@
-"""P's side of the handoff: who may read which blocks, until when.
+"""P's side of the handoff: which blocks a reader may read, and until when.
 
 One lease, as a table (every other call leaves it as it is):
 
     state    call                    becomes   effect
     open     announce(nothing)       open      P computes and has all its blocks, D may reserve its own; version + 1
     open     announce(partial)       open      readable grows; version + 1
-    open     announce(whole prompt)  ready     the same
+    open     announce(whole prompt)  ready     the same; with first tokens `finish` too, in one change
     open     finish(first tokens)    open      the tokens become visible; the clock of a held lease starts
     ready    finish(first tokens)    ready     the same
     any live retract()               open      generation + 1, nothing readable; version + 1
@@ -20,8 +20,8 @@ The fence: every change happens under one lock *before* the engine may reuse a b
 same lock. So `ok` means that at this moment the blocks still held the lease's KV, hence also at every earlier moment of
 the same generation, in particular while D was reading.
 
-Time ends a lease in `expire` only, so that a control thread that comes late can first hear the renewals that came in
-time: until then its blocks are not given back either.
+A lease expires in `expire` only. So a control thread that runs late first hears the renewals that arrived in time, and
+until then the lease's blocks are not given back.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ from pd_connectors.protocol.ticket import LeaseRef
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pd_connectors.protocol.layout import BlockLayout, BlockRun
+
 MAX_TOMBSTONES = 4096
-ABANDON_GRACE_S = 2.0  # time for the router to send another D, before P stops computing for nobody
+ABANDON_GRACE_S = 2.0  # time for the router to send another D, before P stops computing the prompt
 
 
 @dataclass(slots=True)
@@ -53,7 +55,7 @@ class _Lease:
     generation: int = 0
     version: int = 1
     num_readable: int = 0
-    block_ids: tuple[int, ...] = ()
+    runs: tuple[BlockRun, ...] = ()  # by group; () while nothing is readable
     first_tokens: tuple[SampledToken, ...] = ()
     is_begun: bool = False
     announced_at: float = 0.0
@@ -70,14 +72,14 @@ class LeaseTable:
         self,
         engine_id: str,
         epoch: int,
-        block_size: int,
+        layout: BlockLayout,
         ttl_s: float,
         clock: Callable[[], float],
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._engine_id = engine_id
         self._epoch = epoch
-        self._block_size = block_size
+        self._layout = layout
         self._ttl_s = ttl_s
         self._clock = clock
         self._wall_clock = wall_clock
@@ -98,33 +100,29 @@ class LeaseTable:
         return ref
 
     def announce(self, publish: PublishSpec) -> None:
-        """Make `publish` readable. Void when the lease has ended, or was retracted after the step was planned."""
+        """Make `publish` readable and its first tokens known: one change, so a reader hears of both in one message.
+
+        Void when the lease has ended. The blocks are void, but not the tokens, when the lease was retracted after the
+        step was planned.
+        """
         with self._lock:
             lease = self._leases.get(publish.lease_id)
-            if lease is None or lease.generation != publish.generation:
+            is_current = lease is not None and lease.generation == publish.generation
+            if lease is None or not (is_current or publish.first_tokens):
                 return
-            num_tokens = publish.num_tokens
-            assert lease.num_readable <= num_tokens <= lease.num_tokens, (lease, publish)
-            assert num_tokens == lease.num_tokens or num_tokens % self._block_size == 0, publish
-            assert len(publish.block_ids) == -(-num_tokens // self._block_size), publish
-            assert publish.block_ids[: len(lease.block_ids)] == lease.block_ids, "announced blocks are pinned"
-            lease.num_readable = num_tokens
-            lease.block_ids = publish.block_ids
-            lease.is_begun = True
-            lease.announced_at = self._wall_clock()
+            if is_current:
+                self._expose(lease, publish)
+            if publish.first_tokens:
+                self._finish(lease, publish.first_tokens, publish.prefill_s)
             self._touch(lease)
 
     def finish(self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill_s: float = 0.0) -> None:
         """The first tokens are known, after `prefill_s`. Ignored when the lease has ended meanwhile."""
         with self._lock:
             lease = self._leases.get(lease_id)
-            if lease is None:
-                return
-            lease.first_tokens = first_tokens
-            lease.prefill_s = prefill_s
-            if lease.expires_at is None:
-                lease.expires_at = self._clock() + self._ttl_s
-            self._touch(lease)
+            if lease is not None:
+                self._finish(lease, first_tokens, prefill_s)
+                self._touch(lease)
 
     def retract(self, lease_id: str) -> int | None:
         """Void everything announced. The new generation, or None when the lease has ended."""
@@ -135,7 +133,7 @@ class LeaseTable:
             lease.generation += 1
             lease.num_readable = 0
             lease.is_begun = False
-            lease.block_ids = ()
+            lease.runs = ()
             self._touch(lease)
             return lease.generation
 
@@ -192,7 +190,7 @@ class LeaseTable:
                 )
 
     def release(self, ref: LeaseRef) -> None:
-        """Nobody has more use for it."""
+        """No reader needs the lease any more."""
         with self._lock:
             lease = self._live(ref)
             if lease is not None:
@@ -200,7 +198,7 @@ class LeaseTable:
                 self._ended.append(LeaseEnded(ref.lease_id, LeaseEnd.RELEASED))
 
     def expire(self) -> float:
-        """End what nobody renewed. Returns when the next lease runs out (clock; inf: none will)."""
+        """End the leases that no reader renewed in time. Returns when the next one runs out (clock; inf: none will)."""
         with self._lock:
             now = self._clock()
             for lease in list(self._leases.values()):
@@ -232,6 +230,26 @@ class LeaseTable:
 
     # with the lock held
 
+    def _expose(self, lease: _Lease, publish: PublishSpec) -> None:
+        num_tokens = publish.num_tokens
+        assert lease.num_readable <= num_tokens <= lease.num_tokens, (lease, publish)
+        assert num_tokens == lease.num_tokens or num_tokens % self._layout.block_size == 0, publish
+        groups = self._layout.groups if num_tokens else ()
+        readable = [group.handed_over(lease.num_tokens, num_tokens) for group in groups]
+        assert [run.span for run in publish.runs] == readable, publish
+        for known, run in zip(lease.runs, publish.runs, strict=bool(lease.runs)):
+            assert run.block_ids[: len(known.block_ids)] == known.block_ids, "announced blocks are pinned"
+        lease.num_readable = num_tokens
+        lease.runs = publish.runs
+        lease.is_begun = True
+        lease.announced_at = self._wall_clock()
+
+    def _finish(self, lease: _Lease, first_tokens: tuple[SampledToken, ...], prefill_s: float) -> None:
+        lease.first_tokens = first_tokens
+        lease.prefill_s = prefill_s
+        if lease.expires_at is None:
+            lease.expires_at = self._clock() + self._ttl_s
+
     def _live(self, ref: LeaseRef) -> _Lease | None:
         """The lease, unless it has ended or is another epoch's."""
         lease = self._leases.get(ref.lease_id)
@@ -261,7 +279,7 @@ class LeaseTable:
             generation=lease.generation,
             version=lease.version,
             num_tokens_readable=lease.num_readable,
-            block_ids=lease.block_ids,
+            runs=lease.runs,
             first_tokens=lease.first_tokens,
             ttl_s=self._ttl_s if lease.expires_at is not None else 0.0,
             is_begun=lease.is_begun,

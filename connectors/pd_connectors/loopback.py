@@ -5,8 +5,8 @@ replayed. Messages may be lost, repeated, delayed and overtaken; blocks are real
 of a read, so that what a peer overwrites meanwhile is really seen; reads may fail or hang; a node may crash.
 
 As a connector of its own name, `loopback` serves nodes that live in one process: one mixed node that reads its own
-leases, or several that share a `LoopbackNetwork` (`options=(("network", network),)`). Between processes it reaches
-nobody.
+leases, or several that share a `LoopbackNetwork` (`options=(("network", network),)`). It does not work between
+processes.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pd_connectors.transport import (
     Completion,
     Connected,
     ConnectFailed,
+    GroupIds,
     PeerKey,
     ReadEnded,
     ReadId,
@@ -37,7 +38,7 @@ from pd_connectors.transport import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from pd_connectors.base import CacheDescription, ConnectorContext
     from pd_connectors.protocol.messages import ToOwner, ToReader
@@ -90,7 +91,7 @@ class LoopbackNetwork:
             self._by_serial.pop(node.serial, None)
 
     def at(self, address: Address) -> LoopbackNode | None:
-        """Who lives at an address now."""
+        """The node that has this address now."""
         return self._nodes.get(address)
 
     def numbered(self, serial: int) -> LoopbackNode | None:
@@ -238,24 +239,29 @@ class LoopbackTransport(Transport):
 
         def finish() -> None:
             if self._network.numbered(there.serial) is None:
-                self._completions.append(ConnectFailed(peer, "nobody lives there any more"))
+                self._completions.append(ConnectFailed(peer, "the node has ended"))
                 return
             self._endpoints[peer] = there
             self._completions.append(Connected(peer))
 
         self._node.schedule(self._network.draw_delay_s(), finish)
 
-    def read(self, peer: PeerKey, read_id: ReadId, remote: Sequence[int], local: Sequence[int]) -> None:
+    def read(self, peer: PeerKey, read_id: ReadId, remote: GroupIds, local: GroupIds) -> None:
         endpoint = self._endpoints.get(peer)
-        if endpoint is None or not all(0 <= block_id < endpoint.num_blocks for block_id in remote):
+        if endpoint is None or not all(0 <= block_id < endpoint.num_blocks for ids in remote for block_id in ids):
             error = "the endpoint was torn down" if endpoint is None else "no such block"
             self._completions.append(ReadEnded(read_id, error))
             self._node.awake.set()
             return
         read = self._reads[read_id] = _Read(peer)
-        delays = [self._network.draw_delay_s() for _ in remote]
-        for theirs, ours, delay_s in zip(remote, local, delays, strict=True):
-            self._node.schedule(delay_s, partial(self._copy, read, endpoint.serial, theirs, ours))
+        copies = [
+            partial(self._copy, read, endpoint.serial, group, *pair)
+            for group, pairs in enumerate(zip(remote, local, strict=True))
+            for pair in zip(*pairs, strict=True)
+        ]
+        delays = [self._network.draw_delay_s() for _ in copies]
+        for copy, delay_s in zip(copies, delays, strict=True):
+            self._node.schedule(delay_s, copy)
         faults, rng = self._network.faults, self._network.random
         fate = rng.random()
         if fate < faults.hang_read:
@@ -271,7 +277,7 @@ class LoopbackTransport(Transport):
             end = partial(self._end, read_id, "the endpoint was torn down")
             self._node.schedule(self._network.draw_delay_s(), end)  # until then its blocks may still land
 
-    def _copy(self, read: _Read, serial: int, theirs: int, ours: int) -> None:
+    def _copy(self, read: _Read, serial: int, group: int, theirs: int, ours: int) -> None:
         if read.is_over:
             return
         source = self._network.numbered(serial)
@@ -280,7 +286,7 @@ class LoopbackTransport(Transport):
             return
         assert source.cache is not None
         assert self._node.cache is not None
-        self._node.cache.tensor[ours].copy_(source.cache.tensor[theirs])
+        self._node.cache.tensors[group][ours].copy_(source.cache.tensors[group][theirs])
 
     def _end(self, read_id: ReadId, error: str) -> None:
         read = self._reads.get(read_id)

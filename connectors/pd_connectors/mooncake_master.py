@@ -24,7 +24,7 @@ DEFAULT_PORT = 50051
 READY_DEADLINE_S = 30.0
 END_DEADLINE_S = 10.0  # of a killed master
 POLL_S = 0.02
-PORT_ATTEMPTS = 5  # with a port of the OS's choice, which somebody else may take before the master does
+PORT_ATTEMPTS = 5  # with a port of the OS's choice, which another process may take before the master does
 # PR_SET_PDEATHSIG outlives exec; a parent that died before it was set is noticed by its id
 _EXEC = """
 import ctypes, os, sys
@@ -80,7 +80,7 @@ def start_master(host: str, port: int, *flags: str) -> subprocess.Popen[bytes]:
 
 
 def free_port(host: str, port: int = 0) -> int:
-    """A port on which nobody listens: any, or this one. Raises OSError when it is taken."""
+    """A port without a listener: any, or this one. Raises OSError when it is taken."""
     with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         chosen: int = listener.getsockname()[1]
         return chosen

@@ -71,7 +71,7 @@ class NullConnector(Connector):
         self._wake = wake
 
     def register_kv_cache(self, cache: CacheDescription) -> None:
-        """Nobody reads it."""
+        """The cache is never read by a peer."""
 
     def recv_before(self, loads: Sequence[LoadSpec]) -> None:
         assert not loads, "no load gets as far as that"

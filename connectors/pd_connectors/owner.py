@@ -88,7 +88,7 @@ class Owner:
             engine_id=context.engine_id,
             epoch=context.epoch,
             fingerprint=context.fingerprint,
-            geometry=context.geometry,
+            layout=context.layout,
             transport=self._description,
             checksum=transport_checksum(self._description),
             nonce=nonce,

@@ -53,7 +53,7 @@ class PeerToPeerConnector(Connector):
             silence_s=context.silence_s,
             read_s=context.read_deadline_s,
             confirm_s=context.confirm_deadline_s,
-            max_blocks_per_read=max(1, READ_BYTES // context.geometry.block_bytes),
+            max_blocks_per_read=max(1, READ_BYTES // context.layout.block_bytes),
         )
         self._exchange = ProtocolLoop(context, transport, channel, clock, limits)
         self._num_blocks = 0
@@ -86,7 +86,7 @@ class PeerToPeerConnector(Connector):
             generation=0,
             expires_at_s=time.time() + TICKET_LIFETIME_S,
             fingerprint=context.fingerprint,
-            geometry=context.geometry,
+            layout=context.layout,
             prompt_digest=prompt_digest(prompt_token_ids, salt),
             num_tokens=len(prompt_token_ids),
             num_samples=num_samples,
@@ -139,7 +139,7 @@ class PeerToPeerConnector(Connector):
     def register_kv_cache(self, cache: CacheDescription) -> None:
         """Raises ConnectorUnavailable when the transport does not start."""
         assert self._thread is None, "the cache is registered once"
-        assert cache.geometry == self._context.geometry, (cache.geometry, self._context.geometry)
+        assert cache.layout == self._context.layout, (cache.layout, self._context.layout)
         self._num_blocks = cache.num_blocks
         self._transport.register(cache)
         self._exchange.open()
@@ -147,10 +147,10 @@ class PeerToPeerConnector(Connector):
         self._thread.start()
 
     def recv_before(self, loads: Sequence[LoadSpec]) -> None:
-        block_size = self._context.geometry.block_size
         for load in loads:
-            assert load.num_blocks == -(-load.num_tokens // block_size), load
-            assert all(0 <= block_id < self._num_blocks for block_id in load.block_ids), load
+            for group, run in zip(self._context.layout.groups, load.runs, strict=True):
+                assert run.span.stop == group.handed_over(load.num_tokens).stop, load
+                assert all(0 <= block_id < self._num_blocks for block_id in run.block_ids), load
         if loads:
             self._exchange.submit([_reserve(load) for load in loads])
 

@@ -1,12 +1,15 @@
-"""A pool over any KVStore: searches and stores on threads of their own, so that no step waits for a server.
+"""A pool over any KVStore: searches and stores run on threads of their own, so that no step waits for a server.
 
-`search` has a search's states. Two threads load; a third, the watch, ends in time what they cannot: a store may stand
-still for much longer than a request should wait. While all of them are held beyond that the pool is down.
+The states of a search are in `search`. Two threads load. A third, the watch, ends searches at their deadline, because a
+store may hang for much longer than a request should wait. While a search past its deadline holds each loading thread,
+the pool counts as down.
 
-Stores: what a step computed is copied at once (`staging`) and sent later by one thread. The backlog is bounded; what
-does not fit is not stored, which costs somebody a prefill and nothing else.
+A block has one object for each group of the layout. It counts as found, or as read, when all its objects are.
 
-A store that fails is left alone for `retry_s`: meanwhile every search is a miss at once, and every store is dropped.
+Stores: what a step computed is copied at once (`block_staging`) and sent later by one thread. The backlog is bounded;
+what does not fit is not stored, which costs a later request a prefill and nothing else.
+
+After a failure the pool does not call the store for `retry_s`: every search is a miss at once, every block is dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from collections import defaultdict, deque
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -35,14 +38,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_LOADERS = 2  # searches at once: one waits for the network while the other checks digests
-FIRST_PROBE = 8  # names asked about at first: most searches that find nothing find nothing there
-PROBE_BATCH = 64  # and from then on
+FIRST_PROBE = 8  # blocks in the first question to the store: most searches that find nothing find nothing there
+PROBE_BATCH = 64  # blocks in each later question
 STORE_BATCH_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """`deadline_s`: of one search's time in this pool's hands, so of what a miss can cost a request."""
+    """`deadline_s`: bounds the time that the pool spends on one search, hence what a miss costs a request."""
 
     deadline_s: float = 5.0
     retry_s: float = 1.0
@@ -52,8 +55,8 @@ class PoolLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Parcel:
-    names: list[ObjectName]
-    blocks: Gathered
+    blocks: list[list[ObjectName]]
+    groups: list[Gathered]
     num_bytes: int
 
 
@@ -78,19 +81,21 @@ class StorePool(Pool):
         self._jobs: SimpleQueue[Search | None] = SimpleQueue()
         self._parcels: SimpleQueue[_Parcel | None] = SimpleQueue()
         self._events: deque[Event] = deque()
-        self._wake: Callable[[], None] = _nobody
+        self._wake: Callable[[], None] = _no_waker
         self._retry_at_s = clock()
-        self._held: list[Search | None] = [None] * NUM_LOADERS  # what each is busy with, over or not
+        self._held: list[Search | None] = [
+            None
+        ] * NUM_LOADERS  # by loading thread: the search that it works on, over or not
         self._num_backlog_bytes = 0
-        self._damaged: set[ObjectName] = set()  # seen by a loading thread; the storing thread mends them
+        self._damaged: set[ObjectName] = set()  # found by loading threads; the storing thread replaces them
         self._counts: defaultdict[str, float] = defaultdict(float)
-        self._staging: BlockStaging | None = None
+        self._staging: list[BlockStaging] = []  # by group
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
 
     def open(self, cache: CacheDescription) -> None:
         """Start the threads. Raises what `open_store` raises."""
-        self._staging = BlockStaging(cache)
+        self._staging = [BlockStaging(tensor) for tensor in cache.tensors]
         for index in range(NUM_LOADERS):
             self._start_thread(
                 f"pd-pool-load-{index}", partial(self._run_loader, index, self._open_store(), Inlet(cache))
@@ -117,8 +122,8 @@ class StorePool(Pool):
     # the step loop's side
 
     def find(self, load_id: str, block_hashes: Sequence[bytes], first_block: int) -> None:
-        names = [self._sealer.name(block_hash) for block_hash in block_hashes]
-        search = Search(load_id, names, first_block, self._clock() + self._limits.deadline_s)
+        blocks = [self._sealer.names(block_hash) for block_hash in block_hashes]
+        search = Search(load_id, blocks, first_block, self._clock() + self._limits.deadline_s)
         with self._changed:
             self._searches[load_id] = search
             self._counts["pool_lookups_total"] += 1
@@ -135,8 +140,10 @@ class StorePool(Pool):
             if search is None:
                 return False
             assert search.spec is None, spec
-            assert spec.num_blocks * self._context.geometry.block_size == spec.num_tokens, spec
-            search.spec = spec
+            first_block = spec.runs[0].first_block
+            num_blocks = spec.num_tokens // self._context.layout.block_size
+            assert all(run.span == range(first_block, num_blocks) for run in spec.runs), spec
+            search.spec, search.first_block = spec, first_block  # the engine's cache may have got more since `find`
             search.due_s = self._clock() + self._limits.deadline_s
             search.is_found = False
             self._changed.notify()
@@ -151,21 +158,23 @@ class StorePool(Pool):
                 self._changed.notify()
 
     def store(self, blocks: Sequence[CachedBlock]) -> None:
-        assert self._staging is not None, "the cache was not registered"
-        num_bytes = len(blocks) * (self._context.geometry.block_bytes + HEADER_BYTES)
+        assert self._staging, "the cache was not registered"
+        layout = self._context.layout
+        num_bytes = len(blocks) * (layout.block_bytes + len(layout.groups) * HEADER_BYTES)
         with self._lock:
             reason = "unavailable" if self._is_down() else "backlog"
             if self._is_down() or self._num_backlog_bytes + num_bytes > self._limits.backlog_bytes:
                 self._counts[f"pool_blocks_dropped_total|reason={reason}"] += len(blocks)
                 return
             self._num_backlog_bytes += num_bytes
-        gathered = self._staging.gather([block.block_id for block in blocks])
-        self._parcels.put(_Parcel([self._sealer.name(block.hash) for block in blocks], gathered, num_bytes))
+        block_ids = [block.block_id for block in blocks]
+        gathered = [staging.gather(block_ids) for staging in self._staging]
+        self._parcels.put(_Parcel([self._sealer.names(block.hash) for block in blocks], gathered, num_bytes))
 
     def settle(self) -> None:
-        """Until nothing reads the cache for an earlier `store`."""
-        if self._staging is not None:
-            self._staging.settle()
+        """Wait until the copies of all earlier `store` calls are complete."""
+        for staging in self._staging:
+            staging.settle()
 
     def take_events(self) -> list[Event]:
         """What happened since the last call."""
@@ -231,25 +240,25 @@ class StorePool(Pool):
                         self._probe(search, store)
                     else:
                         self._read(search, search.spec, store, inlet)
-                except Exception:  # a bug of ours or of the store's client must not leave the request waiting
+                except Exception:  # a bug, ours or of the store's client, must not leave the request waiting
                     logger.exception("a search of the pool failed")
                     self._end(search, Miss.UNAVAILABLE)
                 finally:
                     self._held[index] = None
 
     def _hopeless(self, search: Search) -> Miss | None:
-        """Why there is no point in going on."""
+        """The reason to give the search up now; None: go on."""
         return self._why_end(search, self._clock()) or (Miss.UNAVAILABLE if self._is_down() else None)
 
     def _probe(self, search: Search, store: KVStore) -> None:
         num_found, miss = search.first_block, search.miss
         try:
-            while num_found < len(search.names) and miss is None:
+            while num_found < len(search.blocks) and miss is None:
                 miss = self._hopeless(search)
                 if miss is None:
                     size = FIRST_PROBE if num_found == search.first_block else PROBE_BATCH
-                    batch = search.names[num_found : num_found + size]
-                    num_there = sum(1 for _ in takewhile(bool, store.contains(batch)))
+                    batch = search.blocks[num_found : num_found + size]
+                    num_there = sum(1 for _ in takewhile(bool, _contains(store, batch)))
                     num_found += num_there
                     miss = Miss.ABSENT if num_there < len(batch) else None
         except StoreUnavailable as error:
@@ -263,24 +272,26 @@ class StorePool(Pool):
                 return
             search.miss = miss
             search.is_found = True
-            self._events.append(PrefixFound(search.load_id, num_found * self._context.geometry.block_size))
+            self._events.append(PrefixFound(search.load_id, num_found * self._context.layout.block_size))
         self._wake()
 
     def _read(self, search: Search, spec: LoadSpec, store: KVStore, inlet: Inlet) -> None:
         started_s = self._clock()
-        names = search.names[spec.first_block : spec.first_block + len(spec.block_ids)]
+        blocks = search.blocks[search.first_block : spec.num_tokens // self._context.layout.block_size]
+        names = [name for block in blocks for name in block]
+        block_ids = chain.from_iterable(zip(*(run.block_ids for run in spec.runs), strict=True))
         miss = self._hopeless(search)
         if miss is None and names:
             try:
                 with closing(store.get(names)) as objects:
-                    for name, block_id, sealed in zip(names, spec.block_ids, objects, strict=True):
-                        block = None if sealed is None else self._sealer.open(name, sealed)
+                    for name, block_id, sealed in zip(names, block_ids, objects, strict=True):
+                        content = None if sealed is None else self._sealer.open(name, sealed)
                         miss = self._hopeless(search)
-                        if block is None:
+                        if content is None:
                             miss = Miss.LOST if sealed is None else Miss.DAMAGED
                         if miss is Miss.DAMAGED:
                             self._damaged.add(name)
-                        if block is None or miss is not None or not search.land(inlet, block_id, block):
+                        if content is None or miss is not None or not search.land(inlet, name, block_id, content):
                             break
             except StoreUnavailable as error:
                 self._went_down(error)
@@ -297,46 +308,51 @@ class StorePool(Pool):
                         self._send(parcel, store)
                 except StoreUnavailable as error:
                     self._went_down(error)
-                    self._count("pool_blocks_dropped_total|reason=unavailable", len(parcel.names))
+                    self._count("pool_blocks_dropped_total|reason=unavailable", len(parcel.blocks))
                 except Exception:  # as in _run_loader
                     logger.exception("storing into the pool failed")
-                    self._count("pool_blocks_dropped_total|reason=error", len(parcel.names))
+                    self._count("pool_blocks_dropped_total|reason=error", len(parcel.blocks))
                 finally:
                     with self._lock:
                         self._num_backlog_bytes -= parcel.num_bytes
 
     def _send(self, parcel: _Parcel, store: KVStore) -> None:
-        """What the store has already is not sent again: content is never news under a known name, unless what we saw
-        there was damaged."""
+        """Send the blocks that the store lacks. A known name has known content, unless a loading thread found it
+        damaged."""
         if self._is_down():
-            self._count("pool_blocks_dropped_total|reason=unavailable", len(parcel.names))
+            self._count("pool_blocks_dropped_total|reason=unavailable", len(parcel.blocks))
             return
-        parcel.blocks.wait()
-        there = store.contains(parcel.names)
-        known = [is_there and name not in self._damaged for name, is_there in zip(parcel.names, there, strict=True)]
+        for gathered in parcel.groups:
+            gathered.wait()
+        there = _contains(store, parcel.blocks)
+        known = [
+            is_there and self._damaged.isdisjoint(block) for block, is_there in zip(parcel.blocks, there, strict=True)
+        ]
         self._count("pool_blocks_known_total", sum(known))
         new = [index for index, is_known in enumerate(known) if not is_known]
-        for batch in _batches(new, max(1, STORE_BATCH_BYTES // self._context.geometry.block_bytes)):
-            names = [parcel.names[index] for index in batch]
-            blocks = map(parcel.blocks.block, batch)
-            objects = [(name, self._sealer.seal(name, block)) for name, block in zip(names, blocks, strict=True)]
-            num_stored = store.put(objects)
-            self._damaged.difference_update(names)
+        for batch in _batches(new, max(1, STORE_BATCH_BYTES // self._context.layout.block_bytes)):
+            objects = [
+                (name, self._sealer.seal(name, parcel.groups[name.group].block(index)))
+                for index in batch
+                for name in parcel.blocks[index]
+            ]
+            num_stored = store.put(objects) // len(parcel.groups)
+            self._damaged.difference_update(name for name, _ in objects)
             self._count("pool_blocks_stored_total", num_stored)
             self._count("pool_blocks_dropped_total|reason=refused", len(batch) - num_stored)
 
     def _end(self, search: Search, miss: Miss | None) -> None:
-        """Once a search, whoever is first."""
+        """End a search. Only the first call has an effect."""
         if not search.finish():
             return
-        num_read, geometry = search.num_read, self._context.geometry
-        num_tokens = 0 if search.spec is None else (search.spec.first_block + num_read) * geometry.block_size
+        num_read, layout = search.num_read, self._context.layout
+        num_tokens = 0 if search.spec is None else (search.first_block + num_read) * layout.block_size
         with self._lock:
             del self._searches[search.load_id]
             if miss is not None or search.miss is not None:
                 self._counts[f"pool_misses_total|reason={miss or search.miss}"] += 1
-            self._counts["pool_hit_tokens_total"] += num_read * geometry.block_size
-            self._counts["pool_read_bytes_total"] += num_read * geometry.block_bytes
+            self._counts["pool_hit_tokens_total"] += num_read * layout.block_size
+            self._counts["pool_read_bytes_total"] += num_read * layout.block_bytes
             self._events.append(PrefixLoaded(search.load_id, num_tokens))
         self._wake()
 
@@ -351,10 +367,17 @@ _ZEROS = {
 }
 
 
+def _contains(store: KVStore, blocks: Sequence[Sequence[ObjectName]]) -> list[bool]:
+    """Whether all objects of each block are stored."""
+    there = store.contains([name for block in blocks for name in block])
+    size = len(there) // max(1, len(blocks))
+    return [all(there[start : start + size]) for start in range(0, len(there), size or 1)]
+
+
 def _batches(indices: list[int], size: int) -> Iterator[list[int]]:
     for start in range(0, len(indices), size):
         yield indices[start : start + size]
 
 
-def _nobody() -> None:
-    """Before the engine has set its waker, nobody sleeps."""
+def _no_waker() -> None:
+    """The waker until the engine sets its own: its step loop does not sleep yet."""

@@ -63,9 +63,7 @@ class ProtocolLoop:
         limits: PullLimits,
     ) -> None:
         self._clock = PatientClock(clock, context.lease_ttl_s / RENEWALS_PER_TTL)
-        self.leases = LeaseTable(
-            context.engine_id, context.epoch, context.geometry.block_size, context.lease_ttl_s, self._clock
-        )
+        self.leases = LeaseTable(context.engine_id, context.epoch, context.layout, context.lease_ttl_s, self._clock)
         self._transport = transport
         self._channel = channel
         self._commands: deque[Callable[[Reader, float], None]] = deque()
@@ -73,7 +71,7 @@ class ProtocolLoop:
         self._step_loop = StepLoopWatch(self._clock)
         self._owner = Owner(context, self.leases, channel.reply, lambda: self._step_loop.is_frozen)
         self._reader = Reader(context, limits, transport, channel.ask, self._events.append, channel.forget)
-        self._wake_engine: Callable[[], None] = _nobody
+        self._wake_engine: Callable[[], None] = _no_waker
         transport.set_waker(channel.wake)
 
     def open(self) -> None:
@@ -113,12 +111,8 @@ class ProtocolLoop:
     def stats(self) -> dict[str, float]:
         """See Connector.stats."""
         reader = self._reader
-        failed = {f"loads_failed_total|reason={reason}": float(n) for reason, n in reader.loads_failed.items()}
         return {
-            "kv_transfer_bytes_total": float(reader.num_bytes),
-            "kv_transfer_seconds_total": reader.transfer_s,
-            "loads_done_total": float(reader.loads_done),
-            **failed,
+            **reader.counters.stats(),
             "loads_open": float(reader.num_loads),
             "loads_reading": float(reader.num_reading),
             "leases_open": float(len(self.leases)),
@@ -159,8 +153,8 @@ class ProtocolLoop:
                 return False
             for item in incoming:
                 match item:
-                    case FromReader(who, message):
-                        self._owner.on_message(who, message)
+                    case FromReader(reader, message):
+                        self._owner.on_message(reader, message)
                     case FromOwner(owner, reply):
                         self._reader.on_message(owner, reply, self._clock())
                     case OwnerLost(owner):
@@ -176,5 +170,5 @@ class ProtocolLoop:
         self._transport.close(deadline_s)
 
 
-def _nobody() -> None:
-    """Before the engine has set its waker, nobody sleeps."""
+def _no_waker() -> None:
+    """The waker until the engine sets its own: its step loop does not sleep yet."""

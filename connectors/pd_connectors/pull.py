@@ -28,6 +28,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from pd_connectors.base import Event, FirstTokens, LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec, LoadSteps
+from pd_connectors.block_reads import BlockReads, PostRead
 from pd_connectors.protocol.errors import LoadFailure
 from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseState, Release, Renew
 from pd_connectors.pull_limits import LOST_GRACE_S, RENEWALS_PER_TTL
@@ -43,15 +44,6 @@ class Send:
     """Send this to the lease's owner."""
 
     message: Renew | Confirm | Release
-
-
-@dataclass(frozen=True, slots=True)
-class PostRead:
-    """Read P's blocks `remote` into our blocks `local`, in this order; answer with `read_ended(number, ...)`."""
-
-    number: int
-    remote: tuple[int, ...]
-    local: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +110,8 @@ class Pull:
         self._deadline = now + deadline_s
         self._spec: LoadSpec | None = None
         self._state: LeaseState | None = None  # the newest
-        self._next_block = 0  # prompt blocks before this one need no further read
-        self._reads: dict[int, int] = {}  # in flight: number -> blocks
-        self._num_reads = 0
+        self.reads = BlockReads(ticket.layout, limits)
         self._read_deadline = float("inf")
-        self.num_blocks_read = 0
         self._first_read_at: float | None = None
         self._marks = _Marks()
         self._is_accepted = False  # the owner was greeted, and its KV means the same as ours
@@ -149,11 +138,6 @@ class Pull:
         """Terminal: nothing more will come out of it."""
         return self.phase in (LoadPhase.DONE, LoadPhase.DRAINED)
 
-    @property
-    def num_blocks_in_flight(self) -> int:
-        """Blocks that a posted read may still write."""
-        return sum(list(self._reads.values()))  # a copy: stats come from other threads
-
     def take_actions(self) -> list[Action]:
         """What to do now, in order."""
         actions, self._actions = self._actions, []
@@ -164,7 +148,7 @@ class Pull:
         if not self.is_live:
             return float("inf")
         timers = [self._deadline, self._renew_at]
-        if self._reads:
+        if self.reads.is_busy:
             timers.append(self._read_deadline)
         if self._answer_due is not None:
             timers.append(self._answer_due)
@@ -225,30 +209,25 @@ class Pull:
             self.fail(LoadFailure.REJECTED, detail, now)
             return
         assert self._state is not None
-        if spec.block_ids and not _will_finish(self._state):
+        if _wants_blocks(spec) and not _will_finish(self._state):
             self.fail(LoadFailure.LEASE_ENDED, "the prefill node took its blocks back before ours were there", now)
             return
-        self._next_block = spec.first_block
+        self.reads.start(spec)
         self.phase = LoadPhase.READING
         self._advance(now)
 
     def read_ended(self, number: int, error: str, now: float, post_s: float = 0.0) -> None:
         """A read is terminal. post_s: what it took to post it."""
-        num_blocks = self._reads.pop(number, None)
-        if num_blocks is None:
+        if not self.reads.ended(number, is_good=not error and self.is_live):
             return
         self.progress(now)
         self._marks.read_at = now
-        if number == self._num_reads - 1:
+        if number == self.reads.num_posted - 1:
             self._marks.post_s = post_s
-        if self.phase is LoadPhase.DRAINING and not self._reads:
+        if self.phase is LoadPhase.DRAINING and not self.reads.is_busy:
             self._drained()
-        if not self.is_live:
-            return
         if error:
             self.fail(LoadFailure.READ_FAILED, error, now)
-        else:
-            self.num_blocks_read += num_blocks
         self._advance(now)
 
     def progress(self, now: float) -> None:
@@ -285,7 +264,7 @@ class Pull:
         self._emit(LoadFailed(self.load_id, reason, detail))
         self._actions.append(Send(Release(self.ticket.lease, done=False)))
         self.phase = LoadPhase.DRAINING
-        if not self._reads:
+        if not self.reads.is_busy:
             self._drained()
 
     def tick(self, now: float) -> None:
@@ -298,7 +277,7 @@ class Pull:
             reason = LoadFailure.UNREACHABLE if self._is_lost else LoadFailure.PEER_FROZEN
             self.is_unanswered = True
             self.fail(reason, "the prefill node does not answer", now)
-        elif self._reads and now >= self._read_deadline:
+        elif self.reads.is_busy and now >= self._read_deadline:
             self.fail(LoadFailure.READ_FAILED, f"no read of the prefill node ended for {self._limits.read_s:g} s", now)
         elif self.phase is LoadPhase.CONFIRMING and now >= self._confirm_deadline:
             self.fail(LoadFailure.NOT_CONFIRMED, f"not confirmed within {self._limits.confirm_s:g} s", now)
@@ -338,43 +317,36 @@ class Pull:
             self._finish(now)
 
     def _read_on(self, state: LeaseState, spec: LoadSpec, now: float) -> None:
-        if not spec.block_ids:
+        if not _wants_blocks(spec):
             self.phase = LoadPhase.CONFIRMED  # nothing is read, so there is nothing to vouch for
             return
-        self._post_reads(state, spec, now)
-        last_block = spec.first_block + len(spec.block_ids)
-        if self.phase is LoadPhase.READING and self._next_block == last_block and not self._reads:
+        self._post_reads(state, now)
+        if self.phase is LoadPhase.READING and self.reads.is_done:
             self.phase = LoadPhase.CONFIRMING
             self._nonce = secrets.randbits(63)  # after the last read: an answer to it vouches for every read
             self._confirm_deadline = now + self._limits.confirm_s
             self._send_confirm(now)
 
-    def _post_reads(self, state: LeaseState, spec: LoadSpec, now: float) -> None:
-        block_size = self.ticket.geometry.block_size
-        whole = state.num_tokens_readable >= spec.num_tokens
-        readable = -(-spec.num_tokens // block_size) if whole else state.num_tokens_readable // block_size
-        if len(state.block_ids) < readable:
-            self.fail(LoadFailure.REJECTED, "the prefill node announced more tokens than blocks", now)
+    def _post_reads(self, state: LeaseState, now: float) -> None:
+        was_busy = self.reads.is_busy
+        try:
+            posts = self.reads.post(state)
+        except ValueError as error:
+            self.fail(LoadFailure.REJECTED, str(error), now)
             return
-        while self._next_block < readable and len(self._reads) < self._limits.max_reads:
-            start, stop = self._next_block, min(readable, self._next_block + self._limits.max_blocks_per_read)
-            local = spec.block_ids[start - spec.first_block : stop - spec.first_block]
-            if not self._reads:
+        if posts:
+            if not was_busy:
                 self.progress(now)  # the clock starts
-            self._reads[self._num_reads] = stop - start
-            self._actions.append(PostRead(self._num_reads, state.block_ids[start:stop], local))
-            self._num_reads += 1
+            self._actions += posts
             self._marks.asked_at = now
-            self._next_block = stop
             if self._first_read_at is None:
                 self._first_read_at = now
 
     def _finish(self, now: float) -> None:
-        num_bytes = self.num_blocks_read * self.ticket.geometry.block_bytes
         started = self._first_read_at
         self.phase = LoadPhase.DONE
         transfer_s = now - started if started is not None else 0.0
-        self._emit(LoadDone(self.load_id, num_bytes, transfer_s, self._marks.steps(), now))
+        self._emit(LoadDone(self.load_id, self.reads.group_bytes, transfer_s, self._marks.steps(), now))
         self._actions.append(Send(Release(self.ticket.lease, done=True)))
 
     def _send_confirm(self, now: float) -> None:
@@ -397,6 +369,10 @@ class Pull:
         self._actions.append(Emit(event))
 
 
+def _wants_blocks(spec: LoadSpec) -> bool:
+    return any(run.block_ids for run in spec.runs)
+
+
 def _will_finish(state: LeaseState) -> bool:
-    """P has all the blocks that the prompt needs, so it waits for nobody who may wait for ours."""
+    """P has all the blocks that the prompt needs, so it waits for no request that may wait for ours."""
     return state.is_begun or state.num_tokens_readable > 0

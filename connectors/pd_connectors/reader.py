@@ -20,12 +20,14 @@ import time
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from pd_connectors.base import ConnectorContext, Event, LoadDone, LoadDrained, LoadFailed, LoadSpec
+from pd_connectors.base import ConnectorContext, Event, LoadDrained, LoadFailed, LoadSpec
+from pd_connectors.block_reads import PostRead
 from pd_connectors.handshake import check_reply, check_ticket
+from pd_connectors.load_counters import LoadCounters
 from pd_connectors.peer import Endpoint, Greeting, Peer
 from pd_connectors.protocol.errors import HandshakeError, LoadFailure
 from pd_connectors.protocol.messages import ConfirmReply, Hello, HelloReply, LeaseState, Release, ToOwner, ToReader
-from pd_connectors.pull import Emit, PostRead, Pull, Send
+from pd_connectors.pull import Emit, Pull, Send
 from pd_connectors.pull_limits import LOST_GRACE_S, PullLimits
 from pd_connectors.transport import Address, Completion, Connected, ConnectFailed, PeerKey, ReadEnded, Transport
 
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.ticket import LeaseRef, Ticket
 
 HELLO_EVERY_S = 0.5
-PEER_IDLE_S = 300.0  # an endpoint that nobody used for so long is torn down
+PEER_IDLE_S = 300.0  # an endpoint without a load for so long is torn down
 
 
 class Reader:
@@ -67,20 +69,17 @@ class Reader:
         self._home: dict[str, Peer] = {}  # load id -> its peer
         self._by_lease: dict[str, list[Pull]] = {}
         self._num_attempts = 0
-        self.loads_failed = dict.fromkeys(LoadFailure, 0)
-        self.loads_done = 0
-        self.num_bytes = 0
-        self.transfer_s = 0.0
+        self.counters = LoadCounters(len(context.layout.groups))
 
     # from the engine
 
     def begin(self, load_id: str, ticket: Ticket, deadline_s: float, now: float) -> None:
         """See SchedulerHalf.begin_load. A ticket that must not be read fails the load; nothing is raised."""
         try:
-            check_ticket(ticket, self._context.fingerprint, self._context.geometry)
+            check_ticket(ticket, self._context.fingerprint, self._context.layout)
         except HandshakeError as error:
-            self._count(LoadFailed(load_id, LoadFailure.REJECTED, f"{type(error).__name__}: {error}"))
-            self._count(LoadDrained(load_id))
+            self._tell(LoadFailed(load_id, LoadFailure.REJECTED, f"{type(error).__name__}: {error}"))
+            self._tell(LoadDrained(load_id))
             return
         address = (ticket.host, ticket.port)
         peer = self._peers.setdefault(address, Peer(address, now))
@@ -130,7 +129,7 @@ class Reader:
                 self._for_lease(peer, message.lease, lambda pull: pull.confirm_reply(message, now), now)
 
     def on_lost(self, owner: Address, now: float) -> None:
-        """The connection to `owner` broke or was refused: who lives reconnects within a moment."""
+        """The connection to `owner` broke or was refused. A peer that lives reconnects within a moment."""
         peer = self._peers.get(owner)
         if peer is None:
             return
@@ -197,12 +196,12 @@ class Reader:
     @property
     def num_reading(self) -> int:
         """Live loads of which blocks have come."""
-        return sum(pull.is_live and pull.num_blocks_read > 0 for pull in self._pulls())
+        return sum(pull.is_live and pull.reads.has_read for pull in self._pulls())
 
     @property
     def num_quarantined_blocks(self) -> int:
         """Blocks of failed loads that a read may still write."""
-        return sum(pull.num_blocks_in_flight for pull in self._pulls() if not pull.is_live)
+        return sum(pull.reads.num_blocks_in_flight for pull in self._pulls() if not pull.is_live)
 
     @property
     def num_quarantined_loads(self) -> int:
@@ -238,7 +237,7 @@ class Reader:
                     assert pull.endpoint is not None, "a pull reads only once it is connected"
                     self._transport.read(pull.endpoint, (pull.load_id, number), remote, local)
                 case Emit(event):
-                    self._count(event)
+                    self._tell(event)
         if pull.is_over and peer.pulls.pop(pull.load_id, None) is not None:
             peer.idle_since = now
             del self._home[pull.load_id]
@@ -251,14 +250,8 @@ class Reader:
         """A live load of ours reads it. The last one releases it."""
         return any(pull.is_live and pull.ticket.lease == lease for pull in self._by_lease.get(lease.lease_id, ()))
 
-    def _count(self, event: Event) -> None:
-        match event:
-            case LoadFailed(_, reason, _):
-                self.loads_failed[reason] += 1
-            case LoadDone():
-                self.loads_done += 1
-                self.num_bytes += event.num_bytes
-                self.transfer_s += event.transfer_s
+    def _tell(self, event: Event) -> None:
+        self.counters.count(event)
         self._emit(event)
 
     def _fail(self, peer: Peer, reason: LoadFailure, detail: str, now: float, which: Callable[[Pull], bool]) -> None:
@@ -288,7 +281,7 @@ class Reader:
         elif now >= greeting.hello_at:
             greeting.hello_at = now + HELLO_EVERY_S
             context = self._context
-            hello = Hello(context.engine_id, context.epoch, context.fingerprint, context.geometry, greeting.nonce)
+            hello = Hello(context.engine_id, context.epoch, context.fingerprint, context.layout, greeting.nonce)
             self._ask(peer.address, hello)
 
     def _on_hello_reply(self, peer: Peer, reply: HelloReply, now: float) -> None:
@@ -301,7 +294,7 @@ class Reader:
             return
         peer.greeting = None
         try:
-            check_reply(reply, self._context.fingerprint, self._context.geometry)
+            check_reply(reply, self._context.fingerprint, self._context.layout)
         except HandshakeError as error:
             detail = f"{type(error).__name__}: {error}"
             self._fail(peer, LoadFailure.REJECTED, detail, now, lambda pull: True)

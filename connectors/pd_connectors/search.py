@@ -1,6 +1,6 @@
 """One search of a pool, from `find` to its PrefixLoaded, which is emitted once, on the way to `over`:
 
-    state     who has it          ends with
+    state     held by             ends with
     queued    a loading thread    reached too late                                        -> over
     probing   a loading thread    nothing stored, the store is gone                       -> over
                                   PrefixFound                                             -> found
@@ -9,8 +9,8 @@
                                   the store is gone                                       -> over
     any       the watch           `cancel`; the deadline, unless the engine has it        -> over
 
-A block is written into the cache only after its digest was checked, and never once the search is over: so it is known
-to the last block what there is, even when the thread stands still in the store and comes back much later.
+An object is written into the cache only after its digest was checked, and never once the search is over. So the engine
+knows which blocks are whole, even when a loading thread hangs in the store and returns much later.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class Miss(StrEnum):
-    """Why a search brought less than it was asked for. Each search that did is counted under one of these."""
+    """Why a search found less than it was asked for. Each such search is counted under one of these."""
 
-    ABSENT = "absent"  # nobody stored the next block, or it was evicted long ago
-    LOST = "lost"  # it was there when we looked, and gone when we read
+    ABSENT = "absent"  # the next block was never stored, or was evicted before the search
+    LOST = "lost"  # it was there at the probe and gone at the read
     DAMAGED = "damaged"  # its digest is wrong
     UNAVAILABLE = "unavailable"  # the store is down
     LATE = "late"  # the deadline passed
@@ -39,28 +39,28 @@ class Miss(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """What the pool's lock guards, and `land` and `finish`, which guard themselves."""
+    """The pool's lock guards the fields; `land` and `finish` have a lock of their own."""
 
     load_id: str
-    names: list[ObjectName]
-    first_block: int
+    blocks: list[list[ObjectName]]  # the prompt's, from its start; each has an object a group
+    first_block: int  # the engine has the blocks before this one
     due_s: float
     spec: LoadSpec | None = None  # None until `load`
     miss: Miss | None = None  # why it will bring less than all
     is_found: bool = False  # the engine has it, and its time does not count
     is_cancelled: bool = False
     is_over: bool = False
-    num_read: int = 0  # blocks
+    num_read: int = 0  # whole blocks
     _landing: threading.Lock = field(default_factory=threading.Lock)
     _inlet: Inlet | None = None
 
-    def land(self, inlet: Inlet, block_id: int, block: memoryview) -> bool:
-        """Write the next block. False, and nothing is written, when the search is over."""
+    def land(self, inlet: Inlet, name: ObjectName, block_id: int, content: memoryview) -> bool:
+        """Write the next object; groups come in order. False, and nothing is written, when the search is over."""
         with self._landing:
             if not self.is_over:
                 self._inlet = inlet
-                inlet.write(block_id, block)
-                self.num_read += 1
+                inlet.write(name.group, block_id, content)
+                self.num_read += name == self.blocks[self.first_block + self.num_read][-1]
             return not self.is_over
 
     def finish(self) -> bool:

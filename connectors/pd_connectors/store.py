@@ -1,13 +1,14 @@
 """The key-value store under a pool, and what is stored in it.
 
-One object is one whole KV block. Its *name* is its content's: fingerprint and geometry (together the scope) and the
-chained hash of all tokens up to its end (`protocol.hashing`, the tenant's salt in the root). So equal names mean equal
-bytes, any node may write any object at any time, and nobody ever has to invalidate one.
+One object is one group's part of one whole KV block. Its *name* is its content's: fingerprint and layout (together the
+scope), the chained hash of all tokens up to the block's end (`protocol.hashing`, the tenant's salt in the root) and the
+group's number. So equal names mean equal bytes, any node may write any object at any time, and no object is ever
+invalidated.
 
-    object   magic (16)   digest (16)   the block's bytes, as they lie in the cache
+    object   magic (16)   digest (16)   the group's bytes of the block, as they lie in the cache
 
-The digest is keyed with the cluster's key and covers the name, so that a damaged object, another object under this name
-and one that a stranger wrote are all refused: a store need not be trusted with more than not to lose everything.
+The digest is keyed with the cluster's key and covers the name. So a damaged object, another object under this name and
+an object that a process without the key wrote are all refused: the store is not trusted with the content.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from hmac import compare_digest
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from pd_connectors.protocol.errors import HandoffError
 
@@ -38,13 +37,14 @@ class StoreUnavailable(HandoffError):
 
 @dataclass(frozen=True, slots=True)
 class ObjectName:
-    """What one block is stored under."""
+    """What one group's part of one block is stored under."""
 
-    scope: str  # hex; never equal for two nodes whose KV differs in meaning, shape or key
+    scope: str  # hex; different for any two nodes with KV of another meaning, layout or key
     hash: bytes  # of the prompt up to the block's end
+    group: int = 0  # index into `BlockLayout.groups`
 
     def __str__(self) -> str:
-        return f"pd-{self.scope}-{self.hash.hex()}"
+        return f"pd-{self.scope}-{self.group}-{self.hash.hex()}"
 
 
 class KVStore(ABC):
@@ -77,16 +77,16 @@ class Sealer:
 
     def __init__(self, context: ConnectorContext) -> None:
         self._key = context.cluster_key
-        self._block_bytes = context.geometry.block_bytes
+        self._group_bytes = [group.block_bytes for group in context.layout.groups]
         scope = blake2b(digest_size=16, person=b"pd-pool-scope")
         key_id = blake2b(context.cluster_key, digest_size=16, person=b"pd-pool-key-id").digest()
-        for part in (OBJECT_MAGIC, context.fingerprint.encode(), msgspec.json.encode(context.geometry), key_id):
+        for part in (OBJECT_MAGIC, context.fingerprint.encode(), context.layout.digest(), key_id):
             scope.update(len(part).to_bytes(8, "little") + part)
         self._scope = scope.hexdigest()
 
-    def name(self, block_hash: bytes) -> ObjectName:
-        """The name of the block that this chained hash names."""
-        return ObjectName(self._scope, block_hash)
+    def names(self, block_hash: bytes) -> list[ObjectName]:
+        """The objects, by group, of the block that this chained hash names."""
+        return [ObjectName(self._scope, block_hash, group) for group in range(len(self._group_bytes))]
 
     def seal(self, name: ObjectName, block: memoryview) -> bytes:
         """The object that holds `block` (its bytes)."""
@@ -95,13 +95,13 @@ class Sealer:
     def open(self, name: ObjectName, sealed: bytearray) -> memoryview | None:
         """The block's bytes; None unless this is, to the last bit, what some node of this cluster sealed as `name`."""
         view = memoryview(sealed)
-        if len(view) != HEADER_BYTES + self._block_bytes or view[: len(OBJECT_MAGIC)] != OBJECT_MAGIC:
+        if len(view) != HEADER_BYTES + self._group_bytes[name.group] or view[: len(OBJECT_MAGIC)] != OBJECT_MAGIC:
             return None
         block = view[HEADER_BYTES:]
         return block if compare_digest(view[len(OBJECT_MAGIC) : HEADER_BYTES], self._digest(name, block)) else None
 
     def _digest(self, name: ObjectName, block: memoryview) -> bytes:
         digest = blake2b(digest_size=DIGEST_BYTES, key=self._key, person=b"pd-pool-object")
-        digest.update(name.scope.encode() + name.hash)
+        digest.update(str(name).encode())
         digest.update(block)
         return digest.digest()

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from pd_connectors.base import CacheDescription
 
 Address = tuple[str, int]
 ReadId = tuple[str, int]  # load id, number of the read within the load
+GroupIds = tuple[tuple[int, ...], ...]  # block ids by group of the layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,8 @@ class Transport(ABC):
         """Set an endpoint up. Connected or ConnectFailed follows, unless `disconnect` comes first."""
 
     @abstractmethod
-    def read(self, peer: PeerKey, read_id: ReadId, remote: Sequence[int], local: Sequence[int]) -> None:
-        """Start reading the peer's blocks `remote` into our blocks `local`.
+    def read(self, peer: PeerKey, read_id: ReadId, remote: GroupIds, local: GroupIds) -> None:
+        """Start reading the peer's blocks `remote` into our blocks `local`, group by group and pair by pair.
 
         Exactly one ReadEnded follows, however long it takes.
         """

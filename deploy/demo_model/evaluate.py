@@ -79,7 +79,7 @@ class QuestionMaker:
         return self.rng.choice(FOREIGN) if foreign else self.english.document()
 
     def make(self, num_facts: int, low: int, high: int, foreign: bool = False) -> Question:
-        """A question whose fact lies `low` to `high` tokens back, or as far as the facts alone reach."""
+        """A question about a fact that lies `low` to `high` tokens back, or as far as the facts alone reach."""
         rng = self.rng
         wanted = rng.randint(max(low, 2), high - 40)
         names = rng.sample(self.names, num_facts)

@@ -1,6 +1,6 @@
-"""Which algorithm multiplies how many rows, by measurement.
+"""Choose the algorithm of a matrix product for each number of rows, by measurement.
 
-Timed as a step runs them: replayed as a graph, each product with another layer's weights, none of them in the cache.
+Products are timed as a step runs them: replayed as a graph, each with another layer's weights, none in the cache.
 """
 
 from __future__ import annotations
@@ -18,43 +18,42 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-COLD_BYTES = 200e6  # weights that together push each other out of any GPU's cache
-MARGIN = 0.985  # of the usual time: what is saved must be more than noise
-PARTS = 2  # of a product whose outputs are too few tiles for all multiprocessors; with 4, summing takes what is won
-MANY_ROWS = 512  # from here on a product's time is that of its multiplications, and depends on the clock that is left
-ROUNDS = 4  # of the better ways to multiply many rows, in turn, for the power limit slows down whoever comes later
-BETTER = 1.04  # times the best of the first round
-FAVOUR = 0.95  # of the time of what activates too: under the power limit it gains what a short measurement hides
-AGREEMENT = 0.01  # of the norm; bfloat16's rounding, twice, is a third of it
+COLD_BYTES = 200e6  # weights that do not fit into any GPU's cache together
+MARGIN = 0.985  # relative to the usual time: a smaller saving may be noise
+PARTS = 2  # for products with fewer tiles of outputs than multiprocessors; with 4, summing costs what is gained
+MANY_ROWS = 512  # from here on a product is bound by multiplications, and its time depends on the GPU's clock
+ROUNDS = 4  # of products of many rows, in turn: the power limit slows down the later ones of a round
+BETTER = 1.04  # relative to the best time of the first round: slower products are not measured again
+FAVOUR = 0.95  # factor on the time of products that include the activation: they gain more under the power limit
+AGREEMENT = 0.01  # relative to the norm; two roundings to bfloat16 are a third of it
 
 
 class Product(Protocol):
-    """x [M, K], weight [N, K] -> x weight^T [M, N], or its parts, float32 [parts, M, N], still to be summed; or what
-    an activation makes of it."""
+    """x [M, K], weight [N, K] -> x weight^T [M, N], or an activation of that, or float32 parts [parts, M, N] of it."""
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
 
 
 class ProposeProducts(Protocol):
-    """Ways to multiply `num_rows` rows with weights like this one, to so many parts."""
+    """Products of `num_rows` rows with weights of this shape and dtype, in `parts` parts."""
 
     def __call__(self, num_rows: int, weight: torch.Tensor, parts: int = 1) -> Sequence[Product]: ...
 
 
 class Measure(Protocol):
-    """Shortest time of a function's work on the device, in any unit."""
+    """The shortest time of a function's work on the device, in any unit."""
 
     def __call__(self, run: Callable[[], None]) -> float: ...
 
 
 def usual_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As torch would."""
+    """Torch's own product."""
     return F.linear(x, weight)
 
 
 @dataclass(frozen=True, slots=True)
 class Activated:
-    """A product, and then its activation, for comparison with those that do both at once."""
+    """A product and then its activation, to compare with products that include it."""
 
     product: Product
     activate: Callable[[torch.Tensor], torch.Tensor]
@@ -73,12 +72,11 @@ def choose_product(
     usual: Product = usual_product,
     favoured: Sequence[Product] = (),
 ) -> Product | None:
-    """The fastest way to multiply `num_rows` rows with weights of one shape [N, K]; None when that is the `usual` one.
+    """The fastest product of `num_rows` rows with weights of one shape [N, K]; None if that is the `usual` one.
 
-    `finish` does with the product what the model does, parts or not; its time counts. Without, there may be no parts.
-    What is `favoured` among the proposals for many rows is taken to need FAVOUR of the time that is measured.
-    Raises RuntimeError when the usual way fails; another that does not run, or comes to something else, is none, and
-    logged.
+    `finish` does what the model does with the product, whole or in parts; its time counts. Without it, parts are not
+    proposed. The times of `favoured` proposals for many rows are multiplied with FAVOUR. Raises RuntimeError when the
+    usual product fails. A proposal that fails or gives a wrong result is logged and not chosen.
     """
     many = num_rows >= MANY_ROWS
     some = weights[: 1 if many else max(1, round(COLD_BYTES / weights[0].nbytes))]
@@ -123,9 +121,9 @@ def _time_in_turn(
     rounds: int,
     weigh: Mapping[int, float],
 ) -> tuple[list[float], list[tuple[Product, list[float]]]]:
-    """Each once, and those near the best `rounds` times more: the usual one's times, and those of others that run.
+    """Time each product once, and those near the best `rounds` times more. -> times of the usual product, of others.
 
-    `weigh`: by the id of a product, what its time is multiplied with to be compared.
+    Products that fail are left out. `weigh`: by the id of a product, a factor on its time in comparisons.
     """
     usual_times, ways = [time(usual)], list[tuple[Product, list[float]]]()
     for product in proposals:
@@ -151,9 +149,11 @@ class From:
 
 
 def winner_from(found: Mapping[int, Product | None], general: Sequence[Product]) -> From | None:
-    """Of `general`, products for any number of rows, the one that was found best for the most rows that were measured,
-    from as many on as are nearer to those for which it was than to fewer; `found`: by numbers of rows. None: another
-    was."""
+    """The product in `general` that is best for the largest number of rows measured; None if another one is.
+
+    `general`: products for any number of rows. `found`: the best product by number of rows. `least` is just above
+    halfway between the smallest of the sizes from which on it is the best, and the next smaller size.
+    """
     winner, least = None, 0
     for size in sorted(found, reverse=True):
         if found[size] not in general or winner not in (None, found[size]):
@@ -164,7 +164,7 @@ def winner_from(found: Mapping[int, Product | None], general: Sequence[Product])
 
 
 def _agrees(product: Product, usual: Product, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether it comes to what the usual way does, to rounding."""
+    """True if it gives what the usual product gives, to rounding."""
     expected, found = usual(x, weight).float(), product(x, weight).float()
     found = found.sum(0) if found.dim() == 3 else found
     return bool((found - expected).norm() <= AGREEMENT * expected.norm())

@@ -17,16 +17,20 @@ if TYPE_CHECKING:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm over the last dimension (arXiv 1910.07467), in float32 inside. Any leading shape."""
+    """Root-mean-square norm over the last dimension (arXiv 1910.07467), in float32 inside. Any leading shape.
+
+    The normed value is rounded to the weight's dtype before the weight multiplies it: with a float32 weight (Gemma) a
+    bfloat16 result is rounded once.
+    """
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype) * weight
+    return (normed.to(weight.dtype) * weight).to(x.dtype)
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual). A kernel may overwrite either argument.
+    """(norm(x + residual), x + residual). A kernel leaves the sum in `residual` and may overwrite `x`.
 
     `residual` [T, size]; `x` [T, size], or float32 [parts, T, size], which are to be summed and rounded first.
     """

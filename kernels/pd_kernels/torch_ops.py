@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See reference.rms_norm."""
     if x.dtype in (torch.float16, torch.bfloat16):  # the definition rounds before it multiplies by the weight
-        return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
+        return (F.rms_norm(x.float(), weight.shape, None, eps).to(weight.dtype) * weight).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 

@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 """RMSNorm, alone and fused with the residual sum before it. One read and one write of each tensor.
 
-Rounding follows `reference`: the normed value is rounded to the tensor's dtype before the weight multiplies it.
+Rounding follows `reference`: the normed value is rounded to the weight's dtype before the weight multiplies it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _rms_norm_kernel(
     wait_for_others(EARLY)
     value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)
-    normed = (value * scale[:, None]).to(out.dtype.element_ty).to(tl.float32) * gain[None, :]
+    normed = (value * scale[:, None]).to(weight.dtype.element_ty).to(tl.float32) * gain[None, :]
     tl.store(out + row[:, None] * SIZE + column[None, :], normed.to(out.dtype.element_ty), mask=inside)
 
 
@@ -55,7 +55,7 @@ def _add_rms_norm_kernel(
     tl.store(residual_at, total, mask=inside)
     value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)
-    normed = (value * scale[:, None]).to(dtype).to(tl.float32) * gain[None, :]
+    normed = (value * scale[:, None]).to(weight.dtype.element_ty).to(tl.float32) * gain[None, :]
     tl.store(out + row[:, None] * out_stride + column[None, :], normed.to(dtype), mask=inside)
 
 

@@ -23,16 +23,20 @@ _HEADS = 16  # of one program at most
 
 
 @triton.jit
-def _rotated(first, second, cos, sin, norm, column, inside, eps, SIZE: tl.constexpr, NORM: tl.constexpr):
-    """Both halves [heads, half] of a tile of heads, rotated, and normed before that if wanted. Float32 in and out."""
+def _rotated(first, second, cos, sin, norm, out, column, inside, eps, SIZE: tl.constexpr, NORM: tl.constexpr):
+    """Both halves [heads, half] of a tile of heads, rotated, and normed before that if wanted. Float32 in and out.
+
+    Rounding is that of `reference.rms_norm`, to the dtypes of the pointers `norm` and `out`.
+    """
     if NORM:
-        dtype = norm.dtype.element_ty
+        gain = norm.dtype.element_ty
+        dtype = out.dtype.element_ty
         total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         scale = tl.rsqrt(total / SIZE + eps)[:, None]
         low = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)[None, :]
         high = tl.load(norm + SIZE // 2 + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-        first = ((first * scale).to(dtype).to(tl.float32) * low).to(dtype).to(tl.float32)
-        second = ((second * scale).to(dtype).to(tl.float32) * high).to(dtype).to(tl.float32)
+        first = ((first * scale).to(gain).to(tl.float32) * low).to(dtype).to(tl.float32)
+        second = ((second * scale).to(gain).to(tl.float32) * high).to(dtype).to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin
 
 
@@ -60,7 +64,7 @@ def _norm_rope_write_kernel(
         at = head[:, None] * SIZE + column[None, :]
         first = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(source + SIZE // 2 + at, mask=mask, other=0.0).to(tl.float32)
-        first, second = _rotated(first, second, cosine, sine, query_norm, column, inside, eps, SIZE, NORM)
+        first, second = _rotated(first, second, cosine, sine, query_norm, query, column, inside, eps, SIZE, NORM)
         target = query + token * NUM_HEADS * SIZE + at
         tl.store(target, first.to(query.dtype.element_ty), mask=mask)
         tl.store(target + SIZE // 2, second.to(query.dtype.element_ty), mask=mask)
@@ -71,7 +75,7 @@ def _norm_rope_write_kernel(
         at = head[:, None] * SIZE + column[None, :]
         first = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(source + SIZE // 2 + at, mask=mask, other=0.0).to(tl.float32)
-        first, second = _rotated(first, second, cosine, sine, key_norm, column, inside, eps, SIZE, NORM)
+        first, second = _rotated(first, second, cosine, sine, key_norm, query, column, inside, eps, SIZE, NORM)
         place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * SIZE
         to = place + head.to(tl.int64)[:, None] * head_stride + column[None, :]
         tl.store(key_cache + to, first.to(query.dtype.element_ty), mask=mask)

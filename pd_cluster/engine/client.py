@@ -1,4 +1,4 @@
-"""The API process's end of the line to its engine process."""
+"""The API process's connection to its engine process."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ class EngineClient(Protocol):
         """Admit a request. Raises EngineUnavailable, also as EngineFrozen."""
 
     def send(self, message: ToEngine) -> None:
-        """Anything but AddRequest. Never blocks; silently void when the engine is gone (its requests have failed)."""
+        """Send any message but AddRequest. Never blocks. Ignored when the engine is gone: its requests have failed."""
 
 
 class RequestStream:
-    """One request's messages, ending with its terminal one. Leaving the `async with` block aborts what still runs."""
+    """One request's messages up to its terminal one. Leaving the `async with` block aborts a live request."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class RequestStream:
         awaits_ticket: bool = False,
     ) -> None:
         self.request_id = request_id
-        self.awaits_ticket = awaits_ticket  # until it has one, another engine can do the work as well
+        self.awaits_ticket = awaits_ticket  # without a ticket another engine can still do the work
         self._messages: asyncio.Queue[RequestMessage] = asyncio.Queue()
         self._send = send
         self._forget = forget
@@ -114,7 +114,7 @@ class RequestStream:
         return message
 
     def drain_ready(self) -> list[RequestMessage]:
-        """What has arrived already, without waiting (chunks are coalesced under backlog). Does not end the stream."""
+        """The messages that have arrived, without waiting, so that chunks are coalesced under backlog."""
         ready: list[RequestMessage] = []
         while not self._ended and not self._messages.empty():
             message = self._messages.get_nowait()
@@ -205,7 +205,7 @@ class ZmqEngineClient:
     def send(self, message: ToEngine) -> None:
         if self._death:
             return
-        # Never held up, for the high-water mark is off; it fails where no engine is connected
+        # Cannot block without a high-water mark; fails if no engine is connected
         sent = asyncio.ensure_future(self._to_engine.send(self._encoder.encode(message), zmq.NOBLOCK))
         sent.add_done_callback(_note_loss)
 
@@ -218,10 +218,10 @@ class ZmqEngineClient:
         return self._ready
 
     async def watch(self) -> None:
-        """Deliver messages until the engine says that it died, or is given up; judge it when nothing has arrived.
+        """Deliver messages until the engine reports its death or is declared dead; judge it when nothing has arrived.
 
-        Time in which this process did not run does not count (`PatientClock`): after a stop of both, or of the machine,
-        the engine is heard first.
+        Time in which this process did not run does not count (`PatientClock`), so after a stop of both processes, or of
+        the machine, the engine can report before it is judged.
         """
         while not self._death:
             self._clock.sleep(LISTEN_S)
@@ -300,6 +300,6 @@ class ZmqEngineClient:
 
 
 def _note_loss(sent: asyncio.Future[zmq.MessageTracker | None]) -> None:
-    """An engine process that is gone hears nothing; its requests fail as soon as that is noticed."""
+    """Log that a message was lost: the engine process is gone, and its requests fail when that is noticed."""
     if not sent.cancelled() and (error := sent.exception()) is not None:
         logger.warning("the engine did not get a message: %s", error)

@@ -1,25 +1,25 @@
 """The engine's step loop: messages in, one step, tokens out.
 
-One turn, in this order, so that nothing is decided on old news:
+One turn does the following, in this order, so that each decision uses the latest state:
 
     messages from the API process  ->  connector events  ->  reserve blocks for loads
     ->  schedule and launch a step, or retire the oldest  ->  update  ->  tokens, finished leases, statistics out
 
 On a GPU the step that is launched is the one after the step that is retired (`pipeline`), so that all of the above runs
-while the device computes. A sequence that ends is then in one more step; what that samples is dropped. The time that is
-left before the device would run dry is spent waiting for news (`pace`).
-Everything here runs on one thread. With nothing to do it sleeps on the mailbox, which messages and events wake.
+while the device computes. A sequence that ends is then in one more step, and its token there is dropped. The loop plans
+the next step just before the running one ends, and waits for messages and events until then (`step_timing`).
+Everything here runs on one thread. With nothing to do it sleeps on the mailbox; messages and events wake it.
 """
 
 from __future__ import annotations
 
 import logging
-import random
 import time
 from typing import TYPE_CHECKING
 
+from pd_cluster.engine.admission import Admission, refusal
 from pd_cluster.engine.forecast import StepForecast
-from pd_cluster.engine.kv_transfers import KvTransfers, admit, refusal
+from pd_cluster.engine.kv_transfers import KvTransfers
 from pd_cluster.engine.pipeline import Pipeline
 from pd_cluster.errors import PdError
 from pd_cluster.protocol.messages import (
@@ -54,7 +54,7 @@ STATS_EVERY_S = 0.1  # while busy; always before sleeping
 
 
 class EngineCore:
-    """Owns the scheduler and the live requests; drives the executor and the connector, which its builder closes."""
+    """Owns the scheduler and the live requests; drives the executor and the connector. The caller closes these two."""
 
     def __init__(
         self,
@@ -64,7 +64,6 @@ class EngineCore:
         mailbox: EngineSockets,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._model = executor.model
         self._connector = connector
         self._mailbox = mailbox
         self._clock = clock
@@ -72,9 +71,9 @@ class EngineCore:
             executor.num_blocks,
             executor.block_size,
             num_host_blocks=executor.num_host_blocks,
+            num_groups=len(executor.layout.groups),
             prefix_caching=config.cache.prefix_caching,
         )
-        self._handoffs = KvTransfers(connector, mailbox.send, self._report, connector.pool)
         self._scheduler = Scheduler(
             config.scheduler,
             self._blocks,
@@ -83,9 +82,17 @@ class EngineCore:
             rests=executor.model.device == "cpu",
             max_model_len=executor.model.max_model_len,
             eos_token_ids=executor.model.eos_token_ids,
-            on_preempt=self._handoffs.on_preempt,
+            retract=connector.retract,
             clock=clock,
         )
+        self._admission = Admission(
+            self._blocks,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=executor.model.max_model_len,
+            vocab_size=executor.model.vocab_size,
+            check_sampling=executor.check,
+        )
+        self._transfers = KvTransfers(connector, self._scheduler, mailbox.send, self._report, connector.pool)
         self._pipeline = Pipeline(
             executor,
             connector,
@@ -98,7 +105,6 @@ class EngineCore:
             self._allow_silence,
         )
         self._requests: dict[str, Request] = {}
-        self._random = random.SystemRandom()
         self._stopping = False
         self._stats: EngineStats | None = None
         self._stats_sent_at = -STATS_EVERY_S
@@ -112,22 +118,22 @@ class EngineCore:
         self._mailbox.wake()
 
     def run(self) -> None:
-        """Until `stop`. Whatever this raises is a bug of ours or a broken device."""
+        """Turn until `stop`. An exception from here is a bug or a broken device."""
         is_settled = False
         while not self._stopping:
             if self.turn():
-                is_settled = False  # who has come need not have ended the wait: it may have just run out
+                is_settled = False  # a message that arrives as the wait times out does not end it
                 continue
             self._send_stats()
             if self._mailbox.wait(IDLE_WAIT_S):
                 is_settled = False
             elif not is_settled:
-                self.settle()  # not before: it takes milliseconds, and who has just had an answer may ask again
+                self.settle()  # after a wait only: it takes milliseconds, and a client often asks again at once
                 is_settled = True
         while len(self._pipeline):
             self._retire()
         self.settle()
-        self._mailbox.flush()  # what follows may take seconds
+        self._mailbox.flush()  # closing may take seconds
         logger.info("stopping with %d requests", len(self._requests))
 
     def turn(self) -> bool:
@@ -135,11 +141,11 @@ class EngineCore:
         scheduler, pipeline = self._scheduler, self._pipeline
         for message in self._mailbox.receive():
             self._take(message)
-        self._handoffs.take_events(scheduler)
-        self._handoffs.reserve(scheduler)
+        self._transfers.take_events()
+        self._transfers.reserve()
         self._mailbox.flush()
         if spare_s := pipeline.spare_s(prompts_wait=scheduler.prompts_wait):
-            self._mailbox.wait(spare_s)  # who comes meanwhile is in the next step
+            self._mailbox.wait(spare_s)  # a request that arrives meanwhile is in the next step
         elif pipeline.is_full or not scheduler.has_work or not pipeline.launch(scheduler.schedule):
             if not len(pipeline):
                 pipeline.rest()
@@ -151,26 +157,28 @@ class EngineCore:
         return True
 
     def _allow_silence(self, allowed_s: float) -> None:
-        """The step loop may not turn for so long: the API process and the nodes that read from here must know."""
+        """Tell the API process and the nodes that read from here that the step loop may not turn for so long."""
         self._connector.allow_silence(allowed_s)
         self._mailbox.send(SilenceAllowed(allowed_s))
         self._mailbox.flush()
 
     def _await_step(self) -> None:
-        """Hear what comes while the oldest step runs; when it may have ended, wait for that."""
+        """Wait for messages and events while the oldest step surely runs; once it may have ended, wait for its end."""
         if rest_s := self._pipeline.rest_s:
             self._mailbox.wait(rest_s)
         else:
             self._retire()
 
     def _retire(self) -> None:
-        """The oldest step's result, to whom it concerns."""
+        """Take the oldest step's result; announce it to readers, report it, and store new blocks in the pool."""
         batch, result = self._pipeline.retire()
         self._num_steps += 1
         self._num_tokens += batch.num_tokens
-        for update in self._scheduler.update(batch, result):
-            if update.request.work is Work.PREFILL:
-                self._handoffs.finish_lease(update)
+        updates = self._scheduler.update(batch, result)
+        prefilled = [update for update in updates if update.request.work is Work.PREFILL]
+        if batch.publishes or prefilled:
+            self._connector.send_after(self._transfers.announce(batch.publishes, prefilled))
+        for update in updates:
             self._report(update)
         news = self._scheduler.take_news()
         if news and self._connector.pool is not None:
@@ -183,18 +191,18 @@ class EngineCore:
             case AddRequest():
                 self._add(message)
             case UseTicket():
-                self._handoffs.use_ticket(message.request_id, message.ticket, message.load_deadline_s, self._scheduler)
+                self._transfers.use_ticket(message.request_id, message.ticket, message.load_deadline_s)
             case PrefillLocally():
-                self._handoffs.prefill_locally(message.request_id, self._scheduler)
+                self._transfers.prefill_locally(message.request_id)
             case Abort():
                 self._abort(message)
             case ReleaseLease():
-                self._handoffs.release(message.lease_id, self._scheduler)
+                self._transfers.release(message.lease_id)
 
     def _add(self, message: AddRequest) -> None:
         try:
-            seed = self._random.getrandbits(63)
-            request = admit(message, self._handoffs, self._scheduler, seed, self._model.vocab_size)
+            request = self._admission.request(message)
+            self._transfers.admit(request)
         except PdError as error:
             self._mailbox.send(refusal(message, error))
         else:
@@ -207,7 +215,7 @@ class EngineCore:
             return
         live = [seq.index for seq in request.sequences if seq.finish_reason is None]
         if message.index is None or live == [message.index]:
-            self._handoffs.revoke(request)
+            self._transfers.revoke(request)
         update = self._scheduler.abort(request, message.index, message.reason)
         if update is not None:
             self._report(update)
@@ -218,7 +226,7 @@ class EngineCore:
         """Send what happened to a request; let go of it when that was all."""
         request = update.request
         if update.finished:
-            self._handoffs.forget(request)
+            self._transfers.forget(request)
             self._requests.pop(request.request_id, None)
         self._mailbox.send(
             TokensOut(
@@ -231,10 +239,10 @@ class EngineCore:
             )
         )
         if update.finished:
-            request.sequences = []  # they know the request, too: else both would wait for a search for garbage
+            request.sequences = []  # they refer to the request: without this both would wait for a garbage collection
 
     def settle(self) -> None:
-        """In quiet times: prove that no block is lost, and say how things stand."""
+        """When nothing happens: check that no block is lost, and send statistics."""
         if self._scheduler.idle and not self._requests:
             self._blocks.check()
         self._send_stats()
@@ -247,9 +255,9 @@ class EngineCore:
             "engine_step_tokens_total": float(self._num_tokens),
             "engine_step_seconds_total": self._pipeline.busy_s,
             **scheduler.counters,
-            **self._handoffs.counters,
+            **self._transfers.counters,
         }
-        gauges = {"orphaned_loads": float(self._handoffs.num_orphans)}
+        gauges = {"orphaned_loads": float(self._transfers.num_orphans)}
         for name, value in self._connector.stats().items():
             (counters if name.partition("|")[0].endswith("_total") else gauges)[name] = value
         stats = EngineStats(

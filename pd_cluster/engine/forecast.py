@@ -1,12 +1,12 @@
 """How long a step may last before the engine counts as frozen. Pure: fed steps and their durations.
 
-A step's *work* is its tokens, each counted once more for every `keys_per_token` tokens before its chunk. Steps whose
-work has the same binary logarithm are of one kind. The next step of a kind is predicted from the shorter of its last
-two durations: one long step proves nothing, because this process may have been stopped meanwhile. The factor of 4
-covers what differs within a kind (at most 2 times the work) and a busy host.
+A step's *work* is its tokens, each counted once more for every `keys_per_token` tokens before its chunk. Steps of equal
+work, by the integer part of its binary logarithm, are of one kind. The next step of a kind is predicted from the
+shorter of its last two durations: one long step proves nothing, because this process may have been stopped meanwhile.
+The factor of 4 covers differences within a kind (at most 2 times the work) and a busy host.
 
-A step of a kind that has not run yet is warm-up where kernels are compiled or graphs captured on first use: nothing
-predicts that. Elsewhere it is predicted from the nearest kind that has run.
+The first step of a kind is warm-up where kernels are compiled or graphs captured on first use, and cannot be predicted.
+Elsewhere it is predicted from the nearest kind that has run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WARM_UP_S = 60.0  # a first step with the compilation of its kernels is shorter
 
 
 class StepForecast:
-    """Of one pipeline. `is_compiled_lazily`: the first step of a kind compiles or captures something."""
+    """Predicts one pipeline's steps. `is_compiled_lazily`: the first step of a kind compiles or captures something."""
 
     def __init__(self, *, keys_per_token: int = 0, is_compiled_lazily: bool) -> None:
         self._keys_per_token = keys_per_token
@@ -30,14 +30,14 @@ class StepForecast:
         self._durations: dict[int, tuple[float, float]] = {}  # kind -> of its last two steps
 
     def kind_of(self, batch: Batch) -> int:
-        """What other steps it resembles."""
+        """The kind of a step: steps of one kind take about as long."""
         work = batch.num_tokens
         if self._keys_per_token:
             work += sum(chunk.start * chunk.num_tokens for chunk in batch.chunks) // self._keys_per_token
         return work.bit_length()
 
     def allowed_s(self, kind: int) -> float:
-        """Seconds without an end of a step of this kind from which on the engine is frozen."""
+        """Seconds after which the engine is frozen if a step of this kind has not ended."""
         predicted_s = self._predicted_s(kind)
         return WARM_UP_S if predicted_s is None else max(FROZEN_S, STEP_FACTOR * predicted_s)
 

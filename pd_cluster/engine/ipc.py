@@ -1,4 +1,4 @@
-"""The engine's end of the line to its API process, and the bell that other threads ring."""
+"""The engine's sockets to its API process, and the event that other threads wake it with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EngineSockets:
         self._in.connect(f"{address}.in")
         self._out = context.socket(zmq.PUSH)
         self._out.set_hwm(0)
-        self._out.setsockopt(zmq.LINGER, 1000)  # ms: the last words get out, and an absent reader cannot hold us
+        self._out.setsockopt(zmq.LINGER, 1000)  # ms for the last messages; an absent reader cannot block the exit
         self._out.connect(f"{address}.out")
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._encoder = msgspec.msgpack.Encoder()
@@ -39,8 +39,8 @@ class EngineSockets:
     def wait(self, timeout_s: float) -> bool:
         """Send what there is; return when there is something to `receive`, when woken, or after `timeout_s`: False.
 
-        By select, which is not bound to whole milliseconds: a step takes five. ZMQ's descriptor tells of changes alone,
-        so the socket is asked first. Both descriptors are among a process's first ones.
+        Uses select, because poll rounds to whole milliseconds and a step takes five. ZMQ's descriptor signals changes
+        only, so the socket is polled first. Both descriptors are below select's limit: the process opens them early.
         """
         self.flush()
         has_mail = bool(self._in.poll(0))
@@ -59,13 +59,13 @@ class EngineSockets:
                 return messages
 
     def send(self, message: FromEngine) -> None:
-        """To be sent by the next `flush` or `wait`: the tokens of a step's sequences travel together."""
+        """Queue a message for the next `flush` or `wait`, so that the tokens of one step travel together."""
         self._unsent.append(message)
 
     def flush(self) -> None:
-        """Send what there is; without a high-water mark this cannot block."""
+        """Send the queued messages. Without a high-water mark this cannot block."""
         if self._unsent:
-            unsent, self._unsent = self._unsent, []  # what cannot be encoded does not hold up the word that we died
+            unsent, self._unsent = self._unsent, []  # first: if encoding fails, EngineDied can still be sent
             self._out.send(self._encoder.encode(unsent), zmq.NOBLOCK)
 
     def close(self) -> None:

@@ -1,12 +1,13 @@
-"""Steps on their way through the device, in order.
+"""Steps that were launched and have not retired, in order.
 
-    depth 1   launch n, wait for n                      nothing overlaps: a CPU that computes has no time to plan
+    depth 1   launch n, wait for n                      no overlap: on a CPU the step needs the cores that plan
     depth 2   launch n + 1, then wait for n             the device never waits for the host between two steps
 
-What a step touches, and who is told when:
+When the connector hears of what a step touches:
 
     loads of step n       `recv_before` once every step before n has retired; n itself writes none of their blocks
-    publishes of step n   `send_after` once n has retired; those of no tokens, that a prompt has begun, at once
+    publishes of step n   those of no tokens, that a prompt has begun, at once; the others are sent by the caller of
+                          `retire`, with the first tokens that the step sampled
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.scheduling.batch import Batch, StepResult
-    from pd_cluster.worker.executor import Executor
-    from pd_cluster.worker.model_runner import PendingStep
+    from pd_cluster.worker.executor import Executor, Pending
     from pd_connectors.base import LoadSpec, WorkerHalf
 
 
@@ -32,7 +32,7 @@ class Flight:
     """A step that was launched and has not retired."""
 
     batch: Batch
-    pending: PendingStep
+    pending: Pending
     launched_s: float
     kind: int  # see `forecast`
     allowed_s: float
@@ -42,8 +42,8 @@ class Flight:
 class Pipeline:
     """Launches steps and retires them, oldest first.
 
-    depth: how many may be under way while the host waits.  allow_silence: told, before a step that may take longer than
-    the one before it, for how many seconds the step loop may not turn.
+    depth: how many steps may run while the host waits.  allow_silence: called before a step that may take longer than
+    the one before it, with the number of seconds in which the step loop may not turn.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Pipeline:
         self._clock = clock
         self._flights: deque[Flight] = deque()
         self._retired_s = 0.0
-        self._pace = StepTiming()
+        self._timing = StepTiming()
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -77,24 +77,24 @@ class Pipeline:
         return len(self._flights) >= self.depth
 
     def spare_s(self, *, prompts_wait: bool) -> float:
-        """How long planning the next step may wait, in the hope of more to put into it; 0: not at all."""
+        """How long planning the next step may wait for more requests; 0: not at all."""
         if len(self._flights) != 1 or self.depth == 1:
             return 0.0
-        return self._pace.spare_s(*self._running, prompts_wait=prompts_wait)
+        return self._timing.spare_s(*self._running, prompts_wait=prompts_wait)
 
     @property
     def rest_s(self) -> float:
         """How long the oldest step will surely go on; 0: it may have ended."""
-        return 0.0 if self.depth == 1 else self._pace.rest_s(*self._running)
+        return 0.0 if self.depth == 1 else self._timing.rest_s(*self._running)
 
     @property
     def _running(self) -> tuple[Batch, float]:
-        """The oldest step, and how long it has had the device."""
+        """The oldest step, and for how long it has run on the device."""
         flight = self._flights[0]
         return flight.batch, self._clock() - max(flight.launched_s, self._retired_s)
 
     def launch(self, plan: Callable[[], Batch]) -> bool:
-        """Plan a step and start as much of it as there is. False when that is nothing for the worker."""
+        """Plan a step and start it. False when it has nothing for the worker."""
         started_s = self._clock()
         batch = plan()
         if self._flights:
@@ -109,27 +109,26 @@ class Pipeline:
         allowed_s = self._forecast.allowed_s(kind)
         self._allow(max([allowed_s, *(flight.allowed_s for flight in self._flights)]))
         self._flights.append(Flight(batch, self._executor.launch(batch), launched_s, kind, allowed_s))
-        self._pace.note_launch(batch, self._clock() - started_s)
+        self._timing.note_launch(batch, self._clock() - started_s)
         return True
 
     def retire(self) -> tuple[Batch, StepResult]:
-        """Wait for the oldest step, and let others read and write what it leaves behind."""
+        """Wait for the oldest step, and start the loads behind it. The caller announces what it computed."""
         flight = self._flights.popleft()
         was_over = flight.pending.is_over
         result = flight.pending.result()
         now_s = self._clock()
         duration_s = now_s - max(flight.launched_s, self._retired_s)
-        self._pace.note_step(flight.batch, duration_s, was_over=was_over)
+        self._timing.note_step(flight.batch, duration_s, was_over=was_over)
         self._forecast.note_step(flight.kind, duration_s)
         self.busy_s += duration_s
         self._retired_s = now_s
         if flight.loads_behind:
             self._connector.recv_before(flight.loads_behind)
-        self._connector.send_after(flight.batch.publishes)
         return flight.batch, result
 
     def rest(self) -> None:
-        """Nothing is under way: the usual silence is allowed again."""
+        """No step runs: the usual silence is allowed again."""
         assert not self._flights
         self._allow(FROZEN_S)
 

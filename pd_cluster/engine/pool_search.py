@@ -1,15 +1,15 @@
-"""Prompt prefixes on their way from the pool into this engine's prefix cache, before the rest is computed.
+"""Loads of prompt prefixes from the pool into this engine's prefix cache, before the rest is computed.
 
-A request whose prompt the pool may know is parked, and its search, as a table:
+A request is parked while the pool is searched for its prompt. The search, as a table:
 
     state      event                  becomes
     searching  PrefixFound            wanting blocks (`reserve`)
     wanting    blocks are reserved    loading
-    any        PrefixLoaded           over: what came is cached, and the request goes on as if it had just been admitted
+    any        PrefixLoaded           over: the prefix is cached; the request goes on as if it had just been admitted
     any        the request ends       an orphan: its search is cancelled, its blocks quarantined until PrefixLoaded
 
-The blocks reach the request through the prefix cache: a prefix that came too late, or only in part, differs in nothing
-from one that was not cached.
+The blocks reach the request through the prefix cache, so a prefix that came late, or in part, is like one that was not
+cached.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Recall:
-    """One search. `go_on` is called once, when it is over, with its request still parked."""
+class PoolSearch:
+    """One search. `go_on` is called once, when the search is over; its request is still parked then."""
 
     request: Request
     load_id: str
@@ -39,67 +39,68 @@ class Recall:
 
 
 class PoolSearches:
-    """All searches of one engine. With no pool every request goes its way at once."""
+    """All searches of one engine. Without a pool no request is searched for."""
 
-    def __init__(self, pool: Pool | None) -> None:
+    def __init__(self, pool: Pool | None, scheduler: Scheduler) -> None:
         self._pool = pool
+        self._scheduler = scheduler
         self._serials = count(1)
-        self._by_load: dict[str, Recall | None] = {}  # None: an orphan
-        self._by_request: dict[Request, Recall] = {}
+        self._by_load: dict[str, PoolSearch | None] = {}  # None: an orphan
+        self._by_request: dict[Request, PoolSearch] = {}
 
     @property
     def num_orphans(self) -> int:
-        """Searches whose request is gone."""
+        """Searches that no request waits for any more."""
         return len(self._by_load) - len(self._by_request)
 
-    def admit(self, request: Request, scheduler: Scheduler) -> None:
-        """Queue a request whose prompt is computed here, after a look into the pool. Raises Overloaded."""
+    def admit(self, request: Request) -> None:
+        """Queue a request for prefill on this node, after a search of the pool. Raises Overloaded."""
         if self._pool is None:
-            scheduler.add(request)
+            self._scheduler.add(request)
             return
-        scheduler.park(request)
-        if not self.start(request, scheduler, scheduler.fall_back_to_local):
-            scheduler.fall_back_to_local(request)
+        self._scheduler.park(request)
+        if not self.start(request, self._scheduler.fall_back_to_local):
+            self._scheduler.fall_back_to_local(request)
 
-    def start(self, request: Request, scheduler: Scheduler, go_on: Callable[[Request], None]) -> bool:
-        """Search for a parked prompt. False when there is nothing to search, or nowhere: `go_on` is not called then."""
+    def start(self, request: Request, go_on: Callable[[Request], None]) -> bool:
+        """Search for a parked prompt. False, and `go_on` is not called: nothing to search for, or no pool."""
         if self._pool is None:
             return False
-        hashes, num_here = scheduler.missing(request)
+        hashes, num_here = self._scheduler.missing(request)
         if not hashes:
             return False
-        recall = Recall(request, f"{request.request_id}@{next(self._serials)}", go_on)
-        self._by_load[recall.load_id] = self._by_request[request] = recall
-        self._pool.find(recall.load_id, hashes, num_here)
+        search = PoolSearch(request, f"{request.request_id}@{next(self._serials)}", go_on)
+        self._by_load[search.load_id] = self._by_request[request] = search
+        self._pool.find(search.load_id, hashes, num_here)
         return True
 
-    def reserve(self, scheduler: Scheduler) -> None:
+    def reserve(self) -> None:
         """Blocks for what was found, best claim first. Called before each step."""
-        wanting = [recall for recall in self._by_request.values() if recall.num_wanted]
-        for recall in sorted(wanting, key=lambda recall: recall.request.claim):
-            recall.request.load_id = recall.load_id
-            if scheduler.reserve(recall.request, recall.num_wanted) is not None:
-                recall.num_wanted = 0
+        wanting = [search for search in self._by_request.values() if search.num_wanted]
+        for search in sorted(wanting, key=lambda search: search.request.claim):
+            search.request.load_id = search.load_id
+            if self._scheduler.reserve(search.request, search.num_wanted) is not None:
+                search.num_wanted = 0
 
-    def take(self, event: PrefixFound | PrefixLoaded, scheduler: Scheduler) -> None:
-        """Carry out what the pool has to say."""
-        recall = self._by_load.get(event.load_id)
+    def take(self, event: PrefixFound | PrefixLoaded) -> None:
+        """Handle the pool's events."""
+        search = self._by_load.get(event.load_id)
         if isinstance(event, PrefixFound):
-            if recall is not None:
-                recall.num_wanted = event.num_tokens
+            if search is not None:
+                search.num_wanted = event.num_tokens
             return
         self._by_load.pop(event.load_id, None)
-        if recall is None:
-            scheduler.drain(event.load_id)
+        if search is None:
+            self._scheduler.drain(event.load_id)
             return
-        del self._by_request[recall.request]
-        scheduler.admit_prefix(recall.request, event.num_tokens)
-        recall.go_on(recall.request)
+        del self._by_request[search.request]
+        self._scheduler.admit_prefix(search.request, event.num_tokens)
+        search.go_on(search.request)
 
     def forget(self, request: Request) -> None:
         """The request has ended. Idempotent."""
-        recall = self._by_request.pop(request, None)
-        if recall is not None:
+        search = self._by_request.pop(request, None)
+        if search is not None:
             assert self._pool is not None
-            self._by_load[recall.load_id] = None
-            self._pool.cancel(recall.load_id)
+            self._by_load[search.load_id] = None
+            self._pool.cancel(search.load_id)

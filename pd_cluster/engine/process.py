@@ -1,11 +1,12 @@
 """The engine process: how the API process starts one, and what runs in it.
 
-The configuration travels on the child's standard input, which then stays open for as long as the API process lives: its
-end is how the engine learns that it was orphaned, whatever killed the parent.
+The configuration travels on the child's standard input, which stays open for as long as the API process lives. The end
+of the input tells the engine that its parent is gone, whatever killed it.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import secrets
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,7 +23,6 @@ import zmq
 
 from pd_cluster.config import NodeConfig
 from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.garbage import rare_searches
 from pd_cluster.engine.ipc import EngineSockets
 from pd_cluster.errors import PdError
 from pd_cluster.protocol.messages import EngineDied, EngineReady, StartupProgress
@@ -32,23 +32,43 @@ from pd_connectors.protocol.keys import load_cluster_key
 from pd_connectors.registry import create_connector
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import Iterator, MutableMapping
 
 logger = logging.getLogger("pd_cluster.engine")
 
 ORPHAN_EXIT_CODE = 3
 STOP_GRACE_S = 8.0  # to end leases and loads once told to stop; then by force
-EPOCH_BITS = 52  # epochs survive JSON readers whose numbers are doubles
+EPOCH_BITS = 52  # JSON readers that use doubles keep such numbers exactly
 # On a CPU torch and oneDNN each keep the programs of 1,024 shapes, and each number of tokens in a step is one: 1.2 GB
 # after 3,000 steps of varied length, 0.12 GB with 64 of each. A program that is made again costs 0.6 ms.
 KEPT_PROGRAMS = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-SWITCH_INTERVAL_S = 0.0001  # CPython's 5 ms would let the step loop hold up a confirmation for longer than a handover
+YOUNG_OBJECTS = 20_000  # more than one step makes: four for each of 1024 sequences; CPython's default is 700
+SWITCH_INTERVAL_S = 0.0001  # with CPython's 5 ms the step loop would delay a confirmation by more than a handover takes
 
 
 def bound_programs(environment: MutableMapping[str, str]) -> None:
-    """Call before torch is imported, which reads these variables. What the operator has set stays."""
+    """Call before torch is imported, which reads these variables. Values that the operator has set stay."""
     for name, number in KEPT_PROGRAMS.items():
         environment.setdefault(name, number)
+
+
+@contextmanager
+def rare_garbage_collection() -> Iterator[None]:
+    """Exempt the objects that exist now from garbage collection, and collect only after `YOUNG_OBJECTS` new ones.
+
+    The step loop makes no reference cycles, so there is next to nothing to collect. But a step makes more objects than
+    CPython's threshold, each collection moves those that are alive to the next generation, and a collection of the
+    oldest one visits every cached block and every prompt while all streams stand still.
+    """
+    young, *older = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, *older)
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, *older)
+        gc.unfreeze()
 
 
 def spawn_engine(config: NodeConfig, address: str) -> subprocess.Popen[bytes]:
@@ -62,15 +82,15 @@ def spawn_engine(config: NodeConfig, address: str) -> subprocess.Popen[bytes]:
         process.stdin.write(msgspec.json.encode(config) + b"\n")
         process.stdin.flush()
     except BrokenPipeError:
-        pass  # it died at once; the caller, who watches the process, reports that
+        pass  # it died at once; the caller watches the process and reports that
     return process
 
 
 class ParentWatch:
-    """A thread that reads standard input to its end, which means: stop. The parent wants it, or is gone."""
+    """A thread that reads standard input to its end, then stops the engine: the parent asks for it, or is gone."""
 
     def __init__(self) -> None:
-        self.core: EngineCore | None = None  # while there is none, there is nothing to put in order
+        self.core: EngineCore | None = None  # None: there is nothing to stop in order
         threading.Thread(target=self._run, name="parent-watch", daemon=True).start()
 
     def _run(self) -> None:
@@ -83,21 +103,24 @@ class ParentWatch:
 
 
 def _build(config: NodeConfig, mailbox: EngineSockets, cleanup: ExitStack) -> tuple[EngineCore, EngineReady]:
-    from pd_cluster.worker.executor import Executor  # torch: only here, so that the errors above come fast
+    from pd_cluster.worker.device_executor import (
+        DeviceExecutor,  # imports torch: after the checks above, which fail fast
+    )
+    from pd_cluster.worker.startup import run_phases
 
     def progress(text: str) -> None:
         mailbox.send(StartupProgress(text))
         mailbox.flush()
 
-    executor = Executor(config, progress)
+    executor = DeviceExecutor(config, progress)
     cleanup.callback(executor.close)
-    geometry = executor.cache.geometry
+    (cache,) = run_phases(executor, config.cache, progress)  # of one rank
     epoch = secrets.randbits(EPOCH_BITS)
     context = ConnectorContext(
         engine_id=config.server.node_id or f"engine-{secrets.token_hex(4)}",
         epoch=epoch,
         fingerprint=executor.model.fingerprint,
-        geometry=geometry,
+        layout=cache.layout,
         cluster_key=load_cluster_key(config.handoff.cluster_key_file),
         host=config.handoff.advertise_host,
         port=config.handoff.control_port,
@@ -114,13 +137,13 @@ def _build(config: NodeConfig, mailbox: EngineSockets, cleanup: ExitStack) -> tu
     )
     connector = create_connector(config.handoff.connector, context)
     cleanup.callback(connector.close)
-    connector.register_kv_cache(executor.cache)
+    connector.register_kv_cache(cache)
     core = EngineCore(config, executor, connector, mailbox)
     ready = EngineReady(
         engine_id=context.engine_id,
         epoch=epoch,
         num_blocks=executor.num_blocks,
-        block_size=geometry.block_size,
+        block_size=executor.block_size,
         max_model_len=executor.model.max_model_len,
         fingerprint=context.fingerprint,
         connector=config.handoff.connector,
@@ -144,7 +167,7 @@ def main() -> int:
         with ExitStack() as cleanup:
             core, ready = _build(config, mailbox, cleanup)
             watch.core = core
-            cleanup.enter_context(rare_searches())
+            cleanup.enter_context(rare_garbage_collection())
             mailbox.send(ready)
             mailbox.flush()
             core.run()

@@ -19,9 +19,9 @@ SLACK_S = 0.0005  # how much longer a wait may be than it was meant to
 LEAD_FACTOR = 1.5  # of the host's own time for a step, which it must not exceed
 SURE_SHARE = 0.95  # of the predicted time of a step; the rest is for what makes one shorter than the last
 LATE_SHARE = 0.8  # what is left of a prediction that was too long
-GROWTH = 1.05  # of a prediction in one step: where long and short ones take turns, the short ones are foretold
-FLOOR = 0.5  # of what the last two steps took, below which no prediction stays, however often it was shortened
-ALIKE = 0.2  # decode steps whose numbers of sequences differ by less take about as long
+GROWTH = 1.05  # of a prediction in one step: where long and short steps alternate, it follows the short ones
+FLOOR = 0.5  # a prediction is at least this share of what the shorter of the last two steps took
+ALIKE = 0.2  # decode steps with numbers of sequences that differ by less take about as long
 MEMORY = 0.95  # a slow planning is remembered for some tens of steps
 TRUST = 0.34  # won with each step with prompts that outlasted its prediction; all of it is 1
 
@@ -30,8 +30,8 @@ TRUST = 0.34  # won with each step with prompts that outlasted its prediction; a
 class StepTiming:
     """Of one pipeline. Times are in seconds, of any one clock.
 
-    One long step predicts nothing (this process may have been stopped): decode steps are believed by and by when two
-    in a row took as long, steps with prompts as they prove it.
+    One long step predicts nothing, because this process may have been stopped. A decode step is predicted from the
+    shorter of the last two; steps with prompts are predicted as far as earlier predictions held (`_trust`).
     """
 
     _host_s: float = 0.0  # planning and launching a step of decodes
@@ -40,18 +40,18 @@ class StepTiming:
     _last_decode_s: float = 0.0  # duration of the last one
     _num_decodes: int = 0  # sequences in it
     _token_s: float = 0.0  # per token, of the fastest step with prompts so far
-    _num_tokens: int = 0  # in it: how long many more take cannot be told from so few, for a step has a fixed cost too
+    _num_tokens: int = 0  # in it; not extrapolated to larger steps, because a step has a fixed cost too
     _trust: float = 0.0  # in the two above
 
     def note_launch(self, batch: Batch, host_s: float) -> None:
-        """Planning and launching a step took so long."""
+        """Planning and launching a step took `host_s`."""
         if batch.num_tokens == len(batch.chunks):
             self._host_s = max(host_s, self._host_s * MEMORY)
         else:
             self._prompt_host_s = max(host_s, self._prompt_host_s * MEMORY)
 
     def note_step(self, batch: Batch, duration_s: float, *, was_over: bool) -> None:
-        """A step took `duration_s` on the device, at most. `was_over`: it had ended before we came to wait for it."""
+        """A step took at most `duration_s` on the device. `was_over`: it had ended before the host waited for it."""
         if not batch.chunks:
             return
         num_decodes = _num_decodes(batch)
@@ -84,10 +84,10 @@ class StepTiming:
         return _until(sure_s, running_s)
 
     def spare_s(self, batch: Batch, running_s: float, *, prompts_wait: bool = False) -> float:
-        """How long planning may wait when `batch` is all the device has, and has run for `running_s`. 0: not at all.
+        """How long planning may wait when the device has only `batch`, for `running_s` so far. 0: not at all.
 
-        `prompts_wait`: the next step will have some, and takes longer to launch.
-        What prompts take is not waited for: to have two of them in one step makes neither faster.
+        `prompts_wait`: the next step will have prompts and takes longer to launch. Only the decodes' share of the
+        running step is waited for: two prompts in one step are not faster than in two.
         """
         num_decodes = _num_decodes(batch)
         with_prompts = prompts_wait or num_decodes < len(batch.chunks)
@@ -96,7 +96,7 @@ class StepTiming:
         return spare_s if spare_s > SLACK_S else 0.0
 
     def _sure_s(self, num_decodes: int) -> float:
-        """How long a step with as many decodes takes at least; 0: who knows."""
+        """How long a step with so many decodes takes at least; 0: unknown."""
         return self._decode_s if num_decodes and self._is_alike(num_decodes) else 0.0
 
 
@@ -106,7 +106,7 @@ def _until(sure_s: float, running_s: float) -> float:
 
 
 def _num_decodes(batch: Batch) -> int:
-    """Of one token each; they come first. All of a batch's chunks: then its duration resembles others'."""
+    """Chunks of one token, which come first. Or all chunks, if the step is as short as one of decodes."""
     if batch.num_tokens == len(batch.chunks):
         return len(batch.chunks)
     return next((index for index, chunk in enumerate(batch.chunks) if chunk.num_tokens > 1), len(batch.chunks))

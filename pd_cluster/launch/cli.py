@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from pd_cluster import __version__
 from pd_cluster.errors import StartupError
-from pd_cluster.launch.flags import add_config_flags, config_from, port_number
+from pd_cluster.launch.flags import add_config_flags, config_from
 from pd_cluster.launch.up_flags import POOL_CONNECTORS, add_up_flags
 from pd_connectors.protocol.errors import HandoffError
+from pd_http.settings import port_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

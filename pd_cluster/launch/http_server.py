@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from pd_cluster.launch.sockets import port_of
-from pd_http.files import raise_file_limit
-from pd_http.gate import HttpGate
+from pd_http.server import server_config
+from pd_http.sockets import url_of
 
 if TYPE_CHECKING:
     import socket
@@ -20,9 +19,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.config import NodeConfig
     from pd_cluster.engine.client import EngineClient
-    from pd_cluster.server.metrics import NodeMetrics
     from pd_cluster.server.state import NodeState
-    from pd_http.limits import HttpLimits
 
 FILES_PER_REQUEST = 2  # the client's connection, and one to a prefill node
 
@@ -34,7 +31,7 @@ class _Uvicorn(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # the node's
+        yield  # NodeProcess handles signals
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -43,7 +40,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves a node's app. `run` is called once, as a task; `up` is set when requests are answered."""
+    """Serves a node's app. Call `run` once, as a task; `up` is set when requests are answered."""
 
     def __init__(self, config: NodeConfig, listener: socket.socket, client: EngineClient) -> None:
         self._config = config
@@ -56,29 +53,15 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        host = self._config.server.host
-        shown = f"[{host}]" if ":" in host else host
-        return f"http://{shown}:{port_of(self._listener)}"
+        return url_of(self._listener, self._config.server.host)
 
     async def run(self) -> None:
-        """Until `stop_accepting` and the end of the last connection. Raises StartupError when no app can be built."""
-        # in a thread: imports and the tokenizer take seconds, and signals must be heard meanwhile
+        """Serve until `stop_accepting` and the last connection ends. Raises StartupError if the app cannot be built."""
+        # in a thread: imports and the tokenizer take seconds, in which signals must be handled
         app, state = await asyncio.to_thread(_build_app, self._config, self._client)
         self._state = state
-        gate = make_gate(self._config.http, state.metrics, raise_file_limit())
-        self._uvicorn = _Uvicorn(
-            uvicorn.Config(
-                app,
-                http=gate.protocol,
-                ws="none",
-                lifespan="on",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=max(1, round(self._config.http.client_keepalive_s)),
-            ),
-            self.up,
-        )
+        settings = server_config(app, self._config.http, state.metrics.http, FILES_PER_REQUEST)
+        self._uvicorn = _Uvicorn(settings, self.up)
         if not self._closing:
             await self._uvicorn.serve([self._listener])
 
@@ -88,10 +71,10 @@ class HttpServer:
         return self._state is not None and self._state.num_in_flight > 0
 
     def stop_accepting(self) -> None:
-        """Take no new connection, close idle ones, and let `run` return when the last busy one is done."""
+        """Accept no new connection, close idle ones, and let `run` return when the last request is done."""
         self._closing = True
         if self._state is not None:
-            self._state.draining = True  # connections that are open already hear 503
+            self._state.draining = True  # open connections get 503
         if self._uvicorn is not None:
             self._uvicorn.should_exit = True
 
@@ -103,13 +86,6 @@ class HttpServer:
             await asyncio.wait({run}, timeout=flush_s)
             self._uvicorn.force_exit = True
         await asyncio.wait({run}, timeout=flush_s)
-
-
-def make_gate(limits: HttpLimits, metrics: NodeMetrics, num_files: int) -> HttpGate:
-    """The bounds of a node's HTTP server, counted in `metrics`. `num_files`: what the process may open."""
-    gate = HttpGate(limits, num_files, FILES_PER_REQUEST, lambda word: metrics.http_refusals.labels(word).inc())
-    metrics.add_gate(gate)
-    return gate
 
 
 def _build_app(config: NodeConfig, client: EngineClient) -> tuple[FastAPI, NodeState]:

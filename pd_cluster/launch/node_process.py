@@ -32,8 +32,9 @@ from pd_cluster.launch.lifeline import hold_lifeline
 from pd_cluster.launch.model_path import resolve_model, served_name
 from pd_cluster.launch.preflight import model_problems, refuse
 from pd_cluster.launch.socket_dir import socket_directory
-from pd_cluster.launch.sockets import inherited, listen, port_of
+from pd_cluster.launch.sockets import listen, port_of
 from pd_cluster.protocol.messages import HEARTBEAT_S
+from pd_http.sockets import inherited
 
 if TYPE_CHECKING:
     import socket

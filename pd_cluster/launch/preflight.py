@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import StartupError
-from pd_cluster.launch.flags import MAX_PORT, flag_of
 from pd_cluster.models.directory import read_json
 from pd_cluster.models.registry import resolve_spec
 from pd_connectors.pool_url import DEFAULT_URLS, read_pool_url
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.protocol.keys import load_cluster_key
 from pd_connectors.registry import check_connector
+from pd_http.settings import MAX_PORT, flag_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

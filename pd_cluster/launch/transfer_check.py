@@ -24,6 +24,7 @@ from pd_cluster.config import HandoffConfig
 from pd_connectors.nixl.agent import NixlAgent, Region
 from pd_connectors.nixl.machine import listening_sockets, local_network
 from pd_connectors.protocol.errors import HandoffError
+from pd_connectors.protocol.layout import SliceRead
 
 if TYPE_CHECKING:
     from pd_connectors.nixl.agent import Remote
@@ -38,7 +39,7 @@ PEER_STOP_S = 5.0
 
 class _Description(msgspec.Struct):
     metadata: bytes
-    region: Region
+    regions: tuple[Region, ...]
 
 
 def main() -> int:
@@ -50,7 +51,7 @@ def main() -> int:
 def _serve(host: str, ports: str) -> int:
     memory = _memory(PATTERN)  # referenced here, because the agent does not keep it alive
     agent = _agent(memory, host, ports)
-    description = msgspec.msgpack.encode(_Description(agent.metadata(), agent.region))
+    description = msgspec.msgpack.encode(_Description(agent.metadata(), agent.regions))
     sys.stdout.write(description.hex() + "\n")
     sys.stdout.flush()
     sys.stdin.read()  # until the reading process closes it or dies
@@ -79,7 +80,7 @@ def _read(host: str, ports: str) -> int:
 def _measure(theirs: _Description, host: str, ports: str) -> dict[str, Any]:
     memory = _memory(0)
     agent = _agent(memory, host, ports)
-    remote = agent.connect(theirs.metadata, theirs.region)
+    remote = agent.connect(theirs.metadata, theirs.regions)
     _finish(agent, agent.post_warm_up(remote))
     order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(0)).tolist()
     seconds = min(_timed_read(agent, remote, order) for _ in range(3))
@@ -95,12 +96,12 @@ def _measure(theirs: _Description, host: str, ports: str) -> dict[str, Any]:
 
 def _agent(memory: torch.Tensor, host: str, ports: str) -> NixlAgent:
     network = local_network(host, HandoffConfig(kv_ports=ports).kv_port_range)
-    return NixlAgent(f"check-{secrets.token_hex(8)}", memory, NUM_BLOCKS, BLOCK_BYTES, network)
+    return NixlAgent(f"check-{secrets.token_hex(8)}", [memory], [SliceRead(0, 0, 0, 0, 0, BLOCK_BYTES)], network)
 
 
 def _timed_read(agent: NixlAgent, remote: Remote, order: list[int]) -> float:
     start_s = time.perf_counter()
-    _finish(agent, agent.post_read(remote, order, list(range(NUM_BLOCKS))))
+    _finish(agent, agent.post_read(remote, (tuple(order),), (tuple(range(NUM_BLOCKS)),)))
     return time.perf_counter() - start_s
 
 

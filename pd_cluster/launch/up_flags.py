@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from pd_cluster.launch.flags import add_config_flags, port_number
+from pd_cluster.launch.flags import add_config_flags
+from pd_http.settings import port_number
 
 POOL_READY = "pool ready on "  # printed by `pd-cluster pool` before its URL
 POOL_CONNECTORS = ("lmcache", "mooncake")  # `up` and `pd-cluster pool` can start their servers

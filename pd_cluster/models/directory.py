@@ -1,4 +1,4 @@
-"""Where a model's files are. Needs no torch: the API process uses it for the tokenizer."""
+"""A model's directory. Imports no torch: the API process uses it for the tokenizer."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def model_directory(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=list(_FILES)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise StartupError(
-            f"model {model!r} is not a directory here and cannot be had from the hub: {error}"
+            f"model {model!r} is not a directory and cannot be downloaded from the hub: {error}"
         ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises StartupError naming the file."""
+    """Read a JSON object. Raises StartupError naming the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What must be equal on two nodes before one may compute on the other's KV."""
+"""A digest that must be equal on two nodes before one may compute with the other's KV."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SAMPLE_BYTES = 4096
 def fingerprint(spec: ModelSpec, weights: Path | str) -> str:
     """Hex digest of the model's meaning, its weights and the KV layout.
 
-    `weights`: the model directory, or for dummy weights a word that determines them ("dummy seed=0 cpu float32").
+    `weights`: the model directory, or for dummy weights a text that determines them ("dummy seed=0 cpu float32").
 
-    Weights are known by content, not by name: of every tensor its name, dtype, shape and 16 evenly spaced pieces of
-    4 KiB, the first and last bytes among them (small tensors whole). That is 64 KiB a tensor, 18 MiB for an 8B model:
-    a fraction of a second where hashing everything takes half a minute. Training, merging an adapter or converting
-    changes bytes everywhere, so the sample sees it; a hand-made edit of a few bytes in between it would not. How the
-    tensors are spread over files does not matter. Raises StartupError when the files cannot be read.
+    Weights are identified by content: the name, dtype and shape of every tensor and 16 evenly spaced pieces of 4 KiB,
+    including the first and last bytes (small tensors whole). That is 64 KiB a tensor and 18 MiB for an 8B model: a
+    fraction of a second, where hashing all bytes takes half a minute. Training, merging an adapter and converting
+    change bytes everywhere, so they change the sample; an edit of a few bytes between the pieces does not. The
+    distribution of tensors over files does not matter. Raises StartupError when the files cannot be read.
     """
     digest = blake2b(digest_size=16, person=b"pd-kv-model")
     meaning: dict[str, Any] = {"layout": LAYOUT_VERSION, "spec": spec.semantic()}
@@ -41,7 +41,7 @@ def fingerprint(spec: ModelSpec, weights: Path | str) -> str:
 
 
 def _tensor_digests(directory: Path) -> list[bytes]:
-    """One digest per tensor, in order of name."""
+    """One digest per tensor, sorted by the tensors' names."""
     found: dict[str, bytes] = {}
     for file in weight_files(directory):
         header = read_header(file)
@@ -58,7 +58,7 @@ def _tensor_digests(directory: Path) -> list[bytes]:
 
 
 def sample_offsets(num_bytes: int) -> list[int]:
-    """Where the pieces of a tensor of `num_bytes` begin."""
+    """Offsets of the pieces of a tensor of `num_bytes`."""
     if num_bytes <= SAMPLES_PER_TENSOR * SAMPLE_BYTES:
         return list(range(0, num_bytes, SAMPLE_BYTES))
     last = num_bytes - SAMPLE_BYTES

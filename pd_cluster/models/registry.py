@@ -1,30 +1,82 @@
-"""Which architectures are served, and by which family."""
+"""Which architectures are served: how their config is read, and which class computes them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import StartupError
-from pd_cluster.models.spec import Family, ModelSpec, Windows, read_spec
+from pd_cluster.models.hf_config import ConfigRules, Windows, read_spec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
-FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(qkv_bias=False, out_bias=False, num_kv_heads=8, max_len=131072, windows=Windows.ALL),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, out_bias=False, num_kv_heads=32, max_len=32768, windows=Windows.SOME),
-    "Qwen3ForCausalLM": Family(qk_norm=True, num_kv_heads=32, max_len=32768, head_dim=128, windows=Windows.SOME),
+    import torch
+
+    from pd_cluster.models.model import BuildModel, Model
+    from pd_cluster.models.spec import ModelSpec
+    from pd_kernels.backends import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One architecture, by the name that configs use.
+
+    `family` imports and returns the class: the API process reads configs without importing torch.
+    """
+
+    rules: ConfigRules
+    family: Callable[[], BuildModel]
+
+
+def _llama() -> BuildModel:
+    from pd_cluster.models.llama import Llama
+
+    return Llama
+
+
+def _gemma3() -> BuildModel:
+    from pd_cluster.models.gemma3 import Gemma3
+
+    return Gemma3
+
+
+_QWEN = ConfigRules(num_kv_heads=32, max_len=32768, windows=Windows.SOME)
+_GEMMA3 = ConfigRules(
+    qk_norm=True,
+    num_kv_heads=4,
+    max_len=131072,
+    head_dim=256,
+    windows=Windows.PATTERN,
+    tied_embeddings=True,
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    query_scalar=256,
+    rope_theta=1e6,
+    window_rope_theta=1e4,
+)
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": Architecture(ConfigRules(), _llama),
+    "MistralForCausalLM": Architecture(
+        ConfigRules(qkv_bias=False, out_bias=False, num_kv_heads=8, max_len=131072, windows=Windows.ALL), _llama
+    ),
+    "Qwen2ForCausalLM": Architecture(replace(_QWEN, qkv_bias=True, out_bias=False), _llama),
+    "Qwen3ForCausalLM": Architecture(replace(_QWEN, qk_norm=True, head_dim=128), _llama),
+    "Gemma3ForCausalLM": Architecture(_GEMMA3, _gemma3),
 }
 
 
 def resolve_spec(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
     """The model that a `config.json` describes. Raises StartupError for one that cannot be served."""
     architectures = config.get("architectures") or []
-    if len(architectures) != 1 or architectures[0] not in FAMILIES:
+    if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
         named = ", ".join(map(str, architectures)) or "none named"
         raise StartupError(
-            f"{directory / 'config.json'}: architecture {named} is not served; served are {', '.join(FAMILIES)}"
+            f"{directory / 'config.json'}: architecture {named} is not served; served are {', '.join(ARCHITECTURES)}"
         )
-    return read_spec(directory, FAMILIES[architectures[0]], config)
+    return read_spec(directory, ARCHITECTURES[architectures[0]].rules, config)
+
+
+def build_model(spec: ModelSpec, kernels: Kernels, max_len: int, dtype: torch.dtype, device: torch.device) -> Model:
+    """Allocate the model for sequences of up to `max_len` tokens. Raises torch's errors when it does not fit."""
+    return ARCHITECTURES[spec.architecture].family()(spec, kernels, max_len, dtype, device)

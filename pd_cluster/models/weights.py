@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,20 +15,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old checkpoints carry; computed from the config here
+    from pd_cluster.models.model import Model
+    from pd_cluster.models.slot import Index, Slot
+
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers in old checkpoints; computed from the config here
 _DUMMY_STD = 0.02
+_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})  # safetensors' names of what a weight may be stored in
 
 
-class HasSlots(Protocol):
-    """Checkpoint name -> the view of a parameter that it fills."""
-
-    slots: dict[str, torch.Tensor]
-
-
-def load_weights(model: HasSlots, directory: Path, tied_embeddings: bool, progress: Callable[[str], None]) -> None:
+def load_weights(model: Model, directory: Path, tied_embeddings: bool, progress: Callable[[str], None]) -> None:
     """Copy every tensor of the checkpoint into its slot, converting dtype.
 
-    `progress` hears "weights 3/12" per file. Raises StartupError naming missing, unknown or misshapen tensors.
+    `progress` is called with "weights 3/12" for each file. Raises StartupError naming tensors that are missing,
+    unknown, of another shape, or quantized.
     """
     missing, unknown = set(model.slots), []
     files = weight_files(directory)
@@ -38,7 +37,7 @@ def load_weights(model: HasSlots, directory: Path, tied_embeddings: bool, progre
                 for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                     slot = model.slots.get(name)
                     if slot is not None:
-                        _fill(file, name, slot, tensors.get_tensor(name))
+                        _fill(file, name, slot, tensors)
                         missing.discard(name)
                     elif not (name.endswith(_IGNORED_SUFFIXES) or (tied_embeddings and name == "lm_head.weight")):
                         unknown.append(name)
@@ -50,17 +49,17 @@ def load_weights(model: HasSlots, directory: Path, tied_embeddings: bool, progre
         raise StartupError(f"the weights in {directory} do not fit its config.json; {'; '.join(problems)}")
 
 
-def fill_at_random(model: HasSlots, seed: int) -> None:
-    """Dummy weights: matrices N(0, 0.02), norms 1, biases N(0, 0.02); the same for a seed on one kind of device."""
+def fill_at_random(model: Model, seed: int) -> None:
+    """Dummy weights: matrices and biases N(0, 0.02), norms 1. A seed gives the same weights on one kind of device."""
     generators: dict[torch.device, torch.Generator] = {}
     for name in sorted(model.slots):
-        slot = model.slots[name]
-        if slot.device not in generators:
-            generators[slot.device] = torch.Generator(slot.device).manual_seed(seed)
+        tensor = model.slots[name].tensor
+        if tensor.device not in generators:
+            generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
         if name.endswith("norm.weight"):
-            slot.fill_(1.0)
+            tensor.fill_(1.0)
         else:
-            slot.normal_(0.0, _DUMMY_STD, generator=generators[slot.device])
+            tensor.normal_(0.0, _DUMMY_STD, generator=generators[tensor.device])
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -93,14 +92,24 @@ def read_header(file: Path) -> dict[str, Any]:
     return header
 
 
-def _fill(file: Path, name: str, slot: torch.Tensor, tensor: torch.Tensor) -> None:
-    if tensor.shape != slot.shape:
-        raise StartupError(f"{file}: {name} is {list(tensor.shape)}, config.json implies {list(slot.shape)}")
-    slot.copy_(tensor)
+def _fill(file: Path, name: str, slot: Slot, tensors: Any) -> None:
+    """`tensors`: an open safetensors file, of which the slot's part is read and no more."""
+    part = tensors.get_slice(name)
+    shape, dtype = part.get_shape(), part.get_dtype()
+    if tuple(shape) != slot.shape:
+        raise StartupError(f"{file}: {name} is {list(shape)}, config.json implies {list(slot.shape)}")
+    if dtype not in _DTYPES:
+        raise StartupError(f"{file}: {name} is stored as {dtype}: quantized weights are not served")
+
+    def read(index: Index) -> torch.Tensor:
+        tensor: torch.Tensor = part[index] if index else tensors.get_tensor(name)
+        return tensor
+
+    slot.fill(read)
 
 
 def _some(names: set[str] | list[str], limit: int = 5) -> str:
-    """The first names, and how many more."""
+    """The first names, and the number of the others."""
     ordered = sorted(names)
     more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
     return ", ".join(ordered[:limit]) + more

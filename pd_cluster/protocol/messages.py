@@ -1,10 +1,10 @@
-"""What the API process and the engine process say to each other (msgspec over ZMQ).
+"""Messages between the API process and the engine process (msgspec over ZMQ).
 
     API -> engine   AddRequest, UseTicket, PrefillLocally, Abort, ReleaseLease
     engine -> API   EngineReady, TicketOpened, TokensOut, NeedsPrefill, RequestFailed, EngineStats, SilenceAllowed,
                     EngineDied
 
-Every AddRequest gets exactly one terminal reply: the TokensOut whose `finished` is true, or a RequestFailed.
+Every AddRequest gets exactly one terminal reply: the TokensOut with `finished` true, or a RequestFailed.
 An aborted request gets its reply too (finish reason "abort").
 """
 
@@ -18,7 +18,7 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_connectors.protocol.messages import SampledToken
 from pd_connectors.protocol.ticket import Ticket
 
-HEARTBEAT_S = 1.0  # an engine that works says something at least this often
+HEARTBEAT_S = 1.0  # a healthy engine sends a message at least this often
 
 
 class Work(StrEnum):
@@ -51,7 +51,15 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     min_remote_tokens: int = 0  # TAKE_OVER without ticket: prefill here when fewer tokens than this lack KV
     load_deadline_s: float = 30.0
     received_s: float = 0.0  # when the API process had it: the host's monotonic clock; 0: not said
+    # GENERATE: output tokens that each of the n sequences has already, from another engine: the answer goes on behind
+    # them, as if they had been sampled here. Limits, penalties and seeds count them; they are not sent again
+    known: tuple[tuple[int, ...], ...] = ()
     group: str = ""  # requests of one group share its turns (`scheduling/turns.py`); "": a group of its own
+
+    @property
+    def max_output_tokens(self) -> int:
+        """Of each sequence. A PREFILL samples one token, whatever `max_tokens` says."""
+        return 1 if self.work is Work.PREFILL else self.sampling.max_tokens
 
 
 class UseTicket(msgspec.Struct, frozen=True, tag=True):
@@ -99,7 +107,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartupProgress(msgspec.Struct, frozen=True, tag=True):
-    """One line for whoever waits for the node: "weights 12/30", "warm-up"."""
+    """One line for the log of the node that starts: "weights 12/30", "warm-up"."""
 
     text: str
 
@@ -152,7 +160,7 @@ class TokensOut(msgspec.Struct, frozen=True, tag=True, gc=False):
     sequences: tuple[SequenceTokens, ...]
     finished: bool  # every sequence has ended: the terminal reply
     num_cached_tokens: int = 0  # prompt tokens found in this engine's prefix cache
-    num_external_tokens: int = 0  # prompt tokens whose KV came from elsewhere
+    num_external_tokens: int = 0  # prompt tokens with KV from another node or a pool
     timeline: Timeline | None = None  # on the terminal reply
 
 
@@ -160,13 +168,11 @@ class NeedsPrefill(msgspec.Struct, frozen=True, tag=True):
     """TAKE_OVER without KV: the API process must answer UseTicket, PrefillLocally or Abort.
 
     The engine keeps the request's prefix-cache hit pinned meanwhile. `reason` is "" at first, then why a load failed.
-    `first_tokens_sent`: P's first token is already with the client, so a new prefill must continue after it.
     """
 
     request_id: str
     num_cached_tokens: int
     reason: str = ""
-    first_tokens_sent: bool = False
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True):
@@ -215,7 +221,7 @@ class SilenceAllowed(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineDied(msgspec.Struct, frozen=True, tag=True):
-    """The engine's last words."""
+    """The engine ends because of an error."""
 
     message: str
 

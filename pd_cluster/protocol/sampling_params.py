@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from math import isnan
+from typing import Any
 
 import msgspec
 
@@ -19,7 +20,7 @@ NOT_OF_FIRST_TOKENS = {
 }
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Field meanings are OpenAI's, with vLLM's extensions. Stop *strings* live with the detokenizer, not here."""
 
     max_tokens: int
@@ -36,6 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()  # the model's EOS ids not included
     ignore_eos: bool = False
+    logits_args: dict[str, Any] = {}  # read by logits stages from outside alone: see `--logits-stage`
     logprobs: int | None = None  # None: none; k: the chosen token's and the k best, of the unmodified distribution
 
     @property

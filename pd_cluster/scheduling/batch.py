@@ -1,4 +1,4 @@
-"""One step's decision and its result, as named values. The scheduler makes a Batch, the worker makes a StepResult.
+"""One step's decision and its result. The scheduler makes a Batch, the worker makes a StepResult.
 
 A batch is a *delta*: the worker keeps a row per live sequence (tokens, block table, sampling state), so a decode step
 names only what changed. That also lets step n+1 be prepared while step n runs: sampled tokens stay with the worker.
@@ -57,10 +57,10 @@ class Batch:
     step: int
     starts: tuple[SequenceStart, ...] = ()
     chunks: tuple[SequenceChunk, ...] = ()  # decodes first, then prefill chunks
-    departures: tuple[int, ...] = ()  # seq_ids whose rows end (finished or preempted); applied before starts
+    departures: tuple[int, ...] = ()  # seq_ids of rows that end (finished or preempted); applied before starts
     copies: BlockCopies = field(default_factory=BlockCopies)
     loads: tuple[LoadSpec, ...] = ()  # for recv_before, once every step before this one has retired
-    begun: tuple[PublishSpec, ...] = ()  # for send_after, at once: of leases whose prompt enters here, of no tokens
+    begun: tuple[PublishSpec, ...] = ()  # for send_after, at once, of no tokens: the prompts of these leases enter here
     publishes: tuple[PublishSpec, ...] = ()  # for send_after, once the step has retired
 
     @property
@@ -73,15 +73,13 @@ class Batch:
         copies = self.copies
         return bool(self.chunks or self.departures or copies.swap_out or copies.swap_in or copies.copy_on_write)
 
-    @property
-    def is_empty(self) -> bool:
-        """Nothing to do: whoever waits, waits for memory that a lease, a load or a quarantine holds."""
-        return not (self.moves_worker or self.loads)
-
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step sampled: seq_id -> its tokens (num_samples of them)."""
+    """What a step sampled, by seq_id. Each chunk with `num_samples` > 0 has one entry."""
 
     step: int
+    # The run of tokens that the sequence goes on with, in order: one or more. Of all but the last the KV is computed
     samples: dict[int, tuple[SampledToken, ...]]
+    # Of chunks with `num_samples` > 1: the first tokens of the request's n sequences, by index
+    first_samples: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""A batch while it is being made."""
+"""Collects one step's batch."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ class BatchBuilder:
     begun: list[PublishSpec] = field(default_factory=list)
     publishes: list[PublishSpec] = field(default_factory=list)
     preempted: bool = False
-    held: set[int] = field(default_factory=set)  # sequences that yield their blocks once no running step touches them
+    held: set[int] = field(default_factory=set)  # sequences that yield their blocks when no running step touches them
 
-    def batch(self, departures: list[int], loads: list[LoadSpec]) -> Batch:
+    def batch(self, departures: tuple[int, ...], loads: list[LoadSpec]) -> Batch:
+        """The finished batch, decodes first."""
         if self.starts:  # what entered last may be a decode
             self.chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
         return Batch(
             step=self.step,
             starts=tuple(self.starts),
             chunks=tuple(self.chunks),
-            departures=tuple(departures),
+            departures=departures,
             copies=BlockCopies(tuple(self.swap_out), tuple(self.swap_in), tuple(self.copy_on_write)),
             loads=tuple(loads),
             begun=tuple(self.begun),
@@ -51,7 +52,7 @@ class BatchBuilder:
         )
 
     def has_rows(self, seq: Sequence) -> bool:
-        """Whether this step may sample all that the sequence samples at its end. A lead does so for its n siblings."""
+        """Whether this step has logits rows for all tokens that the sequence would sample. A lead samples n."""
         return seq.num_samples == 1 or seq.num_samples <= self.rows
 
     def has_portion(self, seq: Sequence) -> bool:
@@ -78,7 +79,7 @@ class BatchBuilder:
         return num_tokens
 
     def add_chunk(self, seq: Sequence, blocks: BlockManager) -> None:
-        """One token if one is left, else as many as the prompts' share admits. Its blocks exist, or can be had."""
+        """Add one token if one is left, else as many as the prompts' share admits. Its blocks exist or can be had."""
         table, start, num_remaining = seq.table, seq.num_scheduled_tokens, seq.num_remaining_tokens
         assert table is not None
         num_tokens = self._take(seq)
@@ -135,5 +136,5 @@ class BatchBuilder:
             num_tokens -= num_tokens % blocks.block_size
         if num_tokens > seq.num_announced_tokens:
             seq.num_announced_tokens = num_tokens
-            block_ids = tuple(table.ids[: blocks.blocks_for(num_tokens)])
-            self.publishes.append(PublishSpec(lease_id, block_ids, num_tokens, seq.request.lease_generation))
+            runs = blocks.runs(table, 0, blocks.blocks_for(num_tokens))
+            self.publishes.append(PublishSpec(lease_id, runs, num_tokens, seq.request.lease_generation))

@@ -1,13 +1,13 @@
-"""Who holds which KV block. Ids only; the tensor lives in the worker.
+"""Which tables, leases and quarantines hold which KV blocks. Ids only; the tensor lives in the worker.
 
     a device block is    when                                            counted as
-    free                 nobody refers to it, it is in no prefix         free
-    cached               nobody refers to it, the prefix cache knows it  cached
+    free                 no reference, not in the prefix cache           free
+    cached               no reference, in the prefix cache               cached
     in use               a table, a lease or a quarantine refers to it   in_use
 
 A *table* is one holder's blocks in prompt order, plus its *path* in the prefix cache. Path and table differ where
-somebody else cached the same prefix first: the holder's own copy stays private, and it refers to the cached twin
-as well, so that a cached block never outlives its parents' references (see prefix_cache.py).
+another holder cached the same prefix first: the table's own copy stays private, and it refers to the cached twin as
+well, so that a cached block never outlives its parents' references (see prefix_cache.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pd_cluster.protocol.messages import KvStats
 from pd_cluster.scheduling.prefix_cache import PrefixCache
 from pd_connectors.base import CachedBlock
+from pd_connectors.protocol.layout import BlockRun
 
 
 @dataclass(slots=True, eq=False)
@@ -42,12 +43,19 @@ class BlockManager:
     """Reference counts over the device pool, the prefix cache, leases, quarantines, and the host pool for swapping."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, num_host_blocks: int = 0, prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        num_host_blocks: int = 0,
+        prefix_caching: bool = True,
+        num_groups: int = 1,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size  # tokens
         self.num_host_blocks = num_host_blocks
         self.prefix_caching = prefix_caching
+        self._num_groups = num_groups  # of layers, each with a tensor of its own; see `runs`
         self.num_evicted = 0  # since boot
         self._refs = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -89,7 +97,7 @@ class BlockManager:
         return table
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """A second holder of the same blocks. Whoever appends into the shared last block first gets a copy of it."""
+        """A second holder of the same blocks. The first to write into the shared last block gets a copy."""
         for block_id in table.ids:
             self._refs[block_id] += 1
         for own, cached in zip(table.ids, table.path, strict=False):
@@ -133,6 +141,10 @@ class BlockManager:
     def _is_shared(self, table: BlockTable, position: int) -> bool:
         index = position // self.block_size
         return index < len(table.ids) and self._refs[table.ids[index]] > 1
+
+    def runs(self, table: BlockTable, first_block: int, end_block: int) -> tuple[BlockRun, ...]:
+        """Blocks [first_block, end_block) of a table by group. One table serves all groups: they run in lock step."""
+        return (BlockRun(first_block, tuple(table.ids[first_block:end_block])),) * self._num_groups
 
     def truncate(self, table: BlockTable, num_blocks: int) -> None:
         """Let go of all but the table's first blocks. Tail first: that is what keeps eviction at the leaves."""
@@ -188,7 +200,7 @@ class BlockManager:
     def publish(self, table: BlockTable, hashes: list[bytes]) -> list[CachedBlock]:
         """Cache the table's first len(hashes) blocks: full, computed, and the step that computed them has retired.
 
-        Returns those whose content was news to the cache.
+        Returns the blocks that the cache did not know.
         """
         news: list[CachedBlock] = []
         if not self.prefix_caching:
@@ -270,7 +282,7 @@ class BlockManager:
 
     @property
     def idle(self) -> bool:
-        """Nobody holds anything."""
+        """No table, lease or quarantine is left, and the host pool is empty."""
         return not (self._tables or self._leases or self._quarantines or self._host_used)
 
     def check(self) -> None:

@@ -18,12 +18,12 @@ from typing import Self
 LEAST_PROMPT_TOKENS = 32  # of a step, however many decode: no prompt starves
 STEP_MULTIPLE = 64  # captured steps have whole ones; prompts get one, if it fits, whatever they cost
 MANY_DECODES = 48  # beside more the limit is one STEP_MULTIPLE less
-PADDING_PRICE = 4  # of a prompt that is cut, so many tokens stay for each that is put off lest the step be padded
+PADDING_PRICE = 4  # a cut prompt puts one token off, to avoid a padded step, if at least so many tokens stay
 
 
 @dataclass(slots=True, kw_only=True)
 class PrefillBudget:
-    """What is left of it, for prompts in the order in which they come: nobody passes one that got less than it has."""
+    """What is left for prompts, in the order in which they come. None passes a prompt that was cut."""
 
     tokens_left: int = 0
     cost_left: int = 0
@@ -58,7 +58,7 @@ class PrefillBudget:
         )
 
     def admits(self, start: int) -> bool:
-        """Whether a prompt gets a token that stands behind at most `start` others. If not, nobody after it does."""
+        """True if a token behind at most `start` others still fits. False also closes the budget for later prompts."""
         if not self._room(start):
             self.tokens_left = 0
         return self.tokens_left > 0

@@ -4,7 +4,7 @@ A node is one full block; the edge to it is labelled with the block's tokens, an
 hash names the whole path to it. So finding the longest cached prefix is one dictionary look-up per block, and tenants
 with different salts live under different roots.
 
-Whoever refers to a node refers to its ancestors too, and lets go of them tail first. Hence
+A holder of a node holds its ancestors too, and lets go of them tail first. Hence
 
     unreferenced node  =>  its whole subtree is unreferenced, and each descendant was let go of earlier
 

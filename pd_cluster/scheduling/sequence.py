@@ -1,8 +1,12 @@
 """A request as the client sees it, and its sequences as the engine runs them.
 
-A request has n sequences. Until its first tokens are known only the *lead* (index 0) does anything: it prefills the
-prompt for all of them. With the first tokens they part: each has its own tokens and its own block table, and they
-share the prompt's blocks.
+A request has n sequences. Until they *part*, only the lead (index 0) is scheduled: it prefills the prompt for all.
+They part when output tokens are known: sampled by the lead, received from P, or given at admission
+(`AddRequest.known`). From then on each has its own tokens and its own block table, and they share the prompt's blocks.
+
+Known output tokens are treated alike, wherever they come from. To the KV they are like prompt tokens: a sequence
+without blocks (admitted with known tokens, after a failed load, or preempted) computes its prompt and its output as one
+prompt. To limits, penalties and random numbers they are output.
 """
 
 from __future__ import annotations
@@ -35,8 +39,7 @@ def sequence_seed(seed: int, index: int) -> int:
 class SequenceStatus(Enum):
     """Where a sequence is."""
 
-    WAITING = auto()  # for a slot, for memory, or (not the lead) for the first tokens
-    WAITING_FOR_REMOTE_KV = auto()
+    WAITING = auto()  # for KV from elsewhere, a slot or memory, or (not the lead) for the first tokens; never ran
     RUNNING = auto()
     PREEMPTED = auto()  # waiting; its KV is gone and will be computed again
     SWAPPED = auto()  # waiting; its KV is in host memory
@@ -73,19 +76,19 @@ class Request:
     message: AddRequest
     seed: int  # the request's own, or drawn at admission
     lease_id: str | None = None  # PREFILL: under which its blocks are promised
-    lease_generation: int = 0  # for PublishSpec; `on_preempt` raises it
+    lease_generation: int = 0  # for PublishSpec; `retract` raises it
     load_id: str | None = None  # TAKE_OVER: the load in progress; set it before `Scheduler.reserve`
     arrival: int = -1
     sequences: list[Sequence] = field(default_factory=list)
     num_live: int = 0  # sequences that have not ended
-    first_tokens: tuple[SampledToken, ...] = ()  # one per sequence; () until known
+    is_parted: bool = False  # each sequence has its own tokens
     # TAKE_OVER: P samples under other parameters than this request's. Its tokens are dropped; the prompt's last token
     # is computed here, on the KV of those before it, and the first tokens are drawn from that
     redraws: bool = False
     table: BlockTable | None = None  # TAKE_OVER: the pinned prefix, then the blocks being loaded
     kv: KvArrival = KvArrival.ABSENT
     marks: Marks = field(default_factory=Marks)
-    group: Group = field(init=False, repr=False)  # whose turns it shares
+    group: Group = field(init=False, repr=False)  # shares slots and turns with its other requests
     is_queued: bool = True  # nothing of it has run yet
 
     @classmethod
@@ -130,19 +133,14 @@ class Request:
         return self.num_live == 0
 
     @property
-    def max_output_tokens(self) -> int:
-        """A prefill leg samples one token per sequence whatever `max_tokens` says."""
-        return 1 if self.work is Work.PREFILL else self.sampling.max_tokens
-
-    @property
     def num_kept_tokens(self) -> int:
-        """Prompt tokens whose KV from elsewhere is computed on: all, or all but the last, whose logits are wanted."""
+        """Prompt tokens of a load that are kept: all, or all but the last if its logits are needed for a redraw."""
         return len(self.prompt_token_ids) - self.redraws
 
     @property
     def heads(self) -> list[Sequence]:
-        """The sequences that go on with the prompt's KV: all that live, or the lead alone before the first tokens."""
-        if not self.first_tokens:
+        """The sequences that go on with the prompt's KV: all that live, or the lead alone before they part."""
+        if not self.is_parted:
             return self.sequences[:1]
         return [seq for seq in self.sequences if seq.finish_reason is None]
 
@@ -155,7 +153,7 @@ class Request:
 
     @property
     def num_external_tokens(self) -> int:
-        """Prompt tokens whose KV came from elsewhere."""
+        """Prompt tokens with KV from another node or a pool."""
         if len(self.sequences) == 1:
             return self.sequences[0].num_external_tokens
         return max((seq.num_external_tokens for seq in self.sequences), default=0)
@@ -163,12 +161,13 @@ class Request:
     def begin(
         self, arrival: int, now_s: float, seq_ids: Iterator[int], eos_token_ids: frozenset[int], max_model_len: int
     ) -> None:
-        """Number the request and make its sequences. Only the lead has tokens until the first ones are known."""
+        """Number the request and make its sequences. Until they part only the lead has tokens."""
         self.arrival = arrival
         self.marks.arrived_s = self.message.received_s or now_s
         sampling = self.sampling
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
-        num_prompt = len(self.prompt_token_ids)
+        num_prompt, known = len(self.prompt_token_ids), self.message.known
+        self.is_parted = any(known)
         self.num_live = sampling.n
         self.sequences = [
             Sequence(
@@ -180,13 +179,15 @@ class Request:
                 num_prompt_tokens=num_prompt,
                 stop_ids=stop_ids,
                 min_tokens=sampling.min_tokens,
-                max_len=min(num_prompt + self.max_output_tokens, max_model_len),
-                token_ids=[] if index else list(self.prompt_token_ids),
+                max_len=min(num_prompt + self.message.max_output_tokens, max_model_len),
+                token_ids=[*self.prompt_token_ids, *known[index]] if self.is_parted else [],
             )
             for index in range(sampling.n)
         ]
-        lead = self.sequences[0]
-        lead.num_samples = sampling.n
+        if not self.is_parted:
+            lead = self.sequences[0]
+            lead.token_ids = list(self.prompt_token_ids)
+            lead.num_samples = sampling.n
 
     def mark_first_decode(self, now_s: float) -> None:
         """The first token was sampled behind what came from elsewhere: KV, mostly with a first token."""
@@ -244,14 +245,14 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     table: BlockTable | None = None
     host_block_ids: list[int] = field(default_factory=list)  # while SWAPPED
-    num_computed_tokens: int = 0  # tokens whose KV is in the table, by a step that has retired
+    num_computed_tokens: int = 0  # tokens with KV in the table, by steps that have retired
     num_scheduled_tokens: int = 0  # the same, counting steps that still run
-    num_pending: int = 0  # sampled by steps that still run: values unknown, positions certain
+    num_pending: int = 0  # tokens that running steps sample: values unknown, one per step, so positions are certain
     num_in_flight: int = 0  # steps that still run and touch this sequence
     num_announced_tokens: int = 0  # PREFILL: told to the lease's reader
     num_cached_tokens: int = 0
     num_external_tokens: int = 0
-    num_samples: int = 1  # sampled when a chunk reaches the last token; n for a lead before the first tokens
+    num_samples: int = 1  # sampled when a chunk reaches the last token; n for a lead before the sequences part
     in_worker: bool = False  # the worker has a row for it
     awaits_first_decode: bool = False  # behind KV or a first token from elsewhere; for the timeline
     planned_step: int = -1  # the last step that has a chunk of it
@@ -284,6 +285,21 @@ class Sequence:
         elif len(self.token_ids) >= self.max_len:
             self.finish_reason = FinishReason.LENGTH
 
+    def append_run(self, run: tuple[SampledToken, ...]) -> tuple[SampledToken, ...]:
+        """Add the tokens of one step up to the one that ends the sequence, and return those that were added.
+
+        All but the last are computed already. This is the one place that allows a step more than one token. A later
+        step that is planned already assumes one (`num_pending`) and starts at a wrong position, so there must be none.
+        """
+        assert not self.num_in_flight or len(run) == 1, "a step was planned behind one that sampled several tokens"
+        num_added = 0
+        while num_added < len(run) and self.finish_reason is None:
+            self.append(run[num_added].token_id)
+            num_added += 1
+        self.num_computed_tokens += num_added - 1
+        self.num_scheduled_tokens += num_added - 1
+        return run[:num_added]
+
     def part_from(self, lead: Sequence) -> None:
         """Become a copy of the lead's prompt, about to receive its own first token. The block table is the caller's."""
         self.token_ids = list(self.request.prompt_token_ids)
@@ -292,7 +308,7 @@ class Sequence:
         self.num_external_tokens = lead.num_external_tokens
 
     def hash_blocks(self, num_blocks: int, block_size: int) -> list[bytes]:
-        """Chained hashes of the first `num_blocks` blocks, all of whose tokens must be known. Computed once each."""
+        """Chained hashes of the first `num_blocks` blocks; all their tokens must be known. Each is computed once."""
         hashes = self.block_hashes
         if len(hashes) < num_blocks:
             parent = hashes[-1] if hashes else root_hash(self.request.salt)

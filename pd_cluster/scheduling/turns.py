@@ -1,4 +1,4 @@
-"""Whose turn it is. Groups share slots and memory, not sequences.
+"""Which sequence is next. Groups share slots and memory, not sequences.
 
 A *group* is what one HTTP request asks for on this node: several prompts, n sequences of each. Nodes cannot tell
 clients apart, so one that asks for 256 prompts with n = 64 in one request gets the turns of one request, not of 16,384.

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: messages in, role and content out."""
+"""/v1/chat/completions: checks and normal form of messages, and the shape of answers."""
 
 from __future__ import annotations
 
@@ -9,50 +9,52 @@ import msgspec
 import orjson
 
 from pd_cluster.errors import InvalidRequest
+from pd_cluster.protocol.messages import FinishReason
 from pd_cluster.server.logprobs import chat_logprobs
+from pd_cluster.server.output_parser import Reasoning, ToolCall
 from pd_cluster.server.schema import NOT_JSON
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+    from pd_cluster.server.choice import ChoiceOutput
     from pd_cluster.server.detokenizer import Vocabulary
-    from pd_cluster.server.generation_stream import Delta
-    from pd_cluster.server.response import Collected
+    from pd_cluster.server.output_parser import Part
     from pd_cluster.server.schema import ChatBody, TokenizeBody
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def chat_num_logprobs(body: ChatBody) -> int | None:
-    """How many alternatives each token is to have; None for no logprobs. Raises InvalidRequest."""
+    """The number of alternatives for each token; None for no logprobs. Raises InvalidRequest."""
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
 def check_tools(body: ChatBody) -> None:
-    """Raises InvalidRequest unless the model is not to call any tool: a call would come back as text."""
+    """Raises InvalidRequest when the model may call a tool: the call would come back as text."""
     choice = body.tool_choice
     if choice not in (None, "none", "auto"):
         raise InvalidRequest(
-            "tool_choice must be none: the model cannot be forced to call a tool", "tool_choice", "unsupported_value"
+            "tool_choice must be none: the model cannot be made to call a tool", "tool_choice", "unsupported_value"
         )
     if choice == "auto" and not body.tools:
         raise InvalidRequest("tool_choice auto needs tools", "tool_choice")
     if body.tools and choice != "none":
         raise InvalidRequest(
-            "tools is not supported: this server has no tool-call parser yet, so that a call would come back as text; "
-            'with tool_choice "none" the request is answered without them',
+            "tools is not supported: this server has no tool-call parser, so a call would come back as text; "
+            'with tool_choice "none" the request is answered without tools',
             "tools",
             "unsupported_parameter",
         )
 
 
 def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
-    """What the chat template is called with, beside messages and tools. Raises InvalidRequest."""
+    """The arguments of the chat template beside messages and tools. Raises InvalidRequest."""
     add = body.add_generation_prompt is not False
     if body.continue_final_message and body.add_generation_prompt:
-        raise InvalidRequest("continue_final_message excludes add_generation_prompt", "continue_final_message")
+        raise InvalidRequest("continue_final_message excludes add_generation_prompt: true", "continue_final_message")
     options = dict(body.chat_template_kwargs or {})
     if reserved := options.keys() & {"tokenize", "chat_template", "conversation", "tools", "return_tensors"}:
         raise InvalidRequest(f"chat_template_kwargs must not contain {sorted(reserved)[0]}", "chat_template_kwargs")
@@ -62,12 +64,12 @@ def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
 
 
 def normal_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Checked, and in the form that chat templates expect: text as one string, tool arguments as objects.
+    """The messages in the form that chat templates expect: text as one string, tool arguments as objects.
 
-    Raises InvalidRequest naming the place.
+    Raises InvalidRequest that names the wrong place.
     """
     if not messages:
-        raise InvalidRequest("messages must not be empty", "messages")
+        raise InvalidRequest("messages must not be empty: at least one message is required", "messages")
     return [_normal_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -102,7 +104,7 @@ def _part_text(part: Any, place: str) -> str:
 
 
 def _normal_calls(calls: Any, place: str) -> list[dict[str, Any]]:
-    """Clients send a call's arguments as JSON text; templates write them out as an object."""
+    """Clients send the arguments of a call as JSON text; templates expect an object."""
     if not isinstance(calls, list) or not all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
     ):
@@ -134,44 +136,50 @@ class ChatShape:
         }
         self._vocabulary = vocabulary
         self._with_logprobs = with_logprobs
-        self._spoken: set[int] = set()  # choices whose role is out
+        self._started: set[int] = set()  # choices whose role is sent
+        self._calling: set[int] = set()  # choices with a tool call
         self._before = (
             b"data: " + orjson.dumps(self._head)[:-1].replace(b"%", b"%%") + b',"choices":[{"index":%d,"delta":'
         )
         self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
 
-    def chunk(self, index: int, delta: Delta, usage: dict[str, Any] | None = None) -> bytes:
-        parts = []
+    def chunk(self, index: int, output: ChoiceOutput, usage: dict[str, Any] | None = None) -> bytes:
+        events = []
         after = self._after if usage is None else b'}],"usage":%s}\n\n' % orjson.dumps(usage)
-        if index not in self._spoken:
-            self._spoken.add(index)
-            parts.append(self._event(index, b'{"role":"assistant","content":""}', after))
-        show_logprobs = self._with_logprobs and delta.tokens
-        if delta.text or show_logprobs:
-            logprobs = orjson.dumps(chat_logprobs(self._vocabulary, delta.tokens)) if show_logprobs else b"null"
-            parts.append(self._event(index, b'{"content":%s}' % orjson.dumps(delta.text), after, logprobs))
-        if delta.finish_reason is not None:
-            end = b'"%s","stop_reason":%s' % (delta.finish_reason.encode(), orjson.dumps(delta.stop_reason))
-            parts.append(self._event(index, b"{}", after, finish_reason=end))
-        return b"".join(parts)
+        if index not in self._started:
+            self._started.add(index)
+            events.append(self._event(index, b'{"role":"assistant","content":""}', after))
+        show_logprobs = self._with_logprobs and output.tokens
+        if output.parts or show_logprobs:
+            delta = _message(output.parts)
+            if "tool_calls" in delta:
+                self._calling.add(index)
+            logprobs = orjson.dumps(chat_logprobs(self._vocabulary, output.tokens)) if show_logprobs else b"null"
+            events.append(self._event(index, orjson.dumps(delta), after, logprobs))
+        if output.finish_reason is not None:
+            reason = _finish_reason(output.finish_reason, index in self._calling)
+            end = b'%s,"stop_reason":%s' % (orjson.dumps(reason), orjson.dumps(output.stop_reason))
+            events.append(self._event(index, b"{}", after, finish_reason=end))
+        return b"".join(events)
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         return b"data: " + orjson.dumps(self._head | {"choices": [], "usage": usage}) + b"\n\n"
 
-    def body(self, choices: Sequence[Collected], usage: dict[str, Any]) -> dict[str, Any]:
-        return self._head | {
-            "object": "chat.completion",
-            "choices": [
-                {
-                    "index": index,
-                    "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
-                    "logprobs": chat_logprobs(self._vocabulary, choice.tokens) if self._with_logprobs else None,
-                    "finish_reason": choice.finish_reason,
-                    "stop_reason": choice.stop_reason,
-                }
-                for index, choice in enumerate(choices)
-            ],
-            "usage": usage,
+    def body(self, choices: Sequence[ChoiceOutput], usage: dict[str, Any]) -> dict[str, Any]:
+        shaped = [self._choice(index, choice) for index, choice in enumerate(choices)]
+        return self._head | {"object": "chat.completion", "choices": shaped, "usage": usage}
+
+    def _choice(self, index: int, choice: ChoiceOutput) -> dict[str, Any]:
+        said = _message(choice.parts)
+        calls = said.get("tool_calls", ())
+        for call in calls:
+            del call["index"]  # the calls of a whole message are in order
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": None, "refusal": None} | said,
+            "logprobs": chat_logprobs(self._vocabulary, choice.tokens) if self._with_logprobs else None,
+            "finish_reason": _finish_reason(choice.finish_reason, bool(calls)),
+            "stop_reason": choice.stop_reason,
         }
 
     def _event(
@@ -179,3 +187,33 @@ class ChatShape:
     ) -> bytes:
         rest = b'%s,"logprobs":%s,"finish_reason":%s%s' % (delta, logprobs, finish_reason, after)
         return self._before % index + rest
+
+
+def _message(parts: Sequence[Part]) -> dict[str, Any]:
+    """The fields of a message, or of a chunk's delta, that hold these parts. `content` may be left out or empty."""
+    content = [part for part in parts if isinstance(part, str)]
+    if len(content) == len(parts):
+        return {"content": "".join(content)}
+    message: dict[str, Any] = {"content": "".join(content)} if content else {}
+    if reasoning := [part.text for part in parts if isinstance(part, Reasoning)]:
+        message["reasoning_content"] = "".join(reasoning)
+    if calls := _tool_calls(part for part in parts if isinstance(part, ToolCall)):
+        message["tool_calls"] = calls
+    return message
+
+
+def _tool_calls(pieces: Iterable[ToolCall]) -> list[dict[str, Any]]:
+    """One entry per call; only the entry with the first piece of a call has its id and name."""
+    calls: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+        if piece.name:
+            call |= {"id": piece.id, "type": "function"}
+            call["function"]["name"] = piece.name
+        call["function"]["arguments"] += piece.arguments
+    return list(calls.values())
+
+
+def _finish_reason(reason: FinishReason | None, has_calls: bool) -> str | None:
+    """OpenAI's word. A choice that was cut off is "length", even inside a tool call."""
+    return "tool_calls" if has_calls and reason is FinishReason.STOP else reason

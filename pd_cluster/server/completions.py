@@ -1,4 +1,4 @@
-"""/v1/completions: one prompt or several, as text or as token ids."""
+"""/v1/completions: prompts as text or as token ids, and the shape of answers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from pd_cluster.server.schema import MAX_PROMPTS, CompletionBody, decode_value
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pd_cluster.server.choice import ChoiceOutput
     from pd_cluster.server.detokenizer import Vocabulary
-    from pd_cluster.server.generation_stream import Delta
-    from pd_cluster.server.response import Collected
     from pd_cluster.server.schema import GenerationBody
 
 Prompt = str | list[int]
-DEFAULT_MAX_TOKENS = 16  # OpenAI's, and vLLM's; chat has none
+DEFAULT_MAX_TOKENS = 16  # as OpenAI and vLLM; chat has no default
 
 
 def prompts_of(body: CompletionBody, vocab_size: int, max_model_len: int) -> list[Prompt]:
-    """At least one. Raises InvalidRequest."""
+    """The prompts of the body, at least one. Raises InvalidRequest."""
     raw = bytes(body.prompt).lstrip()
     inside = raw[1:].lstrip()
     prompts: list[Prompt]
@@ -48,20 +47,20 @@ def prompts_of(body: CompletionBody, vocab_size: int, max_model_len: int) -> lis
             raise InvalidRequest("prompt must not be empty", "prompt")
         if isinstance(prompt, str):
             continue
-        check_num_tokens(len(prompt), max_model_len, "prompt")  # before millions of them are looked at
+        check_num_tokens(len(prompt), max_model_len, "prompt")  # first: min and max read every id
         if not (min(prompt) >= 0 and max(prompt) < vocab_size):
             raise InvalidRequest(f"prompt has token ids outside the vocabulary 0..{vocab_size - 1}", "prompt")
     return prompts
 
 
 def check_best_of(body: GenerationBody) -> None:
-    """Raises InvalidRequest: sequences are not ranked here, so best_of may only repeat n."""
+    """Raises InvalidRequest unless best_of is absent or equals n: sequences are not ranked."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequest("best_of must equal n: sequences are not ranked", "best_of", "unsupported_value")
 
 
 class CompletionShape:
-    """`text_completion` and its chunks. The constant part of a chunk is encoded once."""
+    """`text_completion` and its chunks: content only, no parser runs. The constant part of a chunk is encoded once."""
 
     def __init__(
         self, request_id: str, model: str, vocabulary: Vocabulary, *, with_logprobs: bool, include_usage: bool
@@ -74,40 +73,44 @@ class CompletionShape:
         }
         self._vocabulary = vocabulary
         self._with_logprobs = with_logprobs
-        self._offsets: dict[int, int] = {}  # choice -> characters so far
+        self._offsets: dict[int, int] = {}  # choice -> number of characters before the next token
         self._before = (
             b"data: " + orjson.dumps(self._head)[:-1].replace(b"%", b"%%") + b',"choices":[{"index":%d,"text":'
         )
         self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
 
-    def chunk(self, index: int, delta: Delta, usage: dict[str, Any] | None = None) -> bytes:
+    def chunk(self, index: int, output: ChoiceOutput, usage: dict[str, Any] | None = None) -> bytes:
         logprobs = b"null"
-        if self._with_logprobs and delta.tokens:
+        if self._with_logprobs and output.tokens:
             shaped, self._offsets[index] = completion_logprobs(
-                self._vocabulary, delta.tokens, self._offsets.get(index, 0)
+                self._vocabulary, output.tokens, self._offsets.get(index, 0)
             )
             logprobs = orjson.dumps(shaped)
-        elif not delta.text and delta.finish_reason is None:
+        elif not output.parts and output.finish_reason is None:
             return b""
         end = b"null"
-        if delta.finish_reason is not None:
-            end = b'"%s","stop_reason":%s' % (delta.finish_reason.encode(), orjson.dumps(delta.stop_reason))
+        if output.finish_reason is not None:
+            end = b'"%s","stop_reason":%s' % (output.finish_reason.encode(), orjson.dumps(output.stop_reason))
         after = self._after if usage is None else b'}],"usage":%s}\n\n' % orjson.dumps(usage)
-        rest = b'%s,"logprobs":%s,"finish_reason":%s%s' % (orjson.dumps(delta.text), logprobs, end, after)
+        rest = b'%s,"logprobs":%s,"finish_reason":%s%s' % (orjson.dumps(_text(output)), logprobs, end, after)
         return self._before % index + rest
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         return b"data: " + orjson.dumps(self._head | {"choices": [], "usage": usage}) + b"\n\n"
 
-    def body(self, choices: Sequence[Collected], usage: dict[str, Any]) -> dict[str, Any]:
-        def shaped(index: int, choice: Collected) -> dict[str, Any]:
+    def body(self, choices: Sequence[ChoiceOutput], usage: dict[str, Any]) -> dict[str, Any]:
+        def shaped(index: int, choice: ChoiceOutput) -> dict[str, Any]:
             logprobs = completion_logprobs(self._vocabulary, choice.tokens, 0)[0] if self._with_logprobs else None
             return {
                 "index": index,
-                "text": "".join(choice.text),
+                "text": _text(choice),
                 "logprobs": logprobs,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
             }
 
         return self._head | {"choices": [shaped(i, choice) for i, choice in enumerate(choices)], "usage": usage}
+
+
+def _text(output: ChoiceOutput) -> str:
+    return "".join([part for part in output.parts if isinstance(part, str)])

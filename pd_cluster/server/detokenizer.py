@@ -1,4 +1,4 @@
-"""From token ids to the text that may be shown now: whole characters, nothing that may still become a stop string."""
+"""From token ids to the text that may be shown: whole characters, without what may become a stop string."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Vocabulary(Protocol):
-    """What each token id stands for."""
+    """The bytes of each token id."""
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
@@ -18,10 +18,10 @@ class Vocabulary(Protocol):
 
 
 class StopMatcher:
-    """Finds the first of several strings to be completed in a text that comes in pieces.
+    """Finds the first stop string that is completed in a text that comes in pieces.
 
-    Knuth, Morris, Pratt (1977), one automaton per string: amortised one step per character and string, and the state is
-    the answer to "how many of the last characters may still become a stop string".
+    Knuth, Morris, Pratt (1977), one automaton per string: amortised one step per character and string. A state is the
+    number of last characters that may become that stop string.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -30,11 +30,11 @@ class StopMatcher:
 
     @property
     def num_pending(self) -> int:
-        """How many of the last characters are the beginning of a stop string."""
+        """The number of last characters that are the beginning of a stop string."""
         return max(self._states, default=0)
 
     def feed(self, text: str) -> tuple[int, str] | None:
-        """(index in `text` after the match's last character, the stop string); the longest when several end there."""
+        """(index in `text` after the last character of the match, the stop string); of several, the longest string."""
         for position, char in enumerate(text):
             matched = ""
             for i, (stop, borders) in enumerate(self._stops):
@@ -63,9 +63,9 @@ def _borders(text: str) -> list[int]:
 
 
 class Detokenizer:
-    """One sequence's text. `push` each token once, `flush` at the end; `stop` is the stop string that ended it.
+    """The text of one sequence. `push` each token once, `flush` at the end.
 
-    Stop strings count only in the text after the first `min_tokens` tokens.
+    `stop` is the stop string that ended it. The first `min_tokens` tokens are not searched for stop strings.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class Detokenizer:
         self.stop: str | None = None
 
     def push(self, token_id: int, *, hidden: bool = False) -> str:
-        """Text that became certain. `hidden`: the token counts but shows nothing (it is the stop token)."""
+        """The text that became certain. `hidden`: the token is counted and shows no text (a stop token)."""
         self.num_tokens += 1
         if hidden or (self._skip_special and self._vocabulary.is_special(token_id)):
             return ""
         return self._release(self._decode(self._vocabulary.token_bytes(token_id)))
 
     def flush(self) -> str:
-        """What was held back, when no more tokens come. Bytes of an unfinished character become U+FFFD."""
+        """The text that was held back, when no more tokens come. An unfinished character becomes U+FFFD."""
         if self.stop is not None:
             return ""
         text = self._release(self._decode(b"", True))

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions: from a body to jobs, and the right way to answer them."""
+"""POST /v1/chat/completions and /v1/completions: from a body to generation requests and the way to answer them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,14 @@ from pd_cluster.server.prefill_endpoint import (
     answer_without_prefill,
     keeping_alive,
 )
-from pd_cluster.server.response import ResponseShape, answer_stream, answer_whole
-from pd_cluster.server.sampling import check_min_tokens, sampling_params, text_options
+from pd_cluster.server.response import answer_stream, answer_whole
+from pd_cluster.server.sampling import (
+    check_min_tokens,
+    check_room_for_output,
+    decode_sampling,
+    sampling_params,
+    text_options,
+)
 from pd_cluster.server.schema import (
     MAX_LISTED_TOKENS,
     ChatBody,
@@ -33,12 +39,14 @@ from pd_cluster.server.schema import (
     KvTransferParams,
     decode_body,
 )
-from pd_cluster.server.takeover_policy import Tokenize, plan_handoff
+from pd_cluster.server.takeover_policy import Tokenize, choose_kv_source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pd_cluster.server.answer_task import Reply
+    from pd_cluster.protocol.sampling_params import SamplingParams
+    from pd_cluster.server.answer_task import CountedReply
+    from pd_cluster.server.output_parser import ParserFactory
     from pd_cluster.server.state import NodeState
 
 Generating = TypeVar("Generating", bound=GenerationBody)
@@ -46,7 +54,7 @@ Generating = TypeVar("Generating", bound=GenerationBody)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What the request's headers say."""
+    """Values of the request's headers, and its time of arrival."""
 
     request_id: str
     group: str  # see `GenerationRequest.group`
@@ -54,7 +62,26 @@ class Caller:
     started_s: float  # monotonic
 
 
-async def chat_completions(state: NodeState, caller: Caller, reply: Reply, raw: bytes) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """A decoded body with everything in which chat and completions differ."""
+
+    body: GenerationBody
+    prompts: Sequence[Tokenize]
+    logprobs: int | None  # alternatives for each token; None: no logprobs
+    shape: type[ChatShape | CompletionShape]
+    echo_ids: bool  # the caller sent text, so a prefill leg answers with its token ids
+    prompt_field: str
+    default_max_tokens: int | None = None
+    parser: ParserFactory | None = None
+
+    @property
+    def is_prefill_leg(self) -> bool:
+        params = self.body.kv_transfer_params
+        return params is not None and bool(params.do_remote_decode)
+
+
+async def chat_completions(state: NodeState, caller: Caller, reply: CountedReply, raw: bytes) -> None:
     """Raises PdError."""
     body = _decoded(state, reply, raw, ChatBody)
     logprobs = chat_num_logprobs(body)
@@ -70,17 +97,19 @@ async def chat_completions(state: NodeState, caller: Caller, reply: Reply, raw: 
             add_special_tokens=bool(body.add_special_tokens),
         )
 
-    shape = ChatShape(
-        caller.request_id,
-        state.model_name,
-        state.tokenizer,
-        with_logprobs=logprobs is not None,
-        include_usage=_include_usage(body),
+    call = _Call(
+        body=body,
+        prompts=[tokenize],
+        logprobs=logprobs,
+        shape=ChatShape,
+        echo_ids=True,
+        prompt_field="messages",
+        parser=state.output_parser,
     )
-    await _generate(state, caller, reply, body, [tokenize], logprobs, shape, echo_ids=True)
+    await _generate(state, caller, reply, call)
 
 
-async def completions(state: NodeState, caller: Caller, reply: Reply, raw: bytes) -> None:
+async def completions(state: NodeState, caller: Caller, reply: CountedReply, raw: bytes) -> None:
     """Raises PdError."""
     body = _decoded(state, reply, raw, CompletionBody)
     prompts = prompts_of(body, state.tokenizer.vocab_size, state.ready.max_model_len)
@@ -94,114 +123,112 @@ async def completions(state: NodeState, caller: Caller, reply: Reply, raw: bytes
             add_special_tokens=body.add_special_tokens is not False,
         )
 
-    shape = CompletionShape(
+    call = _Call(
+        body=body,
+        prompts=[partial(tokenize, prompt) for prompt in prompts],
+        logprobs=body.logprobs,
+        shape=CompletionShape,
+        echo_ids=any(isinstance(prompt, str) for prompt in prompts),
+        prompt_field="prompt",
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+    )
+    await _generate(state, caller, reply, call)
+
+
+async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call: _Call) -> None:
+    if state.draining:
+        raise EngineUnavailable("this node is shutting down")
+    body, prompts = call.body, call.prompts
+    include_usage = bool(body.stream and body.stream_options and body.stream_options.include_usage)
+    shape = call.shape(
         caller.request_id,
         state.model_name,
         state.tokenizer,
-        with_logprobs=body.logprobs is not None,
-        include_usage=_include_usage(body),
+        with_logprobs=call.logprobs is not None,
+        include_usage=include_usage,
     )
-    tokenizers = [partial(tokenize, prompt) for prompt in prompts]
-    echo_ids = any(isinstance(prompt, str) for prompt in prompts)
-    await _generate(state, caller, reply, body, tokenizers, body.logprobs, shape, echo_ids=echo_ids)
-
-
-async def _generate(
-    state: NodeState,
-    caller: Caller,
-    reply: Reply,
-    body: GenerationBody,
-    prompts: Sequence[Tokenize],
-    logprobs: int | None,
-    shape: ResponseShape,
-    *,
-    echo_ids: bool,
-) -> None:
-    if state.draining:
-        raise EngineUnavailable("this node is shutting down")
     state.check_model(body.model)
     _check_common(body)
-    params = body.kv_transfer_params
-    is_prefill_leg = params is not None and bool(params.do_remote_decode)
-    if is_prefill_leg:
+    if call.is_prefill_leg:
         reply.endpoint = "prefill"
         if len(prompts) > 1:
             state.metrics.fallbacks.labels("several_prompts").inc()
             await answer_without_prefill(reply, shape, prompts, wants_ticket=caller.wants_ticket_stream)
             return
     _check_lists(body, len(prompts))
-    check_room(state, len(prompts))
-    if is_prefill_leg and caller.wants_ticket_stream:
+    _check_queue_room(state, len(prompts))
+    if call.is_prefill_leg and caller.wants_ticket_stream:
         async with keeping_alive(state, reply) as alive:
-            job = await _job(state, caller, body, 0, prompts, logprobs)
-            generation = GenerationStream(state, job, caller.started_s)
-            await answer_prefill_stream(state, reply, generation, alive, echo_ids=echo_ids)
+            request = await _request(state, caller, call, 0)
+            stream = GenerationStream(state, request, caller.started_s)
+            await answer_prefill_stream(state, reply, stream, alive, echo_ids=call.echo_ids)
         return
-    jobs = [await _job(state, caller, body, i, prompts, logprobs) for i in range(len(prompts))]
-    generations = [GenerationStream(state, job, caller.started_s) for job in jobs]
-    if is_prefill_leg:
-        await answer_prefill_whole(state, reply, generations[0], shape, echo_ids=echo_ids)
+    requests = [await _request(state, caller, call, i) for i in range(len(prompts))]
+    streams = [GenerationStream(state, request, caller.started_s) for request in requests]
+    if call.is_prefill_leg:
+        await answer_prefill_whole(state, reply, streams[0], shape, echo_ids=call.echo_ids)
     elif body.stream:
-        await answer_stream(state, reply, generations, shape, body.stream_options)
+        await answer_stream(state, reply, streams, shape, body.stream_options)
     else:
-        await answer_whole(state, reply, generations, shape)
+        await answer_whole(state, reply, streams, shape)
 
 
-async def _job(
-    state: NodeState,
-    caller: Caller,
-    body: GenerationBody,
-    index: int,
-    prompts: Sequence[Tokenize],
-    logprobs: int | None,
-) -> GenerationRequest:
+async def _request(state: NodeState, caller: Caller, call: _Call, index: int) -> GenerationRequest:
+    """The generation request of the call's prompt `index`."""
+    body = call.body
     params, salt = body.kv_transfer_params, body.cache_salt or ""
-    if params is not None and params.do_remote_decode:
-        prompt = await prompts[index]()
-        plan = KvSource(Work.PREFILL, hold_lease=not caller.wants_ticket_stream)
+    if call.is_prefill_leg:
+        prompt = await call.prompts[index]()
+        kv_source = KvSource(Work.PREFILL, hold_lease=not caller.wants_ticket_stream)
     else:
-        if (
-            params is not None and len(prompts) > 1
-        ):  # a ticket is for one prompt; each asks the offer's nodes for its own
+        if params is not None and len(call.prompts) > 1:
+            # a ticket is for one prompt: each prompt asks the offer's nodes for its own
             params = KvTransferParams(do_remote_prefill=params.do_remote_prefill, offer=params.offer)
-        prompt, plan = await plan_handoff(state, params, prompts[index], salt)
+        prompt, kv_source = await choose_kv_source(state, params, call.prompts[index], salt)
     if not prompt:
-        raise InvalidRequest("the prompt has no tokens", "prompt")
-    if plan.work is Work.PREFILL:
-        body = msgspec.structs.replace(body, max_tokens=1, max_completion_tokens=None)  # whatever D is to generate
-    sampling = sampling_params(
-        body,
-        state.defaults,
-        logprobs=logprobs,
-        num_prompt_tokens=len(prompt),
-        max_model_len=state.ready.max_model_len,
-        default_max_tokens=DEFAULT_MAX_TOKENS if isinstance(body, CompletionBody) else None,
-    )
-    sampling.validate(state.tokenizer.vocab_size)
-    if plan.work is not Work.PREFILL:
-        check_min_tokens(sampling)
+        raise InvalidRequest("the prompt has no tokens; at least one is required", call.prompt_field)
     return GenerationRequest(
         request_id=uuid.uuid4().hex,
         client_request_id=caller.request_id,
         prompt=prompt,
-        sampling=sampling,
-        text=text_options(body),
+        sampling=_sampling(state, call, len(prompt)),
+        text=text_options(body, call.parser),
         priority=body.priority or 0 if state.config.scheduler.priorities else 0,
         salt=salt,
-        plan=plan,
+        kv_source=kv_source,
         group=caller.group,
     )
 
 
-def _decoded(state: NodeState, reply: Reply, raw: bytes, kind: type[Generating]) -> Generating:
+def _sampling(state: NodeState, call: _Call, num_prompt_tokens: int) -> SamplingParams:
+    """The validated sampling parameters. A prefill leg samples one token, with the parameters of D if D sent them."""
+    max_model_len = state.ready.max_model_len
+    check_room_for_output(num_prompt_tokens, max_model_len, call.prompt_field)
+    body, params = call.body, call.body.kv_transfer_params
+    if call.is_prefill_leg and params is not None and params.sampling is not msgspec.UNSET:
+        sampling = msgspec.structs.replace(decode_sampling(bytes(params.sampling)), max_tokens=1)
+    else:
+        if call.is_prefill_leg:
+            body = msgspec.structs.replace(body, max_tokens=1, max_completion_tokens=None)
+        sampling = sampling_params(
+            body,
+            state.defaults,
+            logprobs=call.logprobs,
+            num_prompt_tokens=num_prompt_tokens,
+            max_model_len=max_model_len,
+            default_max_tokens=call.default_max_tokens,
+        )
+    sampling.validate(state.tokenizer.vocab_size)
+    if not call.is_prefill_leg:
+        check_min_tokens(sampling)
+    return sampling
+
+
+def _decoded(state: NodeState, reply: CountedReply, raw: bytes, kind: type[Generating]) -> Generating:
     body, unread = decode_body(raw, kind)
     state.metrics.unknown_fields.inc(len(unread))
-    reply.headers |= ignored_header(unread | _off(state, body))
+    reply.headers |= ignored_header(unread | _disabled_fields(state, body))
     return body
-
-
-def _include_usage(body: GenerationBody) -> bool:
-    return bool(body.stream and body.stream_options and body.stream_options.include_usage)
 
 
 def _check_lists(body: GenerationBody, num_prompts: int) -> None:
@@ -216,7 +243,7 @@ def _check_lists(body: GenerationBody, num_prompts: int) -> None:
             )
 
 
-def check_room(state: NodeState, num_prompts: int) -> None:
+def _check_queue_room(state: NodeState, num_prompts: int) -> None:
     """Refuse several prompts that the engine's queue cannot take together, before it has taken some of them.
 
     The engine decides: its statistics may be 0.1 s old. Raises InvalidRequest, Overloaded.
@@ -233,8 +260,8 @@ def check_room(state: NodeState, num_prompts: int) -> None:
         )
 
 
-def _off(state: NodeState, body: GenerationBody) -> set[str]:
-    """Fields that the request uses and that this node's settings turn off."""
+def _disabled_fields(state: NodeState, body: GenerationBody) -> set[str]:
+    """Fields of the request that this node's settings disable."""
     return {"priority"} if body.priority and not state.config.scheduler.priorities else set()
 
 
@@ -244,12 +271,13 @@ def _check_common(body: GenerationBody) -> None:
         raise InvalidRequest("stream_options needs stream: true", "stream_options")
     if body.response_format is not None and body.response_format.type != "text":
         raise InvalidRequest(
-            f"response_format {body.response_format.type} is not supported: output cannot be constrained",
+            f"response_format {body.response_format.type} is not supported: output cannot be constrained; "
+            "only text is allowed",
             "response_format",
             "unsupported_value",
         )
     check_best_of(body)
     if not -(1 << 31) <= (body.priority or 0) < 1 << 31:
-        raise InvalidRequest("priority must fit into 32 bits", "priority")
+        raise InvalidRequest(f"priority must fit into 32 bits, not {body.priority}", "priority")
     if body.n is not None and not 1 <= body.n <= 128:
         raise InvalidRequest(f"n must be between 1 and 128, not {body.n}", "n")

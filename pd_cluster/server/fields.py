@@ -1,8 +1,8 @@
-"""Fields of a request body that this server does not read: which are refused, and how the others are named.
+"""Fields of a request body that this server does not read: the table of refused fields, names of ignored ones.
 
-A field is refused when it would change the answer of a server that honours it. The table covers what OpenAI's document,
-vLLM's and SGLang's protocols define, but for what their routers write into every request (`separate_reasoning`,
-`stream_reasoning`). Every other field is ignored, and the answer's header `x-pd-ignored` names it.
+A field is refused when it would change the answer of a server that honours it. The table covers the fields of OpenAI's
+document and of vLLM's and SGLang's protocols, except two that their routers add to every request (`separate_reasoning`,
+`stream_reasoning`). Every other field is ignored, and the header `x-pd-ignored` of the answer names it.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 IGNORED_HEADER = "x-pd-ignored"
-MAX_NAMED = 32  # names in the header; of more it says how many
+MAX_NAMED = 32  # names in the header; of further names it has the number
 MAX_NAME_CHARS = 48
 _NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
-_MAX_HARMLESS_BYTES = 64  # no harmless value is longer; nothing longer is parsed
+_MAX_HARMLESS_BYTES = 64  # every harmless value is shorter; longer values are not parsed
 
 
 class FieldRefusal(NamedTuple):
-    """Why a field is refused, and its values that ask for no more than this server does anyway."""
+    """Why a field is refused, and its harmless values: they ask for what this server does in any case."""
 
     why: str
     harmless: tuple[Any, ...] = _NOTHING
 
 
 _CONSTRAINED = FieldRefusal("constrained decoding is not supported")
-_THINKING = "reasoning is controlled by what the model's chat template reads: use chat_template_kwargs"
+_THINKING = "the model's chat template controls reasoning: use chat_template_kwargs"
 _ONE_PROMPT = "the prompt must come as text or token ids in prompt, or as messages"
 
 REFUSED: dict[str, FieldRefusal] = {
-    # what the model is given
+    # the input
     "suffix": FieldRefusal("the model does not fill in the middle"),
     "input_ids": FieldRefusal(_ONE_PROMPT),
     "input_embeds": FieldRefusal(_ONE_PROMPT),
     "prompt_embeds": FieldRefusal(_ONE_PROMPT),
     "truncate_prompt_tokens": FieldRefusal("prompts are not truncated", (None,)),
-    "chat_template": FieldRefusal("a request may not bring its own chat_template"),
+    "chat_template": FieldRefusal("the chat template is the model's: a request must not contain one"),
     "documents": FieldRefusal("use chat_template_kwargs if the model's chat template reads documents"),
     "functions": FieldRefusal("functions is superseded by tools"),
     "function_call": FieldRefusal("function_call is superseded by tool_choice", (*_NOTHING, "none", "auto")),
     "web_search_options": FieldRefusal("this server does not search the web", (None,)),
     "lora_path": FieldRefusal("adapters are not supported"),
     "session_params": FieldRefusal("sessions are not supported"),
-    # how it thinks
+    # reasoning
     "reasoning_effort": FieldRefusal(_THINKING, (None,)),
     "reasoning": FieldRefusal(_THINKING, (None,)),
     "enable_thinking": FieldRefusal(_THINKING, (None,)),
     "thinking_token_budget": FieldRefusal(_THINKING, (None,)),
     "include_reasoning": FieldRefusal("reasoning is part of the content", (None, True)),
-    # which tokens may come
+    # the choice of tokens
     "guided_json": _CONSTRAINED,
     "guided_regex": _CONSTRAINED,
     "guided_choice": _CONSTRAINED,
@@ -74,13 +74,13 @@ REFUSED: dict[str, FieldRefusal] = {
     "custom_params": FieldRefusal("logits processors are not supported"),
     "vllm_xargs": FieldRefusal("logits processors are not supported"),
     "use_beam_search": FieldRefusal("beam search is not supported"),
-    # when it ends
+    # the end of the output
     "max_new_tokens": FieldRefusal("use max_tokens", (None,)),
     "min_new_tokens": FieldRefusal("use min_tokens", (None, 0)),
     "stop_regex": FieldRefusal("use stop"),
     "no_stop_trim": FieldRefusal("use include_stop_str_in_output"),
     "repetition_detection": FieldRefusal("repetition is not detected"),
-    # what the answer holds
+    # the content of the answer
     "echo": FieldRefusal("the answer does not repeat the prompt"),
     "prompt_logprobs": FieldRefusal("the prompt's logprobs are not computed"),
     "logprob_token_ids": FieldRefusal("use logprobs or top_logprobs"),
@@ -107,13 +107,13 @@ def _is_one_of(raw: bytes, values: tuple[Any, ...]) -> bool:
         return False
     try:
         given = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError):  # what is skipped in a body is not looked at so closely
+    except (msgspec.DecodeError, UnicodeDecodeError):  # the body decoder skips unread fields without full checks
         return False
     return any(type(given) is type(value) and given == value for value in values)  # 0 is not False
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
-    """The header that names these fields, or none. Names come from the client: they are cut, and made printable."""
+    """The header that names these fields; {} for none. Clients choose the names, so they are cut and made printable."""
     ordered = sorted(names)
     named = [re.sub(r"[^A-Za-z0-9_.\-]", "?", name[:MAX_NAME_CHARS]) or "?" for name in ordered[:MAX_NAMED]]
     if len(ordered) > MAX_NAMED:

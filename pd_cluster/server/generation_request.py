@@ -1,4 +1,4 @@
-"""One prompt that is to be continued, with everything the engine and the text side need to know."""
+"""One prompt of a request, with everything that the engine and the text side need."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """Where the prompt's KV is to come from, as far as known at admission."""
+    """The source of the prompt's KV, as far as it is known at admission."""
 
     work: Work = Work.GENERATE
     ticket: Ticket | None = None  # TAKE_OVER: verified
-    prefill_urls: tuple[str, ...] = ()  # TAKE_OVER: who else may prefill, best first
+    prefill_urls: tuple[str, ...] = ()  # TAKE_OVER: other nodes that may prefill, best first
     hold_lease: bool = False  # PREFILL: the ticket is shown to D only after prefill
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Immutable; `request_id` is unique for the life of the API process."""
+    """One prompt and its n choices. `request_id` is unique for the life of the API process."""
 
     request_id: str
     client_request_id: str  # x-request-id, for logs and for the request to P
@@ -34,9 +34,9 @@ class GenerationRequest:
     text: TextOptions
     priority: int = 0
     salt: str = ""
-    plan: KvSource = field(default_factory=KvSource)
-    # All prompts of one HTTP request share turns (`scheduling/turns.py`): on this node, and on the P that D asks.
-    # Not `x-request-id`, which clients choose, and may share by intent or by a proxy's constant. "": alone in its group
+    kv_source: KvSource = field(default_factory=KvSource)
+    # All prompts of one HTTP request share turns (`scheduling/turns.py`), on this node and on the P that D asks. It is
+    # not `x-request-id`: clients choose that, and two clients may send the same one. "": a group of its own
     group: str = ""
 
     def to_engine(self, *, min_remote_tokens: int, load_deadline_s: float, received_s: float) -> AddRequest:
@@ -44,9 +44,9 @@ class GenerationRequest:
             request_id=self.request_id,
             prompt_token_ids=self.prompt,
             sampling=self.sampling,
-            work=self.plan.work,
-            ticket=self.plan.ticket,
-            hold_lease=self.plan.hold_lease,
+            work=self.kv_source.work,
+            ticket=self.kv_source.ticket,
+            hold_lease=self.kv_source.hold_lease,
             priority=self.priority,
             salt=self.salt,
             min_remote_tokens=min_remote_tokens,

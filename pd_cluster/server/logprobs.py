@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from pd_cluster.server.detokenizer import Vocabulary
     from pd_connectors.protocol.messages import SampledToken
 
-_LOWEST = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
+_LOWEST = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
 
 def chat_logprobs(vocabulary: Vocabulary, tokens: Iterable[SampledToken]) -> dict[str, Any]:
-    """`choices[].logprobs` of chat completions; one entry a token, the one that ended the sequence included."""
+    """`choices[].logprobs` of chat completions: one entry for each token, with the token that ended the sequence."""
 
     def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
         raw = vocabulary.token_bytes(token_id)
@@ -32,7 +32,7 @@ def chat_logprobs(vocabulary: Vocabulary, tokens: Iterable[SampledToken]) -> dic
 def completion_logprobs(
     vocabulary: Vocabulary, tokens: Iterable[SampledToken], offset: int
 ) -> tuple[dict[str, Any], int]:
-    """`choices[].logprobs` of legacy completions, and the text offset behind it. `offset`: characters before."""
+    """`choices[].logprobs` of legacy completions, and the text offset after it. `offset`: characters before it."""
     names: list[str] = []
     offsets: list[int] = []
     tops: list[dict[str, float]] = []
@@ -49,7 +49,7 @@ def completion_logprobs(
 
 
 def _name(vocabulary: Vocabulary, token_id: int) -> str:
-    """The token's text; a part of a character is spelled out, as OpenAI does, so that two parts never look alike."""
+    """The token's text. A part of a character is written as its bytes, as OpenAI does, so that parts stay distinct."""
     raw = vocabulary.token_bytes(token_id)
     try:
         return raw.decode()

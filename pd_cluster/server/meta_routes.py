@@ -1,4 +1,4 @@
-"""The endpoints that generate nothing: models, tokenizer, health, metrics, KV state, lease release."""
+"""The endpoints that generate nothing: models, tokenizer, health, metrics, KV state, lease release, OpenAPI."""
 
 from __future__ import annotations
 
@@ -12,23 +12,29 @@ from starlette.responses import Response
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.protocol.messages import ReleaseLease
-from pd_cluster.server.answer_task import json_response, read_body
 from pd_cluster.server.chat import normal_messages, template_options
 from pd_cluster.server.fields import ignored_header
+from pd_cluster.server.openapi import openapi_document
 from pd_cluster.server.sampling import check_num_tokens
 from pd_cluster.server.schema import DetokenizeBody, ReleaseBody, TokenizeBody, decode_body
-from pd_connectors.protocol.errors import TicketError, TicketExpired
+from pd_connectors.protocol.errors import ProtocolMismatch, TicketError, TicketExpired
 from pd_connectors.protocol.ticket import Ticket, verify
+from pd_http.body import read_body
+from pd_http.metrics import EXPOSITION_TYPE
+from pd_http.reply import json_response
 
 if TYPE_CHECKING:
     from pd_cluster.server.state import NodeState
 
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 
 def admin_routes(state: NodeState) -> APIRouter:
-    """Routes over `state`."""
+    """The routes of this module for the node of `state`."""
     routes = APIRouter()
+    document = openapi_document()
+
+    @routes.get("/openapi.json")
+    async def openapi() -> Response:
+        return json_response(document)
 
     @routes.get("/v1/models")
     async def models() -> Response:
@@ -46,7 +52,7 @@ def admin_routes(state: NodeState) -> APIRouter:
 
     @routes.get("/metrics")
     async def metrics() -> Response:
-        return Response(state.metrics.render(), media_type=METRICS_TYPE)
+        return Response(state.metrics.render(), media_type=EXPOSITION_TYPE)
 
     @routes.get("/kv")
     async def kv() -> Response:
@@ -78,7 +84,7 @@ def _model_card(state: NodeState) -> dict[str, Any]:
         "object": "model",
         "created": state.created_s,
         "owned_by": "pd-cluster",
-        "root": state.model_name,  # clients are not told where its files lie
+        "root": state.model_name,  # not the path of the files, which clients must not learn
         "parent": None,
         "max_model_len": ready.max_model_len if ready else None,
     }
@@ -105,7 +111,7 @@ def _health(state: NodeState) -> dict[str, Any]:
 
 
 def _status(state: NodeState) -> str:
-    """ARCHITECTURE.md has the table."""
+    """One word; ARCHITECTURE.md has the table of what each means."""
     engine = state.engine
     if engine.ready is None:
         return "starting"
@@ -126,7 +132,7 @@ async def _tokenize(state: NodeState, raw: bytes) -> Response:
     body, ignored = decode_body(raw, TokenizeBody)
     state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequest("give either prompt or messages", "prompt")
+        raise InvalidRequest("exactly one of prompt and messages is required", "prompt")
     limit = state.ready.max_model_len
     if body.messages is not None:
         ids = await state.tokenizer.encode_chat(
@@ -162,8 +168,8 @@ def _release(state: NodeState, raw: bytes) -> dict[str, Any]:
     try:
         ticket = verify(state.key, body.ticket, Ticket, time.time())
     except TicketExpired:
-        return {"released": False}  # the lease has run out with it, or a reader renews it and will release it
-    except TicketError as error:
+        return {"released": False}  # its lease has expired too, unless a reader renews and later releases it
+    except (TicketError, ProtocolMismatch) as error:
         raise InvalidRequest(str(error), "ticket", "bad_ticket") from error
     ready = state.ready
     if (ticket.lease.engine_id, ticket.lease.epoch) != (ready.engine_id, ready.epoch):

@@ -1,7 +1,10 @@
-"""D's request to a prefill node: ask for a ticket, and stay on the line until the prompt is computed.
+"""D's request to a prefill node: ask for a ticket, and stay connected until the prompt is computed.
 
-A P that queues says so once a second (`keepalive`), so one that says nothing for `PEER_SILENCE_S` is frozen, however
-long its queue is. Once there is a ticket, D's engine judges P by its lease.
+A P that queues sends a keep-alive once a second (`keepalive`), so a P that sends nothing for `PEER_SILENCE_S` is
+frozen, however long its queue is. After the ticket, D's engine judges P by its lease.
+
+The router opens its prefill legs by itself (`pd_router.legs`): it counts failures by node, retries kept-alive
+connections, and judges silence by /health. The two share the events, `pd_http.node_answers`.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import aiohttp
 import orjson
 
-from pd_cluster.errors import EngineLost
 from pd_connectors.protocol.clock import patiently
+from pd_http.errors import ENGINE_DIED
+from pd_http.node_answers import PrefillEvents, code_of, has_lost_requests, object_in
+from pd_http.sse import EVENT_STREAM
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -24,23 +29,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger("pd_cluster.server")
 
-MAX_EVENT_BYTES = 64 << 20
 PEER_SILENCE_S = 3.0  # three of P's keep-alives
-PROBE_S = 1.0  # for a P that broke its connection off to say that it lives
-TAIL_BYTES = 4096  # the last event of an answer is shorter
-# what vLLM's connector expects of the leg that only prefills
-PREFILL_PARAMS: dict[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+PROBE_S = 1.0  # for a P that broke its connection to answer /health
 
 
 class PeerFault(StrEnum):
-    """Why a prefill node gave no usable ticket; counted under this name."""
+    """Why a prefill node gave no usable ticket. The value is its name in metrics."""
 
     UNREACHABLE = "peer_unreachable"
     REFUSED = "peer_refused"
@@ -51,7 +45,7 @@ class PeerFault(StrEnum):
 
 
 class PeerError(Exception):
-    """This prefill node will not do."""
+    """This prefill node gave no usable ticket."""
 
     def __init__(self, fault: PeerFault, detail: str) -> None:
         super().__init__(f"{fault}: {detail}")
@@ -59,10 +53,15 @@ class PeerError(Exception):
 
 
 class PrefillClient:
-    """An open request to P. P gives the prefill up when it is closed before its end."""
+    """An open request to P. Closing it before its end makes P abort the prefill."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, node_url: str, response: aiohttp.ClientResponse, ticket: str, rest: bytes
+        self,
+        session: aiohttp.ClientSession,
+        node_url: str,
+        response: aiohttp.ClientResponse,
+        ticket: str,
+        events: PrefillEvents,
     ) -> None:
         self.ticket = ticket
         self._session = session
@@ -70,48 +69,48 @@ class PrefillClient:
         self.url = str(response.url)
         self.has_died = False  # P, or its engine, before the prompt was computed
         self._response = response
-        self._tail = rest
+        self._events = events
         self._rest = asyncio.create_task(self._read_rest(), name="prefill-leg")
 
     @classmethod
     async def open(
         cls, session: aiohttp.ClientSession, url: str, body: dict[str, Any], headers: dict[str, str], deadline_s: float
     ) -> PrefillClient:
-        """Returns with P's ticket, which it hands out before it computes anything. Raises PeerError."""
+        """Returns with P's ticket, which P sends before it computes anything. Raises PeerError."""
         try:
             async with asyncio.timeout(deadline_s), contextlib.AsyncExitStack() as on_failure:
                 response = await _heard(url, _post(session, url, body, headers))
                 on_failure.callback(response.close)
-                ticket, rest = await _first_ticket(response)
+                events = PrefillEvents()
+                ticket = await _first_ticket(response, events)
                 on_failure.pop_all()
-                return cls(session, url, response, ticket, rest)
+                return cls(session, url, response, ticket, events)
         except TimeoutError as error:
             raise PeerError(PeerFault.TIMEOUT, f"{url} gave no ticket within {deadline_s:.1f} s") from error
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, ConnectionResetError) as error:
             fault = PeerFault.UNREACHABLE if await _lives(session, url) else PeerFault.DIED
             raise PeerError(fault, f"{url}: {error!r}") from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: an address that is none
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: not a URL
             raise PeerError(PeerFault.UNREACHABLE, f"{url}: {error!r}") from error
 
     async def lives(self) -> bool:
-        """Whether P and its engine live, as far as P knows."""
+        """Whether P and its engine are alive, as far as P knows."""
         return await _lives(self._session, self._node_url) and not self.has_died
 
     async def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close the connection. Idempotent."""
         self._rest.cancel()
         self._response.close()
         await asyncio.wait({self._rest})
 
     async def _read_rest(self) -> None:
-        """Until P is done. D's engine hears of the lease itself; only that P died is told nowhere else."""
+        """Read until P is done. D's engine follows the lease itself; only this answer shows that P died."""
+        event = None
         try:
-            async for part in self._response.content.iter_any():
-                self._tail = (self._tail + part)[-TAIL_BYTES:]
-        except (aiohttp.ClientError, OSError) as error:
-            logger.info("a prefill node hung up: %r", error)
-        is_told = b"event: done" in self._tail or b"event: error" in self._tail
-        self.has_died = not is_told or _says_died(self._tail)
+            event = await self._events.outcome(self._response.content.readany)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            logger.info("a prefill node closed the connection: %r", error)
+        self.has_died = event is None or code_of(event.data) == ENGINE_DIED
 
 
 async def _post(
@@ -121,70 +120,51 @@ async def _post(
         f"{url.rstrip('/')}/v1/completions",
         data=orjson.dumps(body),
         headers={"content-type": "application/json", "x-pd-ticket": "stream"} | headers,
-        allow_redirects=False,  # a node never sends elsewhere, and the prompt must not go where another server says
+        allow_redirects=False,  # nodes never redirect, and the prompt must not go where another server says
     )
 
 
 async def _heard(url: object, work: Coroutine[None, None, T]) -> T:
-    """What P says next. Raises PeerError when P is silent."""
+    """What P sends next. Raises PeerError if P is silent."""
     try:
         return await patiently(work, PEER_SILENCE_S)
     except TimeoutError as error:
-        raise PeerError(PeerFault.FROZEN, f"{url} has said nothing for {PEER_SILENCE_S:g} s") from error
+        raise PeerError(PeerFault.FROZEN, f"{url} has sent nothing for {PEER_SILENCE_S:g} s") from error
 
 
 async def _lives(session: aiohttp.ClientSession, url: str) -> bool:
-    """Whether P answers, and not that its engine is dead or that it has just begun."""
+    """Whether P answers, and neither has a dead engine nor has just started."""
     try:
         async with asyncio.timeout(PROBE_S), session.get(f"{url.rstrip('/')}/health") as response:
-            told = await response.read()
+            health = await response.read()
     except (aiohttp.ClientError, OSError, TimeoutError):
         return False
-    try:
-        return orjson.loads(told)["status"] not in ("dead", "starting")
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return True
+    return not has_lost_requests(object_in(health))
 
 
-def _says_died(told: bytes) -> bool:
-    return f'"code":"{EngineLost.code}"'.encode() in told.replace(b" ", b"")
-
-
-async def _first_ticket(response: aiohttp.ClientResponse) -> tuple[str, bytes]:
-    """The ticket, and the bytes that came with it."""
+async def _first_ticket(response: aiohttp.ClientResponse, events: PrefillEvents) -> str:
+    """Raises PeerError."""
     url = response.url
-    if response.status != 200 or response.content_type != "text/event-stream":
-        told = await _heard(url, response.content.read(2000))
-        fault = PeerFault.DIED if _says_died(told) else PeerFault.REFUSED
-        raise PeerError(fault, f"{url} answered {response.status}: {told.decode(errors='replace')}")
-    name, data, rest = await _read_event(url, response.content)
-    if name != "ticket":
-        fault = PeerFault.DIED if _says_died(data) else PeerFault.REFUSED
-        raise PeerError(fault, f"{url} answered {name}: {data[:2000].decode(errors='replace')}")
+    if response.status != 200 or response.content_type != EVENT_STREAM:
+        body = await _heard(url, response.content.read(2000))
+        raise _refusal(url, str(response.status), body)
     try:
-        ticket = orjson.loads(data)["kv_transfer_params"]["ticket"]
+        event = await events.ticket(lambda: _heard(url, response.content.readany()))
+    except ValueError as error:
+        raise PeerError(PeerFault.BAD_ANSWER, f"{url}: {error}") from error
+    if event is None:
+        raise PeerError(PeerFault.BAD_ANSWER, f"{url}: the answer ended before its first event")
+    if event.name == "error":
+        raise _refusal(url, "error", event.data)
+    try:
+        ticket = orjson.loads(event.data)["kv_transfer_params"]["ticket"]
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-        raise PeerError(PeerFault.BAD_ANSWER, f"{response.url}: no ticket in its event") from error
+        raise PeerError(PeerFault.BAD_ANSWER, f"{url}: the event has no ticket") from error
     if not isinstance(ticket, str):
-        raise PeerError(PeerFault.BAD_ANSWER, f"{response.url}: the ticket is no string")
-    return ticket, rest
+        raise PeerError(PeerFault.BAD_ANSWER, f"{url}: the ticket is not a string")
+    return ticket
 
 
-async def _read_event(url: object, stream: aiohttp.StreamReader) -> tuple[str, bytes, bytes]:
-    """The first server-sent event: (its name, its data, what came behind it). Comments are keep-alives."""
-    buffer = bytearray()
-    while True:
-        while (end := buffer.find(b"\n\n")) < 0:
-            part = await _heard(url, stream.readany())
-            if not part or len(buffer) > MAX_EVENT_BYTES:
-                raise PeerError(PeerFault.BAD_ANSWER, f"{url}: the answer ended before its first event")
-            buffer += part
-        lines = [line for line in bytes(buffer[:end]).split(b"\n") if not line.startswith(b":")]
-        del buffer[: end + 2]
-        if lines:
-            break
-    fields: dict[bytes, bytes] = {}
-    for line in lines:
-        field, _, value = line.partition(b":")
-        fields[field] = value.strip()
-    return fields.get(b"event", b"message").decode(errors="replace"), fields.get(b"data", b""), bytes(buffer)
+def _refusal(url: object, answered: str, body: bytes) -> PeerError:
+    fault = PeerFault.DIED if code_of(body) == ENGINE_DIED else PeerFault.REFUSED
+    return PeerError(fault, f"{url} answered {answered}: {body[:2000].decode(errors='replace')}")

@@ -1,58 +1,48 @@
-"""From jobs to the client's bytes. Chat and completions differ only in their `ResponseShape`."""
+"""From generation streams to the client's bytes. Chat and completions differ only in their `ResponseShape`."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pd_cluster.server.answer_task import SSE_DONE, Reply
+from pd_cluster.server.choice import ChoiceOutput
+from pd_http.sse import SSE_DONE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from pd_cluster.protocol.messages import FinishReason
-    from pd_cluster.server.generation_stream import Delta, GenerationStream
+    from pd_cluster.server.generation_stream import GenerationStream
     from pd_cluster.server.schema import StreamOptions
     from pd_cluster.server.state import NodeState
-    from pd_connectors.protocol.messages import SampledToken
-
-
-@dataclass(slots=True)
-class Collected:
-    """A whole choice, for answers that are not streamed."""
-
-    text: list[str] = field(default_factory=list)
-    tokens: list[SampledToken] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-
-    def add(self, delta: Delta) -> None:
-        self.text.append(delta.text)
-        self.tokens.extend(delta.tokens)
-        self.finish_reason = delta.finish_reason
-        self.stop_reason = delta.stop_reason
+    from pd_http.reply import Reply
 
 
 class ResponseShape(Protocol):
-    """How one API writes its answers. Holds what one request's stream has said so far."""
+    """How one API writes its answers. One object for each request: it holds what the stream has already said.
 
-    def chunk(self, index: int, delta: Delta, usage: dict[str, Any] | None = None) -> bytes:
-        """The server-sent events of a delta of choice `index`; b"" when there is nothing to show. `usage`: so far."""
+    That state depends on the outputs, not on how they were cut into chunks. To continue a stream of another node, pass
+    the output of `Choice.replay` to `chunk` and drop the bytes.
+    """
+
+    def chunk(self, index: int, output: ChoiceOutput, usage: dict[str, Any] | None = None) -> bytes:
+        """The server-sent events of new output of choice `index`; b"" when there is nothing to show.
+
+        `usage`: of the request so far, for clients that asked for it in every chunk.
+        """
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        """The last event before [DONE], for clients that asked for it."""
+        """The last event before [DONE], for clients that asked for the usage."""
 
-    def body(self, choices: Sequence[Collected], usage: dict[str, Any]) -> dict[str, Any]:
-        """The whole answer."""
+    def body(self, choices: Sequence[ChoiceOutput], usage: dict[str, Any]) -> dict[str, Any]:
+        """The whole answer. `choices`: all of them, complete and in order."""
 
 
-def usage_of(generations: Sequence[GenerationStream]) -> dict[str, Any]:
+def usage_of(streams: Sequence[GenerationStream]) -> dict[str, Any]:
     """OpenAI's `usage`. A prompt counts once, whatever n is."""
-    prompt = sum(len(one.job.prompt) for one in generations)
-    completion = sum(one.num_generated_tokens for one in generations)
-    cached = sum(one.num_cached_tokens for one in generations)
+    prompt = sum(len(one.request.prompt) for one in streams)
+    completion = sum(one.num_generated_tokens for one in streams)
+    cached = sum(one.num_cached_tokens for one in streams)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -61,93 +51,94 @@ def usage_of(generations: Sequence[GenerationStream]) -> dict[str, Any]:
     }
 
 
-def timings_of(generations: Sequence[GenerationStream]) -> dict[str, float]:
-    """What the request waited for, by phase (engine.messages.Timeline), in ms.
+def timings_of(streams: Sequence[GenerationStream]) -> dict[str, float]:
+    """What the request waited for, in ms by phase (`protocol.messages.Timeline`).
 
-    Of one prompt: several have no one answer. Empty when a stop string ended it, which the engine learns later.
+    Empty for several prompts, because their timelines differ, and before the engine's last reply: a stop string ends
+    the answer earlier.
     """
-    timeline = generations[0].timeline if len(generations) == 1 else None
+    timeline = streams[0].timeline if len(streams) == 1 else None
     if timeline is None:
         return {}
     return {name: round(seconds * 1e3, 3) for name, seconds in timeline.phases().items()}
 
 
-def node_headers(state: NodeState, generations: Sequence[GenerationStream]) -> dict[str, str]:
-    """Who computed the prompt and who generated. Of several prompts, those are named for which it is settled."""
-    prefill = dict.fromkeys(one.prefill_node for one in generations if one.prefill_node is not None)
+def node_headers(state: NodeState, streams: Sequence[GenerationStream]) -> dict[str, str]:
+    """The nodes that computed the prompts and the node that generated. Prefill nodes not known yet are left out."""
+    prefill = dict.fromkeys(one.prefill_node for one in streams if one.prefill_node is not None)
     return {"x-pd-prefill": ",".join(prefill), "x-pd-decode": state.node_id}
 
 
 async def answer_stream(
     state: NodeState,
     reply: Reply,
-    generations: Sequence[GenerationStream],
+    streams: Sequence[GenerationStream],
     shape: ResponseShape,
     options: StreamOptions | None,
 ) -> None:
-    """Server-sent events. Headers wait for the first tokens: only then is it settled who prefilled."""
+    """Server-sent events. The headers wait for the first tokens: the prefill node is not known earlier."""
     async with AsyncExitStack() as stack:
-        for generation in generations:
-            await stack.enter_async_context(generation)
-        async with aclosing(_interleaved(generations)) as deltas:
-            async for first_index, some in deltas:
+        for stream in streams:
+            await stack.enter_async_context(stream)
+        async with aclosing(_interleaved(streams)) as outputs:
+            async for first_index, some in outputs:
                 if not reply.started:
-                    await reply.start_events(node_headers(state, generations))
-                usage = usage_of(generations) if options is not None and options.continuous_usage_stats else None
-                await reply.write(b"".join(shape.chunk(first_index + delta.index, delta, usage) for delta in some))
+                    await reply.start_events(node_headers(state, streams))
+                usage = usage_of(streams) if options is not None and options.continuous_usage_stats else None
+                await reply.write(b"".join(shape.chunk(first_index + output.index, output, usage) for output in some))
         last = b""
         if options is not None and options.include_usage:
-            usage = usage_of(generations)
+            usage = usage_of(streams)
             if options.include_timings:
-                usage["timings"] = timings_of(generations)
+                usage["timings"] = timings_of(streams)
             last = shape.usage_chunk(usage)
         await reply.end(last + SSE_DONE)
-        for generation in generations:
-            await generation.settle()
+        for stream in streams:
+            await stream.settle()
 
 
 async def answer_whole(
-    state: NodeState, reply: Reply, generations: Sequence[GenerationStream], shape: ResponseShape
+    state: NodeState, reply: Reply, streams: Sequence[GenerationStream], shape: ResponseShape
 ) -> None:
     """One JSON body."""
     async with AsyncExitStack() as stack:
-        for generation in generations:
-            await stack.enter_async_context(generation)
-        choices = await collect(generations)
-        await reply.json(200, shape.body(choices, usage_of(generations)), node_headers(state, generations))
-        for generation in generations:
-            await generation.settle()
+        for stream in streams:
+            await stack.enter_async_context(stream)
+        choices = await collect(streams)
+        await reply.json(200, shape.body(choices, usage_of(streams)), node_headers(state, streams))
+        for stream in streams:
+            await stream.settle()
 
 
-async def collect(generations: Sequence[GenerationStream]) -> list[Collected]:
-    """Every choice, complete; prompts in order, the n of each together."""
-    choices = [Collected() for one in generations for _ in range(one.job.sampling.n)]
-    async with aclosing(_interleaved(generations)) as deltas:
-        async for first_index, some in deltas:
-            for delta in some:
-                choices[first_index + delta.index].add(delta)
+async def collect(streams: Sequence[GenerationStream]) -> list[ChoiceOutput]:
+    """Every choice, complete: prompts in order, the n choices of each prompt together."""
+    choices = [ChoiceOutput(i) for one in streams for i in range(one.request.sampling.n)]
+    async with aclosing(_interleaved(streams)) as outputs:
+        async for first_index, some in outputs:
+            for output in some:
+                choices[first_index + output.index].add(output)
     return choices
 
 
-async def _interleaved(generations: Sequence[GenerationStream]) -> AsyncGenerator[tuple[int, list[Delta]], None]:
-    """(index of the generation's first choice, its deltas), as they come from all of them."""
-    if len(generations) == 1:
-        async for deltas in generations[0]:
-            yield 0, deltas
+async def _interleaved(streams: Sequence[GenerationStream]) -> AsyncGenerator[tuple[int, list[ChoiceOutput]], None]:
+    """(index of the stream's first choice, new outputs of the stream), in the order in which they come."""
+    if len(streams) == 1:
+        async for outputs in streams[0]:
+            yield 0, outputs
         return
-    queue: asyncio.Queue[tuple[int, list[Delta]] | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, list[ChoiceOutput]] | None] = asyncio.Queue()
 
-    async def pump(first_index: int, generation: GenerationStream) -> None:
-        async for deltas in generation:
-            queue.put_nowait((first_index, deltas))
+    async def pump(first_index: int, stream: GenerationStream) -> None:
+        async for outputs in stream:
+            queue.put_nowait((first_index, outputs))
 
     async def pump_all() -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 first_index = 0
-                for generation in generations:
-                    group.create_task(pump(first_index, generation))
-                    first_index += generation.job.sampling.n
+                for stream in streams:
+                    group.create_task(pump(first_index, stream))
+                    first_index += stream.request.sampling.n
         finally:
             queue.put_nowait(None)
 

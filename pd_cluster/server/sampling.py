@@ -1,4 +1,4 @@
-"""From the API's sampling fields to `SamplingParams`, and back for the request that D sends to P."""
+"""From the API's sampling fields to `SamplingParams`, and their encoding in the request that D sends to P."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import json
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+import orjson
+
 from pd_cluster.errors import InvalidRequest, StartupError
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.server.schema import MAX_STOP_CHARS, MAX_STOP_STRINGS, GenerationBody
+from pd_cluster.server.schema import MAX_LIST_BYTES, MAX_STOP_CHARS, MAX_STOP_STRINGS, GenerationBody, decode_value
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pd_cluster.server.output_parser import ParserFactory
+
+SAMPLING_PARAM = "kv_transfer_params.sampling"
+MAX_SAMPLING_BYTES = 2 * MAX_LIST_BYTES  # logit_bias and stop_token_ids of a client may have MAX_LIST_BYTES each
 _SEED_LIMIT = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What a request gets that does not say: OpenAI's values, unless the model's generation_config.json has its own."""
+    """Values for fields that a request leaves out: OpenAI's, or those of the model's generation_config.json."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -28,7 +35,7 @@ class SamplingDefaults:
 
     @classmethod
     def load(cls, model_dir: Path) -> SamplingDefaults:
-        """Raises StartupError when generation_config.json is there but cannot be read."""
+        """Raises StartupError when generation_config.json exists and cannot be read."""
         path = model_dir / "generation_config.json"
         if not path.is_file():
             return cls()
@@ -42,14 +49,15 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How tokens become the client's text; the engine knows nothing of it."""
+    """How tokens become the client's text. The engine does not know them."""
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special: bool = True
+    parser: ParserFactory | None = None  # None: the text is the content
 
 
-def text_options(body: GenerationBody) -> TextOptions:
+def text_options(body: GenerationBody, parser: ParserFactory | None) -> TextOptions:
     """Raises InvalidRequest."""
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if len(stop) > MAX_STOP_STRINGS:
@@ -57,15 +65,26 @@ def text_options(body: GenerationBody) -> TextOptions:
     if any(not text for text in stop):
         raise InvalidRequest("stop must not contain an empty string", "stop")
     if any(len(text) > MAX_STOP_CHARS for text in stop):
-        raise InvalidRequest(f"a stop string may have {MAX_STOP_CHARS} characters", "stop")
-    return TextOptions(stop, bool(body.include_stop_str_in_output), body.skip_special_tokens is not False)
+        raise InvalidRequest(f"a stop string may have at most {MAX_STOP_CHARS} characters", "stop")
+    return TextOptions(stop, bool(body.include_stop_str_in_output), body.skip_special_tokens is not False, parser)
 
 
 def check_num_tokens(num_tokens: int, max_model_len: int, param: str) -> None:
-    """Raises InvalidRequest for ids that cannot be a prompt of this model, however little it is to generate."""
+    """Raises InvalidRequest for more token ids than the model's context has."""
     if num_tokens > max_model_len:
         raise InvalidRequest(
             f"{param} has {num_tokens} tokens; this model's maximum context length is {max_model_len}",
+            param,
+            "context_length_exceeded",
+        )
+
+
+def check_room_for_output(num_prompt_tokens: int, max_model_len: int, param: str) -> None:
+    """Raises InvalidRequest when the prompt leaves no room for one output token."""
+    if num_prompt_tokens >= max_model_len:
+        raise InvalidRequest(
+            f"the prompt has {num_prompt_tokens} tokens; this model's maximum context length is {max_model_len}, "
+            "of which at least one must be left for the output",
             param,
             "context_length_exceeded",
         )
@@ -80,19 +99,13 @@ def sampling_params(
     max_model_len: int,
     default_max_tokens: int | None = None,
 ) -> SamplingParams:
-    """Ranges are not yet checked: see `SamplingParams.validate`. Raises InvalidRequest when the context is too short.
+    """The sampling parameters of a client's body. The ranges are not checked: see `SamplingParams.validate`.
 
-    `default_max_tokens` counts when the request names no limit; None, or more than there is room for: the output may
-    fill what the prompt leaves of `max_model_len`.
+    `num_prompt_tokens` is less than `max_model_len`, see `check_room_for_output`. `default_max_tokens` applies when
+    the body sets no limit; None, or more than the prompt leaves of `max_model_len`: the output may fill the rest.
+    Raises InvalidRequest when the limit that the body sets does not fit.
     """
     room = max_model_len - num_prompt_tokens
-    if room < 1:
-        raise InvalidRequest(
-            f"the prompt has {num_prompt_tokens} tokens; this model's maximum context length is {max_model_len}, "
-            "of which at least one must be left for the output",
-            "messages" if hasattr(body, "messages") else "prompt",
-            "context_length_exceeded",
-        )
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     wanted: int | None = getattr(body, name)
     if wanted is not None and wanted > room:
@@ -102,9 +115,7 @@ def sampling_params(
             name,
             "context_length_exceeded",
         )
-    seed = body.seed
-    if seed is not None and not -_SEED_LIMIT <= seed < _SEED_LIMIT:
-        raise InvalidRequest("seed must fit into 64 bits", "seed")
+    _check_seed(body.seed)
     top_k = _or(body.top_k, defaults.top_k)
     return SamplingParams(
         max_tokens=min(room, default_max_tokens or room) if wanted is None else wanted,
@@ -116,17 +127,18 @@ def sampling_params(
         repetition_penalty=_or(body.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=_or(body.presence_penalty, 0.0),
         frequency_penalty=_or(body.frequency_penalty, 0.0),
-        seed=seed,
+        seed=body.seed,
         logit_bias=body.logit_bias or {},
         min_tokens=_or(body.min_tokens, 0),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
+        logits_args=body.logits_args or {},
         logprobs=logprobs,
     )
 
 
 def check_min_tokens(sampling: SamplingParams) -> None:
-    """Raises InvalidRequest. Not for a prefill leg, whose max_tokens is not the client's."""
+    """Raises InvalidRequest. Not for a prefill leg, where max_tokens is always 1."""
     if sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequest(
             f"min_tokens is {sampling.min_tokens}, and the request may generate {sampling.max_tokens} tokens",
@@ -134,24 +146,27 @@ def check_min_tokens(sampling: SamplingParams) -> None:
         )
 
 
-def api_fields(sampling: SamplingParams) -> dict[str, Any]:
-    """The /v1/completions fields that make another node arrive at the same `sampling`, max_tokens aside."""
-    return {
-        "n": sampling.n,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "seed": sampling.seed,
-        "logit_bias": {str(token_id): bias for token_id, bias in sampling.logit_bias.items()},
-        "min_tokens": sampling.min_tokens,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": sampling.ignore_eos,
-        "logprobs": sampling.logprobs,
-    }
+def encode_sampling(sampling: SamplingParams) -> orjson.Fragment:
+    """`sampling` as D sends it to P in `kv_transfer_params`: every field, so that a new one needs no code here."""
+    return orjson.Fragment(msgspec.json.encode(sampling))
+
+
+def decode_sampling(raw: bytes) -> SamplingParams:
+    """The counterpart of `encode_sampling`, on P. The ranges are not checked: see `SamplingParams.validate`.
+
+    Raises InvalidRequest for a wrong type and for a field that this node does not know: a newer D must prefill
+    elsewhere, because P would otherwise sample the first token without that field.
+    """
+    if len(raw) > MAX_SAMPLING_BYTES:
+        raise InvalidRequest(f"{SAMPLING_PARAM} has {len(raw)} bytes; {MAX_SAMPLING_BYTES} are allowed", SAMPLING_PARAM)
+    sampling: SamplingParams = decode_value(raw, SamplingParams, SAMPLING_PARAM)
+    _check_seed(sampling.seed)
+    return sampling
+
+
+def _check_seed(seed: int | None) -> None:
+    if seed is not None and not -_SEED_LIMIT <= seed < _SEED_LIMIT:
+        raise InvalidRequest("seed must fit into 64 bits", "seed")
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -1,57 +1,63 @@
-"""Request bodies. msgspec checks types while it parses; what is wrong becomes a 400 that names the field.
+"""Request bodies. msgspec checks types while it parses; a wrong type becomes a 400 that names the field.
 
-A field that no body here has is refused or named in the answer, see `fields.py`.
+Fields that the struct of a body lacks are refused, or named in the answer: see `fields.py`.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.server.fields import refuse
 
-# what msgspec raises for bytes that are no JSON; nested too deeply is one way not to be
+# what msgspec raises for bytes that are not JSON; RecursionError: nested too deeply
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_PROMPTS = 256  # prompts of one /v1/completions request
 # Entries of logit_bias and stop_token_ids, counted once for each prompt: each prompt is a request of its own to the
-# engine, which takes 11 ms for 131,072 entries. Eight prompts may each have a list of a vocabulary of that size.
+# engine, and 131,072 entries take 11 ms there. The limit allows eight prompts with an entry for each token of such a
+# vocabulary.
 MAX_LISTED_TOKENS = 1 << 20
-MAX_LIST_BYTES = 8 << 20  # of such a field: 262,144 entries with 17 digits each; decoding it holds all up for 60 ms
+MAX_LIST_BYTES = 8 << 20  # of such a field: 262,144 entries of 17 digits; decoding blocks the event loop for 60 ms
 _WHOLE = re.compile(rb"[ \t\n\r]*(-?[0-9]+)\.0+[ \t\n\r]*")
+
+_TOKEN_KEYS = Meta(extra_json_schema={"propertyNames": {"pattern": "^-?[0-9]+$"}})
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """OpenAI's `stream_options`, and ours."""
+    """`stream_options`: of OpenAI, vLLM (`continuous_usage_stats`) and this server (`include_timings`)."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # every chunk has the usage so far
-    include_timings: bool | None = None  # `usage.timings`: what the request waited for, in ms
+    continuous_usage_stats: bool | None = None  # each chunk has the usage so far
+    include_timings: bool | None = None  # `usage.timings`: time by phase in ms
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """Only `text` is served."""
+    """Only the type `text` is supported."""
 
     type: str
 
 
 class KvTransferParams(msgspec.Struct, kw_only=True):
-    """vLLM's connector fields, and our signed papers beside them; the dict's other fields are for other engines."""
+    """vLLM's connector fields, and ours. Fields of the dict that are not listed here are for other engines."""
 
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
     ticket: str | None = None
     offer: str | None = None
     prompt_token_ids: list[int] | None = None
+    # D to P, see `decode_sampling`; without it P reads the body's own fields
+    sampling: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})] | UnsetType = UNSET
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
-    """What chat and completions have in common."""
+    """Fields that chat and completions share."""
 
     model: str | None = None
     n: int | None = None
@@ -66,11 +72,12 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Annotated[dict[int, float], _TOKEN_KEYS] | None = None
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    logits_args: dict[str, Any] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
@@ -95,10 +102,21 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_PROMPTS},
+        _TOKEN_IDS,
+        {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
+    ]
+}
+
+
 class CompletionBody(GenerationBody, kw_only=True):
     """POST /v1/completions. `prompt`: string, strings, token ids, or lists of token ids."""
 
-    prompt: msgspec.Raw
+    prompt: Annotated[msgspec.Raw, Meta(extra_json_schema=_PROMPT)]  # decoded by `completions.prompts_of`
     logprobs: int | None = None
 
 
@@ -123,7 +141,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 class ReleaseBody(msgspec.Struct, kw_only=True):
-    """POST /pd/release: the signed ticket is the authority."""
+    """POST /pd/release. The signature of the ticket authorizes the release."""
 
     ticket: str
 
@@ -132,11 +150,11 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def decode_body(raw: bytes, kind: type[Body]) -> tuple[Body, set[str]]:
-    """The body, and the names of its fields that are not read. Raises InvalidRequest naming the field."""
+    """The body, and the names of its fields that are not read. Raises InvalidRequest that names the wrong field."""
     fields = _fields(raw)
     for name in ("logit_bias", "stop_token_ids"):
         if len(fields.get(name, b"")) > MAX_LIST_BYTES:
-            raise InvalidRequest(f"{name} may have {MAX_LIST_BYTES} bytes", name)
+            raise InvalidRequest(f"{name} has more than {MAX_LIST_BYTES} bytes, the most allowed", name)
     try:
         body = _decoded(raw, fields, kind)
     except msgspec.ValidationError as error:
@@ -153,7 +171,7 @@ def decode_body(raw: bytes, kind: type[Body]) -> tuple[Body, set[str]]:
 
 
 def _decoded(raw: bytes, fields: dict[str, msgspec.Raw], kind: type[Body]) -> Body:
-    """JSON's 4.0 is an integer, too, and some languages write so. msgspec refuses it, so such a body is read twice."""
+    """Some languages write the integer 4 as 4.0, which msgspec refuses: such a body is decoded twice."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError:
@@ -164,7 +182,7 @@ def _decoded(raw: bytes, fields: dict[str, msgspec.Raw], kind: type[Body]) -> Bo
 
 
 def decode_value(raw: bytes, kind: Any, param: str) -> Any:
-    """A part of a body that was kept raw. Raises InvalidRequest naming `param`."""
+    """Decode a part of a body that was kept raw. Raises InvalidRequest that names `param`."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except NOT_JSON as error:
@@ -181,7 +199,7 @@ def _fields(raw: bytes) -> dict[str, msgspec.Raw]:
 
 
 def _invalid(message: str) -> InvalidRequest:
-    """msgspec's "Expected `int | null`, got `str` - at `$.max_tokens`", said as OpenAI would."""
+    """msgspec's "Expected `int | null`, got `str` - at `$.max_tokens`" in OpenAI's form."""
     missing = re.match(r"Object missing required field `(\w+)`(?: - at `\$\.(\w+))?", message)
     if missing:
         inner, outer = missing.groups()

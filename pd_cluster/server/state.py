@@ -1,4 +1,4 @@
-"""What the node's HTTP side is made of. Built once, handed to `create_app`; nothing of it is global."""
+"""The parts of the node's HTTP side. Built once and handed to `create_app`; there are no globals."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.errors import EngineUnavailable, ModelNotFound, StartupError
 from pd_cluster.server.metrics import NodeMetrics
+from pd_cluster.server.output_parser import load_parser
 from pd_cluster.server.sampling import SamplingDefaults
 from pd_cluster.server.tokenizer import Tokenizer
 from pd_connectors.protocol.keys import load_cluster_key
@@ -20,19 +21,21 @@ if TYPE_CHECKING:
     from pd_cluster.config import NodeConfig
     from pd_cluster.engine.client import EngineClient
     from pd_cluster.protocol.messages import EngineReady
+    from pd_cluster.server.output_parser import ParserFactory
 
 MAX_BODY_BYTES = 64 << 20
 
 
 @dataclass(slots=True, kw_only=True)
 class NodeState:
-    """Fixed for the node's life, except `draining` (set by whoever stops the node) and `num_in_flight`."""
+    """Fixed for the life of the node, except `draining` (set when the node stops) and `num_in_flight`."""
 
     config: NodeConfig  # with model directory, served name and node id filled in
     engine: EngineClient
     tokenizer: Tokenizer
     key: bytes  # the cluster's
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    output_parser: ParserFactory | None = None  # of chat answers
     metrics: NodeMetrics = field(default_factory=NodeMetrics)
     created_s: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
@@ -41,8 +44,9 @@ class NodeState:
 
     @classmethod
     def load(cls, config: NodeConfig, engine: EngineClient) -> NodeState:
-        """Reads the tokenizer, the sampling defaults and the cluster's key (seconds). Raises StartupError."""
+        """Reads output parser, cluster key, tokenizer and sampling defaults (seconds). Raises StartupError."""
         model_dir = Path(config.model.model)
+        output_parser = load_parser(config.server.output_parser)
         try:
             key = load_cluster_key(config.handoff.cluster_key_file)
         except (OSError, ValueError) as error:
@@ -53,6 +57,7 @@ class NodeState:
             tokenizer=Tokenizer.load(model_dir),
             key=key,
             defaults=SamplingDefaults.load(model_dir),
+            output_parser=output_parser,
         )
 
     @property
@@ -74,13 +79,13 @@ class NodeState:
 
     @property
     def max_body_bytes(self) -> int:
-        """Of a request's body."""
+        """The longest request body that is read."""
         ready = self.engine.ready
         if ready is None:
             return MAX_BODY_BYTES
         return min(longest_body(ready.max_model_len), MAX_BODY_BYTES)
 
     def check_model(self, name: str | None) -> None:
-        """Raises ModelNotFound. A request without a model gets the one there is."""
+        """Raises ModelNotFound. A request without a model gets the node's model."""
         if name and name not in (self.model_name, self.config.model.model):
             raise ModelNotFound(f"the model `{name}` does not exist: this node serves `{self.model_name}`")

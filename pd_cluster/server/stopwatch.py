@@ -1,4 +1,4 @@
-"""When a request's tokens were delivered, for the latency histograms."""
+"""Delivery times of a request's tokens, for the latency histograms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Stopwatch:
-    """`started_s` and all times are of the monotonic clock."""
+    """Delivery times of one request. `started_s` and all other times are of the monotonic clock."""
 
     def __init__(self, started_s: float) -> None:
         self._started_s = started_s
@@ -23,7 +23,7 @@ class Stopwatch:
         self.num_deliveries = 0
 
     def delivered(self, deltas: Collection[object], num_lead_tokens: int) -> None:
-        """`num_lead_tokens`: how many the first of the n sequences has now."""
+        """Note that the client got new output. `num_lead_tokens`: tokens of the first of the n sequences so far."""
         self.num_deliveries += 1
         if not deltas:
             return
@@ -37,7 +37,7 @@ class Stopwatch:
         self._last_s = now_s
 
     def observe(self, metrics: NodeMetrics, num_tokens: int, *, complete: bool) -> None:
-        """`num_tokens`: of the longest sequence. `complete`: the client did not leave before the end."""
+        """Add to the histograms. `num_tokens`: of the longest sequence. `complete`: the client stayed to the end."""
         if self._first_s is None:
             return
         metrics.ttft.observe(self._first_s - self._started_s)

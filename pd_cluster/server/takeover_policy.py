@@ -1,13 +1,13 @@
-"""D's side of a handoff, as policy: which ticket to trust, whom to ask next, when to prefill here, when to give up.
+"""D's side of a handoff, as policy: which ticket to trust, which node to ask next, when to prefill locally or fail.
 
-kv_transfer_params of the request         the prompt's KV comes from
-do_remote_decode                          here, for another node (the P leg)
+kv_transfer_params of the request         source of the prompt's KV
+do_remote_decode                          this node, for another node (the prefill leg)
 ticket, verified                          that ticket's lease (P-first)
 do_remote_prefill and an offer            this engine's cache, else the offer's nodes, best first (D-first)
-none, or nothing that can be trusted      here
+none, or none that can be trusted         this node
 
-after a failed load, `on_load_failure`:   any: the offer's next node, else here   remote: the next node, else an error
-                                          local: here                             fail: an error
+after a failed load, `on_load_failure`:   any: the offer's next node, else this one   remote: the next node, else error
+                                          local: this node                            fail: error
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from pd_cluster.errors import PeersDied, PrefillUnavailable
+from pd_cluster.errors import NodesDied, PrefillUnavailable
 from pd_cluster.protocol.messages import NeedsPrefill, PrefillLocally, UseTicket, Work
 from pd_cluster.server.generation_request import GenerationRequest, KvSource
-from pd_cluster.server.prefill_client import PREFILL_PARAMS, PeerError, PeerFault, PrefillClient
-from pd_cluster.server.sampling import api_fields
-from pd_connectors.protocol.errors import BadSignature, LoadFailure, TicketError, TicketExpired
+from pd_cluster.server.prefill_client import PeerError, PeerFault, PrefillClient
+from pd_cluster.server.sampling import encode_sampling
+from pd_connectors.protocol.errors import BadSignature, LoadFailure, ProtocolMismatch, TicketError, TicketExpired
 from pd_connectors.protocol.hashing import prompt_digest
-from pd_connectors.protocol.ticket import PROTOCOL_VERSION, Offer, Paper, Ticket, verify
+from pd_connectors.protocol.ticket import Offer, Paper, Ticket, verify
+from pd_http.node_answers import ASK_TICKET
 
 if TYPE_CHECKING:
     from pd_cluster.server.schema import KvTransferParams
@@ -38,7 +39,7 @@ GROUP_HEADER = "x-pd-group"  # D to P: see `GenerationRequest.group`; the router
 
 
 class Untrusted(Exception):
-    """A ticket or offer that must not be acted on; `reason` is what it is counted under."""
+    """A ticket or offer that must not be used. `reason` is the label under which it is counted."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -46,9 +47,9 @@ class Untrusted(Exception):
 
 
 def trusted_ticket(state: NodeState, token: str, prompt: list[int], salt: str) -> Ticket:
-    """The ticket inside `token`, when it is this cluster's and promises this prompt. Raises Untrusted.
+    """The ticket in `token`. Raises Untrusted unless this cluster's key signed it for this prompt and model.
 
-    Under which parameters P samples is the engine's business: the KV is the same.
+    The sampling parameters of P are not compared here: they do not change the KV, and the engine compares them.
     """
     ticket = _verified(state, token, Ticket)
     if ticket.fingerprint != state.ready.fingerprint:
@@ -60,24 +61,24 @@ def trusted_ticket(state: NodeState, token: str, prompt: list[int], salt: str) -
 
 def _verified(state: NodeState, token: str, kind: type[Paper]) -> Paper:
     try:
-        paper = verify(state.key, token, kind, time.time())
+        return verify(state.key, token, kind, time.time())
     except BadSignature as error:
         raise Untrusted("bad_signature") from error
     except TicketExpired as error:
         raise Untrusted("expired") from error
+    except ProtocolMismatch as error:
+        logger.info("%s", error)
+        raise Untrusted("protocol_mismatch") from error
     except TicketError as error:
         raise Untrusted("malformed") from error
-    if paper.version != PROTOCOL_VERSION:
-        raise Untrusted("protocol_mismatch")
-    return paper
 
 
-async def plan_handoff(
+async def choose_kv_source(
     state: NodeState, params: KvTransferParams | None, tokenize: Tokenize, salt: str
 ) -> tuple[list[int], KvSource]:
-    """The prompt's ids and where its KV comes from. P's ids are taken when its ticket vouches for them.
+    """The token ids of the prompt, and the source of its KV. The ids in `params` are used when the ticket covers them.
 
-    Raises PrefillUnavailable when nothing in `params` can be trusted and this node may not prefill by itself.
+    Raises PrefillUnavailable when `params` has nothing that can be trusted and this node may not prefill locally.
     """
     if params is None or not params.do_remote_prefill:
         return await tokenize(), KvSource()
@@ -103,8 +104,10 @@ async def plan_handoff(
     if urls and (not params.ticket or policy in ("any", "remote")):
         return await tokenize(), KvSource(Work.TAKE_OVER, None, urls)
     if policy in ("remote", "fail"):
-        raise PrefillUnavailable(f"no usable ticket ({', '.join(faults)}), and this node may not prefill by itself")
-    logger.info("prefilling here: %s", ", ".join(faults))
+        raise PrefillUnavailable(
+            f"no usable ticket ({', '.join(faults)}), and --on-load-failure {policy} forbids a local prefill"
+        )
+    logger.info("prefilling locally: %s", ", ".join(faults))
     return await tokenize(), KvSource()
 
 
@@ -115,29 +118,29 @@ def _plausible_ids(state: NodeState, ids: list[int] | None) -> list[int] | None:
 
 
 class PrefillSearch:
-    """Answers one request's NeedsPrefill, and stays connected to the node that prefills. Close it with the request."""
+    """Answers NeedsPrefill of one request, and stays connected to the prefill node. Close it with the request."""
 
-    def __init__(self, state: NodeState, job: GenerationRequest) -> None:
+    def __init__(self, state: NodeState, request: GenerationRequest) -> None:
         self._state = state
-        self._job = job
-        self._urls = list(job.plan.prefill_urls)
+        self._request = request
+        self._urls = list(request.kv_source.prefill_urls)
         self._ends_s = time.monotonic() + state.config.handoff.load_deadline_s
         self._legs: list[PrefillClient] = []
-        self._dead: set[str] = set()  # prefill nodes that died while the request was with them
-        ticket, is_open = job.plan.ticket, job.plan.work is Work.TAKE_OVER
-        # None: not settled, the engine may still ask or do it itself
+        self._dead: set[str] = set()  # prefill nodes that died while they served the request
+        ticket, is_open = request.kv_source.ticket, request.kv_source.work is Work.TAKE_OVER
+        # None: not known, the engine may still send NeedsPrefill or prefill locally
         self.prefill_node: str | None = ticket.lease.engine_id if ticket else None if is_open else state.node_id
 
     async def answer(self, needs: NeedsPrefill) -> UseTicket | PrefillLocally:
-        """Raises PrefillUnavailable, PeersDied."""
+        """Raises PrefillUnavailable, NodesDied."""
         policy = self._state.config.handoff.on_load_failure
         reason = needs.reason
         if reason:
-            cause = reason.partition(":")[0]  # the rest is words; a label has few values
+            cause = reason.partition(":")[0]  # without the details: a label has few values
             self._fell_back(cause, reason)
             if await self._has_died(cause):
                 self._bury(self.prefill_node or "")
-        await self.close()  # the node whose load failed
+        await self.close()  # hang up on the node of the failed load
         while self._urls and (not reason or policy in ("any", "remote")):
             left_s = self._ends_s - time.monotonic()
             if left_s <= 0:
@@ -154,25 +157,24 @@ class PrefillSearch:
                     self._bury(url)
                 continue
             self.prefill_node = ticket.lease.engine_id
-            return UseTicket(self._job.request_id, ticket, max(self._ends_s - time.monotonic(), 0.001))
+            return UseTicket(self._request.request_id, ticket, max(self._ends_s - time.monotonic(), 0.001))
         if policy in ("any", "local"):
             self.prefill_node = self._state.node_id
-            return PrefillLocally(self._job.request_id)
-        raise PrefillUnavailable(
-            f"no prefill node could serve the request ({reason}), and this node may not do it itself"
-        )
+            return PrefillLocally(self._request.request_id)
+        forbidden = f"--on-load-failure {policy} forbids a local prefill"
+        raise PrefillUnavailable(f"no prefill node could serve the request ({reason}), and {forbidden}")
 
     def has_tokens(self) -> None:
-        """The engine has generated. If it never asked, it has prefilled by itself."""
+        """The engine has generated. If it never sent NeedsPrefill, it has prefilled locally."""
         if self.prefill_node is None:
             self.prefill_node = self._state.node_id
 
     async def _has_died(self, cause: str) -> bool:
-        """Whether the node whose load failed has died, perhaps of this very request.
+        """Whether the node of the failed load has died.
 
-        A node that cannot be reached for its KV and says over HTTP that it is well has not: a closed port or a broken
-        network between the nodes must not turn every request into a final error. Of the node of a ticket that came with
-        the request, no HTTP address is known here.
+        A node that cannot be reached for its KV and answers /health has not: a closed port or a broken network between
+        the nodes must not turn every request into a final error. A node whose ticket came with the request counts as
+        dead when it cannot be reached: its HTTP address is not known here.
         """
         if cause == LoadFailure.PEER_RESTARTED or any(leg.has_died for leg in self._legs):
             return True
@@ -181,39 +183,37 @@ class PrefillSearch:
         return not self._legs or not await self._legs[-1].lives()
 
     def _bury(self, name: str) -> None:
-        """A prefill node died of this request, perhaps. Raises PeersDied when it must not meet another one."""
+        """Count a prefill node that died during this request. Raises NodesDied at `max_node_deaths`."""
         self._dead.add(name)
         if len(self._dead) >= self._state.config.handoff.max_node_deaths:
             self._fell_back("nodes_died")
-            raise PeersDied(
+            raise NodesDied(
                 f"{len(self._dead)} prefill nodes died while they served this request; it is not tried again"
             )
 
     async def close(self) -> None:
-        """Hang up on every prefill node asked. Idempotent."""
+        """Close the connections to all prefill nodes that were asked. Idempotent."""
         while self._legs:
             await self._legs.pop().close()
 
     async def _ask(self, url: str, left_s: float) -> Ticket:
         assert self._state.peers is not None, "the app's lifespan has not begun"
-        job = self._job
+        request = self._request
         body = {
-            "prompt": job.prompt,
-            "max_tokens": 1,
-            "stream": False,
-            "priority": job.priority,
-            "cache_salt": job.salt or None,
-            "kv_transfer_params": PREFILL_PARAMS,
-        } | api_fields(job.sampling)
-        headers = {"x-request-id": job.client_request_id, GROUP_HEADER: job.group}
+            "prompt": request.prompt,
+            "priority": request.priority,
+            "cache_salt": request.salt or None,
+            "kv_transfer_params": ASK_TICKET | {"sampling": encode_sampling(request.sampling)},
+        }
+        headers = {"x-request-id": request.client_request_id, GROUP_HEADER: request.group}
         leg = await PrefillClient.open(self._state.peers, url, body, headers, left_s)
         self._legs.append(leg)
         try:
-            return trusted_ticket(self._state, leg.ticket, job.prompt, job.salt)
+            return trusted_ticket(self._state, leg.ticket, request.prompt, request.salt)
         except Untrusted as error:
             await self.close()
             raise PeerError(PeerFault.BAD_ANSWER, f"{url}: {error.reason}") from error
 
     def _fell_back(self, reason: str, detail: str = "") -> None:
         self._state.metrics.fallbacks.labels(reason).inc()
-        logger.info("request %s: %s", self._job.request_id, detail or reason)
+        logger.info("request %s: %s", self._request.request_id, detail or reason)

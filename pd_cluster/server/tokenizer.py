@@ -1,4 +1,4 @@
-"""Text to token ids and back. What is slow runs in a thread of its own, off the event loop."""
+"""Text to token ids and back. Slow work runs in one thread, off the event loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOSSY_FACTOR = 16
 class Tokenizer:
     """A model's Hugging Face tokenizer. Close it to end its thread.
 
-    `vocab_size` is the model's (its embedding may have more rows than the tokenizer has entries).
+    `vocab_size` is that of the model: its embedding may have more rows than the tokenizer has entries.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int = 0) -> None:
@@ -32,13 +32,13 @@ class Tokenizer:
         self._special = frozenset(tokenizer.all_special_ids)
         self._bytes = _token_bytes(tokenizer)
         self._max_bytes_per_token = _max_bytes_per_token(tokenizer, self._bytes)
-        # one thread: fast tokenizers keep padding and truncation settings and refuse to be entered twice
+        # one thread: fast tokenizers hold padding and truncation settings, and fail when two threads use them
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer:
         """Raises StartupError."""
-        from transformers import AutoTokenizer  # two seconds of imports that only nodes need
+        from transformers import AutoTokenizer  # its imports take two seconds, and only nodes need them
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
@@ -52,16 +52,16 @@ class Tokenizer:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The token's share of the text; b"" for rows of the embedding that stand for nothing."""
+        """The bytes of the token; b"" for rows of the embedding without a token."""
         return self._bytes[token_id] if token_id < len(self._bytes) else b""
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
 
     async def encode(self, text: str, *, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
-        """Raises InvalidRequest, before any work, for a text that cannot have as few as `max_tokens` tokens.
+        """Token ids of `text`. The result may have more than `max_tokens` ids.
 
-        One that is a little too long is encoded: count the result.
+        Raises InvalidRequest, before any work, for a text that is too long to have at most `max_tokens` tokens.
         """
         self._check_length(text, max_tokens, "prompt")
         return await self._run(lambda: self._encode(text, add_special_tokens))
@@ -75,9 +75,9 @@ class Tokenizer:
         max_tokens: int,
         add_special_tokens: bool = False,
     ) -> list[int]:
-        """The conversation through the model's chat template, as ids. Raises InvalidRequest, see `encode`.
+        """Token ids of the conversation in the model's chat template. Raises InvalidRequest, see `encode`.
 
-        `add_special_tokens`: those that the tokenizer adds to a text, beside those that the template writes.
+        `add_special_tokens`: add the tokenizer's special tokens to those that the template writes.
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequest("this model has no chat template: use /v1/completions", "messages", "no_chat_template")
@@ -88,12 +88,12 @@ class Tokenizer:
         return await self._run(lambda: b"".join(map(self.token_bytes, token_ids)).decode(errors="replace"))
 
     def _check_length(self, text: str, max_tokens: int, param: str) -> None:
-        """Raises InvalidRequest. Encoding megabytes takes seconds, during which every other request waits."""
+        """Raises InvalidRequest for a text that is too long: encoding megabytes blocks other requests for seconds."""
         limit = max_tokens * self._max_bytes_per_token
-        # a character has 1 to 4 bytes: mostly its count is enough
+        # a character has 1 to 4 bytes, so most texts need not be encoded to be measured
         if len(text) > limit or (4 * len(text) > limit and len(text.encode(errors="surrogatepass")) > limit):
             raise InvalidRequest(
-                f"the prompt has {len(text)} characters, which is more than {max_tokens} tokens, "
+                f"the prompt has {len(text)} characters, which are more than {max_tokens} tokens, "
                 "this model's maximum context length",
                 param,
                 "context_length_exceeded",
@@ -112,9 +112,9 @@ class Tokenizer:
     ) -> list[int]:
         try:
             text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
-        except Exception as error:  # templates are programs: on odd messages they fail in any way
+        except Exception as error:  # templates are programs, which may raise anything
             raise InvalidRequest(
-                f"the chat template refuses these messages: {error}", "messages", "chat_template"
+                f"the chat template cannot render these messages: {error}", "messages", "chat_template"
             ) from error
         self._check_length(text, max_tokens, "messages")
         return self._encode(text, add_special_tokens)
@@ -124,7 +124,7 @@ class Tokenizer:
 
 
 def _token_bytes(tokenizer: Any) -> list[bytes]:
-    """token id -> bytes: any split of a character over tokens is exact, and detokenizing is one lookup a token."""
+    """Bytes by token id: a character may be split over tokens, and detokenizing is one lookup for each token."""
     pieces: list[str] = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     added = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()}
     decoder = _decoder_name(tokenizer)
@@ -144,10 +144,10 @@ def _token_bytes(tokenizer: Any) -> list[bytes]:
 
 
 def _max_bytes_per_token(tokenizer: Any, token_bytes: Sequence[bytes]) -> int:
-    """No text of more than N times this many bytes has as few as N tokens.
+    """An upper bound of the bytes of text that one token stands for.
 
-    That is the longest token, where encoding loses nothing (byte-level vocabularies). Unicode normal forms can make
-    three bytes one; what drops or merges more (blanks, unknown words) gets a generous guess.
+    It is the length of the longest token where encoding loses nothing (byte-level vocabularies). Unicode normal forms
+    can turn three bytes into one. Tokenizers that drop or merge more (blanks, unknown words) get a generous factor.
     """
     longest = max(map(len, token_bytes), default=1)
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
@@ -160,7 +160,7 @@ def _max_bytes_per_token(tokenizer: Any, token_bytes: Sequence[bytes]) -> int:
 
 
 def _decoder_name(tokenizer: Any) -> str:
-    """ "byte_level" (GPT-2 and its heirs), "sentencepiece" (Llama 2, Mistral, Gemma), or "" for others."""
+    """The decoder: "byte_level" (as GPT-2), "sentencepiece" (Llama 2, Mistral, Gemma), or "" for others."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = repr(backend.decoder) if backend is not None else ""
     if "ByteLevel" in decoder:
@@ -169,7 +169,7 @@ def _decoder_name(tokenizer: Any) -> str:
 
 
 def _printable_bytes() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, the others are moved up from 256."""
+    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, other bytes for characters from 256 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(moved)}
@@ -181,7 +181,7 @@ _PRINTABLE_BYTES = _printable_bytes()
 def _byte_level(piece: str) -> bytes:
     try:
         return bytes(_PRINTABLE_BYTES[char] for char in piece)
-    except KeyError:  # not written in that alphabet: a plain word that was added without being marked as such
+    except KeyError:  # not of that alphabet: an added word that is not marked as added
         return piece.encode()
 
 
@@ -192,7 +192,7 @@ def _sentencepiece(piece: str) -> bytes:
 
 
 def _by_difference(tokenizer: Any, token_id: int) -> bytes:
-    """For decoders that are not known here: what the token adds behind another one. Split characters stay U+FFFD."""
+    """For unknown decoders: the text that the token adds after another token. Split characters stay U+FFFD."""
     anchor: str = tokenizer.decode([token_id])
     both: str = tokenizer.decode([token_id, token_id])
     return both[len(anchor) :].encode()

@@ -1,7 +1,7 @@
-"""A step's small arrays on their way to the device: packed into one pinned buffer, moved by one copy.
+"""A step's small arrays, packed into one pinned buffer and moved to the device by one copy.
 
-A step has a dozen of them. Twelve copies from pageable memory cost the host more than a small model's decode costs the
-GPU. The device side is one fixed range of memory, so that a CUDA graph can read its inputs where it was captured.
+A step has a dozen of them. Twelve copies from pageable memory take longer than a small model's decode step on the GPU.
+The device side is one fixed range of memory, so that a CUDA graph can read its inputs where it was captured.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-_ALIGNMENT = 16  # bytes; torch views and vectorised loads want no less than 8
-_NUM_BUFFERS = 3  # one is being filled while two steps that read theirs are under way
+_ALIGNMENT = 16  # bytes; torch views and vectorised loads need at least 8
+_NUM_BUFFERS = 3  # one is filled while two steps under way read theirs
 _DTYPES: dict[type, torch.dtype] = {
     np.int64: torch.int64,
     np.int32: torch.int32,
@@ -32,13 +32,13 @@ class _Buffer:
 
     pinned: torch.Tensor  # uint8
     array: npt.NDArray[np.uint8]  # the same memory
-    copied: torch.cuda.Event  # nothing reads `pinned` any more
+    copied: torch.cuda.Event  # the copy out of `pinned` has ended
 
 
 class HostBuffer:
-    """`begin`, then any number of `move`s, then `flush`, once a step. On CPU nothing is copied at all.
+    """Once per step: `begin`, any number of `move`s, `flush`. A CPU copies nothing.
 
-    What `move` returned may be read on the device after `flush`, until the next step's: the stream keeps the order.
+    Tensors that `move` returned may be read on the device from `flush` to the next step's `flush`, in stream order.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
@@ -59,14 +59,14 @@ class HostBuffer:
         self._used = self._flushed = 0
         if self._buffers:
             self._buffers.append(self._buffers.pop(0))
-            self._buffers[-1].copied.synchronize()  # three steps ago: long done
+            self._buffers[-1].copied.synchronize()  # recorded three steps ago, so this does not wait
 
     def move(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         """The array's place on the device. Its values are there after `flush`."""
         if not self._buffers:
             return torch.from_numpy(array)
         start, size = self._used, array.nbytes
-        if start + size > self._num_bytes:  # a mass of sampling settings, say
+        if start + size > self._num_bytes:  # for instance very many sampling settings
             return torch.from_numpy(array).pin_memory().to(self._device, non_blocking=True)
         self._buffers[-1].array[start : start + size] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self._used = start + -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -74,7 +74,7 @@ class HostBuffer:
         return self._target[start : start + size].view(dtype).view(array.shape)
 
     def flush(self) -> None:
-        """Send what was moved since `begin`, or since the last flush."""
+        """Copy to the device what was moved since `begin` or the last flush."""
         start, end = self._flushed, min(self._used, self._num_bytes)
         if self._buffers and end > start:
             buffer = self._buffers[-1]
@@ -83,7 +83,7 @@ class HostBuffer:
         self._flushed = end
 
     def move_first(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
-        """`move` for an array that comes before all others of its step: arrays of a shape get the same place."""
+        """`move` the step's first array. Arrays of one shape always get the same place."""
         assert not self._used
         assert array.nbytes <= self._num_bytes
         place = self.first(*array.shape)
@@ -94,5 +94,5 @@ class HostBuffer:
         return place
 
     def first(self, num_rows: int, num_columns: int) -> torch.Tensor:
-        """Where `move_first` puts an array int64 [num_rows, num_columns]."""
+        """The place of `move_first` for an array int64 [num_rows, num_columns]."""
         return self._target[: num_rows * num_columns * 8].view(torch.int64).view(num_rows, num_columns)

@@ -1,8 +1,8 @@
 """Live sequences as rows of preallocated arrays, and a step's packed inputs made from them.
 
 A row belongs to one sequence from its SequenceStart to its departure. `num_tokens` counts a sampled token from the
-moment its step is launched; its value reaches the host array when the step's result is read, so that a next step can be
-launched before. Until then the value is only in `last_tokens`, on the device.
+launch of its step. Its value reaches the host array when the step's result is read, which may be after the next step's
+launch. Until then the value is only in `last_tokens`, on the device.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from pd_cluster.worker.sampling_state import DEFERRED
 from pd_kernels.values import Ints, PackedSequences
 
 if TYPE_CHECKING:
@@ -21,32 +22,32 @@ if TYPE_CHECKING:
     from pd_cluster.worker.host_buffer import HostBuffer
     from pd_cluster.worker.sampling_state import SamplingInputs, SamplingState
 
-LATE = -1  # in place of a token id: it is only in `last_tokens` yet
+LATE = -1  # in place of a token id that is only in `last_tokens` yet
 
 
 @dataclass(frozen=True, slots=True)
 class TailInputs:
-    """The sequences of a step that sample, if they are not all its tokens."""
+    """The sequences of a step that sample, when the step has tokens of others too."""
 
-    rows: torch.Tensor  # int64 [N] into T: each one's last token, whose logits are wanted
-    sequences: PackedSequences  # with that token alone
+    rows: torch.Tensor  # int64 [N] into T: each sequence's last token, which gets logits
+    sequences: PackedSequences  # of that token alone
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step, packed: T tokens, S sequences. The tensors hold their values once staging has flushed, token_ids once
-    `InputBatch.fill_late` was called besides."""
+    """One step, packed: T tokens, S sequences.
+
+    The tensors hold their values once the host buffer was flushed, `token_ids` once `InputBatch.fill_late` ran too.
+    """
 
     token_ids: torch.Tensor  # int64 [T]
-    late: (
-        tuple[torch.Tensor, torch.Tensor] | None
-    )  # int64 places in `token_ids`, and the rows whose last token goes there
+    late: tuple[torch.Tensor, torch.Tensor] | None  # int64: places in `token_ids`, rows of the tokens that go there
     positions: torch.Tensor  # int64 [T]
     slot_mapping: torch.Tensor  # int64 [T]
     sequences: PackedSequences
     fresh_blocks: torch.Tensor | None  # int64: blocks that this step begins and does not fill
     tail: TailInputs | None  # None: all tokens sample, in order
-    sampling: SamplingInputs
+    sampling: SamplingInputs  # or DEFERRED
     samples: Samples
 
 
@@ -54,26 +55,28 @@ class StepInputs:
 class ReplayInputs:
     """One step for a graph, padded to what that has room for. The first S sequences are real."""
 
-    fields: torch.Tensor  # int64, where staging puts what is first; see `build_decodes`, `build_step`
+    fields: torch.Tensor  # int64, at the host buffer's first place; see `build_decodes`, `build_step`
     block_tables: torch.Tensor  # int32 [S, width]
-    sampling: SamplingInputs | None  # None: what the graph draws by the fields stands
+    sampling: SamplingInputs | None  # or DEFERRED; None: the graph draws the tokens, by the fields
     samples: Samples
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The N sequences that a step samples R tokens for, in the order of the logits rows. Of one with several rows the
-    first counts as its next token."""
+    """The N sequences for which a step samples R tokens, in the order of the logits rows.
+
+    A sequence with several rows continues with the token of the first.
+    """
 
     seq_ids: tuple[int, ...]
     rows: Ints
     positions: Ints  # of the sampled token
-    serials: Ints  # which occupant of the row
+    serials: Ints  # tells the row's occupants apart
     counts: tuple[int, ...]  # logits rows of each
     num_logprobs: Ints  # -1: none
     device_rows: torch.Tensor  # `rows` on the device
     firsts: torch.Tensor | None  # int64 [N]: each sequence's first logits row; None: it has one each
-    owners: torch.Tensor | None  # int64 [R]: the sequence of each logits row; None as well
+    owners: torch.Tensor | None  # int64 [R]: the sequence of each logits row; None: as for `firsts`
 
     def __len__(self) -> int:
         return len(self.seq_ids)
@@ -88,29 +91,25 @@ class InputBatch:
         max_len: int,
         block_size: int,
         sampling: SamplingState,
-        staging: HostBuffer,
+        host_buffer: HostBuffer,
         device: torch.device,
     ) -> None:
         self._block_size = block_size
         self._sampling = sampling
-        self._move = staging.move
-        self._staging = staging
+        self._move = host_buffer.move
+        self._host_buffer = host_buffer
         self._row_of: dict[int, int] = {}
         self._free = list(range(num_rows - 1, -1, -1))
         self._serials = np.zeros(num_rows, np.int64)
         self._tokens = np.zeros((num_rows, max_len + 1), np.int32)
         self._blocks = np.zeros((num_rows, table_width(max_len, block_size)), np.int32)
         self._num_tokens = np.zeros(num_rows, np.int64)
-        self._num_on_host = np.zeros(num_rows, np.int64)  # of num_tokens, those whose value `_tokens` has
-        self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)  # and one for padding
-
-    @property
-    def num_rows_in_use(self) -> int:
-        return len(self._row_of)
+        self._num_on_host = np.zeros(num_rows, np.int64)  # of num_tokens, those with a value in `_tokens`
+        self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)  # the last one for padding
 
     @property
     def padding_row(self) -> int:
-        """The row of nobody."""
+        """Row index used for padding."""
         return len(self._serials)
 
     @property
@@ -145,15 +144,15 @@ class InputBatch:
             sequences=self._pack(rows, lens, ends),
             fresh_blocks=self._fresh_blocks(rows, ends - lens, ends),
             tail=self._plan_tail(chunks, samples, query_starts),
-            sampling=self._prepare_sampling(samples),
+            sampling=self.prepare_sampling(samples),
             samples=samples,
         )
 
     def build_decodes(self, chunks: tuple[SequenceChunk, ...], bucket: int, padding_slot: int) -> ReplayInputs:
-        """Pack chunks of one token each, all of which sample one. Padding writes to `padding_slot`, reads nothing.
+        """Pack chunks of one token each that all sample one token. Padding writes to `padding_slot` and reads nothing.
 
-        Fields: row, token id or LATE, position, slot, length, temperature (float32, in the first half; 0 where that
-        does not say all), seed; [7, bucket].
+        Fields [7, bucket]: row, token id or LATE, position, slot, length, temperature (float32, in the first half; 0
+        when the row is drawn outside the graph), seed.
         """
         count = len(chunks)
         rows = np.array([self._row_of[chunk.seq_id] for chunk in chunks])
@@ -169,13 +168,13 @@ class InputBatch:
         fields[4, :count] = starts + 1
         if drawn is not None:
             fields[5].view(np.float32)[:count], fields[6, :count] = drawn
-        placed = self._staging.move_first(fields)
+        placed = self._host_buffer.move_first(fields)
         tables = self._move(self._blocks[rows, : int(starts.max()) // self._block_size + 1])
         samples = self._plan_samples(chunks, rows, starts + 1)
-        return ReplayInputs(placed, tables, self._prepare_sampling(samples) if drawn is None else None, samples)
+        return ReplayInputs(placed, tables, self.prepare_sampling(samples) if drawn is None else None, samples)
 
     def build_step(self, chunks: tuple[SequenceChunk, ...], layout: StepLayout, padding_slot: int) -> ReplayInputs:
-        """Pack chunks of any kind that sample one token each, or none. Fields: [1, layout.length].
+        """Pack chunks of any length that sample at most one token each. Fields: [1, layout.length].
 
         Padding writes to `padding_slot`, belongs to no sequence, and samples for the padding row.
         """
@@ -203,34 +202,46 @@ class InputBatch:
         places.query_starts[1 : count + 1] = query_ends
         places.query_starts[count + 1 :] = num_tokens
         places.tiles[:] = layout.attention.tiles(lens, ends, num_decodes, padding_seq=layout.size.num_seqs)
-        placed = self._staging.move_first(fields)
+        placed = self._host_buffer.move_first(fields)
         tables = self._move(self._blocks[rows, : (int(ends.max()) - 1) // self._block_size + 1])
         samples = self._plan_samples(chunks, rows, ends)
-        return ReplayInputs(placed, tables, self._prepare_sampling(samples) if drawn is None else None, samples)
+        return ReplayInputs(placed, tables, self.prepare_sampling(samples) if drawn is None else None, samples)
 
     def fill_late(self, inputs: StepInputs) -> None:
-        """Put the tokens that never left the device where they belong."""
+        """Copy tokens that are on the device only from `last_tokens` into the inputs."""
         if inputs.late is not None:
             places, rows = inputs.late
             inputs.token_ids[places] = self.last_tokens[rows]
 
     def note_launched(self, samples: Samples, token_ids: torch.Tensor, *, is_written: bool = False) -> None:
-        """The step will sample `token_ids` (int64 [R], on the device): later steps may build on them.
+        """The step will sample `token_ids` (int64 [R], on the device). Later steps may use them from now on.
 
-        `is_written`: a captured step puts them into `last_tokens` itself.
+        `is_written`: a captured step writes them into `last_tokens` itself.
         """
         chosen = token_ids if samples.firsts is None else token_ids[samples.firsts]
         if not is_written:
             self.last_tokens.index_copy_(0, samples.device_rows, chosen)
-        self._sampling.count_sampled(samples.rows, chosen)
+        self._sampling.note_sampled(samples.rows, chosen)
         self._num_tokens[samples.rows] += 1
 
     def note_result(self, samples: Samples, token_ids: Ints) -> None:
-        """The sampled tokens (int64 [len(samples)]) are on the host. Void for rows with another occupant by now."""
+        """The sampled tokens (int64 [len(samples)]) are on the host. Rows that changed their occupant are skipped."""
         same = np.flatnonzero(self._serials[samples.rows] == samples.serials)
         rows, positions = samples.rows[same], samples.positions[same]
-        self._tokens[rows, positions] = token_ids[same]
+        known = token_ids[same]
+        self._tokens[rows, positions] = known
         self._num_on_host[rows] = positions + 1
+        self._sampling.note_read(rows, known)
+
+    def prepare_sampling(self, samples: Samples) -> SamplingInputs:
+        """Inputs of the sampler; DEFERRED while a late stage needs tokens that are not on the host."""
+        rows, lengths = samples.rows, samples.positions
+        is_late = self._sampling.are_late(rows)
+        if is_late is not None and (is_late & (self._num_on_host[rows] < lengths)).any():
+            return DEFERRED
+        if samples.firsts is not None:
+            rows, lengths = np.repeat(rows, samples.counts), np.repeat(lengths, samples.counts)
+        return self._sampling.prepare(rows, lengths, samples.counts)
 
     def _start(self, start: SequenceStart) -> None:
         assert start.seq_id not in self._row_of, f"sequence {start.seq_id} already has a row"
@@ -244,7 +255,7 @@ class InputBatch:
         self._sampling.start(row, start)
 
     def _spread(self, chunks: tuple[SequenceChunk, ...]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """Of each chunk: its row, its length, where it ends; of each of their tokens: its row, its position."""
+        """Per chunk: row, length, end. Per token of the chunks: row, position."""
         rows = np.array([self._row_of[chunk.seq_id] for chunk in chunks])
         lens = np.array([chunk.num_tokens for chunk in chunks])
         ends = np.array([chunk.start for chunk in chunks]) + lens
@@ -301,20 +312,13 @@ class InputBatch:
         rows = query_starts[1:][[chunk.num_samples > 0 for chunk in chunks]] - 1
         return TailInputs(self._move(rows), self._pack(samples.rows, np.ones_like(rows), samples.positions))
 
-    def _prepare_sampling(self, samples: Samples) -> SamplingInputs:
-        counts = samples.counts
-        rows, lengths = samples.rows, samples.positions
-        if samples.firsts is not None:
-            rows, lengths = np.repeat(rows, counts), np.repeat(lengths, counts)
-        return self._sampling.prepare(rows, lengths, counts)
-
 
 def table_width(num_tokens: int, block_size: int) -> int:
-    """Blocks of a table for as many tokens: rounded up, for some kernels are compiled for the divisors of a stride."""
+    """Columns of a block table for this many tokens. Rounded up: some kernels are compiled per divisor of a stride."""
     return -(-num_tokens // (16 * block_size)) * 16
 
 
 def _leading_ones(lens: Ints) -> int:
-    """How many chunks at the front are one token long: they attend as decodes."""
+    """Chunks of one token at the front: they attend as decodes."""
     longer = np.flatnonzero(lens > 1)
     return int(longer[0]) if len(longer) else len(lens)

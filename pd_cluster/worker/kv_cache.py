@@ -1,4 +1,5 @@
-"""The paged KV cache: one tensor, block first, and a pool of the same blocks in host memory for preempted sequences."""
+"""The paged KV cache: one tensor a group of layers, block first, and a pool of the same blocks in host memory for
+preempted sequences."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pd_connectors.base import CacheDescription
 
 if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import BlockCopies
-    from pd_connectors.protocol.ticket import Geometry
+    from pd_connectors.protocol.layout import BlockLayout
     from pd_kernels.backends import Kernels
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -21,60 +22,75 @@ _NUM_PADDING_BLOCKS = 1
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """The tensors. Who owns which block is the engine's business, not theirs."""
+    """The tensors. The engine decides which sequence owns which block; a block id is valid in every group's tensor."""
 
-    tensor: torch.Tensor  # [num_blocks + padding, num_kv_heads, num_layers, 2, block_size, head_dim]
-    host: torch.Tensor  # [num_host_blocks, ...], pinned when the cache is on a GPU
-    geometry: Geometry
+    layout: BlockLayout
+    tensors: tuple[torch.Tensor, ...]  # by group: [num_blocks + padding, *group.shape]
+    hosts: tuple[torch.Tensor, ...]  # by group: [num_host_blocks, *group.shape], pinned when the cache is on a GPU
     layer_views: tuple[
         tuple[torch.Tensor, torch.Tensor], ...
-    ]  # K and V, each [num_blocks + padding, num_kv_heads, block_size, head_dim]
+    ]  # K and V by layer, each [num_blocks + padding, num_kv_heads, block_size, head_dim]
     num_blocks: int  # what the engine may use; a block behind them takes what padding writes
+    num_host_blocks: int
 
     @classmethod
-    def allocate(cls, geometry: Geometry, num_blocks: int, num_host_blocks: int, device: torch.device) -> KVCache:
+    def allocate(cls, layout: BlockLayout, num_blocks: int, num_host_blocks: int, device: torch.device) -> KVCache:
         """Zeroed: a masked slot multiplies its value by 0, and 0 times garbage may be NaN. Raises StartupError."""
-        shape = (geometry.num_kv_heads, geometry.num_layers, 2, geometry.block_size, geometry.head_dim)
-        dtype = DTYPES[geometry.dtype]
+        is_pinned = device.type == "cuda" and num_host_blocks > 0
+        tensors, hosts = [], []
+        views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         try:
-            tensor = torch.zeros((num_blocks + _NUM_PADDING_BLOCKS, *shape), dtype=dtype, device=device)
-            host = torch.zeros(
-                (num_host_blocks, *shape), dtype=dtype, pin_memory=device.type == "cuda" and num_host_blocks > 0
-            )
+            for group in layout.groups:
+                shape, dtype = group.shape, DTYPES[group.dtype]
+                tensor = torch.zeros((num_blocks + _NUM_PADDING_BLOCKS, *shape), dtype=dtype, device=device)
+                tensors.append(tensor)
+                hosts.append(torch.zeros((num_host_blocks, *shape), dtype=dtype, pin_memory=is_pinned))
+                views |= {layer: (tensor[:, :, i, 0], tensor[:, :, i, 1]) for i, layer in enumerate(group.layers)}
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            size_gb = (num_blocks + num_host_blocks) * geometry.block_bytes / 1e9
+            size_gb = (num_blocks + num_host_blocks) * layout.block_bytes / 1e9
             raise StartupError(f"cannot allocate {size_gb:.2f} GB of KV cache: {error}") from error
-        views = tuple((tensor[:, :, layer, 0], tensor[:, :, layer, 1]) for layer in range(geometry.num_layers))
-        return cls(tensor, host, geometry, views, num_blocks)
+        layer_views = tuple(views[layer] for layer in range(len(views)))
+        return cls(layout, tuple(tensors), tuple(hosts), layer_views, num_blocks, num_host_blocks)
 
     @property
     def padding_block(self) -> int:
-        """Belongs to nobody and is never read."""
+        """No sequence owns it, and it is never read."""
         return self.num_blocks
 
     @property
-    def num_host_blocks(self) -> int:
-        return self.host.shape[0]
+    def num_bytes(self) -> int:
+        """On the device, padding included."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def key_views(self) -> dict[int, torch.Tensor]:
+        """One layer's K for each window (0: full attention), to plan attention with: strides differ by group."""
+        return {group.window: self.layer_views[group.layers[0]][0] for group in self.layout.groups}
 
     def describe(self) -> CacheDescription:
         """For a connector."""
-        return CacheDescription(self.tensor[: self.num_blocks], self.geometry, self.num_blocks)
+        return CacheDescription(
+            tuple(tensor[: self.num_blocks] for tensor in self.tensors), self.layout, self.num_blocks
+        )
 
     def run_copies(self, copies: BlockCopies, kernels: Kernels) -> None:
         """Swap out, swap in, copy on write, in this order."""
-        for pairs, source, target in (
-            (copies.swap_out, self.tensor, self.host),
-            (copies.swap_in, self.host, self.tensor),
-            (copies.copy_on_write, self.tensor, self.tensor),
+        for pairs, sources, targets in (
+            (copies.swap_out, self.tensors, self.hosts),
+            (copies.swap_in, self.hosts, self.tensors),
+            (copies.copy_on_write, self.tensors, self.tensors),
         ):
             if pairs:
-                kernels.copy_blocks(source, target, torch.tensor(pairs, dtype=torch.int64))
+                ids = torch.tensor(pairs, dtype=torch.int64)
+                for source, target in zip(sources, targets, strict=True):
+                    kernels.copy_blocks(source, target, ids)
 
     def clear(self, blocks: torch.Tensor) -> None:
         """Zero blocks (int64 [n]) that are about to be filled in part, so that no read depends on what they held."""
-        self.tensor.index_fill_(0, blocks, 0)
+        for tensor in self.tensors:
+            tensor.index_fill_(0, blocks, 0)
 
 
-def blocks_in(num_bytes: float, geometry: Geometry) -> int:
+def blocks_in(num_bytes: float, layout: BlockLayout) -> int:
     """How many blocks fit."""
-    return int(num_bytes // geometry.block_bytes)
+    return int(num_bytes // layout.block_bytes)

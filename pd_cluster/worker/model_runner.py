@@ -2,157 +2,167 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from pd_cluster.models.llama import ForwardInputs, Llama, Tail
-from pd_cluster.scheduling.batch import Batch, StepResult
+from pd_cluster.models.forward_inputs import ForwardInputs, Tail
+from pd_cluster.worker.host_buffer import HostBuffer
+from pd_cluster.worker.input_batch import InputBatch, table_width
+from pd_cluster.worker.logits_stages.order import make_stages
+from pd_cluster.worker.logits_stages.stage import StageContext
+from pd_cluster.worker.pending_step import PendingStep
 from pd_cluster.worker.sampler import Sampled, sample
+from pd_cluster.worker.sampling_state import DEFERRED, SamplingState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from pd_cluster.worker.cuda_graphs.decode_graphs import DecodeGraphs, ReplayOutputs
-    from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
-    from pd_cluster.worker.host_buffer import HostBuffer
-    from pd_cluster.worker.input_batch import InputBatch, ReplayInputs, Samples, StepInputs
+    from pd_cluster.config import NodeConfig
+    from pd_cluster.models.model import Model
+    from pd_cluster.scheduling.batch import Batch
+    from pd_cluster.worker.cuda_graphs.captured_steps import CapturedSteps
+    from pd_cluster.worker.input_batch import ReplayInputs, Samples, StepInputs
     from pd_cluster.worker.kv_cache import KVCache
-    from pd_connectors.protocol.messages import SampledToken
+    from pd_cluster.worker.sampling_state import SamplingInputs
     from pd_kernels.backends import Kernels
-
-
-@dataclass(frozen=True, slots=True)
-class PendingStep:
-    """A step whose work is on its way to the device; a later one may be launched before this one's result is read."""
-
-    step: int
-    rows: InputBatch
-    samples: Samples | None
-    sampled: Sampled | None  # in host memory, once retired
-    retired: torch.cuda.Event | None  # None: there is no device, or nothing to wait for
-
-    @property
-    def is_over(self) -> bool:
-        """Whether `result` has nothing to wait for."""
-        return self.retired is None or bool(self.retired.query())  # type: ignore[no-untyped-call]
-
-    def result(self) -> StepResult:
-        """Wait until all the step's work on the device is done and read what was sampled.
-
-        Call once, in the order of launches. Waits even when nothing was sampled: others may read its blocks next.
-        """
-        if self.retired is not None:
-            self.retired.synchronize()
-        samples, sampled = self.samples, self.sampled
-        if samples is None or sampled is None:
-            return StepResult(self.step, {})
-        token_ids = sampled.token_ids.numpy()
-        if samples.firsts is None:
-            tokens = sampled.read(samples.num_logprobs.tolist())
-            self.rows.note_result(samples, token_ids)
-            return StepResult(
-                self.step, {seq_id: (token,) for seq_id, token in zip(samples.seq_ids, tokens, strict=True)}
-            )
-        counts = np.array(samples.counts)
-        tokens = sampled.read(np.repeat(samples.num_logprobs, counts).tolist())
-        ends = np.cumsum(counts)
-        self.rows.note_result(samples, token_ids[ends - counts])
-        found: dict[int, tuple[SampledToken, ...]] = {
-            seq_id: tuple(tokens[end - count : end])
-            for seq_id, count, end in zip(samples.seq_ids, samples.counts, ends.tolist(), strict=True)
-        }
-        return StepResult(self.step, found)
+    from pd_kernels.values import Ints, StepSize
 
 
 class ModelRunner:
-    """Runs batches in the order given. Not thread-safe. Steps that `decodes` or `steps` can replay are replayed."""
+    """Runs batches in the order given. Not thread-safe."""
 
     def __init__(
-        self,
-        model: Llama,
-        cache: KVCache,
-        rows: InputBatch,
-        staging: HostBuffer,
-        kernels: Kernels,
-        decodes: DecodeGraphs | None = None,
-        steps: StepGraphs | None = None,
+        self, model: Model, cache: KVCache, rows: InputBatch, host_buffer: HostBuffer, kernels: Kernels
     ) -> None:
         self._model = model
-        self._cache = cache
-        self._rows = rows
-        self._staging = staging
-        self._kernels = kernels
-        self._decodes = decodes
-        self._steps = steps
+        self.cache = cache
+        self.rows = rows
+        self.host_buffer = host_buffer
+        self.kernels = kernels
+        self._graphs: dict[StepSize, CapturedSteps] = {}
+        self._deferred: tuple[PendingStep, torch.Tensor] | None = None  # the step that waits to be drawn, its logits
         self._views = list(cache.layer_views)
+        self._key_views = cache.key_views
         self.watcher: Callable[[torch.Tensor], None] | None = None  # is shown every step's logits [R, vocab_size]
 
+    @classmethod
+    def make(
+        cls,
+        model: Model,
+        cache: KVCache,
+        kernels: Kernels,
+        config: NodeConfig,
+        eos_token_ids: frozenset[int],
+        max_len: int,
+        device: torch.device,
+    ) -> ModelRunner:
+        """A runner with empty rows. `max_len`: tokens of a sequence, prompt and output."""
+        limits, vocab_size, block_size = config.scheduler, model.spec.vocab_size, cache.layout.block_size
+        num_rows = limits.max_num_seqs
+        # Up to 50 bytes a token, 150 a sequence, block tables of all sequences and of those that sample. Arrays that do
+        # not fit are copied one by one
+        num_bytes = limits.max_num_batched_tokens * 64 + num_rows * (160 + 8 * table_width(max_len, block_size)) + 1024
+        host_buffer = HostBuffer(device, num_bytes)
+        context = StageContext(num_rows, vocab_size, eos_token_ids, device, host_buffer.move)
+        stages = make_stages(context, config.model.logits_stages)
+        sampling = SamplingState(num_rows, vocab_size, stages, host_buffer)
+        rows = InputBatch(num_rows, max_len, block_size, sampling, host_buffer, device)
+        return cls(model, cache, rows, host_buffer, kernels)
+
+    @property
+    def graph_sizes(self) -> tuple[StepSize, ...]:
+        """The sizes that `launch` may name."""
+        return tuple(self._graphs)
+
+    def use_graphs(self, captured: Iterable[CapturedSteps]) -> None:
+        """Replay these captured steps, each size by its own kind."""
+        self._graphs |= {size: steps for steps in captured for size in steps.sizes}
+
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> PendingStep:
-        """Apply the batch's changes and start its work."""
-        self._staging.begin()
-        self._rows.apply(batch)
-        self._cache.run_copies(batch.copies, self._kernels)
-        chunks, decodes, steps = batch.chunks, self._decodes, self._steps
-        if not chunks:
-            return self._pending(batch, None, None)
-        if decodes is not None and (bucket := decodes.bucket_for(chunks)):
-            return self._replay(batch, decodes.build(chunks, bucket), decodes.replay)
-        if steps is not None and (size := steps.size_for(chunks)):
-            return self._replay(batch, steps.build(chunks, size), partial(steps.replay, size=size))
-        return self._compute(batch)
+    def launch(self, batch: Batch, graph: StepSize | None = None) -> PendingStep:
+        """Apply the batch's changes and start its work. `graph`: the captured size to replay; None: none."""
+        assert self._deferred is None, "a step with late rows is drawn before the next one is launched"
+        self.host_buffer.begin()
+        self.rows.apply(batch)
+        self.cache.run_copies(batch.copies, self.kernels)
+        if not batch.chunks:
+            return self._launched(PendingStep(batch.step, None, self._note_result), None)
+        return self._compute(batch) if graph is None else self._replay(batch, graph)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits [R, vocab_size] of the samples. Its inputs are on the device."""
-        plan, key_view, tail = self._kernels.plan_attention, self._views[0][0], None
-        plans = {window: plan(inputs.sequences, key_view, window) for window in self._model.windows}
+        plan, key_views, tail = self.kernels.plan_attention, self._key_views, None
+        plans = {window: plan(inputs.sequences, key_views[window], window) for window in self._model.windows}
         if inputs.tail is not None:
-            tail = Tail(inputs.tail.rows, plan(inputs.tail.sequences, key_view, self._model.last_window))
+            window = self._model.last_window
+            tail = Tail(inputs.tail.rows, plan(inputs.tail.sequences, key_views[window], window))
         step = ForwardInputs(inputs.token_ids, inputs.positions, inputs.slot_mapping, plans, tail)
         logits = self._model.forward(step, self._views)
         return logits if inputs.samples.owners is None else logits[inputs.samples.owners]
 
     def _compute(self, batch: Batch) -> PendingStep:
-        rows, inputs = self._rows, self._rows.build(batch.chunks)
-        self._staging.flush()
+        rows, inputs = self.rows, self.rows.build(batch.chunks)
+        self.host_buffer.flush()
         rows.fill_late(inputs)
         if inputs.fresh_blocks is not None:
-            self._cache.clear(inputs.fresh_blocks)
-        logits = self.forward(inputs)
-        if not len(inputs.samples):
-            return self._pending(batch, None, None)
+            self.cache.clear(inputs.fresh_blocks)
+        return self._sample(batch, inputs, self.forward(inputs))
+
+    def _replay(self, batch: Batch, graph: StepSize) -> PendingStep:
+        """No blocks are cleared: kernels that can be captured use nothing past a sequence's length."""
+        captured = self._graphs[graph]
+        inputs = captured.build(batch.chunks, graph)
+        self.host_buffer.flush()
+        outputs = captured.replay(inputs, graph)
+        return self._sample(batch, inputs, outputs.logits, outputs.token_ids)
+
+    def _sample(
+        self, batch: Batch, inputs: StepInputs | ReplayInputs, logits: torch.Tensor, drawn: torch.Tensor | None = None
+    ) -> PendingStep:
+        """Draw a step's tokens from its logits [R, vocab_size]. `drawn`: what a graph drew, if that is all it needs."""
+        samples, sampling = inputs.samples, inputs.sampling
+        pending = PendingStep(batch.step, samples, self._note_result)
+        if not len(samples):
+            return self._launched(pending, None)
         if self.watcher is not None:
             self.watcher(logits)
-        sampled = sample(logits, inputs.sampling, self._kernels)
-        rows.note_launched(inputs.samples, sampled.token_ids)
-        return self._pending(batch, inputs.samples, sampled)
+        if sampling is DEFERRED:
+            self._deferred = pending, logits
+            return pending
+        if sampling is None:
+            assert drawn is not None
+            self.rows.note_launched(samples, drawn, is_written=True)
+            return self._launched(pending, Sampled(drawn))
+        return self._draw(pending, logits, sampling)
 
-    def _replay(
-        self, batch: Batch, inputs: ReplayInputs, replay: Callable[[ReplayInputs], ReplayOutputs]
-    ) -> PendingStep:
-        """No blocks are cleared: kernels that can be captured use nothing past a sequence's length."""
-        self._staging.flush()
-        outputs = replay(inputs)
-        if not len(inputs.samples):
-            return self._pending(batch, None, None)
-        if self.watcher is not None:
-            self.watcher(outputs.logits)
-        if inputs.sampling is None:
-            sampled = Sampled(outputs.token_ids)
-        else:
-            sampled = sample(outputs.logits, inputs.sampling, self._kernels)
-        self._rows.note_launched(inputs.samples, sampled.token_ids, is_written=inputs.sampling is None)
-        return self._pending(batch, inputs.samples, sampled)
+    def _draw(self, pending: PendingStep, logits: torch.Tensor, sampling: SamplingInputs) -> PendingStep:
+        assert pending.samples is not None
+        sampled = sample(logits, sampling, self.kernels)
+        self.rows.note_launched(pending.samples, sampled.token_ids)
+        return self._launched(pending, sampled)
 
-    def _pending(self, batch: Batch, samples: Samples | None, sampled: Sampled | None) -> PendingStep:
+    def _launched(self, pending: PendingStep, sampled: Sampled | None) -> PendingStep:
+        """All of the step's work is on its way to the device."""
         if sampled is not None:
-            sampled = sampled.to_host()
-        retired = None
-        if self._cache.tensor.is_cuda:
-            retired = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            retired.record()
-        return PendingStep(batch.step, self._rows, samples, sampled, retired)
+            pending.sampled = sampled.to_host()
+        if self.cache.tensors[0].is_cuda:
+            pending.retired = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            pending.retired.record()
+        pending.is_launched = True
+        return pending
+
+    def _note_result(self, samples: Samples, token_ids: Ints) -> None:
+        """A step's tokens have been read. A step that waited for them is drawn."""
+        self.rows.note_result(samples, token_ids)
+        if self._deferred is not None:
+            deferred, self._deferred = self._deferred, None
+            self._draw_deferred(*deferred)
+
+    @torch.inference_mode()
+    def _draw_deferred(self, pending: PendingStep, logits: torch.Tensor) -> None:
+        assert pending.samples is not None
+        sampling = self.rows.prepare_sampling(pending.samples)
+        assert sampling is not DEFERRED, "at most one step is under way when another with late rows is launched"
+        self.host_buffer.flush()
+        self._draw(pending, logits, sampling)

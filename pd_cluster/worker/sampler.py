@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """On the device, or on the way from there."""
+    """What a step sampled, on the device or on its way to the host."""
 
     token_ids: torch.Tensor  # int64 [R]
     logprobs: torch.Tensor | None = None  # float32 [R]: of the chosen token
@@ -24,14 +24,14 @@ class Sampled:
     top_logprobs: torch.Tensor | None = None  # float32 [R, k]
 
     def to_host(self) -> Sampled:
-        """The same in host memory once the stream has come this far: nothing waits, not even for the next step."""
+        """The same values in host memory, once the stream has reached this point. Does not wait."""
         if not self.token_ids.is_cuda:
             return self
         more = (part if part is None else _fetch(part) for part in (self.logprobs, self.top_ids, self.top_logprobs))
         return Sampled(_fetch(self.token_ids), *more)
 
     def read(self, num_logprobs: list[int]) -> list[SampledToken]:
-        """Of values on the host. `num_logprobs`: how many alternatives each row asked for, -1 for no logprobs."""
+        """The tokens, from values on the host. `num_logprobs`: alternatives that each row wants; -1: no logprobs."""
         token_ids = self.token_ids.tolist()
         if self.logprobs is None or self.top_ids is None or self.top_logprobs is None:
             return [SampledToken(token_id) for token_id in token_ids]
@@ -51,36 +51,24 @@ class Sampled:
 
 
 def sample(logits: torch.Tensor, inputs: SamplingInputs, kernels: Kernels) -> Sampled:
-    """One token per row of `logits` [R, V]. May overwrite them.
+    """One token per row of `logits` [R, V], which may be overwritten.
 
-    Penalties, then logit_bias, then the ban on EOS, then temperature, top k, top p and min p. Logprobs are those of the
-    unmodified distribution. Where nothing changes the logits, they are read once, as they are.
+    The logits stages change greedy choices too. Temperature, top k, top p and min p follow. Logprobs are those of the
+    unmodified distribution. Logits that no stage changes are read once, in their own dtype.
     """
     draws = inputs.draws
     if draws is None:
         return Sampled(kernels.argmax(logits))
     raw = logits.float().log_softmax(-1) if inputs.num_logprobs >= 0 else None
-    if inputs.changes_logits:
+    if inputs.changes:
         logits = logits.float()
-        _change(logits, inputs)
+        for stage, stage_inputs in inputs.changes:
+            stage.apply(logits, stage_inputs)
     token_ids = kernels.draw(logits, draws)
     if raw is None:
         return Sampled(token_ids)
     top = raw.topk(inputs.num_logprobs, dim=-1)
     return Sampled(token_ids, raw.gather(1, token_ids[:, None])[:, 0], top.indices, top.values)
-
-
-def _change(logits: torch.Tensor, inputs: SamplingInputs) -> None:
-    """What changes greedy choices too, in place."""
-    if inputs.penalties is not None:
-        inputs.penalties.apply(logits)
-    bias, banned = inputs.bias, inputs.banned
-    if bias is not None:
-        logits.index_put_((bias.rows, bias.tokens), bias.amounts, accumulate=True)
-    if banned is not None:
-        logits[banned.rows, banned.tokens] = -torch.inf
-    for shift in inputs.shifts:
-        shift.apply(logits)
 
 
 def _fetch(tensor: torch.Tensor) -> torch.Tensor:

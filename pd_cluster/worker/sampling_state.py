@@ -3,74 +3,55 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from pd_cluster.worker.penalties import PenaltyTables
-from pd_cluster.worker.token_lists import TokenList, entries_of, shifts_of
 from pd_kernels.values import Draws, Limits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
-    import torch
 
-    from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import SequenceStart
     from pd_cluster.worker.host_buffer import HostBuffer
-    from pd_cluster.worker.penalties import Penalties
-    from pd_cluster.worker.token_lists import Entries, Shift
+    from pd_cluster.worker.logits_stages.stage import LogitsStage
     from pd_kernels.values import Ints
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """What the sampler needs for R logits rows. A field is None when no row asks for it: greedy steps skip it all."""
+    """What the sampler needs for R logits rows."""
 
-    num_logprobs: int  # -1: nobody wants logprobs
-    penalties: Penalties | None
-    bias: Entries | None
-    banned: Entries | None  # EOS and stop ids before min_tokens; their amounts are -inf
+    num_logprobs: int  # -1: no row asks for logprobs
+    changes: tuple[tuple[LogitsStage, Any], ...]  # stages that change the logits, in order, with their inputs
     draws: Draws | None  # None in GREEDY alone
-    shifts: tuple[Shift, ...] = ()  # biases and bans of requests that name many tokens
-
-    @property
-    def changes_logits(self) -> bool:
-        """Before anything is chosen from them."""
-        return bool(self.penalties or self.bias or self.banned or self.shifts)
 
 
-GREEDY = SamplingInputs(-1, None, None, None, None)
+GREEDY = SamplingInputs(-1, (), None)  # every row takes its best token, and nothing else is asked for
+DEFERRED = SamplingInputs(-1, (), None)  # in place of inputs that need the tokens of the step before
 
 
 class SamplingState:
-    """Arrays over rows; a row's entries are valid from `start` to the next `start` of the same row."""
+    """Arrays over rows. A row's entries are valid from `start` to the next `start` of the same row."""
 
-    def __init__(
-        self, num_rows: int, vocab_size: int, eos_token_ids: frozenset[int], staging: HostBuffer, device: torch.device
-    ) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, stages: Sequence[LogitsStage], host_buffer: HostBuffer) -> None:
         self._vocab_size = vocab_size
-        self._device = device
-        self._eos_token_ids = eos_token_ids
-        self._move = staging.move
-        self._penalties = PenaltyTables(num_rows, vocab_size, device)
-        self._plain = np.ones(num_rows, bool)  # temperature and seed say all
-        self._limited = np.zeros(num_rows, bool)
+        self._move = host_buffer.move
+        self._stages = [(stage, np.zeros(num_rows, bool)) for stage in stages]  # with the rows in which it is active
+        self._late_stages = [(stage, active) for stage, active in self._stages if stage.is_late]
+        self._changed = np.zeros(num_rows, bool)  # any stage is active
+        self._plain = np.ones(num_rows, bool)  # nothing but temperature and seed is asked for
+        self._limited = np.zeros(num_rows, bool)  # top k, top p or min p
         self._temperature = np.zeros(num_rows, np.float32)  # 0: greedy
         self._top_k = np.zeros(num_rows, np.int64)
         self._top_p = np.ones(num_rows, np.float32)
         self._min_p = np.zeros(num_rows, np.float32)
         self._seeds = np.zeros(num_rows, np.int64)
-        self.num_logprobs = np.full(num_rows, -1, np.int64)  # alternatives that the row wants; -1: no logprobs at all
-        self._ban_until = np.zeros(num_rows, np.int64)  # sequence length below which `_banned` must not be sampled
-        self._params: list[SamplingParams | None] = [None] * num_rows  # whose lists a row has
-        self._banned: list[TokenList | None] = [None] * num_rows
-        self._bias: list[TokenList | None] = [None] * num_rows
-        self._is_biased = np.zeros(num_rows, bool)
         self._sample_seeds: list[tuple[int, ...]] = [()] * num_rows
+        self.num_logprobs = np.full(num_rows, -1, np.int64)  # alternatives that the row wants; -1: no logprobs at all
 
     def start(self, row: int, start: SequenceStart) -> None:
         """Set a row from scratch."""
@@ -83,53 +64,53 @@ class SamplingState:
         self._seeds[row] = _wrap_64(start.seed)
         self._sample_seeds[row] = tuple(map(_wrap_64, start.num_sample_seeds))
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self._start_lists(row, params)
-        bias, banned = self._bias[row], self._banned[row]
-        self._is_biased[row] = bias is not None
-        self._ban_until[row] = 0 if banned is None else start.num_prompt_tokens + params.min_tokens
-        changed = self._penalties.start(row, start) or bias is not None or banned is not None
-        self._plain[row] = not (self._limited[row] or changed or params.logprobs is not None)
-
-    def _start_lists(self, row: int, params: SamplingParams) -> None:
-        """The request's lists: those of another of its sequences, if one has a row."""
-        if not (params.logit_bias or params.min_tokens):
-            self._params[row] = self._bias[row] = self._banned[row] = None
-            return
-        twin = next((other for other, known in enumerate(self._params) if known is params), None)
-        self._params[row] = params
-        if twin is not None:
-            self._bias[row], self._banned[row] = self._bias[twin], self._banned[twin]
-            return
-        make = partial(TokenList.make, vocab_size=self._vocab_size, device=self._device)
-        bias = params.logit_bias
-        tokens = np.fromiter(bias.keys(), np.int64, len(bias))
-        self._bias[row] = make(tokens, np.fromiter(bias.values(), np.float32, len(bias))) if bias else None
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
-        banned = np.array(sorted(ends) if params.min_tokens else [], np.int64)
-        self._banned[row] = make(banned, np.full(len(banned), -np.inf, np.float32)) if len(banned) else None
+        self._changed[row] = False
+        for stage, active in self._stages:
+            active[row] = stage.start(row, start)
+            self._changed[row] |= active[row]
+        self._plain[row] = not (self._limited[row] or self._changed[row] or params.logprobs is not None)
 
     def plain_draws(self, rows: Ints) -> tuple[npt.NDArray[np.float32], Ints] | None:
-        """Temperatures (0: greedy) and seeds of `rows` with one sample each, if nothing else is asked for any."""
+        """Temperatures (0: greedy) and seeds of `rows` with one sample each; None if any row asks for more."""
         return (self._temperature[rows], self._seeds[rows]) if self._plain[rows].all() else None
 
     def prepare(self, rows: Ints, lengths: Ints, num_samples: Sequence[int]) -> SamplingInputs:
         """Inputs for logits of `rows`; `lengths`: tokens of each sequence before the sampled one.
 
-        A row with several samples comes several times in a row; its i-th sample uses the i-th of its sample seeds.
+        A row with several samples occurs once for each, in neighbouring places. The i-th uses the i-th sample seed.
         """
         if self._plain[rows].all() and not self._temperature[rows].any():
             return GREEDY
-        biased, short = np.flatnonzero(self._is_biased[rows]), np.flatnonzero(lengths < self._ban_until[rows])
-        bias = [(i, one) for i in biased.tolist() if (one := self._bias[rows[i]]) is not None]
-        banned = [(i, one) for i in short.tolist() if (one := self._banned[rows[i]]) is not None]
+        changes = [
+            (stage, inputs)
+            for stage, active in self._stages
+            if active[rows].any() and (inputs := stage.prepare(rows, lengths)) is not None
+        ]
         return SamplingInputs(
             num_logprobs=int(self.num_logprobs[rows].max()),
-            penalties=self._penalties.prepare(rows),
-            bias=entries_of(bias, self._move),
-            banned=entries_of(banned, self._move),
+            changes=tuple(changes),
             draws=self._prepare_draws(rows, lengths, num_samples),
-            shifts=shifts_of(bias, self._move) + shifts_of(banned, self._move),
         )
+
+    def are_late(self, rows: Ints) -> npt.NDArray[np.bool_] | None:
+        """Which of `rows` have an active late stage; None: there is no late stage."""
+        if not self._late_stages:
+            return None
+        are_late: npt.NDArray[np.bool_] = np.logical_or.reduce([active[rows] for _, active in self._late_stages])
+        return are_late
+
+    def note_sampled(self, rows: Ints, token_ids: torch.Tensor) -> None:
+        """Each of `rows` (distinct) goes on with its token (int64 [len(rows)], on the device)."""
+        if self._changed[rows].any():
+            for stage, active in self._stages:
+                if not stage.is_late and active[rows].any():
+                    stage.note(rows, token_ids)
+
+    def note_read(self, rows: Ints, token_ids: Ints) -> None:
+        """The same tokens (int64 [len(rows)]) are in host memory."""
+        for stage, active in self._late_stages:
+            if active[rows].any():
+                stage.note(rows, torch.from_numpy(token_ids))
 
     def _resolve_seeds(self, rows: Ints, num_samples: Sequence[int]) -> Ints:
         seeds = self._seeds[rows]
@@ -140,10 +121,6 @@ class SamplingState:
                     seeds[at : at + count] = self._sample_seeds[rows[at]]
                 at += count
         return seeds
-
-    def count_sampled(self, rows: Ints, token_ids: torch.Tensor) -> None:
-        """Each of `rows` (distinct) goes on with the token in `token_ids` (int64 [len(rows)], on the device)."""
-        self._penalties.count(rows, token_ids)
 
     def _prepare_draws(self, rows: Ints, lengths: Ints, num_samples: Sequence[int]) -> Draws:
         limits = None

@@ -1,7 +1,7 @@
-"""The first steps of a worker, whose results nobody reads: what they compile or load, no request waits for.
+"""The first steps of a worker, which compile and load the kernels before any request waits for them.
 
-Triton compiles a kernel anew for each power of two of sequences or rows, for sizes that are 1, or multiples of 16, or
-neither, and for each way to cut it, which depends on the tokens of a step and on what is before them: a second each.
+Triton compiles a kernel again for each power of two of sequences or rows, for sizes that are 1, multiples of 16, or
+neither, and for each way to split it, which depends on the tokens of a step and those before them. Each takes a second.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 GREEDY, DRAWN = (SamplingParams(max_tokens=1, temperature=temperature) for temperature in (0.0, 1.0))
 CHANGED = SamplingParams(max_tokens=1, logit_bias={0: 1.0})  # logits in float32, as sampling changes them
-LONG_PREFIX = 4096  # tokens: no kernel is cut otherwise for more
-NUM_BLOCKS = 2  # of the cache, the first ones, are written; whoever runs these steps zeroes them
+LONG_PREFIX = 4096  # tokens; a longer prefix changes no kernel's split
+NUM_BLOCKS = 2  # the first blocks of the cache, which these steps write; the caller zeroes them
 
-Chunks = list[tuple[int, int]]  # of each sequence: tokens before the chunk, its tokens
+Chunks = list[tuple[int, int]]  # per sequence: tokens before the chunk, tokens of the chunk
 
 
 def run_first_steps(runner: ModelRunner, block_size: int, max_len: int) -> None:
@@ -34,7 +34,7 @@ def run_first_steps(runner: ModelRunner, block_size: int, max_len: int) -> None:
 
 
 def run_steps_of_all_kinds(runner: ModelRunner, block_size: int, max_len: int, limits: SchedulerConfig) -> None:
-    """One step at least for each variant of a kernel that steps within the limits may need."""
+    """At least one step for each variant of a kernel that steps within the limits may need."""
     num_seqs, budget = limits.max_num_seqs, limits.max_num_batched_tokens
     for chunks in (*mixed_steps(num_seqs), *prompt_steps(num_seqs, budget, max_len)):
         _run(runner, block_size, chunks, (DRAWN, GREEDY))
@@ -50,9 +50,9 @@ def mixed_steps(num_seqs: int) -> Iterator[Chunks]:
 
 
 def prompt_steps(num_seqs: int, budget: int, max_len: int) -> Iterator[Chunks]:
-    """Every power of two of tokens, and as many as fit into a step; without and with a prefix; in few sequences.
+    """Every power of two of tokens, and as many as fit into a step, without and with a prefix, in few sequences.
 
-    How a kernel is cut changes at sizes at least a factor of 2 apart, or lasts from one size on.
+    The split of a kernel changes at sizes that are at least a factor of 2 apart, or stays the same from one size on.
     """
     largest = min(budget, num_seqs * max_len)
     for size in sorted({largest, *(2**power for power in range(1, largest.bit_length()))}):
@@ -63,7 +63,7 @@ def prompt_steps(num_seqs: int, budget: int, max_len: int) -> Iterator[Chunks]:
 
 
 def _run(runner: ModelRunner, block_size: int, chunks: Chunks, params: Sequence[SamplingParams]) -> None:
-    """One step of chunks that all sample, with the parameters in turn, and the end of their sequences."""
+    """One step of chunks that all sample, with the parameters in turn, then the departure of their sequences."""
     ends = [before + count for before, count in chunks]
     starts = tuple(
         SequenceStart(index, (0,) * end, end, (0,) * -(-end // block_size), params[index % len(params)], index)

@@ -1,1 +1,1 @@
-"""What the HTTP servers of router and nodes share: bounds on bytes, time and connections. Needs no torch."""
+"""The HTTP floor of router and nodes: replies, errors, settings, bounds on bytes, time and connections."""

@@ -1,8 +1,10 @@
-"""Reading a request's body within a bound."""
+"""Reads a request's body within a bound."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from pd_http.errors import BodyTooLarge
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope
@@ -13,24 +15,20 @@ BODY_BYTES_BESIDE = 8 << 20
 
 
 class ClientGone(Exception):
-    """The client has closed its connection, or was made to."""
-
-
-class BodyTooLong(Exception):
-    """The message names the bound."""
+    """The client's connection is closed, by the client or by this server."""
 
 
 def longest_body(max_model_len: int) -> int:
-    """Bytes of the longest useful body: any prompt that fits the model, however it is written, and lists of tokens or
-    of prompts beside it."""
+    """Bytes of the longest useful body: any prompt that fits the model, in any encoding, plus lists of tokens or of
+    prompts."""
     return max_model_len * BODY_BYTES_PER_TOKEN + BODY_BYTES_BESIDE
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The whole request body. Raises BodyTooLong, at once when the headers tell the length, and ClientGone."""
+    """The whole request body. Raises ClientGone, and BodyTooLarge, before reading if the headers declare the length."""
     declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
     if declared.isdigit() and int(declared) > max_bytes:
-        raise BodyTooLong(f"the request body is longer than {max_bytes} bytes")
+        raise BodyTooLarge(f"the request body is longer than {max_bytes} bytes")
     parts: list[bytes] = []
     size = 0
     while True:
@@ -40,7 +38,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
         part = message.get("body", b"")
         size += len(part)
         if size > max_bytes:
-            raise BodyTooLong(f"the request body is longer than {max_bytes} bytes")
+            raise BodyTooLarge(f"the request body is longer than {max_bytes} bytes")
         parts.append(part)
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)

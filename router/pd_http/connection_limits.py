@@ -11,20 +11,19 @@ from pd_http.refusal import Refusal
 if TYPE_CHECKING:
     from pd_http.limits import HttpLimits
 
-# What body_timeout_s must bring. Both rules together: 2 KiB a second suffice for ever, one byte every ten seconds ends
-# after 30, and a body of less than 64 KiB, which is nearly every prompt, has 30 seconds in all.
+# Bytes that must arrive within body_timeout_s (30 s). So 2 KiB a second is always enough, and one byte every 10 s ends
+# after 30 s. A body of less than 64 KiB, which nearly every prompt is, must arrive within 30 s in all.
 BODY_PROGRESS_BYTES = 64 * 1024
 
 
 class ConnectionLimits:
     """Decides whether a connection must end, and why.
 
-    Call `take` with what was received until all is taken, `head_ended` at the end of each head, `answered` at the end
-    of each answer, `write_paused` and `write_resumed` as the transport's buffer fills and empties, `due` from time to
-    time (`deadline_s` says when it can first matter). Once a Refusal was returned, the connection is over.
+    Call `take` until all received bytes are taken, `head_ended` at the end of each head, `answered` at the end of each
+    answer, `write_paused` and `write_resumed` as the transport's buffer fills and empties, and `due` periodically
+    (no earlier than `deadline_s`). A returned Refusal ends the connection.
 
-    Read deadlines run only while the client has to send: not while a request is being answered, nor while `hold` stops
-    the reading.
+    Read deadlines run only while the client has to send: not during an answer, and not while `hold` stops reading.
     """
 
     __slots__ = (
@@ -34,15 +33,15 @@ class ConnectionLimits:
     def __init__(self, limits: HttpLimits, now_s: float) -> None:
         self._limits = limits
         self._framing = RequestFraming()
-        self._unanswered = 0  # requests whose head is in and whose answer is not whole
-        self._window_bytes = 0  # body_bytes when the current window of body_timeout_s began
+        self._unanswered = 0  # requests with a whole head and without a complete answer
+        self._window_bytes = 0  # body_bytes at the start of the current window of body_timeout_s
         self._is_held = False
         self._write_by_s = inf
         self._set_read_deadline(now_s)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the client has to send: no request that has arrived whole is being answered."""
+        """Whether the client has to send: no complete request is being answered."""
         return not self._unanswered or (self._framing.in_body and self._unanswered == 1)
 
     @property
@@ -52,16 +51,16 @@ class ConnectionLimits:
 
     @property
     def unfinished_bytes(self) -> int:
-        """Received of a request that is not whole."""
+        """Bytes received of a request that is not complete."""
         return self._framing.head_bytes + self._framing.body_bytes
 
     @property
     def discards(self) -> bool:
-        """Whether the rest of a body is awaited whose answer is whole already."""
+        """Whether the rest of a body is awaited although its answer is complete."""
         return self._framing.in_body and not self._unanswered
 
     def take(self, data: bytes, start: int, now_s: float) -> tuple[int, bool] | Refusal:
-        """(end of the piece of `data` from `start` to hand to the parser, whether a head ends there)."""
+        """(end of the piece of `data` from `start` for the parser, whether a head ends there), or why to end."""
         framing = self._framing
         was_begun = framing.head_bytes > 0
         end, part_ends = framing.take(data, start)
@@ -81,7 +80,7 @@ class ConnectionLimits:
         return end, False
 
     def head_ended(self, body_bytes: int | None, now_s: float) -> None:
-        """The parser has a head; its body is that long, or None: in chunks."""
+        """The parser has read a head. `body_bytes`: length of its body; None: it comes in chunks."""
         self._unanswered += 1
         if body_bytes == 0:
             self._framing.begin()
@@ -90,18 +89,18 @@ class ConnectionLimits:
         self._set_read_deadline(now_s)
 
     def answered(self, now_s: float) -> None:
-        """The answer to the oldest request is whole."""
+        """The answer to the oldest request is complete."""
         self._unanswered -= 1
         self._set_read_deadline(now_s)
 
     def hold(self) -> None:
-        """Reading stops for the server's sake."""
+        """The server stops reading, to save memory."""
         self._is_held = True
         self._read_by_s = inf
         self.deadline_s = self._write_by_s
 
     def go_on(self, now_s: float) -> None:
-        """Reading goes on after `hold`."""
+        """Reading resumes after `hold`."""
         self._is_held = False
         self._set_read_deadline(now_s)
 
@@ -115,7 +114,7 @@ class ConnectionLimits:
         self.deadline_s = self._read_by_s
 
     def due(self, now_s: float) -> Refusal | None:
-        """What time alone decides."""
+        """The deadline that has passed, if any."""
         if now_s >= self._write_by_s:
             return Refusal.READS_NOTHING
         if now_s < self._read_by_s:
@@ -132,7 +131,7 @@ class ConnectionLimits:
     def _patience_s(self) -> float:
         framing, limits = self._framing, self._limits
         if framing.in_body:
-            return limits.body_timeout_s if self._unanswered <= 1 else inf  # else it waits behind an answer
+            return limits.body_timeout_s if self._unanswered <= 1 else inf  # else it waits for the answer before
         if self._unanswered:
             return inf
         return limits.head_timeout_s if framing.head_bytes else limits.client_keepalive_s

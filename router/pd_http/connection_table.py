@@ -1,4 +1,4 @@
-"""Which connections a server holds, and which one gives way to a new one. No sockets."""
+"""The connections of a server, and which one is ended for a new one when the table is full. No sockets."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Key = TypeVar("Key", bound="Hashable")
 class ConnectionTable(Generic[Key]):
     """At most `max_connections`, at most `max_per_address` of one address.
 
-    A full table makes room by ending the connection that has waited longest for its client, of the new one's address
-    when that has its share: HTTP lets a server close idle connections, and clients open new ones. Connections
-    that are held open, silent or with half a request, thus push out each other, and a request that is sent at once is
-    served. Only when every connection has a whole request under way is the new one refused.
+    A full table ends the connection that has waited longest for its client. If the new connection's address has its
+    share, the ended connection is one of that address. HTTP lets a server close idle connections; clients reopen them.
+    So connections that are silent, or held open with half a request, push out each other, and a request that is sent
+    at once is served. A new connection is refused only if every connection has a complete request under way.
     """
 
     def __init__(self, max_connections: int, max_per_address: int = 0) -> None:
@@ -35,7 +35,7 @@ class ConnectionTable(Generic[Key]):
         return len(self._address_of)
 
     def join(self, key: Key, host: str) -> Key | Refusal | None:
-        """Take `key` in, which waits for its client. Returns the connection to end for it, a Refusal, or None."""
+        """Add `key`, which waits for its client. Returns the connection to end for it, a Refusal, or None."""
         address = network_of(host)
         given_way: Key | None = None
         if self._count.get(address, 0) >= self.max_per_address:
@@ -55,7 +55,7 @@ class ConnectionTable(Generic[Key]):
         return given_way
 
     def leave(self, key: Key) -> None:
-        """`key` is closed. Also for one that is not in the table."""
+        """`key` is closed. Does nothing for a key that is not in the table."""
         address = self._address_of.get(key)
         if address is None:
             return
@@ -66,7 +66,7 @@ class ConnectionTable(Generic[Key]):
             del self._count[address], self._waiting_of[address]
 
     def waits(self, key: Key) -> None:
-        """From now on `key` waits for its client, also when it did before."""
+        """`key` waits for its client from now on; a wait that had begun starts again."""
         address = self._address_of.get(key)
         if address is not None:
             self.works(key)
@@ -74,14 +74,14 @@ class ConnectionTable(Generic[Key]):
             self._waiting_of[address][key] = None
 
     def works(self, key: Key) -> None:
-        """A whole request of `key` is under way."""
+        """A complete request of `key` is under way."""
         if key in self._waiting:
             del self._waiting[key]
             del self._waiting_of[self._address_of[key]][key]
 
 
 def network_of(host: str) -> str:
-    """What counts as one client: an IPv4 address, or the /64 of an IPv6 address, of which one host has all."""
+    """What counts as one client: an IPv4 address, or an IPv6 address's /64: a host may use all of one."""
     if ":" not in host:
         return host
     try:

@@ -1,10 +1,10 @@
-"""How many files this process may open."""
+"""The process's limit of open files."""
 
 from __future__ import annotations
 
 import resource
 
-# Listeners, logs, epoll, sockets of the engine and of the cluster's own calls.
+# For listeners, logs, epoll, the engine's sockets and calls inside the cluster.
 RESERVED_FILES = 64
 
 
@@ -15,11 +15,11 @@ def raise_file_limit() -> int:
         return soft
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError):  # a hard limit of "unlimited" above what the kernel grants
+    except (OSError, ValueError):  # the hard limit is "unlimited", which is above what the kernel grants
         return soft
     return hard
 
 
 def connections_for(num_files: int, files_per_connection: int) -> int:
-    """How many connections those files are enough for. Each may need some more files for calls to other nodes."""
+    """Connections that `num_files` allow. `files_per_connection` includes the connections to nodes for its request."""
     return max(1, (num_files - RESERVED_FILES) // files_per_connection)

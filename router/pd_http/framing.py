@@ -1,7 +1,7 @@
-"""Where the requests on one connection begin and end, found by counting bytes and nothing else.
+"""Where the requests on one connection begin and end, found by counting bytes only.
 
-The HTTP parser decides what the bytes mean; this only says how many of them belong to which part, so that bounds hold
-for what the parser still keeps to itself: a header line or chunk size that never ends.
+The HTTP parser decides what the bytes mean. The framing counts the bytes of each part, so that bounds also hold for
+bytes that the parser buffers: a header line or a chunk size that never ends.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import re
 
 _END_OF_HEAD = b"\r\n\r\n"
 _HEX = re.compile(rb"[0-9A-Fa-f]+")
-_MAX_CHUNK_LINE = 1024  # a chunk's size and its extensions, which nothing here reads
+_MAX_CHUNK_LINE = 1024  # a chunk's size and its extensions, which are ignored
 
 
 class RequestFraming:
-    """Fed all bytes of a connection, in pieces of any size.
+    """Takes all bytes of a connection, in pieces of any size.
 
-    Invariant: the parts it finds do not depend on how the bytes were cut.
+    Invariant: the parts that it finds do not depend on how the bytes were cut.
     """
 
     __slots__ = (
@@ -34,16 +34,16 @@ class RequestFraming:
         self.head_bytes = 0  # with trailers
         self.head_lines = 0
         self.body_bytes = 0  # with the framing of chunks
-        self.has_long_chunk_line = False  # longer than any that is of use
-        self._tail = b""  # of the head: its last bytes that may be a part of _END_OF_HEAD
-        self._left = 0  # of a body, or of a chunk with the CR LF behind it
-        self._line = b""  # of a chunked body: an unfinished size or trailer line
+        self.has_long_chunk_line = False  # longer than any useful one
+        self._tail = b""  # last bytes of the head that may be part of _END_OF_HEAD
+        self._left = 0  # bytes left of a body, or of a chunk and its CR LF
+        self._line = b""  # unfinished size line or trailer line of a chunked body
         self._in_trailer = False
 
     def take(self, data: bytes, start: int) -> tuple[int, bool]:
         """(end of the piece of `data` from `start` that belongs to the current part, whether the part ends there).
 
-        After the end of a head the caller says what follows: `body_follows`. After the end of a body: `begin`.
+        Call `body_follows` or `begin` after the end of a head, and `begin` after the end of a body.
         """
         if not self.in_body:
             return self._take_head(data, start)
@@ -55,7 +55,7 @@ class RequestFraming:
         return end, not self._left
 
     def body_follows(self, num_bytes: int | None) -> None:
-        """After a head. None: in chunks."""
+        """Call it after a head. `num_bytes` None: the body comes in chunks."""
         self.in_body = True
         self._chunked = num_bytes is None
         self._left = num_bytes or 0
@@ -63,7 +63,7 @@ class RequestFraming:
     def _take_head(self, data: bytes, start: int) -> tuple[int, bool]:
         blank = start
         if not self._tail:
-            while blank < len(data) and data[blank] in b"\r\n":  # empty lines before a request are skipped
+            while blank < len(data) and data[blank] in b"\r\n":  # skip empty lines before a request
                 blank += 1
             self.head_bytes += blank - start
             if blank == len(data):
@@ -110,7 +110,7 @@ class RequestFraming:
         if self._in_trailer:
             return not line
         size = _HEX.match(line)
-        number = int(size[0], 16) if size and len(size[0]) <= 16 else 0  # others are the parser's to refuse
+        number = int(size[0], 16) if size and len(size[0]) <= 16 else 0  # the parser refuses any other size
         self._left = number + 2 if number else 0
         self._in_trailer = not number
         return False

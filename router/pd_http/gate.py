@@ -1,4 +1,4 @@
-"""The bounds of one HTTP server at work: every connection reports here, and is ended from here."""
+"""Applies the bounds of one HTTP server: every connection reports to the gate, and the gate ends connections."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from pd_http.limits import HttpLimits
 
 log = logging.getLogger("pd_http")
-# What the kernel may hold that is not on its way to the client yet. Without it a client that reads nothing is noticed
-# when 4 MB of answer are written on loopback, which is 16,000 events of a stream; with it after some 0.1 MB.
+# Bytes that the kernel may buffer before they are sent. Without this limit a client that reads nothing is noticed after
+# 4 MB of answer on loopback (16,000 events of a stream), with it after about 0.1 MB.
 UNSENT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 UNSENT_BYTES = 16 * 1024
 LOG_EVERY_S = 10.0  # per kind of refusal
-MAX_LINGERING = 256  # refused connections that still get their answer out; a quarter of the places when that is less
+MAX_LINGERING = 256  # refused connections that still send their answer; at most a quarter of all places
 
 
 class HttpGate:
-    """Give `protocol` to uvicorn.Config as `http`. One per server, used in its event loop only."""
+    """Pass `protocol` to uvicorn.Config as `http`. One gate per server, used in its event loop only."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class HttpGate:
         count: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`num_files`: what the process may open. `count`: called with the word of each refusal."""
+        """`num_files`: open files that the process may have. `count`: called with the word of each refusal."""
         self.limits = limits
         self.clock = clock
         self._count = count
@@ -48,14 +48,14 @@ class HttpGate:
         places = min(limits.max_connections, connections_for(num_files, files_per_connection))
         self._table: ConnectionTable[BoundedProtocol] = ConnectionTable(places, limits.max_connections_per_address)
         self._unfinished: UnfinishedRequests[BoundedProtocol] = UnfinishedRequests(limits.max_unfinished_bytes)
-        self._open: set[BoundedProtocol] = set()  # with those that were refused and linger
-        self._held: set[BoundedProtocol] = set()  # not read, for the sake of memory
+        self._open: set[BoundedProtocol] = set()  # including refused connections that linger
+        self._held: set[BoundedProtocol] = set()  # reading is stopped to save memory
         self._ticks = False
         self._told_s: dict[Refusal, float] = {}
         self._untold: dict[Refusal, int] = {}
 
     def __len__(self) -> int:
-        """Connections that were not refused."""
+        """Number of connections that were not refused."""
         return len(self._table)
 
     @property
@@ -68,13 +68,13 @@ class HttpGate:
 
     @property
     def protocol(self) -> type[BoundedProtocol]:
-        """What uvicorn makes for each connection."""
+        """The class that uvicorn instantiates for each connection."""
         return type("GatedProtocol", (BoundedProtocol,), {"gate": self})
 
     # --- what connections report
 
     def joined(self, connection: BoundedProtocol, transport: asyncio.Transport) -> Refusal | None:
-        """A new connection, before its first byte. Returns why it cannot stay, if so."""
+        """Register a new connection, before its first byte. Returns the reason if it cannot stay."""
         self._open.add(connection)
         if not self._ticks:
             self._ticks = True
@@ -83,7 +83,7 @@ class HttpGate:
         if peer.fileno() >= self._max_file:
             return Refusal.FILES
         if UNSENT is not None:
-            with contextlib.suppress(OSError):  # it is gone already
+            with contextlib.suppress(OSError):  # the connection is closed already
                 peer.setsockopt(socket.IPPROTO_TCP, UNSENT, UNSENT_BYTES)
         host = connection.client[0] if connection.client else ""
         outcome = self._table.join(connection, host)
@@ -98,17 +98,17 @@ class HttpGate:
         self._forget(connection)
 
     def moved(self, connection: BoundedProtocol) -> None:
-        """The headers of a request or an answer are whole."""
+        """The headers of a request, or an answer, are complete."""
         if connection.limits.is_waiting:
             self._table.waits(connection)
-        if connection.limits.discards:  # what is left of the body is not kept
+        if connection.limits.discards:  # the rest of the body is not kept
             self._hold_bytes(connection, 0)
             if connection in self._held:
                 self._held.discard(connection)
                 connection.go_on()
 
     def received(self, connection: BoundedProtocol) -> None:
-        """It has taken what came; some of it may be of a request that is not whole."""
+        """The connection has taken what arrived; part of it may belong to an incomplete request."""
         if not connection.limits.is_waiting:
             self._table.works(connection)
         was_crowded = self._unfinished.is_crowded
@@ -120,7 +120,7 @@ class HttpGate:
                     one.hold()
 
     def refused(self, connection: BoundedProtocol, refusal: Refusal) -> None:
-        """It ends, and has no claim on anything from now on."""
+        """The connection ends, and holds no place and no memory from now on."""
         self._forget(connection)
         self._count(refusal.word)
         if not refusal.is_news:
@@ -135,7 +135,7 @@ class HttpGate:
                 self._untold.pop(refusal), refusal.message, host, len(self._table),
             )  # fmt: skip
 
-    # --- what follows
+    # --- consequences
 
     def _forget(self, connection: BoundedProtocol) -> None:
         self._table.leave(connection)
@@ -161,7 +161,7 @@ class HttpGate:
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         self._ticks = bool(self._open)
-        if self._ticks:  # before the rest, so that no exception there ends the ticking
+        if self._ticks:  # first, so that an exception below does not end the ticks
             loop.call_later(self.limits.tick_s, self._tick, loop)
         now_s = self.clock()
         for connection in list(self._open):

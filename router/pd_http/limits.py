@@ -1,53 +1,42 @@
-"""The bounds of an HTTP server, declared once. The flags of router and nodes are made from these fields."""
+"""The bounds of an HTTP server. The flags of router and nodes are made from these fields."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+
+from pd_http.settings import check_numbers, setting
 
 KIB = 1024
 
 
-def _setting(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
-    """Bounds on what HTTP clients may send and hold."""
+    """Bounds on what HTTP clients may send and hold. Raises StartupError if one is out of range."""
 
-    client_keepalive_s: float = _setting(75.0, "Seconds that a connection may stay open without a request.")
-    head_timeout_s: float = _setting(10.0, "Seconds from the first byte of a request to the end of its headers.")
-    body_timeout_s: float = _setting(
+    client_keepalive_s: float = setting(
+        75.0, "Seconds that a connection may stay open without a request.", positive=True
+    )
+    head_timeout_s: float = setting(10.0, "Seconds from the first byte of a request to the end of its headers.")
+    body_timeout_s: float = setting(
         30.0, "Seconds within which 64 KiB more of a request's body, or the rest of it, must arrive."
     )
-    write_timeout_s: float = _setting(
+    write_timeout_s: float = setting(
         60.0, "Seconds that a full send buffer (64 KiB) may wait for the client to read 48 KiB of it."
     )
-    max_head_kb: int = _setting(64, "Largest request line and headers in KiB, trailers included.")
-    max_headers: int = _setting(256, "Most header lines of a request.")
-    max_unfinished_mb: float = _setting(
-        48.0, "Memory in MB of requests that have not arrived whole, over all connections."
+    max_head_kb: int = setting(64, "Largest request line and headers in KiB, trailers included.", least=1)
+    max_headers: int = setting(256, "Most header lines of a request.", least=1)
+    max_unfinished_mb: float = setting(
+        48.0, "Memory in MB of requests that have not arrived whole, over all connections.", positive=True
     )
-    max_connections: int = _setting(
-        16384, "Most open connections; fewer where the process may not open that many files."
+    max_connections: int = setting(
+        16384, "Most open connections; fewer where the process may not open that many files.", least=1
     )
-    max_connections_per_address: int = _setting(
+    max_connections_per_address: int = setting(
         0, "Most open connections of one client address (IPv6: of one /64). 0: three quarters of all."
     )
 
-    @property
-    def problem(self) -> str | None:
-        """Which setting is out of range, as a message for the command line; None when all fit."""
-        for name in ("client_keepalive_s", "head_timeout_s", "body_timeout_s", "write_timeout_s", "max_unfinished_mb"):
-            if not getattr(self, name) > 0:
-                return f"--{name.replace('_', '-')} must be above 0"
-        for name in ("max_head_kb", "max_headers", "max_connections"):
-            if getattr(self, name) < 1:
-                return f"--{name.replace('_', '-')} must be at least 1"
-        if self.max_connections_per_address < 0:
-            return "--max-connections-per-address must be at least 0"
-        return None
+    def __post_init__(self) -> None:
+        check_numbers(self)
 
     @property
     def max_head_bytes(self) -> int:
@@ -59,6 +48,6 @@ class HttpLimits:
 
     @property
     def tick_s(self) -> float:
-        """How often deadlines are looked at: often enough to be kept within a quarter, at most once a second."""
+        """Seconds between two checks of the deadlines: a quarter of the shortest deadline, at most 1 s."""
         shortest = min(self.client_keepalive_s, self.head_timeout_s, self.body_timeout_s, self.write_timeout_s)
         return min(1.0, shortest / 4)

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol within bounds: what a connection may send, hold and leave unread is decided by pd_http."""
+"""uvicorn's HTTP protocol within the bounds of pd_http: what a connection may send, hold and leave unread."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
     from pd_http.gate import HttpGate
 
-LINGER_S = 2.0  # a refused client may go on sending that long: to close at once would destroy the answer under way
+LINGER_S = 2.0  # a refused client may go on sending for so long: closing at once would destroy the answer under way
 
 
 class HeldFlow(FlowControl):
-    """Reading that uvicorn wants to resume stays paused while `held`."""
+    """Flow control that does not resume reading while `held`."""
 
     held = False
 
@@ -33,9 +33,9 @@ class HeldFlow(FlowControl):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. It reports to the gate, which ends it when the gate's clock or bounds say so."""
+    """One connection. It reports to the gate; the gate ends it when a deadline has passed or a bound is exceeded."""
 
-    gate: ClassVar[HttpGate]  # of the subclass that HttpGate.protocol makes
+    gate: ClassVar[HttpGate]  # set by the subclass that HttpGate.protocol makes
     flow: HeldFlow
 
     def __init__(
@@ -48,11 +48,11 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._clock = self.gate.clock
         self.limits = ConnectionLimits(self.gate.limits, self._clock())
-        self._backlog = b""  # received behind a request that waits for the answer to the one before it
+        self._backlog = b""  # received after a request that waits for the answer before it
         self._has_head = False  # the parser has seen the end of a head
-        self._abort_at_s: float | None = None  # the connection is over; until then its last bytes may leave
+        self._abort_at_s: float | None = None  # set when the connection is over: until then its last bytes may be sent
 
-    # --- what the transport tells
+    # --- called by the transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -85,9 +85,9 @@ class BoundedProtocol(HttpToolsProtocol):
         now_s = self._clock()
         at = 0
         while at < len(data):
-            if self.pipeline:  # one request ahead is enough: what follows stays bytes, and reading is paused
+            if self.pipeline:  # one request ahead is enough: keep the rest as bytes and pause reading
                 self._backlog = data[at:]
-                self.flow.pause_reading()  # again: the application resumes it to hear of a disconnect
+                self.flow.pause_reading()  # again, because the application resumes it to learn of a disconnect
                 break
             taken = self.limits.take(data, at, now_s)
             if isinstance(taken, Refusal):
@@ -101,29 +101,29 @@ class BoundedProtocol(HttpToolsProtocol):
             self.gate.received(self)
 
     def _parse(self, piece: bytes, head_ends: bool) -> bool:
-        """False when nothing more can be taken."""
+        """False if nothing more can be taken."""
         self._has_head = False
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade:
-            pass  # not done here: the request is answered as it is, and the connection closed
+            pass  # upgrades are not supported: the request is answered without one, then the connection is closed
         except httptools.HttpParserError:
             self.end(Refusal.BAD_REQUEST)
         else:
-            if head_ends and not self._has_head:  # parser and framing disagree on what was sent
+            if head_ends and not self._has_head:  # parser and framing disagree about what was sent
                 self.end(Refusal.BAD_REQUEST)
         return self._abort_at_s is None and not self.transport.is_closing()
 
     @property
     def unfinished_bytes(self) -> int:
-        """Kept of requests that are not whole."""
+        """Bytes kept of incomplete requests."""
         return len(self._backlog) + (0 if self.limits.discards else self.limits.unfinished_bytes)
 
-    # --- what the parser and the application tell
+    # --- called by the parser and the application
 
     def on_headers_complete(self) -> None:
-        if self.parser.get_http_version() not in ("1.0", "1.1"):  # a request line without one is HTTP/0.9
-            raise httptools.HttpParserError("not HTTP/1")  # what a callback raises ends the parsing: BAD_REQUEST
+        if self.parser.get_http_version() not in ("1.0", "1.1"):  # a request line without a version is HTTP/0.9
+            raise httptools.HttpParserError("not HTTP/1")  # an exception of a callback ends parsing: BAD_REQUEST
         super().on_headers_complete()
         self._has_head = True
         if self.parser.should_upgrade():
@@ -138,10 +138,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._backlog and not self.pipeline and not self.transport.is_closing():
             self.data_received(b"")
 
-    # --- what the gate tells
+    # --- called by the gate
 
     def hold(self) -> None:
-        """Read no more until `go_on`."""
+        """Stop reading until `go_on`."""
         self.flow.pause_reading()
         self.flow.held = True
         self.limits.hold()
@@ -152,7 +152,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.limits.go_on(self._clock())
 
     def check(self, now_s: float) -> None:
-        """Look at the deadlines."""
+        """Check the deadlines."""
         if self._abort_at_s is not None:
             if now_s >= self._abort_at_s:
                 self.transport.abort()
@@ -160,7 +160,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.end(refusal)
 
     def end(self, refusal: Refusal) -> None:
-        """End the connection, with an answer where one can still be given; its request hears of a disconnect."""
+        """End the connection, with an answer if one can still be given. Its running request sees a disconnect."""
         if self._abort_at_s is not None:
             return
         self._abort_at_s = self._clock() + LINGER_S
@@ -169,7 +169,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.gate.refused(self, refusal)
         cycle = self.cycle
         is_answering = cycle is not None and not cycle.response_complete
-        # not in the middle of an answer, and not after one: nothing would be waiting for a second
+        # not in the middle of an answer, and not after one: the client expects no second answer
         can_answer = refusal.status and not (is_answering and (cycle.response_started or self.pipeline))
         can_answer = can_answer and not self.limits.discards
         if is_answering:
@@ -201,7 +201,7 @@ class BoundedProtocol(HttpToolsProtocol):
         )  # fmt: skip
 
     def _body_bytes(self) -> int | None:
-        """What the headers say; the parser has refused what contradicts itself. None: in chunks."""
+        """Length of the body by its headers; the parser has refused contradictions. None: in chunks."""
         length: int | None = 0
         for name, value in self.headers:
             if name == b"content-length":

@@ -1,4 +1,4 @@
-"""Why an HTTP server ends a connection by itself, and what it answers before."""
+"""Why an HTTP server ends a connection by itself, and its answer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from enum import Enum
 
 import orjson
 
+from pd_http.errors import error_body
+
 
 class Refusal(Enum):
-    """Value: the word it is counted under, the status (0: no answer is written), the message."""
+    """Value: (word for the metric, HTTP status or 0 for no answer, message)."""
 
     BAD_REQUEST = ("bad_request", 400, "this is not HTTP/1.1")
     SLOW_HEAD = ("slow_head", 408, "the request's headers did not arrive in time")
@@ -29,15 +31,10 @@ class Refusal(Enum):
 
     @property
     def is_news(self) -> bool:
-        """Whether a line of the log is due: the end of an idle connection is everyday."""
+        """Whether it is logged: the end of an idle connection is ordinary."""
         return self is not Refusal.IDLE
 
     @property
     def body(self) -> bytes:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return error_body(self.message, kind, self.word)
-
-
-def error_body(message: str, kind: str, code: str, param: str | None = None) -> bytes:
-    """OpenAI's error object as JSON."""
-    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
+        return orjson.dumps(error_body(self.message, kind, self.word))

@@ -1,24 +1,20 @@
-"""Builds the router: one factory makes every piece, the lifespan owns what runs."""
+"""Builds the router: `create_app` makes every part; the lifespan starts and stops what runs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import http
 import time
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.responses import Response
 from starlette.routing import Route
 
-from pd_http.refusal import error_body
+from pd_http.exception_handlers import exception_handlers
 from pd_router import headers as rules
 from pd_router.background import Background
 from pd_router.control import Control, Relay
 from pd_router.discovery import Discovery
-from pd_router.errors import RouterError, to_body
 from pd_router.health import HealthPoller
 from pd_router.metrics import RouterMetrics
 from pd_router.node_orders import Admin
@@ -29,7 +25,7 @@ from pd_router.sources.posted import PostedNodes
 from pd_router.upstream import Upstream
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from starlette.requests import Request
 
@@ -37,7 +33,7 @@ if TYPE_CHECKING:
     from pd_router.sources.base import NodeSource
     from pd_router.succession import Heritage
 
-# Tickets to release and prefills to see through when the router stops; the leases' own expiry does the rest.
+# For releasing tickets and finishing prefills when the router stops; leases that are left expire by themselves.
 BACKGROUND_DEADLINE_S = 2.0
 
 
@@ -51,9 +47,8 @@ def create_app(
 ) -> Starlette:
     """The router as an ASGI app.
 
-    `key`: the cluster's, signs offers. `sources`: name nodes beside the flags and the posted orders.
-    `heritage`: what the router before this one was ordered.
-    `clock`: monotonic seconds. `wall_clock`: seconds since 1970.
+    `key`: the cluster's key; it signs offers. `sources`: of nodes, in addition to flags and posted orders.
+    `heritage`: the orders that the router before this one had. `clock`: monotonic seconds. `wall_clock`: Unix seconds.
     """
     table = NodeTable(config, clock)
     upstream = Upstream(config)
@@ -70,8 +65,8 @@ def create_app(
             try:
                 await discovery.heard_all(config.control_timeout_s)
                 if heritage is not None:
-                    posted.inherit(heritage)  # before the first look, which tells which nodes have booted since
-                await poller.poll_all()  # so that the first request finds the nodes that are up
+                    posted.inherit(heritage)  # before the first health check, which finds restarted nodes
+                await poller.poll_all()  # so that the first request finds the healthy nodes
                 running.append(asyncio.ensure_future(poller.run()))
                 yield
             finally:
@@ -98,7 +93,7 @@ def create_app(
             Route("/nodes/{id}/drain", admin.drain, methods=["POST"]),
             Route("/nodes/{id}/drain", admin.resume, methods=["DELETE"]),
         ],
-        exception_handlers={HTTPException: _http_error, RouterError: _router_error, Exception: _bug},
+        exception_handlers=exception_handlers(_request_id),
         lifespan=lifespan,
     )
     app.state.services = services
@@ -106,25 +101,5 @@ def create_app(
     return app
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    """404 and 405 in OpenAI's shape."""
-    assert isinstance(error, HTTPException)
-    phrase = http.HTTPStatus(error.status_code).phrase
-    message = f"{phrase}: {request.method} {request.url.path}"
-    body = error_body(message, "invalid_request_error", phrase.lower().replace(" ", "_"))
-    return _error(request, error.status_code, body, error.headers)
-
-
-async def _router_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RouterError)
-    return _error(request, error.status, to_body(error))
-
-
-async def _bug(request: Request, error: Exception) -> Response:
-    """500 in OpenAI's shape; the server logs the exception."""
-    return _error(request, 500, to_body(RouterError("internal error")))
-
-
-def _error(request: Request, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> Response:
-    request_id = rules.request_id(rules.first_values(request.scope["headers"]))
-    return Response(body, status, {**(headers or {}), rules.REQUEST_ID: request_id}, "application/json")
+def _request_id(request: Request) -> dict[str, str]:
+    return {rules.REQUEST_ID: rules.request_id(rules.first_values(request.scope["headers"]))}

@@ -1,4 +1,4 @@
-"""Tasks that outlive the request that started them: P's leg read to its end, tickets released."""
+"""Tasks that outlive their request: reading a prefill leg to its end, releasing tickets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger("pd_router")
 
 
 class Background:
-    """Owns its tasks until they end; `close` waits for them, then cancels."""
+    """Owns its tasks until they end."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -33,7 +33,7 @@ class Background:
             log.error("a background task failed", exc_info=error)
 
     async def close(self, deadline_s: float) -> None:
-        """Give the tasks `deadline_s` seconds, then cancel what is left and wait for that."""
+        """Wait up to `deadline_s` seconds for the tasks, then cancel the rest and wait for those."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=deadline_s)
         left = list(self._tasks)

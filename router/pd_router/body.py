@@ -1,7 +1,7 @@
-"""A client's JSON body, taken apart at its top level only.
+"""A client's JSON body, parsed at its top level only.
 
-Fields are kept as the raw JSON that the client sent: nothing is reformatted, rounded or reordered on its way to a node,
-and a long prompt is never parsed here.
+Fields stay the raw JSON that the client sent: nothing is reformatted, rounded or reordered on its way to a node, and a
+long prompt is never parsed here.
 """
 
 from __future__ import annotations
@@ -11,34 +11,27 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pd_router.errors import InvalidRequest
+from pd_http.errors import InvalidRequest
+from pd_http.node_answers import ASK_TICKET
 
 RawObject = dict[str, msgspec.Raw]
 _OBJECT = msgspec.json.Decoder(RawObject)
 _NO_TOKENS = frozenset({"max_tokens", "max_completion_tokens", "stream_options"})
 _KV = "kv_transfer_params"
 _PROMPT_LISTS = re.compile(rb'[ \t\n\r]*\[[ \t\n\r]*["\[]')
-_MAX_SAMPLES = 128  # a node refuses more; as a charge it must stay a sensible number
-_ASK_TICKET = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-# What msgspec raises: not JSON or not of the type, not UTF-8, nested too deeply.
+_MAX_SAMPLES = 128  # a node refuses more; here it bounds the charge for one request
+# What msgspec raises: not JSON or of another type, not UTF-8, nested too deeply.
 _BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 T = TypeVar("T")
 
 
 def raw_object(data: bytes | msgspec.Raw) -> RawObject:
-    """Top level of a JSON object. Raises msgspec.MsgspecError for anything else."""
+    """The top level of a JSON object. Raises msgspec.MsgspecError for anything else."""
     return _OBJECT.decode(data)
 
 
 class RequestBody:
-    """One parsed body. Raises InvalidRequest when `data` is no JSON object."""
+    """One parsed body. Raises InvalidRequest if `data` is not a JSON object."""
 
     __slots__ = ("_fields", "num_bytes")
 
@@ -51,7 +44,7 @@ class RequestBody:
         self.num_bytes = len(data)
 
     def get(self, name: str, kind: type[T]) -> T | None:
-        """Field `name` if it is a `kind`, else None: judging other types is the node's business."""
+        """Field `name` if it is a `kind`, else None: the node judges other types."""
         raw = self._fields.get(name)
         if raw is None:
             return None
@@ -74,29 +67,29 @@ class RequestBody:
 
     @property
     def has_several_prompts(self) -> bool:
-        """Whether `prompt` is an array of texts or of arrays of token ids, be it of one. Looks at its beginning."""
+        """Whether `prompt` is an array of texts or of token id arrays, of any length. Reads its first bytes only."""
         raw = self._fields.get("prompt")
         return raw is not None and _PROMPT_LISTS.match(memoryview(raw)) is not None
 
     @property
     def shows_reading(self) -> bool:
-        """Whether the beginning of the answer shows that all of the body has been read."""
+        """Whether the first byte of the answer shows that the whole prompt has been prefilled."""
         return self.wants_stream and not self.has_several_prompts
 
     def plain(self) -> bytes:
-        """For a node that does everything."""
+        """For a node that prefills and decodes."""
         return msgspec.json.encode(self._fields)
 
     def for_prefill(self) -> bytes:
-        """P's leg. The token limit stops engines that know no tickets; ours samples one token and ignores it."""
+        """For P's leg. The token limit is for engines without tickets; our nodes ignore it and sample one token."""
         fields: dict[str, Any] = {name: raw for name, raw in self._fields.items() if name not in _NO_TOKENS}
         fields["stream"] = False
         fields["max_tokens"] = 1
         if "max_completion_tokens" in self._fields:
             fields["max_completion_tokens"] = 1
-        fields[_KV] = _ASK_TICKET
+        fields[_KV] = ASK_TICKET
         return msgspec.json.encode(fields)
 
     def with_transfer(self, params: dict[str, Any]) -> bytes:
-        """D's leg: the client's fields and the handoff's."""
+        """For D's leg: the client's fields and `params` of the handoff."""
         return msgspec.json.encode({**self._fields, _KV: params})

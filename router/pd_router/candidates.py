@@ -1,4 +1,4 @@
-"""Which nodes one leg of a request may still try. Pure: reads nodes, changes nothing of them."""
+"""The nodes that one leg of a request may still try. Pure: reads nodes, changes none."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Choose = Callable[[Iterable[Node], float], Node | None]
 
 
 class Candidates:
-    """Each node once: those that were planned, else others of the role that have become healthy since (`found`).
+    """Returns each node once: the planned ones, then others of the role that have become healthy since (`found`).
 
-    `limit`: of tries; 0: there is none, so a request may try every node that lives.
+    `limit`: number of tries; 0: no limit, so a request may try every healthy node.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class Candidates:
 
     @property
     def has_next(self) -> bool:
-        """Whether `take` would return a node now."""
+        """Whether `take` would return a node."""
         return self._next() is not None
 
     def take(self) -> Node | None:
-        """The best node that has not been tried. None: there is none, or the limit is reached."""
+        """The best node not tried yet. None: there is none, or the limit is reached."""
         node = self._next()
         if node is not None:
             self._tried.append(node)

@@ -1,20 +1,20 @@
-"""The nodes that died while one request was with them: a request that kills nodes must not walk through all of them.
+"""The nodes that died while they served one request: a request that kills nodes must not reach all of them.
 
-A node that refuses, drains, is frozen, or was down before it was asked is no casualty.
+A node that refuses, drains, is frozen, or was down before it was asked does not count.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pd_router.errors import NodesDied
+from pd_http.errors import NodesDied
 
 if TYPE_CHECKING:
     from pd_router.node_table import Node
 
 
 class Casualties:
-    """Of one request. `limit`: so many nodes may die of it, then it fails for good."""
+    """Of one request. `limit`: number of deaths after which the request fails for good."""
 
     __slots__ = ("_dead", "_limit", "_met")
 
@@ -24,20 +24,20 @@ class Casualties:
         self._dead: list[Node] = []
 
     def meet(self, node: Node) -> None:
-        """The request is about to go to `node`, or to a node that may send it there."""
+        """The request is about to go to `node`, or to a node that may pass it on to `node`."""
         self._met.setdefault(node, node.epoch)
 
     @property
     def suspects(self) -> list[tuple[Node, int | None]]:
-        """Nodes that have met the request and are not known to have died, with their boot epoch of that time."""
+        """Nodes that met the request and are not known to have died, with their boot epoch at that time."""
         return [(node, epoch) for node, epoch in self._met.items() if node not in self._dead]
 
     def epoch_of(self, node: Node) -> int | None:
-        """Its boot epoch when it met the request."""
+        """The node's boot epoch when it met the request."""
         return self._met.get(node, node.epoch)
 
     def spare(self, node: Node) -> None:
-        """The request is not with `node`: it refused, froze, or took no connection. What it does later is no death."""
+        """`node` refused, froze, or took no connection: its later death has nothing to do with the request."""
         self._met.pop(node, None)
 
     def add(self, node: Node) -> None:
@@ -46,7 +46,7 @@ class Casualties:
             self._dead.append(node)
 
     def check(self) -> None:
-        """Raises NodesDied when the request must not go to another node."""
+        """Raises NodesDied if the request must not go to another node."""
         if len(self._dead) >= self._limit:
             names = ", ".join(node.node_id for node in self._dead)
             raise NodesDied(

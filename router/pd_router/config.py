@@ -1,42 +1,36 @@
-"""Every setting of the router, declared once. `cli.py` makes the flags from these fields."""
+"""Every setting of the router, declared once. The flags are made from these fields."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 from urllib.parse import urlsplit
 
 from yarl import URL
 
+from pd_http.errors import StartupError
 from pd_http.limits import HttpLimits
-from pd_router.errors import StartupError
-
-MAX_PORT = 65535
+from pd_http.settings import MAX_PORT, setting
 
 
 class HandoffOrder(StrEnum):
-    """Who is called first. The value is what `x-pd-route` carries."""
+    """Which node is called first. The value is the one of the header `x-pd-route`."""
 
     P_FIRST = "p-first"  # router -> P for a ticket, then D with it
-    D_FIRST = "d-first"  # router -> D with the names of Ps that it may ask
-    DIRECT = "direct"  # one node does everything; never asked for, only fallen back to
-
-
-def setting(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field that becomes a flag."""
-    return field(default=default, metadata={"help": help, **metadata})
+    D_FIRST = "d-first"  # router -> D with the addresses of Ps that it may ask
+    DIRECT = "direct"  # one node prefills and decodes; clients cannot ask for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig(HttpLimits):
-    """What one router process needs. Times are in seconds."""
+    """The settings of one router process. Times are in seconds."""
 
     host: str = setting("127.0.0.1", "Address to listen on.")
-    port: int = setting(8000, "HTTP port. 0: chosen by the OS and printed.")
+    port: int = setting(8000, "HTTP port. 0: chosen by the OS and printed.", most=MAX_PORT)
     listen_fd: int = setting(
-        -1, "Serve on the listening socket inherited as this file descriptor; --host and --port are not used. -1: none."
+        -1,
+        "Serve on the listening socket inherited as this file descriptor, instead of --host and --port. -1: none.",
+        least=-1,
     )
     prefill: tuple[str, ...] = setting((), "Base URLs of prefill nodes.", metavar="URL")
     decode: tuple[str, ...] = setting((), "Base URLs of decode nodes.", metavar="URL")
@@ -48,7 +42,7 @@ class RouterConfig(HttpLimits):
     )
     kubernetes_namespace: str = setting("", "Find nodes among the pods of this namespace, and follow its changes.")
     kubernetes_selector: str = setting("pd-cluster/part=node", "Labels of those pods: KEY=VALUE,...")
-    start_empty: bool = setting(False, "Start without knowing a node: they come later, by POST /nodes.")
+    start_empty: bool = setting(False, "Start without nodes: they are added later by POST /nodes.")
     route: str = setting(
         "p-first",
         "Which node is called first, unless a request says otherwise (x-pd-route).",
@@ -58,61 +52,57 @@ class RouterConfig(HttpLimits):
         "", "File with the cluster's shared key. Default: $PD_CLUSTER_KEY, else one per user."
     )
     on_prefill_failure: str = setting(
-        "local", "When no prefill node answers: let the decode node prefill, or fail.", choices=("local", "fail")
+        "local", "If no prefill node answers: let the decode node prefill, or fail.", choices=("local", "fail")
     )
     prefill_on_decode: str = setting(
         "auto",
-        "auto: while prefill nodes queue, a decode node reads a prompt that it would answer clearly sooner, unless "
+        "auto: while prefill nodes queue, a decode node prefills a prompt that it would answer clearly sooner, unless "
         "local prefill is not allowed (--on-prefill-failure) or the request asks for an order.",
         choices=("auto", "never"),
     )
-    max_prefill_tries: int = setting(0, "Prefill nodes tried for one request. 0: all that live.")
-    max_decode_tries: int = setting(
-        0, "Decode nodes tried for one request, while the client has seen no byte. 0: all that live."
-    )
+    max_prefill_tries: int = setting(0, "Prefill nodes tried for one request. 0: all healthy ones.")
+    max_decode_tries: int = setting(0, "Decode nodes tried for one request before its first byte. 0: all healthy ones.")
     max_node_deaths: int = setting(
-        2, "A request during which so many nodes died gets a final 500: it may be what kills them."
+        2, "A request gets a final 500 when so many nodes died while they served it: it may be the cause.", least=1
     )
-    offer_size: int = setting(3, "Prefill nodes named to a decode node, best first.")
+    offer_size: int = setting(3, "Prefill nodes named to a decode node, best first.", least=1)
     offer_ttl_s: float = setting(120.0, "How long a decode node may act on such a list.")
-    connect_timeout_s: float = setting(3.0, "Until a TCP connection to a node stands.")
-    ticket_timeout_s: float = setting(30.0, "Until a prefill node has admitted a prompt (first event of its answer).")
-    first_byte_timeout_s: float = setting(120.0, "Until a streamed answer begins: queueing, prefill and transfer.")
-    response_timeout_s: float = setting(600.0, "Until an unstreamed answer begins: the whole generation.")
+    connect_timeout_s: float = setting(3.0, "Deadline for a TCP connection to a node.")
+    ticket_timeout_s: float = setting(30.0, "Deadline for a prefill node to admit a prompt (its first event).")
+    first_byte_timeout_s: float = setting(120.0, "Deadline for a stream's first byte: queueing, prefill, transfer.")
+    response_timeout_s: float = setting(600.0, "Deadline for an unstreamed answer to begin: the whole generation.")
     idle_timeout_s: float = setting(
-        120.0, "Longest time without progress inside an answer, on the node's or the client's side."
+        120.0, "Longest time without progress within an answer, on the node's or the client's side."
     )
-    control_timeout_s: float = setting(15.0, "For small calls to a node: models, tokenize, detokenize, release.")
+    control_timeout_s: float = setting(15.0, "Deadline for small calls: models, tokenize, detokenize, release.")
     keepalive_s: float = setting(
-        4.0, "Idle connections to nodes are dropped after this; keep it below the nodes' own limit."
+        4.0, "Idle connections to nodes are closed after this; keep it below the nodes' own limit."
     )
-    health_interval_s: float = setting(0.5, "Between two looks at a node's /health.")
-    health_timeout_s: float = setting(2.5, "A node that does not answer /health within this is frozen.")
+    health_interval_s: float = setting(0.5, "Time between two checks of a node's /health.")
+    health_timeout_s: float = setting(2.5, "A node that does not answer /health within this time is judged frozen.")
     probe_timeout_s: float = setting(
-        1.0, "A node whose connection broke, and that does not answer /health within this, has died."
+        1.0, "A node that broke a connection and does not answer /health within this time is judged dead."
     )
     eject_after: int = setting(
-        3, "Failures in a row after which a node is left out for eject_s, whatever /health says."
+        3, "Failures in a row after which a node gets no requests for eject_s, whatever /health says.", least=1
     )
-    eject_s: float = setting(5.0, "How long it is left out.")
+    eject_s: float = setting(5.0, "How long an ejected node gets no requests.")
     max_body_mb: float = setting(48.0, "Largest request body in MB.")
     write_timeout_s: float = setting(
         20.0,
         "Seconds that a full send buffer (64 KiB) may wait for the client to read 48 KiB of it. Keep it to a third of "
-        "the nodes', which else take a slow client for a router that hangs.",
+        "the nodes' setting; otherwise nodes mistake a slow client for a hanging router.",
     )
-    drain_s: float = setting(30.0, "What a stopping router gives its running requests.")
+    drain_s: float = setting(30.0, "Time that a stopping router gives its running requests.")
     log_level: str = setting("info", "Log level.", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
-        check_numbers(self)
         if not (self.decode or self.mixed or self.learns_of_nodes):
             raise StartupError(
-                "no node can decode: give at least one --decode URL or --mixed URL, or say where nodes are found "
+                "no node can decode: give at least one --decode URL or --mixed URL, or a source of nodes "
                 "(--nodes-file, --kubernetes-namespace, --start-empty)"
             )
-        if (problem := self.problem) is not None:
-            raise StartupError(problem)
+        HttpLimits.__post_init__(self)
         urls = [*self.prefill, *self.decode, *self.mixed]
         for url in urls:
             check_node_url(url)
@@ -120,16 +110,10 @@ class RouterConfig(HttpLimits):
             raise StartupError("a node is given twice: each URL has one role (--prefill, --decode or --mixed)")
         if not all(key and value for key, value in self.kubernetes_labels.items()):
             raise StartupError(f"bad --kubernetes-selector {self.kubernetes_selector!r}: write KEY=VALUE,KEY=VALUE")
-        for name, least in (
-            ("max_prefill_tries", 0), ("max_decode_tries", 0), ("max_node_deaths", 1), ("offer_size", 1),
-            ("eject_after", 1),
-        ):  # fmt: skip
-            if getattr(self, name) < least:
-                raise StartupError(f"--{name.replace('_', '-')} must be at least {least}")
 
     @property
     def learns_of_nodes(self) -> bool:
-        """Whether nodes may come that no flag names."""
+        """Whether nodes may be added that no flag names."""
         return bool(self.nodes_file or self.kubernetes_namespace or self.start_empty)
 
     @property
@@ -143,7 +127,7 @@ class RouterConfig(HttpLimits):
 
     @property
     def spills(self) -> bool:
-        """Whether a decode node may read prompts while there are prefill nodes."""
+        """Whether a decode node may prefill prompts while there are prefill nodes."""
         return self.prefill_on_decode == "auto" and self.on_prefill_failure == "local"
 
     @property
@@ -151,31 +135,13 @@ class RouterConfig(HttpLimits):
         return int(self.max_body_mb * 1e6)
 
 
-def check_numbers(config: RouterConfig) -> None:
-    """Raises StartupError for a number that no router can work with, naming its flag."""
-    for item in fields(config):
-        value = getattr(config, item.name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        flag = f"--{item.name.replace('_', '-')}"
-        lowest = -1 if item.name == "listen_fd" else 0
-        if isinstance(value, float) and not math.isfinite(value):
-            raise StartupError(f"{flag} {value} is no number")
-        if value < lowest:
-            raise StartupError(f"{flag} {value} must be at least {lowest}")
-        if value == 0 and item.name.endswith(("_timeout_s", "_interval_s")):
-            raise StartupError(f"{flag} must be above 0")
-        if item.name == "port" and value > MAX_PORT:
-            raise StartupError(f"{flag} {value} is no port: write 0 to {MAX_PORT} (0: any free one)")
-
-
 def check_node_url(url: str) -> None:
-    """Raises StartupError unless `url` is `http(s)://host[:port]` with nothing behind it but a path prefix."""
+    """Raises StartupError unless `url` is `http(s)://host[:port]`, optionally with a path prefix."""
     try:
         parts = urlsplit(url)
         port = parts.port
-        URL(url)  # stricter, and what will be asked
-        (parts.hostname or "").encode("idna")  # as a resolver will: no label empty or too long
+        URL(url)  # stricter, and used for the requests
+        (parts.hostname or "").encode("idna")  # as a resolver does: no label is empty or too long
     except ValueError as error:
         raise StartupError(f"bad node URL {url!r}: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:

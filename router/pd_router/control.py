@@ -1,4 +1,4 @@
-"""The small endpoints: what the router tells about itself, and calls that any node can answer."""
+"""The endpoints without generation: the router's own state, and calls that any node can answer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 import orjson
 from starlette.responses import Response
 
-from pd_http.body import ClientGone
+from pd_http.body import ClientGone, read_body
+from pd_http.errors import ModelNotFound, PdError
+from pd_http.metrics import EXPOSITION_TYPE
+from pd_http.reply import json_response
 from pd_router import headers as rules
 from pd_router.body import RequestBody
-from pd_router.client import Reply, read_body
-from pd_router.errors import ModelNotFound, NodeFailed, NoNode, RouterError
+from pd_router.errors import NodeFailed, NoNode
 from pd_router.liveness import FirstByteGuard
 from pd_router.node_table import Node, Role
+from pd_router.reply import RouterReply
 from pd_router.upstream import Answer, LegFailed, Refused
 
 if TYPE_CHECKING:
@@ -25,39 +28,39 @@ if TYPE_CHECKING:
     from pd_router.routed_request import Services
 
 log = logging.getLogger("pd_router")
-_ANYBODY = (Role.PREFILL, Role.MIXED, Role.DECODE)
+_ANY_ROLE = (Role.PREFILL, Role.MIXED, Role.DECODE)
 
 
 class Control:
-    """Handlers for everything that generates nothing."""
+    """Handlers for the router's own state."""
 
     def __init__(self, services: Services) -> None:
         self._s = services
 
     async def health(self, request: Request) -> Response:
-        """200 while some node can decode: then a request can be served, whatever else is down."""
+        """200 while a node can decode: then requests can be served, whichever other nodes are down."""
         table = self._s.table
         decodes = table.healthy((Role.DECODE, Role.MIXED), None)
         prefills = table.healthy((Role.PREFILL,), None)
-        told = {
+        report = {
             "status": "ok" if decodes else "unavailable",
             "role": "router",
             "healthy": {"prefill": len(prefills), "decode": len(decodes)},
             "nodes": len(table.nodes),
         }
-        return _json(told, 200 if decodes else 503)
+        return json_response(report, 200 if decodes else 503)
 
     async def nodes(self, request: Request) -> Response:
-        return _json({"nodes": self._s.table.report()})
+        return json_response({"nodes": self._s.table.report()})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._s.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self._s.metrics.exposition(), media_type=EXPOSITION_TYPE)
 
 
 class Relay:
-    """An ASGI endpoint for what any healthy node can answer: models, tokenize, detokenize.
+    """An ASGI endpoint for calls that any healthy node can answer: models, tokenize, detokenize.
 
-    The next node is asked when one fails.
+    If a node fails, the next one is asked.
     """
 
     def __init__(self, services: Services) -> None:
@@ -65,12 +68,11 @@ class Relay:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = rules.request_id(rules.first_values(scope["headers"]))
-        reply = Reply(send)
-        reply.common.append((rules.REQUEST_ID.encode(), request_id.encode()))
+        reply = RouterReply(send, request_id)
         try:
             raw = await read_body(scope, receive, self._s.longest_body)
             name = scope["path_params"].get("name")
-            if name is not None:  # found in a node's list: a client's text never becomes a part of a node's URL
+            if name is not None:  # looked up in a node's list: a client's text never becomes part of a node's URL
                 answer = _card(await self._ask(scope, "/v1/models", request_id, name, None), name)
             else:
                 body = RequestBody(raw) if scope["method"] == "POST" else None
@@ -78,13 +80,13 @@ class Relay:
                 answer = await self._ask(scope, scope["path"], request_id, model, body)
             await reply.whole(answer.status, rules.answered(answer.headers), answer.body)
         except ClientGone:
-            return  # nothing was started for it
+            return  # no node was asked
         except asyncio.CancelledError:
             await reply.stopped()
-        except RouterError as error:
-            await reply.error(error)
+        except PdError as error:
+            await reply.fail(error)
         except Exception as error:
-            await reply.crashed(request_id, error)
+            await reply.crashed(error)
 
     async def _ask(
         self, scope: Scope, path: str, request_id: str, model: str | None, body: RequestBody | None
@@ -95,7 +97,7 @@ class Relay:
             raise ModelNotFound(f"no node serves the model {model!r}", param="model")
         headers = rules.forwarded(scope["headers"], request_id)
         last: LegFailed | None = None
-        nodes = s.table.healthy(_ANYBODY, model)
+        nodes = s.table.healthy(_ANY_ROLE, model)
         for i, node in enumerate(nodes):
             has_next = i + 1 < len(nodes)
             try:
@@ -121,17 +123,16 @@ class Relay:
 
 
 def _card(listing: Answer, name: str) -> Answer:
-    """The entry `name` of a node's list of models; an error is passed on. Raises ModelNotFound, NodeFailed."""
+    """The entry `name` of a node's list of models; a node's error is returned as it is.
+
+    Raises ModelNotFound, NodeFailed.
+    """
     if listing.status != 200:
         return listing
     try:
         cards = {entry["id"]: entry for entry in orjson.loads(listing.body)["data"]}
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-        raise NodeFailed("a node does not tell its models") from error
+        raise NodeFailed("a node gave no list of its models") from error
     if name not in cards:
         raise ModelNotFound(f"no node serves the model {name!r}", param="model")
     return Answer(200, listing.headers, orjson.dumps(cards[name]))
-
-
-def _json(value: object, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")

@@ -1,4 +1,4 @@
-"""Runs the sources of nodes, and keeps the node table as they say."""
+"""Follows the sources of nodes and updates the node table."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from pd_router.sources.base import NodeSource
 
 log = logging.getLogger("pd_router")
-RESTART_S = 1.0  # a source that broke down is begun again after this
+RESTART_S = 1.0  # until a source that failed is started again
 
 
 class Discovery:
-    """Writes the node table through `NodeTable.apply`, for each source under its name."""
+    """Writes the nodes of each source to the table, under the name of the source."""
 
     def __init__(
         self,
@@ -37,14 +37,14 @@ class Discovery:
                 group.create_task(self._follow(source, heard))
 
     async def heard_all(self, deadline_s: float) -> None:
-        """Until every source has named its nodes once; after `deadline_s` the router goes on with those it has."""
+        """Wait until every source has named its nodes once, but not longer than `deadline_s`."""
         try:
             async with asyncio.timeout(deadline_s):
                 for heard in self._heard.values():
                     await heard.wait()
         except TimeoutError:
             silent = [source.name for source, heard in self._heard.items() if not heard.is_set()]
-            log.warning("starting without the nodes of: %s", ", ".join(silent))
+            log.warning("starting without the nodes of sources that have not answered: %s", ", ".join(silent))
 
     async def _follow(self, source: NodeSource, heard: asyncio.Event) -> None:
         while True:
@@ -53,7 +53,7 @@ class Discovery:
                     async for nodes in sets:
                         self._table.apply(source.name, nodes)
                         heard.set()
-                log.error("the source of nodes '%s' has ended; beginning again", source.name)
-            except Exception:  # a bug in one source: its last nodes stay, and so do the other sources
-                log.exception("the source of nodes '%s' broke down; beginning again", source.name)
+                log.error("node source '%s' has ended; starting it again", source.name)
+            except Exception:  # a bug in one source: its last nodes stay, the other sources continue
+                log.exception("node source '%s' failed; starting it again", source.name)
             await self._sleep(RESTART_S)

@@ -1,4 +1,4 @@
-"""The last answers of a router that hands over: each asks its client to close the connection."""
+"""The last answers of a router that hands over to its successor ask clients to close their connections."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ CLOSE = (b"connection", b"close")
 
 
 class Farewell:
-    """An ASGI app around another one. Once `begun`, answers say `connection: close`.
+    """An ASGI app around another one. Once `begun`, answers carry `connection: close`.
 
-    A client that is told so opens its next connection in good order, and meets the successor. A connection that the
-    server just closes may have a request on its way, which fails.
+    The client then opens its next connection in good order, to the successor. If the server just closed the connection,
+    a request that is on its way would fail.
     """
 
     def __init__(self, app: ASGIApp) -> None:

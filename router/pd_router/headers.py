@@ -1,4 +1,4 @@
-"""Which headers cross the router, and what it reads from them. Names are lower case, as ASGI gives them."""
+"""The headers that pass through the router, and those that it reads. Names are lower case, as in ASGI."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 
 from multidict import CIMultiDict
 
+from pd_http.errors import InvalidRequest
 from pd_router.config import HandoffOrder
-from pd_router.errors import InvalidRequest
 
 Headers = CIMultiDict[str]
 RawHeaders = Iterable[tuple[bytes, bytes]]
@@ -20,19 +20,19 @@ TICKET = "x-pd-ticket"
 PREFILL_BY = "x-pd-prefill"
 DECODE_BY = "x-pd-decode"
 
-# RFC 9110, 7.6.1, and what `Connection` names
+# RFC 9110, 7.6.1; the headers that `Connection` names are dropped too
 _HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
      "transfer-encoding", "upgrade"}
 )  # fmt: skip
-# The router frames each leg anew, reads P's leg itself (so no compression), and answers `Expect` on its own.
+# The router frames each leg itself, reads P's leg (so no compression), and answers `Expect` itself.
 _REQUEST_ONLY = frozenset({"host", "content-length", "accept-encoding", "expect", REQUEST_ID})
 _ANSWER_ONLY = frozenset({"content-length", "date", "server", REQUEST_ID, ROUTE})
 _ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
 def forwarded(headers: RawHeaders, request_id: str) -> Headers:
-    """The client's end-to-end headers for a leg. What it sends under `x-pd-*` never reaches a node."""
+    """The client's end-to-end headers for a leg. A client's `x-pd-*` headers never reach a node."""
     kept: Headers = CIMultiDict()
     named: set[str] = set()
     for raw_name, raw_value in headers:
@@ -49,7 +49,7 @@ def forwarded(headers: RawHeaders, request_id: str) -> Headers:
 
 
 def answered(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
-    """A node's end-to-end answer headers for the client."""
+    """A node's end-to-end headers, for the client."""
     kept = []
     named: set[str] = set()
     for raw_name, value in headers:
@@ -70,13 +70,13 @@ def first_values(headers: RawHeaders) -> dict[str, str]:
 
 
 def request_id(headers: Mapping[str, str]) -> str:
-    """The client's id when it is fit for logs and headers, else a new one."""
+    """The client's id if it is safe in logs and headers, else a new one."""
     given = headers.get(REQUEST_ID, "")
     return given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
 
 
 def asked_order(headers: Mapping[str, str]) -> HandoffOrder | None:
-    """The order that the request asks for. Raises InvalidRequest for anything but the two."""
+    """The order that the request asks for, if any. Raises InvalidRequest unless it is p-first or d-first."""
     asked = headers.get(ROUTE)
     if asked is None:
         return None

@@ -1,4 +1,4 @@
-"""Asks every node's /health, each in a task of its own, and, after each boot of a node, which models it serves."""
+"""Polls each node's /health in a task of its own, and reads its models after each boot."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import orjson
 
 from pd_connectors.protocol.clock import patiently
+from pd_http.node_answers import object_in
 from pd_router.liveness import Down
-from pd_router.upstream import FailureKind, LegFailed, Upstream, object_in
+from pd_router.upstream import FailureKind, LegFailed, Upstream
 
 if TYPE_CHECKING:
     from pd_router.config import RouterConfig
@@ -23,7 +24,7 @@ log = logging.getLogger("pd_router")
 class HealthPoller:
     """Writes `reachable`, `liveness`, `node_id`, `epoch`, `num_slots`, `kv_in_use` and `models` of the nodes.
 
-    A node whose process or engine stands still is judged frozen within `health_interval_s` + `health_timeout_s`.
+    A node without progress (process or engine) is judged frozen within `health_interval_s` + `health_timeout_s`.
     """
 
     def __init__(self, config: RouterConfig, table: NodeTable, upstream: Upstream) -> None:
@@ -31,12 +32,12 @@ class HealthPoller:
         self._upstream = upstream
         self._interval_s = config.health_interval_s
         self._health_timeout_s = config.health_timeout_s
-        self._models_timeout_s = config.health_timeout_s  # the next look at /health waits for it
+        self._models_timeout_s = config.health_timeout_s  # the next poll of /health waits for it
 
     async def run(self) -> None:
-        """Poll until cancelled, whatever nodes come and go.
+        """Poll until cancelled, following the node table.
 
-        Each node at its own pace: one that does not answer holds up no other's turn. A new one is asked at once.
+        A node that does not answer delays no other node's poll. A new node is polled at once.
         """
         changed = self._table.changed
         polling: dict[Node, asyncio.Task[None]] = {}
@@ -50,7 +51,7 @@ class HealthPoller:
                 await changed.wait()
 
     async def poll_all(self) -> None:
-        """One round. It ends within twice `health_timeout_s`."""
+        """Poll every node once. Ends within twice `health_timeout_s`."""
         await asyncio.gather(*(self.poll(node) for node in self._table.nodes))
 
     async def _poll_for_ever(self, node: Node) -> None:
@@ -59,8 +60,8 @@ class HealthPoller:
                 await asyncio.sleep(self._interval_s)
             try:
                 await self.poll(node)
-            except Exception:  # a bug that one node brings out must not end the looks at all others
-                log.exception("node %s (%s) cannot be asked", node.node_id, node.url)
+            except Exception:  # a bug that one node triggers must not stop the polls of the others
+                log.exception("node %s (%s) cannot be polled", node.node_id, node.url)
                 self._table.set_down(node)
 
     async def poll(self, node: Node) -> None:
@@ -73,7 +74,7 @@ class HealthPoller:
             self._set_down(node, why, FailureKind.FROZEN)
             return
         except LegFailed as failure:
-            # A connection that broke off says less: the next look will tell
+            # A broken connection is not conclusive: the next poll decides
             self._set_down(node, str(failure), FailureKind.DIED if failure.kind is FailureKind.CONNECT else None)
             return
         if answer.status != 200:
@@ -90,51 +91,48 @@ class HealthPoller:
             log.info("node %s (%s, %s) is healthy", node.node_id, node.role.value, node.url)
 
     def _set_ill(self, node: Node, answer: Answer) -> None:
-        """A node that answers, but not that all is well."""
-        told = object_in(answer.body)
-        status, reason = told.get("status"), told.get("reason")
+        """The node answered with a status other than 200."""
+        report = object_in(answer.body)
+        status, reason = report.get("status"), report.get("reason")
         kind = {"frozen": FailureKind.FROZEN, "dead": FailureKind.DIED}.get(str(status))
         self._set_down(node, f"/health answers {answer.status}: {reason or status or 'no reason'}", kind)
 
     def _set_down(self, node: Node, why: str, kind: FailureKind | None) -> None:
-        """`kind` None: no new request goes there, but those that wait for it go on waiting."""
+        """`kind` None: the node gets no new requests, but requests that wait for it continue to wait."""
         if node.reachable:
-            log.warning("node %s (%s) is left out: %s", node.node_id, node.url, why)
+            log.warning("node %s (%s) gets no requests: %s", node.node_id, node.url, why)
         self._table.set_down(node)
         node.liveness.judge(None if kind is None else Down(kind, why))
 
     def _read_identity(self, node: Node, body: bytes) -> bool:
-        """Take over what /health tells (other engines tell nothing). True when the node has booted anew."""
-        try:
-            told = orjson.loads(body)
-        except orjson.JSONDecodeError:
+        """Read /health; other engines' /health is empty. Returns True if the node has restarted."""
+        report = object_in(body)
+        if not report:
             return False
-        if not isinstance(told, dict):
-            return False
-        node_id = told.get("node_id")
+        node_id = report.get("node_id")
         if isinstance(node_id, str) and node_id.isascii() and node_id.isprintable() and node_id:
-            node.node_id = node_id  # fit for a header
-        epoch = told.get("epoch")
+            node.node_id = node_id  # safe in a header
+        epoch = report.get("epoch")
         restarted = isinstance(epoch, int) and node.epoch is not None and epoch != node.epoch
         if restarted:
             log.warning("node %s has restarted (epoch %s -> %s)", node.node_id, node.epoch, epoch)
             node.failures_in_row, node.ejected_until_s, node.draining = 0, 0.0, False
             node.restarts += 1
         node.epoch = epoch if isinstance(epoch, int) else None
-        num_slots = told.get("max_num_seqs")
+        num_slots = report.get("max_num_seqs")
         node.num_slots = num_slots if isinstance(num_slots, int) else None
-        max_model_len = told.get("max_model_len")
+        max_model_len = report.get("max_model_len")
         node.max_model_len = max_model_len if isinstance(max_model_len, int) and max_model_len > 0 else None
-        kv_in_use = told.get("kv_in_use")
+        kv_in_use = report.get("kv_in_use")
         node.kv_in_use = kv_in_use if isinstance(kv_in_use, float | int) else 0.0
         return restarted
 
     async def _read_models(self, node: Node) -> None:
-        """Learn the node's models; without an answer any model is tried there."""
+        """Read the node's models. Without an answer, requests for any model may go to the node."""
         try:
             answer = await self._upstream.get(node, "/v1/models", {}, self._models_timeout_s)
             listed = orjson.loads(answer.body)["data"] if answer.status == 200 else None
             node.models = None if listed is None else frozenset(str(entry["id"]) for entry in listed)
         except (LegFailed, orjson.JSONDecodeError, KeyError, TypeError) as error:
             node.models = None
-            log.warning("node %s does not tell its models: %s", node.node_id, error)
+            log.warning("node %s gave no list of its models: %s", node.node_id, error)

@@ -1,4 +1,4 @@
-"""The two legs of a request: P's yields a ticket and is then read to its end, D's yields the answer."""
+"""The two legs of a request: P's leg yields a ticket and is then read to its end, D's leg yields the answer."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import msgspec
 
+from pd_http.errors import ENGINE_DIED
+from pd_http.node_answers import PrefillEvents, code_of, object_in
+from pd_http.sse import EVENT_STREAM
 from pd_router.body import raw_object
 from pd_router.headers import PREFILL_BY
-from pd_router.sse import Event, SseParser
-from pd_router.upstream import ENGINE_DIED, Answer, FailureKind, LegFailed, Refused, Upstream, code_of, object_in
+from pd_router.upstream import LEG_ERRORS, Answer, FailureKind, LegFailed, Refused, Upstream, leg_failure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pd_http.sse import Event
     from pd_router.node_table import Charge, Node
 
 log = logging.getLogger("pd_router")
-EVENT_STREAM = "text/event-stream"
 _KV = "kv_transfer_params"
 
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """What P handed out. `params` goes to D as it is; `ticket` is None for engines that know none."""
+    """P's kv_transfer_params. `params` goes to D unchanged; `ticket` is None for engines without tickets."""
 
     node: Node
     params: dict[str, Any]
@@ -35,31 +37,27 @@ class Handoff:
 
 
 class PrefillLeg:
-    """P's leg. `open` it, then `drain` it in a task of its own; `close` ends it at any time.
+    """P's leg. Call `open`, then `drain` in a task of its own; `close` ends it at any time.
 
-    Closing before the end makes P abort the request. The charge on P is given back when the leg ends.
+    Closing it early makes P abort the request. The charge on P is released when the leg ends.
     """
 
     def __init__(self, upstream: Upstream, node: Node, charge: Charge) -> None:
         self.node = node
         self._upstream = upstream
         self._charge = charge
-        self._parser = SseParser()
-        self._after_ticket: list[Event] = []  # a short prompt's "done" may come together with its ticket
+        self._events = PrefillEvents()
         self._response: aiohttp.ClientResponse | None = None
 
     async def open(self, path: str, headers: Mapping[str, str], body: bytes, ticket_timeout_s: float) -> Handoff:
-        """Send the request, wait for the ticket. Raises LegFailed, Refused; the leg is closed then."""
+        """Send the request and wait for the ticket. Raises LegFailed or Refused, with the leg closed."""
         try:
             self._response = await self._upstream.post(self.node, path, headers, body, ticket_timeout_s)
             try:
                 async with asyncio.timeout(ticket_timeout_s):
                     return await self._handoff(self._response)
-            except TimeoutError as error:
-                detail = f"no ticket within {ticket_timeout_s:g} s"
-                raise LegFailed(self.node, FailureKind.TIMEOUT, detail, wait="ticket") from error
-            except aiohttp.ClientError as error:
-                raise LegFailed(self.node, FailureKind.BROKEN, f"no ticket: {error}") from error
+            except LEG_ERRORS as error:
+                raise leg_failure(self.node, error, "ticket", f"no ticket within {ticket_timeout_s:g} s") from error
             except (ValueError, msgspec.MsgspecError) as error:
                 raise LegFailed(self.node, FailureKind.BAD_ANSWER, f"no ticket: {error}") from error
         except BaseException:
@@ -68,61 +66,44 @@ class PrefillLeg:
 
     async def _handoff(self, response: aiohttp.ClientResponse) -> Handoff:
         if response.content_type != EVENT_STREAM:
-            return self._read_params(await response.read())  # an engine without tickets: it has prefilled by now
-        while chunk := await response.content.readany():
-            events = self._parser.feed(chunk)
-            for i, event in enumerate(events):
-                if event.name == "ticket":
-                    self._after_ticket = events[i + 1 :]
-                    return self._read_params(event.data)
-                if event.name == "error":
-                    raise _refusal_in(event) or _failure_in(self.node, event)
-        raise LegFailed(self.node, FailureKind.BROKEN, "the answer ended without a ticket")
+            return self._read_params(await response.read())  # an engine without tickets: it has prefilled already
+        event = await self._events.ticket(response.content.readany)
+        if event is None:
+            raise LegFailed(self.node, FailureKind.BROKEN, "the answer ended without a ticket")
+        if event.name == "error":
+            raise _refusal_in(event) or _failure_in(self.node, event)
+        return self._read_params(event.data)
 
     def _read_params(self, data: bytes) -> Handoff:
         found = raw_object(data).get(_KV)
         if found is None or bytes(found) == b"null":
-            raise LegFailed(self.node, FailureKind.BAD_ANSWER, "the answer carries no kv_transfer_params")
+            raise LegFailed(self.node, FailureKind.BAD_ANSWER, "the answer has no kv_transfer_params")
         params = raw_object(found)
         ticket = msgspec.json.decode(params["ticket"], type=str | None) if "ticket" in params else None
         return Handoff(self.node, dict(params), ticket)
 
     async def drain(self, timeout_s: float) -> None:
-        """Read to the end, so that the connection can be used again. Raises LegFailed when P did not finish."""
+        """Read to the end, so that the connection can be reused. Raises LegFailed if P did not finish."""
         assert self._response is not None
         try:
             if self._response.content_type == EVENT_STREAM:
                 async with asyncio.timeout(timeout_s):
                     await self._read_to_end(self._response)
             self._charge.prefill_done()
-        except TimeoutError as error:
-            detail = f"prefill not done within {timeout_s:g} s"
-            raise LegFailed(self.node, FailureKind.TIMEOUT, detail, wait="prefill") from error
-        except (aiohttp.ClientError, ValueError) as error:
-            raise LegFailed(self.node, FailureKind.BROKEN, f"{type(error).__name__}: {error}") from error
+        except (*LEG_ERRORS, ValueError) as error:
+            raise leg_failure(self.node, error, "prefill", f"prefill not done within {timeout_s:g} s") from error
         finally:
             self.close()
 
     async def _read_to_end(self, response: aiohttp.ClientResponse) -> None:
-        done = False
-        failure: LegFailed | None = None
-        events = self._after_ticket
-        while True:
-            for event in events:
-                done = done or event.name == "done"
-                if event.name == "error":
-                    failure = _failure_in(self.node, event)
-            chunk = await response.content.readany()
-            if not chunk:
-                break
-            events = self._parser.feed(chunk)
-        if failure is not None:
-            raise failure
-        if not done:
+        event = await self._events.outcome(response.content.readany)
+        if event is None:
             raise LegFailed(self.node, FailureKind.BROKEN, "the answer ended before the prefill did")
+        if event.name == "error":
+            raise _failure_in(self.node, event)
 
     def close(self) -> None:
-        """Idempotent. A connection whose answer was read to its end has gone back to the pool already."""
+        """Idempotent. After the end of the answer the connection is in the pool already."""
         if self._response is not None:
             self._response.close()
         self._charge.release()
@@ -135,7 +116,7 @@ def _failure_in(node: Node, event: Event) -> LegFailed:
 
 
 def _refusal_in(event: Event) -> Refused | None:
-    """What would have been a 4xx if the node had not had to begin its answer before it knew."""
+    """A 4xx that came as an event, because the node had begun its answer before it knew."""
     status = object_in(event.data).get("status")
     if not isinstance(status, int) or not 400 <= status < 500 or status == 429:
         return None
@@ -143,7 +124,7 @@ def _refusal_in(event: Event) -> Refused | None:
 
 
 class DecodeLeg:
-    """D's leg. After `open` either `whole` (not streamed) or `first_chunk` and `read` give the answer."""
+    """D's leg. After `open` the answer is `whole` (not streamed), or `first_chunk` and what `read` returns."""
 
     def __init__(self, upstream: Upstream, node: Node, charge: Charge) -> None:
         self.node = node
@@ -156,10 +137,10 @@ class DecodeLeg:
     async def open(
         self, path: str, headers: Mapping[str, str], body: bytes, first_byte_s: float, body_timeout_s: float
     ) -> None:
-        """Send the request; wait for the first bytes of a stream or for the whole of anything else.
+        """Send the request; wait for the first bytes of a stream, or for the whole of any other answer.
 
-        Nothing of the answer has been shown to the client until this returns, so another node may still take over.
-        Raises LegFailed, Refused; the leg is closed then.
+        The client gets no byte before this returns, so another node may still take over. Raises LegFailed or Refused,
+        with the leg closed.
         """
         try:
             response = self._response = await self._upstream.post(self.node, path, headers, body, first_byte_s)
@@ -172,18 +153,15 @@ class DecodeLeg:
                 else:
                     async with asyncio.timeout(body_timeout_s):
                         self.whole = Answer(response.status, tuple(response.raw_headers), await response.read())
-            except TimeoutError as error:
-                detail = "the answer began but did not go on"
-                raise LegFailed(self.node, FailureKind.TIMEOUT, detail, wait="body") from error
-            except aiohttp.ClientError as error:
-                raise LegFailed(self.node, FailureKind.BROKEN, f"{type(error).__name__}: {error}") from error
+            except LEG_ERRORS as error:
+                raise leg_failure(self.node, error, "body", "the answer began and then stopped") from error
         except BaseException:
             self.close()
             raise
         if self.whole is None:
             self._charge.prefill_done()
         else:
-            self._charge.prefill_over()  # long ago
+            self._charge.prefill_over()  # long before the end of the answer
 
     @property
     def status(self) -> int:
@@ -197,20 +175,20 @@ class DecodeLeg:
 
     @property
     def prefilled_by(self) -> str:
-        """Who has read the prompt just now, if this node's stream has begun by telling; else ""."""
+        """The node that prefilled the prompt, by the headers of a stream that has just begun; else ""."""
         assert self._response is not None
         return self._response.headers.get(PREFILL_BY, "") if self.whole is None else ""
 
     async def read(self) -> bytes:
-        """The next bytes of the stream as they came; empty at its end. Raises LegFailed when it was cut off."""
+        """The next bytes of the stream, unchanged; empty at its end. Raises LegFailed if it broke off."""
         assert self._response is not None
         try:
             return await self._response.content.readany()
         except aiohttp.ClientError as error:
-            raise LegFailed(self.node, FailureKind.BROKEN, f"{type(error).__name__}: {error}") from error
+            raise leg_failure(self.node, error, "", "") from error
 
     def close(self) -> None:
-        """Idempotent. Before the end of the answer this makes D abort the request."""
+        """Idempotent. Closing it before the end of the answer makes D abort the request."""
         if self._response is not None:
             self._response.close()
         self._charge.release()

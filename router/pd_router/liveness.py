@@ -1,12 +1,12 @@
-"""What health checks say of a node, and the waits that end when it goes down. Pure: no IO, no clock.
+"""The judgement of health checks on a node, and the waits that end when a node goes down. Pure: no IO, no clock.
 
-the node ...                                 judged     waits for its first byte
-answers /health with 200                     up         go on
+the node ...                                 judged     requests that wait for its first byte
+answers /health with 200                     up         continue to wait
 does not answer within `health_timeout_s`    frozen     move, if another node can take them
 answers that its engine is frozen            frozen     the same
 refuses connections, or answers "dead"       died       the same, counted against the request
-answers with another boot epoch              died       the same; what it is sent from now on is not concerned
-answers that it starts or drains             not asked  go on: what it has, it finishes
+answers with another boot epoch              died       the same; requests sent from now on are not affected
+answers that it starts or drains             not judged continue to wait: the node finishes what it has
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Down:
-    """A judgement."""
+    """A judgement that a node is down."""
 
     kind: FailureKind  # FROZEN or DIED
     why: str
 
 
 class NodeLiveness:
-    """Of one node. The health poller judges, guarded waits hear of it."""
+    """Of one node. The health poller judges; guarded waits are told."""
 
     __slots__ = ("_guards", "down")
 
@@ -42,20 +42,20 @@ class NodeLiveness:
         self._guards: set[FirstByteGuard] = set()
 
     def judge(self, down: Down | None) -> None:
-        """The newest word. A node that stays down is judged again with each check: a wait that could not move then may
-        be able to now."""
+        """Store the newest judgement. A node that stays down is judged at each poll: a wait that could not move before
+        may be able to move now."""
         self.down = down
         if down is not None:
             for guard in list(self._guards):
                 guard.hear(down)
 
     def restarted(self, why: str) -> None:
-        """The node is up, but what was sent to it before is lost."""
+        """The node is up, but has lost the requests that it had."""
         self.judge(Down(FailureKind.DIED, why))
         self.judge(None)
 
     def enter(self, guard: FirstByteGuard) -> None:
-        """`guard` hears of judgements until it leaves. Of one that stands it hears at once."""
+        """Tell `guard` judgements until it leaves, and a standing one at once."""
         self._guards.add(guard)
         if self.down is not None:
             guard.hear(self.down)
@@ -65,10 +65,10 @@ class NodeLiveness:
 
 
 class FirstByteGuard:
-    """While entered, the current task is cancelled when `node` is judged down and `can_move` agrees.
+    """While entered, cancels the current task if `node` is judged down and `can_move()` is true; raises LegFailed then.
 
-    Outside this shows as LegFailed. Only for waits in which the client has been shown no byte. Like `asyncio.timeout`,
-    it can be nested with other scopes that cancel. Without an alternative the wait goes on: the node may recover.
+    Only for waits before the client's first byte. Like `asyncio.timeout`, it can be nested with other scopes that
+    cancel. If the request cannot move, the wait continues: the node may recover.
     """
 
     __slots__ = ("_can_move", "_down", "_node", "_num_cancelled", "_task")
@@ -86,7 +86,7 @@ class FirstByteGuard:
         self._node.liveness.enter(self)
 
     def hear(self, down: Down) -> None:
-        """The node is down."""
+        """The node was judged down."""
         if self._down is None and self._can_move():
             self._down = down
             self._task.cancel()

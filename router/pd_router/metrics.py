@@ -1,4 +1,4 @@
-"""What the router counts, in a registry of its own."""
+"""The router's metrics, in a registry of their own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pd_http.metrics import HttpMetrics
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pd_http.gate import HttpGate
     from pd_router.node_table import NodeTable
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -22,80 +23,44 @@ class RouterMetrics:
 
     def __init__(self, table: NodeTable) -> None:
         self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "pd_router_requests",
-            "Requests by order, its reason and how they ended.",
-            ["order", "reason", "outcome"],
-            registry=registry,
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"pd_router_{name}", help, labels, registry=registry)
+
+        def histogram(name: str, help: str, *labels: str) -> Histogram:
+            return Histogram(f"pd_router_{name}_seconds", help, labels, buckets=_SECONDS, registry=registry)
+
+        self.requests = counter(
+            "requests", "Requests by order, reason of the order, and outcome.", "order", "reason", "outcome"
         )
         self.in_flight = Gauge("pd_router_requests_in_flight", "Requests being served.", registry=registry)
-        self.ticket_s = Histogram(
-            "pd_router_ticket_seconds", "From arrival to P's ticket.", registry=registry, buckets=_SECONDS
+        self.ticket_s = histogram("ticket", "From arrival to P's ticket.")
+        self.first_byte_s = histogram("first_byte", "From arrival to the first byte of the answer.", "order")
+        self.request_s = histogram("request", "From arrival to the last byte.", "order")
+        self.leg_failures = counter(
+            "leg_failures", "Legs that failed, by node and kind of failure.", "leg", "node", "kind"
         )
-        self.first_byte_s = Histogram(
-            "pd_router_first_byte_seconds",
-            "From arrival to the first byte of the answer.",
-            ["order"],
-            registry=registry,
-            buckets=_SECONDS,
+        self.waits = counter("waits_expired", "Waits for a node that reached their deadline, by name.", "wait", "node")
+        self.moves = counter(
+            "legs_moved", "Legs without a byte that left a node judged frozen or dead.", "leg", "node", "kind"
         )
-        self.request_s = Histogram(
-            "pd_router_request_seconds",
-            "From arrival to the last byte.",
-            ["order"],
-            registry=registry,
-            buckets=_SECONDS,
+        self.exhausted = counter(
+            "tries_exhausted", "Requests for which every healthy node of a role, or as many as allowed, failed.", "leg"
         )
-        self.leg_failures = Counter(
-            "pd_router_leg_failures", "Legs that failed, by node and why.", ["leg", "node", "kind"], registry=registry
+        self.node_killers = counter(
+            "requests_nodes_died", "Requests that ended because too many nodes died while they served them."
         )
-        self.waits = Counter(
-            "pd_router_waits_expired", "Waits for a node that ran into their deadline, by name.", ["wait", "node"],
-            registry=registry,
-        )  # fmt: skip
-        self.moves = Counter(
-            "pd_router_legs_moved",
-            "Legs that had shown no byte and left a node that was judged frozen or dead.",
-            ["leg", "node", "kind"],
-            registry=registry,
-        )
-        self.exhausted = Counter(
-            "pd_router_tries_exhausted",
-            "Requests for which every node of a role that lives, or as many as allowed, was tried in vain.",
-            ["leg"],
-            registry=registry,
-        )
-        self.node_killers = Counter(
-            "pd_router_requests_nodes_died",
-            "Requests that were given up because too many nodes died while they served them.",
-            registry=registry,
-        )
-        self.client_gone = Counter(
-            "pd_router_client_disconnects", "Clients that left, by what was going on.", ["phase"], registry=registry
-        )
-        self.releases = Counter(
-            "pd_router_ticket_releases", "Tickets given back because no D took them.", ["result"], registry=registry
-        )
-        self.http_refusals = Counter(
-            "pd_router_http_refusals", "Connections that the router ended by itself.", ["reason"], registry=registry
-        )
-        self.connections = Gauge("pd_router_http_connections", "Open connections of clients.", registry=registry)
-        self.unfinished_bytes = Gauge(
-            "pd_router_http_unfinished_bytes", "Memory of requests that have not arrived whole.", registry=registry
-        )
+        self.client_gone = counter("client_disconnects", "Clients that left, by phase of the request.", "phase")
+        self.releases = counter("ticket_releases", "Tickets released because no D took them.", "result")
+        self.http = HttpMetrics(registry, "pd_router")
         registry.register(_NodeCollector(table))
-
-    def add_gate(self, gate: HttpGate) -> None:
-        """Export what the HTTP server holds."""
-        self.connections.set_function(gate.__len__)
-        self.unfinished_bytes.set_function(lambda: gate.unfinished_bytes)
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
 
 
 class _NodeCollector(Collector):
-    """Gauges read from the node table when somebody asks."""
+    """Gauges read from the node table at each scrape."""
 
     def __init__(self, table: NodeTable) -> None:
         self._table = table
@@ -103,14 +68,12 @@ class _NodeCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         labels = ["node", "url", "role"]  # two nodes may carry one name, and samples must differ
         healthy = GaugeMetricFamily("pd_router_node_healthy", "1 when requests may go there.", labels=labels)
-        sequences = GaugeMetricFamily(
-            "pd_router_node_outstanding_sequences", "Generations not finished.", labels=labels
-        )
+        sequences = GaugeMetricFamily("pd_router_node_outstanding_sequences", "Unfinished generations.", labels=labels)
         prompts = GaugeMetricFamily(
             "pd_router_node_outstanding_prefill_bytes", "Prompt bytes not prefilled.", labels=labels
         )
         speeds = GaugeMetricFamily(
-            "pd_router_node_prefill_bytes_per_second", "Prompt bytes read, of nodes that have read any lately.",
+            "pd_router_node_prefill_bytes_per_second", "Prompt bytes prefilled per second; only recently active nodes.",
             labels=labels,
         )  # fmt: skip
         now_s = self._table.clock()

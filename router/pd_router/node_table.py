@@ -1,4 +1,4 @@
-"""The nodes behind the router: who they are, how they do, and how much they have been given."""
+"""The nodes behind the router: identity, health and outstanding work."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from pd_router.config import RouterConfig
 
 log = logging.getLogger("pd_router")
-FULL_KV = 0.9  # share in use from which prompts are likely to wait for memory
-FLAGS = "flags"  # the source of the nodes that the command line names
+FULL_KV = 0.9  # share of the KV cache in use from which prompts probably wait for blocks
+FLAGS = "flags"  # the source of nodes named on the command line
 
 
 class Role(StrEnum):
@@ -34,41 +34,41 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """What a source says of one node. A node is its URL and role: with another role it is another node."""
+    """One node as a source names it. URL and role identify a node: with another role it is another node."""
 
     url: str  # base URL, no trailing slash
     role: Role
-    node_id: str = ""  # its name until /health tells it; "": host:port
+    node_id: str = ""  # its id until /health names it; "": host:port
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One node. Written by the node table, by the health poller, by failures seen on legs, and by charges."""
+    """One node. Written by the node table, the health poller, failures of legs, and charges."""
 
     url: str  # base URL, no trailing slash
     role: Role
     node_id: str  # from /health; until then host:port
-    reachable: bool = False  # the last /health was good, and nothing failed to connect since
-    polled: bool = False  # /health has been asked
-    draining: bool = False  # told to take no more, until it is resumed or boots anew
-    gone: bool = False  # no source names it any more; what it still runs is seen through
+    reachable: bool = False  # the last /health was good, and no connection failed since
+    polled: bool = False  # /health has been polled
+    draining: bool = False  # gets no new requests until it is resumed or restarts
+    gone: bool = False  # no source names it any more; its running requests are finished
     ejected_until_s: float = 0.0
     failures_in_row: int = 0
-    epoch: int | None = None  # the engine's boot; None for nodes that tell none
-    restarts: int = 0  # new epochs that this router has seen
-    down_since_s: float | None = None  # when it ceased to be reachable, or was first found not to be; None: it is not
-    models: frozenset[str] | None = None  # None: not known, so any model is tried
-    max_model_len: int | None = None  # tokens; None for nodes that do not tell
-    num_slots: int | None = None  # sequences that run there at once; None for nodes that do not tell
-    kv_in_use: float = 0.0  # share of its KV cache, when last asked; 0 for nodes that do not tell
-    prefill_bytes: int = 0  # outstanding prompt bytes: prefill work grows with the prompt
+    epoch: int | None = None  # of the engine's boot; None: /health does not name it
+    restarts: int = 0  # changes of epoch seen by this router
+    down_since_s: float | None = None  # since when it is not reachable; None: it is reachable
+    models: frozenset[str] | None = None  # None: not known, so requests for any model may go there
+    max_model_len: int | None = None  # in tokens; None: /health does not name it
+    num_slots: int | None = None  # sequences that run at once; None: /health does not name it
+    kv_in_use: float = 0.0  # share of its KV cache by the last /health; 0: /health does not name it
+    prefill_bytes: int = 0  # outstanding prompt bytes
     decode_sequences: int = 0  # outstanding generations
     speed: ReadingSpeed = field(default_factory=ReadingSpeed)
     liveness: NodeLiveness = field(default_factory=NodeLiveness)
     urls: dict[str, URL] = field(default_factory=dict)
 
     def is_healthy(self, now_s: float) -> bool:
-        """Whether a request may go there now."""
+        """Whether requests may go to this node now."""
         return self.reachable and not self.draining and not self.gone and now_s >= self.ejected_until_s
 
     def has_room(self, count: int) -> bool:
@@ -85,14 +85,14 @@ class Node:
         return "leaving" if self.gone else "draining" if self.draining else "active"
 
     def goes_by(self, name: str) -> bool:
-        """Whether `name` is its id, or its host:port."""
+        """Whether `name` is the node's id or its host:port."""
         return name in (self.node_id, urlsplit(self.url).netloc)
 
     def serves(self, model: str | None) -> bool:
         return model is None or self.models is None or model in self.models
 
     def at(self, path: str) -> URL:
-        """The parsed URL of `path` on this node; parsing one costs more than looking it up."""
+        """The parsed URL of `path` on this node, cached because parsing costs more than a lookup."""
         url = self.urls.get(path)
         if url is None:
             url = self.urls[path] = URL(self.url + path)
@@ -100,7 +100,7 @@ class Node:
 
 
 class Charge:
-    """Work booked on a node at the moment it is chosen, so that a burst spreads; given back exactly once."""
+    """Work booked on a node when it is chosen, so that a burst spreads over nodes. Released exactly once."""
 
     __slots__ = ("_begun_s", "_clock", "_is_hidden", "_node", "_prefill_bytes", "_sequences", "_timer")
 
@@ -116,16 +116,16 @@ class Charge:
         self._timer: asyncio.TimerHandle | None = None
 
     def hide_prefill(self, expected_s: float | None) -> None:
-        """Nothing will show when the node has read the prompt: it is believed to have, `expected_s` from now.
+        """The answer will not show when the prefill ends: assume that it ends `expected_s` from now.
 
-        None: nobody can tell, so not before it is known to be over.
+        None: no estimate, so the charge stays until `prefill_over`.
         """
         self._is_hidden = True
         if expected_s is not None:
             self._timer = asyncio.get_running_loop().call_later(expected_s, self.prefill_over)
 
     def prefill_done(self) -> None:
-        """The node has read the prompt just now: that tells its speed. Ignored where it does not show."""
+        """The node has just prefilled the prompt: note its speed. Ignored after `hide_prefill`."""
         if self._is_hidden:
             return
         if self._prefill_bytes:
@@ -133,7 +133,7 @@ class Charge:
         self.prefill_over()
 
     def prefill_over(self) -> None:
-        """It is not reading the prompt any more, or so it is believed."""
+        """The prefill has ended, or is assumed to have ended."""
         self._node.prefill_bytes -= self._prefill_bytes
         self._prefill_bytes = 0
         if self._timer is not None:
@@ -154,29 +154,29 @@ class Charge:
 
 
 class NodeTable:
-    """All nodes that some source names, those of the flags first. `clock`: monotonic seconds."""
+    """All nodes that a source names, those of the flags first. `clock`: monotonic seconds."""
 
     def __init__(self, config: RouterConfig, clock: Callable[[], float]) -> None:
         self._eject_after = config.eject_after
         self._eject_s = config.eject_s
         self.clock = clock
         self.nodes: tuple[Node, ...] = ()
-        self.changed = asyncio.Event()  # set when a node has come or gone; whoever follows that clears it
-        self._told: dict[str, tuple[NodeSpec, ...]] = {}
-        self._leaving: list[Node] = []  # gone, but not idle when they went
+        self.changed = asyncio.Event()  # set when a node was added or removed; the health poller clears it
+        self._named: dict[str, tuple[NodeSpec, ...]] = {}
+        self._leaving: list[Node] = []  # removed while they still had requests
         flags = ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode), (Role.MIXED, config.mixed))
         self.apply(FLAGS, (NodeSpec(url.rstrip("/"), role) for role, urls in flags for url in urls))
 
     def apply(self, source: str, specs: Iterable[NodeSpec]) -> None:
-        """Take over all that `source` names now. What no source names any more gets no request from here on.
+        """Replace the nodes of `source` by `specs`. A node that no source names any more gets no new requests.
 
-        A URL that two sources name is the first one's.
+        If two sources name a URL, the first source decides its role.
         """
-        self._told[source] = tuple(specs)
+        self._named[source] = tuple(specs)
         wanted: dict[str, NodeSpec] = {}
-        for spec in (spec for told in self._told.values() for spec in told):
+        for spec in (spec for specs_of_one in self._named.values() for spec in specs_of_one):
             if wanted.setdefault(spec.url, spec).role is not spec.role:
-                log.warning("%s is named twice, also as a %s node: that is ignored", spec.url, spec.role.value)
+                log.warning("%s is named twice; its second role, %s, is ignored", spec.url, spec.role.value)
         self._leaving = [node for node in self._leaving if not node.is_idle]
         known = {(node.url, node.role): node for node in (*self._leaving, *self.nodes)}
         before = self.nodes
@@ -187,27 +187,27 @@ class NodeTable:
             self._enter(node, source)
 
     def _leave(self, node: Node, source: str) -> None:
-        log.info("node %s (%s, %s) leaves, says %s", node.node_id, node.role.value, node.url, source)
+        log.info("node %s (%s, %s) was removed by source %s", node.node_id, node.role.value, node.url, source)
         node.gone = True
         self._leaving.append(node)
         self.changed.set()
 
     def _enter(self, node: Node, source: str) -> None:
         if source != FLAGS:
-            log.info("node %s (%s, %s) comes, says %s", node.node_id, node.role.value, node.url, source)
-        if node.gone:  # back before its last request was over: the same node, of which nothing is known but its load
+            log.info("node %s (%s, %s) was added by source %s", node.node_id, node.role.value, node.url, source)
+        if node.gone:  # it came back before its last request ended: only its load is still known
             self._leaving.remove(node)
             node.gone = node.draining = node.reachable = node.polled = False
             node.models = None
         self.changed.set()
 
     def source_of(self, node: Node) -> str | None:
-        """Whose word the node stands by; None when it is gone."""
-        spoken = (name for name, told in self._told.items() if any(spec.url == node.url for spec in told))
-        return None if node.gone else next(spoken, None)
+        """The source that names the node; None: it is gone."""
+        names = (name for name, specs in self._named.items() if any(spec.url == node.url for spec in specs))
+        return None if node.gone else next(names, None)
 
     def find(self, name: str) -> list[Node]:
-        """The nodes whose id or host:port is `name`; when there are none, those that are leaving."""
+        """The nodes with the id or host:port `name`; if there are none, those that are leaving."""
         found = [node for node in self.nodes if node.goes_by(name)]
         return found or [node for node in self._leaving if node.goes_by(name) and not node.is_idle]
 
@@ -217,12 +217,12 @@ class NodeTable:
         return [n for n in self.nodes if n.role in wanted and n.is_healthy(now_s) and n.serves(model)]
 
     def knows_model(self, model: str) -> bool:
-        """Whether some node serves `model`, or might: a node that never told its models."""
+        """Whether a node serves `model`, or may serve it: a node that gave no list of its models."""
         return not self.nodes or any(node.serves(model) for node in self.nodes)
 
     @property
     def longest_body(self) -> int | None:
-        """Bytes of the longest body that any node that is up has a use for. None: not known of all of them."""
+        """Bytes of the longest body that a reachable node can serve. None: not known for all of them."""
         lengths = [node.max_model_len for node in self.nodes if node.reachable]
         known = [length for length in lengths if length is not None]
         return longest_body(max(known)) if known and len(known) == len(lengths) else None
@@ -233,7 +233,7 @@ class NodeTable:
     def failed(self, node: Node, *, unreachable: bool) -> None:
         """A leg to `node` got no proper HTTP answer.
 
-        Nobody listening puts the node out until /health answers again; other failures add up.
+        `unreachable`: the node gets no requests until /health is good again. Other failures add up to an ejection.
         """
         if unreachable:
             self.set_down(node)
@@ -243,7 +243,7 @@ class NodeTable:
             node.failures_in_row = 0
 
     def set_down(self, node: Node) -> None:
-        """It does not answer: it gets no request until /health is good again."""
+        """The node does not answer: it gets no requests until /health is good again."""
         node.reachable = False
         if node.down_since_s is None:
             node.down_since_s = self.clock()
@@ -253,12 +253,12 @@ class NodeTable:
         node.down_since_s = None
 
     def report(self) -> list[dict[str, object]]:
-        """For `GET /nodes`: also what is leaving and not done yet."""
+        """For `GET /nodes`: all nodes, and those that are leaving with requests under way."""
         leaving = (node for node in self._leaving if not node.is_idle)
         return [self.describe(node) for node in (*self.nodes, *leaving)]
 
     def describe(self, node: Node) -> dict[str, object]:
-        """`down_s`: for how long it has not answered, null when it does. `restarts`: new epochs seen by this router."""
+        """`down_s`: seconds without an answer; null: it answers. `restarts`: changes of epoch seen by this router."""
         now_s = self.clock()
         return {
             "node_id": node.node_id,

@@ -1,12 +1,13 @@
-"""Which nodes may serve a request, in which order, and why. Pure: reads the table, changes nothing."""
+"""The nodes that may serve a request, the order of the legs, and the reason. Pure: reads the table only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pd_http.errors import ModelNotFound
 from pd_router.config import HandoffOrder
-from pd_router.errors import ModelNotFound, NoNode
+from pd_router.errors import NoNode
 from pd_router.node_table import Node, NodeTable, Role
 
 if TYPE_CHECKING:
@@ -15,16 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RoutePlan:
-    """Candidates; the best is chosen when it is needed, since loads change meanwhile.
+    """Candidates for both legs. The best one is chosen when it is needed, since loads change meanwhile.
 
-    `prefills` is empty exactly when `order` is DIRECT.
+    `prefills` is empty exactly if `order` is DIRECT.
     """
 
     order: HandoffOrder
     reason: str  # default | header | several-prompts | no-prefill-node | prefill-busy | prefill-failed
     prefills: tuple[Node, ...]
     decodes: tuple[Node, ...]
-    is_asked: bool = False  # the client wants to have it so
+    is_asked: bool = False  # the client asked for `order`
 
 
 def make_plan(
@@ -36,9 +37,9 @@ def make_plan(
     *,
     several_prompts: bool = False,
 ) -> RoutePlan:
-    """RoutePlan one request. `turn` is any counter: it breaks ties, so that equally loaded nodes take turns.
+    """Plan one request. `turn`: any counter; it breaks ties, so that equally loaded nodes take turns.
 
-    A ticket is for one prompt, so several are never sent P-first: D asks for a ticket for each.
+    A ticket is for one prompt, so several prompts are never sent P-first: D asks for a ticket for each.
     Raises ModelNotFound, NoNode.
     """
     if model is not None and not table.knows_model(model):
@@ -58,25 +59,25 @@ def make_plan(
 
 
 def rotate(nodes: Sequence[Node], turn: int) -> tuple[Node, ...]:
-    """`nodes` starting at another one each turn: what makes ties round-robin."""
+    """`nodes`, starting at another one each turn, which makes ties round-robin."""
     start = turn % len(nodes) if nodes else 0
     return (*nodes[start:], *nodes[:start])
 
 
 def best_prefill(nodes: Iterable[Node], now_s: float) -> Node | None:
-    """The healthy node with the fewest prompt bytes outstanding."""
+    """The healthy node with the fewest outstanding prompt bytes."""
     return min((n for n in nodes if n.is_healthy(now_s)), key=lambda n: n.prefill_bytes, default=None)
 
 
 def best_decode(nodes: Iterable[Node], now_s: float) -> Node | None:
-    """The healthy node with the fewest generations outstanding."""
+    """The healthy node with the fewest outstanding generations."""
     return min(
         (n for n in nodes if n.is_healthy(now_s)), key=lambda n: (n.decode_sequences, n.prefill_bytes), default=None
     )
 
 
 def best_direct(nodes: Iterable[Node], now_s: float) -> Node | None:
-    """Like `best_decode`, mixed nodes first: they are meant to prefill beside their decodes, decode nodes are not."""
+    """Like `best_decode`, but mixed nodes first: decode nodes are not meant to prefill."""
     healthy = [n for n in nodes if n.is_healthy(now_s)]
     return best_decode([n for n in healthy if n.role is Role.MIXED] or healthy, now_s)
 

@@ -1,4 +1,4 @@
-"""The ASGI endpoint of the generating calls: reads a request, plans it, runs it, and gives it exactly one end."""
+"""The ASGI endpoint of the generating calls: reads, plans and runs a request, and counts exactly one outcome."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import itertools
 import logging
 from typing import TYPE_CHECKING
 
-from pd_http.body import ClientGone
+from pd_http.body import ClientGone, read_body
+from pd_http.errors import PdError
+from pd_http.reply import DisconnectWatch
 from pd_router import headers as rules
 from pd_router.body import RequestBody
-from pd_router.client import DisconnectWatch, Reply, read_body
-from pd_router.errors import RouterError
 from pd_router.policy import make_plan
+from pd_router.reply import RouterReply
 from pd_router.routed_request import RoutedRequest, Services
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ class Proxy:
         arrived_at = s.table.clock()
         given = rules.first_values(scope["headers"])
         request_id = rules.request_id(given)
-        reply = Reply(send)
-        reply.common.append((rules.REQUEST_ID.encode(), request_id.encode()))
+        reply = RouterReply(send, request_id)
         order, reason, outcome = "none", "none", "ok"
         exchange: RoutedRequest | None = None
         try:
@@ -52,15 +52,15 @@ class Proxy:
         except ClientGone:
             outcome = "client_gone"
             s.metrics.client_gone.labels(exchange.phase if exchange is not None else "request").inc()
-        except RouterError as error:
+        except PdError as error:
             outcome = "refused" if error.status < 500 else "failed"
-            await reply.error(error)
-        except asyncio.CancelledError:  # the server's, at the end of drain_s: the watch turns its own into ClientGone
+            await reply.fail(error)
+        except asyncio.CancelledError:  # by the server, at the end of drain_s; the watch turns its own into ClientGone
             outcome = "stopped"
             await reply.stopped()
         except Exception as error:
             outcome = "crashed"
-            await reply.crashed(request_id, error)
+            await reply.crashed(error)
         except BaseException:
             outcome = "crashed"
             raise

@@ -1,4 +1,4 @@
-"""One request on its way through the nodes: P-first, D-first or direct, with what happens when a leg fails."""
+"""One request on its way through the nodes: P-first, D-first or direct, and what happens if a leg fails."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from pd_connectors.protocol.ticket import Offer, sign
+from pd_http.errors import NodesDied, PdError
+from pd_http.reply import JSON_TYPE
 from pd_router import policy, spill
 from pd_router.candidates import Candidates, Choose
 from pd_router.casualties import Casualties
-from pd_router.client import JSON_TYPE, Reply
 from pd_router.config import HandoffOrder, RouterConfig
-from pd_router.errors import NodeFailed, NodesDied, NoNode, RouterError
+from pd_router.errors import NodeFailed, NoNode
 from pd_router.headers import ROUTE, TICKET, Headers
 from pd_router.legs import DecodeLeg, Handoff, PrefillLeg
 from pd_router.liveness import FirstByteGuard
@@ -30,21 +31,22 @@ if TYPE_CHECKING:
     from pd_router.background import Background
     from pd_router.body import RequestBody
     from pd_router.metrics import RouterMetrics
+    from pd_router.reply import RouterReply
 
 log = logging.getLogger("pd_router")
-# A node's own word for "not now" or "not here"; 504 is not among them: the request's time is up everywhere.
+# With these statuses another node may succeed. Not 504: the request's time is up on every node.
 _RETRYABLE = frozenset({429, 500, 502, 503})
-# What counts against a node. An answer in HTTP does not, whatever its status: the request may have caused it, and then
-# a client could talk every node out of service. Nor does slowness, which is load: /health judges that.
+# Failures that count against a node. An HTTP answer of any status does not: the request may be its cause, so a client
+# could eject every node. Slowness does not either: it is load, and /health judges it.
 _ILLNESS = frozenset({FailureKind.CONNECT, FailureKind.BROKEN, FailureKind.BAD_ANSWER})
 _JUDGED = frozenset({FailureKind.FROZEN, FailureKind.DIED})
-# A node that failed a leg like this is not looked at again when another node dies of the request.
+# A node that failed a leg like this is not probed when another node dies while it serves the request.
 _NO_CASUALTY = frozenset({FailureKind.CONNECT, FailureKind.REFUSED, FailureKind.FROZEN})
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What every exchange shares. Built once by the app."""
+    """What all requests share. Built once by the app."""
 
     config: RouterConfig
     table: NodeTable
@@ -56,14 +58,14 @@ class Services:
 
     @property
     def longest_body(self) -> int:
-        """Bytes that a request's body may have."""
+        """Largest accepted request body in bytes."""
         return min(self.config.max_body_bytes, self.table.longest_body or self.config.max_body_bytes)
 
 
 class RoutedRequest:
-    """Runs one planned request: `run` gives the client its answer, or raises a RouterError before its first byte.
+    """Runs one planned request: `run` sends the client its answer, or raises a PdError before its first byte.
 
-    Cancelling it closes both legs, and gives the ticket back unless a D has answered with it.
+    Cancelling it closes both legs, and releases the ticket unless a D has answered with it.
     """
 
     def __init__(
@@ -73,11 +75,11 @@ class RoutedRequest:
         body: RequestBody,
         headers: Headers,
         plan: policy.RoutePlan,
-        reply: Reply,
+        reply: RouterReply,
         arrived_at: float,
     ) -> None:
         self.plan = plan
-        self.phase = "prefill"  # prefill | decode | stream: where a client that leaves is counted
+        self.phase = "prefill"  # prefill | decode | stream: for counting clients that leave
         self.outcome = "ok"  # ok | refused | failed | broken
         self._s = services
         self._path = path
@@ -86,7 +88,7 @@ class RoutedRequest:
         self._reply = reply
         self._arrived_at = arrived_at
         self._casualties = Casualties(services.config.max_node_deaths)
-        self._prefills = plan.prefills  # `plan` forgets them when it becomes direct; their speed is a guess at others'
+        self._prefills = plan.prefills  # kept when `plan` becomes direct: their speed is the estimate for other nodes
 
     async def run(self) -> None:
         try:
@@ -105,14 +107,14 @@ class RoutedRequest:
             self._s.metrics.node_killers.inc()
             self._name_route()
             raise
-        except RouterError:
+        except PdError:
             self._name_route()
             raise
 
     # --- orders
 
     async def _spill(self) -> bool:
-        """Let a decode node read the prompt when one would clearly sooner. False: none would, or none did."""
+        """Let a decode node prefill if it would finish clearly sooner than P. False: none would, or none succeeded."""
         planned, body = self.plan, self._body
 
         def sooner(nodes: Iterable[Node], now_s: float) -> Node | None:
@@ -133,7 +135,7 @@ class RoutedRequest:
         if leg is None or handoff is None:
             await self._fall_back()
             return
-        # Until D is through, its end is P's end too: a D that is gone has no use for the rest of the prefill.
+        # If D's answer fails, P's leg is closed too: nothing needs the rest of the prefill.
         draining = self._s.background.spawn(self._drain(leg))
         taken = served = False
         try:
@@ -147,17 +149,17 @@ class RoutedRequest:
         finally:
             if not served:
                 draining.cancel()
-                leg.close()  # a task that is cancelled before its first step never gets to do it
+                leg.close()  # a task that is cancelled before its first step does not do it
             if not taken:
                 self._release(handoff)
 
     async def _d_first(self) -> None:
         offered = policy.offer_order(self.plan.prefills, self._s.table.clock())
-        if not offered:  # all went down while a decode node was asked to read
+        if not offered:  # all went down during `_spill`
             await self._fall_back()
             return
         body = self._body.with_transfer({"do_remote_prefill": True, "offer": self._offer()})
-        # D asks the first one, if it asks at all
+        # D asks the first node of the offer, if it asks for a prefill at all
         with self._charge(offered[0], self._body.num_bytes) as charge:
             decode = await self._open_decode(body, policy.best_decode)
             if decode is not None and decode.prefilled_by == offered[0].node_id:
@@ -171,7 +173,7 @@ class RoutedRequest:
             await self._answer(decode, prefill_by=None)
 
     async def _fall_back(self) -> None:
-        """No P has answered. Raises NodeFailed when local prefill is not allowed."""
+        """No P has answered: let D prefill. Raises NodeFailed if local prefill is not allowed."""
         if self._s.config.on_prefill_failure == "fail":
             raise NodeFailed("no prefill node answered, and local prefill is not allowed (on_prefill_failure)")
         self._set_direct("prefill-failed")
@@ -183,7 +185,7 @@ class RoutedRequest:
     # --- legs
 
     async def _open_prefill(self) -> tuple[PrefillLeg | None, Handoff | None]:
-        """A leg with its ticket, or nothing when no P gave one. Raises Refused."""
+        """A leg and its ticket, or (None, None) if no P gave one. Raises Refused, NodesDied."""
         s = self._s
         body = self._body.for_prefill()
         headers = self._headers.copy()
@@ -209,9 +211,9 @@ class RoutedRequest:
         return None, None
 
     async def _open_decode(self, body: bytes, choose: Choose, prefill_bytes: int = 0) -> DecodeLeg | None:
-        """A leg that has begun to answer. None: the last node's own error has been passed on to the client.
+        """A leg that has begun to answer. None: the client got the last node's own error.
 
-        Raises Refused, NodeFailed, NoNode.
+        Raises Refused, NodeFailed, NoNode, NodesDied.
         """
         leg, last = await self._try_decodes(body, choose, prefill_bytes)
         if leg is not None:
@@ -219,7 +221,7 @@ class RoutedRequest:
         if last is None:
             raise NoNode("every decode node went down while the request was prefilled; try again")
         if last.is_final:
-            raise NodesDied(f"nodes died while they served this request, says {last.node.node_id}")
+            raise NodesDied(f"nodes died while they served this request, by the answer of {last.node.node_id}")
         if last.answer is None:
             raise NodeFailed(f"no decode node could serve the request; the last one: {last}")
         self.outcome = "failed"
@@ -229,7 +231,7 @@ class RoutedRequest:
     async def _try_decodes(
         self, body: bytes, choose: Choose, prefill_bytes: int, *, has_other_way: bool = False
     ) -> tuple[DecodeLeg | None, LegFailed | None]:
-        """A leg that has begun to answer, or nothing and how the last one failed, if any was tried.
+        """(a leg that has begun to answer or None, the last failure if a leg failed).
 
         All tries share one deadline. `has_other_way`: the request can be served even if no candidate is left.
         Raises Refused, NodesDied.
@@ -264,7 +266,7 @@ class RoutedRequest:
         return lambda: self._s.table.healthy(roles, self._body.model)
 
     async def _judge(self, leg: str, failure: LegFailed) -> None:
-        """Count a leg that failed before its first byte. Raises NodesDied when the request must not go elsewhere."""
+        """Count a leg that failed before its first byte. Raises NodesDied if the request must not be tried again."""
         if failure.kind is FailureKind.BROKEN:
             epoch = self._casualties.epoch_of(failure.node)
             if await self._s.upstream.has_died(failure.node, epoch):
@@ -278,7 +280,7 @@ class RoutedRequest:
             self._casualties.check()
 
     async def _look_for_others(self) -> None:
-        """The request killed a node: see which others died meanwhile. D-first, only D knows which P it asked."""
+        """A node died with the request: probe the others that had it. D-first, only D knows which P it asked."""
         suspects, has_died = self._casualties.suspects, self._s.upstream.has_died
         asked = (has_died(node, epoch, is_silence_death=False) for node, epoch in suspects)
         for (node, _), died in zip(suspects, await asyncio.gather(*asked), strict=True):
@@ -286,7 +288,7 @@ class RoutedRequest:
                 self._casualties.add(node)
 
     def _charge(self, node: Node, prefill_bytes: int, sequences: int = 0) -> Charge:
-        """What a node is given whose reading only a decode node's answer shows."""
+        """A charge for a prefill whose end shows, if at all, in a decode node's answer."""
         clock = self._s.table.clock
         charge = Charge(node, clock, prefill_bytes=prefill_bytes, sequences=sequences)
         if prefill_bytes and not self._body.shows_reading:
@@ -294,7 +296,7 @@ class RoutedRequest:
         return charge
 
     async def _drain(self, leg: PrefillLeg) -> None:
-        """P's leg after the ticket. A failure is only counted: D notices by itself, from the lease."""
+        """Read P's leg after the ticket. A failure is only counted: D learns of it from the lease."""
         try:
             await leg.drain(self._s.config.response_timeout_s)
         except LegFailed as failure:
@@ -303,7 +305,7 @@ class RoutedRequest:
             self._note("prefill_after_ticket", failure)
 
     async def _answer(self, leg: DecodeLeg, prefill_by: Node | None) -> bool:
-        """Pass D's answer on to the client. False when D broke off: the client has been told as well as it can be."""
+        """Pass D's answer on to the client. False if D broke off; the client then got an error event."""
         s = self._s
         self.phase = "stream"
         s.metrics.first_byte_s.labels(self.plan.order.value).observe(s.table.clock() - self._arrived_at)
@@ -318,23 +320,23 @@ class RoutedRequest:
             leg.close()
         return True
 
-    # --- small things
+    # --- details
 
     async def _pass_on(self, answer: Answer, status: int) -> None:
-        """A node's error, as it is when it is JSON: the node explains it best."""
+        """Answer with a node's error: unchanged if it is JSON."""
         self._name_route()
         try:
             orjson.loads(answer.body)
         except orjson.JSONDecodeError:
-            await self._reply.error(
-                NodeFailed(f"a node answered status {answer.status} without saying why", status=status)
+            await self._reply.fail(
+                NodeFailed(f"a node answered status {answer.status} without a JSON body", status=status)
             )
             return
         retry = [(name.lower(), value) for name, value in answer.headers if name.lower() == b"retry-after"]
         await self._reply.whole(status, [JSON_TYPE, *retry], answer.body)
 
     def _name_route(self) -> None:
-        self._reply.common.append((ROUTE.encode(), f"{self.plan.order.value}; reason={self.plan.reason}".encode()))
+        self._reply.headers[ROUTE] = f"{self.plan.order.value}; reason={self.plan.reason}"
 
     def _note(self, leg: str, failure: LegFailed) -> None:
         self._s.metrics.leg_failures.labels(leg, failure.node.node_id, failure.kind.value).inc()
@@ -349,7 +351,7 @@ class RoutedRequest:
         log.warning("request %s: %s leg failed: %s", self._headers["x-request-id"], leg, failure)
 
     def _offer(self, without: Node | None = None) -> str | None:
-        """The signed list of prefill nodes that D may ask."""
+        """The signed list of prefill nodes that D may ask; None: there are none."""
         s = self._s
         nodes = policy.offer_order(self.plan.prefills, s.table.clock(), without)[: s.config.offer_size]
         if not nodes:
@@ -368,17 +370,17 @@ class RoutedRequest:
         if (authorization := self._headers.get("authorization")) is not None:
             headers["authorization"] = authorization
         try:
-            paper = orjson.dumps({"ticket": ticket})
-            await s.upstream.post_whole(node, "/pd/release", headers, paper, s.config.control_timeout_s)
+            body = orjson.dumps({"ticket": ticket})
+            await s.upstream.post_whole(node, "/pd/release", headers, body, s.config.control_timeout_s)
         except (LegFailed, Refused) as error:
-            s.metrics.releases.labels("failed").inc()  # the lease runs out by itself
+            s.metrics.releases.labels("failed").inc()  # the lease expires by itself
             log.warning("request %s: could not release its ticket: %s", self._headers["x-request-id"], error)
             return
         s.metrics.releases.labels("ok").inc()
 
 
 def _may_be_tried_again(failure: LegFailed) -> bool:
-    """Not when the node says that this would be in vain, nor when the request's own time is up: that is no other's."""
+    """False if the node says that no retry can succeed, or if the request's time is up."""
     if failure.kind is FailureKind.TIMEOUT or failure.is_final:
         return False
     return failure.answer is None or failure.kind is FailureKind.DIED or failure.answer.status in _RETRYABLE

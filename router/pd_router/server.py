@@ -1,4 +1,4 @@
-"""The router's HTTP server: uvicorn, with this router's answers to signals."""
+"""The router's HTTP server: uvicorn with the router's signal handling."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from pd_http.sockets import url_of
 from pd_router.succession import SuccessionFailed
 
 if TYPE_CHECKING:
@@ -23,16 +24,16 @@ if TYPE_CHECKING:
     from pd_router.succession import Predecessor, Succession
 
 log = logging.getLogger("pd_router")
-# After a successor serves, connections stay open that long: the first request on one that was accepted just before is
-# on its way, and idle ones are told to close by the answer to their next request.
+# How long connections stay open after a successor serves: the first request on a new connection may be on its way, and
+# the answer to the next request on an idle connection asks its client to close it.
 LINGER_S = 1.0
 
 
 class RouterServer(uvicorn.Server):
-    """Says on stdout where it serves, once it does. To be ended by a signal in good order is no failure.
+    """Prints its URL on stdout when it serves. An orderly end after a signal exits with status 0.
 
-    SIGINT, SIGTERM: no new connections; running requests get drain_s. SIGHUP: the same, once a successor serves;
-    without a `succession`, at once. SIGHUP is ignored where it was when this process started (nohup).
+    SIGINT, SIGTERM: no new connections; running requests get drain_s. SIGHUP: the same once a successor serves, or at
+    once without a `succession`. SIGHUP stays ignored if it was ignored when this process started (nohup).
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class RouterServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Unlike uvicorn's, does not raise the signal again at the end: that would make the exit code -15."""
+        """Unlike uvicorn's, it does not raise the signal again at the end: that would make the exit code -15."""
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         hears_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
         loop = asyncio.get_running_loop()
@@ -65,18 +66,17 @@ class RouterServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started and sockets:
-            host, port = sockets[0].getsockname()[:2]
-            sys.stdout.write(f"router ready on http://{f'[{host}]' if ':' in host else host}:{port}\n")
+            sys.stdout.write(f"router ready on {url_of(sockets[0])}\n")
             sys.stdout.flush()
             self._predecessor.serving()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._handing_over is not None and not self._handing_over.done():
-            self._handing_over.cancel()  # stopped meanwhile: the successor must not outlive this router
+            self._handing_over.cancel()  # stopped during the handover: the successor must end too
             await asyncio.gather(self._handing_over, return_exceptions=True)
         if self._farewell.begun:
             for server in self.servers:
-                server.close()  # the successor has the socket too
+                server.close()  # the successor has its own copy of the socket
             await asyncio.sleep(LINGER_S)
         await super().shutdown(sockets)
 
@@ -84,13 +84,13 @@ class RouterServer(uvicorn.Server):
         if self.should_exit:
             return
         if self._had_terminal and not os.isatty(0):
-            log.info("the terminal is gone: stopping")
+            log.info("the terminal was closed: stopping")
             self.should_exit = True
         elif self.succession is None:
-            log.info("SIGHUP: draining; what has started this router starts the next one")
+            log.info("SIGHUP: draining; the supervisor starts the next router")
             self._farewell.begun = self.should_exit = True
         elif os.getpid() == 1:
-            log.warning("SIGHUP: this router is process 1 of its container, which ends with it: it goes on")
+            log.warning("SIGHUP ignored: this router is process 1 of its container, which would end with it")
         elif self._handing_over is None or self._handing_over.done():
             self._handing_over = asyncio.ensure_future(self._hand_over(self.succession))
 
@@ -101,7 +101,7 @@ class RouterServer(uvicorn.Server):
             successor = await succession.run()
         except (SuccessionFailed, OSError) as error:
             self.posted.is_handed_over = False
-            log.error("there is no successor, and this router goes on: %s", error)  # no bug of ours
+            log.error("there is no successor, this router continues: %s", error)
             return
         log.info("process %d serves now; this router drains", successor)
         self._farewell.begun = self.should_exit = True

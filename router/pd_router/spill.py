@@ -1,8 +1,8 @@
-"""When a prompt is read where it is answered, though there are prefill nodes: they queue, and it is clearly sooner.
+"""When a decode node prefills although there are prefill nodes: they queue, and it would finish clearly sooner.
 
-A decode node has arithmetic to spare: its steps are bound by reading weights, so a prompt's token beside the decodes
-costs it half of what it costs a prefill node (benchmarks/LOG.md). It reads slower than that, but at once.
-Pure: reads nodes, changes nothing.
+A decode node has spare arithmetic: its steps are bound by reading weights, so a prompt token beside decodes costs half
+of what it costs a prefill node (benchmarks/LOG.md). A decode node prefills more slowly, but begins at once.
+Pure: reads nodes, changes none.
 """
 
 from __future__ import annotations
@@ -17,21 +17,24 @@ if TYPE_CHECKING:
 
     from pd_router.node_table import Node
 
-# Of the best prefill node's speed, while a node has not shown its own. Mixed nodes read as prefill nodes do.
+# Assumed speed of a node without samples, as a share of the best prefill node's.
 GUESSES = {Role.PREFILL: 1.0, Role.MIXED: 1.0, Role.DECODE: 0.5}
-MARGIN = 0.25  # of the shorter time: what must be saved to be worth slower decodes (simulated: benchmarks/LOG.md)
-SLACK_S = 0.03  # and at least so much: a step or two of each node, which none of this knows
+MARGIN = (
+    0.25  # least saving, as a share of the shorter time, that is worth slower decodes (simulated: benchmarks/LOG.md)
+)
+SLACK_S = 0.03  # least saving in seconds: a step or two of each node, which this estimate does not include
 
 
 def sooner_node(
     prefills: Sequence[Node], decodes: Iterable[Node], num_bytes: int, num_sequences: int, now_s: float
 ) -> Node | None:
-    """The healthy one of `decodes` that would read a prompt of `num_bytes` clearly sooner than the prefill node whose
-    turn it is; of several, the one with the fewest generations, unless another is clearly sooner than that.
-    None: nobody would, or the prefill node has nothing else to do, or no prefill node's speed is known.
+    """A healthy node of `decodes` that would prefill `num_bytes` clearly sooner than the best prefill node.
 
-    A node without room for `num_sequences` more is not one: a prompt waits there for somebody's last token before it
-    is read, a sequence that is handed over has its first token already.
+    Of several, the one with the fewest generations, unless another is clearly sooner. None: no node would, or the
+    prefill node is idle, or the speed of no prefill node is known.
+
+    A node without room for `num_sequences` more is left out: there a prompt waits for another sequence's end, while a
+    sequence that is handed over already has its first token.
     """
     first = best_prefill(prefills, now_s)
     if first is None or not first.prefill_bytes:
@@ -57,13 +60,13 @@ def _is_clearly_less(short_s: float, long_s: float) -> bool:
 
 
 def reading_s(node: Node, prefills: Iterable[Node], now_s: float) -> float | None:
-    """How long `node` will need for what it has to read now. None: nobody's speed is known."""
+    """Seconds that `node` needs for its outstanding prompt bytes. None: the speed of no prefill node is known."""
     usual = _usual_speed(prefills, now_s)
     return None if usual is None else node.prefill_bytes / _speed(node, usual, now_s)
 
 
 def _usual_speed(prefills: Iterable[Node], now_s: float) -> float | None:
-    """The fastest prefill node's."""
+    """The speed of the fastest prefill node, if known."""
     speeds = (node.speed.at(now_s) for node in prefills)
     return max((speed for speed in speeds if speed is not None), default=None)
 

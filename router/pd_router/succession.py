@@ -1,11 +1,11 @@
 """SIGHUP: a router starts its successor, which inherits the listening socket, and drains when that one serves.
 
     predecessor                                         successor (the same command, and --listen-fd)
-      what it was told by order, as a line of JSON  ──►  takes it over, looks at the nodes, serves
+      what orders have changed, as a line of JSON   ──►  takes it over, polls the nodes, serves
       drains and ends                               ◄──  SERVING
 
-Both accept from one queue of connections, so none is refused. A successor that ends, or does not serve within the
-deadline, changes nothing: the predecessor goes on.
+Both accept from one queue of connections, so none is refused. If the successor ends, or does not serve within the
+deadline, the predecessor continues.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 PREDECESSOR_ENV = "PD_PREDECESSOR_FD"  # in a successor's environment: its end of a socket pair
 SERVING = b"serving\n"
-START_DEADLINE_S = 60.0  # until a successor serves: imports, and a look at every node
-TELL_DEADLINE_S = 10.0  # until a predecessor has written what it leaves
+START_DEADLINE_S = 60.0  # until a successor serves: imports, and a poll of every node
+TELL_DEADLINE_S = 10.0  # until a predecessor has written its heritage
 MAX_HERITAGE_BYTES = 1 << 24
 
 
 class SuccessionFailed(Exception):
-    """There is no successor; the message says why."""
+    """There is no successor; the message names the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heritage:
-    """What a router knows by order alone. Loads and speeds are not handed over: they are learned again in seconds."""
+    """What orders have changed. Loads and speeds are not handed over: they are learned again in seconds."""
 
     posted: tuple[tuple[str, str], ...] = ()  # (URL, role) of nodes that were added
     drained: dict[str, int | None] = field(default_factory=dict)  # URL -> epoch of nodes that were drained
@@ -46,12 +46,12 @@ class Heritage:
 
     @classmethod
     def from_line(cls, line: bytes) -> Heritage:
-        told = orjson.loads(line)
-        return cls(tuple((url, role) for url, role in told["posted"]), dict(told["drained"]))
+        values = orjson.loads(line)
+        return cls(tuple((url, role) for url, role in values["posted"]), dict(values["drained"]))
 
 
 class Succession:
-    """The predecessor's side. `heritage` is called when a successor is started."""
+    """The predecessor's side. `heritage` is called when a successor starts."""
 
     def __init__(self, listener: socket.socket, heritage: Callable[[], Heritage]) -> None:
         self._listener = listener
@@ -60,7 +60,7 @@ class Succession:
     async def run(self) -> int:
         """Start a successor and wait until it serves. Returns its process id. Raises SuccessionFailed, OSError.
 
-        Cancelling it ends the successor.
+        Cancelling the call ends the successor.
         """
         own, theirs = socket.socketpair()
         own.setblocking(False)
@@ -74,7 +74,7 @@ class Succession:
                     word = await loop.sock_recv(own, len(SERVING))
                 if word == SERVING:
                     return process.pid
-                raise SuccessionFailed("it ended before it served; its last lines say why")
+                raise SuccessionFailed("it ended before it served; its log names the reason")
             except TimeoutError as error:
                 _end(process)
                 raise SuccessionFailed(f"it did not serve within {START_DEADLINE_S:g} s") from error
@@ -92,8 +92,8 @@ class Predecessor:
     """The successor's side. Without a predecessor there is no heritage, and `serving` does nothing."""
 
     def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Waits for what the predecessor leaves. Raises OSError when it cannot be read."""
-        fd = environ.pop(PREDECESSOR_ENV, "")  # it is not for this router's own successor
+        """Waits for the predecessor's heritage. Raises OSError if it cannot be read."""
+        fd = environ.pop(PREDECESSOR_ENV, "")  # not for this router's own successor
         self.heritage = Heritage()
         self._channel: socket.socket | None = None
         if fd.isdigit():
@@ -106,10 +106,10 @@ class Predecessor:
                 self.heritage = Heritage.from_line(line)
             except (ValueError, KeyError, TypeError) as error:
                 self._channel.close()
-                raise OSError(f"the router before this one left {line[:80]!r}") from error
+                raise OSError(f"the router before this one sent {line[:80]!r}") from error
 
     def serving(self) -> None:
-        """Tell the predecessor that it can go. A predecessor that is gone already is no error."""
+        """Tell the predecessor that it can end. A predecessor that has ended already is not an error."""
         if self._channel is not None:
             with self._channel as channel:
                 self._channel = None

@@ -1,4 +1,4 @@
-"""HTTP towards the nodes: one connection pool, every wait named, every failure a `LegFailed`."""
+"""HTTP requests to the nodes: one connection pool, every wait has a name, every failure is a `LegFailed`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import asyncio
 import io
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
-import orjson
 
 from pd_connectors.protocol.clock import patiently
+from pd_http.errors import ENGINE_DIED, NodesDied
+from pd_http.node_answers import code_of, has_lost_requests, object_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,23 +21,20 @@ if TYPE_CHECKING:
     from pd_router.config import RouterConfig
     from pd_router.node_table import Node
 
-# From this size on aiohttp wants a file rather than bytes, so that writing does not hold up the event loop.
+# Above this size aiohttp wants a file instead of bytes, so that writing does not block the event loop.
 _LARGE_BODY_BYTES = 1 << 20
-# `error.code` of a node's answers; the node's side is `pd_cluster.errors`.
-ENGINE_DIED = "engine_died"
-NODES_DIED = "nodes_died"
 
 
 class FailureKind(StrEnum):
-    """Why a leg failed. Each is counted under this name."""
+    """Why a leg failed. The value is its name in metrics."""
 
     CONNECT = "connect"  # no process listens there, or no route
     BROKEN = "broken"  # the connection ended before the answer did
-    TIMEOUT = "timeout"  # one of the named timeouts
-    FROZEN = "frozen"  # health checks found that the node makes no progress
+    TIMEOUT = "timeout"  # a named deadline passed
+    FROZEN = "frozen"  # by the health checks, the node makes no progress
     DIED = "died"  # the node, or its engine, died after the request was sent
     REFUSED = "refused"  # the node answered 429 or 5xx
-    BAD_ANSWER = "bad_answer"  # the node answered something that is not our protocol
+    BAD_ANSWER = "bad_answer"  # the answer does not follow the protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class Answer:
 
 
 class LegFailed(Exception):
-    """A leg came to nothing. `answer` is what the node said, when it said something. `wait`: the wait that ran out."""
+    """A leg failed. `answer`: of the node, if there was one. `wait`: the wait that reached its deadline, if any."""
 
     def __init__(
         self, node: Node, kind: FailureKind, detail: str, answer: Answer | None = None, wait: str = ""
@@ -62,12 +60,25 @@ class LegFailed(Exception):
 
     @property
     def is_final(self) -> bool:
-        """The node says that the request must not be tried anywhere again."""
-        return self.answer is not None and code_of(self.answer.body) == NODES_DIED
+        """Whether the node says that the request must not be tried on any node again."""
+        return self.answer is not None and code_of(self.answer.body) == NodesDied.code
+
+
+# What aiohttp and `asyncio.timeout` raise while a leg waits.
+LEG_ERRORS = (TimeoutError, aiohttp.ClientError, OSError)
+
+
+def leg_failure(node: Node, error: Exception, wait: str, timeout: str) -> LegFailed:
+    """What `error`, one of LEG_ERRORS, means for a leg. `wait`, `timeout`: name and message if its deadline passed."""
+    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+        return LegFailed(node, FailureKind.CONNECT, str(error))
+    if isinstance(error, TimeoutError):
+        return LegFailed(node, FailureKind.TIMEOUT, timeout, wait=wait)
+    return LegFailed(node, FailureKind.BROKEN, f"{type(error).__name__}: {error}")
 
 
 class Refused(Exception):
-    """The node says that the request itself is wrong (4xx): no other node would say otherwise."""
+    """The node says that the request itself is wrong (4xx): every node would answer the same."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(f"status {answer.status}")
@@ -75,7 +86,7 @@ class Refused(Exception):
 
 
 class Upstream:
-    """Opens legs. Use it inside `async with`: that is how long its connections live."""
+    """Opens legs. Its connections live as long as its `async with` block."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._connect_timeout_s = config.connect_timeout_s
@@ -85,7 +96,7 @@ class Upstream:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Upstream:
-        # No limits on connections or total time: admission is the nodes' business, and streams are long.
+        # No limit on connections or total time: the nodes admit requests, and streams are long.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._keepalive_s),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
@@ -110,26 +121,23 @@ class Upstream:
     async def post(
         self, node: Node, path: str, headers: Mapping[str, str], body: bytes, first_byte_s: float
     ) -> aiohttp.ClientResponse:
-        """The answer, from its head on; the caller closes it. Raises LegFailed, also for 429 and 5xx; Refused for 4xx.
+        """The answer, once its head is there; the caller closes it. Raises LegFailed (429 and 5xx too), Refused (4xx).
 
-        A connection that ends at once, unanswered, is tried once more if the node lives: that is how a kept-alive
-        connection looks that the node has just closed. A node that does not live may have died of the request.
+        A connection that ends at once without an answer is tried once more if the node is alive: the node may just have
+        closed a kept-alive connection. If the node is not alive, the request may have killed it.
         """
-        loop = asyncio.get_running_loop()
-        sent_at = loop.time()
-        response = await self._send(
-            node, path, headers, body, first_byte_s, retry_until=sent_at + self._connect_timeout_s
-        )
+        retry_until = asyncio.get_running_loop().time() + self._connect_timeout_s
+        response = await self._send(node, path, headers, body, first_byte_s, retry_until)
         if response.status < 400:
             return response
         try:
             async with asyncio.timeout(self._body_timeout_s):
                 answer = Answer(response.status, tuple(response.raw_headers), await response.read())
-        except TimeoutError as error:
-            detail = f"status {response.status} without its body"
-            raise LegFailed(node, FailureKind.BROKEN, detail, wait="error_body") from error
-        except aiohttp.ClientError as error:
-            raise LegFailed(node, FailureKind.BROKEN, f"status {response.status} without its body") from error
+        except LEG_ERRORS as error:
+            wait = "error_body" if isinstance(error, TimeoutError) else ""
+            raise LegFailed(
+                node, FailureKind.BROKEN, f"status {response.status} without its body", wait=wait
+            ) from error
         finally:
             response.close()
         if answer.status >= 500 and code_of(answer.body) == ENGINE_DIED:
@@ -154,13 +162,8 @@ class Upstream:
                         if await self.has_died(node, epoch):
                             raise LegFailed(node, FailureKind.DIED, f"{type(error).__name__}: {error}") from error
                         retry_until = 0.0
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise LegFailed(node, FailureKind.CONNECT, str(error)) from error
-        except TimeoutError as error:
-            detail = f"no answer within {first_byte_s:g} s"
-            raise LegFailed(node, FailureKind.TIMEOUT, detail, wait="answer") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise LegFailed(node, FailureKind.BROKEN, f"{type(error).__name__}: {error}") from error
+        except LEG_ERRORS as error:
+            raise leg_failure(node, error, "answer", f"no answer within {first_byte_s:g} s") from error
 
     async def post_whole(
         self, node: Node, path: str, headers: Mapping[str, str], body: bytes, timeout_s: float
@@ -170,18 +173,15 @@ class Upstream:
         try:
             async with asyncio.timeout(timeout_s):
                 return Answer(response.status, tuple(response.raw_headers), await response.read())
-        except TimeoutError as error:
-            detail = f"no whole answer within {timeout_s:g} s"
-            raise LegFailed(node, FailureKind.TIMEOUT, detail, wait="control") from error
-        except aiohttp.ClientError as error:
-            raise LegFailed(node, FailureKind.BROKEN, f"{type(error).__name__}: {error}") from error
+        except LEG_ERRORS as error:
+            raise leg_failure(node, error, "control", f"no whole answer within {timeout_s:g} s") from error
         finally:
             response.close()
 
     async def has_died(self, node: Node, epoch: int | None, *, is_silence_death: bool = True) -> bool:
-        """Whether the process that had this boot epoch is gone. For a node that has broken a connection off.
+        """Whether the process with this boot epoch is gone. For a node that broke a connection.
 
-        is_silence_death: a node that does not answer has died. A frozen process breaks no connection off, but a
+        is_silence_death: count a node that does not answer as dead. A frozen process breaks no connection, but a
         successor that has not started yet may hold its listening socket.
         """
         try:
@@ -191,33 +191,12 @@ class Upstream:
         except LegFailed:
             return True
         told = object_in(answer.body)
-        now = told.get("epoch")
-        return told.get("status") in ("dead", "starting") or (epoch is not None and now != epoch)
+        return has_lost_requests(told) or (epoch is not None and told.get("epoch") != epoch)
 
     async def get(self, node: Node, path: str, headers: Mapping[str, str], timeout_s: float | None) -> Answer:
         """A whole small answer, whatever its status. `timeout_s` None: no limit. Raises LegFailed without one."""
         try:
             async with asyncio.timeout(timeout_s), self.session.get(node.at(path), headers=headers) as response:
                 return Answer(response.status, tuple(response.raw_headers), await response.read())
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise LegFailed(node, FailureKind.CONNECT, str(error)) from error
-        except TimeoutError as error:
-            raise LegFailed(node, FailureKind.TIMEOUT, f"no answer within {timeout_s:g} s", wait="control") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise LegFailed(node, FailureKind.BROKEN, f"{type(error).__name__}: {error}") from error
-
-
-def object_in(body: bytes) -> dict[str, Any]:
-    """The JSON object that a node has sent; empty where it is none."""
-    try:
-        told = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return {}
-    return told if isinstance(told, dict) else {}
-
-
-def code_of(body: bytes) -> str:
-    """`error.code` of a node's error; "" where there is none."""
-    error = object_in(body).get("error")
-    code = error.get("code") if isinstance(error, dict) else None
-    return code if isinstance(code, str) else ""
+        except LEG_ERRORS as error:
+            raise leg_failure(node, error, "control", f"no answer within {timeout_s or 0:g} s") from error

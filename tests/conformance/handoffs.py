@@ -66,10 +66,13 @@ class HandoffHarness(Harness):
         return reader.node.connector.stats()["kv_transfer_bytes_total"]
 
     def _publish(self, prompt: Prompt, ticket: Ticket) -> None:
+        """The first token of every second prompt comes with its last blocks, that of others behind them."""
         num_tokens = min(prompt.num_tokens, prompt.num_offered * SIZE)
-        self.source.publish(ticket.lease.lease_id, prompt.source_blocks[: prompt.num_offered], num_tokens)
-        if num_tokens == prompt.num_tokens:
-            self.source.finish(ticket.lease.lease_id)
+        is_whole, is_one = num_tokens == prompt.num_tokens, prompt.version % 2 == 0
+        lease_id, blocks = ticket.lease.lease_id, prompt.source_blocks[: prompt.num_offered]
+        self.source.publish(lease_id, blocks, num_tokens, token_id=7 if is_whole and is_one else -1)
+        if is_whole and not is_one:
+            self.source.finish(lease_id)
 
     def _next_epoch(self) -> int:
         self._leases.clear()

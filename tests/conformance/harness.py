@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from pd_connectors.base import LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec, PrefixFound, PrefixLoaded
-from tests.connectors.remote_node import GEOMETRY, Node, context, stamped
+from tests.connectors.remote_node import LAYOUT, Node, context, is_stamped, runs
 from tests.integration.system import wait_until
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from pd_connectors.protocol.errors import LoadFailure
 
-SIZE = GEOMETRY.block_size
+SIZE = LAYOUT.block_size
 NUM_READER_BLOCKS = 64
 NUM_SOURCE_BLOCKS = 256
 END_DEADLINE_S = 20.0  # every load ends within this, whatever becomes of the source; far beyond each deadline set below
@@ -86,7 +86,7 @@ class Reader:
         """Reserve as many of these blocks as were found, from the prompt's `first_block` on, and start reading."""
         num_tokens = self.found[load_id]
         needed = block_ids[: -(-num_tokens // SIZE) - first_block]
-        self.node.connector.recv_before([LoadSpec(load_id, first_block, needed, num_tokens)])
+        self.node.connector.recv_before([LoadSpec(load_id, runs(first_block, needed), num_tokens)])
 
     def wait_end(self, load_id: str) -> End:
         event = self._wait(load_id, (LoadDone, LoadDrained, PrefixLoaded))
@@ -105,8 +105,7 @@ class Reader:
 
     def has(self, prompt: Prompt, block: int, block_id: int) -> bool:
         """Whether this block of the prompt is in this block of the cache, to the bit."""
-        cache = self.node.cache
-        return torch.equal(cache.tensor[block_id], stamped(cache, prompt.source_blocks[block], prompt.version))
+        return is_stamped(self.node.cache, block_id, prompt.source_blocks[block], prompt.version)
 
     def check(self, prompt: Prompt, end: End, block_ids: tuple[int, ...], first_block: int = 0) -> None:
         """What is said to be there is there, and nothing is anywhere but in the blocks that were named."""
@@ -114,18 +113,20 @@ class Reader:
         for index in range(num_whole):
             assert self.has(prompt, first_block + index, block_ids[index]), f"block {first_block + index} is wrong"
         others = [block_id for block_id in range(NUM_READER_BLOCKS) if block_id not in block_ids]
-        assert not bool(self.node.cache.tensor[others].any()), "something landed in a block that nobody named"
+        landed = any(bool(tensor[others].any()) for tensor in self.node.cache.tensors)
+        assert not landed, "something landed in a block that nobody named"
 
     def check_quiet(self) -> None:
         """After an end nothing lands any more."""
-        before = self.node.cache.tensor.clone()
+        before = [tensor.clone() for tensor in self.node.cache.tensors]
         end_s = time.monotonic() + SETTLED_S
         while time.monotonic() < end_s:
-            assert torch.equal(self.node.cache.tensor, before)
+            assert all(map(torch.equal, self.node.cache.tensors, before))
 
     def wipe(self) -> None:
         """Zeros everywhere. No load may be open."""
-        self.node.cache.tensor.zero_()
+        for tensor in self.node.cache.tensors:
+            tensor.zero_()
 
     def check_events(self) -> None:
         """Each load's events are those that the interface allows, in their order, and it has ended."""

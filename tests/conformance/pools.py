@@ -68,7 +68,7 @@ class PoolHarness(Harness):
     def names(self, prompt: Prompt) -> list[ObjectName]:
         """What its blocks are stored under."""
         sealer = Sealer(context("any"))
-        return [sealer.name(block_hash) for block_hash in hashes_of(prompt, prompt.num_blocks)]
+        return [sealer.names(block_hash)[0] for block_hash in hashes_of(prompt, prompt.num_blocks)]
 
     def ask(
         self, reader: Reader, prompt: Prompt, load_id: str, first_block: int = 0, deadline_s: float = LOAD_DEADLINE_S

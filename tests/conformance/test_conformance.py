@@ -49,7 +49,7 @@ def test_what_the_reader_has_is_never_moved(harness: Harness, reader: Reader) ->
     assert harness.fetch(reader, prompt, harness.load_id("rest"), (8, 9), first_block=2) == End(4 * SIZE)
     assert reader.has(prompt, 2, 8)
     assert reader.has(prompt, 3, 9)
-    assert harness.bytes_read(reader) - before == 2 * reader.node.cache.block_bytes
+    assert harness.bytes_read(reader) - before == 2 * reader.node.cache.layout.block_bytes
 
 
 def test_a_part(harness: Harness, reader: Reader) -> None:

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-import torch
 
 from pd_connectors.base import FirstTokens, LeaseEnded, LoadFailed
 from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
 from pd_connectors.protocol.messages import SampledToken
 from tests.conformance.harness import SIZE, End
-from tests.connectors.remote_node import GEOMETRY
+from tests.connectors.layouts import two_groups
 from tests.integration.system import wait_until
 
 if TYPE_CHECKING:
@@ -130,7 +129,7 @@ def test_a_ticket_of_an_earlier_life_is_refused(harness: HandoffHarness, reader:
     ("changes", "word"),
     [
         ({"fingerprint": "other weights"}, "FingerprintMismatch"),
-        ({"geometry": msgspec.structs.replace(GEOMETRY, block_size=32)}, "GeometryMismatch"),
+        ({"layout": two_groups(block_size=32)}, "LayoutMismatch"),
     ],
 )
 def test_a_ticket_of_other_kv_is_refused(
@@ -145,4 +144,4 @@ def test_a_ticket_of_other_kv_is_refused(
     name = "loads_failed_total|reason=rejected"
     assert after[name] == before[name] + 1
     assert after["loads_done_total"] == before["loads_done_total"]
-    assert not bool(torch.any(reader.node.cache.tensor))
+    assert not any(bool(tensor.any()) for tensor in reader.node.cache.tensors)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pytest
 
 from pd_connectors.base import CachedBlock
 from pd_connectors.store import HEADER_BYTES
 from tests.conformance.harness import NUM_READER_BLOCKS, SIZE, End, Reader
 from tests.conformance.pools import hashes_of
-from tests.connectors.remote_node import COMMANDS, GEOMETRY, Node, context, stamped
+from tests.connectors.layouts import full_layout
+from tests.connectors.remote_node import COMMANDS, LAYOUT, Node, context, stamp
 
 if TYPE_CHECKING:
     from tests.conformance.pools import PoolHarness
@@ -48,13 +48,13 @@ def test_a_flipped_bit_ends_the_prefix_before_it(harness: PoolHarness, reader: R
     harness.offer(prompt)
     pool = reader.node.connector.pool
     assert pool is not None
-    positions = (0, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + GEOMETRY.block_bytes - 1)
+    positions = (0, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + LAYOUT.groups[0].block_bytes - 1)
     for position in positions:
         reader.wipe()
         harness.damage(prompt, 1, position)
         assert harness.fetch(reader, prompt, harness.load_id("damaged"), (8, 9, 10)) == End(SIZE)
-        assert not bool(reader.node.cache.tensor[9:11].any()), "the damaged block was written"
-        reader.node.cache.tensor[4] = stamped(reader.node.cache, prompt.source_blocks[1], prompt.version)
+        assert not bool(reader.node.cache.tensors[0][9:11].any()), "the damaged block was written"
+        stamp(reader.node.cache, 4, prompt.version, like=prompt.source_blocks[1])
         COMMANDS["store"](reader.node, (CachedBlock(hashes_of(prompt, 2)[1], 4),))
     assert missed(before, misses(reader)) == {"damaged": len(positions)}
     reader.wipe()
@@ -96,10 +96,10 @@ def test_tenants_share_nothing(harness: PoolHarness, reader: Reader) -> None:
     "changes",
     [
         {"fingerprint": "other weights"},
-        {"geometry": msgspec.structs.replace(GEOMETRY, num_kv_heads=1)},
+        {"layout": full_layout()},
         {"cluster_key": b"another cluster" * 2},
     ],
-    ids=["fingerprint", "geometry", "key"],
+    ids=["fingerprint", "layout", "key"],
 )
 def test_nodes_whose_kv_differs_share_nothing(harness: PoolHarness, changes: dict[str, Any]) -> None:
     prompt = harness.prompt(2 * SIZE)

@@ -12,20 +12,25 @@ import torch
 from pd_connectors.base import CachedBlock, CacheDescription, Event, LoadSpec, PrefixFound, PrefixLoaded
 from pd_connectors.pool import PoolLimits, StorePool
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
-from pd_connectors.protocol.ticket import Geometry
 from pd_connectors.store import KVStore, ObjectName, StoreUnavailable
+from tests.connectors.layouts import full_layout, make_cache, runs
 from tests.connectors.simulation import CONTEXT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from pd_connectors.base import ConnectorContext
+    from pd_connectors.protocol.layout import BlockLayout, BlockRun
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-GEOMETRY = Geometry(block_size=16, num_kv_heads=2, num_layers=3, head_dim=4, dtype="float32")
-POOL_CONTEXT = replace(CONTEXT, geometry=GEOMETRY)
+LAYOUT = full_layout(num_kv_heads=2, num_layers=3, head_dim=4)
+POOL_CONTEXT = replace(CONTEXT, layout=LAYOUT)
 NUM_BLOCKS = 16
 DEADLINE_S = 20.0
+
+
+def pool_layout(dtype: str) -> BlockLayout:
+    """LAYOUT, of another dtype."""
+    return full_layout(num_kv_heads=2, num_layers=3, head_dim=4, dtype=dtype)
 
 
 @dataclass
@@ -85,14 +90,14 @@ class Node:
         device: str = "cpu",
     ) -> None:
         self.now_s = 100.0
-        geometry = context.geometry
-        shape = (NUM_BLOCKS, geometry.num_kv_heads, geometry.num_layers, 2, geometry.block_size, geometry.head_dim)
-        cells = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-        self.cache = cells.to(device, DTYPES[geometry.dtype])
+        random = torch.Generator().manual_seed(seed)
+        empty = make_cache(context.layout, NUM_BLOCKS).tensors
+        self.caches = tuple(torch.randn(like.shape, generator=random).to(device, like.dtype) for like in empty)
+        self.cache = self.caches[0]
         self.pool = StorePool(context, open_store, limits or PoolLimits(), lambda: self.now_s)
         self._changed = threading.Event()
         self.pool.set_waker(self._changed.set)
-        self.pool.open(CacheDescription(self.cache, geometry, NUM_BLOCKS))
+        self.pool.open(CacheDescription(self.caches, context.layout, NUM_BLOCKS))
 
     def store(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Offer blocks and wait until they were sent or dropped."""
@@ -120,11 +125,14 @@ class Node:
         self.pool.find(name, hashes, first_block)
         event = self.event()
         if isinstance(event, PrefixFound):
-            num_blocks = event.num_tokens // GEOMETRY.block_size - first_block
-            assert self.pool.load(LoadSpec(name, first_block, tuple(block_ids[:num_blocks]), event.num_tokens))
+            num_blocks = event.num_tokens // LAYOUT.block_size - first_block
+            assert self.pool.load(LoadSpec(name, self.runs(first_block, block_ids[:num_blocks]), event.num_tokens))
             event = self.event()
         assert isinstance(event, PrefixLoaded), event
         return event.num_tokens
+
+    def runs(self, first_block: int, block_ids: Sequence[int]) -> tuple[BlockRun, ...]:
+        return runs(first_block, block_ids, len(self.caches))
 
     def stat(self, name: str) -> float:
         return self.pool.stats()[name]
@@ -155,5 +163,5 @@ def nodes(
 
 def hashes_of(num_blocks: int, salt: str = "", seed: int = 0) -> list[bytes]:
     """The chained hashes of some prompt."""
-    size = GEOMETRY.block_size
+    size = LAYOUT.block_size
     return extend_hashes(root_hash(salt), [seed * 1000 + i for i in range(num_blocks * size)], size)

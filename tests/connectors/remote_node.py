@@ -17,15 +17,19 @@ import torch
 from pd_connectors.base import CachedBlock, CacheDescription, Connector, ConnectorContext, Event, PublishSpec
 from pd_connectors.protocol.errors import LeaseEnd
 from pd_connectors.protocol.messages import SampledToken
-from pd_connectors.protocol.ticket import Geometry, Ticket
+from pd_connectors.protocol.ticket import Ticket
 from pd_connectors.registry import create_connector
+from tests.connectors import layouts
+from tests.connectors.layouts import make_cache, two_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
-GEOMETRY = Geometry(block_size=16, num_kv_heads=2, num_layers=2, head_dim=16, dtype="float32")
+    from pd_connectors.protocol.layout import BlockRun
+
+LAYOUT = two_groups()
 KEY = b"k" * 32
 PATIENCE_S = 20.0
 
@@ -36,7 +40,7 @@ def context(engine_id: str, epoch: int = 1, **changes: Any) -> ConnectorContext:
         engine_id=engine_id,
         epoch=epoch,
         fingerprint="weights-a",
-        geometry=GEOMETRY,
+        layout=LAYOUT,
         cluster_key=KEY,
         host="127.0.0.1",
         port=0,
@@ -48,23 +52,28 @@ def context(engine_id: str, epoch: int = 1, **changes: Any) -> ConnectorContext:
     return replace(plain, **changes)
 
 
-def make_cache(geometry: Geometry, num_blocks: int) -> CacheDescription:
-    """A cache of zeros."""
-    shape = (num_blocks, geometry.num_kv_heads, geometry.num_layers, 2, geometry.block_size, geometry.head_dim)
-    return CacheDescription(torch.zeros(shape), geometry, num_blocks)
+def runs(first_block: int, block_ids: Sequence[int]) -> tuple[BlockRun, ...]:
+    """The same blocks in each group of LAYOUT."""
+    return layouts.runs(first_block, block_ids, len(LAYOUT.groups))
 
 
-def stamp(cache: CacheDescription, block_id: int, version: int) -> None:
-    """Fill a block with bytes that only (block id, version) has."""
-    size = cache.tensor[block_id].numel()
-    cache.tensor[block_id].view(-1).copy_(torch.arange(size) + 1000.0 * block_id + 1e6 * version)
+def stamp(cache: CacheDescription, block_id: int, version: int, like: int | None = None) -> None:
+    """Fill a block with numbers that only (group, block id, version) has. like: another block's id in its place."""
+    for group, tensor in enumerate(cache.tensors):
+        tensor[block_id].copy_(_stamp_of(tensor[0], group, block_id if like is None else like, version))
 
 
-def stamped(cache: CacheDescription, block_id: int, version: int) -> torch.Tensor:
-    """What `stamp` writes."""
-    like = cache.tensor[0]
-    values = torch.arange(like.numel()) + 1000.0 * block_id + 1e6 * version
-    return values.view(like.shape)
+def is_stamped(cache: CacheDescription, block_id: int, like: int, version: int) -> bool:
+    """Whether a block holds, in every group, what `stamp` writes into block `like`."""
+    return all(
+        torch.equal(tensor[block_id], _stamp_of(tensor[0], group, like, version))
+        for group, tensor in enumerate(cache.tensors)
+    )
+
+
+def _stamp_of(shape: torch.Tensor, group: int, block_id: int, version: int) -> torch.Tensor:
+    values = torch.arange(shape.numel()) + 1000.0 * block_id + 1e6 * version + 0.5 * group
+    return values.view(shape.shape)
 
 
 @dataclass
@@ -79,7 +88,7 @@ class Node:
     def start(cls, connector_name: str, settings: ConnectorContext, num_blocks: int) -> Node:
         connector = create_connector(connector_name, settings)
         try:
-            cache = make_cache(settings.geometry, num_blocks)
+            cache = make_cache(settings.layout, num_blocks)
             connector.register_kv_cache(cache)
         except BaseException:
             connector.close()
@@ -116,8 +125,12 @@ class DrivenNode(ABC):
         assert isinstance(ticket, Ticket)
         return ticket
 
-    def publish(self, lease_id: str, block_ids: tuple[int, ...], num_tokens: int, generation: int = 0) -> None:
-        self.call("publish", PublishSpec(lease_id, block_ids, num_tokens, generation))
+    def publish(
+        self, lease_id: str, block_ids: tuple[int, ...], num_tokens: int, generation: int = 0, token_id: int = -1
+    ) -> None:
+        """token_id: the first token, in the same announcement; -1: it is not known yet."""
+        tokens = (SampledToken(token_id, -0.5),) if token_id >= 0 else ()
+        self.call("publish", PublishSpec(lease_id, runs(0, block_ids), num_tokens, generation, tokens))
 
     def finish(self, lease_id: str, token_id: int = 7) -> None:
         self.call("finish", lease_id, (SampledToken(token_id, -0.5),))

@@ -9,10 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from pd_connectors.base import (
-    CacheDescription,
     ConnectorContext,
     Event,
     FirstTokens,
@@ -28,14 +25,17 @@ from pd_connectors.loopback import LoopbackChannel, LoopbackNetwork, LoopbackNod
 from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
 from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.messages import SampledToken
-from pd_connectors.protocol.ticket import Geometry, LeaseRef, Ticket
+from pd_connectors.protocol.ticket import LeaseRef, Ticket
 from pd_connectors.protocol_loop import ProtocolLoop
 from pd_connectors.pull_limits import PullLimits
+from tests.connectors.layouts import full_layout, make_cache, runs, two_groups
 
 if TYPE_CHECKING:
     import random
 
-GEOMETRY = Geometry(block_size=16, num_kv_heads=1, num_layers=1, head_dim=1, dtype="float32")
+LAYOUT = full_layout()  # of tests with one group; the engines here have two
+TWO_GROUPS = two_groups(num_kv_heads=1, head_dim=1)
+NUM_GROUPS = len(TWO_GROUPS.groups)
 NUM_BLOCKS = 24
 MAX_PROMPT_BLOCKS = 6
 FREE = -7.0  # what a free block holds
@@ -44,7 +44,7 @@ CONTEXT = ConnectorContext(
     engine_id="",
     epoch=0,
     fingerprint="f",
-    geometry=GEOMETRY,
+    layout=LAYOUT,
     cluster_key=b"k",
     host="sim",
     port=0,
@@ -74,7 +74,7 @@ class Prompt:
 
     @property
     def num_blocks(self) -> int:
-        return -(-self.num_tokens // GEOMETRY.block_size)
+        return -(-self.num_tokens // LAYOUT.block_size)
 
     def content(self, block: int) -> float:
         return 1000.0 * self.number + block
@@ -114,9 +114,10 @@ class Engine:
         self.clock = clock
         self.network = network
         self.node: LoopbackNode = network.attach("sim", port)
-        self.context = replace(CONTEXT, engine_id=f"engine-{port}", epoch=epoch, port=port)
-        shape = (NUM_BLOCKS, 1, 1, 2, GEOMETRY.block_size, 1)
-        self.cache = CacheDescription(torch.full(shape, FREE), GEOMETRY, NUM_BLOCKS)
+        self.context = replace(CONTEXT, layout=TWO_GROUPS, engine_id=f"engine-{port}", epoch=epoch, port=port)
+        self.cache = make_cache(TWO_GROUPS, NUM_BLOCKS)
+        for block in range(NUM_BLOCKS):
+            self.fill(block, FREE)
         transport = LoopbackTransport(self.node)
         transport.register(self.cache)
         limits = PullLimits(
@@ -135,19 +136,27 @@ class Engine:
 
     # blocks
 
+    def fill(self, block: int, content: float) -> None:
+        """Write a block in every group; each group's numbers differ."""
+        for group, tensor in enumerate(self.cache.tensors):
+            tensor[block].fill_(content + group / 2)
+
+    def holds(self, blocks: int | list[int], content: float) -> bool:
+        return all(bool((tensor[blocks] == content + i / 2).all()) for i, tensor in enumerate(self.cache.tensors))
+
     def take(self, count: int) -> list[int]:
         taken, self.free = self.free[:count], self.free[count:]
         for block in taken:
-            assert bool((self.cache.tensor[block] == FREE).all()), "something landed in a free block"
+            assert self.holds(block, FREE), "something landed in a free block"
         return taken
 
     def give(self, blocks: list[int]) -> None:
         for block in blocks:
-            self.cache.tensor[block].fill_(FREE)
+            self.fill(block, FREE)
         self.free += blocks
 
     def check_free_blocks(self) -> None:
-        assert bool((self.cache.tensor[self.free] == FREE).all()), "something landed in a free block"
+        assert self.holds(self.free, FREE), "something landed in a free block"
 
     # as P
 
@@ -162,7 +171,7 @@ class Engine:
             generation=0,
             expires_at_s=1e12,
             fingerprint=self.context.fingerprint,
-            geometry=GEOMETRY,
+            layout=TWO_GROUPS,
             prompt_digest=prompt_digest(range(prompt.num_tokens)),
             num_tokens=prompt.num_tokens,
             num_samples=1,
@@ -172,7 +181,7 @@ class Engine:
 
     def compute(self, num_blocks: int, *, sample: bool) -> None:
         """A step: the oldest unfinished prefill begins, or goes on by so many blocks. `sample`: its token comes with
-        the last."""
+        the last, of every second prompt in one announcement."""
         request = next((request for request in self.prefills.values() if not request.is_finished), None)
         if request is None:
             return
@@ -180,26 +189,27 @@ class Engine:
             request.is_begun = True
             self.exchange.leases.announce(PublishSpec(request.lease.lease_id, (), 0, request.generation))
             return
-        prompt, start = request.prompt, request.num_computed // GEOMETRY.block_size
+        prompt, start = request.prompt, request.num_computed // LAYOUT.block_size
         stop = min(prompt.num_blocks, start + num_blocks)
         for block in range(start, stop):
-            self.cache.tensor[request.blocks[block]].fill_(prompt.content(block))
-        request.num_computed = min(prompt.num_tokens, stop * GEOMETRY.block_size)
-        blocks = tuple(request.blocks[:stop])
-        publish = PublishSpec(request.lease.lease_id, blocks, request.num_computed, request.generation)
-        self.exchange.leases.announce(publish)
-        if stop == prompt.num_blocks and (start == stop or sample):
-            request.is_finished = True
-            self.exchange.leases.finish(request.lease.lease_id, (SampledToken(prompt.number),))
+            self.fill(request.blocks[block], prompt.content(block))
+        request.num_computed = min(prompt.num_tokens, stop * LAYOUT.block_size)
+        readable = runs(0, request.blocks[:stop], NUM_GROUPS)
+        publish = PublishSpec(request.lease.lease_id, readable, request.num_computed, request.generation)
+        first_tokens = (SampledToken(prompt.number),)
+        request.is_finished = stop == prompt.num_blocks and (start == stop or sample)
+        is_one = request.is_finished and start < stop and prompt.number % 2 == 0
+        self.exchange.leases.announce(replace(publish, first_tokens=first_tokens) if is_one else publish)
+        if request.is_finished and not is_one:
+            self.exchange.leases.finish(request.lease.lease_id, first_tokens)
 
     def preempt(self) -> None:
         """Take the blocks of the oldest unfinished prefill back, and others for it."""
         request = next((request for request in self.prefills.values() if not request.is_finished), None)
         if request is None or len(self.free) < request.prompt.num_blocks:
             return
-        stale = PublishSpec(
-            request.lease.lease_id, tuple(request.blocks), request.prompt.num_tokens, request.generation
-        )
+        readable = runs(0, request.blocks, NUM_GROUPS)
+        stale = PublishSpec(request.lease.lease_id, readable, request.prompt.num_tokens, request.generation)
         generation = self.exchange.leases.retract(request.lease.lease_id)
         self.exchange.leases.announce(stale)  # of a step that was in flight: must be void
         self.give(request.blocks)
@@ -282,14 +292,13 @@ class Engine:
         load.waits_for_blocks = len(self.free) < count
         if not load.waits_for_blocks:
             load.blocks = self.take(count)
-            spec = LoadSpec(load_id, first_block, tuple(load.blocks), load.prompt.num_tokens)
+            spec = LoadSpec(load_id, runs(first_block, tuple(load.blocks), NUM_GROUPS), load.prompt.num_tokens)
             self.submit(lambda reader, now: reader.reserve(spec, now))
 
     def check_bytes(self, load: Load) -> None:
         first_block = load.prompt.num_blocks - len(load.blocks)
         for i, block in enumerate(load.blocks):
-            wanted = load.prompt.content(first_block + i)
-            assert bool((self.cache.tensor[block] == wanted).all()), f"stale bytes in {load}"
+            assert self.holds(block, load.prompt.content(first_block + i)), f"stale bytes in {load}"
 
     def end(self, load: Load) -> None:
         self.give(load.blocks)
@@ -384,7 +393,7 @@ def random_operation(simulation: Simulation, rng: random.Random) -> None:
         return
     match kind:
         case "request":
-            num_tokens = rng.randint(1, MAX_PROMPT_BLOCKS * GEOMETRY.block_size)
+            num_tokens = rng.randint(1, MAX_PROMPT_BLOCKS * LAYOUT.block_size)
             first_block = rng.choice((0, 0, 0, rng.randint(0, MAX_PROMPT_BLOCKS)))
             decodes = [rng.choice(engines) for _ in range(rng.choice((1, 1, 1, 2)))]
             simulation.request(which, decodes, num_tokens, first_block, hold=rng.random() < 0.2)

@@ -10,22 +10,15 @@ from typing import TYPE_CHECKING
 import pytest
 import zmq
 
-from pd_connectors import channel as channel_module
-from pd_connectors.channel import (
-    MAX_ANSWER_BYTES,
-    MAX_QUESTION_BYTES,
-    Channel,
-    FromOwner,
-    FromReader,
-    Incoming,
-    OwnerLost,
-    ZmqChannel,
-)
+from pd_connectors import zmq_channel as channel_module
+from pd_connectors.channel import Channel, FromOwner, FromReader, Incoming, OwnerLost
 from pd_connectors.curve import CurveKeys
 from pd_connectors.nixl.machine import listening_sockets
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.protocol.messages import LeaseState, Release, Renew, seal
 from pd_connectors.protocol.ticket import LeaseRef
+from pd_connectors.zmq_channel import MAX_ANSWER_BYTES, MAX_QUESTION_BYTES, ZmqChannel
+from tests.connectors.layouts import runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -217,7 +210,7 @@ def test_a_question_that_is_too_long_is_cut_off_and_an_answer_of_a_million_token
     question = receive(owner, FromReader)
     assert isinstance(question, FromReader)
     assert question.message == Renew(LEASE)
-    state = LeaseState(LEASE, 0, 1, 1 << 20, tuple(range(1 << 20, (1 << 20) + (1 << 16))))
+    state = LeaseState(LEASE, 0, 1, 1 << 20, runs(0, tuple(range(1 << 20, (1 << 20) + (1 << 16)))))
     assert len(seal(KEY, state)) < MAX_ANSWER_BYTES / 16
     owner.reply(question.reader, state)
     assert receive(reader, FromOwner) == FromOwner(address, state)

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-import torch
 
 from pd_connectors.base import LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec, PublishSpec
 from pd_connectors.loopback import LoopbackNetwork
@@ -18,7 +17,7 @@ from pd_connectors.protocol.errors import ConnectorUnavailable, LoadFailure
 from pd_connectors.protocol.messages import SampledToken
 from pd_connectors.protocol.ticket import LeaseRef, Ticket
 from pd_connectors.registry import create_connector
-from tests.connectors.remote_node import GEOMETRY, Node, context, stamp, stamped
+from tests.connectors.remote_node import LAYOUT, Node, context, is_stamped, runs, stamp
 from tests.connectors.simulation import VirtualClock
 
 
@@ -28,12 +27,13 @@ def hand_over(prefill: Node, decode: Node, load_id: str) -> None:
     stamp(prefill.cache, 2, 3)
     ticket = prefill.connector.open_lease("r", list(range(20)), "", 1, hold=False)
     decode.connector.begin_load(load_id, ticket, 10.0)
-    prefill.connector.send_after([PublishSpec(ticket.lease.lease_id, (1, 2), 20, 0)])
+    prefill.connector.send_after([PublishSpec(ticket.lease.lease_id, runs(0, (1, 2)), 20, 0)])
     prefill.connector.finish_lease(ticket.lease.lease_id, (SampledToken(4),))
     decode.wait_for(LoadReady, load_id)
-    decode.connector.recv_before([LoadSpec(load_id, 0, (5, 6), 20)])
-    decode.wait_for(LoadDone, load_id)
-    assert torch.equal(decode.cache.tensor[6], stamped(decode.cache, 2, 3))
+    decode.connector.recv_before([LoadSpec(load_id, runs(0, (5, 6)), 20)])
+    done = decode.wait_for(LoadDone, load_id)
+    assert done.group_bytes == tuple(2 * group.block_bytes for group in LAYOUT.groups)
+    assert is_stamped(decode.cache, 6, like=2, version=3)
 
 
 def test_loopback_reads_its_own_leases() -> None:
@@ -87,7 +87,7 @@ def test_a_failed_control_thread_is_not_silent(monkeypatch: pytest.MonkeyPatch) 
     node = Node.start("loopback", context("mixed"), 8)
     try:
         ticket = node.connector.open_lease("r", [1, 2], "", 1, hold=False)
-        node.connector.recv_before([LoadSpec("never-begun", 0, (1,), 2)])  # ignored
+        node.connector.recv_before([LoadSpec("never-begun", runs(0, (1,)), 2)])  # ignored
         monkeypatch.setattr("pd_connectors.reader.Reader.begin", lambda *args: 1 / 0)
         node.connector.begin_load("boom", ticket, 5.0)
         with pytest.raises(ConnectorUnavailable, match="ZeroDivisionError"):
@@ -101,7 +101,7 @@ def test_none_hands_nothing_out_and_takes_nothing_over() -> None:
     assert connector.control_port == 0
     with pytest.raises(ConnectorUnavailable, match="none"):
         connector.open_lease("r", [1], "", 1, hold=False)
-    ticket = Ticket("r", LeaseRef("P", 1, "l"), 0, 0.0, "f", GEOMETRY, b"", 1, 1, "h", 1)
+    ticket = Ticket("r", LeaseRef("P", 1, "l"), 0, 0.0, "f", LAYOUT, b"", 1, 1, "h", 1)
     connector.begin_load("load", ticket, 1.0)
     failed, drained = connector.poll()
     assert isinstance(failed, LoadFailed)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pd_connectors.base import LeaseEnded
+from pd_connectors.base import LeaseEnded, PublishSpec
 from pd_connectors.channel import FromOwner
 from pd_connectors.loopback import LoopbackChannel, LoopbackNetwork
 from pd_connectors.protocol.clock import PatientClock
 from pd_connectors.protocol.errors import LeaseEnd
-from pd_connectors.protocol.messages import LeaseState, Renew
-from tests.connectors.simulation import CONTEXT, Engine, VirtualClock
+from pd_connectors.protocol.messages import LeaseState, Renew, SampledToken
+from tests.connectors.layouts import runs
+from tests.connectors.simulation import CONTEXT, NUM_GROUPS, Engine, VirtualClock
 
 
 @pytest.fixture
@@ -50,6 +51,24 @@ def test_what_has_arrived_is_heard_before_anything_expires(
     owner.exchange.turn()
     assert owner.exchange.take_events() == [LeaseEnded(lease.lease_id, LeaseEnd.EXPIRED)]
     assert [state.ended for state in told(reader)] == [LeaseEnd.EXPIRED], "in the same turn"
+
+
+def test_the_last_blocks_and_the_first_token_are_one_message(
+    clock: VirtualClock, network: LoopbackNetwork, reader: LoopbackChannel
+) -> None:
+    """A prompt of two chunks is told in three messages: it has begun, its first block, all the rest with the token."""
+    owner = Engine(network, clock, 1, epoch=1)
+    lease = owner.exchange.leases.open(40, hold=False)
+    reader.ask(("sim", 1), Renew(lease))
+    owner.exchange.turn()
+    assert len(told(reader)) == 1, "the answer to the renewal"
+    heard = []
+    for num_tokens, block_ids, tokens in ((0, (), ()), (16, (4,), ()), (40, (4, 5, 6), (SampledToken(7),))):
+        blocks = runs(0, block_ids, NUM_GROUPS) if num_tokens else ()
+        owner.exchange.leases.announce(PublishSpec(lease.lease_id, blocks, num_tokens, 0, tokens, 0.25))
+        owner.exchange.turn()
+        heard.append([(state.num_tokens_readable, state.first_tokens, state.prefill_s) for state in told(reader)])
+    assert heard == [[(0, (), 0.0)], [(16, (), 0.0)], [(40, (SampledToken(7),), 0.25)]]
 
 
 def test_the_pause_of_a_stopped_process_is_no_silence_of_its_peers() -> None:

@@ -15,6 +15,7 @@ from pd_connectors.lease import ABANDON_GRACE_S, LeaseTable
 from pd_connectors.protocol.errors import LeaseEnd
 from pd_connectors.protocol.messages import Confirm, LeaseState, SampledToken
 from pd_connectors.protocol.ticket import LeaseRef
+from tests.connectors.layouts import full_layout, runs
 from tests.connectors.simulation import VirtualClock
 
 TTL_S = 10.0
@@ -27,7 +28,7 @@ def clock() -> VirtualClock:
 
 @pytest.fixture
 def table(clock: VirtualClock) -> LeaseTable:
-    return LeaseTable("P", 1, 16, TTL_S, clock)
+    return LeaseTable("P", 1, full_layout(), TTL_S, clock)
 
 
 def confirm(table: LeaseTable, ref: LeaseRef, num_tokens: int, generation: int = 0) -> bool:
@@ -37,7 +38,7 @@ def confirm(table: LeaseTable, ref: LeaseRef, num_tokens: int, generation: int =
 def test_confirm_covers_what_was_announced_and_nothing_else(table: LeaseTable) -> None:
     ref = table.open(40, hold=False)
     assert not confirm(table, ref, 16)
-    table.announce(PublishSpec(ref.lease_id, (4, 5), 32, 0))
+    table.announce(PublishSpec(ref.lease_id, runs(0, (4, 5)), 32, 0))
     assert confirm(table, ref, 32)
     assert not confirm(table, ref, 40)
     assert not confirm(table, ref, 0)
@@ -46,25 +47,25 @@ def test_confirm_covers_what_was_announced_and_nothing_else(table: LeaseTable) -
 
 def test_retract_voids_and_raises_the_generation(table: LeaseTable) -> None:
     ref = table.open(32, hold=False)
-    table.announce(PublishSpec(ref.lease_id, (4,), 16, 0))
+    table.announce(PublishSpec(ref.lease_id, runs(0, (4,)), 16, 0))
     assert table.retract(ref.lease_id) == 1
     assert not confirm(table, ref, 16)
     state = table.renew(ref)
-    assert (state.generation, state.num_tokens_readable, state.block_ids) == (1, 0, ())
-    table.announce(PublishSpec(ref.lease_id, (4, 5), 32, 0))  # of a step planned before the retraction
+    assert (state.generation, state.num_tokens_readable, state.runs) == (1, 0, ())
+    table.announce(PublishSpec(ref.lease_id, runs(0, (4, 5)), 32, 0))  # of a step planned before the retraction
     assert table.renew(ref).num_tokens_readable == 0
-    table.announce(PublishSpec(ref.lease_id, (8, 9), 32, 1))
+    table.announce(PublishSpec(ref.lease_id, runs(0, (8, 9)), 32, 1))
     assert confirm(table, ref, 32, generation=1)
     assert not confirm(table, ref, 32, generation=0)
 
 
 def test_what_a_reader_is_told_of_a_prefill_that_goes_on(clock: VirtualClock) -> None:
-    table = LeaseTable("P", 1, 16, TTL_S, clock, wall_clock=lambda: 1e9 + clock.now)
+    table = LeaseTable("P", 1, full_layout(), TTL_S, clock, wall_clock=lambda: 1e9 + clock.now)
     ref = table.open(32, hold=False)
     assert not table.renew(ref).is_begun
     table.announce(PublishSpec(ref.lease_id, (), 0, 0))
     begun = table.renew(ref)
-    assert (begun.is_begun, begun.num_tokens_readable, begun.block_ids) == (True, 0, ())
+    assert (begun.is_begun, begun.num_tokens_readable, begun.runs) == (True, 0, ())
     assert [state.is_begun for state in table.take_changed()] == [True]
     assert not confirm(table, ref, 16)
     assert table.retract(ref.lease_id) == 1
@@ -72,17 +73,40 @@ def test_what_a_reader_is_told_of_a_prefill_that_goes_on(clock: VirtualClock) ->
     table.announce(PublishSpec(ref.lease_id, (), 0, 0))  # of the step before
     assert not table.renew(ref).is_begun
     clock.now += 2.0
-    table.announce(PublishSpec(ref.lease_id, (8, 9), 32, 1))
+    table.announce(PublishSpec(ref.lease_id, runs(0, (8, 9)), 32, 1))
     clock.now += 1.0
     table.finish(ref.lease_id, (SampledToken(3),), 0.5)
     told = table.renew(ref)
     assert (told.is_begun, told.announced_at, told.prefill_s) == (True, 1e9 + clock.now - 1.0, 0.5)
 
 
+def test_first_tokens_come_with_the_last_blocks_in_one_change(table: LeaseTable) -> None:
+    ref = table.open(20, hold=True)
+    table.announce(PublishSpec(ref.lease_id, runs(0, (4, 5)), 20, 0, (SampledToken(3),), 0.5))
+    (state,) = table.take_changed()
+    assert (state.num_tokens_readable, state.first_tokens, state.prefill_s) == (20, (SampledToken(3),), 0.5)
+    assert state.version == 2
+    assert state.ttl_s == TTL_S, "the clock of a held lease starts, as with `finish`"
+
+
+def test_first_tokens_hold_when_the_blocks_were_taken_back(table: LeaseTable) -> None:
+    ref = table.open(20, hold=False)
+    assert table.retract(ref.lease_id) == 1
+    table.take_changed()
+    table.announce(PublishSpec(ref.lease_id, runs(0, (4, 5)), 20, 0, (SampledToken(3),)))  # planned before
+    (state,) = table.take_changed()
+    assert (state.generation, state.num_tokens_readable, state.first_tokens) == (1, 0, (SampledToken(3),))
+    table.announce(PublishSpec(ref.lease_id, runs(0, (4, 5)), 20, 0))
+    table.end(ref.lease_id, LeaseEnd.REVOKED)
+    table.take_changed()
+    table.announce(PublishSpec(ref.lease_id, runs(0, (4, 5)), 20, 1, (SampledToken(3),)))
+    assert table.take_changed() == []
+
+
 @pytest.mark.parametrize("how", ["release", "expire", "end"])
 def test_an_ended_lease_confirms_nothing(table: LeaseTable, clock: VirtualClock, how: str) -> None:
     ref = table.open(16, hold=False)
-    table.announce(PublishSpec(ref.lease_id, (4,), 16, 0))
+    table.announce(PublishSpec(ref.lease_id, runs(0, (4,)), 16, 0))
     match how:
         case "release":
             table.release(ref)
@@ -121,7 +145,7 @@ def test_the_clock_of_a_held_lease_starts_when_it_is_finished(table: LeaseTable,
     ref = table.open(16, hold=True)
     clock.now += 100 * TTL_S
     assert table.expire() == float("inf")
-    table.announce(PublishSpec(ref.lease_id, (4,), 16, 0))
+    table.announce(PublishSpec(ref.lease_id, runs(0, (4,)), 16, 0))
     table.finish(ref.lease_id, (SampledToken(3),))
     assert table.expire() == clock.now + TTL_S
     assert table.renew(ref).first_tokens == (SampledToken(3),)
@@ -141,7 +165,7 @@ def test_readers_are_told_how_often_to_renew(table: LeaseTable) -> None:
 def test_every_change_is_told_once_and_the_end_comes_last(table: LeaseTable) -> None:
     ref = table.open(16, hold=False)
     assert table.take_changed() == []
-    table.announce(PublishSpec(ref.lease_id, (4,), 16, 0))
+    table.announce(PublishSpec(ref.lease_id, runs(0, (4,)), 16, 0))
     told = table.take_changed()
     table.finish(ref.lease_id, (SampledToken(3),))
     told += table.take_changed()
@@ -151,7 +175,7 @@ def test_every_change_is_told_once_and_the_end_comes_last(table: LeaseTable) -> 
     told += table.take_changed()
     assert table.take_changed() == []
     assert [state.num_tokens_readable for state in told] == [16, 16, 0, 0]
-    assert [len(state.block_ids) for state in told] == [1, 1, 0, 0]
+    assert [sum(len(run.block_ids) for run in state.runs) for state in told] == [1, 1, 0, 0]
     assert [state.first_tokens for state in told] == [(), (SampledToken(3),), (SampledToken(3),), ()]
     assert [state.generation for state in told] == [0, 0, 1, 1]
     assert [state.ended for state in told] == [None, None, None, LeaseEnd.RELEASED]
@@ -187,7 +211,7 @@ def test_the_next_lease_to_run_out_is_the_next_timer(table: LeaseTable, clock: V
 
 def test_a_lease_lives_until_the_very_end_of_its_time(table: LeaseTable, clock: VirtualClock) -> None:
     ref = table.open(16, hold=False)
-    table.announce(PublishSpec(ref.lease_id, (4,), 16, 0))
+    table.announce(PublishSpec(ref.lease_id, runs(0, (4,)), 16, 0))
     clock.now += TTL_S - 0.001
     assert table.expire() == clock.now + 0.001
     assert len(table) == 1
@@ -230,16 +254,16 @@ def test_so_many_ended_leases_are_remembered_and_no_more(table: LeaseTable, monk
 @pytest.mark.parametrize(
     "wrong",
     [
-        PublishSpec("", (4,), 8, 0),  # neither whole blocks nor the whole prompt
-        PublishSpec("", (4, 5, 6, 7), 56, 0),  # more than the prompt
-        PublishSpec("", (4,), 32, 0),  # fewer blocks than tokens
-        PublishSpec("", (9, 5), 32, 0),  # another block than was announced
+        PublishSpec("", runs(0, (4,)), 8, 0),  # neither whole blocks nor the whole prompt
+        PublishSpec("", runs(0, (4, 5, 6, 7)), 56, 0),  # more than the prompt
+        PublishSpec("", runs(0, (4,)), 32, 0),  # fewer blocks than tokens
+        PublishSpec("", runs(0, (9, 5)), 32, 0),  # another block than was announced
         PublishSpec("", (), 0, 0),  # less than was announced
     ],
 )
 def test_an_announcement_that_cannot_be_true_is_a_bug_of_the_engine(table: LeaseTable, wrong: PublishSpec) -> None:
     ref = table.open(40, hold=False)
-    table.announce(PublishSpec(ref.lease_id, (4,), 16, 0))
+    table.announce(PublishSpec(ref.lease_id, runs(0, (4,)), 16, 0))
     with pytest.raises(AssertionError):
         table.announce(replace(wrong, lease_id=ref.lease_id))
 
@@ -274,7 +298,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = VirtualClock()
-        self.table = LeaseTable("P", 1, 16, TTL_S, self.clock)
+        self.table = LeaseTable("P", 1, full_layout(), TTL_S, self.clock)
         self.ref = self.table.open(80, hold=False)
         self.generation = 0
         self.readable = 0
@@ -286,7 +310,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def announce(self, num_blocks: int) -> None:
         if num_blocks * 16 >= self.readable:
             self.table.announce(
-                PublishSpec(self.ref.lease_id, tuple(range(num_blocks)), num_blocks * 16, self.generation)
+                PublishSpec(self.ref.lease_id, runs(0, tuple(range(num_blocks))), num_blocks * 16, self.generation)
             )
             self.readable = num_blocks * 16
 

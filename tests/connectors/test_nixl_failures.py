@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-import torch
 
 from pd_connectors.base import LeaseEnded, LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec
 from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
-from pd_connectors.protocol.ticket import Geometry, Ticket
-from tests.connectors.remote_node import Node, RemoteNode, context, remote_node, stamped
+from tests.connectors.layouts import two_groups
+from tests.connectors.remote_node import Node, RemoteNode, context, is_stamped, remote_node, runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from pd_connectors.protocol.ticket import Ticket
 
 pytest.importorskip("nixl_cu13")
 pytestmark = pytest.mark.integration
@@ -45,10 +46,11 @@ def start_reading(
     blocks = tuple(range(num_blocks_announced))
     prefill.publish(ticket.lease.lease_id, blocks, num_blocks_announced * 16)
     decode.wait_for(LoadReady, load_id)
-    decode.cache.tensor[:40] = 0.0
-    decode.connector.recv_before([LoadSpec(load_id, 0, tuple(range(40)), NUM_TOKENS)])
+    decode.cache.tensors[0][:40] = 0.0
+    decode.cache.tensors[1][:40] = 0.0
+    decode.connector.recv_before([LoadSpec(load_id, runs(0, tuple(range(40))), NUM_TOKENS)])
     deadline = time.monotonic() + 10
-    while not torch.equal(decode.cache.tensor[0], stamped(decode.cache, 0, 0)):
+    while not is_stamped(decode.cache, 0, like=0, version=0):
         assert time.monotonic() < deadline, "the first chunk did not come"
     return ticket
 
@@ -60,18 +62,18 @@ def load_whole(prefill: RemoteNode, decode: Node, load_id: str) -> None:
     prefill.publish(ticket.lease.lease_id, (3, 4), 32)
     prefill.finish(ticket.lease.lease_id)
     decode.wait_for(LoadReady, load_id)
-    decode.connector.recv_before([LoadSpec(load_id, 0, (60, 61), 32)])
+    decode.connector.recv_before([LoadSpec(load_id, runs(0, (60, 61)), 32)])
     decode.wait_for(LoadDone, load_id)
-    assert torch.equal(decode.cache.tensor[61], stamped(decode.cache, 4, 0))
+    assert is_stamped(decode.cache, 61, like=4, version=0)
 
 
 def assert_nothing_lands(decode: Node, act: Callable[[], None]) -> None:
     """Once drained, the blocks are ours: whatever the peer does now, they do not change."""
-    decode.cache.tensor[:40] = -3.0
+    decode.cache.tensors[0][:40] = -3.0
     act()
     deadline = time.monotonic() + 0.5
     while time.monotonic() < deadline:
-        assert bool((decode.cache.tensor[:40] == -3.0).all())
+        assert bool((decode.cache.tensors[0][:40] == -3.0).all())
 
 
 def test_killed_while_it_is_read() -> None:
@@ -104,9 +106,9 @@ def test_stopped_before_the_first_read_then_continued(decode: Node) -> None:
         time.sleep(0.7)
         os.kill(prefill.pid, signal.SIGCONT)
         decode.wait_for(LoadReady, "paused")
-        decode.connector.recv_before([LoadSpec("paused", 0, (62,), 16)])
+        decode.connector.recv_before([LoadSpec("paused", runs(0, (62,)), 16)])
         decode.wait_for(LoadDone, "paused")
-        assert torch.equal(decode.cache.tensor[62], stamped(decode.cache, 7, 0))
+        assert is_stamped(decode.cache, 62, like=7, version=0)
 
 
 def test_a_ticket_with_an_address_that_is_none(decode: Node) -> None:
@@ -136,9 +138,9 @@ def stop_within_a_read(prefill: RemoteNode, decode: Node, num_blocks: int) -> No
     prefill.publish(ticket.lease.lease_id, tuple(range(num_blocks)), num_blocks * 16)
     decode.connector.begin_load("hung", ticket, 30.0)
     decode.wait_for(LoadReady, "hung")
-    decode.connector.recv_before([LoadSpec("hung", 0, tuple(range(num_blocks)), num_blocks * 16)])
+    decode.connector.recv_before([LoadSpec("hung", runs(0, tuple(range(num_blocks))), num_blocks * 16)])
     deadline = time.monotonic() + 10
-    while not bool(decode.cache.tensor[0].any()):
+    while not bool(decode.cache.tensors[0][0].any()):
         assert time.monotonic() < deadline
     os.kill(prefill.pid, signal.SIGSTOP)
 
@@ -147,10 +149,10 @@ def stop_within_a_read(prefill: RemoteNode, decode: Node, num_blocks: int) -> No
 def test_stopped_within_a_read_over_tcp(monkeypatch: pytest.MonkeyPatch, then: signal.Signals) -> None:
     """Over TCP such a read hangs, and goes on with the peer: its blocks stay quarantined until it is terminal."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    geometry = Geometry(block_size=16, num_kv_heads=8, num_layers=8, head_dim=64, dtype="float32")
-    num_blocks = 192  # of 512 KiB
-    settings = context("P-hung", geometry=geometry)
-    decode = Node.start("nixl", context("D-hung", geometry=geometry, drain_deadline_s=0.2), num_blocks)
+    layout = two_groups(num_kv_heads=8, head_dim=192)
+    num_blocks = 192  # of 576 KiB
+    settings = context("P-hung", layout=layout)
+    decode = Node.start("nixl", context("D-hung", layout=layout, drain_deadline_s=0.2), num_blocks)
     try:
         with remote_node("nixl", settings, num_blocks) as prefill:
             stop_within_a_read(prefill, decode, num_blocks)
@@ -161,8 +163,8 @@ def test_stopped_within_a_read_over_tcp(monkeypatch: pytest.MonkeyPatch, then: s
             os.kill(prefill.pid, then)
             decode.wait_for(LoadDrained, "hung")
             assert decode.connector.stats()["quarantined_blocks"] == 0
-            decode.cache.tensor.fill_(-3.0)
+            decode.cache.tensors[0].fill_(-3.0)
             time.sleep(0.5)
-            assert bool((decode.cache.tensor == -3.0).all()), "bytes landed after LoadDrained"
+            assert bool((decode.cache.tensors[0] == -3.0).all()), "bytes landed after LoadDrained"
     finally:
         decode.connector.close()

@@ -8,23 +8,21 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-import torch
 
-from pd_connectors.base import CacheDescription
 from pd_connectors.nixl import agent as agent_module
 from pd_connectors.nixl import transfer
 from pd_connectors.nixl.agent import Region
 from pd_connectors.nixl.network import KvNetwork
 from pd_connectors.nixl.transfer import NixlTransport
 from pd_connectors.protocol.errors import ConnectorUnavailable
-from pd_connectors.protocol.ticket import Geometry
 from pd_connectors.transport import Completion, Connected, ConnectFailed, PeerKey, ReadEnded
 from tests.connectors.fake_nixl import BackendError, FakeNixl, NotFound, RemoteDisconnect, bindings
+from tests.connectors.layouts import full_layout, make_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-GEOMETRY = Geometry(block_size=16, num_kv_heads=1, num_layers=1, head_dim=1, dtype="float32")
+LAYOUT = full_layout(block_size=16, num_kv_heads=1, num_layers=1, head_dim=1, dtype="float32")
 NUM_BLOCKS = 4
 ANYWHERE = KvNetwork((), "", None)
 PEER = PeerKey(("there", 1), "P", 1, 1)
@@ -43,7 +41,7 @@ class Bench:
         self.transport.set_waker(self._told.set)
 
     def start(self) -> None:
-        cache = CacheDescription(torch.zeros(NUM_BLOCKS, 1, 1, 2, 16, 1), GEOMETRY, NUM_BLOCKS)
+        cache = make_cache(LAYOUT, NUM_BLOCKS)
         self.transport.register(cache)
 
     def next(self) -> Completion:
@@ -76,8 +74,8 @@ class Bench:
         return not self._completions
 
     def connect(self, key: PeerKey = PEER) -> None:
-        region = Region(base=0, num_blocks=NUM_BLOCKS, block_bytes=GEOMETRY.block_bytes, segment="DRAM", device=0)
-        there = {"agent": "peer", "metadata": b"peer", "region": region}
+        region = Region(base=0, num_blocks=NUM_BLOCKS, block_bytes=LAYOUT.block_bytes, segment="DRAM", device=0)
+        there = {"agent": "peer", "metadata": b"peer", "regions": (region,)}
         self.transport.connect(key, msgspec.msgpack.encode(there))
 
     def connected(self, key: PeerKey = PEER) -> None:
@@ -90,7 +88,7 @@ class Bench:
     def read(self, number: int = 0) -> int:
         """Post a read; its handle."""
         before = len(self.nixl.posted)
-        self.transport.read(PEER, ("load", number), (0, 1), (2, 3))
+        self.transport.read(PEER, ("load", number), ((0, 1),), ((2, 3),))
         self.wait_until(lambda: len(self.nixl.posted) > before)
         return self.nixl.posted[before]
 
@@ -254,7 +252,7 @@ def test_a_start_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     transport = NixlTransport("us", ANYWHERE)
     try:
         with pytest.raises(ConnectorUnavailable, match="did not start within"):
-            transport.register(CacheDescription(torch.zeros(NUM_BLOCKS, 1, 1, 2, 16, 1), GEOMETRY, NUM_BLOCKS))
+            transport.register(make_cache(LAYOUT, NUM_BLOCKS))
     finally:
         released.set()
         transport.close(5.0)

@@ -23,9 +23,10 @@ from pd_connectors.protocol.messages import (
     ToReader,
 )
 from pd_connectors.protocol.ticket import LeaseRef
-from tests.connectors.simulation import CONTEXT, GEOMETRY, VirtualClock
+from tests.connectors.layouts import full_layout, runs
+from tests.connectors.simulation import CONTEXT, LAYOUT, VirtualClock
 
-HELLO = Hello("D", 4, "f", GEOMETRY, b"nonce")
+HELLO = Hello("D", 4, "f", LAYOUT, b"nonce")
 TTL_S = 10.0
 
 
@@ -34,7 +35,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.clock = VirtualClock()
-        self.leases = LeaseTable("P", 1, GEOMETRY.block_size, TTL_S, self.clock)
+        self.leases = LeaseTable("P", 1, full_layout(), TTL_S, self.clock)
         self.told: list[tuple[bytes, ToReader]] = []
         context = replace(CONTEXT, engine_id="P", epoch=1)
         self.owner = Owner(
@@ -45,7 +46,7 @@ class Bench:
         """A lease of which all is announced."""
         self.owner.open(b"there")
         lease = self.leases.open(16, hold=False)
-        self.leases.announce(PublishSpec(lease.lease_id, (4,), 16, 0))
+        self.leases.announce(PublishSpec(lease.lease_id, runs(0, (4,)), 16, 0))
         self.leases.take_changed()
         return lease
 
@@ -72,7 +73,7 @@ def test_a_greeting_is_answered_once_the_transport_is_up(bench: Bench) -> None:
     assert bench.take_told() == []  # the reader repeats it
     bench.owner.open(b"there")
     bench.owner.on_message(b"d", HELLO)
-    reply = HelloReply("P", 1, "f", GEOMETRY, b"there", transport_checksum(b"there"), b"nonce")
+    reply = HelloReply("P", 1, "f", LAYOUT, b"there", transport_checksum(b"there"), b"nonce")
     assert bench.take_told() == [(b"d", reply)]
 
 

@@ -7,18 +7,20 @@ import pytest
 from msgspec.structs import replace
 
 from pd_connectors.base import FirstTokens, LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec, LoadSteps
+from pd_connectors.block_reads import PostRead
 from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
 from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseState, Release, Renew, SampledToken
-from pd_connectors.protocol.ticket import Geometry, LeaseRef, Ticket
-from pd_connectors.pull import Action, Emit, PostRead, Pull, Send
+from pd_connectors.protocol.ticket import LeaseRef, Ticket
+from pd_connectors.pull import Action, Emit, Pull, Send
 from pd_connectors.pull_limits import LOST_GRACE_S, PullLimits
 from pd_connectors.transport import PeerKey
+from tests.connectors.layouts import full_layout, runs
 
-GEOMETRY = Geometry(block_size=16, num_kv_heads=1, num_layers=1, head_dim=1, dtype="float32")
+LAYOUT = full_layout(block_size=16, num_kv_heads=1, num_layers=1, head_dim=1, dtype="float32")
 LEASE = LeaseRef("P", 1, "lease")
 PEER = PeerKey(("h", 1), "P", 1, 1)
-TICKET = Ticket("r", LEASE, 0, 1e12, "f", GEOMETRY, b"d", 40, 1, "h", 1)
-SPEC = LoadSpec("load", 0, (10, 11, 12), 40)
+TICKET = Ticket("r", LEASE, 0, 1e12, "f", LAYOUT, b"d", 40, 1, "h", 1)
+SPEC = LoadSpec("load", runs(0, (10, 11, 12)), 40)
 LIMITS = PullLimits(renew_every_s=1.0, silence_s=3.0, read_s=4.0, confirm_s=2.0, confirm_every_s=0.5)
 TOKEN = SampledToken(9)
 
@@ -29,7 +31,7 @@ def new_pull(deadline_s: float = 30.0) -> Pull:
 
 def state(version: int, num_tokens: int = 0, *, generation: int = 0, tokens: bool = False) -> LeaseState:
     blocks = tuple(range(-(-num_tokens // 16)))
-    return LeaseState(LEASE, generation, version, num_tokens, blocks, (TOKEN,) if tokens else (), ttl_s=10.0)
+    return LeaseState(LEASE, generation, version, num_tokens, runs(0, blocks), (TOKEN,) if tokens else (), ttl_s=10.0)
 
 
 def reading(num_tokens: int = 40, *, tokens: bool = False) -> Pull:
@@ -70,9 +72,9 @@ def test_happy_path_in_order() -> None:
     pull.lease_state(state(2, 16), 0.1)
     assert events(pull.take_actions()) == [LoadReady("load", 40)]
     pull.reserve(SPEC, 0.2)
-    assert reads(pull.take_actions()) == [PostRead(0, (0,), (10,))]
+    assert reads(pull.take_actions()) == [PostRead(0, ((0,),), ((10,),))]
     pull.lease_state(state(3, 40), 0.3)
-    assert reads(pull.take_actions()) == [PostRead(1, (1, 2), (11, 12))]
+    assert reads(pull.take_actions()) == [PostRead(1, ((1, 2),), ((11, 12),))]
     pull.read_ended(1, "", 0.4)
     pull.read_ended(0, "", 0.5)
     question = sent(pull.take_actions())[0]
@@ -85,7 +87,7 @@ def test_happy_path_in_order() -> None:
     token, done = events(actions)
     assert token == FirstTokens("load", (TOKEN,))
     assert isinstance(done, LoadDone)
-    assert done.num_bytes == 3 * GEOMETRY.block_bytes
+    assert done.group_bytes == (3 * LAYOUT.block_bytes,)
     assert done.transfer_s == pytest.approx(0.5)
     assert sent(actions) == [Release(LEASE, done=True)]
     assert pull.is_over
@@ -114,7 +116,7 @@ def test_only_the_answer_to_this_question_confirms() -> None:
     pull.confirm_reply(ConfirmReply(LEASE, 0, 40, question.nonce ^ 1, True), 1.1)
     assert not pull.is_over
     pull.confirm_reply(ConfirmReply(LEASE, 0, 40, question.nonce, True), 1.2)
-    assert events(pull.take_actions())[-1] == LoadDone("load", 3 * GEOMETRY.block_bytes, 1.2)
+    assert events(pull.take_actions())[-1] == LoadDone("load", (3 * LAYOUT.block_bytes,), 1.2)
 
 
 def test_a_refused_confirmation_asks_for_the_state_and_fails() -> None:
@@ -148,7 +150,7 @@ def test_failure_drains_only_when_no_read_can_land() -> None:
     actions = pull.take_actions()
     assert events(actions) == [LoadFailed("load", LoadFailure.CANCELLED, "cancelled")]
     assert sent(actions) == [Release(LEASE, done=False)]
-    assert pull.num_blocks_in_flight == 3
+    assert pull.reads.num_blocks_in_flight == 3
     pull.lease_state(state(5, 40, tokens=True), 1.1)
     pull.fail(LoadFailure.CANCELLED, "again", 1.1)
     assert pull.take_actions() == []
@@ -189,9 +191,9 @@ def test_blocks_taken_back_and_announced_anew_before_ours_were_reserved_are_read
     pull = announced_then_taken_back()
     pull.lease_state(state(3, 32, generation=1), 0.15)
     pull.reserve(SPEC, 0.2)
-    assert reads(pull.take_actions()) == [PostRead(0, (0, 1), (10, 11))]
+    assert reads(pull.take_actions()) == [PostRead(0, ((0, 1),), ((10, 11),))]
     pull.lease_state(state(4, 40, generation=1), 0.3)
-    assert reads(pull.take_actions()) == [PostRead(1, (2,), (12,))]
+    assert reads(pull.take_actions()) == [PostRead(1, ((2,),), ((12,),))]
 
 
 def test_blocks_are_reserved_while_the_prompt_is_computed() -> None:
@@ -206,7 +208,7 @@ def test_blocks_are_reserved_while_the_prompt_is_computed() -> None:
     pull.reserve(SPEC, 0.3)
     assert pull.take_actions() == []
     pull.lease_state(state(4, 40), 5.0)
-    assert reads(pull.take_actions()) == [PostRead(0, (0, 1, 2), (10, 11, 12))]
+    assert reads(pull.take_actions()) == [PostRead(0, ((0, 1, 2),), ((10, 11, 12),))]
     assert pull.is_live, "no read was in flight while P computed"
 
 
@@ -256,7 +258,7 @@ def test_waiting_for_blocks_is_a_step_of_its_own() -> None:
 
 def test_a_load_that_needs_no_blocks_waits_for_its_token_only() -> None:
     pull = announced_then_taken_back()
-    pull.reserve(LoadSpec("load", 3, (), 40), 0.2)
+    pull.reserve(LoadSpec("load", runs(3, ()), 40), 0.2)
     pull.lease_state(state(3, 40, generation=1, tokens=True), 0.3)
     assert [type(event) for event in events(pull.take_actions())] == [FirstTokens, LoadDone]
 
@@ -329,7 +331,7 @@ def test_every_wait_has_a_deadline() -> None:
 @pytest.mark.parametrize(
     "nonsense",
     [
-        LeaseState(LEASE, 0, 9, 40, (1,)),
+        LeaseState(LEASE, 0, 9, 40, runs(0, (1,))),
         LeaseState(LEASE, 0, 9, 1 << 40, ()),
     ],
 )
@@ -338,7 +340,7 @@ def test_a_peer_that_announces_nonsense_is_refused(nonsense: LeaseState) -> None
     pull.accepted(0.0)
     pull.connected(PEER, 0.0)
     pull.lease_state(state(1, 16), 0.0)
-    pull.reserve(LoadSpec("load", 1, (11, 12), 40), 0.0)
+    pull.reserve(LoadSpec("load", runs(1, (11, 12)), 40), 0.0)
     pull.lease_state(nonsense, 0.1)
     assert pull.failure is LoadFailure.REJECTED
 
@@ -348,30 +350,30 @@ def test_a_ticket_for_another_prompt_length_is_refused() -> None:
     pull.accepted(0.0)
     pull.connected(PEER, 0.0)
     pull.lease_state(state(1, 16), 0.0)
-    pull.reserve(LoadSpec("load", 0, (11,), 10), 0.0)
+    pull.reserve(LoadSpec("load", runs(0, (11,)), 10), 0.0)
     assert pull.failure is LoadFailure.REJECTED
     assert reads(pull.take_actions()) == []
 
 
 def long_pull(limits: PullLimits) -> Pull:
     """A prompt of 12 blocks, all announced; the reads of one block each."""
-    ticket = Ticket("r", LEASE, 0, 1e12, "f", GEOMETRY, b"d", 192, 1, "h", 1)
+    ticket = Ticket("r", LEASE, 0, 1e12, "f", LAYOUT, b"d", 192, 1, "h", 1)
     pull = Pull("load", ticket, 1e6, limits, now=0.0)
     pull.accepted(0.0)
     pull.connected(PEER, 0.0)
-    pull.lease_state(LeaseState(LEASE, 0, 1, 192, tuple(range(12)), (), ttl_s=1e6), 0.0)
-    pull.reserve(LoadSpec("load", 0, tuple(range(20, 32)), 192), 0.0)
+    pull.lease_state(LeaseState(LEASE, 0, 1, 192, runs(0, tuple(range(12))), (), ttl_s=1e6), 0.0)
+    pull.reserve(LoadSpec("load", runs(0, tuple(range(20, 32))), 192), 0.0)
     return pull
 
 
 def test_reads_of_one_load_are_posted_a_few_at_a_time() -> None:
     pull = long_pull(PullLimits(max_blocks_per_read=1, max_reads=4))
     assert [read.number for read in reads(pull.take_actions())] == [0, 1, 2, 3]
-    assert pull.num_blocks_in_flight == 4
+    assert pull.reads.num_blocks_in_flight == 4
     pull.read_ended(2, "", 0.1)
     pull.read_ended(0, "", 0.2)
-    assert [read.local for read in reads(pull.take_actions())] == [(24,), (25,)]
-    assert pull.num_blocks_in_flight == 4
+    assert [read.local for read in reads(pull.take_actions())] == [((24,),), ((25,),)]
+    assert pull.reads.num_blocks_in_flight == 4
 
 
 @pytest.mark.parametrize("max_reads", [1, 4, 100])
@@ -406,4 +408,4 @@ def test_long_reads_are_cut() -> None:
     pull.connected(PEER, 0.0)
     pull.lease_state(state(1, 40), 0.0)
     pull.reserve(SPEC, 0.0)
-    assert [read.local for read in reads(pull.take_actions())] == [(10, 11), (12,)]
+    assert [read.local for read in reads(pull.take_actions())] == [((10, 11),), ((12,),)]

@@ -34,11 +34,22 @@ from pd_connectors.protocol.messages import (
 from pd_connectors.protocol.ticket import LeaseRef, Ticket
 from pd_connectors.pull_limits import LOST_GRACE_S, PullLimits
 from pd_connectors.reader import HELLO_EVERY_S, PEER_IDLE_S, Reader
-from pd_connectors.transport import Address, Completion, Connected, ConnectFailed, PeerKey, ReadEnded, ReadId, Transport
-from tests.connectors.simulation import CONTEXT, GEOMETRY
+from pd_connectors.transport import (
+    Address,
+    Completion,
+    Connected,
+    ConnectFailed,
+    GroupIds,
+    PeerKey,
+    ReadEnded,
+    ReadId,
+    Transport,
+)
+from tests.connectors.layouts import full_layout, runs
+from tests.connectors.simulation import CONTEXT, LAYOUT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 OWNER = ("owner", 1)
 
@@ -59,7 +70,7 @@ class FakeTransport(Transport):
     def connect(self, peer: PeerKey, description: bytes) -> None:
         self.connects.append(peer)
 
-    def read(self, peer: PeerKey, read_id: ReadId, remote: Sequence[int], local: Sequence[int]) -> None:
+    def read(self, peer: PeerKey, read_id: ReadId, remote: GroupIds, local: GroupIds) -> None:
         self.reads.append((peer, read_id))
 
     def disconnect(self, peer: PeerKey) -> None:
@@ -93,7 +104,7 @@ class Bench:
 
     def begin(self, load_id: str, epoch: int = 1, lease_id: str = "", now: float = 0.0) -> Ticket:
         lease = LeaseRef("P", epoch, lease_id or f"lease-{load_id}")
-        ticket = Ticket("r", lease, 0, 1e12, "f", GEOMETRY, b"d", 32, 1, *OWNER)
+        ticket = Ticket("r", lease, 0, 1e12, "f", LAYOUT, b"d", 32, 1, *OWNER)
         self.reader.begin(load_id, ticket, 30.0, now)
         return ticket
 
@@ -101,7 +112,7 @@ class Bench:
         return [message for message in self.sent if isinstance(message, Hello)][-1]
 
     def answer(self, epoch: int = 1, **changes: object) -> None:
-        reply = HelloReply("P", epoch, "f", GEOMETRY, b"there", transport_checksum(b"there"), self.hello().nonce)
+        reply = HelloReply("P", epoch, "f", LAYOUT, b"there", transport_checksum(b"there"), self.hello().nonce)
         self.reader.on_message(OWNER, replace_struct(reply, changes), 0.0)
 
     def up(self) -> PeerKey:
@@ -111,7 +122,7 @@ class Bench:
         return key
 
     def announce(self, ticket: Ticket, now: float = 0.0) -> None:
-        state = LeaseState(ticket.lease, 0, 5, 32, (1, 2), (SampledToken(1),))
+        state = LeaseState(ticket.lease, 0, 5, 32, runs(0, (1, 2)), (SampledToken(1),))
         self.reader.on_message(OWNER, state, now)
 
     def reading(self, load_id: str, epoch: int = 1, lease_id: str = "", now: float = 0.0) -> Ticket:
@@ -121,7 +132,7 @@ class Bench:
             self.answer(epoch)
             self.up()
         self.announce(ticket, now)
-        self.reader.reserve(LoadSpec(load_id, 0, (8, 9), 32), now)
+        self.reader.reserve(LoadSpec(load_id, runs(0, (8, 9)), 32), now)
         return ticket
 
     def finish(self, load_id: str, now: float = 0.0) -> None:
@@ -180,8 +191,8 @@ def test_the_first_token_does_not_wait_for_the_endpoint_but_for_the_greeting(ben
     [
         ({"transport": b"thers"}, "damaged"),
         ({"fingerprint": "other"}, "FingerprintMismatch"),
-        ({"geometry": GEOMETRY.__class__(32, 1, 1, 1, "float32")}, "block_size"),
-        ({"geometry": GEOMETRY.__class__(16, 1, 1, 1, "float16")}, "GeometryMismatch"),
+        ({"layout": full_layout(32)}, "block_size"),
+        ({"layout": full_layout(dtype="float16")}, "LayoutMismatch"),
     ],
 )
 def test_a_reply_that_does_not_match_is_refused(bench: Bench, changes: dict[str, Any], word: str) -> None:
@@ -212,7 +223,7 @@ def test_an_unasked_reply_is_only_a_reason_to_ask(bench: Bench) -> None:
     """It may be a delayed one of a dead predecessor: nothing is torn down on its word."""
     bench.reading("a")
     hellos = len(bench.sent)
-    reply = HelloReply("P", 9, "f", GEOMETRY, b"there", transport_checksum(b"there"), b"")
+    reply = HelloReply("P", 9, "f", LAYOUT, b"there", transport_checksum(b"there"), b"")
     bench.reader.on_message(OWNER, reply, 0.0)
     assert bench.transport.disconnects == []
     assert isinstance(bench.sent[hellos], Hello)
@@ -372,19 +383,19 @@ def test_unknown_peers_loads_and_leases_are_ignored(bench: Bench) -> None:
     bench.reader.on_message(("elsewhere", 1), LeaseState(LeaseRef("P", 1, "x"), 0, 1, 0, ()), 0.0)
     bench.reader.on_message(OWNER, LeaseState(LeaseRef("P", 1, "x"), 0, 1, 0, ()), 0.0)
     bench.reader.on_completion(ReadEnded(("nobody", 3)), 0.0)
-    bench.reader.reserve(LoadSpec("nobody", 0, (), 0), 0.0)
+    bench.reader.reserve(LoadSpec("nobody", runs(0, ()), 0), 0.0)
     bench.reader.cancel("nobody", 0.0)
     bench.reader.on_lost(("elsewhere", 1), 0.0)
     assert bench.events == before
 
 
-@pytest.mark.parametrize("wrong", [{"fingerprint": "other"}, {"geometry": GEOMETRY.__class__(32, 1, 1, 1, "float32")}])
+@pytest.mark.parametrize("wrong", [{"fingerprint": "other"}, {"layout": full_layout(32)}])
 def test_a_ticket_of_another_model_is_refused_without_a_word_to_its_owner(bench: Bench, wrong: dict[str, Any]) -> None:
-    ticket = Ticket("r", LeaseRef("P", 1, "x"), 0, 1e12, "f", GEOMETRY, b"d", 32, 1, *OWNER)
+    ticket = Ticket("r", LeaseRef("P", 1, "x"), 0, 1e12, "f", LAYOUT, b"d", 32, 1, *OWNER)
     bench.reader.begin("a", msgspec.structs.replace(ticket, **wrong), 30.0, 0.0)
     assert bench.outcome("a") == [LoadFailure.REJECTED, LoadDrained]
     assert bench.sent == []
-    assert bench.reader.loads_failed[LoadFailure.REJECTED] == 1
+    assert bench.reader.counters.failed[LoadFailure.REJECTED] == 1
     assert bench.reader.num_loads == 0
 
 
@@ -411,7 +422,7 @@ def test_greetings_are_repeated_each_with_the_nonce_of_its_attempt(bench: Bench)
     bench.reader.tick(CONTEXT.connect_deadline_s)
     bench.begin("b")
     assert bench.hello().nonce != first.nonce
-    reply = HelloReply("P", 1, "f", GEOMETRY, b"there", transport_checksum(b"there"), first.nonce)
+    reply = HelloReply("P", 1, "f", LAYOUT, b"there", transport_checksum(b"there"), first.nonce)
     bench.reader.on_message(OWNER, reply, 0.0)
     assert bench.transport.connects == [], "an answer to the attempt that was given up"
 
@@ -475,7 +486,7 @@ def test_a_reply_that_does_not_match_costs_the_endpoint_too(bench: Bench) -> Non
 def test_an_unasked_reply_of_the_epoch_that_is_read_is_no_news(bench: Bench) -> None:
     bench.reading("a")
     num_sent = len(bench.sent)
-    reply = HelloReply("P", 1, "f", GEOMETRY, b"there", transport_checksum(b"there"), b"")
+    reply = HelloReply("P", 1, "f", LAYOUT, b"there", transport_checksum(b"there"), b"")
     bench.reader.on_message(OWNER, reply, 0.0)
     assert len(bench.sent) == num_sent
 
@@ -484,7 +495,7 @@ def test_a_reply_is_no_reason_to_ask_where_nothing_is_read(bench: Bench) -> None
     bench.reading("a")
     bench.finish("a")
     num_sent = len(bench.sent)
-    reply = HelloReply("P", 9, "f", GEOMETRY, b"there", transport_checksum(b"there"), b"")
+    reply = HelloReply("P", 9, "f", LAYOUT, b"there", transport_checksum(b"there"), b"")
     bench.reader.on_message(OWNER, reply, 0.0)
     assert len(bench.sent) == num_sent
 
@@ -493,7 +504,7 @@ def test_an_owner_speaks_of_its_own_leases_only(bench: Bench) -> None:
     """Also when another's has the same id."""
     there = ("elsewhere", 1)
     mine = bench.reading("a", lease_id="same")
-    theirs = Ticket("r", LeaseRef("Q", 1, "same"), 0, 1e12, "f", GEOMETRY, b"d", 32, 1, *there)
+    theirs = Ticket("r", LeaseRef("Q", 1, "same"), 0, 1e12, "f", LAYOUT, b"d", 32, 1, *there)
     bench.reader.begin("b", theirs, 30.0, 0.0)
     ended = LeaseState(mine.lease, 0, 9, 0, (), ended=LeaseEnd.EXPIRED)
     bench.reader.on_message(there, ended, 0.0)
@@ -518,7 +529,7 @@ def test_a_load_that_drains_on_a_former_endpoint_is_no_matter_of_the_next_one(be
     bench.reader.tick(2.0)
     assert key not in bench.transport.disconnects
     bench.announce(ticket, 2.0)
-    bench.reader.reserve(LoadSpec("b", 0, (10, 11), 32), 2.0)
+    bench.reader.reserve(LoadSpec("b", runs(0, (10, 11)), 32), 2.0)
     bench.finish("b", 2.5)
     assert bench.outcome("b") == [FirstTokens, LoadReady, LoadDone]
     bench.reader.on_completion(ReadEnded(("a", 0), "torn down"), 3.0)
@@ -526,19 +537,19 @@ def test_a_load_that_drains_on_a_former_endpoint_is_no_matter_of_the_next_one(be
 
 
 def test_what_was_read_is_counted(bench: Bench) -> None:
-    reader = bench.reader
+    reader, counters = bench.reader, bench.reader.counters
     bench.reading("a", now=1.0)
     bench.reading("b", now=1.0)
     assert (reader.num_loads, reader.num_reading) == (2, 0)
     bench.reader.on_completion(ReadEnded(("b", 0)), 2.0)
     assert (reader.num_loads, reader.num_reading) == (2, 1)
     bench.finish("a", 3.0)
-    assert (reader.loads_done, reader.num_bytes, reader.transfer_s) == (1, 2 * GEOMETRY.block_bytes, 2.0)
+    assert (counters.done, sum(counters.group_bytes), counters.transfer_s) == (1, 2 * LAYOUT.block_bytes, 2.0)
     bench.reader.cancel("b", 3.0)
-    assert reader.loads_failed[LoadFailure.CANCELLED] == 1
+    assert counters.failed[LoadFailure.CANCELLED] == 1
     bench.reading("c", now=3.0)
     bench.finish("c", 4.0)
-    assert (reader.loads_done, reader.num_bytes, reader.transfer_s) == (2, 4 * GEOMETRY.block_bytes, 3.0)
+    assert (counters.done, sum(counters.group_bytes), counters.transfer_s) == (2, 4 * LAYOUT.block_bytes, 3.0)
     bench.reading("d", now=5.0)
     bench.reader.cancel("d", 5.0)
     assert (reader.num_loads, reader.num_reading) == (1, 0)
@@ -559,9 +570,11 @@ def test_an_announcement_is_as_old_as_the_clocks_say(announced_at: float, age_s:
     ticket = bench.begin("a")
     bench.answer()
     bench.up()
-    state = LeaseState(ticket.lease, 0, 5, 32, (1, 2), (SampledToken(1),), announced_at=announced_at, prefill_s=0.75)
+    state = LeaseState(
+        ticket.lease, 0, 5, 32, runs(0, (1, 2)), (SampledToken(1),), announced_at=announced_at, prefill_s=0.75
+    )
     bench.reader.on_message(OWNER, state, 0.0)
-    bench.reader.reserve(LoadSpec("a", 0, (8, 9), 32), 0.0)
+    bench.reader.reserve(LoadSpec("a", runs(0, (8, 9)), 32), 0.0)
     bench.finish("a", 1.0)
     (tokens,) = [event for event in bench.events if isinstance(event, FirstTokens)]
     (done,) = [event for event in bench.events if isinstance(event, LoadDone)]

@@ -8,26 +8,27 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-import msgspec
 import pytest
 import torch
 
-from pd_connectors.base import CachedBlock, CacheDescription, Event, LoadSpec, PrefixFound, PrefixLoaded
+from pd_connectors.base import CachedBlock, Event, LoadSpec, PrefixFound, PrefixLoaded
 from pd_connectors.null import NullConnector
 from pd_connectors.pool import PoolLimits
 from pd_connectors.pooled import PooledConnector, pool_address
 from pd_connectors.protocol.ticket import LeaseRef, Ticket
 from pd_connectors.search import Search
-from pd_connectors.store import HEADER_BYTES, Sealer
+from pd_connectors.store import HEADER_BYTES, ObjectName, Sealer
+from tests.connectors.layouts import make_cache, runs, two_groups
 from tests.connectors.pool_bench import (
     DEADLINE_S,
-    GEOMETRY,
+    LAYOUT,
     NUM_BLOCKS,
     POOL_CONTEXT,
     MemoryStore,
     Shelf,
     hashes_of,
     nodes,
+    pool_layout,
 )
 from tests.integration.system import wait_until
 
@@ -36,14 +37,14 @@ if TYPE_CHECKING:
 
     from pd_connectors.block_staging import Inlet
 
-SIZE = GEOMETRY.block_size
-TICKET = Ticket("r", LeaseRef("P", 1, "lease"), 0, 1e12, "f", GEOMETRY, b"d", 5, 1, "127.0.0.1", 1)
+SIZE = LAYOUT.block_size
+TICKET = Ticket("r", LeaseRef("P", 1, "lease"), 0, 1e12, "f", LAYOUT, b"d", 5, 1, "127.0.0.1", 1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_another_node_gets_every_bit_into_other_blocks(dtype: str) -> None:
     shelf = Shelf()
-    context = replace(POOL_CONTEXT, geometry=msgspec.structs.replace(GEOMETRY, dtype=dtype))
+    context = replace(POOL_CONTEXT, layout=pool_layout(dtype))
     hashes = hashes_of(5, seed=1)
     with nodes(lambda: MemoryStore(shelf), context, context) as (p, d):
         before = d.cache.clone()
@@ -98,7 +99,7 @@ def test_a_store_that_dies_between_two_blocks_leaves_the_first() -> None:
         shelf.gate.set()
         assert node.event() == PrefixFound("r", 3 * SIZE)
         shelf.is_up = False
-        assert node.pool.load(LoadSpec("r", 0, (8, 9, 10), 3 * SIZE))
+        assert node.pool.load(LoadSpec("r", runs(0, (8, 9, 10)), 3 * SIZE))
         assert node.event() == PrefixLoaded("r", 0)
         assert node.misses() == {"unavailable": 1}
 
@@ -110,8 +111,8 @@ def test_what_is_evicted_after_it_was_found_is_lost() -> None:
         node.store(hashes, [0, 1, 2])
         node.pool.find("r", hashes, 0)
         assert node.event() == PrefixFound("r", 3 * SIZE)
-        del shelf.objects[Sealer(POOL_CONTEXT).name(hashes[1])]
-        assert node.pool.load(LoadSpec("r", 0, (8, 9, 10), 3 * SIZE))
+        del shelf.objects[Sealer(POOL_CONTEXT).names(hashes[1])[0]]
+        assert node.pool.load(LoadSpec("r", runs(0, (8, 9, 10)), 3 * SIZE))
         assert node.event() == PrefixLoaded("r", SIZE)
         assert node.misses() == {"lost": 1}
 
@@ -125,7 +126,7 @@ def test_a_search_that_takes_too_long_is_over() -> None:
         assert node.event() == PrefixFound("r", SIZE)
         node.now_s += 10.0  # the engine's own time does not count
         shelf.gate.clear()
-        assert node.pool.load(LoadSpec("r", 0, (8,), SIZE))
+        assert node.pool.load(LoadSpec("r", runs(0, (8,)), SIZE))
         node.now_s += 3.0
         shelf.gate.set()
         assert node.event() == PrefixLoaded("r", 0)
@@ -140,7 +141,7 @@ def test_a_store_that_stands_still_costs_a_deadline_and_is_left_alone() -> None:
         node.pool.find("reading", hashes, 0)
         assert node.event() == PrefixFound("reading", 2 * SIZE)
         shelf.gate.clear()
-        assert node.pool.load(LoadSpec("reading", 0, (8, 9), 2 * SIZE))
+        assert node.pool.load(LoadSpec("reading", runs(0, (8, 9)), 2 * SIZE))
         wait_until(lambda: shelf.num_waiting == 1, lambda: "nobody reads")
         node.now_s += 0.1
         assert node.event() == PrefixLoaded("reading", 0)
@@ -197,11 +198,11 @@ def test_a_search_is_cancelled_in_any_state() -> None:
         assert isinstance(node.event(), PrefixFound)
         node.pool.cancel("found")
         assert node.event() == PrefixLoaded("found", 0)
-        assert not node.pool.load(LoadSpec("found", 0, (8, 9), 2 * SIZE))
+        assert not node.pool.load(LoadSpec("found", runs(0, (8, 9)), 2 * SIZE))
         node.pool.find("reading", hashes, 0)
         assert isinstance(node.event(), PrefixFound)
         shelf.gate.clear()
-        assert node.pool.load(LoadSpec("reading", 0, (8, 9), 2 * SIZE))
+        assert node.pool.load(LoadSpec("reading", runs(0, (8, 9)), 2 * SIZE))
         node.pool.cancel("reading")
         shelf.gate.set()
         assert node.event() == PrefixLoaded("reading", 0)
@@ -213,8 +214,8 @@ def test_a_search_is_cancelled_in_any_state() -> None:
 def test_an_object_opens_only_under_its_own_name() -> None:
     """Whatever a store mixes up or a stranger writes there is refused, though it is whole."""
     sealer = Sealer(POOL_CONTEXT)
-    mine, other = (sealer.name(block_hash) for block_hash in hashes_of(2))
-    block = memoryview(bytes(range(256)) * (GEOMETRY.block_bytes // 256))
+    mine, other = (sealer.names(block_hash)[0] for block_hash in hashes_of(2))
+    block = memoryview(bytes(range(256)) * (LAYOUT.block_bytes // 256))
     sealed = bytearray(sealer.seal(mine, block))
     opened = sealer.open(mine, sealed)
     assert opened is not None
@@ -222,8 +223,8 @@ def test_an_object_opens_only_under_its_own_name() -> None:
     assert sealer.open(other, sealed) is None
     for context in (replace(POOL_CONTEXT, cluster_key=b"x" * 32), replace(POOL_CONTEXT, fingerprint="another model")):
         stranger = Sealer(context)
-        assert stranger.name(mine.hash) != mine
-        assert stranger.open(stranger.name(mine.hash), sealed) is None
+        assert stranger.names(mine.hash) != [mine]
+        assert stranger.open(stranger.names(mine.hash)[0], sealed) is None
     assert sealer.open(mine, bytearray(Sealer(replace(POOL_CONTEXT, cluster_key=b"x" * 32)).seal(mine, block))) is None
     for index in (0, HEADER_BYTES - 1, HEADER_BYTES, len(sealed) - 1):
         damaged = bytearray(sealed)
@@ -238,7 +239,7 @@ def test_another_blocks_object_under_a_name_is_damaged_and_mended() -> None:
     hashes = hashes_of(2)
     with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT) as (node,):
         node.store(hashes, [0, 1])
-        first, second = (Sealer(POOL_CONTEXT).name(block_hash) for block_hash in hashes)
+        first, second = (Sealer(POOL_CONTEXT).names(block_hash)[0] for block_hash in hashes)
         shelf.objects[second] = shelf.objects[first]
         before = node.cache.clone()
         assert node.recall(hashes, [8, 9], name="mixed up") == SIZE
@@ -249,6 +250,30 @@ def test_another_blocks_object_under_a_name_is_damaged_and_mended() -> None:
         assert torch.equal(node.cache[9], before[1])
 
 
+def test_a_block_is_there_when_every_group_has_it() -> None:
+    """Two groups: two objects a block, each in its own tensor; without one of them the prefix ends before the block."""
+    shelf, context = Shelf(), replace(POOL_CONTEXT, layout=two_groups())
+    hashes = hashes_of(3)
+    with nodes(lambda: MemoryStore(shelf), context, context) as (p, d):
+        p.store(hashes, [3, 9, 1])
+        assert (len(shelf.objects), p.stat("pool_blocks_stored_total")) == (6, 3)
+        assert d.recall(hashes, [8, 2, 5]) == 3 * SIZE
+        assert all(
+            torch.equal(theirs[[8, 2, 5]], ours[[3, 9, 1]]) for ours, theirs in zip(p.caches, d.caches, strict=True)
+        )
+        assert d.stat("pool_read_bytes_total") == 3 * context.layout.block_bytes
+        del shelf.objects[Sealer(context).names(hashes[1])[1]]
+        assert d.recall(hashes, [8, 2, 5], name="gap") == SIZE
+        assert d.misses() == {"absent": 1}
+        before = [cache[[2, 5]] for cache in d.caches]
+        shelf.objects[Sealer(context).names(hashes[1])[1]] = shelf.objects[Sealer(context).names(hashes[1])[0]]
+        assert d.recall(hashes, [8, 2, 5], name="mixed up") == SIZE
+        assert d.misses() == {"absent": 1, "damaged": 1}
+        assert torch.equal(d.caches[1][[2, 5]], before[1]), "the damaged part was not written"
+        d.store(hashes, [8, 2, 5])  # it saw the damage, so it writes both objects of the block anew
+        assert d.recall(hashes, [4, 6, 7], name="mended") == 3 * SIZE
+
+
 class GatedInlet:
     """A loading thread's side of the cache, whose writes take as long as the test likes."""
 
@@ -257,7 +282,7 @@ class GatedInlet:
         self.written: list[int] = []
         self.flushed: list[list[int]] = []
 
-    def write(self, block_id: int, block: memoryview) -> None:
+    def write(self, group: int, block_id: int, content: memoryview) -> None:
         self.begun.set()
         assert self.gate.wait(DEADLINE_S)
         self.written.append(block_id)
@@ -267,10 +292,11 @@ class GatedInlet:
 
 
 def test_a_search_is_over_only_when_the_block_that_is_being_written_has_landed() -> None:
-    search, inlet = Search("r", [], 0, 0.0), GatedInlet()
+    name, inlet = ObjectName("", b""), GatedInlet()
+    search = Search("r", [[name]], 0, 0.0)
     ends: list[bool] = []
     with ThreadPoolExecutor(2) as threads:
-        landing = threads.submit(search.land, cast("Inlet", inlet), 8, memoryview(b""))
+        landing = threads.submit(search.land, cast("Inlet", inlet), name, 8, memoryview(b""))
         assert inlet.begun.wait(DEADLINE_S)
         ending = threads.submit(lambda: ends.append(search.finish()))
         with pytest.raises(TimeoutError):
@@ -281,7 +307,7 @@ def test_a_search_is_over_only_when_the_block_that_is_being_written_has_landed()
         ending.result(DEADLINE_S)
     assert ends == [True]
     assert (inlet.written, inlet.flushed, search.num_read) == ([8], [[8]], 1)
-    assert not search.land(cast("Inlet", inlet), 9, memoryview(b"")), "nothing lands once it is over"
+    assert not search.land(cast("Inlet", inlet), name, 9, memoryview(b"")), "nothing lands once it is over"
     assert not search.finish()
     assert (inlet.written, inlet.flushed, search.num_read) == ([8], [[8]], 1)
 
@@ -294,7 +320,7 @@ def test_a_load_of_nothing_ends() -> None:
         node.store(hashes, [0, 1])
         node.pool.find("r", hashes, 0)
         assert isinstance(node.event(), PrefixFound)
-        assert node.pool.load(LoadSpec("r", 2, (), 2 * SIZE))
+        assert node.pool.load(LoadSpec("r", runs(2, ()), 2 * SIZE))
         assert node.event() == PrefixLoaded("r", 2 * SIZE)
 
 
@@ -318,7 +344,7 @@ def test_a_block_may_be_overwritten_once_it_was_offered() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_blocks_on_a_gpu_are_copied_in_order_with_its_steps(dtype: str) -> None:
     shelf = Shelf()
-    context = replace(POOL_CONTEXT, geometry=msgspec.structs.replace(GEOMETRY, dtype=dtype))
+    context = replace(POOL_CONTEXT, layout=pool_layout(dtype))
     hashes = hashes_of(3)
     busy = torch.randn(4096, 4096, device="cuda")
     with nodes(lambda: MemoryStore(shelf), context, context, device="cuda") as (p, d):
@@ -335,7 +361,7 @@ def test_blocks_on_a_gpu_are_copied_in_order_with_its_steps(dtype: str) -> None:
 
 def test_a_backlog_is_bounded() -> None:
     shelf = Shelf()
-    one = GEOMETRY.block_bytes + HEADER_BYTES
+    one = LAYOUT.block_bytes + HEADER_BYTES
     with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT, limits=PoolLimits(backlog_bytes=2 * one)) as (node,):
         shelf.gate.clear()
         for block_hash in hashes_of(3):
@@ -388,17 +414,16 @@ def test_a_search_that_ends_before_its_blocks_are_reserved_is_not_handed_to_the_
     shelf = Shelf()
     hashes = hashes_of(3)
     settings = replace(POOL_CONTEXT, options=(("handoff", f"{__name__}:StrictHandoff"),))
-    shape = (NUM_BLOCKS, GEOMETRY.num_kv_heads, GEOMETRY.num_layers, 2, SIZE, GEOMETRY.head_dim)
     with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT) as (other,):
         other.store(hashes, [0, 1, 2])
     with closing(PooledConnector(settings, lambda: MemoryStore(shelf))) as connector:
-        connector.register_kv_cache(CacheDescription(torch.zeros(shape), GEOMETRY, NUM_BLOCKS))
+        connector.register_kv_cache(make_cache(LAYOUT, NUM_BLOCKS))
         connector.begin_load("load", TICKET, 1.0)
         connector.pool.find("search", hashes, 0)
         assert next_event(connector) == PrefixFound("search", 3 * SIZE)
         connector.pool.cancel("search")
         assert next_event(connector) == PrefixLoaded("search", 0)
-        connector.recv_before([LoadSpec("search", 0, (7, 8, 9), 3 * SIZE), LoadSpec("load", 0, (1,), 5)])
+        connector.recv_before([LoadSpec("search", runs(0, (7, 8, 9)), 3 * SIZE), LoadSpec("load", runs(0, (1,)), 5)])
 
 
 @pytest.mark.parametrize("default", ["lm://127.0.0.1:6500", "mooncake://127.0.0.1:50051"])

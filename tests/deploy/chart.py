@@ -48,14 +48,14 @@ def of_kind(objects: Iterable[Object], *kinds: str) -> list[Object]:
 
 
 def one(objects: Iterable[Object], kind: str, name: str) -> Object:
-    """The object of this kind whose name ends so."""
+    """The object of this kind with a name that ends so."""
     [found] = [found for found in objects if found["kind"] == kind and found["metadata"]["name"].endswith(name)]
     return found
 
 
 @dataclass(frozen=True)
 class PodPart:
-    """A pod, or a template of pods. `owner` says whose, for messages."""
+    """A pod, or a template of pods. `owner` names its object, for messages."""
 
     owner: str
     labels: dict[str, str]

@@ -2,7 +2,7 @@
 
 Written from the resources' API references: Prometheus operator v0.7x, Gateway API v1.1. They are stricter than the
 projects' own CRDs (a label selector may hold more than the chart ever writes), and no package that this project may use
-ships those. Whoever has them compares: `CRD_DIR=... pytest tests/deploy` (last done with Prometheus operator 0.93.0 and
+ships those. To compare with them: `CRD_DIR=... pytest tests/deploy` (last done with Prometheus operator 0.93.0 and
 Gateway API of August 2026).
 """
 

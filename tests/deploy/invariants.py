@@ -88,7 +88,7 @@ def _part(part: PodPart) -> str:
 
 
 def ports(objects: list[Object]) -> list[str]:
-    """Ports are spoken of by name, and whoever is meant has a port of that name, where the process listens."""
+    """Ports are named, and the target has a port of that name, where its process listens."""
     wrong, parts = [], list(pods(objects))
     for found in of_kind(objects, "Service"):
         for part in (part for part in parts if _matches(found["spec"]["selector"], part)):

@@ -63,7 +63,11 @@ def _engine_gauges() -> set[str]:
 
 
 def _strings() -> Iterator[str]:
-    for folder in (ROOT / "pd_cluster" / "engine", ROOT / "connectors" / "pd_connectors"):
+    for folder in (
+        ROOT / "pd_cluster" / "scheduling",
+        ROOT / "pd_cluster" / "engine",
+        ROOT / "connectors" / "pd_connectors",
+    ):
         for path in folder.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.FunctionDef) and node.name in ("stats", "_send_stats"):

@@ -122,7 +122,7 @@ FAULTS: list[tuple[str, Callable[[list[Object]], list[str]], Callable[[list[Obje
      lambda o: one(o, "RoleBinding", "router")["roleRef"].update(name="x"), "may not read pods"),
 ]  # fmt: skip
 POOL_FAULTS: list[tuple[str, Callable[[list[Object]], list[str]], Callable[[list[Object]], Any], str]] = [
-    ("nobody's pool", invariants.nodes_know_pool,
+    ("an unknown pool", invariants.nodes_know_pool,
      lambda o: argument(o, "decode", "--connector=lmcache", "--connector=nixl"), "connector nixl, and 1 pools"),
     ("another's pool", invariants.nodes_know_pool,
      lambda o: argument(o, "decode", POOL_URL, "--pool-url=lm://elsewhere:6500"), "elsewhere is no Service"),

@@ -270,7 +270,7 @@ def test_flags_keep_their_types() -> None:
 
 
 def test_flags_that_the_chart_owns_are_the_ones_it_sets() -> None:
-    """Nobody can give a flag twice: what the schema forbids in args is what the template writes."""
+    """A flag cannot be given twice: the schema forbids in args what the template writes."""
     schema = json.loads((CHART / "values.schema.json").read_text())
     values = {"model": {"id": "/models/x", "servedName": "y"}}
     objects = render(values)

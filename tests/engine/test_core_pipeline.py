@@ -33,14 +33,19 @@ from pd_cluster.protocol.messages import (
     Work,
 )
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.worker.executor import Executor
+from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_connectors.base import Connector, ConnectorContext
 from pd_connectors.registry import create_connector
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from pd_cluster.engine.ipc import EngineSockets
+    from pd_cluster.scheduling.batch import Batch, StepResult
+    from pd_cluster.worker.executor import Executor
+    from pd_connectors.base import PublishSpec
+    from pd_connectors.protocol.messages import SampledToken
+    from pd_connectors.protocol.ticket import Ticket
 
 DEADLINE_S = 60.0
 CONFIG = NodeConfig(
@@ -154,32 +159,32 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def executor() -> Iterator[Executor]:
-    executor = Executor(CONFIG, lambda text: None)
+def executor() -> Iterator[DeviceExecutor]:
+    executor = DeviceExecutor.started(CONFIG, lambda text: None)
     yield executor
     executor.close()
 
 
 @pytest.fixture(scope="module")
-def roomy_executor() -> Iterator[Executor]:
-    executor = Executor(replace(CONFIG, cache=replace(CONFIG.cache, num_blocks=64)), lambda text: None)
+def roomy_executor() -> Iterator[DeviceExecutor]:
+    executor = DeviceExecutor.started(replace(CONFIG, cache=replace(CONFIG.cache, num_blocks=64)), lambda text: None)
     yield executor
     executor.close()
 
 
 @pytest.fixture
-def connector(executor: Executor) -> Iterator[Connector]:
+def connector(executor: DeviceExecutor) -> Iterator[Connector]:
     yield from make_connector(executor)
 
 
 @pytest.fixture
-def roomy_connector(roomy_executor: Executor) -> Iterator[Connector]:
+def roomy_connector(roomy_executor: DeviceExecutor) -> Iterator[Connector]:
     yield from make_connector(roomy_executor)
 
 
-def make_connector(executor: Executor) -> Iterator[Connector]:
+def make_connector(executor: DeviceExecutor) -> Iterator[Connector]:
     context = ConnectorContext(
-        engine_id="bench", epoch=1, fingerprint=executor.model.fingerprint, geometry=executor.cache.geometry,
+        engine_id="bench", epoch=1, fingerprint=executor.model.fingerprint, layout=executor.cache.layout,
         cluster_key=b"k" * 32, host="127.0.0.1", port=0,
     )  # fmt: skip
     connector = create_connector("loopback", context)
@@ -338,6 +343,45 @@ def test_a_lease_that_ends_while_its_prompt_is_computed(executor: Executor, conn
     with no_garbage():
         bench.run()
     assert bench.reasons == {("p", 0): FinishReason.ABORT}
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_the_first_token_is_announced_with_the_last_blocks(
+    executor: Executor, connector: Connector, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """In one call of the connector, once the step that made both has retired."""
+    bench = Bench(executor, connector, mode)
+    log: list[tuple[int, tuple[SampledToken, ...]] | None] = []  # None: a step has retired
+
+    def send_after(publishes: Sequence[PublishSpec]) -> None:
+        log.extend((publish.num_tokens, publish.first_tokens) for publish in publishes)
+
+    wait = bench.core._pipeline.retire
+
+    def retire() -> tuple[Batch, StepResult]:
+        log.append(None)
+        return wait()
+
+    monkeypatch.setattr(bench.core._pipeline, "retire", retire)
+    monkeypatch.setattr(connector, "send_after", send_after)
+    monkeypatch.setattr(connector, "finish_lease", lambda *args: pytest.fail("a second announcement"))
+    tickets: list[Ticket] = []
+    bench.on_ticket = lambda message: tickets.append(message.ticket)
+    bench.send(AddRequest("p", PROMPTS[4], SAMPLINGS[0], Work.PREFILL))  # 80 tokens: two steps of at most 48
+    for _ in range(20):
+        bench.core.turn()
+        bench._collect()
+        if ("p", 0) in bench.reasons or bench.tokens:
+            break
+    bench.send(ReleaseLease(tickets[0].lease.lease_id))
+    bench.run()
+    token = bench.tokens["p", 0][0]
+    announced = [(item[0], [one.token_id for one in item[1]]) for item in log if item is not None]
+    assert announced == [
+        (0, []), (48, []), (80, [token]),
+    ]  # fmt: skip
+    assert log.index((48, ())) > log.index(None)
+    assert log[log.index((48, ())) + 1] is None, "the second step, before its blocks"
 
 
 def test_stop_retires_what_is_under_way(

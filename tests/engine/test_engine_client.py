@@ -10,8 +10,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from pd_cluster.engine.admission import refusal
 from pd_cluster.engine.client import ZmqEngineClient
-from pd_cluster.engine.kv_transfers import refusal
 from pd_cluster.errors import EngineFrozen, EngineUnavailable, InvalidRequest, error_named
 from pd_cluster.protocol.messages import (
     Abort,
@@ -25,13 +25,14 @@ from pd_cluster.protocol.messages import (
     Work,
 )
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_connectors.protocol.ticket import Geometry, LeaseRef, Ticket
+from pd_connectors.protocol.ticket import LeaseRef, Ticket
+from tests.connectors.layouts import full_layout
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 READY = EngineReady("engine", 1, 8, 16, 128, "fingerprint", "none", 0)
-TICKET = Ticket("r", LeaseRef("P", 1, "l"), 0, 1e12, "f", Geometry(16, 1, 1, 1, "float32"), b"d", 3, 1, "h", 1)
+TICKET = Ticket("r", LeaseRef("P", 1, "l"), 0, 1e12, "f", full_layout(16, 1, 1, 1, "float32"), b"d", 3, 1, "h", 1)
 REQUEST = AddRequest("request", [1, 2, 3], SamplingParams(max_tokens=4))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import pd_cluster
 from benchmarks.offline import OfflineEngine
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
-from pd_cluster.engine.garbage import YOUNG_OBJECTS, rare_searches
+from pd_cluster.engine.process import YOUNG_OBJECTS, rare_garbage_collection
 from pd_cluster.protocol.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def test_requests_leave_no_garbage_and_cached_blocks_nothing_to_search() -> None
 
 def test_searches_are_as_before_afterwards() -> None:
     before = gc.get_threshold()
-    with rare_searches():
+    with rare_garbage_collection():
         assert gc.get_threshold() == (YOUNG_OBJECTS, *before[1:])
         assert gc.get_freeze_count() > 0
     assert gc.get_threshold() == before

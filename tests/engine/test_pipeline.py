@@ -10,6 +10,7 @@ from pd_cluster.engine.forecast import StepForecast
 from pd_cluster.engine.pipeline import Pipeline
 from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, StepResult
 from pd_connectors.base import LoadSpec, PublishSpec
+from tests.connectors.layouts import runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,9 +72,9 @@ def step(
     return Batch(
         number,
         chunks=(SequenceChunk(1, number, 1, num_samples=1),) if computes else (),
-        loads=tuple(LoadSpec(load_id, 0, (3,), 16) for load_id in loads),
+        loads=tuple(LoadSpec(load_id, runs(0, (3,)), 16) for load_id in loads),
         begun=tuple(PublishSpec(lease_id, (), 0, 0) for lease_id in begun),
-        publishes=tuple(PublishSpec(lease_id, (3,), 16, 0) for lease_id in publishes),
+        publishes=tuple(PublishSpec(lease_id, runs(0, (3,)), 16, 0) for lease_id in publishes),
     )
 
 
@@ -125,11 +126,13 @@ def test_with_nothing_under_way_a_load_begins_at_once(device: FakeDevice, depth:
 def test_copies_and_departures_are_steps(device: FakeDevice) -> None:
     steps = pipeline(device, 2)
     assert steps.launch(lambda: Batch(1, copies=BlockCopies(swap_out=((3, 0),))))
-    assert steps.launch(lambda: Batch(2, departures=(1,), loads=(LoadSpec("load a", 0, (3,), 16),)))
+    assert steps.launch(lambda: Batch(2, departures=(1,), loads=(LoadSpec("load a", runs(0, (3,)), 16),)))
     assert device.log == ["step 1 begins", "step 2 begins"]
 
 
-def test_that_a_prompt_has_begun_is_told_before_its_step_and_its_blocks_after_it(device: FakeDevice) -> None:
+def test_a_begun_prompt_is_told_before_its_step_and_its_blocks_by_the_caller(
+    device: FakeDevice,
+) -> None:
     steps = pipeline(device, 2)
     steps.launch(lambda: step(1, publishes=("lease a",)))
     steps.launch(lambda: step(2, begun=("lease b",), publishes=("lease b",)))
@@ -137,7 +140,8 @@ def test_that_a_prompt_has_begun_is_told_before_its_step_and_its_blocks_after_it
     assert steps.is_full
     batch, result = steps.retire()
     assert (batch.step, result.step) == (1, 1)
-    assert device.log[3:] == ["step 1 over", "lease a: 16 tokens"]
+    assert [publish.lease_id for publish in batch.publishes] == ["lease a"]
+    assert device.log[3:] == ["step 1 over"]
     assert not steps.is_full
     steps.retire()
-    assert device.log[5:] == ["step 2 over", "lease b: 16 tokens"]
+    assert device.log[4:] == ["step 2 over"]

@@ -83,12 +83,12 @@ class PooledWorld(World):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.pool = FakePool()
-        self.recalls = PoolSearches(self.pool)
+        self.searches = PoolSearches(self.pool, self.scheduler)
 
     def submit(self, message: AddRequest) -> Request:
+        self.admission.validate(message)
         request = self.request(message)
-        self.scheduler.validate(request)
-        self.recalls.admit(request, self.scheduler)
+        self.searches.admit(request)
         if request.lease_id is not None:
             self.leases[request.lease_id] = request
         self.clients[request.request_id] = Client(request, [[] for _ in request.sequences], [None] * message.sampling.n)
@@ -98,13 +98,13 @@ class PooledWorld(World):
         super().take(*updates)
         for update in updates:
             if update is not None and update.finished:
-                self.recalls.forget(update.request)
+                self.searches.forget(update.request)
 
     def start_step(self) -> Batch:
-        self.recalls.reserve(self.scheduler)
+        self.searches.reserve()
         batch = super().start_step()
         for load in batch.loads:
-            assert load.num_blocks == self.blocks.blocks_for(load.num_tokens), load  # as every connector asserts
+            assert load.runs[0].span.stop == self.blocks.blocks_for(load.num_tokens), load  # as every connector asserts
             if load.load_id in self.pool.searches:
                 self.pool.searches[load.load_id].load = load
         return batch
@@ -126,28 +126,28 @@ class PooledWorld(World):
         else:
             search.is_found = True
             self.pool.num_found += 1
-            self.recalls.take(PrefixFound(load_id, number * BLOCK_SIZE), self.scheduler)
+            self.searches.take(PrefixFound(load_id, number * BLOCK_SIZE))
 
     def over(self, load_id: str, num_blocks: int) -> None:
         """The search ends; of its load's blocks `num_blocks` are good, and the next one may be half written."""
         load = self.pool.searches.pop(load_id)
         num_tokens = 0
         if load.load is not None:
-            names = load.hashes[load.load.first_block : load.load.first_block + num_blocks]
+            names = load.hashes[load.load.runs[0].first_block : load.load.runs[0].first_block + num_blocks]
             there = list(takewhile(lambda name: name in self.pool.cells, names))
-            for index, block_id in enumerate(load.load.block_ids[: len(there) + 1]):
+            for index, block_id in enumerate(load.load.runs[0].block_ids[: len(there) + 1]):
                 cells = self.pool.cells[there[index]] if index < len(there) else [GARBAGE] * BLOCK_SIZE
                 for slot in range(BLOCK_SIZE):
                     self.worker.device[block_id, slot] = cells[slot]
-            num_tokens = (load.load.first_block + len(there)) * BLOCK_SIZE
+            num_tokens = (load.load.runs[0].first_block + len(there)) * BLOCK_SIZE
             self.pool.num_loaded_blocks += len(there)
-        self.recalls.take(PrefixLoaded(load_id, num_tokens), self.scheduler)
+        self.searches.take(PrefixLoaded(load_id, num_tokens))
 
     def answer_all(self) -> None:
         """Everything that is stored comes, everything that is not is missing."""
         for load_id, search in list(self.pool.searches.items()):
             if search.load is not None:
-                self.over(load_id, len(search.load.block_ids))
+                self.over(load_id, len(search.load.runs[0].block_ids))
             elif not search.is_found:
                 self.found(load_id)
             elif search.is_cancelled:
@@ -157,7 +157,7 @@ class PooledWorld(World):
         """Until nobody wants anything."""
         for _ in range(limit):
             self.answer_all()
-            self.recalls.reserve(self.scheduler)
+            self.searches.reserve()
             if self.scheduler.has_work:
                 self.start_step()
             else:
@@ -229,9 +229,9 @@ def test_an_abort_during_a_load_quarantines_its_blocks_until_it_is_over() -> Non
     world.start_step()
     world.take(world.scheduler.abort(request, None, FinishReason.ABORT))
     assert world.blocks.stats().quarantined == 5
-    assert world.recalls.num_orphans == 1
+    assert world.searches.num_orphans == 1
     world.over(load_id, 3)
-    assert world.recalls.num_orphans == 0
+    assert world.searches.num_orphans == 0
     world.check_empty()
 
 
@@ -255,9 +255,9 @@ def test_a_prefix_that_was_computed_here_while_it_was_searched_for_is_not_loaded
     world.clients["computes"] = Client(first, [[]], [None])
     while not first.finished:
         world.start_step()
-    world.recalls.take(PrefixFound(load_id, 48), world.scheduler)
+    world.searches.take(PrefixFound(load_id, 48))
     (load,) = world.start_step().loads
-    assert (load.first_block, load.block_ids, load.num_tokens) == (6, (), 96)
+    assert (load.runs[0].first_block, load.runs[0].block_ids, load.num_tokens) == (6, (), 96)
     world.over(load_id, 0)
     world.finish()
     world.check_empty()
@@ -270,13 +270,15 @@ class DecodeNode:
         self.world = PooledWorld(num_blocks=num_blocks)
         self.replies: list[FromEngine] = []
         connector = NullConnector.__new__(NullConnector)  # nothing of a context's is needed
-        self.handoffs = KvTransfers(connector, self.replies.append, self.world.take, self.world.pool)
-        self.world.recalls = self.handoffs._recalls
+        self.transfers = KvTransfers(
+            connector, self.world.scheduler, self.replies.append, self.world.take, self.world.pool
+        )
+        self.world.searches = self.transfers._searches
 
     def take_over(self, name: str, tokens: Sequence[int], min_remote_tokens: int = 1) -> Request:
         added = msgspec.structs.replace(message(name, tokens, work=Work.TAKE_OVER), min_remote_tokens=min_remote_tokens)
         request = self.world.request(added)
-        self.handoffs.take_over(request, self.world.scheduler)
+        self.transfers.admit(request)
         self.world.clients[name] = Client(request, [[] for _ in request.sequences], [None])
         return request
 
@@ -291,7 +293,7 @@ def test_d_asks_its_pool_before_it_asks_a_prefill_node() -> None:
     node.world.start_step()
     node.world.over(load_id, 4)
     assert node.replies == [NeedsPrefill("r", 64)]
-    node.handoffs.prefill_locally("r", node.world.scheduler)
+    node.transfers.prefill_locally("r")
     assert not node.world.pool.searches, "it was asked already"
     node.world.finish()
     assert node.world.worker.num_tokens_computed == 100 - 64 + 3
@@ -304,11 +306,11 @@ def test_a_request_that_ends_gives_its_search_up() -> None:
     request = node.take_over("r", prompt(100))
     ((load_id, search),) = node.world.pool.searches.items()
     node.world.scheduler.abort(request)
-    node.handoffs.forget(request)
+    node.transfers.forget(request)
     assert search.is_cancelled
-    assert node.handoffs.num_orphans == 1
+    assert node.transfers.num_orphans == 1
     node.world.found(load_id)
-    assert node.handoffs.num_orphans == 0
+    assert node.transfers.num_orphans == 0
     assert node.world.blocks.stats().in_use == 0
 
 
@@ -335,7 +337,7 @@ def test_after_half_a_prefix_the_rest_can_still_be_loaded_from_a_prefill_node() 
     world.check()
     load = world.reserve(request)
     assert load is not None
-    assert (load.first_block, len(load.block_ids), load.num_tokens) == (2, 5, 100)
+    assert (load.runs[0].first_block, len(load.runs[0].block_ids), load.num_tokens) == (2, 5, 100)
     world.give_first_tokens(request)
     world.finish_load(load)
     world.finish()
@@ -346,9 +348,9 @@ def test_a_search_that_ends_before_it_got_memory_leaves_nobody_waiting_behind_it
     node = DecodeNode(10)
     world = node.world
     world.pool.know(prompt(120, 1), "")
-    world.recalls.admit(runner := world.request(message("runner", prompt(100), max_tokens=40)), world.scheduler)
+    world.searches.admit(runner := world.request(message("runner", prompt(100), max_tokens=40)))
     world.clients["runner"] = Client(runner, [[]], [None])
-    while not runner.first_tokens:
+    while not runner.is_parted:
         world.answer_all()
         world.start_step()
     node.take_over("r", prompt(120, 1))
@@ -361,7 +363,7 @@ def test_a_search_that_ends_before_it_got_memory_leaves_nobody_waiting_behind_it
     small = world.submit(message("small", prompt(10, 2), max_tokens=1))
     world.start_step()
     assert small.finished
-    node.handoffs.prefill_locally("r", world.scheduler)
+    node.transfers.prefill_locally("r")
     world.finish()
     world.check_empty()
 
@@ -403,7 +405,7 @@ def test_whatever_the_pool_does_every_request_gets_its_own_tokens(seed: int, dep
                 load_id = draw.choice(loading)
                 load = world.pool.searches[load_id].load
                 assert load is not None
-                world.over(load_id, draw.randint(0, len(load.block_ids)))
+                world.over(load_id, draw.randint(0, len(load.runs[0].block_ids)))
             case "forget" if world.pool.cells and not world.pool.searches:
                 del world.pool.cells[draw.choice(list(world.pool.cells))]
             case "lease" if ended := [i for i, request in world.leases.items() if request.finished]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 COMPLETIONS = "/v1/completions"
 REQUEST_DEADLINE_S = 45.0  # no request may take longer, whatever happens to the nodes
 CONNECT_DEADLINE_S = 5.0
-BROKEN = "connection_broken"  # code of an Outcome whose connection ended before it did
+BROKEN = "connection_broken"  # code of an Outcome: the connection ended before the answer
 
 
 @dataclass(slots=True)

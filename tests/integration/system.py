@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 16
 BLOCK_BYTES = 4 * 6 * 2 * BLOCK_SIZE * 64 * 4  # KV heads, layers, K and V, tokens, head size, float32
 ANSWER_DEADLINE_S = 240.0
-SETTLE_DEADLINE_S = 30.0  # more than a lease that nobody renews any more lives
+SETTLE_DEADLINE_S = 30.0  # more than the life of a lease that is no longer renewed
 POLL_S = 0.05
 
 
@@ -77,7 +77,7 @@ class System:
         return self.mixed if path is Path.MIXED else "decode"
 
     def prefiller_of(self, path: Path) -> str:
-        """The node that computes a prompt that nobody has cached."""
+        """The node that computes a prompt that no node has cached."""
         return self.mixed if path is Path.MIXED else "prefill"
 
     # requests

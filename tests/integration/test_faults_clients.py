@@ -1,4 +1,4 @@
-"""Clients that leave in every phase of a request, and routers that end under load: nobody works for nobody."""
+"""Clients that leave in every phase of a request, and routers that end under load: no node works for them on."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ async def under_load(cluster: FaultCluster, num_tokens: int) -> list[Call]:
 
 
 async def test_router_killed_under_load(cluster: FaultCluster) -> None:
-    """Its requests are gone, and nobody works for them; its successor needs nothing that it knew."""
+    """Its requests are gone, and no node works for them; its successor needs nothing that it knew."""
     calls = await under_load(cluster, ENDLESS)
     await asyncio.to_thread(cluster.router.process.stop, signal.SIGKILL)
     for outcome in await asyncio.gather(*(call.outcome() for call in calls)):

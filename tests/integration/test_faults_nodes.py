@@ -1,7 +1,7 @@
 """Nodes that are killed, stopped and started again while a request's KV is on its way between them.
 
-Every request ends: right, token for token, or with an error that says why, within the configured deadlines. Nobody who
-lives keeps a block. What comes afterwards is served. Times are logged: `pytest -o log_cli=true --log-cli-level=INFO`.
+Every request ends: right, token for token, or with an error that says why, within the configured deadlines. No
+living node keeps a block. Later requests are served. Times are logged: `pytest -o log_cli=true --log-cli-level=INFO`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PEER_SILENCE_S = 3.0  # of D: `pd_cluster.server.prefill_client.PEER_SILENCE_S`
 FROZEN_S = 3.5  # until D has left a P that is silent: `renew_every_s` + `silence_s` of `ConnectorContext`
 # As between machines: over shared memory a reader needs no help of the other process, so nothing could be late.
 NETWORK = {"UCX_TLS": "tcp"}
-DETECT_S = 3.0  # who is killed is missed sooner than who is silent
+DETECT_S = 3.0  # a killed node is missed sooner than a silent one
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ async def cluster(nodes: FaultCluster) -> AsyncIterator[FaultCluster]:
 
 
 async def reading(cluster: FaultCluster, by: str, url: str = "", route: str = P_FIRST, *, stream: bool = False) -> Call:
-    """A request with a long prompt, whose first blocks node `by` is reading while p0 computes the others."""
+    """A request with a long prompt: node `by` reads its first blocks while p0 computes the others."""
     call = cluster.call(LONG, route, stream=stream, url=url)
     await until(cluster.nodes[by].is_reading, f"{by} reads")
     assert not call.done
@@ -132,7 +132,7 @@ async def test_p_killed_another_p_lives(part: Part, route: str, cluster: FaultCl
 
 
 async def told_but_not_loading(cluster: FaultCluster) -> tuple[Call, Call]:
-    """A call whose client has p1's first token, while d0 has no room for its KV; and the call that takes the room."""
+    """A call that has shown p1's first token while d0 has no room for its KV, and the call that takes the room."""
     fills = cluster.call(D0_BLOCKS * BLOCK_SIZE - LONG, "", stream=True, num_tokens=680, url=cluster.d0.url)
     await fills.begun()
     call = cluster.call(LONG, P_FIRST, stream=True, url=cluster.new_router(["p1"], ["d0"]).url)
@@ -160,7 +160,7 @@ async def test_p_killed_after_its_first_token(cluster: FaultCluster) -> None:
 
 @pytest.mark.parametrize("goes_on", [True, False], ids=["goes on", "dies"])
 async def test_bytes_that_come_late(goes_on: bool, cluster: FaultCluster) -> None:
-    """D reads from a stopped P. Blocks that such a read may still write are nobody's until it cannot any more."""
+    """D reads from a stopped P. Blocks that such a read may still write are not reused until it cannot any more."""
     long, d0, p1 = await cluster.expected(LONG), cluster.d0, cluster.nodes["p1"]
     call, fills = await told_but_not_loading(cluster)
     failed = await failed_loads(d0)
@@ -191,7 +191,7 @@ async def test_tickets_that_nobody_took_in_time(cluster: FaultCluster) -> None:
         answer = await fetch(cluster.p0.url + COMPLETIONS, prefill)
         body["kv_transfer_params"] = answer.json()["kv_transfer_params"]
         assert (await cluster.p0.kv())["leased"] > 0
-    logger.info("p0 clean %.2f s after nobody came, ttl %.1f s", await cluster.check_clean(cluster.p0), LEASE_TTL_S)
+    logger.info("p0 clean %.2f s after no reader came, ttl %.1f s", await cluster.check_clean(cluster.p0), LEASE_TTL_S)
 
     for body, reason in ((expired, "lease_ended"), (outlived, "peer_restarted")):
         if body is outlived:
@@ -206,7 +206,7 @@ async def test_tickets_that_nobody_took_in_time(cluster: FaultCluster) -> None:
 
 
 async def test_p_stopped_before_it_is_asked(cluster: FaultCluster) -> None:
-    """Nobody knows yet. The router, and a D that asks by itself, wait for a ticket no longer than they are told."""
+    """No health check has failed yet. The router and D wait for a ticket no longer than configured."""
     short = await cluster.expected(SHORT)
     router = cluster.new_router(["p0"], ["d0"], "--health-interval-s=600", f"--ticket-timeout-s={TICKET_TIMEOUT_S:g}")
     cluster.p0.stop()

@@ -38,10 +38,11 @@ CASES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "min_tokens": ({"temperature": 0, "ignore_eos": False, "logit_bias": {str(EOS): 100}}, [0, 3]),
     "stop_token_ids": (GREEDY | {"logit_bias": {"77": 100}}, [[], [77]]),
     "ignore_eos": (GREEDY | {"logit_bias": {str(EOS): 100}}, [False, True]),
+    "logits_args": ({}, [{}, {"ban": 7}, {"ban": 8}]),
     "logprobs": ({}, [None, 0, 3]),
 }
-# the first token is the same whatever these say: of one more sequence, over an empty output, beside the token
-SAME_TOKEN = {"max_tokens", "n", "presence_penalty", "frequency_penalty", "logprobs"}
+# these do not change the first token here: more sequences, an empty output, arguments without a stage, its logprobs
+SAME_TOKEN = {"max_tokens", "n", "presence_penalty", "frequency_penalty", "logits_args", "logprobs"}
 
 
 @pytest.fixture(scope="module")

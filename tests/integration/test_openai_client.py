@@ -79,7 +79,7 @@ class Clients:
 def _client(url: str, headers: dict[str, str]) -> Any:
     http = openai.DefaultHttpxClient(trust_env=False)
     return openai.OpenAI(
-        base_url=f"{url}/v1", api_key="nobody checks it", default_headers=headers, max_retries=0,
+        base_url=f"{url}/v1", api_key="not checked", default_headers=headers, max_retries=0,
         timeout=TIMEOUT_S, http_client=http,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A pool behind two prefill nodes and a decode node: who computes what, and that nobody notices when the pool dies."""
+"""A pool behind two prefill nodes and a decode node: which node computes what; requests go on when the pool dies."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PoolCluster:
         return Answer(response.json(), response.headers)
 
     def ask(self, node: Launched, prompt: Sequence[int], route: str = "", salt: str = "") -> dict[str, Any]:
-        """Its tokens, how many of the prompt's were cached, and who prefilled."""
+        """Its tokens, how many of the prompt's were cached, and which node prefilled."""
         answer = self.answer(node, prompt, route, salt)
         return {
             "tokens": answer.choices[0]["logprobs"]["tokens"],

@@ -41,7 +41,7 @@ def system() -> Iterator[System]:
 
 
 def body(name: str, *, stream: bool, salt: str) -> dict[str, Any]:
-    """Some eight hundred tokens, and then who is asked for among three people."""
+    """About eight hundred tokens, then a question about one of three people."""
     names = [name, *(other for other in PEOPLE if other != name)][:3]
     facts = " ".join(f"{one} {PEOPLE[one]}." for one in sorted(names))
     return {

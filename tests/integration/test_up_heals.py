@@ -1,5 +1,5 @@
 """`pd-cluster up` under load while its processes are killed, one after the other: each is back, and what had shown the
-client no byte is answered. Only a killed router takes requests with it: those whose connections it had accepted.
+client no byte is answered. Only a killed router takes requests with it: those on connections that it had accepted.
 """
 
 from __future__ import annotations

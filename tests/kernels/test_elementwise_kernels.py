@@ -30,6 +30,16 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         assert (found.double() - expected).abs().max() < 5 * DTYPES[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_norm_with_a_wider_weight_is_rounded_once(dtype: torch.dtype) -> None:
+    x, weight = random(40, 96, dtype=dtype), random(96, dtype=torch.float32, seed=1)
+    exact = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double()
+    for function in (reference.rms_norm, torch_ops.rms_norm):
+        found = function(x, weight, 1e-5)
+        assert found.dtype == dtype
+        assert ((found.double() - exact) / exact).abs().max() < 0.51 * torch.finfo(dtype).eps
+
+
 @pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
 def test_add_rms_norm_gives_norm_and_sum(dtype: torch.dtype) -> None:
     x, residual, weight = (random(5, 33, dtype=dtype, seed=seed) for seed in range(3))

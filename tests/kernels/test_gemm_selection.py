@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pd_cluster.models.layers import Linear
+from pd_cluster.models.linear import Linear
 from pd_cluster.worker.cuda_graphs.recorder import CudaRecorder, GraphTimer
 from pd_kernels import cublas_lt
+from pd_kernels.backends import TORCH
 from pd_kernels.cublas_lt import CublasLt
 from pd_kernels.gemm_selection import (
     MANY_ROWS,
@@ -162,7 +163,7 @@ def test_many_rows_are_multiplied_in_turn() -> None:
 
 
 def test_a_linear_uses_what_was_chosen_for_its_number_of_rows() -> None:
-    linear = Linear(torch.randn(4, 3), None)
+    linear = Linear(torch.randn(4, 3), None, TORCH)
     linear.use({2: lambda x, weight: F.linear(x, weight) + 1})
     two, three = torch.randn(2, 3), torch.randn(3, 3)
     assert torch.equal(linear(two), F.linear(two, linear.weight) + 1)
@@ -173,7 +174,7 @@ def test_a_linear_multiplies_many_rows_like_the_winner_and_activates_all() -> No
     def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.linear(x, weight).relu() + 1
 
-    linear = Linear(torch.randn(4, 3), None, torch.relu)
+    linear = Linear(torch.randn(4, 3), None, TORCH, torch.relu)
     linear.use({2: Activated(usual_product, torch.relu)}, From(4, gated))
     for num_rows, more in ((2, 0), (3, 0), (4, 1), (5, 1)):
         x = torch.randn(num_rows, 3)

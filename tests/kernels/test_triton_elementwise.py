@@ -57,6 +57,26 @@ def test_the_sum_of_parts_and_its_norm(parts: int, rows: int, size: int, dtype: 
     assert torch.equal(x, before)
 
 
+def test_norms_with_a_wider_weight_are_rounded_once() -> None:
+    """Those of queries and keys too: rotated by no angle, they are what the norm leaves."""
+    dtype, eps = torch.float16, 1e-5
+    x, weight = random(40, 96, dtype=dtype), random(96, dtype=torch.float32, seed=1)
+    exact = reference.rms_norm(x.double(), weight.double(), eps)
+    cache = torch.zeros(3, 1, 1, 2, 16, 96, dtype=dtype, device=DEVICE)
+    heads, slots = torch.stack((x, x, x), dim=1), torch.arange(40, device=DEVICE)
+    cos, sin = (torch.full((40, 48), value, dtype=dtype, device=DEVICE) for value in (1.0, 0.0))
+    norms = HeadNorms(weight, weight, eps)
+    query = triton_rotary.norm_rope_write(heads, norms, cos, sin, cache[:, :, 0, 0], cache[:, :, 0, 1], slots)
+    for found in (
+        triton_norm.rms_norm(x, weight, eps),
+        triton_norm.add_rms_norm(x.clone(), torch.zeros_like(x), weight, eps)[0],
+        query[:, 0],
+        cache[:, 0, 0, 0].flatten(0, 1)[:40],
+    ):
+        assert found.dtype == dtype
+        assert ((found.double() - exact) / exact).abs().max() < 0.52 * torch.finfo(dtype).eps
+
+
 def test_rms_norm_of_some_heads_of_a_wider_row() -> None:
     wide, weight = random(5, 7, 80, dtype=torch.float32), random(80, dtype=torch.float32, seed=1)
     found = triton_norm.rms_norm(wide[:, 2:5], weight, 1e-6)

@@ -9,10 +9,11 @@ import pytest
 
 from pd_cluster.config import NodeConfig
 from pd_cluster.errors import StartupError
-from pd_cluster.launch.flags import add_config_flags, config_from, flag_of, given_flags
+from pd_cluster.launch.flags import add_config_flags, config_from, given_flags
+from pd_http.settings import flag_of
 
 NUMBERS: dict[type, object] = {int: 4096, float: 4096.0, str: "4096"}
-FORMS = {"kv_ports": "4096-4097"}  # settings that are not any text
+FORMS: dict[str, object] = {"kv_ports": "4096-4097", "logits_stages": ("a:B", "c:D")}  # settings that are not any text
 
 
 def parse(*arguments: str, skip: frozenset[str] = frozenset()) -> argparse.Namespace:
@@ -37,10 +38,11 @@ def test_every_setting_can_be_given_and_forwarded() -> None:
                 arguments.append(f"--no-{flag_of(item)}" if value else f"--{flag_of(item)}")
                 expected[item.name] = not value
             else:
-                new = FORMS.get(item.name, NUMBERS[type(value)])
+                new = FORMS.get(item.name, NUMBERS.get(type(value)))
                 if "choices" in item.metadata:
                     new = item.metadata["choices"][-1]
-                arguments.append(f"--{flag_of(item)}={new}")
+                parts = new if isinstance(new, tuple) else (new,)
+                arguments += [f"--{flag_of(item)}={part}" for part in parts]
                 expected[item.name] = new
     namespace = parse(*arguments)
     config = config_from(namespace, {})

@@ -16,8 +16,9 @@ from pd_cluster.launch import restarts as policy
 from pd_cluster.launch import supervise
 from pd_cluster.launch.keeper import Keeper, Service
 from pd_cluster.launch.restarts import Restarts
-from pd_cluster.launch.sockets import inherited, listen, port_of, reserve
+from pd_cluster.launch.sockets import listen, port_of, reserve
 from pd_cluster.launch.supervise import Supervisor, session_members
+from pd_http.sockets import inherited
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

@@ -11,6 +11,7 @@ _SCHEDULER = (
     "tests/scheduling/test_scheduler_edges.py",
     "tests/scheduling/test_scheduler_cases.py",
     "tests/scheduling/test_scheduler_handoff.py",
+    "tests/scheduling/test_known_tokens.py",
     "tests/scheduling/test_scheduler_machine.py",
     "tests/engine/test_pool_search.py",
 )
@@ -51,8 +52,10 @@ TARGETS = (
     ),
     Target("pd_cluster/scheduling/block_manager.py", ("tests/scheduling/test_block_manager.py", *_SCHEDULER)),
     Target("pd_cluster/scheduling/prefix_cache.py", ("tests/scheduling/test_block_manager.py", *_SCHEDULER)),
+    Target("pd_cluster/scheduling/kv_memory.py", (*_SCHEDULER, "tests/scheduling/test_turns.py")),
     Target("pd_cluster/scheduling/lifecycle.py", _SCHEDULER),
     Target("pd_cluster/scheduling/planner.py", (*_SCHEDULER, "tests/scheduling/test_step_limit.py")),
+    Target("pd_cluster/scheduling/queues.py", (*_SCHEDULER, "tests/scheduling/test_turns.py")),
     Target("pd_cluster/scheduling/scheduler.py", _SCHEDULER),
     Target("router/pd_router/legs.py", ("tests/router/test_legs.py", *_ROUTER)),
     Target("router/pd_router/splice.py", ("tests/router/test_splice.py", *_ROUTER)),

@@ -14,7 +14,7 @@ from pd_cluster.errors import StartupError
 from pd_cluster.launch.on_ray import policy
 from pd_cluster.launch.on_ray.cluster import Ledger, UnitDied
 from pd_cluster.launch.on_ray.controller import ASK_AGAIN_S, CENSUS_PERIOD_S, DOUBT_MARGIN_S, MAX_SILENCE_S, Controller
-from pd_cluster.launch.on_ray.policy import Choice, RayNode, RoutedNode
+from pd_cluster.launch.on_ray.policy import Placement, RayNode, RoutedNode
 from pd_cluster.launch.on_ray.routers import Routers
 from pd_cluster.launch.on_ray.spec import ClusterSpec, RoleSpec
 from pd_cluster.launch.on_ray.unit import Secret, UnitPhase, UnitPlan, UnitReport
@@ -46,7 +46,7 @@ class FakeWorld:
 
     urls: dict[str, list[str]]
     units: dict[str, UnitReport] = field(default_factory=dict)
-    choices: dict[str, Choice] = field(default_factory=dict)
+    choices: dict[str, Placement] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
     dead: set[str] = field(default_factory=set)
     failing: set[str] = field(default_factory=set)  # roles with processes that end at once
@@ -67,7 +67,7 @@ class FakeWorld:
     def stray_groups(self) -> list[str]:
         return self.strays
 
-    def create(self, plan: UnitPlan, key: Secret, bundle: Mapping[str, float], choice: Choice) -> None:
+    def create(self, plan: UnitPlan, key: Secret, bundle: Mapping[str, float], choice: Placement) -> None:
         assert self.ledger is not None
         assert plan.name == f"{plan.role}-{self.ledger.serial}"  # written before it is used
         self.choices[plan.name] = choice

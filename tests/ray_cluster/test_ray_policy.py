@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from pd_cluster.launch.on_ray import policy
 from pd_cluster.launch.on_ray.policy import (
-    Choice,
     Goal,
+    Placement,
     RayNode,
     RoutedNode,
     UnitOrder,
@@ -223,23 +223,23 @@ def test_spread_goes_where_the_fewest_of_the_role_are_and_pack_where_most_is() -
 
 
 def test_no_room_is_left_to_ray_and_a_suspect_is_avoided() -> None:
-    assert choose("spread", "decode", {"CPU": 5}, [], BUNDLES, [A, B]) == Choice(None)
-    assert choose("spread", "decode", {"GPU": 1}, [], BUNDLES, [A, B]) == Choice(None)
-    assert choose("spread", "decode", {"CPU": 1}, [], BUNDLES, [A, B], {"a"}) == Choice("b", ("a",))
+    assert choose("spread", "decode", {"CPU": 5}, [], BUNDLES, [A, B]) == Placement(None)
+    assert choose("spread", "decode", {"GPU": 1}, [], BUNDLES, [A, B]) == Placement(None)
+    assert choose("spread", "decode", {"CPU": 1}, [], BUNDLES, [A, B], {"a"}) == Placement("b", ("a",))
 
 
 def test_a_suspect_is_better_than_no_place() -> None:
     edge = RayNode("a", A.address, {"edge": 1.0})
-    assert choose("spread", "router", {"edge": 1}, [], BUNDLES, [edge, B], {"a"}) == Choice(None)
+    assert choose("spread", "router", {"edge": 1}, [], BUNDLES, [edge, B], {"a"}) == Placement(None)
     twin = [unit("router-1", ray_node="a")]  # but where another listens on its port, it never goes
-    assert choose("spread", "router", {}, twin, BUNDLES, [A], {"a"}, one_per_address=True) == Choice(None, ("a",))
+    assert choose("spread", "router", {}, twin, BUNDLES, [A], {"a"}, one_per_address=True) == Placement(None, ("a",))
 
 
 def test_routers_of_one_port_never_share_an_address() -> None:
     twin = RayNode("c", A.address, A.total)  # another Ray node of the same machine
     units = [unit("router-1", ray_node="a")]
     chosen = choose("pack", "router", {"CPU": 1}, units, BUNDLES, [A, twin, B], one_per_address=True)
-    assert chosen == Choice("b", ("a", "c"))
+    assert chosen == Placement("b", ("a", "c"))
     assert choose("pack", "router", {"CPU": 1}, units, BUNDLES, [A, twin, B]).target == "a"
 
 

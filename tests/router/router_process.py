@@ -11,8 +11,9 @@ import aiohttp
 import uvicorn
 
 from pd_connectors.protocol.ticket import NodeOrder, sign
+from pd_http.sockets import bound
 from pd_router.app import create_app
-from pd_router.cli import listen, make_gate
+from pd_router.cli import FILES_PER_REQUEST
 from pd_router.config import RouterConfig
 from pd_router.sources.make import make_sources
 from tests.router.fake_nodes import WAIT_S
@@ -89,8 +90,8 @@ async def serving(
         **{"health_interval_s": 3600.0, "connect_timeout_s": 2.0, "prefill_on_decode": "never", **settings},  # type: ignore[arg-type]
     )
     app = create_app(config, KEY, make_sources(config) if sources is None else sources)
-    listener = listen("127.0.0.1", 0)
-    gate = make_gate(config, app.state.services.metrics, NUM_FILES)
+    listener = bound("127.0.0.1", 0)
+    gate = app.state.services.metrics.http.make_gate(config, NUM_FILES, FILES_PER_REQUEST)
     server = uvicorn.Server(
         uvicorn.Config(app, http=gate.protocol, log_config=None, access_log=False, timeout_graceful_shutdown=1)
     )

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
+from pd_http.errors import NodesDied
 from pd_router.casualties import Casualties
-from pd_router.errors import NodesDied
 from pd_router.node_table import Node, Role
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running

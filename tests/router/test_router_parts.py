@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pd_http.errors import InvalidRequest, ModelNotFound
+from pd_http.sse import Event, SseParser
 from pd_router import headers, policy
 from pd_router.body import RequestBody
 from pd_router.config import HandoffOrder, RouterConfig
-from pd_router.errors import InvalidRequest, ModelNotFound, NoNode
+from pd_router.errors import NoNode
 from pd_router.node_table import Charge, Node, NodeTable, Role
-from pd_router.sse import Event, SseParser
 
 NAMES = st.sampled_from(["ticket", "done", "error", "message"])
 JSON = st.recursive(
@@ -55,7 +56,7 @@ def test_events_of_several_lines_and_without_names() -> None:
 
 
 def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pd_router.sse.MAX_EVENT_BYTES", 10)
+    monkeypatch.setattr("pd_http.sse.MAX_EVENT_BYTES", 10)
     with pytest.raises(ValueError, match="longer than 10"):
         SseParser().feed(b"data: 0123456789")
 

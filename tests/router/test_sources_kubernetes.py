@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 from lightkube.resources.core_v1 import Pod
 
+from pd_http.errors import StartupError
 from pd_router.config import RouterConfig
 from pd_router.discovery import Discovery
-from pd_router.errors import StartupError
 from pd_router.node_table import NodeSpec, NodeTable, Role
 from pd_router.sources.kubernetes import MAX_RETRY_S, KubernetesPods, node_of
 from pd_router.sources.make import make_sources
@@ -240,7 +240,7 @@ def test_without_lightkube_the_message_says_what_to_install(monkeypatch: pytest.
 
 def test_the_way_to_the_api_server_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    with pytest.raises(StartupError, match="no way to an API server"):
+    with pytest.raises(StartupError, match="cannot reach an API server"):
         make_sources(RouterConfig(kubernetes_namespace="serving"))
     config = {
         "apiVersion": "v1",

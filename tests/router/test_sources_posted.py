@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pd_connectors.protocol.ticket import Offer, sign
+from tests.connectors import version_one
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import KEY, Router, serving, signed, until
@@ -67,6 +68,10 @@ async def test_another_role_is_another_node() -> None:
         ({"x-pd-order": "nonsense"}, ""),
         (signed("add", "http://evil:1", "decode", key=b"x" * 32), "not signed with this cluster's key"),
         (signed("add", "http://evil:1", "decode", lives_s=-1.0), "expired"),
+        (
+            {"x-pd-order": version_one.sign(KEY, version_one.NodeOrder("add", "http://p:1", 9e9))},
+            "protocol 1, this node 2",
+        ),
         ({"x-pd-order": sign(KEY, Offer(("http://evil:1",), time.time() + 60.0))}, "cannot be read"),
     ],
 )

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from pd_http.body import ClientGone
-from pd_router.client import Reply
+from pd_http.reply import Reply
 from pd_router.node_table import Role
 from pd_router.splice import send_answer
 from pd_router.upstream import Answer, FailureKind, LegFailed
@@ -193,7 +193,7 @@ async def test_a_stream_that_stands_still_is_given_up(parts: tuple[Any, ...]) ->
     begun_s = time.now_s
     failure, error = await broken(stream(*parts, time=time), client)
     assert failure.kind is FailureKind.TIMEOUT
-    assert "stood still for 10 s" in error["message"]
+    assert "made no progress for 10 s" in error["message"]
     if parts[1] is not STUCK:
         assert time.now_s - begun_s == pytest.approx(IDLE_S * 1.75, abs=0.5)
 

@@ -182,7 +182,7 @@ async def test_a_successor_that_fails_changes_nothing(tmp_path: Path) -> None:
     ):
         nodes.unlink()
         router.processes[0].send_signal(signal.SIGHUP)
-        await router.wait_lines("there is no successor, and this router goes on: it ended before it served")
+        await router.wait_lines("there is no successor, this router continues: it ended before it served")
         async with session.post(router.url + "/v1/completions", json=BODY) as answer:
             assert answer.status == 200
         headers = signed("drain", "fake-decode", key=derive_key(KEY))
@@ -209,5 +209,5 @@ def test_a_heritage_that_cannot_be_read_is_an_error(line: bytes) -> None:
     own, theirs = socket.socketpair()
     own.sendall(line)
     own.close()
-    with pytest.raises(OSError, match="the router before this one left"):
+    with pytest.raises(OSError, match="the router before this one sent"):
         Predecessor({PREDECESSOR_ENV: str(theirs.detach())})

@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pd_cluster.protocol.messages import AddRequest, FinishReason, Work
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, StepResult
+from pd_cluster.scheduling.sequence import sequence_seed
 from pd_connectors.protocol.messages import SampledToken
 
 if TYPE_CHECKING:
@@ -77,6 +80,7 @@ def message(
     min_tokens: int = 0,
     stop_token_ids: tuple[int, ...] = (),
     group: str = "",
+    known: tuple[tuple[int, ...], ...] = (),
 ) -> AddRequest:
     sampling = SamplingParams(
         max_tokens=max_tokens,
@@ -86,7 +90,20 @@ def message(
         min_tokens=min_tokens,
         stop_token_ids=stop_token_ids,
     )
-    return AddRequest(request_id, list(prompt_token_ids), sampling, work, priority=priority, salt=salt, group=group)
+    return AddRequest(
+        request_id, list(prompt_token_ids), sampling, work, priority=priority, salt=salt, group=group, known=known
+    )
+
+
+def begun(asked: AddRequest, num_known: int) -> AddRequest:
+    """The same request with at most so many tokens of each sequence known, fewer than it generates."""
+    seed = asked.sampling.seed
+    assert seed is not None
+    known = []
+    for index in range(asked.sampling.n):
+        output, _ = continuation(asked.prompt_token_ids, sequence_seed(seed, index), asked.sampling)
+        known.append(tuple(output[: min(num_known, len(output) - 1)]))
+    return msgspec.structs.replace(asked, known=tuple(known))
 
 
 @dataclass
@@ -100,10 +117,14 @@ class Row:
 
 @dataclass
 class FakeWorker:
-    """Executes batches in order; checks that each is possible, and that it reads what it should."""
+    """Executes batches in order; checks that each is possible, and that it reads what it should.
+
+    `longest_run`: a sequence that samples goes on by up to so many tokens in the same step, as far as its blocks reach.
+    """
 
     max_num_seqs: int
     max_num_tokens: int
+    longest_run: int = 1
     device: dict[tuple[int, int], int] = field(default_factory=dict)
     host: dict[tuple[int, int], int] = field(default_factory=dict)
     rows: dict[int, Row] = field(default_factory=dict)
@@ -119,9 +140,15 @@ class FakeWorker:
         assert len(batch.chunks) <= len(self.rows) <= self.max_num_seqs
         assert batch.num_tokens <= self.max_num_tokens
         assert len({chunk.seq_id for chunk in batch.chunks}) == len(batch.chunks)
-        samples = {chunk.seq_id: self._compute(chunk) for chunk in batch.chunks}
+        result = StepResult(batch.step, {})
+        for chunk in batch.chunks:
+            tokens = self._compute(chunk)
+            if chunk.num_samples > 1:
+                result.first_samples[chunk.seq_id] = tokens
+            elif chunk.num_samples:
+                result.samples[chunk.seq_id] = tokens
         self.num_tokens_computed += batch.num_tokens
-        return StepResult(batch.step, {seq_id: tokens for seq_id, tokens in samples.items() if tokens})
+        return result
 
     def _copy(self, batch: Batch) -> None:
         copies = batch.copies
@@ -161,7 +188,16 @@ class FakeWorker:
         assert len(seeds) == chunk.num_samples
         tokens = tuple(SampledToken(sample(hashes[-1], seed)) for seed in seeds)
         row.tokens.append(tokens[0].token_id)  # of several, the row goes on with the first
-        return tokens
+        return tokens if chunk.num_samples > 1 else self._run_on(row, tokens)
+
+    def _run_on(self, row: Row, run: tuple[SampledToken, ...]) -> tuple[SampledToken, ...]:
+        """Compute the run's last token and sample behind it; how often is drawn from the history."""
+        position, last = len(row.tokens) - 1, history(row.tokens)[-1]
+        if len(run) >= 1 + last % self.longest_run or position >= len(row.block_ids) * BLOCK_SIZE:
+            return run
+        self.device[row.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE] = last
+        row.tokens.append(sample(last, row.start.seed))
+        return self._run_on(row, (*run, SampledToken(row.tokens[-1])))
 
     def expect(self, block_ids: Sequence[int], hashes: Sequence[int], who: str) -> None:
         """The blocks hold these histories from position 0 on."""
@@ -172,6 +208,6 @@ class FakeWorker:
     def write_load(self, load: LoadSpec, prompt_token_ids: Sequence[int], *, good: bool) -> None:
         """A transfer writes its blocks: the prompt's KV, or what a failing one leaves behind."""
         hashes = history(prompt_token_ids)
-        for position in range(load.first_block * BLOCK_SIZE, load.num_tokens):
-            block_id = load.block_ids[position // BLOCK_SIZE - load.first_block]
+        for position in range(load.runs[0].first_block * BLOCK_SIZE, load.num_tokens):
+            block_id = load.runs[0].block_ids[position // BLOCK_SIZE - load.runs[0].first_block]
             self.device[block_id, position % BLOCK_SIZE] = hashes[position] if good else GARBAGE

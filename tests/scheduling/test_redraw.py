@@ -13,7 +13,8 @@ from pd_connectors.base import Event, FirstTokens, LoadDone, LoadDrained, LoadFa
 from pd_connectors.null import NullConnector
 from pd_connectors.protocol.errors import LoadFailure
 from pd_connectors.protocol.messages import SampledToken
-from pd_connectors.protocol.ticket import Geometry, LeaseRef, Ticket
+from pd_connectors.protocol.ticket import LeaseRef, Ticket
+from tests.connectors.layouts import full_layout
 from tests.scheduling.simulation import BLOCK_SIZE, VOCAB_SIZE, message, prompt
 from tests.scheduling.world import Client, World
 
@@ -26,7 +27,7 @@ EQUAL = Ticket(
     generation=0,
     expires_at_s=9e9,
     fingerprint="f",
-    geometry=Geometry(BLOCK_SIZE, 1, 1, 1, "float32"),
+    layout=full_layout(BLOCK_SIZE, 1, 1, 1, "float32"),
     prompt_digest=b"",
     num_tokens=len(OFFER.prompt_token_ids),
     num_samples=N,
@@ -62,15 +63,15 @@ class DecodeNode:
         self.world = World()
         self.replies: list[FromEngine] = []
         self.connector = ScriptedConnector()
-        self.handoffs = KvTransfers(self.connector, self.replies.append, self.world.take)
+        self.transfers = KvTransfers(self.connector, self.world.scheduler, self.replies.append, self.world.take)
         self.request = self.world.request(msgspec.structs.replace(OFFER, ticket=ticket))
         self.client = self.world.clients["r"] = Client(self.request, [[] for _ in range(N)], [None] * N)
-        self.handoffs.take_over(self.request, self.world.scheduler)
+        self.transfers.admit(self.request)
 
     def hear(self, *events: Event) -> None:
         self.connector.tell(*events)
-        self.handoffs.take_events(self.world.scheduler)
-        self.handoffs.reserve(self.world.scheduler)
+        self.transfers.take_events()
+        self.transfers.reserve()
 
     def load(self, ticket: Ticket) -> None:
         """Until all but the end is over. P's tokens are the right ones only where it samples as D would."""
@@ -98,10 +99,10 @@ class DecodeNode:
         load_id = self.connector.load_id
         load, _ = self.world.loads.pop(load_id)
         self.world.worker.write_load(load, self.request.prompt_token_ids, good=True)
-        self.hear(LoadDone(load_id, 1, 0.0))
+        self.hear(LoadDone(load_id, (1,), 0.0))
 
     def redraws(self) -> dict[str, float]:
-        return {reason: self.handoffs.counters[reason.counter] for reason in Redraw}
+        return {reason: self.transfers.counters[reason.counter] for reason in Redraw}
 
 
 @pytest.mark.parametrize(("first", "second"), list(product(TICKETS, TICKETS)))
@@ -110,8 +111,8 @@ def test_the_last_load_decides_unless_the_tokens_are_known(first: str, second: s
     node.load(TICKETS[first])
     is_known = first == "equal"
     assert [len(output) for output in node.client.outputs] == [int(is_known)] * N
-    assert node.fail().first_tokens_sent == is_known
-    node.handoffs.use_ticket("r", TICKETS[second], DEADLINE_S, node.world.scheduler)
+    node.fail()
+    node.transfers.use_ticket("r", TICKETS[second], DEADLINE_S)
     node.load(TICKETS[second])
     assert [len(output) for output in node.client.outputs] == [int(is_known or second == "equal")] * N
     node.succeed()
@@ -125,7 +126,7 @@ def test_a_prefill_of_our_own_counts_as_no_redraw(first: str) -> None:
     node = DecodeNode(TICKETS[first])
     node.load(TICKETS[first])
     node.fail()
-    node.handoffs.prefill_locally("r", node.world.scheduler)
+    node.transfers.prefill_locally("r")
     node.world.run_until_idle()
     assert set(node.redraws().values()) == {0.0}
     node.world.check_empty()

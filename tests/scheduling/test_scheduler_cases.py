@@ -274,7 +274,9 @@ def test_a_lone_sequence_that_cannot_grow_yields_until_the_lease_ends() -> None:
     for _ in range(12):
         world.start_step()
     assert request.sequences[0].status is SequenceStatus.PREEMPTED
-    assert world.scheduler.schedule().is_empty
+    batch = world.scheduler.schedule()
+    assert not batch.moves_worker
+    assert not batch.loads
     world.end_lease("lease-p")
     world.run_until_idle()
     world.check_empty()

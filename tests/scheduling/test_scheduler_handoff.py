@@ -18,7 +18,7 @@ def test_a_prefill_announces_whole_blocks_and_then_the_prompt() -> None:
     announced = [[publish.num_tokens for publish in world.start_step().publishes] for _ in range(3)]
     assert announced == [[16], [48], [60]]
     assert request.finished
-    assert len(request.first_tokens) == 2
+    assert [len(output) for output in world.client(request).outputs] == [1, 1]
     assert world.blocks.stats().leased == 4
     world.end_lease("lease-p")
     assert world.blocks.stats().leased == 0
@@ -40,7 +40,7 @@ def test_a_prefix_hit_is_announced_with_the_first_chunk() -> None:
 def test_a_preempted_prefill_is_retracted_before_its_blocks_go() -> None:
     world = World(num_blocks=9, max_num_batched_tokens=5, num_host_blocks=9)
     runner = world.submit(message("a", prompt(46), max_tokens=40))
-    while not runner.first_tokens:
+    while not runner.is_parted:
         world.start_step()
     prefill = world.submit(message("p", prompt(78, 1), work=Work.PREFILL, priority=1))
     announced: list[tuple[int, int]] = []
@@ -104,15 +104,14 @@ def test_a_loaded_prompt_is_never_computed_here(length: int, n: int, tokens_firs
     world.check_empty()
 
 
-def test_admit_loaded_takes_the_first_tokens_along() -> None:
+def test_first_tokens_count_once_however_late_they_come_again() -> None:
     world = World()
     request = world.submit(message("d", prompt(40), work=Work.TAKE_OVER, max_tokens=3))
     load = world.reserve(request)
     assert load is not None
     world.start_step()
-    world.worker.write_load(load, request.prompt_token_ids, good=True)
-    del world.loads[load.load_id]
-    world.take(world.scheduler.admit_loaded(request, world.first_tokens(request)))
+    world.finish_load(load)
+    world.give_first_tokens(request)
     assert world.scheduler.set_first_tokens(request, (SampledToken(1),)) is None
     world.run_until_idle()
     world.check_empty()
@@ -126,8 +125,8 @@ def test_what_the_cache_has_is_not_loaded(length: int, num_cached: int) -> None:
     request = world.submit(message("d", prompt(length), work=Work.TAKE_OVER, max_tokens=3))
     load = world.reserve(request)
     assert load is not None
-    assert load.first_block == num_cached // BLOCK_SIZE
-    assert len(load.block_ids) == (length > num_cached)
+    assert load.runs[0].first_block == num_cached // BLOCK_SIZE
+    assert len(load.runs[0].block_ids) == (length > num_cached)
     world.give_first_tokens(request)
     world.start_step()
     world.finish_load(load)
@@ -175,12 +174,12 @@ def test_a_redraw_writes_into_no_cached_block(length: int, pinned_before: bool) 
         assert world.scheduler.pin(request) == length // BLOCK_SIZE * BLOCK_SIZE
     load = world.reserve(request, redraws=True)
     assert load is not None
-    assert load.first_block == (length - 1) // BLOCK_SIZE
-    assert len(load.block_ids) == 1
+    assert load.runs[0].first_block == (length - 1) // BLOCK_SIZE
+    assert len(load.runs[0].block_ids) == 1
     world.start_step()
     world.finish_load(load)
     world.run_until_idle()
-    assert request.num_external_tokens == length - 1 - load.first_block * BLOCK_SIZE
+    assert request.num_external_tokens == length - 1 - load.runs[0].first_block * BLOCK_SIZE
     world.check_empty()
 
 
@@ -298,7 +297,7 @@ def test_a_failed_load_can_be_tried_again_elsewhere() -> None:
     world.fail_load(first)
     second = world.reserve(request)
     assert second is not None
-    assert not set(second.block_ids) & set(first.block_ids)
+    assert not set(second.runs[0].block_ids) & set(first.runs[0].block_ids)
     world.start_step()
     world.drain(first)
     assert world.scheduler.set_first_tokens(request, (SampledToken(1),)) is None  # the second P's are not news
@@ -381,7 +380,7 @@ def test_a_pin_gives_way_to_a_running_sequence_and_is_found_again() -> None:
     assert world.scheduler.counters["preemptions_recompute_total"] == 0
     load = world.reserve(parked)
     assert load is not None
-    assert load.first_block < 4
+    assert load.runs[0].first_block < 4
     world.give_first_tokens(parked)
     world.start_step()
     world.finish_load(load)

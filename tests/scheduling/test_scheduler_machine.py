@@ -14,7 +14,7 @@ from pd_cluster.errors import InvalidRequest, Overloaded
 from pd_cluster.protocol.messages import FinishReason, Work
 from pd_cluster.scheduling import prefill_budget
 from pd_cluster.scheduling.sequence import KvArrival, Request
-from tests.scheduling.simulation import message
+from tests.scheduling.simulation import begun, message
 from tests.scheduling.world import World
 
 
@@ -53,10 +53,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         limit=st.sampled_from([0, 0, 1, 20]),
         keys_per_token=st.sampled_from([0, 1, 15]),
         rests=st.booleans(),
+        longest_run=st.sampled_from([1, 1, 4]),
     )
     def boot(
         self, num_blocks: int, num_host_blocks: int, max_num_seqs: int, budget: int, prefix_caching: bool, depth: int,
-        limit: int, keys_per_token: int, rests: bool = False,
+        limit: int, keys_per_token: int, rests: bool = False, longest_run: int = 1,
     ) -> None:  # fmt: skip
         self.world = World(
             num_blocks=num_blocks,
@@ -66,6 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_waiting=8,
             prefix_caching=prefix_caching,
             depth=depth,
+            longest_run=longest_run if depth == 1 else 1,
             max_tokens_beside_decodes=limit,
             keys_per_token=keys_per_token,
             rests=rests,
@@ -92,19 +94,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "tenant"]),
         min_tokens=st.sampled_from([0, 0, 2]),
         group=st.sampled_from(["", "", "a", "b"]),
+        num_known=st.sampled_from([0, 0, 1, 5, 20]),
     )
     def arrive(
         self, work: Work, family: int, length: int, max_tokens: int, n: int, seed: int, ignore_eos: bool, priority: int,
-        salt: str, min_tokens: int, group: str = "",
+        salt: str, min_tokens: int, group: str = "", num_known: int = 0,
     ) -> None:  # fmt: skip
         self.num_requests += 1
+        asked = message(
+            f"r{self.num_requests}", make_prompt(family, length), work=work, max_tokens=max_tokens, n=n, seed=seed,
+            ignore_eos=ignore_eos, priority=priority, salt=salt, min_tokens=min_tokens, group=group,
+        )  # fmt: skip
+        if num_known and work is Work.GENERATE:
+            asked = begun(asked, num_known)
         try:
-            self.world.submit(
-                message(
-                    f"r{self.num_requests}", make_prompt(family, length), work=work, max_tokens=max_tokens, n=n,
-                    seed=seed, ignore_eos=ignore_eos, priority=priority, salt=salt, min_tokens=min_tokens, group=group,
-                )
-            )  # fmt: skip
+            self.world.submit(asked)
         except (InvalidRequest, Overloaded):
             assert f"r{self.num_requests}" not in self.world.clients
 
@@ -252,6 +256,7 @@ def random_walk(seed: int, num_steps: int) -> int:
         limit=rng.choice([0, 0, 1, 6, 20]),
         keys_per_token=rng.choice([0, 1, 15]),
         rests=rng.random() < 0.5,
+        longest_run=rng.choice([1, 4]),
     )
     for _ in range(num_steps):
         pick = rng.randrange(8)
@@ -269,6 +274,7 @@ def random_walk(seed: int, num_steps: int) -> int:
                     salt="tenant" if rng.random() < 0.1 else "",
                     min_tokens=rng.choice([0, 2]),
                     group=rng.choice(["", "", "a", "b"]),
+                    num_known=rng.choice([0, 0, 1, 5, 20]),
                 )
             case 1:
                 machine.step(rng.randint(1, 4))

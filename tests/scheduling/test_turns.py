@@ -219,7 +219,7 @@ class Checked(Turns):
 @pytest.mark.parametrize("seed", range(12))
 def test_random_groups_are_served_by_their_claims(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And in the end, where nothing but slots is short, no group holds two slots more than one that waits."""
-    monkeypatch.setattr("pd_cluster.scheduling.planner.Turns", Checked)
+    monkeypatch.setattr("pd_cluster.scheduling.scheduler.Turns", Checked)
     rng = random.Random(seed)
     depth = rng.randint(1, 2)
     world = World(num_blocks=300, num_host_blocks=8, max_num_seqs=rng.randint(2, 6), depth=depth, max_waiting=1000)

@@ -8,12 +8,13 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from pd_cluster.config import SchedulerConfig
+from pd_cluster.engine.admission import Admission
 from pd_cluster.protocol.messages import FinishReason, Work
 from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.scheduler import Scheduler, Update
 from pd_cluster.scheduling.sequence import Request, Sequence, sequence_seed
 from pd_connectors.protocol.messages import SampledToken
-from tests.scheduling.simulation import BLOCK_SIZE, EOS, FakeWorker, continuation, history
+from tests.scheduling.simulation import BLOCK_SIZE, EOS, VOCAB_SIZE, FakeWorker, continuation, history
 
 if TYPE_CHECKING:
     from pd_cluster.protocol.messages import AddRequest
@@ -63,7 +64,10 @@ class Client:
 
 @dataclass
 class World:
-    """`depth` 2: a step is scheduled and started before the result of the one before it is known."""
+    """`depth` 2: a step is scheduled and started before the result of the one before it is known.
+
+    `longest_run`: of tokens that one step samples for a sequence; more than one needs `depth` 1.
+    """
 
     num_blocks: int = 32
     num_host_blocks: int = 0
@@ -75,6 +79,7 @@ class World:
     rests: bool = False
     prefix_caching: bool = True
     depth: int = 1
+    longest_run: int = 1
     forgets: bool = False  # a request's sequences when it has ended, as the core does; tests may want to see them
     clients: dict[str, Client] = field(default_factory=dict)
     loads: dict[str, tuple[LoadSpec, Request]] = field(default_factory=dict)  # in progress, or not drained
@@ -96,26 +101,29 @@ class World:
             self.blocks,
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=frozenset({EOS}),
-            on_preempt=self._on_preempt,
+            retract=self._retract,
             max_tokens_beside_decodes=self.max_tokens_beside_decodes,
             keys_per_token=self.keys_per_token,
             rests=self.rests,
             clock=lambda: self.now_s,
         )
-        self.worker = FakeWorker(self.max_num_seqs, self.max_num_batched_tokens)
+        self.admission = Admission(
+            self.blocks, max_num_seqs=self.max_num_seqs, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE,
+            check_sampling=lambda sampling: None,
+        )  # fmt: skip
+        self.worker = FakeWorker(self.max_num_seqs, self.max_num_batched_tokens, self.longest_run)
         self._running: deque[tuple[Batch, StepResult]] = deque()
         self._load_ids = count()
 
-    def _on_preempt(self, seq: Sequence) -> None:
+    def _retract(self, lease_id: str) -> int:
         """The blocks are still the lease's at this moment."""
-        lease_id = seq.request.lease_id
-        assert lease_id is not None
+        [seq] = self.leases[lease_id].heads
         assert seq.table is not None
         assert seq.table.ids
         self.read_lease(lease_id)
         self.published.pop(lease_id, None)
-        seq.request.lease_generation += 1
         self.preempted.append(seq)
+        return seq.request.lease_generation + 1
 
     # clients
 
@@ -125,15 +133,16 @@ class World:
 
     def submit(self, message: AddRequest) -> Request:
         """Validate and admit. Raises what the scheduler raises."""
+        self.admission.validate(message)
         request = self.request(message)
-        self.scheduler.validate(request)
         if message.work is Work.TAKE_OVER:
             self.scheduler.park(request)
         else:
             self.scheduler.add(request)
         if request.lease_id is not None:
             self.leases[request.lease_id] = request
-        self.clients[request.request_id] = Client(request, [[] for _ in request.sequences], [None] * message.sampling.n)
+        outputs = [list(known) for known in message.known] or [[] for _ in request.sequences]
+        self.clients[request.request_id] = Client(request, outputs, [None] * message.sampling.n)
         return request
 
     def take(self, *updates: Update | None) -> None:
@@ -163,7 +172,7 @@ class World:
     def _check_writes(self, batch: Batch) -> None:
         """A block that a step writes has one holder, and the prefix cache does not know it."""
         for chunk in batch.chunks:
-            table = self.scheduler._life.sequences[chunk.seq_id].table
+            table = self.scheduler._queues.sequences[chunk.seq_id].table
             assert table is not None
             end = chunk.start + chunk.num_tokens
             for block_id in table.ids[chunk.start // BLOCK_SIZE : self.blocks.blocks_for(end)]:
@@ -181,7 +190,7 @@ class World:
             if request is not None and publish.generation == request.lease_generation:
                 num_prompt = len(request.prompt_token_ids)
                 assert publish.num_tokens == num_prompt or publish.num_tokens % BLOCK_SIZE == 0
-                assert len(publish.block_ids) == self.blocks.blocks_for(publish.num_tokens)
+                assert len(publish.runs[0].block_ids) == self.blocks.blocks_for(publish.num_tokens)
                 self.published[publish.lease_id] = publish
         for update in self.scheduler.update(batch, result):
             self.take(update)
@@ -197,7 +206,7 @@ class World:
             if not self.scheduler.has_work:
                 return
             batch = self.start_step()
-            assert not batch.is_empty or self.depth > 1, "the scheduler is stuck"
+            assert batch.moves_worker or batch.loads or self.depth > 1, "the scheduler is stuck"
             self.check()
         raise AssertionError(f"not idle after {limit} steps")
 
@@ -205,7 +214,7 @@ class World:
 
     def reserve(self, request: Request, *, redraws: bool = False) -> LoadSpec | None:
         """`redraws`: the load's P samples under other parameters, so that its first tokens are not taken."""
-        request.redraws = redraws and not request.first_tokens
+        request.redraws = redraws and not request.is_parted
         request.load_id = f"load-{next(self._load_ids)}"
         load = self.scheduler.reserve(request)
         if load is not None:
@@ -228,7 +237,7 @@ class World:
         if request.finished:
             self.scheduler.drain(load.load_id)
         else:
-            self.take(self.scheduler.admit_loaded(request))
+            self.scheduler.admit_loaded(request)
 
     def fail_load(self, load: LoadSpec) -> None:
         """It has failed; what is under way may still land until `drain`."""
@@ -246,7 +255,7 @@ class World:
         publish = self.published.get(lease_id)
         if publish is not None:
             prompt = self.leases[lease_id].prompt_token_ids
-            self.worker.expect(publish.block_ids, history(prompt)[: publish.num_tokens], lease_id)
+            self.worker.expect(publish.runs[0].block_ids, history(prompt)[: publish.num_tokens], lease_id)
 
     def end_lease(self, lease_id: str) -> None:
         self.read_lease(lease_id)

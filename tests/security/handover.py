@@ -6,10 +6,9 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import psutil
-import torch
 
 from pd_connectors.base import LoadDone, LoadReady, LoadSpec
-from tests.connectors.remote_node import stamped
+from tests.connectors.remote_node import is_stamped, runs
 
 if TYPE_CHECKING:
     from tests.connectors.remote_node import Node, RemoteNode
@@ -26,10 +25,11 @@ def hand_over(prefill: RemoteNode, decode: Node) -> None:
     prefill.publish(ticket.lease.lease_id, (3, 4), 32)
     prefill.finish(ticket.lease.lease_id)
     decode.wait_for(LoadReady, load_id)
-    decode.cache.tensor[60:62] = -1.0
-    decode.connector.recv_before([LoadSpec(load_id, 0, (60, 61), 32)])
+    for tensor in decode.cache.tensors:
+        tensor[60:62] = -1.0
+    decode.connector.recv_before([LoadSpec(load_id, runs(0, (60, 61)), 32)])
     decode.wait_for(LoadDone, load_id)
-    assert torch.equal(decode.cache.tensor[61], stamped(decode.cache, 4, 0))
+    assert is_stamped(decode.cache, 61, like=4, version=0)
 
 
 def listeners(pid: int) -> set[tuple[str, int]]:

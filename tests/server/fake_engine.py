@@ -26,14 +26,15 @@ from pd_cluster.protocol.messages import (
 )
 from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.messages import SampledToken, TopLogprob
-from pd_connectors.protocol.ticket import Geometry, LeaseRef, Ticket
+from pd_connectors.protocol.ticket import LeaseRef, Ticket
+from tests.connectors.layouts import full_layout
 
 WAIT_S = 10.0
-GEOMETRY = Geometry(block_size=16, num_kv_heads=2, num_layers=2, head_dim=8, dtype="float32")
+LAYOUT = full_layout(block_size=16, num_kv_heads=2, num_layers=2, head_dim=8, dtype="float32")
 
 
 class Line:
-    """One request's line to the script: send messages to the API, and read what the API sends about the request."""
+    """One request as its script sees it: send messages to the API process, read those of the API process."""
 
     def __init__(self, engine: FakeEngine, request: AddRequest, stream: RequestStream) -> None:
         self.engine = engine
@@ -45,7 +46,7 @@ class Line:
         self._stream.push(message)
 
     async def heard(self) -> ToEngine:
-        """The next message of the API about this request."""
+        """The next message of the API process about this request."""
         async with asyncio.timeout(WAIT_S):
             return await self.from_api.get()
 
@@ -75,7 +76,7 @@ class Line:
         )
 
     def ticket(self) -> Ticket:
-        """What this engine, as P, would hand out for the request."""
+        """The ticket that this engine, as P, would send for the request."""
         return self.engine.make_ticket(self.request.prompt_token_ids, self.request.salt, self.request.sampling.n)
 
 
@@ -154,7 +155,7 @@ class FakeEngine:
             generation=0,
             expires_at_s=expires_at_s,
             fingerprint=self.ready.fingerprint,
-            geometry=GEOMETRY,
+            layout=LAYOUT,
             prompt_digest=prompt_digest(prompt, salt),
             num_tokens=len(prompt),
             num_samples=num_samples,
@@ -192,8 +193,8 @@ def says(ids: Sequence[int], finish: FinishReason = FinishReason.LENGTH) -> Scri
     return script
 
 
-def decodes(ids: Sequence[int], *, failures: Sequence[str] = ()) -> Script:
-    """D's engine: asks for a prefill (after each failure once more) when it takes over, then says `ids`."""
+def decodes(ids: Sequence[int], *, failures: Sequence[str] = (), n: int = 1) -> Script:
+    """D's engine: asks for a prefill (after each failure once more) when it takes over, then `ids` per sequence."""
 
     async def script(line: Line) -> None:
         request = line.request
@@ -208,6 +209,7 @@ def decodes(ids: Sequence[int], *, failures: Sequence[str] = ()) -> Script:
             if isinstance(answer, PrefillLocally):
                 external = 0
                 break
-        line.tokens(ids, finish=FinishReason.LENGTH, num_external=external)
+        for index in range(n):
+            line.tokens(ids, index=index, finish=FinishReason.LENGTH, finished=index == n - 1, num_external=external)
 
     return script

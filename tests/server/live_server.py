@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 import pd_cluster
 from pd_cluster.config import HandoffConfig, ModelConfig, NodeConfig, ServerConfig
-from pd_cluster.launch.http_server import make_gate
+from pd_cluster.launch.http_server import FILES_PER_REQUEST
 from pd_cluster.server.app import create_app
 from pd_cluster.server.metrics import NodeMetrics
 from pd_cluster.server.state import NodeState
@@ -120,7 +120,7 @@ async def _served(app: FastAPI, metrics: NodeMetrics, limits: HttpLimits) -> Asy
         socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
     )  # inherited; asyncio sets it only when proto is given
     port = listener.getsockname()[1]
-    gate = make_gate(limits, metrics, NUM_FILES).protocol
+    gate = metrics.http.make_gate(limits, NUM_FILES, FILES_PER_REQUEST).protocol
     server = _Server(uvicorn.Config(app, http=gate, log_config=None, lifespan="on", timeout_graceful_shutdown=5))
     task = asyncio.create_task(server.serve([listener]))
     try:

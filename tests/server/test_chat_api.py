@@ -206,7 +206,7 @@ async def test_sampling_fields_reach_the_engine() -> None:
     assert (sampling.min_p, sampling.seed, sampling.logit_bias, sampling.min_tokens) == (0.1, 11, {5: -100.0}, 2)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -0.5, 1.2)
     assert (sampling.ignore_eos, sampling.stop_token_ids) == (True, (9,))
-    assert (request.priority, request.salt) == (0, "tenant")  # without --priorities nobody chooses their own
+    assert (request.priority, request.salt) == (0, "tenant")  # --priorities is off
 
 
 async def test_output_may_fill_the_context_by_default() -> None:

@@ -1,4 +1,4 @@
-"""D's leg: which ticket is trusted, whom it asks, when it prefills by itself, and what it tells the client."""
+"""D's leg: which ticket is trusted, which node is asked, when D prefills locally, and what the client is told."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from fastapi import FastAPI
 from starlette.requests import Request  # noqa: TC002 (FastAPI reads the annotation)
@@ -14,7 +15,9 @@ from starlette.responses import JSONResponse, Response
 
 from pd_cluster.config import HandoffConfig
 from pd_cluster.protocol.messages import Abort, NeedsPrefill, PrefillLocally, TicketOpened, UseTicket, Work
+from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_connectors.protocol.ticket import Offer, sign
+from tests.connectors import version_one
 from tests.server.fake_engine import WAIT_S, FakeEngine, Line, decodes, says
 from tests.server.live_server import KEY, Node, running, serving
 from tests.server.sse import post_events
@@ -63,7 +66,7 @@ async def decode_node(script: Any = None, **settings: Any) -> AsyncIterator[Node
 
 async def test_ticket_and_ids_of_p_are_taken_over_without_tokenizing() -> None:
     async with decode_node() as node:
-        ids = [*await ids_of(node), 99]  # not what the text would give: P's word counts
+        ids = [*await ids_of(node), 99]  # the ids of P are used, not those of the text
         ticket = engine_of_p().make_ticket(ids)
         params = {"ticket": sign(KEY, ticket), "prompt_token_ids": ids, "remote_host": "elsewhere", "remote_port": 1}
         status, answer, headers = await complete(node, params)
@@ -106,6 +109,7 @@ async def test_salt_is_part_of_what_the_ticket_promises() -> None:
         ("key", "ticket_bad_signature"),
         ("expired", "ticket_expired"),
         ("garbage", "ticket_malformed"),
+        ("version", "ticket_protocol_mismatch"),
         ("prompt", "ticket_prompt_mismatch"),
         ("ids", "ticket_prompt_mismatch"),
         ("none", "no_ticket"),
@@ -119,6 +123,7 @@ async def test_what_cannot_be_trusted_is_prefilled_here_or_refused(fault: str, r
             "key": {"ticket": sign(b"x" * 32, p.make_ticket(ids))},
             "expired": {"ticket": sign(KEY, p.make_ticket(ids, expires_at_s=time.time() - 1))},
             "garbage": {"ticket": "rubbish"},
+            "version": {"ticket": version_one.sign(KEY, version_one.TICKET)},
             "prompt": {"ticket": sign(KEY, p.make_ticket([1, 2, 3]))},
             "ids": {"ticket": good, "prompt_token_ids": [*ids[:-1], 8]},
             "none": {},
@@ -148,25 +153,35 @@ async def test_implausible_ids_are_not_used() -> None:
 # D-first: the request brings an offer
 
 
-async def test_d_asks_the_offered_node_with_the_same_sampling() -> None:
-    async with running(engine_of_p(), node_id="p") as p, decode_node() as d:
-        more = {"temperature": 0.4, "seed": 3, "top_k": 7, "logprobs": 2, "logit_bias": {"9": 1.5}, "cache_salt": "s"}
+EVERY_SAMPLING_FIELD: dict[str, Any] = {
+    "max_tokens": 5, "n": 2, "temperature": 0.4, "top_p": 0.9, "top_k": 7, "min_p": 0.05, "repetition_penalty": 1.1,
+    "presence_penalty": 0.2, "frequency_penalty": -0.3, "seed": -(2**63), "logit_bias": {"9": 1.5}, "min_tokens": 3,
+    "stop_token_ids": [8, 9], "ignore_eos": True, "logprobs": 2,
+}  # fmt: skip
+
+
+async def test_d_asks_the_offered_node_with_its_own_sampling_parameters() -> None:
+    """Each field differs from its default, so this fails for a field that does not reach P, and for a new one."""
+    async with running(engine_of_p(), node_id="p") as p, decode_node(decodes([5, 6, 7], n=2)) as d:
+        more = EVERY_SAMPLING_FIELD | {"cache_salt": "s"}
         status, answer, headers = await complete(d, {"offer": make_offer(p.url)}, **more)
         asked, request = p.engine.requests[0], d.engine.requests[0]
         use = d.engine.sent[0]
     assert status == 200
+    defaults = SamplingParams(max_tokens=3)
+    for field in msgspec.structs.fields(SamplingParams):
+        assert getattr(request.sampling, field.name) != getattr(defaults, field.name), field.name
+    assert asked.sampling == msgspec.structs.replace(request.sampling, max_tokens=1)
     assert (request.work, request.ticket, request.min_remote_tokens) == (Work.TAKE_OVER, None, 64)
     assert (asked.work, asked.prompt_token_ids, asked.salt) == (Work.PREFILL, request.prompt_token_ids, "s")
-    for name in ("temperature", "seed", "top_k", "logprobs", "logit_bias", "n"):
-        assert getattr(asked.sampling, name) == getattr(request.sampling, name), name
     assert isinstance(use, UseTicket)
     assert use.ticket.lease.engine_id == "engine-of-p"
     assert 0 < use.load_deadline_s <= 30
     assert headers["x-pd-prefill"] == "engine-of-p"
-    assert answer["usage"]["completion_tokens"] == 3
+    assert answer["usage"]["completion_tokens"] == 6
 
 
-async def test_engine_that_needs_no_prefill_asks_nobody() -> None:
+async def test_engine_that_needs_no_prefill_asks_no_node() -> None:
     async with running(engine_of_p(), node_id="p") as p, decode_node(says([5, 6])) as d:
         status, _, headers = await complete(d, {"offer": make_offer(p.url)})
         assert (status, headers["x-pd-prefill"], p.engine.requests) == (200, "d", [])
@@ -251,7 +266,7 @@ async def test_silent_node_costs_only_the_deadline() -> None:
 @pytest.mark.parametrize(
     ("key", "expires_at_s", "reason"), [(b"z" * 32, FAR, "offer_bad_signature"), (KEY, 1.0, "offer_expired")]
 )
-async def test_offer_that_cannot_be_trusted_contacts_nobody(key: bytes, expires_at_s: float, reason: str) -> None:
+async def test_no_node_of_an_untrusted_offer_is_contacted(key: bytes, expires_at_s: float, reason: str) -> None:
     async with running(engine_of_p(), node_id="p") as p, decode_node() as d:
         status, _, _ = await complete(d, {"offer": make_offer(p.url, key=key, expires_at_s=expires_at_s)})
         assert (status, p.engine.requests, fallbacks(d, reason)) == (200, [], 1)
@@ -279,7 +294,7 @@ async def test_bad_ticket_with_a_good_offer_goes_to_the_offer() -> None:
 
 async def test_several_prompts_ask_one_ticket_each() -> None:
     async with running(engine_of_p(), node_id="p") as p, decode_node() as d:
-        params = {"offer": make_offer(p.url), "ticket": "for nobody"}
+        params = {"offer": make_offer(p.url), "ticket": "for one prompt"}
         status, answer, headers = await complete(d, params, prompt=["Hello", " there"])
         assert (status, len(answer["choices"]), headers["x-pd-prefill"]) == (200, 2, "engine-of-p")
         assert [r.prompt_token_ids for r in p.engine.requests] == [r.prompt_token_ids for r in d.engine.requests]
@@ -311,7 +326,7 @@ async def test_leg_to_p_stays_open_until_the_client_leaves_then_p_aborts() -> No
 async def test_failure_after_the_first_token_ends_the_stream_with_an_error() -> None:
     async def script(line: Line) -> None:
         line.tokens([5])
-        line.push(NeedsPrefill(line.request.request_id, 0, "peer_restarted", first_tokens_sent=True))
+        line.push(NeedsPrefill(line.request.request_id, 0, "peer_restarted"))
         assert isinstance(await line.heard(), Abort)
 
     async with decode_node(script, on_load_failure="fail") as d:

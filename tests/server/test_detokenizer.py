@@ -13,7 +13,7 @@ from tests.server.live_server import demo_tokenizer
 
 
 class Bytes:
-    """A vocabulary whose tokens are given pieces; the ids in `special` show nothing."""
+    """A vocabulary of the given pieces; the ids in `special` are special tokens."""
 
     def __init__(self, pieces: list[bytes], special: frozenset[int] = frozenset()) -> None:
         self._pieces = pieces

@@ -1,4 +1,4 @@
-"""A client cannot make a node answer 500, hold up the others, or swallow what no request needs."""
+"""A client cannot make a node answer 500, delay other requests, or read more bytes than a request needs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_the_longest_body_follows_from_the_context_length(path: str) -> No
 
 
 async def test_a_small_model_takes_as_many_prompts_as_a_request_may_have() -> None:
-    """They are in no proportion to the length of one prompt."""
+    """The length of such a body does not follow from the length of one prompt."""
     body = json.dumps({"prompt": [[1000] * 2000] * MAX_PROMPTS, "max_tokens": 1}).encode()
     async with (
         running(FakeEngine(says([5]))) as node,
@@ -61,7 +61,7 @@ async def test_a_small_model_takes_as_many_prompts_as_a_request_may_have() -> No
 
 
 class Untouched:
-    """A tokenizer whose encoder must not be reached."""
+    """A tokenizer that fails when it encodes a text."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from pd_cluster.protocol.messages import FinishReason, RequestFailed, TicketOpened, Work
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.server.sampling import SAMPLING_PARAM
 from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.ticket import Ticket, verify
 from tests.server.fake_engine import FakeEngine, Line, says
@@ -73,7 +76,40 @@ async def test_samples_and_settings_of_the_real_request_are_kept() -> None:
     assert ticket_in(events[0][1]["kv_transfer_params"]).num_samples == 2
 
 
-async def test_ids_are_not_sent_back_to_who_brought_them() -> None:
+async def test_sampling_parameters_of_d_replace_the_fields_of_the_body() -> None:
+    sampling = {"max_tokens": 9, "n": 3, "seed": 4, "logit_bias": {"7": 2.5}, "top_k": 2, "min_tokens": 20}
+    async with running(FakeEngine(says([5]))) as node:
+        for told in ({"sampling": sampling}, {}):
+            body = {"prompt": "a", "seed": 1, "kv_transfer_params": FOREIGN | told}
+            await post_events(node.session, f"{node.url}/v1/completions", body, STREAM)
+        told_by_d, plain = (request.sampling for request in node.engine.requests)
+    assert told_by_d == msgspec.convert(sampling | {"max_tokens": 1}, SamplingParams, strict=False)
+    assert plain == SamplingParams(max_tokens=1, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"of_a_newer_d": 1}, SAMPLING_PARAM),
+        ({"seed": "x"}, SAMPLING_PARAM),
+        ({"temperature": 9}, "temperature"),
+        ({"seed": 2**63}, "seed"),
+        ({"n": 129}, "n"),
+        ({"logit_bias": {"3072": 1}}, "logit_bias"),
+    ],
+)
+async def test_sampling_parameters_of_d_are_validated_as_those_of_a_client(wrong: dict[str, Any], param: str) -> None:
+    """An unknown field is refused, too: P would sample the first token without it."""
+    async with running(FakeEngine(says([5]))) as node:
+        params = FOREIGN | {"sampling": {"max_tokens": 1} | wrong}
+        body = {"prompt": "a", "kv_transfer_params": params}
+        async with node.session.post(f"{node.url}/v1/completions", json=body, headers=STREAM) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["param"]) == (400, param), error
+        assert node.engine.requests == []
+
+
+async def test_ids_are_not_sent_back_to_a_caller_that_sent_them() -> None:
     async with running(FakeEngine(says([5]))) as node:
         body = {"prompt": [5, 6, 7], "kv_transfer_params": FOREIGN}
         events = await post_events(node.session, f"{node.url}/v1/completions", body, STREAM)
@@ -135,7 +171,7 @@ async def test_bad_input_is_plain_json_even_when_a_stream_was_asked_for() -> Non
 
 
 async def test_several_prompts_are_answered_without_a_ticket_and_left_to_d() -> None:
-    """What a foreign P-first router makes of a batch: it passes on that there is nothing to hand over."""
+    """A foreign P-first router sends D the unchanged request when P answers without kv_transfer_params."""
     async with running(FakeEngine(says([5]))) as node:
         body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 1, "stream": False, "kv_transfer_params": FOREIGN}
         async with node.session.post(f"{node.url}/v1/completions", json=body) as response:

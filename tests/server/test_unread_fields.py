@@ -17,14 +17,14 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": {"prompt": "hi"},
 }
-# of OpenAI, vLLM or SGLang, and without a say in what is answered here
+# of OpenAI, vLLM or SGLang, without effect on an answer of this server
 HARMLESS = {
     "user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "prediction": None, "verbosity": "low",
     "prompt_cache_key": "k", "safety_identifier": "s", "parallel_tool_calls": False, "request_id": "r", "rid": "r",
     "length_penalty": 1.0, "early_stopping": False, "mm_processor_kwargs": {}, "media_io_kwargs": {},
     "bootstrap_room": 7, "separate_reasoning": True, "stream_reasoning": True,
 }  # fmt: skip
-# change an answer elsewhere, and were once dropped without a word
+# change an answer elsewhere, and were ignored by earlier versions
 ONCE_DROPPED = {
     "allowed_token_ids": [5], "bad_words": ["x"], "truncate_prompt_tokens": 5, "regex": "a+", "ebnf": "root ::= x",
     "json_schema": "{}", "stop_regex": "a", "structural_tag": "x", "input_ids": [5], "prompt_embeds": "x",
@@ -64,7 +64,7 @@ async def test_every_refused_field_is_a_400_that_names_it(path: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_field_is_read_nowhere(name: str) -> None:
-    """Or the table would contradict the body."""
+    """A field is either in the table or in a body."""
     assert name not in ChatBody.__struct_fields__
     assert name not in CompletionBody.__struct_fields__
 

@@ -14,7 +14,7 @@ from tests.worker.driver import make_executor
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pd_cluster.worker.executor import Executor
+    from pd_cluster.worker.device_executor import DeviceExecutor
 
 VOCAB_SIZE = 320
 COMMON = {
@@ -26,6 +26,10 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+GEMMA3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-llama3-rope-biases": (
@@ -48,6 +52,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-some-windows": (
         "Qwen3",
         {"head_dim": 16, "use_sliding_window": True, "sliding_window": 33, "max_window_layers": 2},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 7,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": GEMMA3_ROPE,
+        },
     ),
 }
 
@@ -81,12 +95,13 @@ def save_model(kind: str, directory: Path, options: dict[str, Any], seed: int = 
     import transformers
 
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{kind}Config")(**{**COMMON, **options})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model_class = getattr(transformers, f"{kind}ForCausalLM")
+    model = model_class(model_class.config_class(**{**COMMON, **options})).eval()
+    least = -0.5 if kind == "Gemma3" else 0.5  # of its norms, which multiply by 1 more
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
-                parameter.uniform_(0.5, 1.5)
+                parameter.uniform_(least, least + 1)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.2)
     model.save_pretrained(directory)
@@ -120,7 +135,7 @@ def demo_directory() -> Path:
 
 
 @pytest.fixture
-def executor(models: ModelStore) -> Iterator[Executor]:
+def executor(models: ModelStore) -> Iterator[DeviceExecutor]:
     """A fresh executor of the small Qwen3."""
     executor = make_executor(models.get("qwen3").directory)
     yield executor

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.worker.executor import Executor
+from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
+from pd_cluster.worker.device_executor import DeviceExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from pd_cluster.worker.cuda_graphs.captured_steps import CapturedSteps
     from pd_connectors.protocol.messages import SampledToken
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -22,7 +24,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 
 def make_executor(
     model: Path | str, *, num_blocks: int = 256, block_size: int = 16, max_num_seqs: int = 16, **options: Any
-) -> Executor:
+) -> DeviceExecutor:
     """An executor on CPU in float32. `options` go to ModelConfig."""
     model_options: dict[str, Any] = {"model": str(model), "device": "cpu", "dtype": "float32", **options}
     config = NodeConfig(
@@ -30,7 +32,7 @@ def make_executor(
         cache=CacheConfig(num_blocks=num_blocks, block_size=block_size, swap_gb=0.001),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=512),
     )
-    return Executor(config, lambda _: None)
+    return DeviceExecutor.started(config, lambda _: None)
 
 
 @dataclass
@@ -58,7 +60,7 @@ class Generation:
 class Driver:
     """Runs sequences to their max_tokens. Blocks are handed out in random order and never returned."""
 
-    def __init__(self, executor: Executor, budget: int = 512, seed: int = 0) -> None:
+    def __init__(self, executor: DeviceExecutor, budget: int = 512, seed: int = 0) -> None:
         self.executor = executor
         self.budget = budget
         self.block_size = executor.block_size
@@ -107,7 +109,7 @@ class Driver:
         batch = Batch(self.steps, tuple(starts), tuple(decodes + prefills), tuple(self._departures))
         self._departures = []
         self.steps += 1
-        for seq_id, tokens in self.executor.execute(batch).samples.items():
+        for seq_id, tokens in self.executor.launch(batch).result().samples.items():
             self.sequences[seq_id].tokens.extend(tokens)
         self._departures = [generation.seq_id for generation in live if generation.done]
 
@@ -120,7 +122,7 @@ class Driver:
 
     def leave(self) -> None:
         """Report the last departures, so that the executor can be used again."""
-        self.executor.execute(Batch(self.steps, departures=tuple(self._departures)))
+        self.executor.launch(Batch(self.steps, departures=tuple(self._departures))).result()
         self._departures = []
 
     def preempt(self, generation: Generation) -> None:
@@ -145,6 +147,12 @@ class Driver:
         new = [self.free.pop() for _ in range(first, needed)]
         generation.blocks += new
         return SequenceChunk(generation.seq_id, generation.computed, count, first, tuple(new), num_samples)
+
+
+def use_graphs(executor: DeviceExecutor, captured: CapturedSteps) -> None:
+    """Let the executor replay these steps too, as if its warm-up had captured them."""
+    executor._runner.use_graphs([captured])
+    executor._graph_sizes = GraphSizes(executor._runner.graph_sizes)
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:

@@ -12,21 +12,23 @@ import torch
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.worker.cuda_graphs.decode_graphs import DecodeGraphs, ReplayOutputs, bucket_sizes
-from pd_cluster.worker.executor import Executor
+from pd_cluster.worker.cuda_graphs.captured_steps import ReplayOutputs
+from pd_cluster.worker.cuda_graphs.decode_graphs import DecodeGraphs
+from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes, bucket_sizes, decode_sizes
+from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.sampler import Sampled, sample
 from pd_kernels import reference
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
-from tests.worker.driver import Driver, make_executor, random_prompts
+from tests.worker.driver import Driver, make_executor, random_prompts, use_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.worker.cuda_graphs.recorder import Outputs
-    from pd_kernels.values import PackedSequences
+    from pd_kernels.values import PackedSequences, StepSize
 
-SIZES = [1, 2, 4, 6]
+SIZES = decode_sizes(6)
 
 
 @dataclass(frozen=True)
@@ -88,14 +90,15 @@ def tensors_of(outputs: object) -> list[torch.Tensor]:
     return [outputs.logits, outputs.token_ids]
 
 
-def with_graphs(executor: Executor, sizes: list[int], room: int = 100) -> tuple[Repeater, DecodeGraphs, list[str]]:
+def with_graphs(
+    executor: DeviceExecutor, sizes: list[StepSize], room: int = 100
+) -> tuple[Repeater, DecodeGraphs, list[str]]:
     """Give the executor's runner graphs that are none."""
     runner, repeater, lines = executor._runner, Repeater(room), list[str]()
     kernels = replace(executor._kernels, plan_attention=plan_on_device)
-    cache = executor._cache
-    graphs = DecodeGraphs(executor._llama, cache, runner._rows, runner._staging, kernels, cache.padding_block)
+    graphs = DecodeGraphs(executor._model, executor._cache, runner.rows, runner.host_buffer, kernels)
     graphs.capture(sizes, repeater, lines.append)
-    runner._decodes = graphs
+    use_graphs(executor, graphs)
     return repeater, graphs, lines
 
 
@@ -154,16 +157,16 @@ def test_what_temperature_and_seed_say_is_drawn_by_the_graph(
 
 def test_padding_touches_no_live_block(models: ModelStore) -> None:
     executor = make_executor(models.get("qwen3").directory, num_blocks=8)
-    with_graphs(executor, [6])
+    with_graphs(executor, SIZES[-1:])
     driver = Driver(executor)
     driver.add(random_prompts([20], VOCAB_SIZE)[0], SamplingParams(max_tokens=2, temperature=0.0))
     driver.step()
-    executor._cache.tensor[executor.num_blocks] = 0  # the recording has padded too
-    before = executor._cache.tensor.clone()
+    executor._cache.tensors[0][executor.num_blocks] = 0  # the recording has padded too
+    before = executor._cache.tensors[0].clone()
     driver.step()
-    changed = (executor._cache.tensor != before).flatten(1).any(1).nonzero()[:, 0].tolist()
+    changed = (executor._cache.tensors[0] != before).flatten(1).any(1).nonzero()[:, 0].tolist()
     assert changed == sorted([driver.sequences[0].blocks[1], executor.num_blocks])
-    assert executor.cache.tensor.shape[0] == executor.num_blocks, "others do not see the padding block"
+    assert executor.cache.tensors[0].shape[0] == executor.num_blocks, "others do not see the padding block"
     executor.close()
 
 
@@ -174,9 +177,12 @@ def test_which_steps_are_replayed(models: ModelStore) -> None:
     def decode(seq_id: int) -> SequenceChunk:
         return SequenceChunk(seq_id, 9, 1, num_samples=1)
 
-    assert [graphs.bucket_for(tuple(map(decode, range(count)))) for count in range(1, 8)] == [1, 2, 4, 4, 6, 6, 0]
-    assert graphs.bucket_for((decode(0), SequenceChunk(1, 0, 5, num_samples=1))) == 0
-    assert graphs.bucket_for((decode(0), SequenceChunk(1, 0, 1))) == 0  # one token in the middle of a prompt
+    choose = GraphSizes(graphs.sizes).choose
+    found = [choose(tuple(map(decode, range(count)))) for count in range(8)]
+    assert found == [None, *(SIZES[at] for at in (0, 1, 2, 2, 3, 3)), None]
+    assert choose((decode(0), SequenceChunk(1, 0, 5, num_samples=1))) is None
+    assert choose((decode(0), SequenceChunk(1, 0, 1))) is None  # one token in the middle of a prompt
+    assert choose((decode(0), SequenceChunk(1, 9, 1, num_samples=2))) is None
     assert lines[-1].startswith("4 decode graphs up to 6 sequences")
     executor.close()
 
@@ -184,7 +190,7 @@ def test_which_steps_are_replayed(models: ModelStore) -> None:
 def test_no_room_leaves_the_largest(models: ModelStore) -> None:
     executor = make_executor(models.get("qwen3").directory)
     _, graphs, lines = with_graphs(executor, SIZES, room=2)
-    assert graphs.bucket_for((SequenceChunk(0, 9, 1, num_samples=1),)) == 4
+    assert GraphSizes(graphs.sizes).choose((SequenceChunk(0, 9, 1, num_samples=1),)) == SIZES[2]
     assert lines == [lines[0], lines[1]]
     assert "fewer than 4" in lines[0]
     executor.close()
@@ -197,17 +203,17 @@ def test_bucket_sizes() -> None:
     assert bucket_sizes(256)[-3:] == [224, 240, 256]
 
 
-def test_staging_on_cpu_copies_nothing_but_what_is_first() -> None:
-    staging = HostBuffer(torch.device("cpu"), 1 << 10)
-    staging.begin()
+def test_host_buffer_on_cpu_copies_nothing_but_what_is_first() -> None:
+    host_buffer = HostBuffer(torch.device("cpu"), 1 << 10)
+    host_buffer.begin()
     fields = np.arange(10).reshape(5, 2)
-    assert staging.move_first(fields).data_ptr() == staging.first(5, 2).data_ptr()
-    assert torch.equal(staging.first(5, 2), torch.arange(10).view(5, 2))
+    assert host_buffer.move_first(fields).data_ptr() == host_buffer.first(5, 2).data_ptr()
+    assert torch.equal(host_buffer.first(5, 2), torch.arange(10).view(5, 2))
     array = np.array([1.5, 2.5], np.float32)
-    assert staging.move(array).data_ptr() == array.ctypes.data
+    assert host_buffer.move(array).data_ptr() == array.ctypes.data
 
 
-def test_staging_holds_a_step_of_as_many_sequences_as_there_may_be(
+def test_host_buffer_holds_a_step_of_as_many_sequences_as_there_may_be(
     models: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decodes and a chunk, drawn within limits: both sets of block tables, none of a round width."""
@@ -216,23 +222,23 @@ def test_staging_holds_a_step_of_as_many_sequences_as_there_may_be(
         cache=CacheConfig(num_blocks=17, block_size=16),
         scheduler=SchedulerConfig(max_num_seqs=24, max_num_batched_tokens=30),
     )
-    executor, sizes = Executor(config, lambda _: None), list[int]()
+    executor, sizes = DeviceExecutor.started(config, lambda _: None), list[int]()
     params = SamplingParams(max_tokens=1, top_k=5, top_p=0.9)
     lengths = [1] * 23 + [7]
     starts = tuple(SequenceStart(i, (9,) * 272, 272, tuple(range(17)), params, i) for i in range(24))
     chunks = tuple(SequenceChunk(i, 272 - size, size, num_samples=1) for i, size in enumerate(lengths))
     move = HostBuffer.move
 
-    def counted(staging: HostBuffer, array: np.ndarray[Any, Any]) -> torch.Tensor:
+    def counted(host_buffer: HostBuffer, array: np.ndarray[Any, Any]) -> torch.Tensor:
         sizes.append(-(-array.nbytes // 16) * 16)
-        return move(staging, array)
+        return move(host_buffer, array)
 
     monkeypatch.setattr(HostBuffer, "move", counted)
-    rows, staging = executor._runner._rows, executor._runner._staging
+    rows, host_buffer = executor._runner.rows, executor._runner.host_buffer
     rows.apply(Batch(0, starts))
-    monkeypatch.setattr(rows, "_move", staging.move)
-    monkeypatch.setattr(rows._sampling, "_move", staging.move)
+    monkeypatch.setattr(rows, "_move", host_buffer.move)
+    monkeypatch.setattr(rows._sampling, "_move", host_buffer.move)
     assert rows.build(chunks).tail is not None
     late = 2 * 24 * 8  # had their tokens been on the device only
-    assert 24 * 32 * 8 < sum(sizes) + late <= staging._num_bytes
+    assert 24 * 32 * 8 < sum(sizes) + late <= host_buffer._num_bytes
     executor.close()

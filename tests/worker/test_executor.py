@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ import torch
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.scheduling.batch import Batch
-from pd_cluster.worker.executor import Executor
+from pd_cluster.worker.device_executor import DeviceExecutor
+from pd_cluster.worker.memory_measurement import run_largest_step
 from pd_kernels.backends import TORCH
 from pd_kernels.values import StepSize
 from tests.worker.driver import Driver, make_executor
@@ -22,26 +23,25 @@ from tests.worker.driver import Driver, make_executor
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pd_cluster.worker.kv_cache import KVCache
-    from pd_cluster.worker.model_runner import ModelRunner, PendingStep
+    from pd_cluster.worker.pending_step import PendingStep
     from tests.worker.conftest import ModelStore
 
 
-def build(model: Path | str, cache: CacheConfig, **options: Any) -> tuple[Executor, list[str]]:
+def build(model: Path | str, cache: CacheConfig, **options: Any) -> tuple[DeviceExecutor, list[str]]:
     lines: list[str] = []
-    return Executor(
+    return DeviceExecutor.started(
         NodeConfig(model=ModelConfig(model=str(model), device="cpu", **options), cache=cache), lines.append
     ), lines
 
 
 def test_the_cache_is_block_first_and_as_large_as_asked(models: ModelStore) -> None:
     executor, lines = build(models.get("qwen3").directory, CacheConfig(kv_cache_gb=0.004, swap_gb=0.001))
-    tensor, geometry = executor.cache.tensor, executor.cache.geometry
+    tensor, layout = executor.cache.tensors[0], executor.cache.layout
     assert tensor.shape == (executor.num_blocks, 2, 3, 2, 16, 16)
     assert tensor.is_contiguous()
-    assert tensor[0].nbytes == geometry.block_bytes == executor.cache.block_bytes
-    assert 0.004e9 - geometry.block_bytes < tensor.nbytes <= 0.004e9
-    assert executor.num_host_blocks == 0.001e9 // geometry.block_bytes
+    assert tensor[0].nbytes == layout.block_bytes
+    assert 0.004e9 - layout.block_bytes < tensor.nbytes <= 0.004e9
+    assert executor.num_host_blocks == 0.001e9 // layout.block_bytes
     assert not tensor.any(), "the warm-up must leave nothing behind"
     assert lines[0] == "weights 1/1"
     assert lines[-1] == "warm-up"
@@ -65,16 +65,13 @@ def test_a_kernel_that_was_asked_for_and_cannot_be_had_ends_the_start(models: Mo
 def test_a_capture_that_fails_ends_the_start_with_words(
     models: ModelStore, monkeypatch: pytest.MonkeyPatch, error: RuntimeError, words: str
 ) -> None:
-    make = Executor._make_runner
+    def fail_to_capture(*arguments: object) -> NoReturn:
+        raise error
 
-    def fail_to_capture(executor: Executor, cache: KVCache, max_len: int, capture: object = None) -> ModelRunner:
-        if capture is not None:
-            raise error
-        return make(executor, cache, max_len)
-
-    monkeypatch.setattr(Executor, "_make_runner", fail_to_capture)
+    monkeypatch.setattr("pd_cluster.worker.device_executor.captures_steps", lambda *arguments: True)
+    monkeypatch.setattr("pd_cluster.worker.device_executor.capture_steps", fail_to_capture)
     with pytest.raises(StartupError, match=words):
-        build(models.get("llama").directory, CacheConfig())
+        build(models.get("llama").directory, CacheConfig(num_blocks=4))
 
 
 def test_a_kernel_that_was_asked_for_is_not_replaced_in_captured_steps(
@@ -83,8 +80,8 @@ def test_a_kernel_that_was_asked_for_is_not_replaced_in_captured_steps(
     row = replace(
         TORCH, name="flashinfer", replayable=lambda size, num_heads, key_cache, windowed: pytest.fail("Triton's")
     )
-    monkeypatch.setattr("pd_cluster.worker.executor.with_flashinfer", lambda shape, compiles: row)
-    executor, _ = build(models.get("llama").directory, CacheConfig(), prefill_attention="flashinfer")
+    monkeypatch.setattr("pd_cluster.worker.kernel_selection.with_flashinfer", lambda shape, compiles: row)
+    executor, _ = build(models.get("llama").directory, CacheConfig(num_blocks=4), prefill_attention="flashinfer")
     size = StepSize(16, 4, 4, has_decodes=True)
     assert executor._kernels.name == "flashinfer"
     assert executor._kernels.replayable(size, 6, executor._cache.layer_views[0][0], False) is None
@@ -98,7 +95,7 @@ def test_half_precision_runs_close_to_float32(models: ModelStore, dtype: str) ->
     logprobs = []
     for name in ("float32", dtype):
         driver = Driver(make_executor(directory, dtype=name))
-        assert driver.executor.cache.tensor.dtype == getattr(torch, name)
+        assert driver.executor.cache.tensors[0].dtype == getattr(torch, name)
         generation = driver.add(prompt)
         driver.step()
         logprobs.append(generation.tokens[0].token_id)
@@ -117,7 +114,7 @@ def test_a_context_of_a_block_or_less_starts(models: ModelStore, max_len: int) -
 def test_the_largest_step_fits_the_context(models: ModelStore) -> None:
     """What measures a GPU's memory at start: the step's budget may be more than one sequence can have."""
     executor = make_executor(models.get("qwen3").directory, max_model_len=64, max_num_seqs=1)
-    executor._run_largest_step(executor._make_runner(executor._cache, 512), 512)
+    executor._run_largest_step(executor._cache)
     assert executor.model.max_model_len == 64
 
 
@@ -167,7 +164,7 @@ def test_cuda_without_a_device_is_refused(models: ModelStore) -> None:
 
 def test_a_worker_needs_no_transformers() -> None:
     """Importing it costs 0.8 s, and the engine process starts without."""
-    code = "import sys, pd_cluster.worker.executor; sys.exit('transformers' in sys.modules)"
+    code = "import sys, pd_cluster.worker.device_executor; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
@@ -176,12 +173,12 @@ def test_the_step_that_is_measured_has_the_whole_budget(models: ModelStore, monk
     executor, batches = make_executor(models.get("qwen3").directory, max_num_seqs=9), list[Batch]()
     launch = executor._runner.launch
 
-    def recorded(batch: Batch) -> PendingStep:
+    def recorded(batch: Batch, graph: StepSize | None = None) -> PendingStep:
         batches.append(batch)
         return launch(batch)
 
     monkeypatch.setattr(executor._runner, "launch", recorded)
-    executor._run_largest_step(executor._runner, 512)
+    run_largest_step(executor._runner, 512, 9, executor.model.max_model_len, executor.block_size)
     assert [batch.num_tokens for batch in batches] == [512]
     assert len(batches[0].chunks) == 9
     executor.close()

@@ -1,4 +1,4 @@
-"""Steps of few tokens, whose products do what stands between them, beside the same steps without that."""
+"""Steps of few tokens with products that include the norms between them, beside the same steps without those."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from benchmarks.shapes import CONFIGS
-from pd_cluster.models.llama import ForwardInputs, Llama, Tail
-from pd_cluster.models.registry import resolve_spec
+from pd_cluster.models.forward_inputs import ForwardInputs, Tail
+from pd_cluster.models.registry import build_model, resolve_spec
 from pd_cluster.models.weights import fill_at_random
 from pd_kernels import reference
 from pd_kernels.backends import TORCH, Kernels, no_few_rows
@@ -23,6 +23,7 @@ from pd_kernels.values import HalfNormed, PackedSequences
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pd_cluster.models.model import Model
     from pd_kernels.backends import AttentionPlan
     from pd_kernels.gemm_selection import Product
 
@@ -59,22 +60,22 @@ def make_model(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     hidden_size: int = 64,
-) -> Llama:
+) -> Model:
     spec = resolve_spec(Path(), CONFIGS["tiny"])
     spec = replace(spec, qkv_bias=bias, hidden_size=hidden_size, intermediate_size=2 * hidden_size)
-    model = Llama(spec, kernels, 128, dtype, torch.device(device))
+    model = build_model(spec, kernels, 128, dtype, torch.device(device))
     fill_at_random(model, seed=1)
     model.finish_loading()
     return model
 
 
 @torch.inference_mode()
-def decode(model: Llama, count: int, sampling: list[int] | None) -> torch.Tensor:
+def decode(model: Model, count: int, sampling: list[int] | None) -> torch.Tensor:
     """Logits of a step of `count` sequences, the i-th at its (i + 3)-th token, over a cache of noise."""
     return prepare(model, count, sampling)()
 
 
-def prepare(model: Llama, count: int, sampling: list[int] | None) -> Callable[[], torch.Tensor]:
+def prepare(model: Model, count: int, sampling: list[int] | None) -> Callable[[], torch.Tensor]:
     spec, lengths, device = model.spec, np.arange(count) % (BLOCK - 3) + 3, model.device
     shape = (count, spec.num_kv_heads, spec.num_layers, 2, BLOCK, spec.head_dim)
     cache = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device, model.dtype)
@@ -132,7 +133,7 @@ def test_products_are_chosen_for_steps_of_more_rows_only(kernels: Kernels, least
     assert {size for size, _ in asked} == {size for size in (2, 8, 30) if size >= least}
     assert {size for size, num_outputs in asked if num_outputs == model.spec.vocab_size} == {
         size for size in (2, 8) if size >= least
-    }, "of prompts nobody wants all logits"
+    }, "of prompts, few rows need logits"
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The last layer goes on with the rows that sample alone; beside the same steps whose rows all go on."""
+"""Behind its keys and values the last layer computes only the rows that sample; beside steps that compute all rows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
+from pd_cluster.models.llama import Llama
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.worker.executor import Executor
+from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_kernels.backends import TORCH, Kernels
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
     from pd_cluster.worker.input_batch import StepInputs
 
 LENGTHS = (1, 15, 16, 17, 70, 40, 2)
-WINDOWED = ["qwen3", "mistral-window", "qwen2-some-windows", "qwen3-some-windows"]  # no layer, all, two, the last
+WINDOWED = ["qwen3", "mistral-window", "gemma3", "qwen3-some-windows"]  # no layer, all, all but one, the last
 
 
 class Beside:
     """Runs each step a second time with all rows to the end, first, and compares what is sampled from."""
 
-    def __init__(self, executor: Executor, tolerance: float) -> None:
+    def __init__(self, executor: DeviceExecutor, tolerance: float) -> None:
         self._forward = executor._runner.forward
         self._tolerance = tolerance
         self.rows: list[int | None] = []  # of each step's tail
@@ -49,7 +50,7 @@ class Beside:
         return found
 
 
-def run(executor: Executor, budget: int) -> None:
+def run(executor: DeviceExecutor, budget: int) -> None:
     """Prompts around the block size, in chunks beside decodes."""
     driver = Driver(executor, budget)
     for seed, prompt in enumerate(random_prompts(LENGTHS, VOCAB_SIZE)):
@@ -57,17 +58,19 @@ def run(executor: Executor, budget: int) -> None:
     driver.run()
 
 
-def last_layer_rows(executor: Executor) -> list[int]:
+def last_layer_rows(executor: DeviceExecutor) -> list[int]:
     """Fills up with the number of rows of each product after the last layer's attention."""
-    layer, counts = executor._llama._layers[-1], list[int]()
+    model, counts = executor._model, list[int]()
+    assert isinstance(model, Llama)
+    layer = model._layers[-1]
     for linear in (layer.out, layer.gate_up, layer.down):
 
-        def counted(x: torch.Tensor, forward: object = linear._forward) -> torch.Tensor:
+        def counted(x: torch.Tensor, forward: object = linear._multiply) -> torch.Tensor:
             counts.append(len(x))
             product: torch.Tensor = forward(x)  # type: ignore[operator]
             return product
 
-        linear._forward = counted
+        linear._multiply = counted
     return counts
 
 
@@ -77,7 +80,7 @@ def last_layer_rows(executor: Executor) -> list[int]:
 def test_logits_equal_those_of_all_rows(
     models: ModelStore, monkeypatch: pytest.MonkeyPatch, name: str, kernels: Kernels, budget: int
 ) -> None:
-    monkeypatch.setattr("pd_cluster.worker.executor.select_kernels", lambda device: kernels)
+    monkeypatch.setattr("pd_cluster.worker.kernel_selection.select_kernels", lambda device: kernels)
     executor = make_executor(models.get(name).directory)
     beside = Beside(executor, 2e-5)
     run(executor, budget)
@@ -86,8 +89,8 @@ def test_logits_equal_those_of_all_rows(
     executor.close()
 
 
-def test_rows_whose_token_is_on_the_device_only(executor: Executor) -> None:
-    """A sequence decodes amid another's chunks, each step launched before the one before it is read."""
+def test_rows_whose_token_is_on_the_device_only(executor: DeviceExecutor) -> None:
+    """A sequence decodes between another's chunks; each step is launched before the one before it is read."""
     first, second = random_prompts([20, 50], VOCAB_SIZE)
     driver = Driver(executor)
     driver.add(first, SamplingParams(max_tokens=4, temperature=0.0))
@@ -111,7 +114,7 @@ def test_rows_whose_token_is_on_the_device_only(executor: Executor) -> None:
     assert tokens == expected
 
 
-def test_several_samples_of_one_row(executor: Executor) -> None:
+def test_several_samples_of_one_row(executor: DeviceExecutor) -> None:
     """The row is computed once: three tokens of a prompt, one of a decode, none in the middle of another prompt."""
     counts, beside = last_layer_rows(executor), Beside(executor, 2e-5)
     prompts = random_prompts([7, 20, 40], VOCAB_SIZE)
@@ -121,31 +124,32 @@ def test_several_samples_of_one_row(executor: Executor) -> None:
         SequenceStart(1, tuple(prompts[1]), 20, (1, 2), drawn, 0, num_sample_seeds=(0, 1, 2)),
         SequenceStart(2, tuple(prompts[2]), 40, (3, 4, 5), drawn, 0),
     ]
-    executor.execute(Batch(0, (starts[0],), (SequenceChunk(0, 0, 7, num_samples=1),)))
+    executor.launch(Batch(0, (starts[0],), (SequenceChunk(0, 0, 7, num_samples=1),))).result()
     counts.clear()
     chunks = (SequenceChunk(0, 7, 1, num_samples=1), SequenceChunk(1, 0, 20, num_samples=3), SequenceChunk(2, 0, 30))
-    samples = executor.execute(Batch(1, tuple(starts[1:]), chunks)).samples
-    assert {seq_id: len(tokens) for seq_id, tokens in samples.items()} == {0: 1, 1: 3}
+    result = executor.launch(Batch(1, tuple(starts[1:]), chunks)).result()
+    assert {seq_id: len(tokens) for seq_id, tokens in result.samples.items()} == {0: 1}
+    assert {seq_id: len(tokens) for seq_id, tokens in result.first_samples.items()} == {1: 3}
     assert beside.rows == [1, 2]
     assert counts == [51, 51, 51, 2, 2, 2]
 
 
-def test_nothing_of_a_chunk_in_the_middle_of_a_prompt_goes_on(executor: Executor) -> None:
+def test_nothing_of_a_chunk_in_the_middle_of_a_prompt_goes_on(executor: DeviceExecutor) -> None:
     counts = last_layer_rows(executor)
     start = SequenceStart(0, tuple(random_prompts([40], VOCAB_SIZE)[0]), 40, (0, 1, 2), SamplingParams(max_tokens=9), 0)
-    executor.execute(Batch(0, (start,), (SequenceChunk(0, 0, 30),)))
+    executor.launch(Batch(0, (start,), (SequenceChunk(0, 0, 30),))).result()
     assert counts == []
 
 
 @pytest.fixture
-def cuda_executor(models: ModelStore) -> Iterator[Executor]:
+def cuda_executor(models: ModelStore) -> Iterator[DeviceExecutor]:
     """In bfloat16. Only decodes are captured: steps with prompts run as they are here."""
     config = NodeConfig(
         model=ModelConfig(model=str(models.get("qwen3").directory), device="cuda", dtype="bfloat16"),
         cache=CacheConfig(num_blocks=64, block_size=64),
         scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512, max_graph_tokens=0, max_graph_batch=4),
     )
-    executor = Executor(config, lambda _: None)
+    executor = DeviceExecutor.started(config, lambda _: None)
     yield executor
     executor.close()
 
@@ -153,7 +157,7 @@ def cuda_executor(models: ModelStore) -> Iterator[Executor]:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("budget", [9, 33, 512])
-def test_logits_equal_those_of_all_rows_on_a_gpu(cuda_executor: Executor, budget: int) -> None:
+def test_logits_equal_those_of_all_rows_on_a_gpu(cuda_executor: DeviceExecutor, budget: int) -> None:
     """To bfloat16's rounding: fewer rows are multiplied by other kernels."""
     beside = Beside(cuda_executor, 5e-2)
     run(cuda_executor, budget)

@@ -20,16 +20,18 @@ import torch
 
 from benchmarks.shapes import CONFIGS
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
-from pd_cluster.models.llama import Llama
+from pd_cluster.models.registry import build_model
 from pd_cluster.models.weights import fill_at_random
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.worker.executor import Executor
+from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_kernels.selection import select_kernels
 from tests.worker.driver import Driver, Generation, random_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from pd_cluster.models.model import Model
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ class Bench:
     """Our executor and both references, of the same weights."""
 
     case: Case
-    executor: Executor
+    executor: DeviceExecutor
     short: Any  # transformers, bfloat16
     exact: Any  # transformers, float32
     known: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -103,13 +105,13 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     directory = tmp_path_factory.mktemp("model")
     (directory / "config.json").write_text(json.dumps(case.config))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pd_cluster.worker.executor.fill_at_random", fill)
+        patch.setattr("pd_cluster.worker.model_loading.fill_at_random", fill)
         executor = make_executor(case, directory)
     yield Bench(case, executor, *references(executor, case))
     executor.close()
 
 
-def make_executor(case: Case, directory: Path) -> Executor:
+def make_executor(case: Case, directory: Path) -> DeviceExecutor:
     longest = max(case.lengths) + NUM_TOKENS
     num_blocks = 2 * (longest // case.block_size + 2)  # of two sequences that share nothing
     config = NodeConfig(
@@ -120,35 +122,35 @@ def make_executor(case: Case, directory: Path) -> Executor:
         cache=CacheConfig(num_blocks=num_blocks, block_size=case.block_size),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=max(case.budgets)),
     )  # fmt: skip
-    return Executor(config, lambda _: None)
+    return DeviceExecutor.started(config, lambda _: None)
 
 
-def fill(model: Llama, seed: int) -> None:
+def fill(model: Model, seed: int) -> None:
     fill_at_random(model, seed)
-    plain = model.slots["model.layers.0.self_attn.q_proj.weight"].float().var().item() * model.spec.hidden_size
+    plain = model.slots["model.layers.0.self_attn.q_proj.weight"].tensor.float().var().item() * model.spec.hidden_size
     for name, slot in model.slots.items():
         if name.endswith("q_proj.weight"):
-            slot.mul_(SHARPNESS / plain)
+            slot.tensor.mul_(SHARPNESS / plain)
 
 
-def references(executor: Executor, case: Case) -> tuple[Any, Any]:
+def references(executor: DeviceExecutor, case: Case) -> tuple[Any, Any]:
     """transformers' model in bfloat16 and in float32, with the weights that the executor drew."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     device = torch.device(case.device)
-    twin = Llama(executor.model.spec, select_kernels(device), 16, torch.bfloat16, device)
+    twin = build_model(executor.model.spec, select_kernels(device), 16, torch.bfloat16, device)
     fill(twin, SEED)
     config, models = LlamaConfig(**case.config), []
     for dtype in (torch.bfloat16, torch.float32):
         with device:
             model = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
-        model.load_state_dict(twin.slots)
+        model.load_state_dict({name: slot.tensor for name, slot in twin.slots.items()})
         models.append(model)
     return models[0], models[1]
 
 
 def ours(
-    executor: Executor, budget: int, prompts: list[list[int]], *, twice: bool
+    executor: DeviceExecutor, budget: int, prompts: list[list[int]], *, twice: bool
 ) -> list[tuple[list[int], torch.Tensor]]:
     """Each prompt with what we generate, but the last token, and the logits float32 [NUM_TOKENS, V] that chose it.
 
@@ -167,7 +169,7 @@ def ours(
     return found
 
 
-def follow(executor: Executor, driver: Driver, generation: Generation) -> torch.Tensor:
+def follow(executor: DeviceExecutor, driver: Driver, generation: Generation) -> torch.Tensor:
     """Run to the end. Logits float32 [NUM_TOKENS, V]."""
     seen: list[torch.Tensor] = []
     executor.watch_logits(lambda logits: seen.append(logits.float().clone()))
@@ -212,7 +214,7 @@ def test_a_block_that_is_missing_is_farther_away(bench: Bench) -> None:
     driver, params = Driver(executor, case.budgets[0]), SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
     first = driver.add(prompt, params)
     driver.run()
-    executor.cache.tensor[first.blocks[1]] = 0
+    executor.cache.tensors[0][first.blocks[1]] = 0
     second = driver.add(prompt, params, prefix_of=first)
     logits = follow(executor, driver, second)
     short, exact = bench.references(second.all_ids[:-1])

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.shapes import CONFIGS
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import model_directory, read_json
 from pd_cluster.models.fingerprint import SAMPLE_BYTES, SAMPLES_PER_TENSOR, fingerprint, sample_offsets
-from pd_cluster.models.layers import rope_frequencies
-from pd_cluster.models.registry import FAMILIES, resolve_spec
-from pd_cluster.models.spec import ModelSpec, RopeSpec, read_eos_token_ids
+from pd_cluster.models.hf_config import read_eos_token_ids
+from pd_cluster.models.registry import ARCHITECTURES, resolve_spec
+from pd_cluster.models.rope import rope_frequencies
+from pd_cluster.models.spec import ModelSpec, RopeSpec
 from tests.worker.conftest import MODELS, ModelStore
 from tests.worker.driver import Driver, make_executor
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
@@ -182,6 +182,9 @@ def test_weights_that_do_not_fit_are_named(models: ModelStore, tmp_path: Path) -
     save_file({**tensors, key: value[:-1].clone()}, tmp_path / "model.safetensors")
     with pytest.raises(StartupError, match=r"k_proj\.bias is \[15\], config\.json implies \[16\]"):
         make_executor(tmp_path)
+    save_file({**tensors, key: value.to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(StartupError, match=r"k_proj\.bias is stored as F8_E4M3: quantized weights are not served"):
+        make_executor(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0not a header at all")
     with pytest.raises(StartupError, match="not a safetensors file"):
         make_executor(tmp_path)
@@ -222,6 +225,25 @@ def test_fingerprint_sees_weights_and_meaning_but_not_lengths_and_paths(models: 
 
 
 @pytest.mark.parametrize(
+    ("shape", "changes", "known"),
+    [
+        ("8b", {}, "fbfd0709abac3582ade0870240a0b945"),
+        ("0.6b", {}, "ff6de20d1315a2d976dbdb4f2e3b3e02"),
+        ("tiny", {}, "463cedd1ebbf44d07e4472661675a212"),
+        ("tiny", {"architectures": ["MistralForCausalLM"], "sliding_window": 24}, "e9a51f20cf9ac0627d8e51556c2829ea"),
+        (
+            "tiny",
+            {"architectures": ["Qwen2ForCausalLM"], "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "eb257f617b8714cd1bbbec9675b4d149",
+        ),
+    ],
+)
+def test_fingerprints_are_those_of_earlier_builds(shape: str, changes: dict[str, Any], known: str) -> None:
+    """Else nodes of two builds refuse each other, and a pool forgets all that it holds."""
+    assert fingerprint(resolve_spec(Path(), {**CONFIGS[shape], **changes}), "dummy") == known
+
+
+@pytest.mark.parametrize(
     "num_bytes", [0, 1, SAMPLE_BYTES, 5 * SAMPLE_BYTES + 3, SAMPLES_PER_TENSOR * SAMPLE_BYTES + 1, 1 << 30]
 )
 def test_sample_offsets_cover_both_ends(num_bytes: int) -> None:
@@ -236,4 +258,4 @@ def test_sample_offsets_cover_both_ends(num_bytes: int) -> None:
 
 
 def test_every_family_has_a_model_in_these_tests() -> None:
-    assert {f"{kind}ForCausalLM" for kind, _ in MODELS.values()} == set(FAMILIES)
+    assert {f"{kind}ForCausalLM" for kind, _ in MODELS.values()} == set(ARCHITECTURES)

@@ -27,11 +27,11 @@ def test_greedy_tokens_equal_transformers(models: ModelStore, name: str) -> None
     for prompt in prompts:
         driver.add(prompt, params)
     assert driver.run() == [saved.generate(prompt, NUM_TOKENS) for prompt in prompts]
-    assert driver.executor._runner._rows.num_rows_in_use == 0
+    assert not driver.executor._runner.rows._row_of
 
 
 @pytest.mark.parametrize("budget", [1, 16, 512])
-@pytest.mark.parametrize("name", ["llama-llama3-rope-biases", "mistral-window", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-llama3-rope-biases", "mistral-window", "qwen3", "gemma3"])
 def test_logprobs_equal_transformers(models: ModelStore, name: str, budget: int) -> None:
     """float32 log-softmax within 2e-4 at the first and at every later token, prompt in one piece or token by token."""
     saved = models.get(name)
@@ -49,7 +49,7 @@ def test_logprobs_equal_transformers(models: ModelStore, name: str, budget: int)
         assert [entry.logprob for entry in token.top] == pytest.approx(best.values.tolist(), abs=2e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-some-windows"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-some-windows", "gemma3"])
 def test_a_cached_prefix_gives_the_same_tokens(models: ModelStore, name: str) -> None:
     """A second request reads the first one's blocks, generated ones included, while that one still decodes."""
     saved = models.get(name)

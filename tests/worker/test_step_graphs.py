@@ -12,14 +12,15 @@ import torch
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.worker.cuda_graphs.decode_graphs import ReplayOutputs
-from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs, step_sizes, token_buckets
-from pd_cluster.worker.executor import Executor
+from pd_cluster.worker.cuda_graphs.captured_steps import ReplayOutputs
+from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes, step_sizes, token_buckets
+from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
+from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_kernels import reference
 from pd_kernels.backends import TORCH, Kernels
 from pd_kernels.values import StepSize
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
-from tests.worker.driver import Driver, make_executor, random_prompts
+from tests.worker.driver import Driver, make_executor, random_prompts, use_graphs
 from tests.worker.test_decode_graphs import Repeater
 from tests.worker.test_few_rows import FEW_ROWS
 
@@ -82,14 +83,14 @@ def replayable(kernels: Kernels) -> Kernels:
 
 
 def with_steps(
-    executor: Executor, sizes: list[StepSize], room: int = 100
+    executor: DeviceExecutor, sizes: list[StepSize], room: int = 100
 ) -> tuple[list[StepSize], StepGraphs, list[str]]:
     """Give the executor's runner graphs that are none. -> the sizes replayed, the graphs, what they told."""
     runner, lines, replayed = executor._runner, list[str](), list[StepSize]()
     kernels = replayable(executor._kernels)
-    steps = StepGraphs(executor._llama, executor._cache, runner._rows, runner._staging, kernels)
+    steps = StepGraphs(executor._model, executor._cache, runner.rows, runner.host_buffer, kernels)
     steps.capture(sizes, Repeater(room), lines.append)
-    runner._steps = steps
+    use_graphs(executor, steps)
     replay = steps.replay
 
     def noted(inputs: ReplayInputs, size: StepSize) -> ReplayOutputs:
@@ -101,7 +102,7 @@ def with_steps(
     return replayed, steps, lines
 
 
-def serve(executor: Executor, budget: int) -> list[list[int]]:
+def serve(executor: DeviceExecutor, budget: int) -> list[list[int]]:
     driver = Driver(executor, budget=budget)
     for seed, prompt in enumerate(random_prompts(LENGTHS, VOCAB_SIZE)):
         logprobs = 1 if seed > 4 else None  # before those come, graphs draw by themselves
@@ -117,7 +118,7 @@ def test_replayed_steps_sample_the_same(
     models: ModelStore, monkeypatch: pytest.MonkeyPatch, name: str, kernels: Kernels
 ) -> None:
     """Prompts in chunks, decodes amid them, and steps larger than the largest size."""
-    monkeypatch.setattr("pd_cluster.worker.executor.select_kernels", lambda device: kernels)
+    monkeypatch.setattr("pd_cluster.worker.kernel_selection.select_kernels", lambda device: kernels)
     directory = models.get(name).directory
     replayed: list[StepSize] = []
     for budget in (24, 40):
@@ -180,7 +181,7 @@ def test_which_size_serves_a_step(models: ModelStore) -> None:
     assert lines[-1].startswith("6 graphs of steps with prompts, up to 32 tokens")
 
     def size_of(*chunks: tuple[int, int], samples: int = 1) -> StepSize | None:
-        return steps.size_for(
+        return GraphSizes(steps.sizes).choose(
             tuple(SequenceChunk(i, begin, count, num_samples=samples) for i, (begin, count) in enumerate(chunks))
         )
 
@@ -205,9 +206,9 @@ def test_no_size_serves_steps_that_are_far_smaller(models: ModelStore) -> None:
     executor = make_executor(models.get("qwen3").directory)
     largest = StepSize(300, 6, 6, has_decodes=True)
     _, steps, _ = with_steps(executor, [largest, StepSize(16, 4, 4, has_decodes=False)])
-    assert steps.size_for((SequenceChunk(0, 0, 45),)) == largest
-    assert steps.size_for((SequenceChunk(0, 0, 44),)) is None
-    assert steps.size_for(tuple(SequenceChunk(i, 0, 2) for i in range(5))) is None
+    assert GraphSizes(steps.sizes).choose((SequenceChunk(0, 0, 45),)) == largest
+    assert GraphSizes(steps.sizes).choose((SequenceChunk(0, 0, 44),)) is None
+    assert GraphSizes(steps.sizes).choose(tuple(SequenceChunk(i, 0, 2) for i in range(5))) is None
     executor.close()
 
 
@@ -216,10 +217,10 @@ def test_padding_touches_no_live_block(models: ModelStore) -> None:
     replayed, _, _ = with_steps(executor, SIZES)
     driver = Driver(executor)
     driver.add(random_prompts([20], VOCAB_SIZE)[0], GREEDY)
-    executor._cache.tensor[executor.num_blocks] = 0  # the recording has padded too
-    before = executor._cache.tensor.clone()
+    executor._cache.tensors[0][executor.num_blocks] = 0  # the recording has padded too
+    before = executor._cache.tensors[0].clone()
     driver.step()
-    changed = (executor._cache.tensor != before).flatten(1).any(1).nonzero()[:, 0].tolist()
+    changed = (executor._cache.tensors[0] != before).flatten(1).any(1).nonzero()[:, 0].tolist()
     assert changed == sorted([*driver.sequences[0].blocks, executor.num_blocks])
     assert replayed == [StepSize(28, 6, 6, has_decodes=False)]
     executor.close()
@@ -228,7 +229,7 @@ def test_padding_touches_no_live_block(models: ModelStore) -> None:
 def test_no_room_leaves_the_largest(models: ModelStore) -> None:
     executor = make_executor(models.get("qwen3").directory)
     _, steps, lines = with_steps(executor, SIZES, room=2)
-    assert steps.size_for((SequenceChunk(0, 0, 3),)) == StepSize(28, 6, 6, has_decodes=False)
+    assert GraphSizes(steps.sizes).choose((SequenceChunk(0, 0, 3),)) == StepSize(28, 6, 6, has_decodes=False)
     assert lines == [f"no memory for {len(SIZES) - 2} graphs of smaller steps with prompts", lines[1]]
     executor.close()
 
@@ -246,7 +247,7 @@ def test_far_sizes_are_captured_where_they_differ(models: ModelStore) -> None:
             return ReferenceReplayable(size.is_far) if differs or not size.is_far else None
 
         kernels = replace(executor._kernels, replayable=make)
-        steps = StepGraphs(executor._llama, executor._cache, runner._rows, runner._staging, kernels)
+        steps = StepGraphs(executor._model, executor._cache, runner.rows, runner.host_buffer, kernels)
         steps.capture(sizes, Repeater(100), lines.append)
         assert lines[-1].startswith(f"{count} graphs")
     executor.close()
@@ -273,7 +274,7 @@ def test_step_sizes() -> None:
     assert all(size.num_chunks <= size.num_seqs <= size.num_tokens for size in step_sizes(1024, 256, with_far=True))
 
 
-def cuda_executor(directory: Path, max_graph_tokens: int) -> Executor:
+def cuda_executor(directory: Path, max_graph_tokens: int) -> DeviceExecutor:
     config = NodeConfig(
         model=ModelConfig(model=str(directory), device="cuda", dtype="bfloat16", max_model_len=512),
         cache=CacheConfig(num_blocks=170, block_size=64),
@@ -281,7 +282,7 @@ def cuda_executor(directory: Path, max_graph_tokens: int) -> Executor:
             max_num_seqs=100, max_num_batched_tokens=512, max_graph_tokens=max_graph_tokens, max_graph_batch=4
         ),
     )
-    return Executor(config, lambda _: None)
+    return DeviceExecutor.started(config, lambda _: None)
 
 
 @pytest.mark.gpu
@@ -303,12 +304,11 @@ def test_logits_of_replayed_steps_on_a_gpu(models: ModelStore, num_decodes: int)
             SequenceChunk(i, 0, begin) for i, (begin, _) in enumerate(lengths) if begin and i >= len(lengths) - 3
         )
         chunks = tuple(SequenceChunk(i, *length, num_samples=1) for i, length in enumerate(lengths))
-        executor.execute(Batch(0, starts, before))
+        executor.launch(Batch(0, starts, before)).result()
         for step in (1, 2):
-            executor.execute(Batch(step, (), chunks))
-            executor._runner._rows._num_tokens[:] -= 1  # as if nothing had been sampled
-        steps = executor._runner._steps
-        assert (steps is not None and steps.size_for(chunks) is not None) == bool(max_graph_tokens)
+            executor.launch(Batch(step, (), chunks)).result()
+            executor._runner.rows._num_tokens[:] -= 1  # as if nothing had been sampled
+        assert (executor._graph_sizes.choose(chunks) is not None) == bool(max_graph_tokens)
         logits.append(seen)
         executor.close()
     for replayed, launched in zip(*logits, strict=True):

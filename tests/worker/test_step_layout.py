@@ -16,14 +16,15 @@ pytest.importorskip("triton", reason="tiles are those of the Triton kernels")
 
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.worker.cuda_graphs.step_graphs import FAR_KEYS, StepGraphs, step_sizes
+from pd_cluster.worker.cuda_graphs.graph_sizes import FAR_KEYS, GraphSizes, step_sizes
+from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.input_batch import LATE, InputBatch
 from pd_cluster.worker.kv_cache import KVCache
 from pd_cluster.worker.sampling_state import SamplingState
-from pd_connectors.protocol.ticket import Geometry
 from pd_kernels.backends import TORCH
 from pd_kernels.triton_replayable import TritonReplayable
+from tests.connectors.layouts import full_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -96,9 +97,9 @@ def problems(draw: st.DrawFn) -> Problem:
 
 def make_rows(problem: Problem) -> tuple[InputBatch, HostBuffer, tuple[SequenceChunk, ...]]:
     """Rows in which the step may be launched. Late tokens were sampled by a step whose result nobody has read."""
-    staging = HostBuffer(CPU, 64 * problem.limit + 200 * problem.max_seqs + 1024)
-    sampling = SamplingState(problem.max_seqs, 99, frozenset(), staging, CPU)
-    rows = InputBatch(problem.max_seqs, MAX_LEN, BLOCK_SIZE, sampling, staging, CPU)
+    host_buffer = HostBuffer(CPU, 64 * problem.limit + 200 * problem.max_seqs + 1024)
+    sampling = SamplingState(problem.max_seqs, 99, (), host_buffer)
+    rows = InputBatch(problem.max_seqs, MAX_LEN, BLOCK_SIZE, sampling, host_buffer, CPU)
     random, starts, chunks, before = np.random.default_rng(0), [], [], []
     for seq_id, part in enumerate(problem.parts):
         end = part.start + part.num_tokens
@@ -111,16 +112,16 @@ def make_rows(problem: Problem) -> tuple[InputBatch, HostBuffer, tuple[SequenceC
     rows.apply(Batch(0, tuple(starts)))
     if before:
         rows.note_launched(rows.build(tuple(before)).samples, torch.from_numpy(random.integers(0, 99, len(before))))
-    return rows, staging, tuple(chunks)
+    return rows, host_buffer, tuple(chunks)
 
 
-def make_graphs(problem: Problem, rows: InputBatch, staging: HostBuffer) -> StepGraphs:
+def make_graphs(problem: Problem, rows: InputBatch, host_buffer: HostBuffer) -> StepGraphs:
     """Of a model whose shape is all that there is of it."""
-    geometry = Geometry(BLOCK_SIZE, 2, 1, 16, problem.dtype)
+    layout = full_layout(BLOCK_SIZE, 2, 1, 16, problem.dtype)
     spec = SimpleNamespace(num_heads=2 * problem.group, vocab_size=99)
     model = cast("Any", SimpleNamespace(device=CPU, dtype=torch.float32, spec=spec, windows=frozenset({0})))
     kernels = replace(TORCH, replayable=TritonReplayable.of)
-    steps = StepGraphs(model, KVCache.allocate(geometry, 1, 0, CPU), rows, staging, kernels)
+    steps = StepGraphs(model, KVCache.allocate(layout, 1, 0, CPU), rows, host_buffer, kernels)
     sizes = step_sizes(problem.limit, problem.max_seqs, with_far=problem.with_far)
     steps.capture(sizes, NoRecorder(), lambda _: None)
     return steps
@@ -189,16 +190,16 @@ def is_served(problem: Problem, num_decodes: int) -> bool:
 @settings(max_examples=150, deadline=None)
 @given(problems())
 def test_a_step_in_any_place_is_the_step(problem: Problem) -> None:
-    rows, staging, chunks = make_rows(problem)
-    steps = make_graphs(problem, rows, staging)
-    size = steps.size_for(chunks)
+    rows, host_buffer, chunks = make_rows(problem)
+    steps = make_graphs(problem, rows, host_buffer)
+    size = GraphSizes(steps.sizes).choose(chunks)
     num_decodes = next((i for i, chunk in enumerate(chunks) if chunk.num_tokens > 1), len(chunks))
     assert (size is not None) == is_served(problem, num_decodes)
     if size is None:
         return
     assert size.num_chunks >= len(chunks) - num_decodes
     assert size.has_decodes or not num_decodes
-    staging.begin()
+    host_buffer.begin()
     inputs = steps.build(chunks, size)
     layout = steps._layouts[size]
     places = layout.places(inputs.fields)

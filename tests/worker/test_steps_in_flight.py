@@ -12,17 +12,18 @@ import torch
 
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.worker.cuda_graphs.decode_graphs import ReplayOutputs
-from pd_cluster.worker.cuda_graphs.step_graphs import step_sizes
-from pd_cluster.worker.model_runner import PendingStep
+from pd_cluster.worker.cuda_graphs.captured_steps import ReplayOutputs
+from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes, step_sizes
+from pd_cluster.worker.pending_step import PendingStep
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import make_executor
 from tests.worker.test_decode_graphs import with_graphs
 from tests.worker.test_step_graphs import cuda_executor, with_steps
 
 if TYPE_CHECKING:
-    from pd_cluster.worker.executor import Executor
+    from pd_cluster.worker.device_executor import DeviceExecutor
     from pd_cluster.worker.input_batch import ReplayInputs
+    from pd_kernels.values import StepSize
 
 MAX_SEQS, MAX_LEN = 8, 120
 GREEDY = SamplingParams(max_tokens=99, temperature=0.0)  # most, for the graphs' own choices count where all are
@@ -94,15 +95,16 @@ class Walk:
         return SequenceChunk(seq_id, begin, count, num_samples=num_samples)
 
 
-def sampled(executor: Executor, seed: int, depth: int, num_steps: int) -> dict[int, list[int]]:
+def sampled(executor: DeviceExecutor, seed: int, depth: int, num_steps: int) -> dict[int, list[int]]:
     """All sequences' tokens when so many steps are under way before the oldest one's result is read."""
     walk, flights, found = Walk.of(seed, executor.block_size), list[PendingStep](), dict[int, list[int]]()
     for step in range(num_steps):
         flights.append(executor.launch(walk.batch(step)))
         while flights and (len(flights) == depth or step == num_steps - 1):
-            for seq_id, tokens in flights.pop(0).result().samples.items():
+            result = flights.pop(0).result()
+            for seq_id, tokens in (*result.samples.items(), *result.first_samples.items()):
                 found.setdefault(seq_id, []).extend(token.token_id for token in tokens)
-    executor.execute(Batch(num_steps, departures=(*walk.departures, *walk.live)))
+    executor.launch(Batch(num_steps, departures=(*walk.departures, *walk.live))).result()
     return found
 
 
@@ -110,11 +112,11 @@ def sampled(executor: Executor, seed: int, depth: int, num_steps: int) -> dict[i
 def test_graphs_of_both_kinds_sample_what_steps_as_they_are_do(models: ModelStore, name: str) -> None:
     executor, plain = (make_executor(models.get(name).directory, max_num_seqs=MAX_SEQS) for _ in range(2))
     replayed, _, _ = with_steps(executor, step_sizes(28, MAX_SEQS, with_far=False))
-    repeater, graphs, _ = with_graphs(executor, [1, 2, 4, 6])
+    repeater, graphs, _ = with_graphs(executor, decode_sizes(6))
     replay = graphs.replay
 
-    def copied(inputs: ReplayInputs) -> ReplayOutputs:
-        outputs = replay(inputs)
+    def copied(inputs: ReplayInputs, size: StepSize) -> ReplayOutputs:
+        outputs = replay(inputs, size)
         return ReplayOutputs(outputs.logits, outputs.token_ids.clone())  # as the copy to the host does on a device
 
     graphs.replay = copied  # type: ignore[method-assign]

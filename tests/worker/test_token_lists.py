@@ -9,8 +9,12 @@ import torch
 
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import SequenceStart
-from pd_cluster.worker import token_lists
 from pd_cluster.worker.host_buffer import HostBuffer
+from pd_cluster.worker.logits_stages import token_lists
+from pd_cluster.worker.logits_stages.bias import Bias
+from pd_cluster.worker.logits_stages.min_tokens import MinTokens
+from pd_cluster.worker.logits_stages.order import make_stages
+from pd_cluster.worker.logits_stages.stage import StageContext
 from pd_cluster.worker.sampling_state import SamplingState
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts
@@ -53,7 +57,9 @@ def test_long_lists_choose_the_tokens_that_short_ones_do(models: ModelStore, mon
 def started(*all_params: SamplingParams) -> SamplingState:
     """A state whose row i has the i-th of `all_params`."""
     cpu = torch.device("cpu")
-    state = SamplingState(len(all_params), DEMO_VOCAB_SIZE, frozenset({2}), HostBuffer(cpu, 1024), cpu)
+    host_buffer = HostBuffer(cpu, 1024)
+    context = StageContext(len(all_params), DEMO_VOCAB_SIZE, frozenset({2}), cpu, host_buffer.move)
+    state = SamplingState(len(all_params), DEMO_VOCAB_SIZE, make_stages(context), host_buffer)
     for row, params in enumerate(all_params):
         state.start(row, SequenceStart(row, (1, 2, 3), 3, (0,), params, row))
     return state
@@ -68,24 +74,23 @@ def test_a_step_converts_no_list() -> None:
     state = started(everything, everything, SamplingParams(max_tokens=9), everything)
     rows, lengths = np.arange(4), np.full(4, 3)
     first, second = (state.prepare(rows, lengths, [1] * 4) for _ in range(2))
-    assert first.bias is None
-    assert first.banned is None
-    assert len(first.shifts) == 2
-    for one, other in zip(first.shifts, second.shifts, strict=True):
-        assert one.amounts is other.amounts
-        assert isinstance(one.rows, torch.Tensor)
-        assert one.rows.tolist() == [0, 1, 3]
-    later = state.prepare(rows, np.full(4, 12), [1] * 4)
-    assert [shift.amounts is first.shifts[0].amounts for shift in later.shifts] == [True]
+    assert [type(stage) for stage, _ in first.changes] == [Bias, MinTokens]
+    for (_, one), (_, other) in zip(first.changes, second.changes, strict=True):
+        assert one.entries is None
+        assert [shift.amounts is same.amounts for shift, same in zip(one.shifts, other.shifts, strict=True)] == [True]
+        assert one.shifts[0].rows.tolist() == [0, 1, 3]
+    ((stage, later),) = state.prepare(rows, np.full(4, 12), [1] * 4).changes
+    assert isinstance(stage, Bias)
+    assert [shift.amounts is first.changes[0][1].shifts[0].amounts for shift in later.shifts] == [True]
 
 
 def test_a_row_keeps_nothing_of_the_request_before() -> None:
     state = started(SamplingParams(max_tokens=9, min_tokens=3, logit_bias=dict.fromkeys(range(1000), 1.0)))
     rows, lengths = np.arange(1), np.full(1, 3)
     inputs = state.prepare(rows, lengths, [1])
-    assert [shift.rows for shift in inputs.shifts] == [slice(0, 1)]
-    assert inputs.banned is not None
-    assert inputs.banned.tokens.tolist() == [2]
+    (_, bias), (_, ban) = inputs.changes
+    assert [shift.rows for shift in bias.shifts] == [slice(0, 1)]
+    assert ban.entries.tokens.tolist() == [2]
     state.start(0, SequenceStart(1, (1, 2, 3), 3, (0,), SamplingParams(max_tokens=9), 0))
     inputs = state.prepare(rows, lengths, [1])
-    assert not inputs.changes_logits
+    assert not inputs.changes

@@ -33,5 +33,5 @@ def test_the_steps_leave_nothing_behind(models: ModelStore) -> None:
     """They are run on GPUs only, but legal everywhere."""
     executor = make_executor(models.get("qwen3").directory, num_blocks=2, max_num_seqs=9, max_model_len=40)
     run_steps_of_all_kinds(executor._runner, 16, 40, executor._config.scheduler)
-    assert executor._runner._rows.num_rows_in_use == 0
+    assert not executor._runner.rows._row_of
     executor.close()

@@ -10,7 +10,7 @@ import torch
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
-from pd_cluster.worker.executor import Executor
+from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_kernels import sampling
 from tests.worker.conftest import MODELS, VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts
@@ -25,13 +25,13 @@ pytestmark = [
 LENGTHS = (1, 15, 16, 17, 70, 40)
 
 
-def cuda_executor(model: Path | str, **options: Any) -> Executor:
+def cuda_executor(model: Path | str, **options: Any) -> DeviceExecutor:
     config = NodeConfig(
         model=ModelConfig(model=str(model), device="cuda", **{"dtype": "float32", **options}),
         cache=CacheConfig(num_blocks=256, block_size=16, swap_gb=0.001),
         scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
     )
-    return Executor(config, lambda _: None)
+    return DeviceExecutor.started(config, lambda _: None)
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -81,11 +81,13 @@ def test_steps_launched_ahead_and_swaps(models: ModelStore) -> None:
     pending = [executor.launch(batch) for batch in batches]
     tokens = [step.result().samples[0][0].token_id for step in pending]
     assert tokens == expected[:6]
-    executor.execute(Batch(6, departures=(0,), copies=BlockCopies(swap_out=((3, 1), (4, 0)))))
-    executor.cache.tensor.fill_(torch.nan)
+    executor.launch(Batch(6, departures=(0,), copies=BlockCopies(swap_out=((3, 1), (4, 0))))).result()
+    executor.cache.tensors[0].fill_(torch.nan)
     back = SequenceStart(0, (*prompt, *tokens), 20, (9, 8), params, 0)
     chunk = SequenceChunk(0, 25, 1, num_samples=1)
-    samples = executor.execute(Batch(7, (back,), (chunk,), copies=BlockCopies(swap_in=((1, 9), (0, 8))))).samples
+    samples = (
+        executor.launch(Batch(7, (back,), (chunk,), copies=BlockCopies(swap_in=((1, 9), (0, 8))))).result().samples
+    )
     assert samples[0][0].token_id == expected[6]
 
 
@@ -94,7 +96,7 @@ def test_the_cache_takes_the_share_of_memory_that_is_asked_for(models: ModelStor
         model=ModelConfig(model=str(models.get("qwen3").directory), device="cuda"),
         cache=CacheConfig(gpu_memory_utilization=0.3),
     )
-    executor = Executor(config, lambda _: None)
+    executor = DeviceExecutor.started(config, lambda _: None)
     assert executor.block_size == 64
     free, total = torch.cuda.mem_get_info()
     assert 0.25 < 1 - free / total < 0.31

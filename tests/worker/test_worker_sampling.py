@@ -15,7 +15,7 @@ from tests.worker.conftest import VOCAB_SIZE, ModelStore, SavedModel
 from tests.worker.driver import Driver, make_executor, random_prompts
 
 if TYPE_CHECKING:
-    from pd_cluster.worker.executor import Executor
+    from pd_cluster.worker.device_executor import DeviceExecutor
 
 PROMPT = random_prompts([37], VOCAB_SIZE, seed=9)[0]
 
@@ -24,7 +24,7 @@ def params(**settings: object) -> SamplingParams:
     return msgspec.convert({"max_tokens": 16, **settings}, SamplingParams)
 
 
-def alone(executor: Executor, wanted: SamplingParams, seed: int, prompt: list[int] = PROMPT) -> list[int]:
+def alone(executor: DeviceExecutor, wanted: SamplingParams, seed: int, prompt: list[int] = PROMPT) -> list[int]:
     driver = Driver(executor)
     driver.add(prompt, wanted, seed)
     return driver.run()[0]
@@ -58,7 +58,7 @@ def test_tokens_do_not_depend_on_the_batch(models: ModelStore) -> None:
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
 
 
-def test_a_preempted_sequence_resumes_with_the_same_tokens(executor: Executor) -> None:
+def test_a_preempted_sequence_resumes_with_the_same_tokens(executor: DeviceExecutor) -> None:
     for wanted in VARIED:
         expected = alone(executor, wanted, 3)
         driver = Driver(executor, seed=5)
@@ -69,13 +69,13 @@ def test_a_preempted_sequence_resumes_with_the_same_tokens(executor: Executor) -
         assert driver.run() == [expected]
 
 
-def test_seeds_and_positions_change_tokens(executor: Executor) -> None:
+def test_seeds_and_positions_change_tokens(executor: DeviceExecutor) -> None:
     outputs = {tuple(alone(executor, params(temperature=1.5), seed)) for seed in (0, 1, 2, -1, 1 << 63, (1 << 64) + 4)}
     assert len(outputs) == 6
     assert all(len(set(tokens)) > 4 for tokens in outputs)
 
 
-def test_several_first_tokens_are_those_of_their_seeds(executor: Executor) -> None:
+def test_several_first_tokens_are_those_of_their_seeds(executor: DeviceExecutor) -> None:
     """The n first tokens that one prefill samples equal the first tokens of n separate sequences.
 
     The sequence goes on with the first of them, also when the next step is launched before they are read.
@@ -90,9 +90,10 @@ def test_several_first_tokens_are_those_of_their_seeds(executor: Executor) -> No
     pending = executor.launch(Batch(0, (start, neighbour), chunks))
     chunks = (SequenceChunk(0, 37, 1, num_samples=1), SequenceChunk(1, 37, 1, num_samples=1))
     following = executor.launch(Batch(1, (), chunks))
-    samples, next_samples = pending.result().samples, following.result().samples
-    assert [token.token_id for token in samples[0]] == [tokens[0] for tokens in expected[:4]]
-    assert all(token.logprob is not None and len(token.top) == 1 for token in samples[0])
+    result, next_samples = pending.result(), following.result().samples
+    firsts, samples = result.first_samples, result.samples
+    assert [token.token_id for token in firsts[0]] == [tokens[0] for tokens in expected[:4]]
+    assert all(token.logprob is not None and len(token.top) == 1 for token in firsts[0])
     assert (samples[1][0].token_id, samples[1][0].logprob) == (expected[4][0], None)
     assert next_samples[0][0].token_id == expected[0][1]
     assert next_samples[1][0].token_id == expected[4][1]
@@ -148,7 +149,7 @@ def test_logprobs_are_of_the_unmodified_distribution(models: ModelStore) -> None
         assert [entry.logprob for entry in token.top] == pytest.approx(row.topk(20).values.tolist(), abs=2e-4)
 
 
-def test_each_row_gets_the_logprobs_it_asked_for(executor: Executor) -> None:
+def test_each_row_gets_the_logprobs_it_asked_for(executor: DeviceExecutor) -> None:
     driver = Driver(executor)
     generations = [driver.add(PROMPT, params(logprobs=wanted, max_tokens=2), 1) for wanted in (None, 0, 4, 20)]
     driver.run()

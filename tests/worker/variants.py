@@ -21,11 +21,11 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from benchmarks.shapes import CONFIGS
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
-from pd_cluster.models import layers
+from pd_cluster.models import linear
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.worker import executor
-from pd_cluster.worker.executor import Executor
+from pd_cluster.worker import model_loading
+from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.warm_up import run_steps_of_all_kinds
 from pd_kernels import triton_dependent_launch
 from pd_kernels.selection import BACKENDS
@@ -39,6 +39,8 @@ PARAMS = [SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k) for
           ((0.0, 0), (1.0, 0), (1.0, 9))] + [SamplingParams(max_tokens=1, logit_bias={0: 1.0})]  # fmt: skip
 WINDOWS = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True,
            "sliding_window": 100, "max_window_layers": 1}  # fmt: skip
+
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 256, "sliding_window": 100, "sliding_window_pattern": 2}
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ CASES = {
     "large": Case(CONFIGS["8b"], 7, 2048, 8192),
     "windows": Case({**CONFIGS["8b"], **WINDOWS}, 21, 2048, 2048),
     "small": Case(CONFIGS["0.6b"], 64, 2048, 8192),
+    "gemma3": Case({**CONFIGS["0.6b"], **GEMMA3}, 8, 1024, 2048),
     "small, float16": Case(CONFIGS["0.6b"], 8, 4096, 2048, "float16"),
 }
 
@@ -92,13 +95,13 @@ def hopper_kernels() -> Kernels:
 
 def leave_out_products() -> None:
     """Weights are not filled, nor read: what torch multiplies is of any value."""
-    executor.fill_at_random = lambda model, seed: None  # type: ignore[attr-defined]
-    layers._packs = lambda dtype: False
+    model_loading.fill_at_random = lambda model, seed: None  # type: ignore[attr-defined]
+    linear._packs = lambda dtype: False
     F.linear = lambda x, weight, bias: x.new_empty(len(x), len(weight))  # type: ignore[assignment, misc]
 
 
-def start(case: Case) -> Executor:
-    """A worker that has warmed up as on a GPU, without graphs and without a measured cache, whose steps compile too."""
+def start(case: Case) -> DeviceExecutor:
+    """A worker that has warmed up as on a GPU, without graphs, and without the steps that measure the cache's size."""
     config = {**case.config, "num_hidden_layers": 3, "intermediate_size": 1024, "vocab_size": 512}
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config))
@@ -109,12 +112,12 @@ def start(case: Case) -> Executor:
             cache=CacheConfig(num_blocks=case.max_len // BLOCK_SIZE, block_size=BLOCK_SIZE),
             scheduler=SchedulerConfig(max_num_seqs=case.num_seqs, max_num_batched_tokens=case.budget),
         )
-        worker = Executor(node, lambda line: None)
+        worker = DeviceExecutor.started(node, lambda line: None)
     run_steps_of_all_kinds(worker._runner, BLOCK_SIZE, case.max_len, node.scheduler)
     return worker
 
 
-def serve(worker: Executor, num_decodes: int, *prompts: tuple[int, int, int]) -> None:
+def serve(worker: DeviceExecutor, num_decodes: int, *prompts: tuple[int, int, int]) -> None:
     """One step of decodes and of chunks of `prompts`: (tokens before it, its tokens, those that it lacks)."""
     lengths = [(index % 5 * BLOCK_SIZE, 1, 0) for index in range(num_decodes)] + list(prompts)
     starts, chunks = [], []
@@ -123,11 +126,11 @@ def serve(worker: Executor, num_decodes: int, *prompts: tuple[int, int, int]) ->
         params, blocks = PARAMS[seq_id % len(PARAMS)], tuple(range(-(-count // BLOCK_SIZE)))
         starts.append(SequenceStart(seq_id, (0,) * count, count, blocks, params, seq_id))
         chunks.append(SequenceChunk(seq_id, begin, size, num_samples=0 if rest else 1))
-    worker.execute(Batch(0, tuple(starts), tuple(chunks)))
-    worker.execute(Batch(1, departures=tuple(range(len(lengths)))))
+    worker.launch(Batch(0, tuple(starts), tuple(chunks))).result()
+    worker.launch(Batch(1, departures=tuple(range(len(lengths))))).result()
 
 
-def compiled_later(worker: Executor, case: Case, variants: Variants) -> list[str]:
+def compiled_later(worker: DeviceExecutor, case: Case, variants: Variants) -> list[str]:
     """What steps of all sorts ask for that nothing before them did."""
     known, most = set(variants.seen), case.num_seqs
     for count in (count for count in (*range(19), 31, 32, 33, 48) if count < most):

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
+    from numpy.typing import NDArray
 
     from pd_connectors.nixl.network import KvNetwork
+    from pd_connectors.protocol.layout import SliceRead
+    from pd_connectors.transport import GroupIds
 
 PROGRESS_DELAY_US = 1000
 WARM_UP_BYTES = 64
@@ -49,7 +52,7 @@ class MayStillLand(NixlError):
 
 
 class Region(msgspec.Struct, frozen=True):
-    """A registered cache: `num_blocks` blocks of `block_bytes`, one after another from `base`."""
+    """A registered cache tensor, of one group: `num_blocks` blocks of `block_bytes`, one after another from `base`."""
 
     base: int
     num_blocks: int
@@ -57,35 +60,44 @@ class Region(msgspec.Struct, frozen=True):
     segment: str  # "DRAM" or "VRAM"
     device: int
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Region:
+        """The region of a tensor [num_blocks, ...], contiguous."""
+        return cls(
+            base=tensor.data_ptr(),
+            num_blocks=tensor.shape[0],
+            block_bytes=tensor[0].nbytes,
+            segment="VRAM" if tensor.is_cuda else "DRAM",
+            device=tensor.get_device() if tensor.is_cuda else 0,
+        )
+
 
 class Remote:
     """Another agent, ready to be read. `block_list` is NIXL's handle of its blocks."""
 
-    def __init__(self, name: str, region: Region, block_list: int) -> None:
+    def __init__(self, name: str, regions: tuple[Region, ...], block_list: int) -> None:
         self.name = name
-        self.region = region
+        self.regions = regions
         self.block_list = block_list
 
 
 class NixlAgent:
-    """One agent over one cache tensor. Not thread-safe: one thread at a time.
+    """One agent over the tensors of one cache. Not thread-safe: one thread at a time.
 
-    name: unique among all agents that ever meet. network: where UCX may listen.
+    name: unique among all agents that ever meet. slices: what is read of each block, one entry a group (`plan_slices`
+    of one rank and one rank). network: where UCX may listen.
     Raises ConnectorUnavailable when NIXL is missing or does not start, or no port of the network is free.
     """
 
-    def __init__(self, name: str, tensor: torch.Tensor, num_blocks: int, block_bytes: int, network: KvNetwork) -> None:
+    def __init__(
+        self, name: str, tensors: Sequence[torch.Tensor], slices: Sequence[SliceRead], network: KvNetwork
+    ) -> None:
         self.name = name
         self._bind = _bindings()
         self._scratch = bytearray(WARM_UP_BYTES)
         self._scratch_base = np.frombuffer(self._scratch, np.uint8).ctypes.data
-        self.region = Region(
-            base=tensor.data_ptr(),
-            num_blocks=num_blocks,
-            block_bytes=block_bytes,
-            segment="VRAM" if tensor.is_cuda else "DRAM",
-            device=tensor.get_device() if tensor.is_cuda else 0,
-        )
+        self.regions = tuple(map(Region.of, tensors))
+        self._slices = slices
         config = self._bind.nixlAgentConfig()
         config.useProgThread = True
         config.pthrDelay = PROGRESS_DELAY_US
@@ -94,17 +106,19 @@ class NixlAgent:
             self._agent = self._bind.nixlAgent(name, config)
             with _environment(network.settings):
                 self._backends = [self._agent.createBackend("UCX", {})]
-            self._register(self.region.segment, self.region.base, num_blocks * block_bytes, self.region.device)
+            for region in self.regions:
+                self._register(region.segment, region.base, region.num_blocks * region.block_bytes, region.device)
             self._register("DRAM", self._scratch_base, WARM_UP_BYTES, 0)
-            self._blocks = self._list_blocks(self._bind.NIXL_INIT_AGENT, self.region)
+            places = [(part.local_offset, part.num_bytes) for part in slices]
+            self._blocks = self._list_blocks(self._bind.NIXL_INIT_AGENT, self.regions, places)
         except Exception as error:
             raise ConnectorUnavailable(f"NIXL did not start: {type(error).__name__}: {error}") from error
 
     def metadata(self) -> bytes:
-        """What `connect` on another agent needs, beside the region."""
+        """What `connect` on another agent needs, beside the regions."""
         return bytes(self._agent.getLocalMD())
 
-    def connect(self, metadata: bytes, region: Region) -> Remote:
+    def connect(self, metadata: bytes, regions: tuple[Region, ...]) -> Remote:
         """Load another agent, or this one itself (a node that reads its own lease). Raises NixlError."""
         try:
             name = self.name
@@ -113,7 +127,8 @@ class NixlAgent:
         except Exception as error:
             raise NixlError(f"connect: {type(error).__name__}: {error}") from error
         try:
-            return Remote(name, region, self._list_blocks(name, region))
+            places = [(part.remote_offset, part.num_bytes) for part in self._slices]
+            return Remote(name, regions, self._list_blocks(name, regions, places))
         except Exception as error:
             self.disconnect(name)
             raise NixlError(f"connect: {type(error).__name__}: {error}") from error
@@ -140,7 +155,7 @@ class NixlAgent:
         The first read of an endpoint takes 5 to 40 ms longer. And it is a fence: with each read NIXL's UCX backend
         flushes the endpoint, so when it is done, so is every read of the endpoint that was posted before it.
         """
-        bind, there = self._bind, remote.region
+        bind, there = self._bind, remote.regions[0]
         try:
             handle = self._agent.createXferReq(
                 bind.NIXL_READ,
@@ -154,23 +169,22 @@ class NixlAgent:
             raise self._refusal("warm-up", error) from error
         return self._post(int(handle))
 
-    def post_read(self, remote: Remote, theirs: Sequence[int], ours: Sequence[int]) -> int:
-        """Start reading blocks `theirs` into blocks `ours`. Returns a handle.
+    def post_read(self, remote: Remote, theirs: GroupIds, ours: GroupIds) -> int:
+        """Start reading blocks `theirs` into blocks `ours`, of all groups at once. Returns a handle.
 
         Raises MayStillLand, or NixlError (EndpointFailed is one) when nothing was posted, or all of it has ended.
 
         Between processes of one host UCX copies inside this call (CMA), with the GIL released. NIXL joins neighbours:
         256 blocks that are consecutive on both sides are one descriptor.
         """
-        if not theirs or min(theirs) < 0 or max(theirs) >= remote.region.num_blocks:
-            raise NixlError(f"post_read: block ids outside 0..{remote.region.num_blocks - 1}")
+        remote_places, local_places = _places(remote.regions, theirs), _places(self.regions, ours)
         try:
             handle = self._agent.makeXferReq(
                 self._bind.NIXL_READ,
                 self._blocks,
-                np.asarray(ours, np.int32),
+                local_places,
                 remote.block_list,
-                np.asarray(theirs, np.int32),
+                remote_places,
                 b"",
                 self._backends,
                 False,
@@ -226,15 +240,37 @@ class NixlAgent:
         regions = self._bind.nixlRegDList(_segment(self._bind, segment), [(base, num_bytes, device, "")])
         self._agent.registerMem(regions, self._backends)
 
-    def _list_blocks(self, agent: str, region: Region) -> int:
-        rows = np.zeros((region.num_blocks, 3), np.uint64)
-        rows[:, 0] = np.uint64(region.base) + np.arange(region.num_blocks, dtype=np.uint64) * np.uint64(
-            region.block_bytes
-        )
-        rows[:, 1] = region.block_bytes
-        rows[:, 2] = region.device
-        blocks = self._bind.nixlXferDList(_segment(self._bind, region.segment), rows)
+    def _list_blocks(self, agent: str, regions: Sequence[Region], places: Sequence[tuple[int, int]]) -> int:
+        """One list over all groups, group after group, so that one read, with one handle and one end, covers them all.
+
+        places: offset and length in bytes of what is read of a block, by group.
+        """
+        rows = np.zeros((sum(region.num_blocks for region in regions), 3), np.uint64)
+        start = 0
+        for region, (offset, num_bytes) in zip(regions, places, strict=True):
+            part = rows[start : start + region.num_blocks]
+            part[:, 0] = np.arange(region.num_blocks, dtype=np.uint64) * np.uint64(region.block_bytes)
+            part[:, 0] += np.uint64(region.base + offset)
+            part[:, 1] = num_bytes
+            part[:, 2] = region.device
+            start += region.num_blocks
+        blocks = self._bind.nixlXferDList(_segment(self._bind, regions[0].segment), rows)
         return int(self._agent.prepXferDlist(agent, blocks, self._backends))
+
+
+def _places(regions: Sequence[Region], ids: GroupIds) -> NDArray[np.int32]:
+    """Where the blocks `ids` lie in the list of all groups' blocks. Raises NixlError for ids outside their region."""
+    places, start = [], 0
+    for region, group_ids in zip(regions, ids, strict=True):
+        own = np.asarray(group_ids, np.int32)
+        if own.size and (own.min() < 0 or own.max() >= region.num_blocks):
+            raise NixlError(f"post_read: block ids outside 0..{region.num_blocks - 1}")
+        places.append(own + start)
+        start += region.num_blocks
+    found = np.concatenate(places)
+    if not found.size:
+        raise NixlError("post_read: no blocks")
+    return found
 
 
 def _segment(bind: Any, name: str) -> Any:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from pd_connectors.channel import ZmqChannel
 from pd_connectors.nixl.machine import local_network
 from pd_connectors.nixl.transfer import NixlTransport
 from pd_connectors.p2p import PeerToPeerConnector
+from pd_connectors.zmq_channel import ZmqChannel
 
 if TYPE_CHECKING:
     from pd_connectors.base import ConnectorContext

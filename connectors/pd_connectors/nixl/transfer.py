@@ -26,16 +26,18 @@ import msgspec
 
 from pd_connectors.nixl.agent import EndpointFailed, MayStillLand, NixlAgent, NixlError, Region, Remote
 from pd_connectors.protocol.errors import ConnectorUnavailable
+from pd_connectors.protocol.layout import plan_slices
 from pd_connectors.transport import Completion, Connected, ConnectFailed, PeerKey, ReadEnded, ReadId, Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from pd_connectors.base import CacheDescription
     from pd_connectors.nixl.network import KvNetwork
+    from pd_connectors.transport import GroupIds
 
 POLL_S = 0.0005
-RETIRED_POLL_S = 0.02  # nobody waits for these but the block pool
+RETIRED_POLL_S = 0.02  # of reads that only free quarantined blocks: no load waits for them
 FENCE_EVERY_S = 0.5  # after one that failed
 START_DEADLINE_S = 120.0  # registering a GPU's whole memory takes seconds
 
@@ -47,7 +49,7 @@ class _Description(msgspec.Struct, frozen=True):
 
     agent: str
     metadata: bytes
-    region: Region
+    regions: tuple[Region, ...]  # one a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class NixlTransport(Transport):
         self._description = b""
         self._calls: queue.SimpleQueue[Callable[[NixlAgent], None] | None] = queue.SimpleQueue()
         self._completions: deque[Completion] = deque()
-        self._wake: Callable[[], None] = _nobody
+        self._wake: Callable[[], None] = _no_waker
         self._peers: dict[PeerKey, _Peer] = {}  # the thread's
         self._retired: list[_Peer] = []  # the thread's: disconnected, with something in flight
         self._started = threading.Event()
@@ -127,7 +129,7 @@ class NixlTransport(Transport):
     def connect(self, peer: PeerKey, description: bytes) -> None:
         self._calls.put(lambda agent: self._connect(agent, peer, description))
 
-    def read(self, peer: PeerKey, read_id: ReadId, remote: Sequence[int], local: Sequence[int]) -> None:
+    def read(self, peer: PeerKey, read_id: ReadId, remote: GroupIds, local: GroupIds) -> None:
         asked_s = time.monotonic()
         self._calls.put(lambda agent: self._read(agent, peer, read_id, remote, local, asked_s))
 
@@ -157,8 +159,9 @@ class NixlTransport(Transport):
 
     def _run(self, cache: CacheDescription) -> None:
         try:
-            agent = NixlAgent(self._agent_name, cache.tensor, cache.num_blocks, cache.block_bytes, self._network)
-            self._description = msgspec.msgpack.encode(_Description(agent.name, agent.metadata(), agent.region))
+            slices = plan_slices(cache.layout, cache.layout)
+            agent = NixlAgent(self._agent_name, cache.tensors, slices, self._network)
+            self._description = msgspec.msgpack.encode(_Description(agent.name, agent.metadata(), agent.regions))
         except Exception as error:
             self._start_error = error
             return
@@ -191,9 +194,10 @@ class NixlTransport(Transport):
             there = msgspec.msgpack.decode(description, type=_Description)
             if any(there.agent == peer.remote.name for peer in self._retired):
                 raise NixlError("reads over its previous endpoint are still in flight")
-            if there.region.block_bytes != agent.region.block_bytes:
-                raise NixlError(f"its blocks have {there.region.block_bytes} bytes, ours {agent.region.block_bytes}")
-            peer = _Peer(key, agent.connect(there.metadata, there.region))
+            theirs, ours = ([region.block_bytes for region in regions] for regions in (there.regions, agent.regions))
+            if theirs != ours:
+                raise NixlError(f"its blocks have {theirs} bytes, ours {ours}")
+            peer = _Peer(key, agent.connect(there.metadata, there.regions))
         except (NixlError, msgspec.MsgspecError) as error:
             self._tell(ConnectFailed(key, str(error)))
             return
@@ -211,8 +215,8 @@ class NixlTransport(Transport):
         agent: NixlAgent,
         key: PeerKey,
         read_id: ReadId,
-        remote: Sequence[int],
-        local: Sequence[int],
+        remote: GroupIds,
+        local: GroupIds,
         asked_s: float,
     ) -> None:
         peer = self._peers.get(key)
@@ -330,8 +334,8 @@ def _attempt(call: Callable[..., None], *args: object) -> None:
         logger.info("clean-up: %s", error)
 
 
-def _nobody() -> None:
-    """Before the channel exists, nobody waits."""
+def _no_waker() -> None:
+    """The waker until the channel sets its own: the control thread does not wait yet."""
 
 
 def _nothing(agent: NixlAgent) -> None:

@@ -7,7 +7,7 @@ HandoffError
 ├── HandshakeError         two nodes that must not exchange KV
 │   ├── ProtocolMismatch
 │   ├── FingerprintMismatch
-│   └── GeometryMismatch
+│   └── LayoutMismatch
 └── ConnectorUnavailable   an optional backend is not installed or did not start
 """
 
@@ -44,8 +44,8 @@ class FingerprintMismatch(HandshakeError):
     """The peer's KV means something else: other weights, RoPE or layout version."""
 
 
-class GeometryMismatch(HandshakeError):
-    """The peer's blocks have another shape or dtype."""
+class LayoutMismatch(HandshakeError):
+    """The peer's KV groups differ from ours, or cannot be split over the ranks of both sides."""
 
 
 class ConnectorUnavailable(HandoffError):
@@ -55,7 +55,7 @@ class ConnectorUnavailable(HandoffError):
 class LoadFailure(StrEnum):
     """Why a load ended without KV. A failure is a value; each is counted under this name."""
 
-    REJECTED = "rejected"  # ticket, handshake or geometry refused before any read
+    REJECTED = "rejected"  # ticket, handshake or layout refused before any read
     UNREACHABLE = "unreachable"  # no connection to the peer's control port, or it broke
     PEER_FROZEN = "peer_frozen"  # the peer does not answer, or its engine makes no progress
     PEER_RESTARTED = "peer_restarted"  # another epoch answers under the ticket's address
@@ -70,5 +70,5 @@ class LeaseEnd(StrEnum):
     """Why a lease ended."""
 
     RELEASED = "released"  # D (or the router) has no more use for it
-    EXPIRED = "expired"  # nobody renewed it
+    EXPIRED = "expired"  # no reader renewed it in time
     REVOKED = "revoked"  # P aborted the request or shuts down

@@ -1,4 +1,4 @@
-"""Where the cluster's shared key comes from. Everybody who holds it may hand out tickets."""
+"""Where the cluster's shared key comes from. Every process that has it can hand out tickets."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def _user_key() -> str:
 
 def _read(path: Path) -> str:
     secret = path.read_text().strip()
-    if not secret:  # it would hash to a key that anybody can compute
+    if not secret:  # its key could be computed without the file
         raise ValueError(f"the cluster key file {path} is empty")
     return secret

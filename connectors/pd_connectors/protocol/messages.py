@@ -1,8 +1,7 @@
 """Control messages between a reader (D) and the owner of a lease (P).
 
-Every message is safe to lose, repeat or reorder: P answers each `Renew` with a snapshot of the whole lease
-(`LeaseState`), and pushes the same snapshot whenever it changes; `version` orders snapshots. `Confirm` changes nothing
-on P.
+Every message may be lost, repeated or reordered. P answers each `Renew` with a snapshot of the whole lease
+(`LeaseState`) and pushes a snapshot after each change; `version` orders snapshots. `Confirm` changes nothing on P.
 
     D -> P   Hello, Renew, Confirm, Release
     P -> D   HelloReply, LeaseState, ConfirmReply
@@ -15,7 +14,8 @@ import hmac
 import msgspec
 
 from pd_connectors.protocol.errors import BadSignature, LeaseEnd, ProtocolMismatch
-from pd_connectors.protocol.ticket import MAC_BYTES, PROTOCOL_VERSION, Geometry, LeaseRef, mac
+from pd_connectors.protocol.layout import BlockLayout, BlockRun
+from pd_connectors.protocol.ticket import MAC_BYTES, PROTOCOL_VERSION, LeaseRef, mac
 
 
 class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -34,25 +34,25 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """D introduces itself; P answers with `HelloReply` whether or not the two match."""
+    """D introduces itself. P answers with `HelloReply`, also when the two do not match: D decides."""
 
     engine_id: str
     epoch: int
     fingerprint: str
-    geometry: Geometry
+    layout: BlockLayout
     nonce: bytes  # drawn for each greeting, so that a delayed answer of a dead predecessor is told apart
 
 
 class HelloReply(msgspec.Struct, frozen=True, tag=True):
-    """Who answers under this address, and how to reach its memory.
+    """Which engine answers under this address, and how to reach its memory.
 
-    Also sent, with an empty nonce, to whoever asks for a lease of another epoch: its owner lives here no more.
+    A reader that asks for a lease of another epoch gets one too, with an empty nonce: that epoch's engine has ended.
     """
 
     engine_id: str
     epoch: int
     fingerprint: str
-    geometry: Geometry
+    layout: BlockLayout
     transport: bytes  # opaque to the protocol: the transport's own endpoint description
     checksum: bytes  # blake2b of `transport`: NIXL accepts metadata with a flipped byte
     nonce: bytes = b""  # the Hello's
@@ -70,8 +70,8 @@ class LeaseState(msgspec.Struct, frozen=True, tag=True):
     lease: LeaseRef
     generation: int  # raised when P takes blocks back: everything read under an older one is void
     version: int  # raised at each change; orders snapshots across generations
-    num_tokens_readable: int  # tokens whose KV is complete in `block_ids`
-    block_ids: tuple[int, ...]  # P's ids, in prompt order; the last block may be partial
+    num_tokens_readable: int  # tokens whose KV is complete in `runs`
+    runs: tuple[BlockRun, ...]  # P's blocks by group; () while nothing is readable. The last block may be partial
     first_tokens: tuple[SampledToken, ...] = ()  # one per sample; empty until sampled
     ended: LeaseEnd | None = None  # final, whatever `version` says
     ttl_s: float = 0.0  # the lease lives this long after a Renew; 0: it needs none yet
@@ -101,7 +101,7 @@ class ConfirmReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """This reader has no more use for the lease. `done`: nobody has; else it is only detached, another D may come."""
+    """This reader does not need the lease any more. `done`: it can end; else another D may still come for it."""
 
     lease: LeaseRef
     done: bool

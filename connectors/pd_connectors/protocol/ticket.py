@@ -14,27 +14,12 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from pd_connectors.protocol.errors import BadSignature, TicketError, TicketExpired
+from pd_connectors.protocol.errors import BadSignature, ProtocolMismatch, TicketError, TicketExpired
+from pd_connectors.protocol.layout import BlockLayout
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2  # of tickets, offers, orders and control messages; both sides must have the same
 MAC_BYTES = 16
 TICKET_LIFETIME_S = 600.0  # far above any clock skew between nodes
-
-
-class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shape of one engine's blocks: `[num_kv_heads, num_layers, 2, block_size, head_dim]` of `dtype`."""
-
-    block_size: int  # tokens
-    num_kv_heads: int
-    num_layers: int
-    head_dim: int
-    dtype: str  # "float32", "bfloat16", "float16"
-    tp_size: int = 1
-
-    @property
-    def block_bytes(self) -> int:
-        width = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
-        return self.num_kv_heads * self.num_layers * 2 * self.block_size * self.head_dim * width
 
 
 class LeaseRef(msgspec.Struct, frozen=True):
@@ -53,7 +38,7 @@ class Ticket(msgspec.Struct, frozen=True, tag=True):
     generation: int
     expires_at_s: float  # wall clock; bounds a leaked ticket's worth in minutes. The lease's own life is P's business
     fingerprint: str
-    geometry: Geometry
+    layout: BlockLayout
     prompt_digest: bytes
     num_tokens: int  # prompt tokens, all of which P computes
     num_samples: int  # first tokens that P samples (the request's n); compared by a D that knows no sampling_digest
@@ -66,7 +51,7 @@ class Ticket(msgspec.Struct, frozen=True, tag=True):
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
-    """The router's word on who may prefill for D: base URLs, best first."""
+    """The router's list of nodes that may prefill for D: base URLs, best first."""
 
     prefill_urls: tuple[str, ...]
     expires_at_s: float
@@ -78,12 +63,18 @@ class NodeOrder(msgspec.Struct, frozen=True, tag=True):
 
     action: Literal["add", "remove", "drain", "resume"]
     node: str  # the base URL for "add", else the node's id or its host:port
-    expires_at_s: float  # wall clock; until then whoever overhears the order may repeat it, so keep it short
+    expires_at_s: float  # wall clock; until then a process that overhears the order can repeat it, so keep it short
     role: str = ""  # for "add": prefill, decode or mixed
     version: int = PROTOCOL_VERSION
 
 
 Paper = TypeVar("Paper", Ticket, Offer, NodeOrder)
+
+
+class _Versioned(msgspec.Struct):
+    """What every version of every paper has."""
+
+    version: int
 
 
 def mac(key: bytes, payload: bytes) -> bytes:
@@ -100,7 +91,8 @@ def sign(key: bytes, paper: Ticket | Offer | NodeOrder) -> str:
 def verify(key: bytes, token: str, kind: type[Paper], now_s: float) -> Paper:
     """The paper inside `token`. `now_s`: wall clock.
 
-    Raises BadSignature, TicketExpired, or TicketError when it is no such paper at all.
+    Raises BadSignature, ProtocolMismatch for a paper of another protocol version, TicketExpired, or TicketError when
+    the token is not such a paper.
     """
     try:
         raw = urlsafe_b64decode(token.encode())
@@ -112,6 +104,12 @@ def verify(key: bytes, token: str, kind: type[Paper], now_s: float) -> Paper:
             f"the {kind.__name__.lower()} was not signed with this cluster's key (do all nodes share one key?)"
         )
     try:
+        version = msgspec.msgpack.decode(payload, type=_Versioned).version
+        if version != PROTOCOL_VERSION:
+            raise ProtocolMismatch(
+                f"the {kind.__name__.lower()} speaks protocol {version}, this node {PROTOCOL_VERSION}: "
+                "run the same release on all nodes and routers"
+            )
         paper = msgspec.msgpack.decode(payload, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # the second one for a text that is not UTF-8
         raise TicketError(f"the {kind.__name__.lower()} cannot be read: {error}") from error

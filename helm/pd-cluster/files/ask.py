@@ -1,4 +1,4 @@
-"""Ask a running cluster a question whose answer is in the prompt. `helm test` runs this; Python's library is enough.
+"""Ask a running cluster a question; the answer is in the prompt. `helm test` runs this; Python's library is enough.
 
 ask.py URL [WORDS THAT THE ANSWER MUST HOLD]. Exit status: 0 answered well, 1 not.
 """

@@ -14,7 +14,7 @@ from pd_cluster.launch.on_ray.unit import Place, Secret, Unit, UnitPlan, UnitRep
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pd_cluster.launch.on_ray.policy import Choice
+    from pd_cluster.launch.on_ray.policy import Placement
 
 CONTROLLER = "controller"
 NODE_ID_LABEL = "ray.io/node-id"
@@ -108,7 +108,7 @@ class RayCluster:
                     self._handles[name] = handle
         return list(self._handles)
 
-    def create(self, plan: UnitPlan, key: Secret, bundle: Mapping[str, float], choice: Choice) -> None:
+    def create(self, plan: UnitPlan, key: Secret, bundle: Mapping[str, float], choice: Placement) -> None:
         """Reserve resources and create an actor there. Ray does both when it has room."""
         import ray
         from ray.util.placement_group import placement_group

@@ -110,7 +110,7 @@ class RayNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Placement:
     """Preferred and forbidden Ray nodes for a unit. Ray decides, because other programs use the cluster too."""
 
     target: str | None
@@ -271,7 +271,7 @@ def choose(
     suspects: Collection[str] = (),
     *,
     one_per_address: bool = False,
-) -> Choice:
+) -> Placement:
     """Choose a Ray node for a new unit of `role`.
 
     "spread" prefers the node with the fewest units of this role, then with the fewest units; "pack" the node with the
@@ -292,7 +292,7 @@ def choose(
         same = sum(unit.role == role for unit in here)
         rank = ((same, len(here)) if placement == "spread" else (-len(here), same)), node.node_id
         best = rank if best is None else min(best, rank)
-    return Choice(best[1], avoid) if best else Choice(None, never)
+    return Placement(best[1], avoid) if best else Placement(None, never)
 
 
 def _has_room(node: RayNode, bundle: Mapping[str, float], used: Sequence[Mapping[str, float]]) -> bool:

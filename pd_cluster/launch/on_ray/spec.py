@@ -11,11 +11,11 @@ import yaml
 
 from pd_cluster.config import NodeConfig
 from pd_cluster.errors import StartupError
-from pd_cluster.launch.flags import config_from, flag_of, given_flags
+from pd_cluster.launch.flags import config_from, given_flags
 from pd_cluster.launch.preflight import refuse, setting_problems
 from pd_cluster.launch.up_flags import PER_NODE
+from pd_http.settings import flag_of
 from pd_router.config import RouterConfig
-from pd_router.errors import StartupError as RouterStartupError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -116,7 +116,7 @@ def read_spec(path: Path) -> ClusterSpec:
         raise StartupError(f"{path} is not YAML: {error}") from error
     try:
         return check(msgspec.convert(data or {}, ClusterSpec))
-    except (msgspec.ValidationError, StartupError, RouterStartupError) as error:
+    except (msgspec.ValidationError, StartupError) as error:
         raise StartupError(f"{path}: {error}") from error
 
 

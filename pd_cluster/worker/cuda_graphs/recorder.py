@@ -1,4 +1,4 @@
-"""From functions to CUDA graphs."""
+"""Functions recorded as CUDA graphs, and timed as such."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Recorder(Protocol):
 
     @property
     def free_bytes(self) -> int:
-        """Of the device."""
+        """The device's free memory."""
 
     def has_room(self) -> bool:
-        """Whether another may be recorded."""
+        """True while enough memory is free to record another function."""
 
     def __call__(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        """-> (replay, the outputs that it writes)."""
+        """Run and record `run`. -> (replay, the outputs that a replay writes)."""
 
 
 class CudaRecorder:
-    """Captures graphs that share one pool of memory, so that none may run while another does."""
+    """Captures graphs that share one pool of memory. Two of them must not run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -44,9 +44,9 @@ class CudaRecorder:
         return self.free_bytes > SPARE_BYTES
 
     def __call__(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        """Runs it once before, so that nothing is compiled or loaded amid the capture.
+        """Runs the function once before the capture, so that the capture compiles and loads nothing.
 
-        `torch.cuda.graph` would collect garbage and empty the allocator's cache every time: too slow for hundreds.
+        `torch.cuda.graph` collects garbage and empties the allocator's cache every time: too slow for hundreds.
         """
         run()
         torch.cuda.synchronize(self._device)
@@ -61,14 +61,14 @@ class CudaRecorder:
 
 
 class GraphTimer:
-    """Times what a function does on the device, without the time to launch it: as a graph, replayed."""
+    """Times a function's work on the device, without the host's launches: it replays the function as a graph."""
 
     def __init__(self, recorder: CudaRecorder) -> None:
         self._recorder = recorder
         self._first: Callable[[], None] | None = None  # while one graph lives, the next ones reuse the pool's memory
 
     def __call__(self, run: Callable[[], None]) -> float:
-        """Milliseconds, the shortest of some replays. Raises RuntimeError."""
+        """Milliseconds of the shortest of `NUM_REPLAYS` replays. Raises RuntimeError when the capture fails."""
         replay, _ = self._recorder(run)
         if self._first is None:
             self._first = replay

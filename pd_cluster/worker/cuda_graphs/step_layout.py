@@ -1,4 +1,4 @@
-"""Where the numbers of a captured step lie, in one array that staging moves to a fixed place."""
+"""Where the inputs of a captured step lie in the one array that the host buffer moves to a fixed place."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 class StepPlaces(NamedTuple):
-    """A step's parts, as numpy's views on the host or torch's on the device. T, S: of its StepSize."""
+    """A step's parts: numpy views on the host, torch views on the device. T, S: its size's num_tokens, num_seqs."""
 
-    rows: Any  # [T]: of InputBatch, each token's sequence
+    rows: Any  # [T]: each token's row in InputBatch
     token_ids: Any  # [T], or LATE
     positions: Any  # [T]
     slots: Any  # [T]
-    owners: Any  # [S]: of InputBatch, the sequences that sample
-    sampled: Any  # [S]: their tokens
-    temperatures: Any  # float32 in the first half of [S], as are the next two: see Draws; 0 where that does not say all
-    seeds: Any  # [S]
+    owners: Any  # [S]: rows in InputBatch of the sequences that sample
+    sampled: Any  # [S]: places of their last tokens among the T
+    temperatures: Any  # float32 in the first half of [S]; 0 where the row is drawn outside the graph
+    seeds: Any  # [S]: see Draws, as for `lengths`
     lengths: Any  # [S]
-    decode_lens: Any  # [S], as are the rest: see StepOnDevice; [0] without decodes
+    decode_lens: Any  # [S], [0] without decodes: see StepOnDevice, as for the rest
     seq_lens: Any  # [S + 1]
     query_starts: Any  # [S + 2]
     tiles: Any  # [2, num_tiles]
@@ -31,14 +31,14 @@ class StepPlaces(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Of steps of one size."""
+    """The parts' places in steps of one size."""
 
     size: StepSize
     attention: Replayable
 
     @property
     def length(self) -> int:
-        """Numbers in all."""
+        """Length of the array."""
         return sum(self._lengths)
 
     @property

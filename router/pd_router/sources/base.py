@@ -1,11 +1,11 @@
-"""What every source of nodes does."""
+"""The protocol of node sources."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from pd_http.errors import StartupError
 from pd_router.config import check_node_url
-from pd_router.errors import StartupError
 from pd_router.node_table import NodeSpec, Role
 
 if TYPE_CHECKING:
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 
 class NodeSource(Protocol):
-    """Names nodes. `name` is what logs and `GET /nodes` call it."""
+    """Names nodes. `name`: the source in logs and `GET /nodes`."""
 
     name: str
 
     def watch(self) -> AsyncGenerator[tuple[NodeSpec, ...], None]:
-        """All its nodes, first as soon as they are known and again whenever they change, until it is closed.
+        """All nodes of the source, as soon as they are known and after each change, until the generator is closed.
 
-        What is wrong out there (no file, no API server) is logged and waited for; meanwhile the last set stands.
+        Faults outside this process (no file, no API server) are logged and waited for; the last set stays valid.
         """
         ...
 
 
 def make_spec(url: str, role: str, node_id: str = "") -> NodeSpec:
-    """Raises ValueError, which says what is wrong with the URL or the role."""
+    """Raises ValueError if the URL or the role is wrong."""
     try:
         check_node_url(url)
     except StartupError as error:

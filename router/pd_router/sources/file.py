@@ -1,4 +1,4 @@
-"""Nodes from a file that is read again and again."""
+"""Nodes from a file that is read periodically."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pd_router.node_table import NodeSpec
 
 log = logging.getLogger("pd_router")
-# A change is seen within a second. The content is compared, not the time stamp: a copy may keep an old one, and a file
-# written twice within one tick of the file system's clock has the same one.
+# A change is seen within a second. The content is compared, not the modification time: a copy may keep an old time, and
+# two writes within one tick of the file system's clock have the same time.
 LOOK_EVERY_S = 0.5
 
 
@@ -30,7 +30,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class NodesFile:
     """A JSON file: `[{"url": "http://host:port", "role": "prefill" | "decode" | "mixed"}, ...]`.
 
-    Replace it (write another, rename it) rather than overwrite it; a half-written one is taken for broken.
+    Replace the file (write another one, rename it) instead of overwriting it: a half-written file is an error.
     """
 
     name = "file"
@@ -40,21 +40,21 @@ class NodesFile:
         self._sleep = sleep
 
     async def watch(self) -> AsyncGenerator[tuple[NodeSpec, ...], None]:
-        last: bytes | str | None = None  # the content, or why there is none
+        last: bytes | str | None = None  # the content, or the reason why there is none
         while True:
-            content = await asyncio.to_thread(self._content)  # the file system may hang; the router must not
+            content = await asyncio.to_thread(self._content)  # the file system may block, the router must not
             if content != last:
                 last = content
                 try:
                     nodes = parse_nodes(content)
                 except ValueError as error:
-                    log.error("%s: %s; the nodes stay as they are", self._path, error)
+                    log.error("%s: %s; the nodes stay unchanged", self._path, error)
                 else:
                     yield nodes
             await self._sleep(LOOK_EVERY_S)
 
     def read(self) -> tuple[NodeSpec, ...]:
-        """The nodes as of now. Raises ValueError."""
+        """The nodes in the file now. Raises ValueError."""
         return parse_nodes(self._content())
 
     def _content(self) -> bytes | str:
@@ -65,7 +65,7 @@ class NodesFile:
 
 
 def parse_nodes(content: bytes | str) -> tuple[NodeSpec, ...]:
-    """`content`: the file's bytes, or why there are none. Raises ValueError."""
+    """`content`: the file's bytes, or the reason why there are none. Raises ValueError."""
     if isinstance(content, str):
         raise ValueError(content)
     try:

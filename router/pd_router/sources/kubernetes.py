@@ -14,7 +14,7 @@ from lightkube.config.kubeconfig import KubeConfig
 from lightkube.exceptions import ConfigError
 from lightkube.resources.core_v1 import Pod
 
-from pd_router.errors import StartupError
+from pd_http.errors import StartupError
 from pd_router.sources.base import make_spec
 
 if TYPE_CHECKING:
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("pd_router")
 ROLE_LABEL = "pd-cluster/role"
 PORT_NAME = "http"
-RELIST_S = 60.0  # a watch may die without a word, so all is listed anew at least this often
-RETRY_S = 0.25  # after the first trouble; doubles up to MAX_RETRY_S until a watch tells something
+RELIST_S = 60.0  # a watch may end silently, so everything is listed again at least this often
+RETRY_S = 0.25  # after the first failure; doubles up to MAX_RETRY_S until a watch delivers an event
 MAX_RETRY_S = 2.0
-_TROUBLE = (httpx2.HTTPError, httpx2.StreamError, msgspec.MsgspecError, OSError, ConfigError)
+_FAILURES = (httpx2.HTTPError, httpx2.StreamError, msgspec.MsgspecError, OSError, ConfigError)
 
 
 class KubernetesPods:
-    """Lists, then watches from the list's version on; whatever ends the watch (410 too), lists anew.
+    """Lists, then watches from the version of the list. Any end of the watch (410 too) leads to a new list.
 
     A node is a ready pod that is not being deleted, with the label `pd-cluster/role` and a port named `http`.
-    While the API server is away, the last pods stand: their own /health goes on being asked.
+    While the API server does not answer, the last pods stay; their /health is still polled.
     """
 
     name = "kubernetes"
@@ -56,7 +56,7 @@ class KubernetesPods:
         self._api = api
         self._sleep = sleep
         self._relist_s = relist_s
-        self._in_trouble = 0  # times in a row
+        self._num_failures = 0  # in a row
 
     async def watch(self) -> AsyncGenerator[tuple[NodeSpec, ...], None]:
         client = AsyncClient(self._api)
@@ -66,20 +66,20 @@ class KubernetesPods:
                 try:
                     async with contextlib.aclosing(self._list_and_watch(client)) as sets:
                         async for nodes in sets:
-                            if nodes != last:  # most changes of a pod change nothing about the node
+                            if nodes != last:  # most changes of a pod do not change the node
                                 last = nodes
                                 yield nodes
-                except _TROUBLE as error:
-                    delay_s = min(RETRY_S * 2**self._in_trouble, MAX_RETRY_S)
-                    self._in_trouble += 1
+                except _FAILURES as error:
+                    delay_s = min(RETRY_S * 2**self._num_failures, MAX_RETRY_S)
+                    self._num_failures += 1
                     why = f"{type(error).__name__}: {error}"
-                    log.warning("kubernetes, namespace %s: %s; listing anew in %.2f s", self._namespace, why, delay_s)
+                    log.warning("kubernetes, namespace %s: %s; listing again in %.2f s", self._namespace, why, delay_s)
                     await self._sleep(delay_s)
         finally:
             await client.close()
 
     async def _list_and_watch(self, client: AsyncClient) -> AsyncGenerator[tuple[NodeSpec, ...], None]:
-        """Ends when it is time to list anew. Raises `_TROUBLE`."""
+        """Ends when it is time to list again. Raises `_FAILURES`."""
         listing = client.list(Pod, namespace=self._namespace, labels=self._labels)
         nodes = {_name(pod): node_of(pod) async for pod in listing}
         yield _found(nodes)
@@ -94,7 +94,7 @@ class KubernetesPods:
                         kind, pod = await anext(changes)
                 except (TimeoutError, StopAsyncIteration):
                     return
-                self._in_trouble = 0
+                self._num_failures = 0
                 if kind == "DELETED":
                     nodes.pop(_name(pod), None)
                 else:
@@ -103,7 +103,7 @@ class KubernetesPods:
 
 
 def _found(nodes: Mapping[str, NodeSpec | None]) -> tuple[NodeSpec, ...]:
-    """In the order of their names: what a list and a watch tell is then the same set."""
+    """Sorted by name, so that lists and watches yield equal sets."""
     return tuple(node for _, node in sorted(nodes.items()) if node is not None)
 
 
@@ -114,7 +114,7 @@ def _name(pod: Pod) -> str:
 
 
 def node_of(pod: Pod) -> NodeSpec | None:
-    """None for a pod that may get no requests: not ready, being deleted, or not a node at all."""
+    """None for a pod that must get no requests: not ready, being deleted, or not a node."""
     status, spec, metadata = pod.status, pod.spec, pod.metadata
     if status is None or spec is None or metadata is None:
         return None
@@ -130,16 +130,16 @@ def node_of(pod: Pod) -> NodeSpec | None:
             raise ValueError(f"{len(ports)} ports are named {PORT_NAME!r}, not one")
         return make_spec(f"http://{host}:{ports[0]}", role, _name(pod))
     except ValueError as error:
-        log.warning("pod %s is no node: %s", metadata.name, error)
+        log.warning("pod %s is not a node: %s", metadata.name, error)
         return None
 
 
 def config_from_environment() -> SingleConfig:
-    """The pod's own service account, else $KUBECONFIG, else ~/.kube/config. Raises StartupError."""
+    """From the pod's service account, else $KUBECONFIG, else ~/.kube/config. Raises StartupError."""
     try:
         config = KubeConfig.from_env().get()
     except (ConfigError, OSError) as error:
-        raise StartupError(f"--kubernetes-namespace: no way to an API server: {error}") from error
+        raise StartupError(f"--kubernetes-namespace: cannot reach an API server: {error}") from error
     if config is None or config.user is None:
-        raise StartupError("--kubernetes-namespace: no way to an API server: the kubeconfig's context names no user")
+        raise StartupError("--kubernetes-namespace: cannot reach an API server: the kubeconfig's context names no user")
     return config

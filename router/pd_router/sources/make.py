@@ -1,10 +1,10 @@
-"""The sources that the settings ask for."""
+"""The node sources that the settings name."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pd_router.errors import StartupError
+from pd_http.errors import StartupError
 from pd_router.sources.file import NodesFile
 
 if TYPE_CHECKING:
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def make_sources(config: RouterConfig) -> tuple[NodeSource, ...]:
-    """What names nodes beside the flags and the posted orders.
+    """The node sources in addition to flags and posted orders.
 
-    What is wrong with a source now is an error; later it is waited for. Raises StartupError.
+    Raises StartupError if a source is faulty now; later faults are waited for.
     """
     sources: list[NodeSource] = []
     if config.nodes_file:

@@ -1,4 +1,4 @@
-"""Nodes that come and go by signed order: `POST /nodes`, `DELETE /nodes/{id}`."""
+"""Nodes that signed orders add and remove: `POST /nodes`, `DELETE /nodes/{id}`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from pd_connectors.protocol.errors import HandoffError
 from pd_connectors.protocol.ticket import NodeOrder, verify
-from pd_router.errors import HandingOver, InvalidRequest, NodeConflict, NodeUnknown, NotAuthorized
+from pd_http.errors import InvalidRequest
+from pd_router.errors import HandingOver, NodeConflict, NodeUnknown, NotAuthorized
 from pd_router.sources.base import make_spec
 from pd_router.succession import Heritage
 
@@ -19,10 +20,10 @@ POSTED = "posted"
 
 
 class PostedNodes:
-    """Obeys signed orders. Unlike the other sources it is not watched: an order holds when its answer is sent.
+    """Executes signed orders. Unlike other sources it is not watched: an order is in effect when its answer is sent.
 
-    The set lives as long as the router, and goes over to its successor (SIGHUP). Nodes are posted to every router, and
-    again to one that restarts.
+    The set lives as long as the router, and its successor inherits it (SIGHUP). Operators post nodes to every router,
+    and again to a router that restarts.
     """
 
     def __init__(self, table: NodeTable, key: bytes, wall_clock: Callable[[], float]) -> None:
@@ -30,12 +31,12 @@ class PostedNodes:
         self._key = key
         self._wall_clock = wall_clock
         self._specs: dict[str, NodeSpec] = {}  # by URL
-        self.is_handed_over = False  # a successor has, or is about to have, a copy: orders would be lost to it
+        self.is_handed_over = False  # a successor has a copy, or is about to get one: it would miss further orders
 
     def read(self, signed: str | None, action: str) -> NodeOrder:
         """The order inside a header. Raises HandingOver, NotAuthorized, InvalidRequest."""
         if self.is_handed_over:
-            raise HandingOver("this router hands over to its successor; give the order again in a few seconds")
+            raise HandingOver("a successor is replacing this router; repeat the order in a few seconds")
         if not signed:
             raise NotAuthorized("send the signed order in the header x-pd-order")
         try:
@@ -43,7 +44,7 @@ class PostedNodes:
         except HandoffError as error:
             raise NotAuthorized(str(error)) from error
         if order.action != action:
-            raise InvalidRequest(f"the order says {order.action!r}, the request {action!r}")
+            raise InvalidRequest(f"the order is for {order.action!r}, the request for {action!r}")
         return order
 
     def add(self, order: NodeOrder) -> tuple[Node, bool]:
@@ -56,18 +57,18 @@ class PostedNodes:
         if known is not None and known.role is spec.role:
             return known, False
         if known is not None and spec.url not in self._specs:
-            raise NodeConflict(f"{spec.url} is a {known.role.value} node, says {self._table.source_of(known)}")
+            raise NodeConflict(f"{spec.url} is a {known.role.value} node by source {self._table.source_of(known)}")
         self._specs[spec.url] = spec
         self._apply()
         return next(node for node in self._table.nodes if node.url == spec.url), True
 
     def heritage(self) -> Heritage:
-        """All that orders have changed, for a successor."""
+        """What orders have changed, for a successor."""
         posted = tuple((spec.url, spec.role.value) for spec in self._specs.values())
         return Heritage(posted, {node.url: node.epoch for node in self._table.nodes if node.draining})
 
     def inherit(self, heritage: Heritage) -> None:
-        """Take over what a predecessor was ordered. A node that has booted anew since then is not drained any more."""
+        """Take over a predecessor's orders. A node that has restarted since then is no longer drained."""
         for url, role in heritage.posted:
             spec = make_spec(url, role)
             self._specs[spec.url] = spec
@@ -77,11 +78,11 @@ class PostedNodes:
                 node.draining, node.epoch = True, heritage.drained[node.url]
 
     def remove(self, node: Node) -> None:
-        """Raises NodeConflict for what did not come by `add`. A node that is leaving already may be removed again."""
+        """Raises NodeConflict for a node that was not added by `add`. Removing a node that is leaving is allowed."""
         if not node.gone and node.url not in self._specs:
             source = self._table.source_of(node)
             raise NodeConflict(
-                f"node {node.node_id} was not posted but comes from {source}: remove it there, or drain it"
+                f"node {node.node_id} was not posted; its source is {source}: remove it there, or drain it"
             )
         if not node.gone:
             del self._specs[node.url]
@@ -91,9 +92,9 @@ class PostedNodes:
         """Raises NodeUnknown, NodeConflict."""
         found = self._table.find(name)
         if not found:
-            raise NodeUnknown(f"no node is called {name!r}; GET /nodes names them")
+            raise NodeUnknown(f"no node is called {name!r}; GET /nodes lists the nodes")
         if len(found) > 1:
-            raise NodeConflict(f"{len(found)} nodes are called {name!r}; name one by its host:port")
+            raise NodeConflict(f"{len(found)} nodes have the name {name!r}; use host:port")
         return found[0]
 
     def _apply(self) -> None:

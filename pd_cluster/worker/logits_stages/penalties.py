@@ -1,4 +1,7 @@
-"""Which tokens each sequence has seen: tables over rows and vocabulary, made with the first penalty that needs them."""
+"""Penalties on tokens that a sequence has seen.
+
+The tables over rows and vocabulary are made when the first request with a penalty comes.
+"""
 
 from __future__ import annotations
 
@@ -8,46 +11,41 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from pd_cluster.worker.logits_stages.stage import LogitsStage
 from pd_kernels import sampling
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd_cluster.scheduling.batch import SequenceStart
+    from pd_cluster.worker.logits_stages.stage import StageContext
     from pd_kernels.values import Ints
 
 
 @dataclass(frozen=True, slots=True)
-class Penalties:
-    """One step's penalties, for P of its R logits rows. A part is None when none of them asks for it."""
+class PenaltyInputs:
+    """One step's penalties, for P of its R logits rows. A part is None when no row asks for it."""
 
     rows: torch.Tensor | slice  # int64 [P] into R
     repetition: tuple[torch.Tensor, torch.Tensor] | None  # seen bool [P, V], penalty float32 [P]
     counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # int32 [P, V], presence, frequency float32 [P]
 
-    def apply(self, logits: torch.Tensor) -> None:
-        """In place on `logits` [R, V]."""
-        part = logits[self.rows]  # a view when the rows are a slice
-        if self.repetition is not None:
-            sampling.penalize_repetition(part, *self.repetition)
-        if self.counts is not None:
-            sampling.penalize_counts(part, *self.counts)
-        if not isinstance(self.rows, slice):
-            logits[self.rows] = part
 
+class Penalties(LogitsStage):
+    """Repetition, presence and frequency penalties.
 
-class PenaltyTables:
-    """Kept up to date on the device, so that a step can be launched before the previous one's tokens are read."""
+    The tables are on the device, so that a step can be launched before the previous step's tokens are read.
+    """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        self._shape = (num_rows, vocab_size)
-        self._device = device
+    def __init__(self, context: StageContext) -> None:
+        num_rows = context.num_rows
+        self._shape = (num_rows, context.vocab_size)
+        self._device = context.device
         self._settings = np.tile(np.array([1, 0, 0], np.float32), (num_rows, 1))  # repetition, presence, frequency
         self._active = np.zeros(num_rows, bool)
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None  # seen bool, output counts int32, [rows, V]
 
     def start(self, row: int, start: SequenceStart) -> bool:
-        """Set a row from scratch; whether it has any penalty."""
         params = start.sampling
         self._settings[row] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         self._active[row] = tuple(self._settings[row]) != (1, 0, 0)
@@ -65,8 +63,7 @@ class PenaltyTables:
             table[row] = self._send(counts)
         return bool(self._active[row])
 
-    def count(self, rows: Ints, token_ids: torch.Tensor) -> None:
-        """Each of `rows` (distinct) has sampled one more token: `token_ids` int64 [len(rows)], on the device."""
+    def note(self, rows: Ints, token_ids: torch.Tensor) -> None:
         found = np.flatnonzero(self._active[rows])
         if len(found) and self._tables is not None:
             seen, counts = self._tables
@@ -74,8 +71,7 @@ class PenaltyTables:
             seen[index] = True
             counts[index] += 1
 
-    def prepare(self, rows: Ints) -> Penalties | None:
-        """For logits of `rows`."""
+    def prepare(self, rows: Ints, lengths: Ints) -> PenaltyInputs | None:
         found = np.flatnonzero(self._active[rows])
         if not len(found) or self._tables is None:
             return None
@@ -83,13 +79,24 @@ class PenaltyTables:
         settings = self._send(self._settings[chosen])
         index, (seen, counts) = self._send(chosen), self._tables
         repeated, counted = self._settings[chosen, 0] != 1, self._settings[chosen, 1:] != 0
-        return Penalties(
+        return PenaltyInputs(
             rows=slice(None) if len(found) == len(rows) else self._send(found),
             repetition=(seen[index], settings[:, 0]) if repeated.any() else None,
             counts=(counts[index], settings[:, 1], settings[:, 2]) if counted.any() else None,
         )
 
+    def apply(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
+        part = logits[inputs.rows]  # a view when the rows are a slice
+        if inputs.repetition is not None:
+            sampling.penalize_repetition(part, *inputs.repetition)
+        if inputs.counts is not None:
+            sampling.penalize_counts(part, *inputs.counts)
+        if not isinstance(inputs.rows, slice):
+            logits[inputs.rows] = part
+
     def _send(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        """To the device, behind the steps under way, without waiting for them: of pageable memory CUDA takes a copy
-        before the call returns."""
+        """Copy to the device, behind the steps under way and without waiting for them.
+
+        CUDA has read pageable memory by the time that the call returns.
+        """
         return torch.from_numpy(array).to(self._device, non_blocking=True)

@@ -1,12 +1,20 @@
-"""A parser for the few events of a prefill node's leg (WHATWG HTML, 9.2: server-sent events).
+"""Server-sent events (WHATWG HTML, 9.2): a parser for the few of a prefill leg, and writers.
 
-Only that leg is parsed. What D streams to the client passes through as bytes.
+The stream that a decode node sends is never parsed: it passes through the router as bytes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import orjson
+
+if TYPE_CHECKING:
+    from pd_http.errors import PdError
+
+EVENT_STREAM = "text/event-stream"
+SSE_DONE = b"data: [DONE]\n\n"
 # A ticket carries the prompt's ids, at most 7 bytes each: room for a prompt of 8 million tokens.
 MAX_EVENT_BYTES = 64 << 20
 
@@ -18,7 +26,7 @@ class Event:
 
 
 class SseParser:
-    """Bytes in, whole events out; knows LF and CRLF. Raises ValueError when an event is too long."""
+    """Takes bytes, returns whole events. Accepts LF and CRLF. Raises ValueError if an event is too long."""
 
     __slots__ = ("_buffer", "_searched")
 
@@ -27,7 +35,7 @@ class SseParser:
         self._searched = 0  # no event ends before this offset: a long event is searched once, not once per chunk
 
     def feed(self, chunk: bytes) -> list[Event]:
-        """Events completed by `chunk`, comments and events without data left out."""
+        """Events completed by `chunk`. Comments and events without data are left out."""
         self._buffer += chunk
         events: list[Event] = []
         while True:
@@ -45,7 +53,7 @@ class SseParser:
         return events
 
     def _find_end(self) -> tuple[int, int]:
-        """(offset, length) of the next blank line, offset -1 when there is none yet."""
+        """(offset, length) of the next blank line; offset -1 if there is none yet."""
         plain = self._buffer.find(b"\n\n", self._searched)
         crlf = self._buffer.find(b"\r\n\r\n", self._searched)
         if crlf >= 0 and (plain < 0 or crlf < plain):
@@ -64,3 +72,14 @@ def _parse(block: bytes) -> Event | None:
         elif field == b"data":
             data.append(value)
     return Event(name, b"\n".join(data)) if data else None
+
+
+def event_bytes(data: dict[str, Any], name: str = "") -> bytes:
+    """One event with `data` as JSON. `name` "": an event without a name."""
+    head = b"event: " + name.encode() + b"\n" if name else b""
+    return head + b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+def error_event(error: PdError) -> bytes:
+    """The last bytes of a stream that fails."""
+    return event_bytes(error.to_body()) + SSE_DONE

@@ -1,0 +1,170 @@
+"""The layout of KV blocks as a value, and which rank reads which bytes of a block from which rank.
+
+A cache is made of *groups*. The layers of one group have blocks of one shape, which lie in one tensor. Two engines can
+exchange KV when their groups are equal. Into how many tensor-parallel ranks each engine splits its blocks may differ:
+`plan_slices` pairs the parts.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from hashlib import blake2b
+from math import prod
+
+import msgspec
+
+from pd_connectors.protocol.errors import LayoutMismatch
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class KVKind(StrEnum):
+    """What a group's blocks hold."""
+
+    FULL = "full"  # keys and values of every token
+    WINDOW = "window"  # keys and values of which a token sees the last `window`
+    LATENT = "latent"  # one compressed vector a token (MLA), the same for all heads
+    STATE = "state"  # a recurrent state, whose size does not depend on the number of tokens
+
+
+class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Layers whose blocks have one shape. Axis 0 of `shape` is the outermost, so a run of heads is contiguous."""
+
+    kind: KVKind
+    layers: tuple[int, ...]  # of the model, in the order in which they lie in a block
+    shape: tuple[int, ...]  # of one block over all ranks, heads first: [heads, layers, 2, block_size, head_dim]
+    dtype: str  # one of DTYPE_BYTES
+    block_size: int  # tokens a block; for STATE the distance of checkpoints
+    window: int = 0  # tokens, for WINDOW
+    sharded: bool = True  # axis 0 is split over ranks; False: every rank holds, and reads, the whole block
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block over all ranks."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def first_block(self, num_tokens: int) -> int:
+        """The first block that a token at position `num_tokens`, or a later one, attends to."""
+        return max(0, num_tokens - self.window + 1) // self.block_size if self.kind is KVKind.WINDOW else 0
+
+    def handed_over(self, num_tokens: int, num_computed: int | None = None) -> range:
+        """The prompt blocks that a handoff of a prompt of `num_tokens` moves, as indices into the prompt's blocks.
+
+        num_computed: only those that are final when this many of the prompt's tokens are computed. None: all tokens.
+
+        A WINDOW group is handed over from block 0 and not from `first_block`: one block table serves all groups, and
+        the engine keeps and caches whole prompts. This is the only place that decides it.
+        """
+        computed = num_tokens if num_computed is None else num_computed
+        if self.kind is KVKind.STATE:  # the state after the last token, which no earlier step has
+            return range(int(computed == num_tokens))
+        return range(-(-computed // self.block_size) if computed == num_tokens else computed // self.block_size)
+
+    def heads_of(self, rank: int, tp_size: int) -> range:
+        """The part of axis 0 that a rank holds.
+
+        With more ranks than heads each rank holds one head, and neighbours hold the same one. Raises LayoutMismatch
+        when the heads cannot be split evenly.
+        """
+        heads = self.shape[0]
+        if not self.sharded:
+            return range(heads)
+        if max(heads, tp_size) % min(heads, tp_size):
+            raise LayoutMismatch(f"{heads} KV heads cannot be split over {tp_size} ranks")
+        first, count = rank * heads // tp_size, max(1, heads // tp_size)
+        return range(first, first + count)
+
+
+class BlockRun(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive blocks of one group: blocks `first_block`, `first_block` + 1, ... of a prompt lie in `block_ids`."""
+
+    first_block: int
+    block_ids: tuple[int, ...]
+
+    @property
+    def span(self) -> range:
+        """The prompt blocks, as indices."""
+        return range(self.first_block, self.first_block + len(self.block_ids))
+
+    def ids_of(self, blocks: range) -> tuple[int, ...]:
+        """The ids of some of the prompt blocks in `span`."""
+        return self.block_ids[blocks.start - self.first_block : blocks.stop - self.first_block]
+
+
+class BlockLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The blocks of one engine. Block `i` of a sequence has one id, which is valid in every group's tensor."""
+
+    groups: tuple[KVGroup, ...]
+    tp_size: int = 1  # ranks that the engine splits its blocks over
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block, which all groups share as long as they share the block table."""
+        return self.groups[0].block_size
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block in all groups, over all ranks."""
+        return sum(group.block_bytes for group in self.groups)
+
+    def digest(self) -> bytes:
+        """16 bytes that name the groups. Equal for engines with different `tp_size`."""
+        return blake2b(msgspec.msgpack.encode(self.groups), digest_size=16, person=b"pd-kv-layout").digest()
+
+    def check_same_groups(self, theirs: BlockLayout) -> None:
+        """Raises LayoutMismatch, which names the difference, unless `theirs` has the same groups."""
+        if [group.block_size for group in theirs.groups] != [group.block_size for group in self.groups]:
+            raise LayoutMismatch(
+                f"the peer's block_size is {_sizes(theirs)} tokens, ours {_sizes(self)}: "
+                "start both nodes with the same block_size"
+            )
+        if theirs.groups != self.groups:
+            raise LayoutMismatch(f"the peer's KV groups are {theirs.groups}, ours {self.groups}")
+
+
+class SliceRead(msgspec.Struct, frozen=True):
+    """Of every block that is read: copy `num_bytes` from a remote rank's block into a local rank's block."""
+
+    remote_rank: int
+    local_rank: int
+    group: int  # index into `BlockLayout.groups`
+    remote_offset: int  # bytes from the start of the remote rank's block
+    local_offset: int  # bytes from the start of the local rank's block
+    num_bytes: int
+
+
+def plan_slices(theirs: BlockLayout, ours: BlockLayout) -> tuple[SliceRead, ...]:
+    """The reads that fill one block of every rank of ours. Ordered by our rank, then by group, then by offset.
+
+    Every byte of our ranks' blocks is covered once, by a rank of theirs that holds it. Where several ranks hold the
+    same heads, our ranks spread over them. With one rank on both sides there is one slice a group, the whole block.
+
+    Raises LayoutMismatch when the groups differ, or the heads cannot be split over either side's ranks.
+    """
+    ours.check_same_groups(theirs)
+    return tuple(
+        part
+        for rank in range(ours.tp_size)
+        for index in range(len(ours.groups))
+        for part in _plan_group(index, rank, theirs, ours)
+    )
+
+
+def _plan_group(index: int, rank: int, theirs: BlockLayout, ours: BlockLayout) -> list[SliceRead]:
+    group = ours.groups[index]
+    head_bytes = group.block_bytes // group.shape[0]
+    held = [group.heads_of(remote, theirs.tp_size) for remote in range(theirs.tp_size)]
+    wanted = group.heads_of(rank, ours.tp_size)
+    parts, head = [], wanted.start
+    while head < wanted.stop:
+        holders = [remote for remote, heads in enumerate(held) if head in heads]
+        source = holders[rank % len(holders)]
+        stop = min(wanted.stop, held[source].stop)
+        remote_offset, local_offset = (head - held[source].start) * head_bytes, (head - wanted.start) * head_bytes
+        parts.append(SliceRead(source, rank, index, remote_offset, local_offset, (stop - head) * head_bytes))
+        head = stop
+    return parts
+
+
+def _sizes(layout: BlockLayout) -> str:
+    return "/".join(str(group.block_size) for group in layout.groups)

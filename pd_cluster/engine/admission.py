@@ -1,0 +1,113 @@
+"""From an AddRequest to a request that this engine can serve, or to the reply that refuses it."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pd_cluster.errors import InvalidRequest, PdError
+from pd_cluster.protocol.messages import RequestFailed, Work
+from pd_cluster.scheduling.sequence import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pd_cluster.protocol.messages import AddRequest
+    from pd_cluster.protocol.sampling_params import SamplingParams
+    from pd_cluster.scheduling.block_manager import BlockManager
+
+
+class Admission:
+    """Validates messages against the model and the cache, and draws the seeds that they do not bring."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        vocab_size: int,
+        check_sampling: Callable[[SamplingParams], None],
+    ) -> None:
+        """`check_sampling` raises InvalidRequest for parameters that the worker's logits stages cannot serve."""
+        self._blocks = blocks
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._check_sampling = check_sampling
+        self._random = random.SystemRandom()
+
+    def request(self, message: AddRequest) -> Request:
+        """The request of a valid message. Raises InvalidRequest."""
+        self.validate(message)
+        return Request.from_message(message, drawn_seed=self._random.getrandbits(63))
+
+    def validate(self, message: AddRequest) -> None:
+        """Raises InvalidRequest when the request could never be served here, however long it waited."""
+        message.sampling.validate(self._vocab_size)
+        self._check_sampling(message.sampling)
+        self._check_ids("prompt", "the prompt has", message.prompt_token_ids)
+        self._check_lengths(message)
+        if message.known:
+            self._check_known(message)
+
+    def _check_ids(self, name: str, subject: str, token_ids: Sequence[int]) -> None:
+        if not _are_below(self._vocab_size, token_ids):
+            raise InvalidRequest(f"{subject} token ids outside the vocabulary 0..{self._vocab_size - 1}", name)
+
+    def _check_lengths(self, message: AddRequest) -> None:
+        """Each of n sequences must fit the cache alone: they share it by preemption if they do not fit together.
+
+        The KV of the last token is never computed.
+        """
+        blocks, longest = self._blocks, self._max_model_len
+        num_prompt, n, num_output = len(message.prompt_token_ids), message.sampling.n, message.max_output_tokens
+        if not num_prompt:
+            raise InvalidRequest("the prompt is empty", "prompt")
+        if num_prompt >= longest:
+            raise InvalidRequest(f"the prompt has {num_prompt} tokens; at most {longest - 1} fit this model", "prompt")
+        if num_prompt + num_output > longest:
+            raise InvalidRequest(
+                f"{num_prompt} prompt tokens and max_tokens {num_output} exceed the model's {longest}", "max_tokens"
+            )
+        if n > self._max_num_seqs:
+            raise InvalidRequest(f"n is {n}; this engine runs {self._max_num_seqs} sequences at once", "n")
+        if blocks.blocks_for(num_prompt + num_output - 1) > blocks.num_blocks:
+            raise InvalidRequest(
+                f"{num_prompt} prompt and {num_output} output tokens need more than this engine's KV cache of "
+                f"{blocks.num_blocks * blocks.block_size} tokens",
+                "max_tokens" if blocks.blocks_for(num_prompt) <= blocks.num_blocks else "prompt",
+            )
+
+    def _check_known(self, message: AddRequest) -> None:
+        """An answer must be able to go on behind its known tokens, on this node."""
+        known, n, num_output = message.known, message.sampling.n, message.max_output_tokens
+        if message.work is not Work.GENERATE:
+            raise InvalidRequest(f"known tokens are for generate requests, not for {message.work}", "known")
+        if len(known) != n:
+            raise InvalidRequest(f"known has tokens of {len(known)} sequences; n is {n}", "known")
+        longest = max(map(len, known))
+        if longest >= num_output:
+            raise InvalidRequest(
+                f"{longest} known tokens leave nothing to generate: max_tokens is {num_output}", "known"
+            )
+        for token_ids in known:
+            self._check_ids("known", "known has", token_ids)
+
+
+def _are_below(limit: int, token_ids: Sequence[int]) -> bool:
+    """Whether 0 <= id < `limit` for all: 17 us for 4,096 ids, where a Python loop takes 105 and min and max take 63."""
+    try:
+        packed = array("I", token_ids)
+    except OverflowError:  # less than 0, or 2**32 and more
+        return False
+    return not packed or int(np.frombuffer(packed, np.uint32).max()) < limit
+
+
+def refusal(message: AddRequest, error: PdError) -> RequestFailed:
+    """The terminal reply to a request that was not admitted."""
+    param = error.param if isinstance(error, InvalidRequest) else None
+    return RequestFailed(message.request_id, type(error).__name__, str(error), param, error.code)

@@ -1,0 +1,32 @@
+"""What a model is given for one step, besides the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from pd_kernels.backends import AttentionPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The rows that sample. Once the last layer's keys and values are written, only these rows are computed further."""
+
+    rows: torch.Tensor  # int64 [R] into T, each its sequence's last token; R may be 0
+    plan: AttentionPlan | None  # of R sequences of one query token each, for the last layer; None: attend with all T
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardInputs:
+    """One packed step of T tokens: decodes first, then prefill chunks."""
+
+    token_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]
+    slot_mapping: torch.Tensor  # int64 [T]
+    plans: Mapping[int, AttentionPlan]  # window -> plan
+    tail: Tail | None  # the rows of which logits are wanted; None: all T

@@ -1,0 +1,94 @@
+"""Gemma 3, text only: norms around each half of a layer, windows in most layers, each kind with its own RoPE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from pd_cluster.models.decoder import Decoder
+from pd_cluster.models.rope import make_rope_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd_cluster.models.forward_inputs import ForwardInputs
+    from pd_cluster.models.linear import Linear, Normed
+    from pd_cluster.models.paged_attention import PagedAttention
+    from pd_cluster.models.spec import ModelSpec
+    from pd_kernels.backends import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma3Layer:
+    """The weights of one layer. Norms are [hidden], in float32."""
+
+    input_norm: torch.Tensor
+    qkv: Linear  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
+    attention: PagedAttention
+    out: Linear  # [hidden, num_heads * head_dim]
+    out_norm: torch.Tensor
+    mlp_norm: torch.Tensor
+    gate_up: Linear  # [2 * intermediate, hidden], activated: [T, intermediate]
+    down: Linear  # [hidden, intermediate]
+    down_norm: torch.Tensor
+
+
+class Gemma3(Decoder):
+    """Weights and forward pass of one decoder. What attention and the MLP produce is normed before it is added."""
+
+    def __init__(
+        self, spec: ModelSpec, kernels: Kernels, max_len: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(spec, kernels, dtype, device, offset_norms=True)
+        ropes = {window: spec.window_rope or spec.rope if window else spec.rope for window in self.windows}
+        self._ropes = {
+            window: make_rope_table(rope, spec.head_dim, max_len, dtype, device) for window, rope in ropes.items()
+        }
+        self._embedding_scale = torch.tensor(spec.hidden_size**0.5, dtype=dtype).item()  # rounded, as in training
+        self._layers = [self._make_layer(f"model.layers.{index}", window) for index, window in enumerate(spec.windows)]
+        self._next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
+
+    def hidden(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Normed:
+        """See Decoder."""
+        eps, last = self.spec.norm_eps, self._layers[-1]
+        residual = F.embedding(inputs.token_ids, self._embedding) * self._embedding_scale
+        angles = {window: rope.at(inputs.positions) for window, rope in self._ropes.items()}
+        x: Normed = self._kernels.rms_norm(residual, self._layers[0].input_norm, eps)
+        for layer, next_norm, views in zip(self._layers, self._next_norms, layer_views, strict=True):
+            tail = inputs.tail if layer is last else None
+            attended = layer.attention(layer.qkv(x), angles[layer.attention.window], inputs, views, tail)
+            if tail is not None:
+                residual = residual[tail.rows]
+                if not len(residual):
+                    return residual
+            x = layer.out.add_norm(residual, attended, layer.mlp_norm, eps, before=layer.out_norm)
+            x = layer.down.add_norm(residual, layer.gate_up(x), next_norm, eps, before=layer.down_norm)
+        return x
+
+    def _make_layer(self, name: str, window: int) -> Gemma3Layer:
+        spec, weights = self.spec, self._parameters
+        input_norm, out_norm, mlp_norm, down_norm = (
+            weights.norm(f"{name}.{norm}_layernorm.weight", spec.hidden_size)
+            for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        )
+        query_size = spec.num_heads * spec.head_dim
+        return Gemma3Layer(
+            input_norm=input_norm,
+            qkv=self._make_qkv(f"{name}.self_attn"),
+            attention=self._make_attention(f"{name}.self_attn", window),
+            out=weights.linear("out", {f"{name}.self_attn.o_proj": spec.hidden_size}, query_size, bias=spec.out_bias),
+            out_norm=out_norm,
+            mlp_norm=mlp_norm,
+            gate_up=self._make_gate_up(f"{name}.mlp", gelu_and_mul),
+            down=weights.linear("down", {f"{name}.mlp.down_proj": spec.hidden_size}, spec.intermediate_size),
+            down_norm=down_norm,
+        )
+
+
+def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up for `x` = [gate | up] along the last dimension, with the tanh approximation of gelu."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)

@@ -1,0 +1,196 @@
+"""Read a Hugging Face `config.json` without importing transformers, which takes 0.8 s, or torch.
+
+Both spellings of the RoPE settings are read: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from pd_cluster.errors import StartupError
+from pd_cluster.models.directory import read_json
+from pd_cluster.models.spec import ModelSpec, RopeSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+ROPE_TYPES = ("default", "linear", "llama3")
+_NOT_SERVED = {
+    "quantization_config": "quantized weights are",
+    "attn_logit_softcapping": "a soft cap on scores is",
+    "final_logit_softcapping": "a soft cap on logits is",
+    "use_bidirectional_attention": "bidirectional attention is",
+}
+
+
+class Windows(Enum):
+    """Which layers of an architecture have a sliding window."""
+
+    NONE = "none"
+    ALL = "all"  # in every layer, unless `sliding_window` is null
+    SOME = "some"  # with `use_sliding_window`, in the layers that `layer_types` or `max_window_layers` name
+    PATTERN = "pattern"  # in those that `layer_types` names, else in all but every `sliding_window_pattern`-th layer
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigRules:
+    """How to read one architecture's config: defaults of settings that it leaves out, and what no setting changes."""
+
+    qkv_bias: bool | None = None  # None: as `attention_bias` says
+    out_bias: bool | None = None
+    qk_norm: bool = False
+    num_kv_heads: int | None = None  # default when the config has none; None: num_attention_heads
+    max_len: int = 2048
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    windows: Windows = Windows.NONE
+    tied_embeddings: bool = False  # default when the config does not say
+    activation: tuple[str, str] = ("hidden_act", "silu")  # the setting, and its only value that is served
+    query_scalar: int | None = None  # default of `query_pre_attn_scalar`; None: scores are scaled by head_dim
+    rope_theta: float = 10000.0  # default
+    window_rope_theta: float | None = None  # default for layers with a window; None: all layers have the same RoPE
+
+
+def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) -> ModelSpec:
+    """Build the spec from a parsed `config.json`. Raises StartupError naming the setting that cannot be served."""
+    reader = _Reader(directory, config)
+    setting, activation = rules.activation
+    reader.refuse(setting, reader.optional(setting, activation) != activation, f"only {activation} is served")
+    for name, what in _NOT_SERVED.items():
+        reader.refuse(name, bool(config.get(name)), f"{what} not served")
+    num_heads, hidden_size = reader.integer("num_attention_heads"), reader.integer("hidden_size")
+    num_layers = reader.integer("num_hidden_layers")
+    num_kv_heads = int(reader.optional("num_key_value_heads", rules.num_kv_heads or num_heads))
+    reader.refuse(
+        "num_key_value_heads", num_heads % num_kv_heads != 0, f"{num_heads} heads cannot share {num_kv_heads}"
+    )
+    attention_bias = bool(reader.optional("attention_bias", False))
+    max_len = int(reader.optional("max_position_embeddings", rules.max_len))
+    query_scalar = rules.query_scalar and reader.integer("query_pre_attn_scalar", rules.query_scalar)
+    rope, window_rope = _read_ropes(reader, rules, max_len)
+    return ModelSpec(
+        architecture=str(config["architectures"][0]),
+        vocab_size=reader.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=reader.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=int(reader.optional("head_dim", rules.head_dim or hidden_size // num_heads)),
+        max_len=max_len,
+        norm_eps=float(reader.optional("rms_norm_eps", 1e-6)),
+        rope=rope,
+        windows=_read_windows(reader, rules, num_layers),
+        qkv_bias=attention_bias if rules.qkv_bias is None else rules.qkv_bias,
+        out_bias=attention_bias if rules.out_bias is None else rules.out_bias,
+        mlp_bias=bool(reader.optional("mlp_bias", False)),
+        qk_norm=rules.qk_norm,
+        tied_embeddings=bool(reader.optional("tie_word_embeddings", rules.tied_embeddings)),
+        dtype=str(reader.optional("dtype", reader.optional("torch_dtype", "float32"))).removeprefix("torch."),
+        window_rope=window_rope,
+        score_scale=query_scalar and query_scalar**-0.5,
+    )
+
+
+def read_eos_token_ids(directory: Path, config: Mapping[str, Any]) -> frozenset[int]:
+    """EOS ids of `config.json` and `generation_config.json` together."""
+    sources = [config]
+    if (directory / "generation_config.json").exists():
+        sources.append(read_json(directory / "generation_config.json"))
+    found: set[int] = set()
+    for source in sources:
+        value = source.get("eos_token_id")
+        if value is not None:
+            found.update(value if isinstance(value, list) else [value])
+    return frozenset(found)
+
+
+class _Reader:
+    """Fields of one config, with errors that name file and field."""
+
+    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
+        self._file = directory / "config.json"
+        self._config = config
+
+    def optional(self, name: str, default: Any) -> Any:
+        value = self._config.get(name)
+        return default if value is None else value
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.optional(name, default)
+        if not isinstance(value, int) or value < 1:
+            raise StartupError(f"{self._file}: {name} must be a positive integer, not {value!r}")
+        return value
+
+    def window(self) -> int:
+        """`sliding_window`: null means none; without the setting it is 4096, the default of all architectures."""
+        return int(self._config.get("sliding_window", 4096) or 0)
+
+    def refuse(self, name: str, condition: bool, why: str) -> None:
+        if condition:
+            raise StartupError(f"{self._file}: {name} = {self._config.get(name)!r} cannot be served: {why}")
+
+
+def _read_ropes(reader: _Reader, rules: ConfigRules, max_len: int) -> tuple[RopeSpec, RopeSpec | None]:
+    """RoPE of layers with full attention, and of layers with a window if it differs."""
+    new, old = reader.optional("rope_parameters", {}), reader.optional("rope_scaling", {})
+    field = "rope_parameters" if new else "rope_scaling"
+    nested = any(isinstance(value, dict) for value in (old | new).values())
+    theta = reader.optional("rope_theta", rules.rope_theta)
+    if rules.window_rope_theta is None:
+        reader.refuse(field, nested, "RoPE settings per layer type are not served")
+        return _read_rope(reader, field, old | new, theta, max_len), None
+    reader.refuse(field, bool(new) and not nested, "RoPE settings per layer type are expected")
+    full = _read_rope(reader, field, old | new.get("full_attention", {}), theta, max_len)
+    local_theta = reader.optional("rope_local_base_freq", rules.window_rope_theta)
+    window = _read_rope(reader, field, new.get("sliding_attention", {}), local_theta, max_len)
+    return full, window if window != full else None
+
+
+def _read_rope(reader: _Reader, field: str, settings: Mapping[str, Any], theta: float, max_len: int) -> RopeSpec:
+    """`settings`: those in the config's `field`. `theta`: used if they have no `rope_theta`."""
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    reader.refuse(field, kind not in ROPE_TYPES, f"RoPE of type {kind}; served: {', '.join(ROPE_TYPES)}")
+    partial = settings.get("partial_rotary_factor", reader.optional("partial_rotary_factor", 1.0))
+    reader.refuse("partial_rotary_factor", partial != 1.0, "partial rotary embedding is not served")
+    theta = float(settings.get("rope_theta", theta))
+    if kind == "default":
+        return RopeSpec(theta)
+    reader.refuse(field, "factor" not in settings, "factor is missing")
+    if kind == "linear":
+        return RopeSpec(theta, kind, float(settings["factor"]))
+    missing = [name for name in ("low_freq_factor", "high_freq_factor") if name not in settings]
+    reader.refuse(field, bool(missing), f"{', '.join(missing)} missing")
+    return RopeSpec(
+        theta,
+        kind,
+        float(settings["factor"]),
+        float(settings["low_freq_factor"]),
+        float(settings["high_freq_factor"]),
+        int(settings.get("original_max_position_embeddings", max_len)),
+    )
+
+
+def _read_windows(reader: _Reader, rules: ConfigRules, num_layers: int) -> tuple[int, ...]:
+    """Each layer's sliding window, 0 for full attention."""
+    none = (0,) * num_layers
+    layer_types = reader.optional("layer_types", None)
+    if rules.windows is Windows.ALL:
+        reader.refuse("layer_types", bool(layer_types), "in this architecture every layer has the same window")
+        return (reader.window(),) * num_layers
+    has_windows = rules.windows is Windows.PATTERN or reader.optional("use_sliding_window", False)
+    if rules.windows is Windows.NONE or not has_windows:
+        return none
+    window = reader.window()
+    if layer_types is None and rules.windows is Windows.PATTERN:
+        period = reader.integer("sliding_window_pattern", 6)
+        return tuple(window if (layer + 1) % period else 0 for layer in range(num_layers))
+    if layer_types is None:
+        first = int(reader.optional("max_window_layers", 28))
+        return tuple(window if layer >= first else 0 for layer in range(num_layers))
+    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    reader.refuse("layer_types", bool(unknown), f"{', '.join(unknown)} layers are not served")
+    reader.refuse("layer_types", len(layer_types) != num_layers, f"there are {num_layers} layers")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)

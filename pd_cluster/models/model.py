@@ -1,0 +1,67 @@
+"""What a worker needs of a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from pd_cluster.models.forward_inputs import ForwardInputs
+    from pd_cluster.models.slot import Slot
+    from pd_cluster.models.spec import ModelSpec
+    from pd_kernels.backends import Kernels
+    from pd_kernels.gemm_selection import Measure, ProposeProducts
+
+
+class Model(Protocol):
+    """Weights and forward pass of one model on one device."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def slots(self) -> Mapping[str, Slot]:
+        """Where each tensor of the checkpoint goes. All are to be filled once, before `finish_loading`."""
+
+    @property
+    def windows(self) -> frozenset[int]:
+        """The distinct windows of the layers; a step needs an attention plan for each. 0: full attention."""
+
+    @property
+    def last_window(self) -> int:
+        """The last layer's window, for which a `Tail` is planned."""
+
+    def finish_loading(self) -> None:
+        """Prepare the weights for use. The slots are void afterwards."""
+
+    def choose_products(
+        self, decodes: Sequence[int], prompts: Sequence[int], propose: ProposeProducts, measure: Measure
+    ) -> int:
+        """Multiply in the fastest ways proposed; returns how many of them are not torch's.
+
+        `decodes`: sizes of steps of decodes, all rows of which sample. `prompts`: sizes of steps with prompts, few rows
+        of which sample. Raises RuntimeError when the device fails.
+        """
+
+    def forward(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Logits [R, vocab_size] of the tail's rows, or of all T. Writes the step's keys and values into the cache.
+
+        `layer_views`: by layer, the cache's K and V views, [num_blocks, num_kv_heads, block_size, head_dim] each.
+        """
+
+
+class BuildModel(Protocol):
+    """Allocates a model for sequences of up to `max_len` tokens."""
+
+    def __call__(
+        self, spec: ModelSpec, kernels: Kernels, max_len: int, dtype: torch.dtype, device: torch.device
+    ) -> Model: ...

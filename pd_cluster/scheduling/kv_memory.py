@@ -1,0 +1,246 @@
+"""Which sequences and parked requests get KV blocks, and which give them up.
+
+Sequences that wait and reservations for loads hold no blocks that they could lose, and get blocks strictly by their
+claims (`turns`), so that a stream of small requests cannot starve a large one. Running sequences take blocks from the
+pinned prefixes of parked requests first, then from the sequence that the planner chooses (`preempt`). Leases and loads
+cannot be preempted; each ends within a deadline of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pd_cluster.scheduling.sequence import KvArrival, SequenceStatus
+from pd_connectors.base import LoadSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_cluster.scheduling.block_manager import BlockManager
+    from pd_cluster.scheduling.queues import Queues
+    from pd_cluster.scheduling.sequence import Request, Sequence
+
+PREEMPTIONS = ("preemptions_recompute_total", "preemptions_swap_total")
+HITS = ("prefix_cache_queried_tokens_total", "prefix_cache_hit_tokens_total")
+WATERMARK_SHARE = 100  # 1 / WATERMARK_SHARE of the blocks is kept for sequences that run already
+Copies = list[tuple[int, int]]  # block pairs (from, to) for a BlockCopies
+
+
+class KvMemory:
+    """Block tables of sequences and parked requests, from the block manager.
+
+    Invariants:
+
+    - a sequence in `waiting` has no table, one in `loaded` or `running` has one;
+    - a parked request has a table: its pinned prefix, and while `kv` is not ABSENT the blocks of its load;
+    - `retract` is called with a lease before the blocks of its sequence are freed by a preemption;
+    - no request or sequence gets blocks for its prompt while one with a better claim is refused them.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        queues: Queues,
+        retract: Callable[[str], int | None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.counters = dict.fromkeys((*PREEMPTIONS, *HITS), 0.0)
+        self._blocks = blocks
+        self._queues = queues
+        self._retract = retract
+        self._clock = clock
+        self._watermark = max(1, blocks.num_blocks // WATERMARK_SHARE)
+        self._refused: Sequence | None = None
+
+    # running sequences
+
+    def can_write(self, seq: Sequence) -> bool:
+        """Whether the sequence's next token has a block, or can get one."""
+        table, start = seq.table, seq.num_scheduled_tokens
+        assert table is not None
+        return start < table.capacity or self._blocks.can_grow(table, start, start + 1)
+
+    def drop_pin(self, keep: Request | None = None) -> bool:
+        """Make the pinned prefix of the worst-ranked parked request evictable. False: there is none but `keep`'s.
+
+        `reserve` pins again what is left of it.
+        """
+        for request in reversed(self._queues.parked):
+            table = request.table
+            if request is not keep and request.kv is KvArrival.ABSENT and table is not None and table.ids:
+                self._blocks.close(table)
+                request.table = self._blocks.open_table()
+                return True
+        return False
+
+    def preempt(self, seq: Sequence) -> Copies:
+        """Take the blocks of a sequence that no running step touches; it waits. Returns the copies that swap it out.
+
+        It is swapped to host memory if that has room, else computed again. The reader of its lease, if it has one,
+        hears of it first.
+        """
+        request, table, blocks = seq.request, seq.table, self._blocks
+        assert table is not None
+        assert not seq.num_in_flight
+        if request.lease_id is not None and (generation := self._retract(request.lease_id)) is not None:
+            request.lease_generation = generation
+        self._queues.remove(seq)
+        copies: Copies = []
+        num_held = blocks.blocks_for(seq.num_computed_tokens)
+        if request.lease_id is None and 0 < num_held <= blocks.num_host_free:
+            copies = blocks.swap_out(table, num_held)
+            seq.host_block_ids = [host for _, host in copies]
+            seq.status = SequenceStatus.SWAPPED
+            self.counters["preemptions_swap_total"] += 1
+        else:
+            blocks.close(table)
+            seq.num_computed_tokens = 0
+            seq.status = SequenceStatus.PREEMPTED
+            self.counters["preemptions_recompute_total"] += 1
+        seq.table = None
+        seq.num_scheduled_tokens = seq.num_computed_tokens
+        seq.num_announced_tokens = 0
+        self._queues.add(seq)
+        return copies
+
+    # sequences that wait
+
+    @property
+    def refused(self) -> Sequence | None:
+        """The last waiting sequence that was refused blocks. No claim behind its own gets any before it asks again."""
+        seq = self._refused
+        return seq if seq is not None and seq in self._queues.waiting else None
+
+    def num_missing(self, seq: Sequence) -> int:
+        """Blocks to be freed until a waiting sequence can enter beside the running ones and their next tokens."""
+        blocks = self._blocks
+        num_growing = sum(
+            one.num_scheduled_tokens >= len(one.block_ids) * blocks.block_size for one in self._queues.running
+        )
+        num_wanted = blocks.blocks_for(len(seq.token_ids)) + self._watermark + num_growing
+        return num_wanted - blocks.num_available
+
+    def admit(self, seq: Sequence) -> Copies | None:
+        """Give a waiting sequence blocks for all of its tokens, so that no prompt is preempted for want of its own end.
+
+        At least one token is left to compute, for its logits. Returns the copies that swap it in, or None: refused.
+        """
+        copies = self._take_blocks(seq)
+        if copies is None:
+            self._refused = seq
+        return copies
+
+    def _take_blocks(self, seq: Sequence) -> Copies | None:
+        claim = seq.request.group.claim(seq.rank)
+        if any(request.claim < claim for request in self._queues.reserving):
+            return None
+        blocks, num_tokens, is_swapped = self._blocks, len(seq.token_ids), seq.status is SequenceStatus.SWAPPED
+        table = blocks.open_table()
+        reusable = seq.num_computed_tokens if is_swapped else num_tokens - 1
+        hashes = seq.hash_blocks(reusable // blocks.block_size, blocks.block_size)
+        num_cached = blocks.match(table, hashes)
+        if not self._make_room(blocks.blocks_for(num_tokens) - num_cached, seq.request):
+            blocks.close(table)
+            return None
+        copies: Copies = []
+        if is_swapped:
+            copies = blocks.swap_in(table, seq.host_block_ids)
+            seq.host_block_ids = []
+        else:
+            seq.num_computed_tokens = seq.num_scheduled_tokens = num_cached * blocks.block_size
+            self._count_hit(seq)
+        blocks.grow(table, seq.num_scheduled_tokens, num_tokens)
+        seq.table = table
+        return copies
+
+    def _count_hit(self, seq: Sequence) -> None:
+        """A request's hit is what its first admission found; what it finds after a preemption is its own KV."""
+        marks = seq.request.marks
+        if marks.scheduled_s is None and marks.loaded_s is None:
+            marks.scheduled_s = self._clock()
+            seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+            self.counters["prefix_cache_queried_tokens_total"] += seq.num_prompt_tokens
+            self.counters["prefix_cache_hit_tokens_total"] += seq.num_cached_tokens
+
+    def _make_room(self, num_blocks: int, claimant: Request) -> bool:
+        """Whether `num_blocks` can be taken; drops the pins of other parked requests for it, worst rank first."""
+        spare = self._watermark if self._queues.running or self._queues.loaded else 0
+        while self._blocks.num_available < num_blocks + spare:
+            if not self.drop_pin(claimant):
+                return False
+        return True
+
+    # parked requests
+
+    def pin(self, request: Request) -> int:
+        """Pin what the cache holds of a parked prompt. Returns the number of whole blocks.
+
+        Only what is kept of the prompt counts: all of it when no logits of it are needed. A redraw, which may be known
+        only after the first pin, writes into the last token's block, which must not be a cached one.
+        """
+        assert request.table is not None
+        size = self._blocks.block_size
+        num_whole = request.num_kept_tokens // size
+        self._blocks.truncate(request.table, num_whole)
+        return self._blocks.match(request.table, request.sequences[0].hash_blocks(num_whole, size))
+
+    def reserve(self, request: Request, prefix: int | None) -> LoadSpec | None:
+        """Blocks for what the cache lacks of a parked prompt, or of its first `prefix` tokens. None: refused."""
+        blocks, table = self._blocks, request.table
+        assert request.load_id is not None
+        assert table is not None
+        num_tokens = len(request.prompt_token_ids) if prefix is None else prefix
+        first_block = self.pin(request)
+        num_cached = first_block * blocks.block_size
+        if prefix is not None:  # the cache may have got more of it since the search found `prefix`
+            num_tokens = max(prefix, num_cached)
+        self._queues.stop_reserving(request)
+        num_new = blocks.blocks_for(num_tokens) - first_block
+        if not self._is_next(request) or not self._make_room(num_new, request):
+            self._queues.refuse(request)
+            return None
+        blocks.grow(table, num_cached, num_tokens)
+        request.kv = KvArrival.WRITING
+        request.sequences[0].num_cached_tokens = num_cached
+        return LoadSpec(request.load_id, blocks.runs(table, first_block, len(table.ids)), num_tokens)
+
+    def _is_next(self, request: Request) -> bool:
+        """Whether no refused request or sequence has a better claim."""
+        claim, refused = request.claim, self.refused
+        if any(other.claim < claim for other in self._queues.reserving):
+            return False
+        return refused is None or claim < refused.request.group.claim(refused.rank)
+
+    def keep_prefix(self, request: Request, num_tokens: int) -> None:
+        """The load of a prefix has ended: cache its first `num_tokens`, free the rest of its blocks."""
+        assert request.table is not None
+        lead, size = request.sequences[0], self._blocks.block_size
+        num_blocks = max(lead.num_cached_tokens, num_tokens) // size
+        self._blocks.truncate(request.table, num_blocks)
+        self._blocks.publish(request.table, lead.hash_blocks(num_blocks, size))
+        request.kv = KvArrival.ABSENT
+        lead.num_cached_tokens = 0  # counted when it is scheduled, or loaded
+
+    def keep_prompt(self, request: Request) -> None:
+        """The load has ended and is confirmed: cache what is kept of the prompt."""
+        assert request.table is not None
+        lead, size, num_kept = request.sequences[0], self._blocks.block_size, request.num_kept_tokens
+        self._blocks.publish(request.table, lead.hash_blocks(num_kept // size, size))
+        request.kv = KvArrival.PRESENT
+        for seq in request.sequences:
+            seq.num_cached_tokens = lead.num_cached_tokens
+            seq.num_external_tokens = num_kept - lead.num_cached_tokens
+
+    def quarantine(self, request: Request) -> None:
+        """The load has failed and may still write: its blocks are out of use until `BlockManager.drain`."""
+        assert request.load_id is not None
+        assert request.table is not None
+        first_block = request.sequences[0].num_cached_tokens // self._blocks.block_size
+        self._blocks.quarantine(request.load_id, request.table, first_block)
+        request.kv = KvArrival.ABSENT
+
+    def close(self, request: Request) -> None:
+        """The request is parked no longer: let go of its table. Idempotent."""
+        if request.table is not None:
+            self._blocks.close(request.table)
+            request.table = None

@@ -1,0 +1,138 @@
+"""Where every live sequence and every parked request is.
+
+waiting    no slot, no device blocks
+loaded     no slot; its prompt's KV is in its blocks
+running    a slot and blocks
+parked     a request with KV that may still come from another node or a pool; its sequences are in no queue
+reserving  a parked request that asked for blocks and was refused
+"""
+
+from __future__ import annotations
+
+from heapq import merge
+from typing import TYPE_CHECKING
+
+from pd_cluster.scheduling.ranked_queue import RankedQueue
+from pd_cluster.scheduling.sequence import Request, Sequence, SequenceStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pd_cluster.scheduling.turns import Turns
+
+
+class Queues:
+    """The queues and the slots. The attributes are for reading; only the methods change them.
+
+    Invariants:
+
+    - a sequence is in at most one of `waiting`, `loaded` and `running`, and at most `max_num_seqs` run;
+    - a group's `num_slots` counts its running sequences, and its `waiting` holds those in `waiting` and `loaded`;
+    - `reserving` is a part of `parked`;
+    - a sequence that leaves its queue while the worker has a row for it departs in the next batch, once.
+    """
+
+    def __init__(self, max_num_seqs: int, turns: Turns) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._turns = turns
+        self._departures: list[int] = []
+        self.waiting: RankedQueue[Sequence] = RankedQueue()
+        self.loaded: RankedQueue[Sequence] = RankedQueue()
+        self.running: RankedQueue[Sequence] = RankedQueue()
+        self.parked: RankedQueue[Request] = RankedQueue()
+        self.reserving: RankedQueue[Request] = RankedQueue()
+        self.sequences: dict[int, Sequence] = {}  # by id, until finished and untouched by any running step
+        self.prefills: dict[str, Request] = {}  # PREFILL requests that have not finished, by lease id
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._max_num_seqs - len(self.running)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a sequence waits for a slot."""
+        return bool(self.waiting or self.loaded)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next batch may have content."""
+        return bool(self.running or self.waiting or self.loaded or self._departures)
+
+    def in_turn(self) -> Iterator[Sequence]:
+        """The sequences that wait for a slot, in the order of their turns."""
+        return self._turns.in_turn(merge(tuple(self.loaded), tuple(self.waiting), key=lambda seq: seq.rank))
+
+    def take_departures(self) -> tuple[int, ...]:
+        """Ids of the sequences that left the worker since the last call."""
+        departures, self._departures = tuple(self._departures), []
+        return departures
+
+    # requests
+
+    def join(self, request: Request) -> None:
+        """Register a request that has its sequences. None of them is in a queue yet."""
+        request.group = self._turns.join(request, request.message.group or request.request_id)
+        self.sequences.update((seq.seq_id, seq) for seq in request.sequences)
+        if request.lease_id is not None:
+            self.prefills[request.lease_id] = request
+
+    def leave(self, request: Request) -> None:
+        """The request has ended. Its sequences stay registered until `forget`."""
+        if request.lease_id is not None:
+            self.prefills.pop(request.lease_id, None)
+        self._turns.leave(request)
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence has ended and no running step touches it."""
+        del self.sequences[seq.seq_id]
+
+    def park(self, request: Request) -> None:
+        self.parked.add(request)
+
+    def unpark(self, request: Request) -> None:
+        """Idempotent."""
+        self.stop_reserving(request)
+        self.parked.discard(request)
+
+    def refuse(self, request: Request) -> None:
+        """A parked request was refused blocks and will ask again."""
+        self.reserving.add(request)
+
+    def stop_reserving(self, request: Request) -> None:
+        """The request was given blocks, or does not ask any more. Idempotent."""
+        self.reserving.discard(request)
+
+    # sequences
+
+    def add(self, seq: Sequence) -> None:
+        """Let the sequence wait for a slot: in `loaded` with its block table, in `waiting` without."""
+        (self.waiting if seq.table is None else self.loaded).add(seq)
+        seq.request.group.waiting.add(seq)
+
+    def run(self, seq: Sequence) -> None:
+        """Give the sequence, which has its blocks, a slot."""
+        self._stop_waiting(seq)
+        seq.status = SequenceStatus.RUNNING
+        self.running.add(seq)
+        self._turns.take_slot(seq.request)
+
+    def enter(self, seq: Sequence) -> None:
+        """Run a sequence that has its prompt's KV if a slot is free; otherwise let it wait for one."""
+        if self.num_free_slots > 0:
+            self.run(seq)
+        else:
+            self.add(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take the sequence out of its queue, if it is in one, and its row out of the worker."""
+        if self.running.discard(seq):
+            self._turns.return_slot(seq.request)
+        else:
+            self._stop_waiting(seq)
+        if seq.in_worker:
+            seq.in_worker = False
+            self._departures.append(seq.seq_id)
+
+    def _stop_waiting(self, seq: Sequence) -> None:
+        if seq.request.group.waiting.discard(seq) and not self.waiting.discard(seq):
+            self.loaded.discard(seq)

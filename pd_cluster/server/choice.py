@@ -1,0 +1,97 @@
+"""One of the n sequences of a request on the text side: token ids in, parts of an answer out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pd_cluster.protocol.messages import FinishReason, SequenceTokens
+from pd_cluster.server.detokenizer import Detokenizer
+from pd_cluster.server.output_parser import ParserContext
+from pd_connectors.protocol.messages import SampledToken
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pd_cluster.server.detokenizer import Vocabulary
+    from pd_cluster.server.generation_request import GenerationRequest
+    from pd_cluster.server.output_parser import Part
+
+
+@dataclass(slots=True)
+class ChoiceOutput:
+    """What a choice has produced: in one step, in the steps of a backlog, or in all."""
+
+    index: int
+    parts: list[Part] = field(default_factory=list)
+    tokens: list[SampledToken] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it
+
+    def add(self, later: ChoiceOutput) -> None:
+        self.parts += later.parts
+        self.tokens += later.tokens
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+
+
+class Choice:
+    """Detokenizer and output parser of one sequence."""
+
+    def __init__(self, index: int, request: GenerationRequest, vocabulary: Vocabulary) -> None:
+        text = request.text
+        self.index = index
+        self.finished = False
+        self._include_stop = text.include_stop
+        self._stop_token_ids = request.sampling.stop_token_ids
+        self._parser = text.parser and text.parser(ParserContext(vocabulary, request.prompt))
+        self._detokenizer = Detokenizer(
+            vocabulary,
+            text.stop,
+            include_stop=text.include_stop,
+            skip_special=text.skip_special and not (self._parser and self._parser.reads_special_tokens),
+            min_tokens=request.sampling.min_tokens,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return self._detokenizer.num_tokens
+
+    @property
+    def met_stop_string(self) -> bool:
+        return self._detokenizer.stop is not None
+
+    def extend(self, new: SequenceTokens) -> ChoiceOutput:
+        """The output of these tokens. Tokens after the one that completed a stop string are dropped."""
+        detokenizer = self._detokenizer
+        texts, used = [], 0
+        for used, token in enumerate(new.tokens, 1):
+            ends_it = new.stop_token_id is not None and used == len(new.tokens)
+            texts.append(detokenizer.push(token.token_id, hidden=ends_it and not self._include_stop))
+            if detokenizer.stop is not None:
+                break
+        reason = new.finish_reason
+        # the model's own end token is not reported
+        stop = new.stop_token_id if new.stop_token_id in self._stop_token_ids else None
+        if detokenizer.stop is None and reason is not None:
+            texts.append(detokenizer.flush())
+        if detokenizer.stop is not None:
+            reason = FinishReason.STOP
+        self.finished = reason is not None
+        tokens = new.tokens[:used]
+        return ChoiceOutput(
+            self.index, self._parts("".join(texts), tokens), list(tokens), reason, detokenizer.stop or stop
+        )
+
+    def replay(self, token_ids: Iterable[int]) -> ChoiceOutput:
+        """Take over a stream in which another node has shown these tokens.
+
+        Pass the output to `ResponseShape.chunk` and drop the bytes: the client has them.
+        """
+        return self.extend(SequenceTokens(self.index, tuple(map(SampledToken, token_ids))))
+
+    def _parts(self, text: str, tokens: Sequence[SampledToken]) -> list[Part]:
+        if self._parser is None:
+            return [text] if text else []
+        parts = list(self._parser.push(text, [token.token_id for token in tokens]))
+        return parts + list(self._parser.flush()) if self.finished else parts

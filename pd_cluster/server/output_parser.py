@@ -1,0 +1,84 @@
+"""The seam for reasoning and tool calls: an output parser splits the text of a chat answer into parts.
+
+    token ids -> Detokenizer -> text -> OutputParser -> parts -> ResponseShape -> bytes
+
+A node has at most one parser (`--output-parser package.module:Class`). Without one the text is the content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
+
+from pd_cluster.errors import StartupError
+
+if TYPE_CHECKING:
+    from pd_cluster.server.detokenizer import Vocabulary
+
+Content = str  # a plain string, so that answers without a parser create no object for it
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A piece of the model's reasoning: `reasoning_content` of a chat answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A piece of one tool call. The first piece has `id` and `name`; `arguments` of all pieces join to JSON text."""
+
+    index: int  # of the call in the message, from 0
+    arguments: str = ""
+    id: str = ""
+    name: str = ""
+
+
+Part = Content | Reasoning | ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class ParserContext:
+    """What a parser is constructed with: one parser for each choice of a request."""
+
+    vocabulary: Vocabulary
+    prompt: Sequence[int]  # token ids; a chat template may have opened the reasoning
+
+
+class OutputParser(Protocol):
+    """Splits the text of one choice into parts.
+
+    The state must depend on the text and the token ids so far, not on how they were cut into calls of `push`. To
+    continue a stream of another node, all that is known is passed to one `push`, and the returned parts are dropped.
+    """
+
+    reads_special_tokens: bool  # True: special tokens are in `text`, and the parser removes them from the content
+
+    def push(self, text: str, token_ids: Sequence[int]) -> Sequence[Part]:
+        """The parts that became certain. `text` may lag behind `token_ids`: stop strings and characters are held."""
+
+    def flush(self) -> Sequence[Part]:
+        """The rest, when no more text comes. Called once."""
+
+
+ParserFactory = Callable[[ParserContext], OutputParser]
+
+
+def load_parser(path: str) -> ParserFactory | None:
+    """The parser class `package.module:Class`; None for "". Raises StartupError."""
+    if not path:
+        return None
+    flag = f"--output-parser {path}"
+    module_name, colon, class_name = path.partition(":")
+    if not (colon and module_name and class_name):
+        raise StartupError(f"{flag}: expected package.module:Class")
+    try:
+        factory: ParserFactory = getattr(import_module(module_name), class_name)
+    except Exception as error:  # the module is not ours: its import may raise anything
+        raise StartupError(f"{flag} cannot be imported: {error!r}") from error
+    if missing := [name for name in ("reads_special_tokens", "push", "flush") if not hasattr(factory, name)]:
+        raise StartupError(f"{flag} lacks {', '.join(missing)} of pd_cluster.server.output_parser.OutputParser")
+    return factory

@@ -1,0 +1,104 @@
+"""Which sizes of steps are captured, and which captured size serves a step. Pure: chunks in, a size out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pd_kernels.values import StepSize
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pd_cluster.scheduling.batch import SequenceChunk
+
+FAR_KEYS = 1024  # a chunk that ends behind this many keys is faster in a size for far chunks
+FEW_SEQS = 64  # most steps have fewer; room for more costs time where only the sampling rows go on
+# A size has room for this many chunks, or for as many as fit at this many tokens each. Empty tiles cost 0.1 ms a step
+# of 192 tokens (8B, one H200) where programs share keys, else nothing
+NEAR_CHUNKS, FAR_CHUNKS = (8, 16), (4, 32)
+_MOST_PADDING = 256  # tokens; computing more takes the device longer than the host takes to launch the step unpadded
+
+
+class GraphSizes:
+    """Chooses the captured size for a step.
+
+    The choice depends on the sizes and the chunks alone. One rank makes it for all ranks and names it with the batch.
+    """
+
+    def __init__(self, sizes: Iterable[StepSize]) -> None:
+        """`sizes`: what every rank has captured."""
+        self.sizes = tuple(sizes)
+        self._decodes = sorted((size for size in self.sizes if not size.num_chunks), key=lambda size: size.num_seqs)
+        self._steps = [size for size in self.sizes if size.num_chunks]
+
+    def choose(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
+        """The size that serves a step of these chunks, as small as possible; None: launch it without a graph.
+
+        Steps of decodes alone prefer a decode size. None also when all sizes are far too large, as for many chunks of
+        few tokens, or when no memory was left for smaller sizes.
+        """
+        if not chunks or not self.sizes:
+            return None
+        return self._choose_decodes(chunks) or self._choose_step(chunks)
+
+    def _choose_decodes(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
+        if not self._decodes or len(chunks) > self._decodes[-1].num_seqs:
+            return None
+        for chunk in reversed(chunks):  # chunks of several tokens come last
+            if chunk.num_tokens != 1 or chunk.num_samples != 1:
+                return None
+        return next(size for size in self._decodes if size.num_seqs >= len(chunks))
+
+    def _choose_step(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
+        num_tokens = num_decodes = 0
+        for chunk in chunks:
+            if chunk.num_samples > 1:
+                return None
+            if num_tokens == num_decodes and chunk.num_tokens == 1:
+                num_decodes += 1
+            num_tokens += chunk.num_tokens
+        later = chunks[num_decodes:]
+        is_far = any(chunk.start + chunk.num_tokens >= FAR_KEYS for chunk in later)
+        fitting = [
+            size for size in self._steps
+            if 0 <= size.num_tokens - num_tokens < _MOST_PADDING and size.num_seqs >= len(chunks)
+            and size.num_chunks >= len(later) and (size.has_decodes or not num_decodes)
+        ]  # fmt: skip
+        return min(
+            fitting,
+            key=lambda size: (size.num_tokens, size.has_decodes, size.num_seqs, size.is_far != is_far),
+            default=None,
+        )
+
+
+def decode_sizes(limit: int) -> list[StepSize]:
+    """Steps of decodes alone, for each of `bucket_sizes`."""
+    return [StepSize(size, size, 0, has_decodes=True) for size in bucket_sizes(limit)]
+
+
+def bucket_sizes(limit: int) -> list[int]:
+    """Numbers of decodes: 1, 2, 4, 8, then every 8th up to 64, every 16th from there, and `limit` itself."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, limit, 16), limit]
+    return sorted({size for size in sizes if size <= limit})
+
+
+def step_sizes(limit: int, max_seqs: int, *, with_far: bool) -> list[StepSize]:
+    """Steps with chunks, for each of `token_buckets`: no decodes; few sequences; `max_seqs` sequences.
+
+    Each of them for chunks near the start of their sequences, and `with_far` also for chunks behind many keys.
+    """
+    sizes = set()
+    for num_tokens in token_buckets(limit):
+        most = min(num_tokens, max_seqs)
+        few = min(FEW_SEQS, most)
+        for is_far, (least, num_tokens_each) in enumerate((NEAR_CHUNKS, FAR_CHUNKS)[: 1 + with_far]):
+            num_chunks = min(max(least, num_tokens // num_tokens_each), few)
+            for num_seqs, has_decodes in ((num_chunks, False), (few, True), (most, True)):
+                sizes.add(StepSize(num_tokens, num_seqs, num_chunks, has_decodes, bool(is_far)))
+    return sorted(sizes, key=lambda size: (size.num_tokens, size.num_seqs, size.has_decodes, size.is_far))
+
+
+def token_buckets(limit: int) -> list[int]:
+    """Every 64th up to 512, every 128th from there, `limit` itself: products compute whole tiles of 64 or 128 rows."""
+    sizes = [16, 32, *range(64, 512, 64), *range(512, limit, 128), limit]
+    return sorted({size for size in sizes if size <= limit})

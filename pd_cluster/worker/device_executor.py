@@ -1,0 +1,183 @@
+"""The executor of one device: one rank, in the engine's own process."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from pd_cluster.errors import InvalidRequest, StartupError
+from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
+from pd_cluster.worker.cuda_graphs.set_up import capture_steps, captured_bytes, captures_steps
+from pd_cluster.worker.kernel_selection import choose_kernels
+from pd_cluster.worker.kv_cache import DTYPES, KVCache
+from pd_cluster.worker.logits_stages.order import find_stage
+from pd_cluster.worker.memory_measurement import measure_free_bytes, run_largest_step
+from pd_cluster.worker.model_loading import describe_model, load_model
+from pd_cluster.worker.model_runner import ModelRunner
+from pd_cluster.worker.startup import run_phases
+from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
+from pd_connectors.protocol.layout import BlockLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_cluster.config import NodeConfig
+    from pd_cluster.models.model import Model
+    from pd_cluster.protocol.sampling_params import SamplingParams
+    from pd_cluster.scheduling.batch import Batch
+    from pd_cluster.worker.executor import ModelDescription
+    from pd_cluster.worker.logits_stages.stage import LogitsStage
+    from pd_cluster.worker.pending_step import PendingStep
+    from pd_connectors.base import CacheDescription
+    from pd_kernels.backends import Kernels
+    from pd_kernels.values import StepSize
+
+_BLOCK_SIZE_STEP = 16  # the hash unit: blocks are whole numbers of it
+
+
+class DeviceExecutor:
+    """An Executor. See there for the phases; what a phase sets below exists from then on."""
+
+    model: ModelDescription  # load
+    layout: BlockLayout
+    _kernels: Kernels
+    _model: Model
+    _cache: KVCache  # allocate
+    _outside_stages: list[type[LogitsStage]]
+    _runner: ModelRunner  # warm_up
+    _graph_sizes: GraphSizes
+
+    def __init__(self, config: NodeConfig, progress: Callable[[str], None]) -> None:
+        """`progress` receives lines about the weights, kernels and graphs. Raises StartupError without a device."""
+        self._config = config
+        self._progress = progress
+        self._device = _resolve_device(config.model.device)
+        self._cleanup = ExitStack()
+
+    @classmethod
+    def started(cls, config: NodeConfig, progress: Callable[[str], None]) -> Self:
+        """An executor that has been through all its phases. Raises StartupError."""
+        executor = cls(config, progress)
+        run_phases(executor, config.cache, progress)
+        return executor
+
+    @property
+    def num_blocks(self) -> int:
+        return self._cache.num_blocks
+
+    @property
+    def num_host_blocks(self) -> int:
+        return self._cache.num_host_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self.layout.block_size
+
+    @property
+    def cache(self) -> CacheDescription:
+        """The one rank's cache, for a connector."""
+        return self._cache.describe()
+
+    def load(self) -> None:
+        config, progress, device = self._config, self._progress, self._device
+        if device.type == "cpu" and config.model.num_threads:
+            torch.set_num_threads(config.model.num_threads)
+        # First, so that a wrong path ends the start before the weights are read
+        self._outside_stages = [find_stage(path) for path in config.model.logits_stages]
+        self.model = describe_model(config.model, device)
+        block_size = _resolve_block_size(config.cache.block_size, device)
+        self.layout = BlockLayout(self.model.spec.kv_groups(block_size, self.model.dtype))
+        self._kernels = choose_kernels(config, self.model, block_size, device, progress)
+        self._model = load_model(self.model, config.model, self._kernels, device, progress)
+
+    def free_kv_bytes(self) -> int:
+        config, limits = self._config.cache, self._config.scheduler
+        if self._device.type == "cpu":
+            return int(config.kv_cache_gb * 1e9)
+        free = measure_free_bytes(
+            self.layout, limits.max_num_batched_tokens, self._run_largest_step, config.gpu_memory_utilization,
+            self._device,
+        )  # fmt: skip
+        if captures_steps(limits, self._kernels, self._device):
+            free -= captured_bytes(limits, self.model.vocab_size * DTYPES[self.model.dtype].itemsize)
+        return int(free)
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> tuple[CacheDescription, ...]:
+        self._cache = KVCache.allocate(self.layout, num_blocks, num_host_blocks, self._device)
+        return (self.cache,)
+
+    def warm_up(self) -> tuple[StepSize, ...]:
+        limits, device = self._config.scheduler, self._device
+        self._run_first_steps()
+        try:
+            self._runner = runner = self._make_runner(self._cache, self.model.max_model_len)
+            if captures_steps(limits, self._kernels, device):
+                captured = capture_steps(self._model, runner, limits, device, self._cleanup, self._progress)
+                runner.use_graphs(captured)
+        except torch.OutOfMemoryError as error:
+            hint = "lower --gpu-memory-utilization or --max-graph-tokens"
+            raise StartupError(f"{device} has no room for captured steps: {hint} ({error})") from error
+        except RuntimeError as error:
+            raise StartupError(f"steps cannot be captured on {device}: {error}") from error
+        self._graph_sizes = GraphSizes(runner.graph_sizes)
+        return self._graph_sizes.sizes
+
+    def check(self, sampling: SamplingParams) -> None:
+        for kind in self._outside_stages:
+            try:
+                kind.check(sampling)
+            except Exception as error:  # the stage is foreign and may raise anything
+                raise InvalidRequest(f"logits_args: {error}", "logits_args") from error
+
+    def launch(self, batch: Batch) -> PendingStep:
+        return self._runner.launch(batch, self._graph_sizes.choose(batch.chunks))
+
+    def watch_logits(self, watcher: Callable[[torch.Tensor], None] | None) -> None:
+        """Show `watcher` the logits [R, vocab_size] of every step's R samples, in the order of `launch`.
+
+        It sees them before they are adjusted and drawn from, on the device. A later step overwrites them: copy what is
+        needed. None removes the watcher.
+        """
+        self._runner.watcher = watcher
+
+    def close(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._cleanup.close()
+
+    def _make_runner(self, cache: KVCache, max_len: int) -> ModelRunner:
+        return ModelRunner.make(
+            self._model, cache, self._kernels, self._config, self.model.eos_token_ids, max_len, self._device
+        )
+
+    def _run_largest_step(self, scratch: KVCache) -> None:
+        limits = self._config.scheduler
+        budget = limits.max_num_batched_tokens
+        runner = self._make_runner(scratch, budget)
+        run_largest_step(runner, budget, limits.max_num_seqs, self.model.max_model_len, self.block_size)
+
+    def _run_first_steps(self) -> None:
+        """Compile and load what steps need, on rows of their own. Leaves the cache zeroed."""
+        max_len = self.model.max_model_len
+        runner = self._make_runner(self._cache, max_len)
+        run_first_steps(runner, self.block_size, max_len)
+        if self._device.type == "cuda":
+            run_steps_of_all_kinds(runner, self.block_size, max_len, self._config.scheduler)
+        for tensor in self._cache.tensors:
+            tensor[:NUM_BLOCKS].zero_()
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise StartupError("--device cuda: torch finds no CUDA device")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
+
+
+def _resolve_block_size(wanted: int, device: torch.device) -> int:
+    if wanted % _BLOCK_SIZE_STEP or wanted < 0:
+        raise StartupError(f"--block-size {wanted} is not a multiple of {_BLOCK_SIZE_STEP}")
+    return wanted or (16 if device.type == "cpu" else 64)

@@ -1,0 +1,46 @@
+"""The ban on a sequence's end before `min_tokens`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from pd_cluster.worker.logits_stages.stage import LogitsStage
+from pd_cluster.worker.logits_stages.token_lists import RowLists
+
+if TYPE_CHECKING:
+    from pd_cluster.protocol.sampling_params import SamplingParams
+    from pd_cluster.scheduling.batch import SequenceStart
+    from pd_cluster.worker.logits_stages.stage import StageContext
+    from pd_cluster.worker.logits_stages.token_lists import ListInputs
+    from pd_kernels.values import Ints
+
+
+class MinTokens(LogitsStage):
+    """Bans EOS and the request's stop ids from the first `min_tokens` tokens."""
+
+    def __init__(self, context: StageContext) -> None:
+        self._eos_token_ids = context.eos_token_ids
+        self._lists = RowLists(context, self._banned)
+        self._until = np.zeros(context.num_rows, np.int64)  # sequence length from which the row's list is allowed
+
+    def start(self, row: int, start: SequenceStart) -> bool:
+        params = start.sampling
+        is_active = self._lists.start(row, params, is_wanted=params.min_tokens > 0)
+        self._until[row] = start.num_prompt_tokens + params.min_tokens if is_active else 0
+        return is_active
+
+    def prepare(self, rows: Ints, lengths: Ints) -> ListInputs | None:
+        return self._lists.prepare(rows, np.flatnonzero(lengths < self._until[rows]))
+
+    def apply(self, logits: torch.Tensor, inputs: ListInputs) -> None:
+        if (entries := inputs.entries) is not None:
+            logits[entries.rows, entries.tokens] = -torch.inf
+        for shift in inputs.shifts:
+            shift.apply(logits)
+
+    def _banned(self, params: SamplingParams) -> dict[int, float]:
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
+        return dict.fromkeys(sorted(ends), -np.inf)

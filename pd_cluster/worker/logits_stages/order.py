@@ -1,0 +1,47 @@
+"""The order in which logits stages run."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from pd_cluster.errors import StartupError
+from pd_cluster.worker.logits_stages.bias import Bias
+from pd_cluster.worker.logits_stages.min_tokens import MinTokens
+from pd_cluster.worker.logits_stages.penalties import Penalties
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd_cluster.worker.logits_stages.stage import LogitsStage, StageContext
+
+
+# Temperature, top k, top p and min p come after all stages, with the draw
+ORDER: tuple[type[LogitsStage], ...] = (Penalties, Bias, MinTokens)
+_PARTS = ("is_late", "check", "start", "prepare", "apply", "note")
+
+
+def find_stage(path: str) -> type[LogitsStage]:
+    """The class at an import path "package.module:Class". Raises StartupError when that is no LogitsStage."""
+    module, _, name = path.partition(":")
+    try:
+        if not (module and name):
+            raise ValueError("write package.module:Class")
+        kind: type[LogitsStage] = getattr(importlib.import_module(module), name)
+    except Exception as error:  # the module is foreign and may raise anything
+        raise StartupError(f"--logits-stage {path}: {error}") from error
+    if missing := [part for part in _PARTS if not hasattr(kind, part)]:
+        raise StartupError(f"--logits-stage {path} is not a LogitsStage: it lacks {', '.join(missing)}")
+    return kind
+
+
+def make_stages(context: StageContext, import_paths: Sequence[str] = ()) -> tuple[LogitsStage, ...]:
+    """A worker's stages: the built-in ones, then those at `import_paths`. Raises StartupError."""
+    stages = [kind(context) for kind in ORDER]
+    for path in import_paths:
+        kind = find_stage(path)
+        try:
+            stages.append(kind(context))
+        except Exception as error:  # as above
+            raise StartupError(f"--logits-stage {path}: {error}") from error
+    return tuple(stages)

@@ -1,0 +1,81 @@
+"""What every logits stage does, and what it is made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    from pd_cluster.protocol.sampling_params import SamplingParams
+    from pd_cluster.scheduling.batch import SequenceStart
+    from pd_kernels.values import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class StageContext:
+    """The worker, as far as a stage needs to know it."""
+
+    num_rows: int  # sequences at once; each has a row of its own while it is in the worker
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    device: torch.device
+    move: Callable[[npt.NDArray[np.generic]], torch.Tensor]  # to the device, with a step's other inputs: see `prepare`
+
+
+class LogitsStage(Protocol):
+    """One kind of change to the logits before a token is drawn. Subclass it, or write a class of the same shape.
+
+    A request names what it wants in its SamplingParams; stages from outside read `logits_args`. A stage is asked only
+    in steps in which it is active in a row. Steps without any active row skip all stages, and where a step asks for
+    temperature and seed alone, its graph draws the tokens. In a step with an active row, all tokens are drawn after the
+    forward pass, which may still be replayed.
+
+    All methods run on the engine's thread. An exception ends the engine, except in `check`. A worker's start makes
+    several instances, also to measure memory. Every node of a cluster needs the same stages, because P samples the
+    first token.
+    """
+
+    is_late: bool = False
+    """True if `prepare` needs the values of all earlier tokens on the host, as grammars do.
+
+    Steps with an active row of such a stage are drawn when the result of the step before has been read, not at launch.
+    """
+
+    def __init__(self, context: StageContext) -> None: ...
+
+    @staticmethod
+    def check(sampling: SamplingParams) -> None:
+        """Raise any exception, with the reason as text, for a request that the stage cannot serve: its client gets 400.
+
+        Called for every request when it is admitted.
+        """
+
+    def start(self, row: int, start: SequenceStart) -> bool:
+        """Set a row from scratch, from all that is known of its sequence. -> whether the stage is active in the row.
+
+        Called when a sequence enters the worker, and again when it comes back after preemption.
+        """
+
+    def prepare(self, rows: Ints, lengths: Ints) -> Any | None:
+        """What `apply` needs for the logits of `rows` (int64 [R]); None: it changes nothing in this step.
+
+        At least one of the rows is active. `lengths` (int64 [R]): each sequence's tokens before the sampled one. A row
+        that samples several first tokens occurs several times, in neighbouring places. Runs while the device is busy,
+        so it must not wait for it. Tensors from `StageContext.move` have their values in `apply`, not before.
+        """
+
+    def apply(self, logits: torch.Tensor, inputs: Any) -> None:
+        """Change `logits` (float32 [R, vocab_size], on the device) in place. `inputs`: what `prepare` returned."""
+
+    def note(self, rows: Ints, token_ids: torch.Tensor) -> None:
+        """Each of `rows` (distinct, at least one is active) continues with its token (int64 [len(rows)]).
+
+        On the device, at the step's launch. For a late stage: in host memory, when the step's result is read.
+        """
+        return

@@ -1,0 +1,56 @@
+"""How much of a GPU's memory the KV cache may have: what the weights and the largest step leave."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
+from pd_cluster.worker.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_cluster.worker.model_runner import ModelRunner
+    from pd_connectors.protocol.layout import BlockLayout
+
+CUDA_CONTEXT_BYTES = 0.7e9  # of the driver and the libraries, which no allocator statistic shows
+
+
+def measure_free_bytes(
+    layout: BlockLayout,
+    budget: int,
+    run_largest_step: Callable[[KVCache], None],
+    utilization: float,
+    device: torch.device,
+) -> float:
+    """Bytes that `utilization` of the GPU leaves after the weights and the activations of a step of `budget` tokens.
+
+    The share is this process's own: nodes that share a GPU each get their share, whichever allocates first.
+    """
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    scratch = KVCache.allocate(layout, -(-budget // layout.block_size) + 1, 0, device)
+    run_largest_step(scratch)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before - scratch.num_bytes
+    del scratch
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    own = torch.cuda.memory_reserved(device) + CUDA_CONTEXT_BYTES
+    return min(total * utilization - own, free) - peak
+
+
+def run_largest_step(runner: ModelRunner, budget: int, num_seqs: int, max_model_len: int, block_size: int) -> None:
+    """Run a step with the whole token budget in as many sequences as may run, each with every sampling feature."""
+    params = SamplingParams(max_tokens=1, top_k=50, top_p=0.9, frequency_penalty=0.1, logprobs=1)
+    share, rest = divmod(budget, num_seqs)
+    sizes = [min(share + (i >= num_seqs - rest), max_model_len) for i in range(num_seqs)]
+    blocks = (0,) * -(-max(sizes) // block_size)
+    seeds = (0, 1)  # a step may sample twice as many tokens as sequences run: see `BatchBuilder.rows`
+    starts = tuple(SequenceStart(i, (0,) * size, size, blocks, params, i, seeds) for i, size in enumerate(sizes))
+    chunks = tuple(SequenceChunk(i, 0, size, num_samples=2) for i, size in enumerate(sizes))
+    runner.launch(Batch(0, starts, chunks)).result()

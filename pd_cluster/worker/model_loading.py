@@ -1,0 +1,77 @@
+"""From a model's files to its description and its weights on the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pd_cluster.errors import StartupError
+from pd_cluster.models.directory import model_directory, read_json
+from pd_cluster.models.fingerprint import fingerprint
+from pd_cluster.models.hf_config import read_eos_token_ids
+from pd_cluster.models.registry import build_model, resolve_spec
+from pd_cluster.models.weights import fill_at_random, load_weights
+from pd_cluster.worker.executor import ModelDescription
+from pd_cluster.worker.kv_cache import DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_cluster.config import ModelConfig
+    from pd_cluster.models.model import Model
+    from pd_kernels.backends import Kernels
+
+
+def describe_model(config: ModelConfig, device: torch.device) -> ModelDescription:
+    """What the model's files and the settings say. Reads no weights. Raises StartupError."""
+    directory = model_directory(config.model)
+    raw = read_json(directory / "config.json")
+    spec = resolve_spec(directory, raw)
+    dtype = _resolve_dtype(config.dtype, spec.dtype, device)
+    dummy_name = f"dummy seed={config.seed} {device.type} {dtype}"
+    return ModelDescription(
+        spec=spec,
+        eos_token_ids=read_eos_token_ids(directory, raw),
+        max_model_len=_resolve_max_len(config.max_model_len, spec.max_len),
+        dtype=dtype,
+        device=str(device),
+        fingerprint=fingerprint(spec, dummy_name if config.load_format == "dummy" else directory),
+    )
+
+
+def load_model(
+    description: ModelDescription,
+    config: ModelConfig,
+    kernels: Kernels,
+    device: torch.device,
+    progress: Callable[[str], None],
+) -> Model:
+    """The model with its weights, random ones for the load format "dummy". Raises StartupError."""
+    spec = description.spec
+    try:
+        model = build_model(spec, kernels, description.max_model_len, DTYPES[description.dtype], device)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        raise StartupError(f"the weights of {spec.architecture} do not fit on {device}: {error}") from error
+    if config.load_format == "dummy":
+        fill_at_random(model, config.seed)
+    else:
+        load_weights(model, model_directory(config.model), spec.tied_embeddings, progress)
+    model.finish_loading()
+    return model
+
+
+def _resolve_dtype(name: str, checkpoint: str, device: torch.device) -> str:
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else checkpoint
+    if name not in DTYPES:
+        raise StartupError(f"dtype {name} is not served; choose one of {', '.join(DTYPES)}")
+    return name
+
+
+def _resolve_max_len(wanted: int, limit: int) -> int:
+    if wanted and wanted < 2:
+        raise StartupError(f"--max-model-len {wanted} has no room for a prompt and an output token")
+    if wanted > limit:
+        raise StartupError(f"--max-model-len {wanted} exceeds the model's own limit of {limit} tokens")
+    return wanted or limit

@@ -1,0 +1,36 @@
+"""The metrics that every HTTP server of the cluster exports."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import Counter, Gauge
+
+from pd_http.gate import HttpGate
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from pd_http.limits import HttpLimits
+
+EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class HttpMetrics:
+    """Connections of one server. `prefix`: of the metrics' names."""
+
+    def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
+        self._refusals = Counter(
+            f"{prefix}_http_refusals", "Connections that the server ended by itself.", ["reason"], registry=registry
+        )
+        self._connections = Gauge(f"{prefix}_http_connections", "Open connections of clients.", registry=registry)
+        self._unfinished_bytes = Gauge(
+            f"{prefix}_http_unfinished_bytes", "Memory of requests that have not arrived whole.", registry=registry
+        )
+
+    def make_gate(self, limits: HttpLimits, num_files: int, files_per_request: int) -> HttpGate:
+        """The bounds of the server, exported here. `num_files`: open files that the process may have."""
+        gate = HttpGate(limits, num_files, files_per_request, lambda word: self._refusals.labels(word).inc())
+        self._connections.set_function(gate.__len__)
+        self._unfinished_bytes.set_function(lambda: gate.unfinished_bytes)
+        return gate

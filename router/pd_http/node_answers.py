@@ -1,0 +1,79 @@
+"""What a router or a decode node reads from a node's answers: errors, health, and the events of a prefill leg."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from pd_http.sse import Event, SseParser
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+# `kv_transfer_params` of a request that is only to be prefilled: what vLLM's connector expects too.
+ASK_TICKET: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class PrefillEvents:
+    """The events of one prefill leg: "ticket" first, at the end "done"; "error" may replace either.
+
+    `read` returns the next bytes of the answer, b"" at its end. What it raises passes through; an event that is too
+    long raises ValueError.
+    """
+
+    __slots__ = ("_parser", "_ready")
+
+    def __init__(self) -> None:
+        self._parser = SseParser()
+        self._ready: list[Event] = []  # a short prompt's "done" may arrive together with its ticket
+
+    async def ticket(self, read: Callable[[], Awaitable[bytes]]) -> Event | None:
+        """The "ticket" or "error" event. None: the answer ended before."""
+        while (event := await self._next(read)) is not None:
+            if event.name in ("ticket", "error"):
+                return event
+        return None
+
+    async def outcome(self, read: Callable[[], Awaitable[bytes]]) -> Event | None:
+        """Read to the end. The last "error" event if there was one, else "done". None: the answer broke off."""
+        found: dict[str, Event] = {}
+        while (event := await self._next(read)) is not None:
+            found[event.name] = event
+        return found.get("error") or found.get("done")
+
+    async def _next(self, read: Callable[[], Awaitable[bytes]]) -> Event | None:
+        while not self._ready:
+            chunk = await read()
+            if not chunk:
+                return None
+            self._ready = self._parser.feed(chunk)
+        return self._ready.pop(0)
+
+
+def object_in(body: bytes) -> dict[str, Any]:
+    """The JSON object in an answer; empty if the answer is anything else."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def code_of(body: bytes) -> str:
+    """`error.code` of an answer; "" if it has none."""
+    error = object_in(body).get("error")
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, str) else ""
+
+
+def has_lost_requests(health: Mapping[str, Any]) -> bool:
+    """Whether a node's /health says that its engine is dead, or that the process is too new to know a request."""
+    return health.get("status") in ("dead", "starting")

@@ -1,0 +1,121 @@
+"""The answering side of one HTTP request, and the watch that ends the work when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from starlette.responses import Response
+
+from pd_http.body import ClientGone
+from pd_http.sse import EVENT_STREAM, error_event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+    from typing import TypeAlias
+
+    from starlette.types import Receive, Send
+
+    from pd_http.errors import PdError
+
+    HeaderList: TypeAlias = list[tuple[bytes, bytes]]
+    ErrorEvent: TypeAlias = Callable[[PdError], bytes]
+
+JSON_TYPE = (b"content-type", b"application/json")
+EVENTS_HEADERS = ((b"content-type", EVENT_STREAM.encode() + b"; charset=utf-8"), (b"cache-control", b"no-cache"))
+
+
+class Reply:
+    """One answer. Either `json` or `whole` once, or `start` or `start_events`, then `write`..., then `end`."""
+
+    __slots__ = ("_on_error", "_send", "ended", "headers", "started", "status")
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._on_error: ErrorEvent | None = None
+        self.headers: dict[str, str] = {}  # of any answer, beside its own
+        self.started = False
+        self.ended = False  # every byte was handed to the server: a disconnect does not matter any more
+        self.status = 0
+
+    async def start(self, status: int, headers: HeaderList, on_error: ErrorEvent | None = None) -> None:
+        """`on_error` makes the last bytes of an answer that fails after its start. None: it is left incomplete."""
+        self.started = True
+        self.status = status
+        self._on_error = on_error
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *_raw(self.headers)]})
+
+    async def start_events(self, headers: Mapping[str, str], on_error: ErrorEvent = error_event) -> None:
+        await self.start(200, [*EVENTS_HEADERS, *_raw(headers)], on_error)
+
+    async def write(self, content: bytes) -> None:
+        if content:
+            await self._send({"type": "http.response.body", "body": content, "more_body": True})
+
+    async def end(self, content: bytes = b"") -> None:
+        self.ended = True
+        await self._send({"type": "http.response.body", "body": content, "more_body": False})
+
+    async def whole(self, status: int, headers: HeaderList, content: bytes) -> None:
+        await self.start(status, [*headers, (b"content-length", str(len(content)).encode())])
+        await self.end(content)
+
+    async def json(self, status: int, body: Any, headers: Mapping[str, str] | None = None) -> None:
+        await self.whole(status, [JSON_TYPE, *_raw(headers or {})], orjson.dumps(body))
+
+    async def fail(self, error: PdError) -> None:
+        """Answer with `error`: as a status if nothing was sent, else as the last event of a stream.
+
+        Any other answer that has begun is left incomplete: the server then closes the connection.
+        """
+        if not self.started:
+            await self.json(error.status, error.to_body())
+        elif self._on_error is not None and not self.ended:
+            self.status = error.status
+            await self.end(self._on_error(error))
+
+
+def _raw(headers: Mapping[str, str]) -> HeaderList:
+    return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+
+
+def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A whole JSON answer as a starlette response."""
+    return Response(orjson.dumps(body), status, headers, "application/json")
+
+
+class DisconnectWatch:
+    """While entered, a client that leaves cancels the current task; the `with` block then raises ClientGone.
+
+    ASGI reports a disconnect only to a call of `receive`, so a second task awaits it beside the work.
+    """
+
+    __slots__ = ("_gone", "_receive", "_reply", "_task", "_watcher")
+
+    def __init__(self, receive: Receive, reply: Reply) -> None:
+        self._receive = receive
+        self._reply = reply
+        self._gone = False
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._watcher = asyncio.ensure_future(self._watch())
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass  # an empty part of a body that was complete already
+        if not self._reply.ended:  # servers report a disconnect after the last byte of the answer too
+            self._gone = True
+            self._task.cancel()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watcher.cancel()
+        if self._gone:
+            self._task.uncancel()
+            raise ClientGone from error

@@ -1,0 +1,33 @@
+"""How uvicorn serves an app within the bounds of `HttpLimits`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from pd_http.files import raise_file_limit
+
+if TYPE_CHECKING:
+    from pd_http.limits import HttpLimits
+    from pd_http.metrics import HttpMetrics
+
+
+def server_config(
+    app: Any, limits: HttpLimits, metrics: HttpMetrics, files_per_request: int, **settings: Any
+) -> uvicorn.Config:
+    """uvicorn's settings for a server of router or node. `settings`: more of uvicorn's.
+
+    The server classes stay apart: the node's process handles signals itself, the router hands over on SIGHUP.
+    """
+    return uvicorn.Config(
+        app,
+        http=metrics.make_gate(limits, raise_file_limit(), files_per_request).protocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=max(1, round(limits.client_keepalive_s)),
+        **settings,
+    )

@@ -1,0 +1,114 @@
+"""Settings as fields of frozen dataclasses, and their command-line flags.
+
+A field's metadata: `help`, and optionally `choices`, `metavar`, `flag` (if it differs from the name), `env` (an
+environment variable that counts if the flag is absent), and for `check_numbers` the bounds `least` (default: 0),
+`most` and `positive` (default: for timeouts and intervals). The absence of a flag is kept apart from its default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import Field, field, fields
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from pd_http.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+MAX_PORT = 65535
+_POSITIVE = ("_timeout_s", "_interval_s")  # suffixes of settings that must be above 0
+_METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT"}
+
+
+def setting(default: Any, help: str, **metadata: Any) -> Any:
+    """A dataclass field that becomes a flag."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+def flag_of(item: Field[Any]) -> str:
+    """The flag's name, without leading dashes."""
+    return str(item.metadata.get("flag", item.name)).replace("_", "-")
+
+
+def add_flags(group: argparse._ActionsContainer, kind: type, skip: Collection[str] = ()) -> None:
+    """One flag per field of the dataclass `kind`, of type bool, int, float, str or tuple[str, ...].
+
+    `skip`: names of fields without a flag.
+    """
+    types = get_type_hints(kind)
+    for item in fields(kind):
+        if item.name not in skip:
+            options = _options(item, types[item.name])
+            group.add_argument(f"--{flag_of(item)}", dest=item.name, default=argparse.SUPPRESS, **options)
+
+
+def given_values(given: Mapping[str, Any], kind: type, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Field name -> value, for the fields of `kind` that are in `given` (of a parsed namespace) or in `environ`.
+
+    Raises StartupError if a value of the environment is of the wrong type.
+    """
+    types = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for item in fields(kind):
+        env = item.metadata.get("env", "")
+        if item.name in given:
+            value = given[item.name]
+            values[item.name] = tuple(value) if isinstance(value, list) else value
+        elif env and environ.get(env):
+            values[item.name] = _from_environment(env, environ[env], item, types[item.name])
+    return values
+
+
+def check_numbers(settings: Any) -> None:
+    """Raises StartupError for a number that is out of its field's bounds, or is not finite, naming its flag."""
+    for item in fields(settings):
+        value = getattr(settings, item.name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        flag, least, most = f"--{flag_of(item)}", item.metadata.get("least", 0), item.metadata.get("most")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise StartupError(f"{flag} {value} is not a number")
+        if value < least:
+            raise StartupError(f"{flag} must be at least {least}, not {value}")
+        if most is not None and value > most:
+            raise StartupError(f"{flag} must be at most {most}, not {value}")
+        if value == 0 and (item.metadata.get("positive") or item.name.endswith(_POSITIVE)):
+            raise StartupError(f"{flag} must be above 0")
+
+
+def port_number(text: str) -> int:
+    """argparse type: a TCP port, 0 for any free one."""
+    number = int(text)
+    if not 0 <= number <= MAX_PORT:
+        raise argparse.ArgumentTypeError(f"{number} is not a port: write 0 to {MAX_PORT} (0: any free one)")
+    return number
+
+
+def _options(item: Field[Any], kind: Any) -> dict[str, Any]:
+    text = item.metadata["help"]
+    if env := item.metadata.get("env"):
+        text = f"{text} [${env}]"
+    if isinstance(item.default, bool):
+        text = f"{text} (default: {'on' if item.default else 'off'})"
+    elif item.default:
+        text = f"{text} (default: {item.default})"
+    text = text.replace("%", "%%")
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction, "help": text}
+    if kind == tuple[str, ...]:
+        return {"nargs": "+", "action": "extend", "metavar": item.metadata.get("metavar", _METAVARS[str]), "help": text}
+    choices = item.metadata.get("choices")
+    return {"type": kind, "choices": choices, "metavar": None if choices else _METAVARS[kind], "help": text}
+
+
+def _from_environment(env: str, text: str, item: Field[Any], kind: type) -> Any:
+    try:
+        value = text.lower() in ("1", "true", "yes", "on") if kind is bool else kind(text)
+    except ValueError as error:
+        raise StartupError(f"${env} must be {kind.__name__}, not {text!r}") from error
+    choices = item.metadata.get("choices")
+    if choices and value not in choices:
+        raise StartupError(f"${env} must be one of {', '.join(choices)}, not {text!r}")
+    return value

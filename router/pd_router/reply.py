@@ -1,0 +1,47 @@
+"""The router's answer to a client: how it ends when the router stops or has a bug."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+from pd_http.errors import PdError
+from pd_http.reply import Reply
+from pd_router.errors import Stopping
+
+if TYPE_CHECKING:
+    from starlette.types import Send
+
+log = logging.getLogger("pd_router")
+STOP_FLUSH_S = 1.0  # time for a client to accept the last bytes of a stopping router
+
+
+class RouterReply(Reply):
+    """Every answer carries `x-request-id`; errors with status 503 carry `retry-after`."""
+
+    __slots__ = ("_request_id",)
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        super().__init__(send)
+        self._request_id = request_id
+        self.headers["x-request-id"] = request_id
+
+    async def fail(self, error: PdError) -> None:
+        if error.status == 503 and not self.started:
+            self.headers["retry-after"] = "1"
+        await super().fail(error)
+
+    async def stopped(self) -> None:
+        """End the answer, because the router stops."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_FLUSH_S):
+                await self.fail(Stopping("the router is shutting down; try again"))
+
+    async def crashed(self, error: Exception) -> None:
+        """For a bug. Raises `error` if an answer has begun: the server then logs it and closes the connection."""
+        if self.started:
+            raise error
+        log.error("request %s: a bug", self._request_id, exc_info=error)
+        await self.fail(PdError("internal error"))

@@ -1,0 +1,103 @@
+"""Several tokens of one step, and answers that go on behind output tokens from another engine."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pd_cluster.errors import InvalidRequest
+from pd_cluster.protocol.messages import FinishReason, Work
+from pd_cluster.scheduling.batch import StepResult
+from pd_connectors.protocol.messages import SampledToken
+from tests.scheduling.simulation import BLOCK_SIZE, begun, message, prompt
+from tests.scheduling.world import World
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("num_known", [1, 5, BLOCK_SIZE + 1])
+def test_an_answer_goes_on_behind_its_known_tokens(n: int, num_known: int) -> None:
+    """The client's check is that known tokens and new ones together are the whole answer."""
+    world = World(num_blocks=64)
+    request = world.submit(begun(message("a", prompt(3 * BLOCK_SIZE), max_tokens=40, n=n), num_known))
+    assert world.scheduler.num_waiting == n
+    world.run_until_idle()
+    whole = 3 * BLOCK_SIZE + num_known // BLOCK_SIZE * BLOCK_SIZE
+    # of n sequences one computes the prompt, which the others find cached; all compute their own tokens but the last
+    shared = (n - 1) * 3 * BLOCK_SIZE
+    assert world.worker.num_tokens_computed == n * (3 * BLOCK_SIZE + 39) - shared
+    assert world.scheduler.counters["prefix_cache_queried_tokens_total"] == 3 * BLOCK_SIZE
+    again = world.submit(begun(message("b", prompt(3 * BLOCK_SIZE), max_tokens=40, n=n), num_known))
+    world.start_step()
+    assert again.sequences[0].num_computed_tokens > whole - BLOCK_SIZE, "known tokens are cached as prompts are"
+    world.run_until_idle()
+    assert request.finished
+    world.check_empty()
+
+
+def test_sequences_may_know_different_numbers_of_tokens() -> None:
+    world = World()
+    asked = begun(message("a", prompt(20), max_tokens=12, n=2), 5)
+    world.submit(msgspec.structs.replace(asked, known=(asked.known[0], ())))
+    world.run_until_idle()
+    world.check_empty()
+
+
+def test_an_answer_that_knows_its_tokens_may_be_preempted() -> None:
+    world = World(num_blocks=6, prefix_caching=False)
+    for index in range(3):
+        world.submit(begun(message(f"r{index}", prompt(20, index), max_tokens=30), 7))
+    world.run_until_idle()
+    assert world.scheduler.counters["preemptions_recompute_total"] > 0
+    world.check_empty()
+
+
+@pytest.mark.parametrize(
+    ("known", "work", "what"),
+    [
+        (((1,),), Work.GENERATE, "known has tokens of 1 sequences; n is 2"),
+        (((1,), (1, 2, 3, 4)), Work.GENERATE, "4 known tokens leave nothing to generate: max_tokens is 4"),
+        (((1,), (2,)), Work.TAKE_OVER, "known tokens are for generate requests, not for take_over"),
+    ],
+)
+def test_known_tokens_that_no_answer_can_follow_are_refused(
+    known: tuple[tuple[int, ...], ...], work: Work, what: str
+) -> None:
+    world = World()
+    with pytest.raises(InvalidRequest, match=what) as caught:
+        world.submit(message("a", prompt(20), max_tokens=4, n=2, work=work, known=known))
+    assert caught.value.param == "known"
+    world.check_empty()
+
+
+def test_steps_may_sample_several_tokens_of_a_sequence() -> None:
+    world = World(longest_run=4, num_blocks=64)
+    requests = [world.submit(message(f"r{index}", prompt(20, index), max_tokens=60)) for index in range(3)]
+    for _ in range(45):
+        world.start_step()
+        for seq in (request.sequences[0] for request in requests if not request.finished):
+            assert seq.num_computed_tokens == len(seq.token_ids) - 1, "all but the last are computed"
+            assert seq.table is not None
+            assert len(seq.table.path) == seq.num_computed_tokens // BLOCK_SIZE, "whole blocks are cached at once"
+    assert all(request.finished for request in requests)
+    world.check_empty()
+
+
+def test_what_a_step_samples_behind_the_end_is_dropped() -> None:
+    """The worker runs on as far as its blocks reach; a sequence ends within a run, by its limit or by EOS."""
+    world = World(longest_run=50, num_blocks=64)
+    for index in range(12):
+        world.submit(message(f"r{index}", prompt(17, index), max_tokens=3 + index, ignore_eos=False))
+    world.run_until_idle()
+    reasons = {client.reasons[0] for client in world.clients.values()}
+    assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
+    world.check_empty()
+
+
+def test_no_step_may_be_planned_behind_one_that_samples_several_tokens() -> None:
+    """It would start at a wrong position: a planner that lets steps sample more must not plan ahead of them."""
+    world = World()
+    request = world.submit(message("a", prompt(20), max_tokens=40))
+    first, _ = world.scheduler.schedule(), world.scheduler.schedule()
+    run = (SampledToken(1), SampledToken(2))
+    with pytest.raises(AssertionError, match="planned behind one that sampled several tokens"):
+        world.scheduler.update(first, StepResult(first.step, {request.sequences[0].seq_id: run}))

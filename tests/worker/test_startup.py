@@ -1,0 +1,124 @@
+"""An executor's phases: their order, what each needs of the one before, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig
+from pd_cluster.errors import StartupError
+from pd_cluster.worker.device_executor import DeviceExecutor
+from pd_cluster.worker.startup import run_phases
+from tests.connectors.layouts import full_layout
+from tests.worker.driver import make_executor
+
+if TYPE_CHECKING:
+    from pd_cluster.worker.executor import Executor
+    from pd_connectors.base import CacheDescription
+    from pd_kernels.values import StepSize
+    from tests.worker.conftest import ModelStore
+
+PHASES = ("load", "free_kv_bytes", "allocate", "warm_up")
+
+
+class Phases:
+    """An executor that notes its phases. One of them may fail."""
+
+    layout = full_layout(16, 2, 3, 16)
+    block_size = 16
+
+    def __init__(self, fails: str = "", free_blocks: int = 5) -> None:
+        self.fails, self.free_blocks = fails, free_blocks
+        self.calls: list[Any] = []
+        self.caches: tuple[CacheDescription, ...] = ()
+
+    def _note(self, phase: str, *arguments: int) -> None:
+        self.calls.append((phase, *arguments))
+        if phase == self.fails:
+            raise StartupError(f"{phase} failed")
+
+    def load(self) -> None:
+        self._note("load")
+
+    def free_kv_bytes(self) -> int:
+        self._note("free_kv_bytes")
+        return self.free_blocks * self.layout.block_bytes + 7
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> tuple[CacheDescription, ...]:
+        self._note("allocate", num_blocks, num_host_blocks)
+        return self.caches
+
+    def warm_up(self) -> tuple[StepSize, ...]:
+        self._note("warm_up")
+        return ()
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+
+def test_phases_run_once_and_in_order() -> None:
+    executor, lines = Phases(), list[str]()
+    assert run_phases(cast("Executor", executor), CacheConfig(), lines.append) is executor.caches
+    assert executor.calls == [("load",), ("free_kv_bytes",), ("allocate", 5, 0), ("warm_up",)]
+    assert lines == ["cache 5 blocks of 16 tokens", "warm-up"]
+
+
+def test_nothing_is_measured_when_the_blocks_are_configured() -> None:
+    executor = Phases()
+    swap_gb = 3.5 * executor.layout.block_bytes / 1e9
+    run_phases(cast("Executor", executor), CacheConfig(num_blocks=9, swap_gb=swap_gb), lambda _: None)
+    assert executor.calls == [("load",), ("allocate", 9, 3), ("warm_up",)]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_phase_that_fails_closes_the_executor(phase: str) -> None:
+    executor = Phases(fails=phase)
+    with pytest.raises(StartupError, match=f"^{phase} failed$"):
+        run_phases(cast("Executor", executor), CacheConfig(), lambda _: None)
+    assert [call[0] for call in executor.calls] == [*PHASES[: PHASES.index(phase) + 1], "close"]
+
+
+@pytest.mark.parametrize("free_blocks", [-3, 0, 1])
+def test_a_cache_of_less_than_two_blocks_is_refused_before_it_is_allocated(free_blocks: int) -> None:
+    executor = Phases(free_blocks=free_blocks)
+    with pytest.raises(StartupError, match=rf"room for {free_blocks} blocks of 0\.0 MB"):
+        run_phases(cast("Executor", executor), CacheConfig(), lambda _: None)
+    assert executor.calls[-1] == ("close",)
+
+
+@pytest.mark.parametrize(
+    "function", ["model_loading.fingerprint", "device_executor.load_model", "device_executor.run_first_steps"]
+)
+def test_a_start_that_fails_leaves_nothing_behind(
+    models: ModelStore, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    """Neither what its executor would release at its end, nor the executor, nor its tensors."""
+    released: list[str] = []
+
+    def fail(*arguments: object) -> None:
+        raise StartupError("too bad")
+
+    model = ModelConfig(model=str(models.get("llama").directory), device="cpu")
+    executor = DeviceExecutor(NodeConfig(model=model, cache=CacheConfig(num_blocks=4)), lambda _: None)
+    executor._cleanup.callback(released.append, "handle")
+    gone = weakref.ref(executor)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"pd_cluster.worker.{function}", fail)
+        with pytest.raises(StartupError, match="too bad"):
+            run_phases(executor, CacheConfig(num_blocks=4), lambda _: None)
+    assert released == ["handle"]
+    del executor
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_phases_of_a_device_say_what_they_made(models: ModelStore) -> None:
+    executor = make_executor(models.get("qwen3").directory, num_blocks=6)
+    assert executor.warm_up() == (), "a CPU captures nothing"
+    (cache,) = executor.allocate(7, 2)
+    assert (cache.num_blocks, executor.num_blocks, executor.num_host_blocks) == (7, 7, 2)
+    executor.close()
+    executor.close()
