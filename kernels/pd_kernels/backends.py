@@ -1,6 +1,7 @@
-"""Which implementation of each function runs where.
+"""The table of kernels: one row of functions per implementation, and torch's row.
 
-A new backend adds a row: a `Kernels` with the functions that it has, the others taken from `TORCH` with `replace`.
+A new backend adds a row: a `Kernels` with its own functions, and the others from `TORCH` by `replace`. `selection.py`
+maps devices to rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class AttentionPlan(Protocol):
-    """What one step's attention needs besides the tensors of a layer."""
+    """The attention of one step, without the tensors of a layer."""
 
     def run(
         self,
@@ -34,7 +35,7 @@ class AttentionPlan(Protocol):
 
 
 class PlanAttention(Protocol):
-    """Makes a plan once a step for all layers with the same window."""
+    """Makes a plan per step for all layers with the same window."""
 
     def __call__(self, packed: PackedSequences, key_cache: torch.Tensor, window: int = 0) -> AttentionPlan: ...
 
@@ -45,16 +46,16 @@ class Replayable(Protocol):
     @property
     def num_tiles(self) -> int: ...
 
-    def tiles(self, query_lens: Ints, seq_lens: Ints, num_decodes: int, nobody: int) -> Ints:
-        """[2, num_tiles] for a step's StepOnDevice.tiles, from its S' lengths [S']; sequence `nobody` is empty."""
+    def tiles(self, query_lens: Ints, seq_lens: Ints, num_decodes: int, padding_seq: int) -> Ints:
+        """[2, num_tiles] for a step's StepOnDevice.tiles, from its S' lengths [S']; unused tiles get `padding_seq`."""
 
     def plan(self, step: StepOnDevice, key_cache: torch.Tensor, window: int = 0) -> AttentionPlan:
-        """To be captured with what runs it."""
+        """A plan that is captured together with its runs."""
 
 
 class MakeReplayable(Protocol):
-    """For one size and one shape, that of a layer's `key_cache`, and whether any layer has a window; None: there is
-    none for it, or it is far and a near one does as well."""
+    """Makes the attention of captured steps for a size and the shape of a layer's `key_cache`. `windowed`: a layer
+    has a window. None if it is not supported, or if the size is far and a near one is as fast."""
 
     def __call__(
         self, size: StepSize, num_heads: int, key_cache: torch.Tensor, windowed: bool
@@ -62,7 +63,7 @@ class MakeReplayable(Protocol):
 
 
 class NormRopeWrite(Protocol):
-    """What stands between the QKV product and attention."""
+    """The work between the QKV product and attention; see `reference.norm_rope_write`."""
 
     def __call__(
         self,
@@ -77,7 +78,7 @@ class NormRopeWrite(Protocol):
 
 
 class FewRows(Protocol):
-    """The product with one weight for steps of few tokens, which does what stands before and after it."""
+    """The product with one weight for steps of few tokens, fused with the work before and after it."""
 
     @property
     def max_rows(self) -> int: ...
@@ -90,21 +91,21 @@ class FewRows(Protocol):
 
 
 class MakeFewRows(Protocol):
-    """For one weight [out, in], its bias, and whether it is [gate | up]; None: there is no such product for it."""
+    """Makes the product for a weight [out, in] and its bias. `gated`: it is [gate | up]. None: not supported."""
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> FewRows | None: ...
 
 
 class ProposeGated(Protocol):
-    """Products that come to silu_and_mul of x weight^T at once, for `num_rows` rows and more, with weights like this
-    one [N, K], gates, then ups. Whether they are faster is to be measured."""
+    """Products that compute silu_and_mul of x weight^T at once, for `num_rows` rows and more. `weight` [N, K]: gates,
+    then ups. The caller measures whether they are faster."""
 
     def __call__(self, num_rows: int, weight: torch.Tensor) -> Sequence[Product]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """One implementation of every function; their meaning is in `reference` and `sampling`."""
+    """An implementation of every function; `reference` and `sampling` define them."""
 
     name: str
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -121,16 +122,16 @@ class Kernels:
 
 
 def no_few_rows(weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> None:
-    """Steps of few tokens multiply as all others do."""
+    """No special product for steps of few tokens."""
 
 
 def no_gated_products(num_rows: int, weight: torch.Tensor) -> tuple[()]:
-    """What is multiplied is activated by itself."""
+    """No product that also activates."""
     return ()
 
 
 def not_replayable(size: StepSize, num_heads: int, key_cache: torch.Tensor, windowed: bool = False) -> None:
-    """Attention that plans with the lengths."""
+    """Attention cannot be captured, because its plans depend on lengths."""
 
 
 TORCH = Kernels(

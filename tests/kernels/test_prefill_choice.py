@@ -1,4 +1,4 @@
-"""Whose attention of prompts is taken: with fakes, by an invented clock."""
+"""Which attention of prompts is chosen: with fakes and a fake clock."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ class ReferenceReplayable:
     is_far: bool
     num_tiles: int = 2
 
-    def tiles(self, query_lens: Ints, seq_lens: Ints, num_decodes: int, nobody: int) -> Ints:
-        return np.array([[num_decodes, nobody], [0, 0]])
+    def tiles(self, query_lens: Ints, seq_lens: Ints, num_decodes: int, padding_seq: int) -> Ints:
+        return np.array([[num_decodes, padding_seq], [0, 0]])
 
     def plan(self, step: StepOnDevice, key_cache: torch.Tensor, window: int = 0) -> ReferencePlan:
         return ReferencePlan(step, window)
