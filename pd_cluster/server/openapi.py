@@ -183,7 +183,7 @@ class ErrorBody(msgspec.Struct):
 
 
 class Operation(NamedTuple):
-    """One route. `answer` None: plain text; dict: an object whose fields depend on the node's state."""
+    """One route. `answer` None: plain text; dict: an object with fields that depend on the node's state."""
 
     method: str
     path: str

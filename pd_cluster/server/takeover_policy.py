@@ -173,7 +173,7 @@ class PrefillSearch:
         """Whether the node of the failed load has died.
 
         A node that cannot be reached for its KV and answers /health has not: a closed port or a broken network between
-        the nodes must not turn every request into a final error. A node whose ticket came with the request counts as
+        the nodes must not turn every request into a final error. A node that issued the request's ticket counts as
         dead when it cannot be reached: its HTTP address is not known here.
         """
         if cause == LoadFailure.PEER_RESTARTED or any(leg.has_died for leg in self._legs):

@@ -27,7 +27,7 @@ JSON = "application/json"
 
 @pytest.fixture
 def anyio_backend() -> str:
-    return "asyncio"  # whose clock can be moved
+    return "asyncio"  # a test can move its clock
 
 
 class Prefill:

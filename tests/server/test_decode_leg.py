@@ -55,7 +55,7 @@ def fallbacks(node: Node, reason: str) -> float:
 
 @contextlib.asynccontextmanager
 async def decode_node(script: Any = None, **settings: Any) -> AsyncIterator[Node]:
-    """A D whose engine takes tickets from `engine_of_p`, with these handoff settings."""
+    """A D with these handoff settings; its engine takes tickets from `engine_of_p`."""
     engine = FakeEngine(script or decodes([5, 6, 7]), engine_id="engine-of-d")
     async with running(engine, node_id="d", handoff=HandoffConfig(**settings)) as node:
         yield node

@@ -4,8 +4,8 @@ The reference is transformers' own model with the same random weights, computed 
 transformers in bfloat16 is from that: ours may be TIMES as far, as a root mean square over the vocabulary and at the
 worst logit. Where the reference's best token leads by more than that allows for, ours is the same token.
 
-Query weights are scaled so that attention looks at few tokens: plain random ones average over thousands, and nobody
-would notice a block that is missing. A test of the yardstick takes one away.
+Query weights are scaled so that attention looks at few tokens: plain random ones average over thousands, and the test
+would miss a block that is absent. A test of the yardstick takes one away.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def test_the_sizes_that_warm_up_captured_serve_steps(models: ModelStore, monkeyp
 
 
 def test_what_weights_and_the_largest_step_leave_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of 80 GB whose weights take 16 GB; the largest step takes 3 GB more beside its own small cache."""
+    """A GPU of 80 GB; the weights take 16 GB; the largest step takes 3 GB more beside its own small cache."""
     layout, scratch = Phases.layout, list[KVCache]()
     figures: dict[str, Any] = {
         "memory_allocated": 16e9, "memory_reserved": 17e9, "mem_get_info": (60e9, 80e9), "empty_cache": None,

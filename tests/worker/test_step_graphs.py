@@ -56,7 +56,7 @@ class ReferencePlan:
         decodes = step.decode_lens[step.decode_lens > 0]
         assert torch.equal(decodes, step.seq_lens[: len(decodes)])
         assert torch.equal(step.query_starts[: len(decodes) + 1], torch.arange(len(decodes) + 1, dtype=torch.int32))
-        found = torch.full_like(query, torch.nan)  # what nobody must see
+        found = torch.full_like(query, torch.nan)  # must never be read
         found[:num_tokens] = reference.prefill_attention(
             query[:num_tokens], key_cache, value_cache, step.block_tables, step.query_starts, step.seq_lens, scale,
             self.window,
@@ -66,7 +66,7 @@ class ReferencePlan:
 
 @dataclass(frozen=True)
 class ReferenceReplayable:
-    """backends.Replayable in plain torch. It has no tiles, so whose they would be is all that there is in them."""
+    """backends.Replayable in plain torch. It has no tiles, so they hold only the number of their sequence."""
 
     is_far: bool
     num_tiles: int = 2
@@ -117,7 +117,7 @@ def serve(executor: DeviceExecutor, budget: int) -> list[list[int]]:
 def test_replayed_steps_sample_the_same(
     models: ModelStore, monkeypatch: pytest.MonkeyPatch, name: str, kernels: Kernels
 ) -> None:
-    """Prompts in chunks, decodes amid them, and steps larger than the largest size."""
+    """Prompts in chunks, decodes between them, and steps larger than the largest size."""
     monkeypatch.setattr("pd_cluster.worker.kernel_selection.select_kernels", lambda device: kernels)
     directory = models.get(name).directory
     replayed: list[StepSize] = []
