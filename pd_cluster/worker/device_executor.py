@@ -10,13 +10,13 @@ import torch
 from pd_cluster.errors import InvalidRequest, StartupError
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.cuda_graphs.set_up import capture_steps, captured_bytes, captures_steps
+from pd_cluster.worker.executor import run_phases
 from pd_cluster.worker.kernel_selection import choose_kernels
 from pd_cluster.worker.kv_cache import DTYPES, KVCache
 from pd_cluster.worker.logits_stages.order import find_stage
 from pd_cluster.worker.memory_measurement import measure_free_bytes, run_largest_step
 from pd_cluster.worker.model_loading import describe_model, load_model
 from pd_cluster.worker.model_runner import ModelRunner
-from pd_cluster.worker.startup import run_phases
 from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
 from pd_connectors.protocol.layout import BlockLayout
 

@@ -14,9 +14,9 @@ from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerCon
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes, step_sizes
 from pd_cluster.worker.device_executor import DeviceExecutor
+from pd_cluster.worker.executor import run_phases
 from pd_cluster.worker.kv_cache import KVCache
 from pd_cluster.worker.memory_measurement import measure_free_bytes
-from pd_cluster.worker.startup import run_phases
 from pd_kernels.backends import TORCH
 from tests.connectors.layouts import full_layout
 from tests.worker.conftest import VOCAB_SIZE
