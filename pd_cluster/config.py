@@ -40,7 +40,8 @@ class ModelConfig:
     num_threads: int = setting(0, "Compute threads on CPU. 0: torch's choice.")
     logits_stages: tuple[str, ...] = setting(
         (),
-        "A further logits stage, package.module:Class; may be repeated. Every node of a cluster needs the same ones.",
+        "A further logits stage, package.module:Class; may be repeated. Give every node the same ones: a first token of a "
+        "node with others is drawn again.",
         flag="logits_stage",
         metavar="MODULE:CLASS",
     )

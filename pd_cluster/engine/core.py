@@ -92,7 +92,9 @@ class EngineCore:
             vocab_size=executor.model.vocab_size,
             check_sampling=executor.check,
         )
-        self._transfers = KvTransfers(connector, self._scheduler, mailbox.send, self._report, connector.pool)
+        self._transfers = KvTransfers(
+            connector, self._scheduler, mailbox.send, self._report, connector.pool, config.model.logits_stages
+        )
         self._pipeline = Pipeline(
             executor,
             connector,

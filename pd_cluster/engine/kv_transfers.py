@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from pd_cluster.engine.pool_search import PoolSearches
@@ -44,7 +45,7 @@ from pd_connectors.base import (
 from pd_connectors.protocol.errors import HandoffError, LeaseEnd, LoadFailure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.scheduler import Scheduler, Update
@@ -67,11 +68,23 @@ class Redraw(StrEnum):
         return f"{REDRAWS}|reason={self}"
 
     @classmethod
-    def due(cls, ticket: Ticket, sampling: SamplingParams) -> Redraw | None:
-        """None: P's first tokens are what this node would sample itself."""
-        if ticket.sampling_digest == sampling.first_token_digest:
+    def due(cls, ticket: Ticket, own_digest: bytes) -> Redraw | None:
+        """None: P's first tokens are what this node would sample itself. `own_digest`: see `sampling_digest`."""
+        if ticket.sampling_digest == own_digest:
             return None
         return cls.MISMATCH if ticket.sampling_digest else cls.UNKNOWN
+
+
+def sampling_digest(sampling: SamplingParams, logits_stages: Sequence[str]) -> bytes:
+    """16 bytes that are equal on two nodes when both sample the same first tokens.
+
+    `logits_stages`: the import paths of the node's logits stages from outside. A node without any agrees with a node
+    of a version that had no stages.
+    """
+    own = sampling.first_token_digest
+    if not logits_stages:
+        return own
+    return blake2b(own + "\n".join(logits_stages).encode(), digest_size=16, person=b"pd-logits-stages").digest()
 
 
 @dataclass(slots=True, eq=False)
@@ -99,9 +112,11 @@ class KvTransfers:
         reply: Callable[[FromEngine], None],
         report: Callable[[Update], None],
         pool: Pool | None = None,
+        logits_stages: Sequence[str] = (),
     ) -> None:
         self._connector = connector
         self._scheduler = scheduler
+        self._logits_stages = logits_stages
         self._searches = PoolSearches(pool, scheduler)
         self._reply = reply
         self._report = report
@@ -140,7 +155,7 @@ class KvTransfers:
                 request.salt,
                 sampling.n,
                 hold=message.hold_lease,
-                sampling_digest=sampling.first_token_digest,
+                sampling_digest=sampling_digest(sampling, self._logits_stages),
             )
         except HandoffError as error:
             raise PrefillUnavailable(str(error)) from error
@@ -235,7 +250,8 @@ class KvTransfers:
             wrong = f"the ticket is for {ticket.num_tokens} tokens, the prompt has {num_prompt}"
             self._ask_again(intake, LoadFailure.REJECTED, wrong)
             return
-        intake.redraw = None if request.is_parted else Redraw.due(ticket, request.sampling)
+        own_digest = sampling_digest(request.sampling, self._logits_stages)
+        intake.redraw = None if request.is_parted else Redraw.due(ticket, own_digest)
         request.redraws = intake.redraw is not None
         intake.num_attempts += 1
         intake.load_id = request.load_id = f"{request.request_id}#{intake.num_attempts}"

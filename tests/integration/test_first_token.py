@@ -38,16 +38,16 @@ CASES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "min_tokens": ({"temperature": 0, "ignore_eos": False, "logit_bias": {str(EOS): 100}}, [0, 3]),
     "stop_token_ids": (GREEDY | {"logit_bias": {"77": 100}}, [[], [77]]),
     "ignore_eos": (GREEDY | {"logit_bias": {str(EOS): 100}}, [False, True]),
-    "logits_args": ({}, [{}, {"ban": 7}, {"ban": 8}]),
+    "logits_args": ({"logit_bias": {"1000": 100}}, [{}, {"ban": 1000}]),
     "logprobs": ({}, [None, 0, 3]),
 }
-# these do not change the first token here: more sequences, an empty output, arguments without a stage, its logprobs
-SAME_TOKEN = {"max_tokens", "n", "presence_penalty", "frequency_penalty", "logits_args", "logprobs"}
+# these do not change the first token here: more sequences, an empty output, its logprobs
+SAME_TOKEN = {"max_tokens", "n", "presence_penalty", "frequency_penalty", "logprobs"}
 
 
 @pytest.fixture(scope="module")
 def system() -> Iterator[System]:
-    with running_system("--kv-cache-gb=0.1", own_mixed=True) as system:
+    with running_system("--kv-cache-gb=0.1", "--logits-stage=tests.ban_token:BanToken", own_mixed=True) as system:
         yield system
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pd_cluster.engine.kv_transfers import sampling_digest
 from pd_cluster.protocol.sampling_params import NOT_OF_FIRST_TOKENS, SamplingParams
 
 # every field, with values that differ from each other and from the default
@@ -59,3 +60,9 @@ def test_the_same_said_otherwise_is_the_same() -> None:
     assert some.first_token_digest == other.first_token_digest
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(some), type=SamplingParams)
     assert sent.first_token_digest == some.first_token_digest
+
+
+def test_nodes_with_other_logits_stages_sample_other_first_tokens() -> None:
+    digests = [sampling_digest(DEFAULT, stages) for stages in ((), ("a:A",), ("b:B",), ("a:A", "b:B"))]
+    assert digests[0] == DEFAULT.first_token_digest
+    assert len(set(digests)) == len(digests)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pd_cluster.errors import StartupError
+from pd_cluster.errors import InvalidRequest, StartupError
 from pd_cluster.protocol.messages import AddRequest
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
@@ -19,6 +19,7 @@ from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.logits_stages.stage import LogitsStage, StageContext
 from pd_cluster.worker.sampler import Sampled, sample
 from pd_cluster.worker.sampling_state import GREEDY, SamplingInputs
+from tests.ban_token import BanToken
 from tests.engine.test_core_pipeline import CONFIG, PROMPTS, Bench, make_connector
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import make_executor, random_prompts
@@ -30,32 +31,6 @@ if TYPE_CHECKING:
     from pd_cluster.worker.input_batch import ReplayInputs
     from pd_kernels.backends import Kernels
     from pd_kernels.values import Ints, StepSize
-
-
-class BanToken(LogitsStage):
-    """Bans the token that a request names."""
-
-    def __init__(self, context: StageContext) -> None:
-        self._banned = np.full(context.num_rows, -1)
-        self._move = context.move
-        self.num_rows = 0
-
-    @staticmethod
-    def check(sampling: SamplingParams) -> None:
-        if not isinstance(sampling.logits_args.get("ban", 0), int):
-            raise ValueError("ban must be a token id")
-
-    def start(self, row: int, start: SequenceStart) -> bool:
-        self._banned[row] = start.sampling.logits_args.get("ban", -1)
-        return bool(self._banned[row] >= 0)
-
-    def prepare(self, rows: Ints, lengths: Ints) -> tuple[torch.Tensor, torch.Tensor]:
-        at = np.flatnonzero(self._banned[rows] >= 0)
-        self.num_rows += len(at)
-        return self._move(at), self._move(self._banned[rows[at]])
-
-    def apply(self, logits: torch.Tensor, inputs: tuple[torch.Tensor, torch.Tensor]) -> None:
-        logits[inputs] = -torch.inf
 
 
 class CountUp(LogitsStage):
@@ -92,7 +67,7 @@ class Broken(BanToken):
         raise RuntimeError("no licence")
 
 
-STAGES = tuple(f"{__name__}:{kind.__name__}" for kind in (BanToken, CountUp))
+STAGES = ("tests.ban_token:BanToken", f"{__name__}:CountUp")
 
 
 @contextmanager
@@ -216,3 +191,11 @@ def test_a_step_with_late_rows_is_drawn_when_the_one_before_was_read(models: Mod
 def test_a_path_that_names_no_stage_ends_the_start(models: ModelStore, path: str, words: str) -> None:
     with pytest.raises(StartupError, match=f"--logits-stage {path}.*{words}"):
         make_executor(models.get("qwen3").directory, logits_stages=(path,))
+
+
+def test_arguments_without_a_stage_that_reads_them_are_an_invalid_request(models: ModelStore) -> None:
+    executor = make_executor(models.get("qwen3").directory)
+    executor.check(SamplingParams(max_tokens=1))
+    with pytest.raises(InvalidRequest, match="no --logits-stage"):
+        executor.check(SamplingParams(max_tokens=1, logits_args={"ban": 7}))
+    executor.close()
