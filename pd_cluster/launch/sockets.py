@@ -10,10 +10,12 @@ A supervisor keeps an address while the process that serves it is restarted, in 
 
 from __future__ import annotations
 
-import socket
+from typing import TYPE_CHECKING
 
-from pd_cluster.errors import StartupError
 from pd_http.sockets import bound, cannot_listen
+
+if TYPE_CHECKING:
+    import socket
 
 BACKLOG = 2048
 
@@ -34,18 +36,7 @@ def reserve(host: str) -> socket.socket:
 
     While it is open, the OS gives the port only to sockets that ask for its number with SO_REUSEADDR, as `listen` does.
     """
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        reserved = socket.socket(family, kind)
-    except OSError as error:
-        raise StartupError(f"cannot reserve a port of {host}: {error}") from error
-    try:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(address)
-    except OSError as error:
-        reserved.close()
-        raise StartupError(f"cannot reserve a port of {host}: {error}") from error
-    return reserved
+    return bound(host, 0)
 
 
 def port_of(listener: socket.socket) -> int:

@@ -202,7 +202,7 @@ class Scheduler:
         The request stays parked. Harmless when nothing was reserved.
         """
         self._queues.stop_reserving(request)
-        if request in self._queues.parked and request.kv is KvArrival.WRITING:
+        if request.kv is KvArrival.WRITING:
             self._memory.keep_prefix(request, num_tokens)
 
     def drop_load(self, request: Request) -> None:
@@ -239,7 +239,7 @@ class Scheduler:
 
         The request runs as soon as its first tokens are known too, or at once when it redraws them.
         """
-        if request not in self._queues.parked or request.kv is not KvArrival.WRITING:
+        if request.kv is not KvArrival.WRITING:
             return
         self._memory.keep_prompt(request)
         request.marks.loaded_s = self._clock()

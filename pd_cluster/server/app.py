@@ -95,7 +95,10 @@ async def _on_client_gone(_: Request, __: Exception) -> Response:
 
 
 class RequestIdMiddleware:
-    """Every answer carries `x-request-id`: the caller's own if it is safe in headers and logs, else a new one."""
+    """Every answer carries `x-request-id`: the caller's own if it is safe in headers and logs, else a new one.
+
+    The router sets it without a middleware, which would wrap `send` for every chunk of a stream.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -66,7 +66,6 @@ class PrefillClient:
         self.ticket = ticket
         self._session = session
         self._node_url = node_url
-        self.url = str(response.url)
         self.has_died = False  # P, or its engine, before the prompt was computed
         self._response = response
         self._events = events

@@ -190,8 +190,8 @@ class Upstream:
             return is_silence_death
         except LegFailed:
             return True
-        told = object_in(answer.body)
-        return has_lost_requests(told) or (epoch is not None and told.get("epoch") != epoch)
+        health = object_in(answer.body)
+        return has_lost_requests(health) or (epoch is not None and health.get("epoch") != epoch)
 
     async def get(self, node: Node, path: str, headers: Mapping[str, str], timeout_s: float | None) -> Answer:
         """A whole small answer, whatever its status. `timeout_s` None: no limit. Raises LegFailed without one."""

@@ -137,12 +137,14 @@ def test_a_load_that_was_not_asked_for_admits_nothing() -> None:
     assert (world.scheduler.num_waiting, world.scheduler.num_waiting_for_remote_kv) == (0, 1)
     load = world.reserve(request)
     assert load is not None
+    assert world.scheduler.reserve(request) is None, "it has its blocks"
     world.fail_load(load)
     world.scheduler.admit_loaded(request)
     assert (world.scheduler.num_waiting, world.scheduler.num_waiting_for_remote_kv) == (0, 1)
     assert not request.is_parted
     world.drain(load)
     world.scheduler.fall_back_to_local(request)
+    assert request.num_cached_tokens == 0, "nothing was found yet"
     world.run_until_idle()
     world.check_empty()
 
