@@ -3,18 +3,16 @@
 A traced cluster of one prefill node, one decode node and a router serves the demo model on this machine's CPU. Each of
 several P-first streamed requests has a window:
 
-    from  P's engine process begins to retire the step that computed the prompt's last chunk: the last call of
-          `--start` before it hands the first token to its connector (`finish_lease`)
+    from  P's engine process retires the step that computed the prompt's last chunk: the first call of `--start` after
+          the last call of a function of the model
     to    the client has the first bytes of the response's body
 
 A file counts when at least one of its functions ran in *every* window, in one of the five serving processes. So work
-that timers start (health checks, statistics, lease renewals) does not count: with 150 requests two runs differ by at
-most one file. Module bodies and C code are not seen. Lines are those of whole files.
+that timers start (health checks, statistics, lease renewals) does not count: runs of 60 and of 150
+requests gave the same files. Module bodies and C code are not seen. Lines are those of whole files.
 
 The token goes from P's engine to D's engine, to D's API process and through the router to the client. P's API process
-is not on this path. At commit 8a33b6c the engines had 27 files of 5,617 lines, the path 39 of 7,479, all 47 of 8,772.
-
-`--start launch` also counts what computes and samples that step.
+is not on this path. At commit 8a33b6c the engines had 27 files of 5,746 lines, the path 39 of 7,608, all 47 of 8,901.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ SOURCES = (".", "router", "connectors", "kernels")
 READY_DEADLINE_S, REQUEST_DEADLINE_S, STOP_DEADLINE_S = 180.0, 30.0, 30.0
 PROMPT_TOKENS, CHUNK_TOKENS, NUM_IDS = 200, 64, 1500  # four chunks, the last of 8; ids below the demo model's 2,048
 WARM_UPS = 2  # the first load between two nodes connects them
-ANNOUNCE = "finish_lease"
+MODELS = "pd_cluster/models/"
 SERVING = ("P's engine", "D's engine", "D", "P", "router")
 GROUPS = {
     "the engines": SERVING[:2],
@@ -65,7 +63,9 @@ def main(arguments: Sequence[str]) -> int:
     """Returns 0. Raises StartupError."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks files_to_open", allow_abbrev=False)
     parser.add_argument("--tree", type=Path, default=ROOT, metavar="DIR", help="Sources to trace (default: these).")
-    parser.add_argument("--start", default="retire", metavar="NAME", help="Function that begins a window.")
+    parser.add_argument(
+        "--start", default="retire", metavar="NAME", help="Method that begins a window (default: retire)."
+    )
     parser.add_argument("--requests", type=int, default=150, metavar="N", help="Traced requests (default: 150).")
     namespace = parser.parse_args(arguments)
     tree = namespace.tree.resolve()
@@ -164,23 +164,22 @@ def _calls(path: Path) -> Iterator[Call]:
 
 def files_in_every_window(calls: dict[str, list[Call]], ends_ns: list[int], start: str) -> dict[str, set[str]]:
     """Files with functions that ran in every window, by process. Raises StartupError."""
+    steps = calls["P's engine"]
     windows = []
     for end_ns in ends_ns:
-        announced_ns = _last_call_ns(calls["P's engine"], ANNOUNCE, end_ns)
-        windows.append((_last_call_ns(calls["P's engine"], start, announced_ns), end_ns))
+        computed_ns = max(
+            (call.at_ns for call in steps if call.at_ns < end_ns and call.path.startswith(MODELS)), default=0
+        )
+        begins = (call.at_ns for call in steps if call.at_ns > computed_ns and call.function.endswith(f".{start}"))
+        low_ns = next(begins, end_ns)
+        if not computed_ns or low_ns >= end_ns:
+            raise StartupError(f"P's engine process called nothing in {MODELS}, or {start} not after it")
+        windows.append((low_ns, end_ns))
 
     def files(name: str, low_ns: int, high_ns: int) -> set[str]:
         return {call.path for call in calls[name] if low_ns <= call.at_ns <= high_ns}
 
     return {name: set.intersection(*(files(name, *window) for window in windows)) for name in SERVING}
-
-
-def _last_call_ns(calls: list[Call], function: str, before_ns: int) -> int:
-    """When a function of this name was last called before a time. Raises StartupError."""
-    found = [call.at_ns for call in calls if call.at_ns < before_ns and call.function.endswith(f".{function}")]
-    if not found:
-        raise StartupError(f"P's engine process never called {function}")
-    return max(found)
 
 
 def print_files(tree: Path, files: dict[str, set[str]]) -> None:

@@ -21,8 +21,8 @@ COMMANDS = {
     6: (1, "python -m pd_cluster.launch.cli router --prefill x --decode y"),
 }
 CALLS = {
-    3: ["10 a.py Pipe.retire", "11 b.py Table.finish_lease", "14 a.py Pipe.retire",
-        "30 a.py Pipe.retire", "31 b.py Table.finish_lease"],
+    3: ["9 pd_cluster/models/m.py Model.f", "10 a.py Pipe.retire", "11 b.py g", "14 a.py Pipe.retire",
+        "29 pd_cluster/models/m.py Model.f", "30 a.py Pipe.retire", "31 b.py g"],
     5: ["9 early.py f", "12 c.py f", "13 timer.py f", "32 c.py g", "60 late.py f"],
 }  # fmt: skip
 
@@ -42,5 +42,5 @@ def test_files_that_ran_between_the_step_and_the_first_bytes_of_every_request(tm
 
 
 def test_a_function_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match="never called launch"):
+    with pytest.raises(StartupError, match="launch not after it"):
         files_in_every_window(read_calls(written(tmp_path)), [20], "launch")
