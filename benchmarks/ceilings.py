@@ -1,4 +1,4 @@
-"""What a GPU can do at most, measured, and what a model's work asks of it: bytes and floating-point operations."""
+"""Measured limits of a GPU, and the bytes and floating-point operations that a model's work needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REPEATS = 10
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Of one device, in bytes/s and FLOP/s."""
+    """Measured limits of one device, in bytes/s and FLOP/s."""
 
     read: float  # of memory, by a sum
     copy: float  # of memory, read and written
@@ -31,7 +31,7 @@ class Ceilings:
 
 
 def measure_ceilings() -> Ceilings:
-    """About a second, and twice BUFFER_BYTES, which the caller may hand back with `torch.cuda.empty_cache`."""
+    """Takes about a second and twice BUFFER_BYTES; `torch.cuda.empty_cache` frees that memory."""
     source = torch.ones(BUFFER_BYTES // 4, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
     read_s = _seconds(source.sum)
@@ -57,7 +57,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """Of one dense decoder with weights and KV of 2 bytes a number."""
+    """Costs of a dense decoder with weights and KV of 2 bytes per number."""
 
     spec: ModelSpec
     itemsize: int = 2
@@ -71,13 +71,13 @@ class ModelCosts:
         return 2 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim * self.itemsize
 
     def decode_s(self, num_sequences: int, context: float, ceilings: Ceilings) -> float:
-        """One step: all weights and all KV are read once, or the products take longer than that."""
+        """Least seconds of a step: reading all weights and KV once, or the products if they take longer."""
         parameters = self.spec.layer_parameters + self.head_parameters
         num_bytes = parameters * self.itemsize + num_sequences * context * self.kv_token_bytes
         return max(num_bytes / ceilings.memory, 2 * parameters * num_sequences / ceilings.matrix)
 
     def prefill_s(self, lengths: Sequence[int], ceilings: Ceilings) -> float:
-        """Products of all tokens, the head for the last of each prompt, causal attention."""
+        """Least seconds for prompts: products of all tokens, the head for each last token, causal attention."""
         s = self.spec
         products = 2 * (s.layer_parameters * sum(lengths) + self.head_parameters * len(lengths))
         attention = sum(2 * s.num_layers * s.num_heads * s.head_dim * length * length for length in lengths)

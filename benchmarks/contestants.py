@@ -1,6 +1,6 @@
-"""What `python -m benchmarks engine` measures: our engine and transformers, on the same weights, prompts and threads.
+"""Contestants of `python -m benchmarks engine`: our engine and transformers, with equal weights, prompts and threads.
 
-Each contestant is built once (weights loaded, warmed up) and called with a list of prompts. It returns the new tokens.
+A contestant is built once, with its weights loaded, and called with lists of prompts. It returns the new tokens.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 ADDRESS = "inproc://bench-engine"
 BLOCK_SIZE = 16
-SPARE_BLOCKS = 2  # a sequence, beyond what it needs: nothing is preempted
+SPARE_BLOCKS = 2  # per sequence, so that nothing is preempted
 TOKEN_BUDGET = 2048  # the default of --max-num-batched-tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The workload's shape and the machine's share."""
+    """Size of the workload, and the number of threads."""
 
     num_requests: int
     input_len: int
@@ -41,7 +41,7 @@ class Task:
 
 
 class Contestant(Protocol):
-    """One way to generate."""
+    """A way to generate."""
 
     name: str
 
@@ -49,11 +49,11 @@ class Contestant(Protocol):
         """`output_len` greedy tokens for every prompt, in its order."""
 
     def close(self) -> None:
-        """Idempotent."""
+        """Free its resources. Idempotent."""
 
 
 def build_random_model(directory: Path, seed: int) -> int:
-    """A random Llama (hidden 256, 4 layers, vocabulary 32000, fp32) in Hugging Face's format. Returns its size."""
+    """Write a random Llama (hidden 256, 4 layers, vocabulary 32000, fp32) for Hugging Face. Returns its size."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -62,7 +62,7 @@ def build_random_model(directory: Path, seed: int) -> int:
     config = LlamaConfig(
         vocab_size=32000, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=False, dtype="float32",
-        bos_token_id=None, eos_token_id=None,  # so that every output has its full length, without a special case
+        bos_token_id=None, eos_token_id=None,  # so that every output has its full length
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     model.save_pretrained(directory)
@@ -70,7 +70,7 @@ def build_random_model(directory: Path, seed: int) -> int:
 
 
 class OurEngine:
-    """The engine core in this process, with the message queues that its API process would use."""
+    """The engine core in this process, with the message queues of an API process."""
 
     name = "pd-cluster engine"
 
@@ -133,7 +133,7 @@ class OurEngine:
 
 
 class StaticTransformers:
-    """`model.generate` on the whole batch at once: equal lengths, so nothing is padded. Its best case."""
+    """`model.generate` on the whole batch at once: equal lengths, so without padding. Its best case."""
 
     name = "transformers generate, static batch"
 
@@ -149,7 +149,7 @@ class StaticTransformers:
         return rows
 
     def close(self) -> None:
-        """Nothing is held."""
+        """There is nothing to free."""
 
 
 class ContinuousTransformers:
@@ -166,7 +166,7 @@ class ContinuousTransformers:
         return [list(result.generated_tokens) for result in results.values()]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """There is nothing to free."""
 
 
 def _load_transformers(directory: Path) -> Any:

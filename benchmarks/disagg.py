@@ -1,11 +1,11 @@
-"""`python -m benchmarks disagg`: the five workloads on a running cluster, beside the peer's figures.
+"""`python -m benchmarks disagg`: five workloads on a running cluster, compared with the peer's figures.
 
-Start the cluster first; every request must be prefilled anew, so without prefix caches:
+Start the cluster first, without prefix caches, so that every request is prefilled:
 
     python -m benchmarks model --shape 8b MODEL
     pd-cluster up --model MODEL --load-format dummy --no-prefix-caching --prefill 1 --decode 1      # or --mixed 2
 
-A line is appended per workload as soon as it is over, so that a run that was cut can go on with `--workloads`.
+A line is appended after each workload, so that an interrupted run can continue with `--workloads`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SLOS_MS = ((200.0, 10.0), (400.0, 15.0))
-WARMUPS, WARMUP_OUTPUT = 32, 64  # requests at twice the rate: links and compiled kernels are warm then
+WARMUPS, WARMUP_OUTPUT = 32, 64  # requests at twice the rate, to warm up links and compiled kernels
 _ROLES = (("prefill", "P"), ("decode", "D"), ("mixed", "M"))
 
 
@@ -49,9 +49,9 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--data", type=Path, default=Path("benchmarks/data"), metavar="DIR",
-        help=f"Where {AZURE_FILE} and {MOONCAKE_FILE} are (default: %(default)s).",
+        help=f"Directory of {AZURE_FILE} and {MOONCAKE_FILE} (default: %(default)s).",
     )  # fmt: skip
-    parser.add_argument("--setting", default="", metavar="TEXT", help="Default: what the router says, as in 1P1D.")
+    parser.add_argument("--setting", default="", metavar="TEXT", help="Default: the router's nodes, as in 1P1D.")
     parser.add_argument("--scale", type=positive, default=1.0, metavar="X", help="Multiplies lengths, for rehearsals.")
     parser.add_argument("--num-requests", type=int, default=0, metavar="N", help="Fewer of each, for rehearsals.")
     return run_disagg(parser.parse_args(arguments))
@@ -82,18 +82,18 @@ def run_disagg(namespace: argparse.Namespace) -> int:
 
 
 async def _setting(target: Target) -> str:
-    """What the router says of its nodes, as in "1P1D" or "2M". Raises StartupError."""
+    """The router's nodes, as in "1P1D" or "2M". Raises StartupError."""
     async with open_session() as session:
         answer = await fetch(session, "GET", f"{target.url}/nodes", target.headers, None)
     try:
         roles = Counter(node["role"] for node in answer["nodes"])
     except (KeyError, TypeError) as error:
-        raise StartupError(f"{target.url}/nodes names no nodes: give --setting") from error
+        raise StartupError(f"{target.url}/nodes lists no nodes: set --setting") from error
     return "".join(f"{roles[role]}{letter}" for role, letter in _ROLES if roles[role])
 
 
 def _scaled(arrivals: list[Arrival], namespace: argparse.Namespace) -> list[Arrival]:
-    """What a rehearsal asks for; normally all of it as it is."""
+    """The arrivals, reduced for a rehearsal by --num-requests and --scale."""
     few = arrivals[: namespace.num_requests or None]
     return few if namespace.scale == 1.0 else rescale(few, rate=None, length_scale=namespace.scale, max_output=0)
 
@@ -124,7 +124,7 @@ _COLUMNS = ("sent_s", "num_input", "num_output", "ttft_ms", "ttst_ms", "tpot_ms"
 
 
 def _columns(item: RequestRecord) -> list[Any]:
-    """One request in short; null where there is nothing, as for all times of one that failed."""
+    """A request's _COLUMNS; null for a missing value. All times of a failed request are null."""
     times = (item.ttft_s, item.ttst_s, item.tpot_s, item.leg_s) if item.ok else (None,) * 4
     return [
         round(item.sent_s, 3), item.num_input, item.num_output,
@@ -133,7 +133,7 @@ def _columns(item: RequestRecord) -> list[Any]:
 
 
 def aims(preset: Preset, summary: Summary) -> list[tuple[str, float, float]]:
-    """What a disaggregated cluster must reach: (what, ms, at most). Empty where nodes tell no times."""
+    """Goals of a disaggregated cluster: (name, ms, limit). Empty if the nodes report no timings."""
     found = summary.spreads
     if "handover" not in found:
         return []
@@ -152,7 +152,7 @@ def aims(preset: Preset, summary: Summary) -> list[tuple[str, float, float]]:
 
 
 def our_row(setting: str, summary: dict[str, Any]) -> list[str]:
-    """A record's `summary` as a row of the table."""
+    """The table's row of a record's `summary`."""
     spreads, attained = summary["spreads"], summary["attained"]
 
     def cell(name: str, *percentiles: int) -> str:
@@ -168,7 +168,7 @@ def our_row(setting: str, summary: dict[str, Any]) -> list[str]:
 
 
 def peer_row(row: PeerRow) -> list[str]:
-    """The same columns of the peer."""
+    """The table's row of the peer."""
 
     def cell(values: tuple[float, ...] | None) -> str:
         return "" if values is None else "/".join(f"{value:g}" for value in values)
@@ -186,7 +186,7 @@ HEADERS = (
 
 
 def print_preset(preset: Preset, ours: list[list[str]]) -> None:
-    """The workload's part of the table, in ms."""
+    """Print a workload's part of the table, in ms."""
     table = Table(*HEADERS, title=preset.title)
     for row in (*ours, *map(peer_row, preset.peers)):
         table.add_row(*row)

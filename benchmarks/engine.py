@@ -1,6 +1,6 @@
 """`python -m benchmarks engine`: throughput on CPU beside transformers, interleaved in one run.
 
-Machines differ and so do their days: only the ratios of one run mean something elsewhere.
+Speeds vary between machines and days: compare only the ratios within a run.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from pd_cluster.errors import StartupError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-VOCABULARY = range(3, 32000)  # without the ids that Llama configs reserve
+VOCABULARY = range(3, 32000)  # without the special ids of Llama
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One contestant's rounds. `agreement`: share of its tokens that equal our engine's, position by position."""
+    """A contestant's rounds. `agreement`: share of its tokens that equal our engine's at the same position."""
 
     name: str
     seconds: tuple[float, ...]
@@ -52,7 +52,7 @@ class Result:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0. Raises StartupError."""
+    """Measure, print and record. Returns 0. Raises StartupError."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks engine", allow_abbrev=False)
     parser.add_argument("--num-requests", type=int, default=32, metavar="N", help="Default: 32.")
     parser.add_argument("--input-len", type=int, default=128, metavar="N", help="Tokens (default: 128).")
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_engine(namespace: argparse.Namespace) -> int:
-    """Returns 0. Raises StartupError."""
+    """Measure, print and record. Returns 0. Raises StartupError."""
     task = Task(namespace.num_requests, namespace.input_len, namespace.output_len, namespace.threads)
     if min(asdict(task).values()) < 1 or namespace.repeats < 1:
         raise StartupError("--num-requests, --input-len, --output-len, --threads and --repeats must be at least 1")
@@ -96,7 +96,7 @@ def run_engine(namespace: argparse.Namespace) -> int:
 
 
 def measure(contestants: list[Contestant], task: Task, repeats: int, seed: int) -> list[Result]:
-    """Round by round, each contestant in turn on the same prompts; the first round warms up and is not counted."""
+    """Run rounds: in each, all contestants in turn get the same prompts. The first round is a warm-up."""
     rng = random.Random(seed)
     seconds: list[list[float]] = [[] for _ in contestants]
     equal = [0 for _ in contestants]
@@ -122,7 +122,7 @@ def measure(contestants: list[Contestant], task: Task, repeats: int, seed: int) 
 
 
 def print_results(results: list[Result], task: Task, num_parameters: int) -> None:
-    """The table; ratios are to our engine."""
+    """Print the table, with ratios to our engine."""
     title = (
         f"{task.num_requests} x ({task.input_len} in, {task.output_len} out), greedy, fp32, {task.threads} thread(s), "
         f"random Llama of {num_parameters / 1e6:.0f}M parameters"

@@ -1,9 +1,8 @@
-"""`python -m benchmarks gpu`: decode, prefill and a mixed load of one shape, beside the machine's ceilings.
+"""`python -m benchmarks gpu`: decode, prefill and a mixed load of a shape, compared with the machine's ceilings.
 
-Weights are random: time does not depend on them. A decode step's time is (time for 129 tokens - time for 1) / 128 with
-the prompts in the prefix cache, so that what the two have in common is short, and cancels. Everything else runs on
-prompts that were never seen. The peer's figures are of the same shapes and method on one H200; elsewhere they are only
-a landmark.
+Weights are random, since time does not depend on them. A decode step's time is (time for 129 tokens - time for 1) / 128
+with the prompts in the prefix cache, so that the common part is short and cancels. All other measurements use new
+prompts. The peer's figures are for the same shapes and method on one H200: compare with them on that GPU only.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ MIXED_SEQUENCES, MIXED_LENGTHS, MIXED_TEMPERATURE = 256, (100, 1024), 0.6
 
 @dataclass(frozen=True, slots=True)
 class GpuRow:
-    """One measurement. `peer`: what the peer reached, in the row's own unit; None: not measured."""
+    """A measurement to make. `peer`: the peer's figure in the row's unit; None: not measured."""
 
     kind: str  # decode: ms a step; prefill: tokens/s; prompt: ms to the first token; mixed: output tokens/s
     count: int
@@ -62,13 +61,13 @@ class GpuRow:
 
     @property
     def is_rate(self) -> bool:
-        """More is better."""
+        """Whether more is better."""
         return self.kind in ("prefill", "mixed")
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model by its numbers, and what to measure on it."""
+    """A model's config, and its measurements."""
 
     name: str
     config: dict[str, Any]
@@ -95,11 +94,11 @@ KINDS = ("decode", "prefill", "prompt", "mixed")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A row's samples, in its unit."""
+    """The samples of a row, in its unit."""
 
     row: GpuRow
     samples: tuple[float, ...]
-    roofline: float | None  # in the same unit; None: it depends on the schedule
+    roofline: float | None  # in the same unit; None: depends on the schedule
 
     @property
     def value(self) -> float:
@@ -107,14 +106,14 @@ class Measured:
 
     @property
     def share(self) -> float | None:
-        """Of the roofline: 1 is perfect."""
+        """Share of the roofline; 1 is the limit."""
         if self.roofline is None:
             return None
         return self.value / self.roofline if self.row.is_rate else self.roofline / self.value
 
     @property
     def gain(self) -> float | None:
-        """How many times as good as the peer."""
+        """Ratio to the peer; above 1 is better."""
         if self.row.peer is None:
             return None
         return self.value / self.row.peer if self.row.is_rate else self.row.peer / self.value
@@ -131,7 +130,7 @@ class Measured:
 
 @dataclass(slots=True)
 class GpuBench:
-    """One shape on one engine."""
+    """Measures a shape on an engine."""
 
     engine: OfflineEngine
     costs: ModelCosts
@@ -140,7 +139,7 @@ class GpuBench:
     rng: random.Random = field(default_factory=random.Random)
 
     def measure(self, row: GpuRow) -> Measured:
-        """Raises RuntimeError."""
+        """Measure a row. Raises RuntimeError."""
         match row.kind:
             case "decode":
                 context = row.length + DECODED / 2
@@ -153,7 +152,7 @@ class GpuBench:
         return Measured(row, self._mixed(), None)
 
     def warm_up(self) -> None:
-        """Prompts of many lengths, so that no row pays for a first call."""
+        """Run prompts of many lengths, so that no row includes a first call."""
         lengths = [2**power + power for power in range(4, 13)]
         self._generate(self._prompts(lengths), 2)
         for length in (1024, 4096):
@@ -171,8 +170,8 @@ class GpuBench:
 
     def _decode(self, row: GpuRow) -> tuple[float, ...]:
         prompts = self._prompts([row.length] * row.count)
-        self._generate(prompts, 1)  # into the cache
-        self._generate(prompts, 2)  # out of it
+        self._generate(prompts, 1)  # fills the cache
+        self._generate(prompts, 2)  # reads from it
         return tuple(
             (self._generate(prompts, DECODED + 1) - self._generate(prompts, 1)) / DECODED * 1e3
             for _ in range(self.repeats)
@@ -188,11 +187,11 @@ class GpuBench:
         return tuple(self._generate(self._prompts([row.length]), 1) * 1e3 for _ in range(max(5, self.repeats)))
 
     def _mixed(self) -> tuple[float, ...]:
-        self._mix(1)  # uncounted
+        self._mix(1)  # not counted
         return tuple(self._mix(1) for _ in range(max(1, self.repeats // 2)))
 
     def _mix(self, divisor: int) -> float:
-        """Output tokens/s; all lengths divided."""
+        """Output tokens/s of the mixed load, with all lengths divided by `divisor`."""
         low, high = (length // divisor for length in MIXED_LENGTHS)
         prompts = self._prompts([self.rng.randint(low, high) for _ in range(MIXED_SEQUENCES)])
         samplings = [
@@ -209,11 +208,11 @@ def main(arguments: Sequence[str]) -> int:
     """Returns 0. Raises StartupError."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", allow_abbrev=False)
     parser.add_argument(
-        "--shapes", nargs="+", default=list(SHAPES), metavar="NAME", help="Of 8b and 0.6b (default: both)."
+        "--shapes", nargs="+", default=list(SHAPES), metavar="NAME", help="8b and 0.6b (default: both)."
     )
     parser.add_argument(
         "--rows", nargs="+", default=list(KINDS), metavar="KIND",
-        help="Of decode, prefill, prompt and mixed (default: all).",
+        help="decode, prefill, prompt and mixed (default: all).",
     )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="Samples per row (default: 3).")
     parser.add_argument("--budget", type=int, default=8192, metavar="N", help="Tokens of a step (default: 8192).")
@@ -246,7 +245,7 @@ def run_gpu_table(namespace: argparse.Namespace) -> int:
 
 
 def node_config(directory: str, namespace: argparse.Namespace) -> NodeConfig:
-    """How the engine is set for the table."""
+    """The engine's settings for the table."""
     return NodeConfig(
         model=ModelConfig(
             model=directory, load_format="dummy", dtype="bfloat16", device="cuda", max_model_len=MAX_MODEL_LEN,
@@ -262,7 +261,7 @@ def node_config(directory: str, namespace: argparse.Namespace) -> NodeConfig:
 
 
 def measure_shape(shape: Shape, ceilings: Ceilings, namespace: argparse.Namespace) -> list[Measured]:
-    """GpuRow by row; the record is appended when all are done."""
+    """Measure all rows of a shape, then append the record."""
     with tempfile.TemporaryDirectory(prefix="pd-bench-") as directory:
         Path(directory, "config.json").write_text(json.dumps(shape.config))
         config = node_config(directory, namespace)
@@ -296,7 +295,7 @@ def measure_shape(shape: Shape, ceilings: Ceilings, namespace: argparse.Namespac
 
 
 def print_results(shape: Shape, results: list[Measured], ceilings: Ceilings) -> None:
-    """The table."""
+    """Print the table."""
     console = report_console()
     console.print(
         f"{shape.name} shape, bf16, random weights; ceilings: read {ceilings.read / 1e12:.2f} TB/s, "

@@ -1,7 +1,7 @@
-"""`python -m benchmarks handover`: one handoff step by step, as the decode node of a running cluster tells it.
+"""`python -m benchmarks handover`: the steps of a handoff, as the decode node of a running cluster reports them.
 
-Prompts of a fixed length are sent one after the other to a cluster of prefill and decode nodes: to an idle one, then
-while the decode node runs a batch. What the steps are is said in `pd_connectors.base.LoadSteps`.
+Prompts of a fixed length are sent one after the other to a cluster of prefill and decode nodes: first idle, then while
+the decode node runs a batch. `pd_connectors.base.LoadSteps` defines the steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pd_cluster.bench.workload import Arrival, prompt_ids
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-UNCOUNTED = 5  # samples before those that count: the link is warm then, and the batch is running
+UNCOUNTED = 5  # first samples, while the link warms up and the batch starts
 SAMPLE_OUTPUT = 8  # tokens
 BATCH_INPUT, BATCH_OUTPUT = 128, 2000
 _TOGETHER = {
@@ -36,7 +36,7 @@ _TOGETHER = {
     "itl": "a step (ITL)",
     "beyond leg": "TTFT beyond P's own",
 }
-LIMIT_MS, LIMIT_STEPS = 4.0, 1.5  # aimed at: a handover's p50 at 1,000 tokens, and the wait to join a step
+LIMIT_MS, LIMIT_STEPS = 4.0, 1.5  # goals: p50 of a handover of 1,000 tokens, and of the wait to join a step
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -83,7 +83,7 @@ async def _samples(target: Target, namespace: argparse.Namespace, batch: int) ->
         arrival = Arrival(at_s, num_input, num_output)
         return arrival, prompt_ids(arrival, index, vocabulary, namespace.seed + batch)
 
-    # a random part of the pause, so that they meet a decode step at any moment of it
+    # a random part of the pause, so that samples come at any moment of a decode step
     times = [(index + rng.random()) * namespace.every_s for index in range(UNCOUNTED + namespace.samples)]
     samples = [request(index, at_s, namespace.tokens, SAMPLE_OUTPUT) for index, at_s in enumerate(times)]
     background = [request(-1 - index, 0.0, BATCH_INPUT, BATCH_OUTPUT) for index in range(batch)]
@@ -93,7 +93,7 @@ async def _samples(target: Target, namespace: argparse.Namespace, batch: int) ->
 
 @asynccontextmanager
 async def _running(target: Target, requests: list[tuple[Arrival, list[int]]]) -> AsyncIterator[None]:
-    """These requests run again and again while the block lasts; then the connections are closed."""
+    """Repeat these requests during the block; then close their connections."""
 
     async def repeat() -> None:
         while requests:
@@ -108,7 +108,7 @@ async def _running(target: Target, requests: list[tuple[Arrival, list[int]]]) ->
 
 
 def print_handover(summary: Summary, tokens: int, batch: int) -> None:
-    """The steps in order, and what follows them."""
+    """Print the steps in order, then the sums."""
     console = report_console()
     console.print(f"a handover of {tokens} tokens, {batch} sequences decoding on D; ms")
     rows = {name: summary.phases[name] for name in HANDOVER_STEPS if name in summary.phases}
@@ -116,11 +116,11 @@ def print_handover(summary: Summary, tokens: int, batch: int) -> None:
     rows |= {title: spreads[name] for name, title in _TOGETHER.items() if name in spreads}
     console.print(spread_table(rows, digits=3))
     if {"handover", "join", "itl"} <= spreads.keys():
-        step_ms = spreads["itl"].p50_ms or spreads["itl"].mean_ms  # a client may see two at once
+        step_ms = spreads["itl"].p50_ms or spreads["itl"].mean_ms  # p50 is 0 when two chunks come at once
         steps = max(0.0, spreads["join"].p50_ms / step_ms - 1)
         console.print(
-            f"p50: handover {spreads['handover'].p50_ms:.2f} ms (aimed at {LIMIT_MS:g} for 1,000 tokens), "
-            f"wait {steps:.2f} steps (aimed at {LIMIT_STEPS:g})"
+            f"p50: handover {spreads['handover'].p50_ms:.2f} ms (goal: {LIMIT_MS:g} for 1,000 tokens), "
+            f"wait {steps:.2f} steps (goal: {LIMIT_STEPS:g})"
         )
     for error, count in summary.errors.items():
         console.print(f"{count} failed: {error}", markup=False)

@@ -1,11 +1,11 @@
-"""Time the GPU kernels on the shape of an 8B model and compare with what the machine's memory and matrix units can do.
+"""Times the GPU kernels on the shapes of an 8B model and compares them with measured limits of the machine.
 
     python -m benchmarks kernels
 
-Every call is in a CUDA graph that goes round several layers of one cache, so that no launch waits for Python and the
-second-level cache holds nothing that it would not hold in a model. Bytes and FLOPs are those that must be moved and
-done, whatever the kernel does; ceilings are measured in the same run (an elementwise operation, read plus written; a
-matrix product). Reading alone can be faster than the first.
+Every call is in a CUDA graph that visits several layers of one cache, so that no launch waits for Python and the L2
+cache holds only what it would hold in a model. Bytes and FLOPs are the least that the task needs, not those of the
+kernel. The limits are measured in the same run: an elementwise operation (bytes read plus written) and a matrix
+product. Reading alone can be faster than the first.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd_kernels.backends import TORCH, Kernels, select_kernels
-from pd_kernels.draws import Draws
-from pd_kernels.head_norms import HeadNorms
-from pd_kernels.packed import PackedSequences
+from pd_kernels.backends import TORCH, Kernels
+from pd_kernels.selection import select_kernels
+from pd_kernels.values import Draws, HeadNorms, PackedSequences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, VOCAB, BLOCK = 32, 8, 128, 4096, 14336, 128256, 64
 DECODES = [[context] * batch for context in (1024, 4096) for batch in (1, 32, 128, 256)]
 MIXED_DECODES = [[1024, 2048, 3072, 5120, 8192, 10240, 12288, 15360], [20 + index * index for index in range(64)]]
-PREFILLS = [  # sequences, their tokens, those of this step
+PREFILLS = [  # sequences, their tokens, their tokens in this step
     (1, 1024, 1024), (1, 4096, 4096), (4, 15000, 15000), (1, 8064, 64), (1, 8256, 256), (1, 8512, 512),
 ]  # fmt: skip
 PRODUCTS = {  # outputs, inputs, whether the outputs are gates and ups
@@ -38,12 +37,12 @@ PRODUCTS = {  # outputs, inputs, whether the outputs are gates and ups
     "gate_up": (2 * INTERMEDIATE, HIDDEN, True),
     "down": (HIDDEN, INTERMEDIATE, False),
 }
-CACHE_BYTES = 8 << 30  # of the layers that a measurement goes round
+CACHE_BYTES = 8 << 30  # of the layers that a measurement visits
 
 
 @dataclass(frozen=True)
 class KernelCeilings:
-    """Of this machine, measured."""
+    """Measured limits of this machine."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -51,7 +50,7 @@ class KernelCeilings:
 
 @dataclass(frozen=True)
 class KernelTime:
-    """One measurement."""
+    """A measurement."""
 
     name: str
     seconds: float
@@ -59,7 +58,7 @@ class KernelTime:
     flops: float
 
     def ratio(self, ceilings: KernelCeilings) -> float:
-        """Share of the ceiling that binds."""
+        """Share of the limit that applies."""
         floor = max(self.num_bytes / ceilings.bytes_per_s, self.flops / ceilings.flops_per_s)
         return floor / self.seconds
 
@@ -74,7 +73,7 @@ class KernelTime:
 def seconds_of(calls: Sequence[Callable[[], object]], rounds: int = 5) -> float:
     """Median seconds of one call, all captured in one graph, over rounds of 20 ms after 60 ms to warm up.
 
-    Without the warm-up the first measurement after an allocation reads 10% too long.
+    Without the warm-up the first measurement after an allocation is 10% too long.
     """
     for call in calls[:2]:
         call()
@@ -117,7 +116,7 @@ class Attention:
 
 
 def make_attention(contexts: Sequence[int], query_len: int, block_size: int = BLOCK) -> Attention:
-    """Sequences of so many tokens of which the last `query_len` are this step's; their blocks are scattered."""
+    """Sequences with `contexts` tokens, the last `query_len` of them in this step; their blocks are scattered."""
     num_seqs, per_seq = len(contexts), -(-max(contexts) // block_size)
     layer_bytes = num_seqs * per_seq * KV_HEADS * 2 * block_size * HEAD_DIM * 2
     num_layers = int(np.clip(CACHE_BYTES // layer_bytes, 2, 32))
@@ -142,12 +141,12 @@ def decode_bytes(contexts: Sequence[int]) -> float:
 
 
 def prefill_flops(num_seqs: int, context: int, query_len: int) -> float:
-    """Two products a head of each query with all keys up to its own."""
+    """Two products per head, of each query with all keys up to its own position."""
     return num_seqs * 2 * query_len * (2 * context - query_len + 1) * HEADS * HEAD_DIM
 
 
 def attention_rows(kernels: Kernels) -> Iterator[KernelTime]:
-    """Decode and prefill."""
+    """Time decode and prefill attention."""
     for contexts in (*DECODES, *MIXED_DECODES):
         low, high = min(contexts), max(contexts)
         name = f"decode {len(contexts)} x {low}" if low == high else f"decode {len(contexts)} of {low} to {high}"
@@ -165,7 +164,7 @@ def _attention_seconds(kernels: Kernels, contexts: Sequence[int], query_len: int
 
 
 def product_rows(kernels: Kernels, num_rows: int) -> Iterator[KernelTime]:
-    """Products of few rows, each with other weights than the last."""
+    """Time products of few rows, with different weights in each call."""
     for name, (num_outputs, num_inputs, gated) in PRODUCTS.items():
         x = torch.randn(num_rows, num_inputs, device="cuda", dtype=torch.bfloat16)
         weights = torch.randn(8, num_outputs, num_inputs, device="cuda", dtype=torch.bfloat16)
@@ -177,8 +176,8 @@ def product_rows(kernels: Kernels, num_rows: int) -> Iterator[KernelTime]:
 
 
 def elementwise_rows(kernels: Kernels, num_tokens: int) -> Iterator[KernelTime]:
-    """Everything between the matrix products, for a step of `num_tokens`."""
-    copies = max(min((1 << 31) // (num_tokens * INTERMEDIATE * 4), 32), 2)  # together larger than the cache
+    """Time the kernels between the matrix products, for a step of `num_tokens`."""
+    copies = max(min((1 << 31) // (num_tokens * INTERMEDIATE * 4), 32), 2)  # together larger than the L2 cache
     x, residual = torch.randn(2, copies, num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
     weight = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
     size = 2.0 * num_tokens
@@ -207,7 +206,7 @@ def elementwise_rows(kernels: Kernels, num_tokens: int) -> Iterator[KernelTime]:
 
 
 def sampling_rows(kernels: Kernels, num_rows: int) -> Iterator[KernelTime]:
-    """Greedy and drawn tokens."""
+    """Time greedy and drawn tokens."""
     copies = max((1 << 28) // (num_rows * VOCAB * 2), 2)
     logits = torch.randn(copies, num_rows, VOCAB, device="cuda", dtype=torch.bfloat16)
     seeds = torch.randint(0, 1 << 62, (num_rows,), device="cuda")
@@ -219,7 +218,7 @@ def sampling_rows(kernels: Kernels, num_rows: int) -> Iterator[KernelTime]:
 
 
 def copy_rows(kernels: Kernels) -> Iterator[KernelTime]:
-    """Eight blocks of an 8B model on the device."""
+    """Time the copy of eight blocks of an 8B model on the device."""
     blocks = torch.randn(64, 4 << 20, device="cuda", dtype=torch.bfloat16).view(64, KV_HEADS, 32, 2, BLOCK, HEAD_DIM)
     pairs = torch.stack((torch.arange(8), torch.arange(8) + 32), dim=1).cuda()
     target = torch.empty_like(blocks)
@@ -228,7 +227,7 @@ def copy_rows(kernels: Kernels) -> Iterator[KernelTime]:
 
 
 def rows(kernels: Kernels) -> Iterator[KernelTime]:
-    """The whole table."""
+    """All rows of the table."""
     yield from attention_rows(kernels)
     for num_rows in (1, 32):
         yield from product_rows(kernels, num_rows)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks model`: a model directory of a known shape, without weights."""
+"""`python -m benchmarks model`: writes a model directory of a known shape, without weights."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pd_cluster.errors import StartupError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-WORD_LETTERS = 4  # 26**4 words are more than any vocabulary here
+WORD_LETTERS = 4  # 26**4 words, more than any vocabulary here
 
 
 def write_model(shape: str, directory: Path) -> None:
-    """A model directory without weights: config.json and a tokenizer in which every id is a visible word.
+    """Write a model directory without weights: config.json, and a tokenizer in which every id is a visible word.
 
-    The words are " aaaa", " aaab", ... in order of their ids; whatever is no such word becomes id 0. No id is special
-    or ends a text, so that every generated token shows. Raises StartupError.
+    The words are " aaaa", " aaab", ... in the order of their ids; other words become id 0. No id is special or ends a
+    text, so that every generated token shows. Raises StartupError.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -50,5 +50,5 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--shape", choices=tuple(CONFIGS), default="8b", help="Default: 8b.")
     namespace = parser.parse_args(arguments)
     write_model(namespace.shape, namespace.directory)
-    sys.stdout.write(f"{namespace.directory}: shape {namespace.shape}, to be served with --load-format dummy\n")
+    sys.stdout.write(f"{namespace.directory}: shape {namespace.shape}, serve it with --load-format dummy\n")
     return 0

@@ -1,4 +1,4 @@
-"""The engine core in this process, without queues: what the step loop, the worker and the kernels take, and no more."""
+"""The engine core in this process, without message queues: the step loop, the worker and the kernels only."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class DirectMailbox:
-    """Hands messages over as they are. One thread."""
+    """Stands in for EngineSockets: passes messages in memory, for one thread."""
 
     inbox: list[ToEngine] = field(default_factory=list)
     outbox: list[FromEngine] = field(default_factory=list)
 
     def wake(self) -> None:
-        """Nobody sleeps."""
+        """There is no other thread to wake."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Nobody will ring."""
+        """Sleep: no other thread sends a message."""
         time.sleep(timeout_s)
         return False
 
@@ -45,14 +45,14 @@ class DirectMailbox:
         self.outbox.append(message)
 
     def flush(self) -> None:
-        """It is there already."""
+        """Messages are not buffered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """One call's outcome."""
+    """The result of a call."""
 
-    seconds: float  # until the last token of all
+    seconds: float  # until the last token
     first_token_s: tuple[float, ...]  # of each prompt
     tokens: list[list[int]]
 
@@ -62,7 +62,7 @@ class Generated:
 
 
 class OfflineEngine:
-    """Generates for lists of prompts, all sent at once."""
+    """Generates for lists of prompts, which are all sent at once."""
 
     def __init__(self, config: NodeConfig, progress: Callable[[str], None]) -> None:
         """Raises StartupError."""

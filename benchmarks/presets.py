@@ -1,4 +1,4 @@
-"""The five workloads of the disaggregation table, and a peer's figures on them.
+"""The five workloads of the disaggregation table, and a peer's figures for them.
 
 The peer ran on two H200s, with the shape and the method that are the defaults of `python -m benchmarks disagg`. Compare
 with these figures on that hardware only.
@@ -23,7 +23,7 @@ MOONCAKE_MAX_INPUT, MOONCAKE_MAX_OUTPUT = 14_999, 1_000
 
 @dataclass(frozen=True, slots=True)
 class PeerRow:
-    """Milliseconds; shares of all requests."""
+    """The peer's figures in milliseconds, and shares of all requests."""
 
     setting: str
     ttft: tuple[float, float, float]  # p50, p90, p99
@@ -35,7 +35,7 @@ class PeerRow:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One workload. `trace`: a file's name in the data directory; "": lengths are fixed."""
+    """A workload. `trace`: a file in the data directory; "": fixed lengths."""
 
     name: str
     title: str
@@ -58,7 +58,7 @@ class Preset:
             rows = rescale(
                 read_trace(data / self.trace, self.num_requests), rate=self.rate, length_scale=1.0, max_output=0
             )
-        return [replace(row, prefix_blocks=()) for row in rows]  # every prompt is new: nothing can be cached
+        return [replace(row, prefix_blocks=()) for row in rows]  # every prompt is new, so that nothing is cached
 
 
 PRESETS = {
@@ -89,4 +89,4 @@ PRESETS = {
         ), MOONCAKE_ROWS, trace=MOONCAKE_FILE),
     )
 }  # fmt: skip
-"""By name, in the table's order."""
+"""By name, in the order of the table."""

@@ -1,4 +1,4 @@
-"""Models by their numbers alone, for weights drawn at random (`--load-format dummy`)."""
+"""Configs of models without weights, for random ones (`--load-format dummy`)."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""config.json of Llama-3.1-8B's shape, of Qwen3-0.6B's, and of one for tests."""
+"""config.json for the shapes of Llama-3.1-8B and Qwen3-0.6B, and for a small shape for tests."""

@@ -1,14 +1,14 @@
-"""Soak the engine core: random requests, aborts, forks and preemptions for as long as asked, and what must hold then.
+"""Soaks the engine core with random requests, aborts, forks and preemptions, and checks its invariants.
 
     python -m benchmarks soak --seconds 600
 
-The cache is far too small for what is sent, so that sequences are preempted all the time, by swapping and by computing
-again. Traffic comes in rounds. After each the engine runs dry, and then
+The cache is far too small for the load, so that sequences are preempted all the time, by swapping and by recomputing.
+The load comes in rounds. After each round the engine finishes all requests. Then
 
-    every request    has ended exactly once, each of its sequences too, with as many tokens as it may have
-    every block      is accounted for, and nobody's
-    every logit      was finite, of all rows of all steps
-    memory           in use on the GPU is what it was after the first round
+    every request    has ended exactly once, and so has each of its sequences, with an allowed number of tokens
+    every block      is free or in the prefix cache, and is counted once
+    every logit      of all rows of all steps was finite
+    GPU memory       in use is the same as after the first round
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 DEMO = "demo"
-DRAIN_S = 300.0  # from the last request of a round to the end of all
-PATIENCE = 8  # rounds, however long, until sequences have been preempted in both ways
-LEAK_BYTES = 4 << 20  # of the GPU's memory; what a step's temporaries may leave in libraries' workspaces
-HOST_LEAK_BYTES = 1 << 30  # of this process's peak; on CPU torch keeps oneDNN's programs of up to 1024 shapes
+DRAIN_S = 300.0  # from the last request of a round to the end of all its requests
+PATIENCE = 8  # most rounds, beyond the time asked for, until sequences have been preempted in both ways
+LEAK_BYTES = 4 << 20  # growth of GPU memory that workspaces of libraries explain
+HOST_LEAK_BYTES = 1 << 30  # growth of the process's peak; on CPU torch keeps oneDNN's programs of up to 1024 shapes
 ABORTS_A_STEP = 0.02
-PRESSURE = 6  # how many caches the usual prompts of all running sequences would fill, at their longest
+PRESSURE = 6  # caches that the longest usual prompts of all running sequences would fill
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to soak and for how long. Sizes of 0 are the defaults of the device."""
+    """Options of a soak. A size of 0 means the device's default."""
 
     seconds: float
     round_s: float = 20.0
@@ -67,7 +67,7 @@ class Options:
         return self.max_num_seqs or (64 if self.on_gpu else 16)
 
     def node_config(self, directory: str) -> NodeConfig:
-        """`directory`: of a model without weights; empty for the demo model."""
+        """`directory`: a model without weights; "": the demo model."""
         on_gpu = self.on_gpu
         return NodeConfig(
             model=ModelConfig(
@@ -87,7 +87,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Of an engine with nothing to do."""
+    """Memory in use by an idle engine."""
 
     gpu_bytes: int
     peak_host_bytes: int
@@ -109,7 +109,7 @@ class Footprint:
 
 @dataclass(slots=True)
 class LogitWatch:
-    """Counts steps with a logit that is not finite, without waiting for any."""
+    """Counts steps with a logit that is not finite, without waiting for the device."""
 
     num_bad: torch.Tensor  # int64 []
     num_steps: int = 0
@@ -126,7 +126,7 @@ class LogitWatch:
 
 @dataclass(slots=True)
 class Soak:
-    """One engine under load."""
+    """An engine under load."""
 
     engine: OfflineEngine
     options: Options
@@ -150,7 +150,7 @@ class Soak:
         return cls(engine, options, Traffic(rng, executor.model.vocab_size, longest, usual), watch, ledger, rng)
 
     def run(self, hear: Callable[[str], None]) -> None:
-        """Rounds until the time is up, two at least: the first is the warm-up. Raises Breach."""
+        """Run rounds until the time is up, at least two: the first is the warm-up. Raises Breach."""
         start_s = time.monotonic()
         while (
             (num_rounds := len(self.footprints)) < 2
@@ -160,14 +160,14 @@ class Soak:
             self._round(min(self.options.round_s, self.options.seconds / 2))
             hear(self.text(time.monotonic() - start_s))
         if not all(self._preemptions):
-            raise Breach(f"sequences swapped out and computed again: {self._preemptions}; that shows nothing")
+            raise Breach(f"too few preemptions (swapped, recomputed): {self._preemptions}; the soak proves nothing")
 
     @property
     def _preemptions(self) -> tuple[float, float]:
         return self._counter("preemptions_swap_total"), self._counter("preemptions_recompute_total")
 
     def text(self, elapsed_s: float) -> str:
-        """Where it stands."""
+        """A line of progress."""
         last, ledger, (swaps, recomputations) = self.footprints[-1], self.ledger, self._preemptions
         return (
             f"{elapsed_s:6.1f} s: {ledger.num_ended} requests, {ledger.num_tokens} tokens, {self.num_aborts} aborts, "
@@ -178,7 +178,7 @@ class Soak:
         )
 
     def _round(self, seconds: float) -> None:
-        """Load, then none until all is done, then the proof."""
+        """Load, drain, check."""
         limit = self.options.num_running * 3 // 2
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
@@ -191,7 +191,7 @@ class Soak:
         end_s = time.monotonic() + DRAIN_S
         while self._turn() or self.ledger.open:
             if time.monotonic() > end_s:
-                raise Breach(f"{len(self.ledger.open)} requests have not ended {DRAIN_S:.0f} s after the last one came")
+                raise Breach(f"{len(self.ledger.open)} requests have not ended {DRAIN_S:.0f} s after the last one")
         self._check()
 
     def _turn(self) -> bool:
@@ -212,7 +212,7 @@ class Soak:
         self._turn()
         stats = self.stats
         if stats is None or stats.num_running or stats.num_waiting or stats.kv.in_use:
-            raise Breach(f"an engine with nothing to do says {stats}")
+            raise Breach(f"an idle engine reports {stats}")
         self.watch.check()
         self.footprints.append(Footprint.now())
         self.footprints[0].check_growth_to(self.footprints[-1])
@@ -234,16 +234,16 @@ def soak(options: Options, hear: Callable[[str], None]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status 1 when something did not hold."""
+    """Returns 1 after a breach, else 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks soak", description="Soak the engine core.")
-    parser.add_argument("--seconds", type=float, default=600.0, help="How long (default: %(default)s).")
-    parser.add_argument("--round-s", type=float, default=20.0, help="Of traffic before each check (%(default)s).")
-    parser.add_argument("--seed", type=int, default=0, help="Of the traffic and of random weights (%(default)s).")
-    parser.add_argument("--shape", choices=(DEMO, *CONFIGS), default=DEMO, help="Of the model (%(default)s).")
+    parser.add_argument("--seconds", type=float, default=600.0, help="Duration (default: %(default)s).")
+    parser.add_argument("--round-s", type=float, default=20.0, help="Load before each check (%(default)s).")
+    parser.add_argument("--seed", type=int, default=0, help="Seeds the load and random weights (%(default)s).")
+    parser.add_argument("--shape", choices=(DEMO, *CONFIGS), default=DEMO, help="The model (%(default)s).")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--num-blocks", type=int, default=0, help="Cache blocks. 0: too few for the traffic.")
+    parser.add_argument("--num-blocks", type=int, default=0, help="Cache blocks. 0: too few for the load.")
     parser.add_argument("--max-num-seqs", type=int, default=0, help="Sequences that run at once. 0: 64; 16 on CPU.")
-    parser.add_argument("--swap-gb", type=float, default=0.0, help="For preempted sequences. 0: for a few.")
+    parser.add_argument("--swap-gb", type=float, default=0.0, help="Host memory for preempted sequences. 0: for a few.")
     parser.add_argument("--async-scheduling", choices=("auto", "on", "off"), default="auto")
     options = Options(**vars(parser.parse_args(arguments)))
 

@@ -1,4 +1,4 @@
-"""Random requests for a soak, and the book that is kept of them."""
+"""Random requests for a soak, and a ledger that checks their outputs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from random import Random
 
 _NUM_PREFIXES = 3
-_ROUNDING = 1e-3  # of a logprob of 0
+_ROUNDING = 1e-3  # a logprob of 0 may be so far above 0
 
 
 class Breach(Exception):
-    """Something that must hold did not."""
+    """An invariant does not hold."""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Makes requests. `longest`: tokens of a prompt and its output together; `usual`: at most, of most prompts and of
-    every output."""
+    """Makes requests. `longest`: most tokens of a prompt and its output together; `usual`: most tokens of most prompts
+    and of every output."""
 
     rng: Random
     vocab_size: int
@@ -36,7 +36,7 @@ class Traffic:
         self.prefixes = [self._tokens(self.longest // 2) for _ in range(_NUM_PREFIXES)]
 
     def request(self) -> AddRequest:
-        """Lengths from 1 token to half the longest, half of them with a prefix that others have too."""
+        """A request with a prompt of 1 token to half the longest; half of the prompts have a common prefix."""
         rng, longest, usual = self.rng, self.longest, self.usual
         self._num_made += 1
         length = rng.randint(1, rng.choice((16, usual // 4, usual // 4, usual, longest // 2)))
@@ -49,7 +49,7 @@ class Traffic:
         return self.rng.choices(range(self.vocab_size), k=count)
 
     def _sampling(self, max_tokens: int) -> SamplingParams:
-        """Each feature for some requests, so that a step has rows with and without it."""
+        """Each feature is on for some requests, so that a step has rows with and without it."""
         rng = self.rng
         features: tuple[tuple[float, dict[str, Any]], ...] = (
             (0.3, {"temperature": 0.0}),
@@ -74,17 +74,17 @@ class Traffic:
 
 @dataclass(slots=True)
 class Entry:
-    """A request under way."""
+    """An open request."""
 
     request: AddRequest
-    num_tokens: list[int]  # of each of its sequences
+    num_tokens: list[int]  # by sequence
     ended: dict[int, FinishReason] = field(default_factory=dict)  # by index
-    aborted: set[int] = field(default_factory=set)  # an abort was sent; it may have come too late
+    aborted: set[int] = field(default_factory=set)  # sequences with an abort, which may have come too late
 
 
 @dataclass(slots=True)
 class TrafficLedger:
-    """What was asked for and what came. Its methods raise Breach."""
+    """Open requests and their outputs so far. Methods raise Breach."""
 
     vocab_size: int
     eos_token_ids: frozenset[int]
@@ -93,12 +93,12 @@ class TrafficLedger:
     num_tokens: int = 0
 
     def add(self, request: AddRequest) -> AddRequest:
-        """Returns it."""
+        """Note a request. Returns it."""
         self.open[request.request_id] = Entry(request, [0] * request.sampling.n)
         return request
 
     def abort(self, rng: Random) -> Abort:
-        """Of some open request, or of one of its sequences."""
+        """Abort a random open request or one of its sequences."""
         entry = self.open[rng.choice(list(self.open))]
         n = entry.request.sampling.n
         index = rng.randrange(n) if rng.random() < 0.3 else None
@@ -106,9 +106,9 @@ class TrafficLedger:
         return Abort(entry.request.request_id, index)
 
     def take(self, message: FromEngine) -> None:
-        """Anything but tokens of an open request is a breach."""
+        """Check a message. Only tokens of open requests are allowed."""
         if not isinstance(message, TokensOut) or message.request_id not in self.open:
-            raise Breach(f"nobody waits for {message}")
+            raise Breach(f"no open request for {message}")
         entry = self.open[message.request_id]
         for part in message.sequences:
             self._take_part(entry, part)
@@ -121,7 +121,7 @@ class TrafficLedger:
     def _take_part(self, entry: Entry, part: SequenceTokens) -> None:
         request, sampling, index = entry.request, entry.request.sampling, part.index
         if index in entry.ended:
-            raise Breach(f"sequence {index} of {request} goes on after its end: {part}")
+            raise Breach(f"sequence {index} of {request} continues after its end: {part}")
         entry.num_tokens[index] += len(part.tokens)
         self.num_tokens += len(part.tokens)
         for token in part.tokens:

@@ -1,7 +1,7 @@
-"""`python -m benchmarks tables`: a document's performance tables, written from the records.
+"""`python -m benchmarks tables`: writes a document's performance tables from the records.
 
-Whatever stands between `<!-- table: NAME -->` and `<!-- end -->` is replaced. Of several records of the same thing the
-last one counts; rehearsals do not.
+The text between `<!-- table: NAME -->` and `<!-- end -->` is replaced. The last record of a measurement counts;
+rehearsals do not.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def fill(text: str, results: Path) -> str:
-    """`text` with its tables made anew from the `.jsonl` files of `results`. Raises StartupError, OSError, KeyError for
-    a record that lacks something, and ValueError for one that is no JSON."""
+    """`text` with its tables written again from the `.jsonl` files in `results`. Raises StartupError, OSError, KeyError
+    for a record without a field, and ValueError for one that is not JSON."""
 
     def table(match: re.Match[str]) -> str:
         make = _TABLES.get(match["name"])
         if make is None:
-            raise StartupError(f"there is no table {match['name']!r}; there are {', '.join(_TABLES)}")
+            raise StartupError(f"unknown table {match['name']!r}; known are {', '.join(_TABLES)}")
         return match[1] + make(results) + match[3]
 
     return _PLACE.sub(table, text)

@@ -7,16 +7,66 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("pd_cluster", "router/pd_router", "router/pd_http", "connectors/pd_connectors", "kernels/pd_kernels")
-# Both have two meanings inside pd_cluster/bench, where no other package sees them.
-BENCH_ONLY = {"Row", "Ceilings"}
+PACKAGES = (
+    "pd_cluster", "router/pd_router", "router/pd_http", "connectors/pd_connectors", "kernels/pd_kernels", "benchmarks",
+)  # fmt: skip
+# Circles of today, by their files' modules. Take an entry out when its circle is gone.
+CIRCLES: set[frozenset[str]] = {
+    frozenset({"pd_cluster.scheduling.sequence", "pd_cluster.scheduling.turns"}),
+    frozenset({"pd_http.gate", "pd_http.protocol"}),
+    frozenset({"pd_router.liveness", "pd_router.node_table", "pd_router.upstream"}),
+}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the packages, by its dotted name."""
+    found = {}
+    for package in PACKAGES:
+        folder = ROOT / package
+        for path in folder.rglob("*.py"):
+            name = ".".join((folder.name, *path.relative_to(folder).with_suffix("").parts))
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports(path: Path, names: set[str]) -> set[str]:
+    """Modules among `names` that a file imports: at its top, inside functions, and for type checking."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & names
+
+
+def reachable(start: str, graph: dict[str, set[str]]) -> set[str]:
+    """Modules that `start` imports, directly or through others."""
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for name in graph[waiting.pop()] - seen:
+            seen.add(name)
+            waiting.append(name)
+    return seen
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """A file can be read, and moved, after those that it imports, those for annotations included."""
+    files = modules()
+    graph = {name: imports(path, set(files) - {name}) for name, path in files.items()}
+    reached = {name: reachable(name, graph) for name in graph}
+    circles = {
+        frozenset(other for other in reached[name] if name in reached[other]) for name in graph if name in reached[name]
+    }
+    assert circles <= CIRCLES
 
 
 def test_public_class_names_are_unique() -> None:
     """A name means one thing wherever it is read, and a search for it finds one definition."""
     places: dict[str, list[str]] = defaultdict(list)
-    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+    for module, path in modules().items():
         for statement in ast.parse(path.read_text()).body:
             if isinstance(statement, ast.ClassDef) and not statement.name.startswith("_"):
-                places[statement.name].append(str(path.relative_to(ROOT)))
-    assert {name: found for name, found in places.items() if len(found) > 1 and name not in BENCH_ONLY} == {}
+                places[statement.name].append(module)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

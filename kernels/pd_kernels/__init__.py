@@ -1,11 +1,14 @@
-"""Kernels of the forward pass, each beside a plain torch function that says what it computes.
+"""Kernels of the forward pass, each beside a plain torch function that defines it.
 
 reference       the definitions: readable, slow, correct in any dtype
 torch_ops       the same on any device with library calls, tuned for CPU
 sampling        from logits to tokens
 triton_*        the same in Triton for GPUs, one family a file; `python -m benchmarks kernels` times them
-products        which library algorithm multiplies many rows, by measurement; few rows are `triton_matmul`'s
+gluon_*         the same in Gluon for Hopper GPUs
+gemm_selection  which library algorithm multiplies many rows, by measurement; few rows are `triton_matmul`'s
 flashinfer_*    prefill attention by flashinfer, an optional package, in Triton's place
-prefill_choice  whether that is taken, by measurement
-backends        which implementation runs where
+prefill_choice  whether flashinfer is used, by measurement
+values          what kernels take and return
+backends        the table of functions that an implementation fills, and torch's row
+selection       which implementation a device runs
 """

@@ -1,12 +1,12 @@
-"""Which implementation of each function runs where.
+"""The table of kernels: one row of functions per implementation, and torch's row.
 
-A new backend adds a row: a `Kernels` with the functions that it has, the others taken from `TORCH` with `replace`.
+A new backend adds a row: a `Kernels` with its own functions, and the others from `TORCH` by `replace`. `selection.py`
+maps devices to rows.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from pd_kernels import sampling, torch_attention, torch_ops
@@ -16,16 +16,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pd_kernels.draws import Draws
     from pd_kernels.gemm_selection import Product
-    from pd_kernels.half_normed import HalfNormed
-    from pd_kernels.head_norms import HeadNorms
-    from pd_kernels.packed import Ints, PackedSequences, StepOnDevice, StepSize
-    from pd_kernels.prefill_choice import AttentionShape
+    from pd_kernels.values import Draws, HalfNormed, HeadNorms, Ints, PackedSequences, StepOnDevice, StepSize
 
 
 class AttentionPlan(Protocol):
-    """What one step's attention needs besides the tensors of a layer."""
+    """The attention of one step, without the tensors of a layer."""
 
     def run(
         self,
@@ -39,7 +35,7 @@ class AttentionPlan(Protocol):
 
 
 class PlanAttention(Protocol):
-    """Makes a plan once a step for all layers with the same window."""
+    """Makes a plan per step for all layers with the same window."""
 
     def __call__(self, packed: PackedSequences, key_cache: torch.Tensor, window: int = 0) -> AttentionPlan: ...
 
@@ -50,16 +46,16 @@ class Replayable(Protocol):
     @property
     def num_tiles(self) -> int: ...
 
-    def tiles(self, query_lens: Ints, seq_lens: Ints, num_decodes: int, nobody: int) -> Ints:
-        """[2, num_tiles] for a step's StepOnDevice.tiles, from its S' lengths [S']; sequence `nobody` is empty."""
+    def tiles(self, query_lens: Ints, seq_lens: Ints, num_decodes: int, padding_seq: int) -> Ints:
+        """[2, num_tiles] for a step's StepOnDevice.tiles, from its S' lengths [S']; unused tiles get `padding_seq`."""
 
     def plan(self, step: StepOnDevice, key_cache: torch.Tensor, window: int = 0) -> AttentionPlan:
-        """To be captured with what runs it."""
+        """A plan that is captured together with its runs."""
 
 
 class MakeReplayable(Protocol):
-    """For one size and one shape, that of a layer's `key_cache`, and whether any layer has a window; None: there is
-    none for it, or it is far and a near one does as well."""
+    """Makes the attention of captured steps for a size and the shape of a layer's `key_cache`. `windowed`: a layer
+    has a window. None if it is not supported, or if the size is far and a near one is as fast."""
 
     def __call__(
         self, size: StepSize, num_heads: int, key_cache: torch.Tensor, windowed: bool
@@ -67,7 +63,7 @@ class MakeReplayable(Protocol):
 
 
 class NormRopeWrite(Protocol):
-    """What stands between the QKV product and attention."""
+    """The work between the QKV product and attention; see `reference.norm_rope_write`."""
 
     def __call__(
         self,
@@ -82,7 +78,7 @@ class NormRopeWrite(Protocol):
 
 
 class FewRows(Protocol):
-    """The product with one weight for steps of few tokens, which does what stands before and after it."""
+    """The product with one weight for steps of few tokens, fused with the work before and after it."""
 
     @property
     def max_rows(self) -> int: ...
@@ -95,21 +91,21 @@ class FewRows(Protocol):
 
 
 class MakeFewRows(Protocol):
-    """For one weight [out, in], its bias, and whether it is [gate | up]; None: there is no such product for it."""
+    """Makes the product for a weight [out, in] and its bias. `gated`: it is [gate | up]. None: not supported."""
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> FewRows | None: ...
 
 
 class ProposeGated(Protocol):
-    """Products that come to silu_and_mul of x weight^T at once, for `num_rows` rows and more, with weights like this
-    one [N, K], gates, then ups. Whether they are faster is to be measured."""
+    """Products that compute silu_and_mul of x weight^T at once, for `num_rows` rows and more. `weight` [N, K]: gates,
+    then ups. The caller measures whether they are faster."""
 
     def __call__(self, num_rows: int, weight: torch.Tensor) -> Sequence[Product]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """One implementation of every function; their meaning is in `reference` and `sampling`."""
+    """An implementation of every function; `reference` and `sampling` define them."""
 
     name: str
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -126,16 +122,16 @@ class Kernels:
 
 
 def no_few_rows(weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> None:
-    """Steps of few tokens multiply as all others do."""
+    """No special product for steps of few tokens."""
 
 
 def no_gated_products(num_rows: int, weight: torch.Tensor) -> tuple[()]:
-    """What is multiplied is activated by itself."""
+    """No product that also activates."""
     return ()
 
 
 def not_replayable(size: StepSize, num_heads: int, key_cache: torch.Tensor, windowed: bool = False) -> None:
-    """Attention that plans with the lengths."""
+    """Attention cannot be captured, because its plans depend on lengths."""
 
 
 TORCH = Kernels(
@@ -152,34 +148,3 @@ TORCH = Kernels(
     argmax=sampling.argmax,
     draw=sampling.draw,
 )
-
-
-def _for_cuda() -> Kernels:
-    """Triton where it is installed; it is imported only now, for it takes long and needs no place on a CPU node."""
-    if importlib.util.find_spec("triton") is None:
-        return TORCH
-    from pd_kernels.triton_backend import TRITON
-
-    return TRITON
-
-
-BACKENDS: dict[str, Callable[[], Kernels]] = {"cpu": lambda: TORCH, "cuda": _for_cuda}  # device type -> what runs there
-
-
-def with_flashinfer(shape: AttentionShape, compiles: bool) -> Kernels:
-    """The row of CUDA with another prefill attention, for models of one shape; whether it pays is to be measured.
-
-    Raises as `FlashPrefill.load` does, and ImportError without triton.
-    """
-    from pd_kernels.flashinfer_attention import FlashAttention
-
-    return replace(_for_cuda(), name="flashinfer", plan_attention=FlashAttention.load(shape, compiles))
-
-
-def select_kernels(device: torch.device) -> Kernels:
-    """The implementation for a device. Raises ValueError for a device type without one."""
-    try:
-        make = BACKENDS[device.type]
-    except KeyError:
-        raise ValueError(f"no kernels for device {device}; there are some for {', '.join(BACKENDS)}") from None
-    return make()

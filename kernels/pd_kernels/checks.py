@@ -1,4 +1,4 @@
-"""What every kernel demands of its arguments. Raised before a launch, never after."""
+"""Checks of the kernels' arguments. They raise before a launch, never after."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_query(query: torch.Tensor, key_cache: torch.Tensor, num_tokens: int) -
 
 
 def output(out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """`out`, which must be contiguous, of this shape, and on the device and of the dtype of `like`; None: a new one."""
+    """`out`, or a new tensor for None. `out` must be contiguous, of this shape, and with device and dtype of `like`."""
     if out is None:
         return like.new_empty(shape)
     if out.shape != shape or out.dtype != like.dtype or out.device != like.device or not out.is_contiguous():

@@ -1,9 +1,9 @@
-"""Matrix products by an algorithm of one's own choice among those that cuBLASLt would consider.
+"""Matrix products by a chosen algorithm of cuBLASLt.
 
-cuBLAS picks one by rule from the shape. The rule is often not the best: for a Llama-3.1-8B's products of 40 to 224 rows
-on an H200, the best of cuBLASLt's own first eight proposals saves 2 to 6 percent of the time, and 1 to 4 more when
-programs take their tiles in another order, which it never proposes. Called through ctypes on the library that torch has
-loaded.
+cuBLAS chooses an algorithm by rules from the shape, and the choice is often not the fastest: for the products of
+Llama-3.1-8B with 40 to 224 rows on an H200, the best of cuBLASLt's first eight proposals saves 2 to 6 percent of the
+time, and another order of tiles, which cuBLASLt never proposes, 1 to 4 more. Called through ctypes on the library that
+torch has loaded.
 Source: NVIDIA cuBLAS documentation, "Using the cuBLASLt API".
 """
 
@@ -19,7 +19,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends for Hopper; splits along K need some
+WORKSPACE_BYTES = 32 << 20  # NVIDIA's recommendation for Hopper; algorithms that split K need it
 NUM_PROPOSALS, NUM_SWIZZLED = 8, 4
 _COMPUTE_32F, _FLOAT_32 = 68, 0
 _BATCH_COUNT, _BATCH_STRIDE = 5, 6  # attributes of a matrix
@@ -28,7 +28,7 @@ _SWIZZLE = 4  # attribute of an algorithm: the order of tiles, 0 or 1
 _TYPES = {torch.bfloat16: 14, torch.float16: 2}
 _ADDRESS = ctypes.c_void_p
 # Handle, product, 1, A and its layout, B and its layout, 0, C and its layout, D and its layout, algorithm, workspace,
-# its size, stream. Of arguments that are declared, ctypes takes plain integers, without an object for each
+# its size, stream. For declared arguments, ctypes takes plain integers without making an object for each
 _MATMUL: list[type[ctypes.c_void_p | ctypes.c_size_t]] = [*[_ADDRESS] * 14, ctypes.c_size_t, _ADDRESS]
 
 
@@ -46,14 +46,14 @@ class _Proposal(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One way to compute x [M, K] times weight^T [K, N], fit for capture. Valid until its library is closed."""
+    """An algorithm for x [M, K] times weight^T [K, N] that a graph can capture. Valid until its library is closed."""
 
-    library: CublasLt  # whose descriptions and workspace it uses
-    parts: int  # of the product: each of as many inputs, one behind the other
-    launch: Callable[[int, int, int], None]  # with the addresses of x, the weight and the product
+    library: CublasLt  # owns the descriptions and the workspace
+    parts: int  # of the product, each over an equal, consecutive range of inputs
+    launch: Callable[[int, int, int], None]  # arguments: addresses of x, the weight and the product
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """`x` [M, K] and `weight` [N, K], both contiguous and of the type asked for -> [M, N], or the parts asked for.
+        """`x` [M, K] and `weight` [N, K], both contiguous and of the proposed type -> [M, N], or its parts.
 
         Raises RuntimeError.
         """
@@ -74,7 +74,7 @@ class _Shape:
 
 
 class CublasLt:
-    """The library of torch's CUDA, on torch's own handle. One stream at a time: all products share a workspace."""
+    """The cuBLASLt that torch loaded, on torch's handle. Use one stream at a time: all products share a workspace."""
 
     def __init__(self, device: torch.device) -> None:
         """Raises OSError when torch has loaded no cuBLASLt."""
@@ -88,13 +88,13 @@ class CublasLt:
         self._created = contextlib.ExitStack()
 
     def close(self) -> None:
-        """Algorithms must not be used after this; graphs that captured them may. Idempotent."""
+        """End the use of its algorithms; graphs that captured them stay valid. Idempotent."""
         self._created.close()
 
     def propose(self, num_rows: int, weight: torch.Tensor, parts: int = 1) -> list[Algorithm]:
-        """What may multiply `num_rows` rows with `weight` [N, K], best guess first, then the first with their tiles in
-        another order; nothing for float32, which torch multiplies with or without TensorFloat-32 as it is told.
-        With `parts`, each is of as many inputs. Raises RuntimeError."""
+        """Algorithms for `num_rows` rows times `weight` [N, K]: cuBLASLt's, best guess first, then the first of them
+        with another order of tiles. Each part has an equal range of inputs. Empty for float32, because torch decides
+        there between TensorFloat-32 and full precision. Raises RuntimeError."""
         if weight.dtype not in _TYPES or weight.shape[1] % (8 * parts):  # 8: whole 16 bytes
             return []
         shape = self._describe(num_rows, weight.shape[0], weight.shape[1], _TYPES[weight.dtype], parts)
@@ -114,7 +114,7 @@ class CublasLt:
         return [Algorithm(self, parts, launch) for launch in launchers]
 
     def _swizzled(self, shape: _Shape, proposal: _Proposal) -> _Proposal | None:
-        """None when the algorithm does not take tiles in another order."""
+        """The same algorithm with another order of tiles; None if it does not support that."""
         algorithm, order, checked = proposal.algorithm, ctypes.c_uint32(1), _Proposal()
         changed = type(algorithm)(*algorithm)
         matrices = shape.weight, shape.x, shape.out, shape.out
@@ -130,9 +130,10 @@ class CublasLt:
     def _launcher(
         self, shape: _Shape, proposal: _Proposal, matmul: Callable[..., int], stream_of: Callable[[int], int]
     ) -> Callable[[int, int, int], None]:
-        """What multiplies on the current stream, given the addresses of x, the weight and the product.
+        """A function that multiplies on the current stream, given the addresses of x, the weight and the product.
 
-        Everything else is ready: a prompt's step has a hundred products, and the host must stay ahead of the device.
+        All other arguments are prepared here: a step with prompts has about 100 products, and the host must stay ahead
+        of the device.
         """
         handle, product, size = self._handle, shape.product, proposal.workspace_bytes
         weight_layout, x_layout, out_layout = shape.weight, shape.x, shape.out
@@ -184,6 +185,6 @@ class CublasLt:
 
 
 def _cublas_handle() -> int:
-    """Of the current device and stream; cuBLASLt takes it for one of its own."""
+    """The handle of the current device and stream; cuBLASLt accepts cuBLAS handles."""
     handle: int = torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
     return handle

@@ -1,7 +1,7 @@
-"""Prefill chunks by flashinfer's FlashAttention-3 kernel for Hopper GPUs, over the paged cache as it lies.
+"""Prefill chunks by flashinfer's FlashAttention-3 kernel for Hopper GPUs, over the paged cache in its own layout.
 
-The compiled module is called without the class that flashinfer wraps it in: that one copies what this kernel never
-reads, and its plan reuses one pinned buffer while the copy of the plan before may still be waiting for the device.
+The compiled module is called without flashinfer's wrapper class. The class copies data that this kernel never reads,
+and its plan reuses one pinned buffer while the copy of the previous plan may still wait for the device.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from pd_kernels.triton_decode import num_processors
 
 if TYPE_CHECKING:
-    from pd_kernels.packed import PackedSequences
     from pd_kernels.prefill_choice import AttentionShape
+    from pd_kernels.values import PackedSequences
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)
-_NUM_WORK_ARRAYS = 7  # of the schedule: int32, one entry a tile of query rows and head
+_NUM_WORK_ARRAYS = 7  # of the schedule: int32, one entry per tile of query rows and head
 _ALIGNMENT = 16
 _CAUSAL, _HEADS_FIRST = 1, 1  # flashinfer's MaskMode and TensorLayout
 
@@ -31,44 +31,44 @@ class FlashPrefill:
 
     module: Any
     shape: AttentionShape
-    scratch: torch.Tensor  # uint8; for arguments that this kernel ignores
+    scratch: torch.Tensor  # uint8, for arguments that this kernel ignores
 
     @classmethod
     def load(cls, shape: AttentionShape, compiles: bool) -> FlashPrefill:
-        """Takes some seconds; with `compiles`, for a shape of which there is no library yet, minutes, nvcc and ninja.
+        """Takes seconds. With `compiles`, a shape without a library is compiled, which takes minutes, nvcc and ninja.
 
-        Raises ValueError for a shape that the kernel does not take, ImportError without flashinfer, RuntimeError when
-        the library is missing or cannot be made; flashinfer may raise others.
+        Raises ValueError for an unsupported shape, ImportError without flashinfer, RuntimeError when
+        the library is missing or cannot be compiled; flashinfer may raise other errors.
         """
         if shape.device.type != "cuda" or torch.cuda.get_device_capability(shape.device) != (9, 0):
             raise ValueError("flashinfer's kernel needs a Hopper GPU")
         if shape.dtype not in DTYPES or shape.head_dim not in HEAD_DIMS:
-            raise ValueError(f"flashinfer's kernel does not take {shape.dtype} heads of {shape.head_dim}")
+            raise ValueError(f"flashinfer's kernel does not support {shape.dtype} heads of {shape.head_dim}")
         from flashinfer.jit.attention.modules import gen_batch_prefill_module
 
         dtype, size = shape.dtype, shape.head_dim
         library = gen_batch_prefill_module("fa3", dtype, dtype, dtype, torch.int32, size, size, 0, False, False, False)
         if not library.is_compiled:
             if not compiles:
-                raise RuntimeError(f"flashinfer is installed, but not compiled for {dtype} heads of {size}")
+                raise RuntimeError(f"flashinfer is installed but not compiled for {dtype} heads of {size}")
             library.build(verbose=False)
         module = library.load(library.get_library_path())
         return cls(module, shape, torch.empty(_ALIGNMENT, dtype=torch.uint8, device=shape.device))
 
     def num_tiles(self, query_lens: np.ndarray[Any, np.dtype[np.int64]]) -> int:
-        """Tiles of query rows times heads: what is shared among the processors."""
+        """Tiles of query rows times heads: the work units that processors share."""
         rows = 192 if self.shape.head_dim == 64 else 128
         return int((-(-query_lens // rows)).sum()) * self.shape.num_heads
 
     def plan(self, packed: PackedSequences) -> FlashChunks:
-        """For all layers of a step with at least one chunk. Nothing is read from the device, nothing waited for."""
+        """Plan for all layers of a step with at least one chunk. Does not read from the device and does not wait."""
         shape, first = self.shape, packed.num_decodes
         query_lens, seq_lens = packed.host_query_lens[first:], packed.host_seq_lens[first:]
         tables = packed.block_tables[first:]
         count = len(query_lens)
         query_starts = np.zeros(count + 1, np.int32)
         np.cumsum(query_lens, out=query_starts[1:])
-        # The kernel finds a sequence's blocks at an offset into one array: rows of the table serve as they are
+        # The kernel finds a sequence's blocks at an offset into one array, so rows of the table need no copy
         table_starts = np.arange(count + 1, dtype=np.int32) * tables.stride(0)
         size = _NUM_WORK_ARRAYS * (4 * self.num_tiles(query_lens) + _ALIGNMENT)
         size += 4 * (num_processors(shape.device) + 1) + 2 * _ALIGNMENT
@@ -79,7 +79,7 @@ class FlashPrefill:
             torch.from_numpy(seq_lens.astype(np.int32)), int(query_starts[-1]), count, shape.num_heads,
             shape.num_kv_heads, shape.block_size, False, shape.head_dim, shape.head_dim, True, -1,
         )  # fmt: skip
-        # Torch gives pinned memory away when its own copies are done. The plan's is none of them: one more, behind it
+        # Torch reuses pinned memory when its own copies are done. The plan's copy is not torch's: this one follows it
         schedule[-1:].copy_(pinned[-1:], non_blocking=True)
         return FlashChunks(self, first, places, schedule, tables)
 
@@ -90,7 +90,7 @@ class FlashChunks:
 
     kernel: FlashPrefill
     first: int  # row of the first chunk's first token
-    places: Any  # where in `schedule` is what
+    places: Any  # offsets into `schedule`
     schedule: torch.Tensor  # uint8
     tables: torch.Tensor  # int32 [chunks, max_blocks]
 

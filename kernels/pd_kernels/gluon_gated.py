@@ -1,12 +1,12 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-"""SwiGLU with its product, for many rows on Hopper GPUs: gates and ups are never in global memory.
+"""SwiGLU fused with its product, for many rows on Hopper GPUs: gates and ups are never in global memory.
 
-At many rows a product runs into the power limit, and whatever else moves data burns power that multiplies no more.
-A program goes from tile to tile. One warp brings the rows, gates' and ups' weights of the tiles to come into a ring of
-shared memory; two groups of four warps multiply what is there, each half of the tile's rows by all of its outputs, and
-bring away what they have while the next tile's operands are on their way.
+With many rows a product runs at the power limit, and every other movement of data takes power from the multiplication.
+A program goes from tile to tile. One warp copies the rows and the weights of gates and ups for the next tiles into a
+ring of shared memory. Two groups of four warps multiply them, each half of the tile's rows by all of its outputs, and
+store their results while the operands of the next tile arrive.
 
-Needs Triton's Gluon, which says more than Triton about who waits for whom, and runs in no interpreter.
+Needs Triton's Gluon, which makes the synchronization of warps explicit and does not run in the interpreter.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from pd_kernels.triton_decode import num_processors
 
 logger = logging.getLogger(__name__)
-ROWS, OUTPUTS, INPUTS = 128, 128, 64  # of a tile: rows, gates and as many ups, and what they share, 128 bytes of each
+ROWS, OUTPUTS, INPUTS = 128, 128, 64  # of a tile: rows; gates, and as many ups; inputs, 128 bytes of each
 STAGES = 4  # of the ring: 192 KiB
-DOWN = 16  # tiles below each other before the next to the right: their weights are still in the second-level cache
+DOWN = 16  # tiles of a column before the next column, so that their weights are still in the L2 cache
 _MULTIPLIERS = 2  # groups of warps
 
 
@@ -59,7 +59,7 @@ def _bring(
             stage = turn % STAGES
             full, weight = is_full.index(stage), weight_ring.index(stage)
             mbarrier.wait(is_free.index(stage), (turn // STAGES & 1) ^ 1)
-            mbarrier.expect(full, (ROWS + 2 * OUTPUTS) * INPUTS * 2)  # bytes, whether inside the matrices or beyond
+            mbarrier.expect(full, (ROWS + 2 * OUTPUTS) * INPUTS * 2)  # bytes, including those outside the matrices
             tma.async_copy_global_to_shared(x_tiles, [down * ROWS, place], full, x_ring.index(stage))
             tma.async_copy_global_to_shared(weight_tiles, [gate, place], full, weight.slice(0, OUTPUTS))
             tma.async_copy_global_to_shared(weight_tiles, [up, place], full, weight.slice(OUTPUTS, OUTPUTS))
@@ -85,13 +85,13 @@ def _multiply(
             mbarrier.wait(is_full.index(stage), turn // STAGES & 1)
             weight = weight_ring.index(stage).permute((1, 0))
             sums = warpgroup_mma(x_ring.index(stage).slice(GROUP * half, half), weight, sums, is_async=True)
-            sums = warpgroup_mma_wait(1, deps=[sums])  # the turn before: its stage is read
+            sums = warpgroup_mma_wait(1, deps=[sums])  # the previous turn: its stage has been read
             mbarrier.arrive(is_free.index((turn + STAGES - 1) % STAGES), count=1, pred=place > 0)
             turn += 1
         sums = warpgroup_mma_wait(0, deps=[sums])
         mbarrier.arrive(is_free.index((turn + STAGES - 1) % STAGES), count=1)
         gate, up = gl.split(gl.permute(gl.reshape(sums, [half, 2, OUTPUTS]), [0, 2, 1]))
-        gate = gate.to(out.dtype).to(gl.float32)  # rounded where the separate functions round
+        gate = gate.to(out.dtype).to(gl.float32)  # round where the separate functions round
         gated = (gate / (1.0 + gl.exp(-gate))).to(out.dtype).to(gl.float32) * up.to(out.dtype).to(gl.float32)
         tma.store_wait(0)
         out.store(gated.to(out.dtype))
@@ -105,7 +105,7 @@ def _gated_kernel(
     x_tiles, weight_tiles, out_tiles, num_rows, num_outputs, num_inputs,
     DOWN: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, INPUTS: gl.constexpr,
 ):  # fmt: skip
-    """`num_outputs`: half of what the weight has."""
+    """`num_outputs`: half of the weight's rows."""
     plain: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     x_ring = gl.allocate_shared_memory(x_tiles.dtype, [STAGES, ROWS, INPUTS], plain)
     weight_ring = gl.allocate_shared_memory(x_tiles.dtype, [STAGES, 2 * OUTPUTS, INPUTS], plain)
@@ -131,15 +131,14 @@ def _gated_kernel(
                 DOWN, STAGES, ROWS, OUTPUTS, INPUTS,
             )),
         ],
-        [4, 1],  # warps of the second and the third; the first's are the launch's
+        [4, 1],  # warps of the second and third; the first has those of the launch
         [240, 24],  # and their registers
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class GatedProduct:
-    """See products.Product: silu_and_mul of it, [M, N / 2]. For any number of rows, though it is made for
-    hundreds."""
+    """See gemm_selection.Product: silu_and_mul of it, [M, N / 2]. For any number of rows; tuned for hundreds."""
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """`x` [M, K], `weight` [N, K]: gates, then ups; contiguous, bfloat16 or float16. Raises RuntimeError."""
@@ -154,27 +153,27 @@ class GatedProduct:
                 TensorDescriptor.from_tensor(out, [ROWS // _MULTIPLIERS, OUTPUTS], plain),
                 num_rows, num_outputs, num_inputs, DOWN, STAGES, ROWS, OUTPUTS, INPUTS, num_warps=4, maxnreg=168,
             )  # fmt: skip
-        except Exception as error:  # Gluon is called experimental: another version's compiler may say no in any way
-            raise RuntimeError(f"SwiGLU with its product: {type(error).__name__}: {error}") from error
+        except Exception as error:  # Gluon is experimental: another version's compiler may raise anything
+            raise RuntimeError(f"fused SwiGLU: {type(error).__name__}: {error}") from error
         return out
 
 
 def propose_gated(num_rows: int, weight: torch.Tensor) -> list[GatedProduct]:
-    """For a weight [N, K] and rows for more than half a tile, where the GPU has what the kernel needs; else nothing."""
+    """The product for a weight [N, K] and rows for more than half a tile; empty if the GPU does not support it."""
     fits = weight.dtype in (torch.bfloat16, torch.float16) and weight.is_contiguous()
-    fits = fits and weight.shape[1] % 8 == 0 and len(weight) % 16 == 0  # whole 16 bytes, of halves too
+    fits = fits and weight.shape[1] % 8 == 0 and len(weight) % 16 == 0  # multiples of 16 bytes, also in halves
     return [GatedProduct()] if fits and num_rows > ROWS // 2 and _runs_on(weight.device) else []
 
 
 @cache
 def _runs_on(device: torch.device) -> bool:
-    """Asked for every number of rows; a compiler that says no would do so each time."""
+    """Cached, because each number of rows asks, and a failed compilation takes as long each time."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     try:
         x, weight = (torch.zeros(rows, INPUTS, dtype=torch.bfloat16, device=device) for rows in (1, 2 * OUTPUTS))
         GatedProduct()(x, weight)
     except RuntimeError:
-        logger.warning("no SwiGLU with its product", exc_info=True)
+        logger.warning("no fused SwiGLU", exc_info=True)
         return False
     return True

@@ -1,11 +1,11 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-"""Prefill attention for Hopper GPUs in Gluon: chunks with much to do, by warps that each do one thing.
+"""Prefill attention for Hopper GPUs in Gluon: a kernel of specialized warps for large chunks.
 
 A program stays on its multiprocessor and takes one tile after another: 128 query rows (tokens times the group's query
-heads) of one KV head. One warp brings queries, keys and values by the tensor memory accelerator into a ring of shared
-memory, as far ahead as that has room; two warpgroups of 64 rows each compute. While the values of 128 keys are
-multiplied, a warpgroup exponentiates the scores of the next ones, and it takes turns with the other at the matrix unit,
-so that one's softmax runs under the other's products (FlashAttention-3, arXiv 2407.08608). Keys are walked from the
+heads) of one KV head. One warp copies queries, keys and values with the tensor memory accelerator into a ring of shared
+memory, as far ahead as the ring has room; two warpgroups of 64 rows each compute. While the values of 128 keys are
+multiplied, a warpgroup exponentiates the scores of the next keys. The warpgroups take turns at the matrix unit, so that
+the softmax of one overlaps the products of the other (FlashAttention-3, arXiv 2407.08608). Keys are visited from the
 diagonal to the beginning.
 """
 
@@ -26,16 +26,16 @@ KEYS = gl.constexpr(128)  # of a step
 STAGES = gl.constexpr(2)  # of the ring
 _ROWS = gl.constexpr(64)  # of a warpgroup
 _HIDDEN = gl.constexpr(-1e30)  # score of a key that a row does not see
-_LOWEST = gl.constexpr(-1e15)  # of scores; far above hidden ones, whose weights so are 0 even where no other is
-_PIECE = gl.constexpr(64)  # keys that lie in one cache block, and columns that the accelerator swizzles as one
+_LOWEST = gl.constexpr(-1e15)  # of scores; above _HIDDEN, so that hidden keys weigh 0 even in rows that see none
+_PIECE = gl.constexpr(64)  # keys in one cache block, and columns that the accelerator swizzles together
 
 
 @gluon.jit
 def _tile(turn, work, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
     """The program's tile of a turn: most keys first, and every other turn in reverse order for balance.
 
-    Its KV head, its sequence, its first token's query row, tokens of the chunk from there on, that token's position,
-    the sequence's length, steps of KEYS keys. No steps: no tile, nor in any later turn, as those of nobody come last.
+    Returns KV head, sequence, query row of the first token, tokens of the chunk from there on, position of the first
+    token, length of the sequence, steps of KEYS keys. 0 steps: no tile in this turn or later, as padding comes last.
     """
     tiles, num_tiles, query_starts, seq_lens = work
     num_programs = gl.num_programs(0)
@@ -55,7 +55,7 @@ def _tile(turn, work, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def _bring(descriptor, blocks, offsets, barrier, ring, stage, SIZE: gl.constexpr):
-    """KEYS tokens of two cache blocks' halves into a stage, in the order that a product reads."""
+    """Copy KEYS tokens, from halves of two cache blocks, into a stage in the order that a product reads."""
     pieces: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
     tile = ring.index(stage)._reinterpret(ring.dtype, [2 * SIZE // _PIECE, 1, _PIECE, _PIECE], pieces)
     for column in gl.static_range(SIZE // _PIECE):
@@ -66,7 +66,7 @@ def _bring(descriptor, blocks, offsets, barrier, ring, stage, SIZE: gl.constexpr
 
 @gluon.jit
 def _clear(tile, count, SIZE: gl.constexpr):
-    """Zero the rows from `count` on: what lies behind a sequence may be NaN, and so is 0 * NaN."""
+    """Zero the rows from `count` on: memory after a sequence may be NaN, and 0 * NaN is NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     pieces = tile._reinterpret(tile.dtype, [KEYS * SIZE // 512, 8, 64], gl.NVMMASharedLayout(128, 16, rank=2))
     row = gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
@@ -98,7 +98,7 @@ def _produce(
         for i in range(num_steps):
             begin = (num_steps - 1 - i) * KEYS
             stage, phase = at % STAGES, at // STAGES & 1
-            middle = gl.minimum(begin + _PIECE, length - 1)  # no block has the second half: any, its keys are masked
+            middle = gl.minimum(begin + _PIECE, length - 1)  # no block for the second half: any will do, masked
             block = gl.load(table + begin // BLOCK_SIZE) * NUM_KV_HEADS + head
             next_block = gl.load(table + middle // BLOCK_SIZE) * NUM_KV_HEADS + head
             blocks, offsets = (block, next_block), (begin % BLOCK_SIZE, (begin + _PIECE) % BLOCK_SIZE)
@@ -124,7 +124,7 @@ def _produce(
 
 @gluon.jit
 def _weigh(scores, top, total, position, begin, scale, MASKED: gl.constexpr):
-    """The keys' weights, the highest score and sum of weights so far, and what the sums before shrink by."""
+    """Weights of the keys, highest score and sum of weights so far, and the factor for the previous sums."""
     if MASKED:
         token = begin + gl.arange(0, KEYS, layout=gl.SliceLayout(0, scores.type.layout))
         scores = gl.where(token[None, :] <= position[:, None], scores, _HIDDEN)
@@ -143,7 +143,7 @@ def _multiply_keys(q, k_ring, stage):
 
 @gluon.jit
 def _add_values(weights, shrink, sums, v_ring, stage):
-    """The left operand, too: until the product is there its registers must not be used for anything else."""
+    """Returns the left operand too: its registers must not be reused before the product is done."""
     shrink = gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))
     weights = gl.convert_layout(weights.to(v_ring.dtype), gl.DotOperandLayout(0, sums.type.layout, 2))
     return warpgroup_mma(weights, v_ring.index(stage), sums * shrink[:, None], is_async=True), weights
@@ -151,7 +151,7 @@ def _add_values(weights, shrink, sums, v_ring, stage):
 
 @gluon.jit
 def _take_turn(turns, at, WARPGROUP: gl.constexpr):
-    """Wait for the matrix unit: the first warpgroup's turn comes when the second has had the one before."""
+    """Wait for the matrix unit: the first warpgroup's turn follows the second's previous one."""
     mbarrier.wait(turns.index(WARPGROUP), (at & 1) ^ (1 - WARPGROUP))
 
 
@@ -160,7 +160,7 @@ def _walk(
     q, k_ring, v_ring, barriers, weights, shrink, top, total, sums, position, scale, at, start, stop,
     WARPGROUP: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Steps [start, stop), the last first. `weights` are of the step before, whose values are not yet added."""
+    """Steps [start, stop), the last first. `weights` belong to the previous step; its values are not yet added."""
     _, _, k_full, k_empty, v_full, v_empty, turns, _ = barriers
     for i in range(stop - start):
         before, phase_before = at % STAGES, at // STAGES & 1
@@ -175,8 +175,8 @@ def _walk(
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_empty.index(stage), count=1)
         weights, shrink, top, total = _weigh(scores, top, total, position, (stop - 1 - i) * KEYS, scale, MASKED)
-        # It is full since long. But ptxas moves nothing over a branch: else the softmax would begin when the sums are
-        # there, instead of while they are computed
+        # Already full. But ptxas moves no instruction across a branch: otherwise the softmax would begin after the sums
+        # are done, instead of while they are computed
         mbarrier.wait(v_full.index(before), phase_before)
         sums, operand = warpgroup_mma_wait(0, deps=[sums, operand])
         mbarrier.arrive(v_empty.index(before), count=1)
@@ -188,7 +188,7 @@ def _store(
     sums, total, buffer, out, head, query_row, left, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     SIZE: gl.constexpr, WARPGROUP: gl.constexpr,
 ):  # fmt: skip
-    """By way of shared memory, so that rows are written whole."""
+    """Store through shared memory, so that whole rows are written."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [4, 1], [1, 0])
     row = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, layout))
@@ -224,7 +224,7 @@ def _consume(
         total = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, layout))
         weights, shrink, top, total = _weigh(scores, top, total, position, (num_steps - 1) * KEYS, scale, True)
         sums = gl.zeros([_ROWS, SIZE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16]))
-        seen = gl.minimum((low + 1) // KEYS, num_steps - 1)  # of the steps, those that all rows see wholly
+        seen = gl.minimum((low + 1) // KEYS, num_steps - 1)  # steps in which all rows see all keys
         weights, shrink, top, total, sums, at = _walk(
             q, k_ring, v_ring, barriers, weights, shrink, top, total, sums, position, scale, at, seen,
             num_steps - 1, WARPGROUP, True,
@@ -236,7 +236,7 @@ def _consume(
         mbarrier.arrive(q_empty.index(WARPGROUP), count=1)
         mbarrier.wait(v_full.index(at % STAGES), at // STAGES & 1)
         sums, operand = _add_values(weights, shrink, sums, v_ring, at % STAGES)
-        turn += 1  # the next one's numbers come while this product is computed
+        turn += 1  # loads the next tile's numbers during this product
         next_head, _seq, next_row, next_left, low, _length, num_steps = _tile(turn, work, NUM_KV_HEADS, GROUP)
         sums, operand = warpgroup_mma_wait(0, deps=[sums, operand])
         mbarrier.arrive(v_empty.index(at % STAGES), count=1)
@@ -262,7 +262,7 @@ def gluon_prefill_kernel(
     scale, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Four warps, and eight that this starts beside them. `scale` is of scores to the base 2; the rest as Triton's."""
+    """Four warps, and eight more that it starts. `scale` is for scores to the base 2; the rest is as in Triton's."""
     dtype: gl.constexpr = out.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     buffers = (

@@ -1,4 +1,4 @@
-"""What of prefill attention the Gluon kernel computes on Hopper GPUs, and not Triton's; its compilation and launch."""
+"""Prefill attention by the Gluon kernel on Hopper GPUs: which problems it takes, its compilation and its launch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from triton.compiler import compile as compile_source
 from pd_kernels.triton_decode import num_processors
 
 if TYPE_CHECKING:
-    from pd_kernels.packed import PackedSequences
-    from pd_kernels.triton_prefill import PrefillTiling
+    from pd_kernels.values import PackedSequences, PrefillTiling
 
 logger = logging.getLogger(__name__)
 _LOG2_E = 1.4426950408889634
 _ROWS = 128  # of a tile
 _HEAD_DIMS = (64, 128)
-_PIECE = 64  # a warpgroup's rows; the keys and the columns that one copy brings
-_MAX_REGISTERS = 168  # of a thread when the twelve warps start; then most of the producer's go to the others
+_PIECE = 64  # rows of a warpgroup; keys and columns of one copy
+_MAX_REGISTERS = 168  # of a thread at the start of the twelve warps; then most of the producer's move to the others
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True, slots=True)
 class HopperPrefill:
-    """What a compiled kernel is specialized on."""
+    """Parameters on which a compiled kernel is specialized."""
 
     num_kv_heads: int
     group: int  # query heads per KV head
@@ -38,7 +37,7 @@ class HopperPrefill:
 
     @classmethod
     def of(cls, num_heads: int, key_cache: torch.Tensor) -> HopperPrefill | None:
-        """`key_cache`: any layer's view [N, G, B, D]. None where the kernel does not serve."""
+        """`key_cache`: any layer's view [N, G, B, D]. None if the kernel does not support it."""
         _, num_kv_heads, block_size, head_dim = key_cache.shape
         group = num_heads // num_kv_heads
         serves = (
@@ -50,12 +49,12 @@ class HopperPrefill:
         return cls(num_kv_heads, group, head_dim, block_size, key_cache.dtype) if serves else None
 
     def takes(self, query: torch.Tensor, tiling: PrefillTiling, window: int) -> bool:
-        """Large tiles that are not shared, without a window, of queries aligned as the memory accelerator wants it."""
+        """True for large unshared tiles, without a window, with queries aligned for the memory accelerator."""
         is_aligned = (query.stride(0) % 8, query.data_ptr() % 16) == (0, 0)
         return is_aligned and (tiling.rows, tiling.parts, window) == (_ROWS, 1, 0)
 
     def compile(self) -> Any:
-        """For a Hopper GPU, which none is needed for. Raises what Triton does: Gluon differs by version."""
+        """Compile for a Hopper GPU; this needs no GPU. Raises what Triton raises: Gluon differs between versions."""
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -119,21 +118,21 @@ class HopperPrefill:
 
 @cache
 def compiled(prefill: HopperPrefill) -> Any | None:
-    """None where this version of Triton does not compile it."""
+    """The compiled kernel; None if this version of Triton cannot compile it."""
     try:
         return prefill.compile()
-    except Exception:  # whatever a compiler may raise: we do without it
-        logger.warning("prefill attention stays with Triton: the kernel for Hopper does not compile", exc_info=True)
+    except Exception:  # a compiler may raise anything; Triton's kernel replaces this one
+        logger.warning("prefill attention uses Triton: the kernel for Hopper does not compile", exc_info=True)
         return None
 
 
 def serves_hopper(num_heads: int, key_cache: torch.Tensor) -> bool:
-    """Whether large tiles will be the kernel's. Compiles it."""
+    """Whether this kernel computes large tiles. Compiles it."""
     prefill = HopperPrefill.of(num_heads, key_cache)
     return prefill is not None and compiled(prefill) is not None
 
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
-    """Asked at every launch, and torch takes microseconds to say."""
+    """Cached, because every launch asks and torch takes microseconds to answer."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)

@@ -1,4 +1,4 @@
-"""Which backend computes the attention of prompts, by measurement."""
+"""Chooses the backend that computes the attention of prompts, by measurement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pd_kernels.gemm_selection import MARGIN
-from pd_kernels.packed import PackedSequences
+from pd_kernels.values import PackedSequences
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +23,7 @@ TOLERANCE = 2e-2  # largest difference of two backends in bfloat16, on values of
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a compiled kernel is specialized on."""
+    """Parameters on which a compiled kernel is specialized."""
 
     num_heads: int
     num_kv_heads: int
@@ -35,7 +35,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChoice:
-    """Who won, and why."""
+    """The chosen kernels and the reason."""
 
     kernels: Kernels
     reason: str
@@ -44,7 +44,7 @@ class PrefillChoice:
 def choose_prefill(
     usual: Kernels, propose: Callable[[], Kernels], shape: AttentionShape, num_tokens: int, measure: Measure
 ) -> PrefillChoice:
-    """The faster one at a prompt of `num_tokens`. The usual one if the other does not run, or finds something else."""
+    """The faster of two at a prompt of `num_tokens`. `usual` if the other fails or computes something else."""
     try:
         other = propose()
         problem = _Problem.of(shape, num_tokens)
@@ -53,7 +53,7 @@ def choose_prefill(
         if not difference < TOLERANCE:
             raise ValueError(f"{other.name} is off by {difference:.2g}")
         before, after = (measure(partial(_discard, run)) for run in runs)
-    except Exception as error:  # whatever a foreign library may raise: we do without it
+    except Exception as error:  # another library may raise anything; the usual kernels remain
         return PrefillChoice(usual, f"{usual.name}: {error}")
     kernels = other if after < MARGIN * before else usual
     reason = f"{kernels.name}: {num_tokens} tokens take {usual.name} {before:.3f} ms, {other.name} {after:.3f} ms"
@@ -66,7 +66,7 @@ def _discard(run: Callable[[], object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """One prompt in one layer's cache, its blocks in no order."""
+    """One prompt in one layer's cache, with blocks in random order."""
 
     packed: PackedSequences
     query: torch.Tensor
@@ -95,7 +95,7 @@ class _Problem:
         return cls(packed, query, cache)
 
     def planned(self, kernels: Kernels) -> Callable[[], torch.Tensor]:
-        """Attention of the layer -> [T, H, D]."""
+        """A function that computes the layer's attention -> [T, H, D]."""
         views = self.cache[:, :, 0], self.cache[:, :, 1]
         plan = kernels.plan_attention(self.packed, views[0])
         return lambda: plan.run(self.query, *views, self.query.shape[2] ** -0.5)

@@ -1,4 +1,4 @@
-"""What each kernel computes, in the plainest torch. The oracle of every faster implementation; not on the serving path.
+"""Definitions of the kernels in plain torch. Tests compare every faster implementation with them; not used in serving.
 
 Shapes: T tokens, S sequences, H query heads, G KV heads, D head size, N cache blocks, B block size.
 A layer's cache views are `[N, G, B, D]`; slot `s` is token `s % B` of block `s // B`.
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pd_kernels.half_normed import HalfNormed
+from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
-    from pd_kernels.head_norms import HeadNorms
+    from pd_kernels.values import HeadNorms
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

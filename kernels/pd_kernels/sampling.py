@@ -1,7 +1,7 @@
-"""From logits to tokens: penalties, truncation, and a draw that depends on nothing but the row itself.
+"""From logits to tokens: penalties, truncation, and a draw that depends on its own row only.
 
-All in float32. R rows, V tokens. The draw is Gumbel-max: argmax(logits + noise) samples from softmax(logits), and noise
-comes from an integer hash of (seed, position, token id). So a row's token does not depend on the batch around it, and
+All in float32. R rows, V tokens. The draw is Gumbel-max: argmax(logits + noise) samples from softmax(logits), and the
+noise is an integer hash of (seed, position, token id). So a row's token does not depend on the rest of the batch, and
 prefill node, decode node and a rerun draw the same bits.
 """
 
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from pd_kernels.draws import Draws
+    from pd_kernels.values import Draws
 
-_CANDIDATES = (64, 1024)  # how many of the best are sorted on CPU before all are: a row of 32000 takes 2 ms
-_PIECE = 1 << 18  # elements drawn at a time on CPU: noise for 32 x 32000 takes 3.5 ms in cache, 6.0 out of it
+_CANDIDATES = (64, 1024)  # best tokens sorted on CPU before all tokens are: sorting a row of 32000 takes 2 ms
+_PIECE = 1 << 18  # elements drawn at a time on CPU: noise for 32 x 32000 takes 3.5 ms in cache, 6.0 ms in memory
 
 
 def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -> None:
@@ -40,7 +40,7 @@ def penalize_counts(
 def truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """`logits` [R, V] (already divided by temperature) with everything outside the three limits at -inf.
 
-    `top_k` int64 [R], V for all; `top_p` float32 [R], the smallest set of the top k whose share reaches it; `min_p`
+    `top_k` int64 [R], V for all; `top_p` float32 [R], the smallest set of the top k with at least this share; `min_p`
     float32 [R], a share of the best token's probability. Tokens that tie with the last one kept are kept: the result
     does not depend on how a sort breaks ties.
     """
@@ -60,9 +60,9 @@ def truncated_sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """gumbel_sample(truncate(...)), on CPU without sorting or drawing what cannot be chosen. -> int64 [R].
+    """gumbel_sample(truncate(...)). On CPU, tokens that cannot be chosen are neither sorted nor drawn. -> int64 [R].
 
-    A row's path depends on its own settings and logits, never on the batch.
+    The path of a row depends on its own settings and logits, never on the batch.
     """
     if logits.is_cuda:
         return gumbel_sample(truncate(logits, top_k, top_p, min_p), seeds, positions)
@@ -78,7 +78,7 @@ def truncated_sample(
         noise = _exponential(random_bits(seeds[rows], positions[rows], ids.to(torch.int32))).log_()
         winner = best.masked_fill(best < floor[:, None], -torch.inf).sub_(noise).argmax(-1, keepdim=True)
         token_ids[rows] = ids.gather(1, winner)[:, 0]
-        # A floor strictly above the worst candidate proves that nothing else belongs to the set
+        # A floor strictly above the worst candidate proves that no other token belongs to the set
         unsure = (floor <= best[:, -1]) | ((limits[0] > best.shape[1]) & (limits[0] < logits.shape[1]))
         rest = unsure.nonzero()[:, 0]
         if len(rest):
@@ -90,7 +90,7 @@ def truncated_sample(
 def _floor(
     logits: torch.Tensor, best: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """The lowest logit [R] to keep, as far as `best` (descending, [R, W]) tells: right when above the last of them."""
+    """The lowest logit [R] to keep, from `best` (descending, [R, W]): exact if it is above the last of them."""
     inside = torch.arange(best.shape[1], device=best.device) < top_k[:, None]
     total = best.masked_fill(~inside, -torch.inf).logsumexp(-1)
     if best.shape[1] < logits.shape[1]:
@@ -105,17 +105,17 @@ def _floor(
 def argmax(logits: torch.Tensor) -> torch.Tensor:
     """Per row of `logits` [R, V], the first of the greatest. -> int64 [R].
 
-    On CPU numpy's is vectorised: 0.06 ms for 32 x 32000 where torch takes 0.58.
+    On CPU numpy's version is vectorised: 0.06 ms for 32 x 32000, torch's takes 0.58 ms.
     """
     if logits.is_cuda:
         return logits.argmax(-1)
-    return torch.from_numpy(logits.float().numpy().argmax(-1))  # numpy knows no bfloat16
+    return torch.from_numpy(logits.float().numpy().argmax(-1))  # numpy has no bfloat16
 
 
 def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     """One token per row of `logits` [R, V], drawn from the softmax of float32(logits) / temperature. -> int64 [R].
 
-    Leaves `logits` as they are. Waits for the device; Triton's does not.
+    Does not change `logits`. Waits for the device; Triton's version does not.
     """
     token_ids = argmax(logits)
     is_free, limits = draws.temperature > 0, draws.limits
@@ -133,7 +133,7 @@ def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
 
 
 def scaled(logits: torch.Tensor, draws: Draws, rows: torch.Tensor) -> torch.Tensor:
-    """Those `rows` (int64 [P]) of `logits` divided by their temperatures, a copy. -> float32 [P, V]."""
+    """A copy of `rows` (int64 [P]) of `logits`, divided by their temperatures. -> float32 [P, V]."""
     return logits[rows].float().div_(draws.temperature[rows, None])
 
 
@@ -158,7 +158,7 @@ def random_bits(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.T
     """32 hash bits for every (row, token), int32 [R, W]; the same bits on every device.
 
     `token_ids`: int32 [W] for all rows, or [R, W]. A 64-bit key per row (two splitmix64 finalisers over seed and
-    position) enters a 32-bit finaliser (lowbias32's constants) over the token id, half before and half amid its
+    position) enters a 32-bit finaliser (lowbias32's constants) over the token id, half before and half within its
     rounds. Integer arithmetic wraps.
     """
     key = _mix_64(_mix_64(seeds) + (positions + 1) * -0x61C8864680B583EB)

@@ -1,7 +1,7 @@
 """Paged attention in library calls: gather a layer's blocks into dense K and V, then scaled-dot-product attention.
 
 A (block, head) tile of a layer is contiguous, so the gather is one `index_select` of rows of `block_size * head_dim`
-numbers: near memcpy speed on CPU (14 GB/s of 4 KiB tiles in fp32, where fancy indexing reaches 9). The index tensors
+numbers: near memcpy speed on CPU (14 GB/s with tiles of 4 KiB in fp32; fancy indexing reaches 9). The index tensors
 are the same in every layer; a plan holds them for one step.
 """
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from pd_kernels.checks import check_cache_views, check_query, output
 
 if TYPE_CHECKING:
-    from pd_kernels.packed import Ints, PackedSequences
+    from pd_kernels.values import Ints, PackedSequences
 
 MERGE_BYTES = 1 << 18  # padding that costs less than another bucket's calls (about 20 us)
 QUERY_PIECE = 256  # query rows under one explicit mask: bounds the mask's memory
@@ -85,7 +85,7 @@ def plan_attention(packed: PackedSequences, key_cache: torch.Tensor, window: int
 
 
 def tile_view(cache: torch.Tensor) -> torch.Tensor:
-    """One layer's K or V view as rows of one contiguous tile each; see `_tile_index` for which row is which."""
+    """One layer's K or V view as rows of one contiguous tile each; `_tile_index` gives the row numbers."""
     num_blocks, num_kv_heads, block_size, head_dim = cache.shape
     tile = block_size * head_dim
     num_rows = (num_blocks * num_kv_heads - 1) * (cache.stride(1) // tile) + 1
@@ -230,6 +230,6 @@ def _prefill(
 
 
 def _scatter(group: PrefillGroup, start: int, result: torch.Tensor, out: torch.Tensor) -> None:
-    """Put `result` [n, H, q, D] where the group's query rows came from."""
+    """Write `result` [n, H, q, D] to the positions of the group's query rows."""
     for row, part in zip(group.first_rows, result.transpose(1, 2), strict=True):
         out[row + start : row + start + part.shape[0]] = part

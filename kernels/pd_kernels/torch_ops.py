@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pd_kernels.checks import check_write
 
 if TYPE_CHECKING:
-    from pd_kernels.head_norms import HeadNorms
+    from pd_kernels.values import HeadNorms
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -17,7 +17,6 @@ from pd_kernels.triton_decode import (
 )
 from pd_kernels.triton_prefill import (
     PrefillPlan,
-    PrefillTiling,
     plan_prefill,
     prefill_attention,
     prefill_tiling,
@@ -27,11 +26,11 @@ from pd_kernels.triton_prefill import (
 if TYPE_CHECKING:
     import torch
 
-    from pd_kernels.packed import PackedSequences
+    from pd_kernels.values import PackedSequences, PrefillTiling
 
 
 class Chunks(Protocol):
-    """A step's prefill chunks, planned for another kernel than Triton's."""
+    """A plan of a step's prefill chunks for a kernel other than Triton's."""
 
     def run(
         self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, out: torch.Tensor, scale: float
@@ -43,17 +42,17 @@ class Chunks(Protocol):
 class TritonAttentionPlan:
     """One step's attention for every layer with the same window.
 
-    A plan of decodes alone depends on no length: captured in a CUDA graph (plan and run), a replay reads the lengths
-    and tables that `packed`'s tensors hold by then. Its other host arrays are void there.
+    A plan without chunks does not depend on lengths: when a CUDA graph captures plan and run, a replay reads the
+    lengths and tables that `packed`'s tensors hold then. Its host arrays are ignored there.
     """
 
     packed: PackedSequences
     num_tokens: int
     window: int
     decode: DecodePlan | None  # None without decodes
-    prefill: PrefillTiling | None  # None: the usual one
+    prefill: PrefillTiling | None  # None: the default
     chunks: Chunks | None = None  # instead of Triton's own
-    prefills: dict[int, PrefillPlan] = field(default_factory=dict)  # by query heads per KV head, made by the first run
+    prefills: dict[int, PrefillPlan] = field(default_factory=dict)  # by query heads per KV head, made on first use
 
     def run(
         self,
@@ -103,7 +102,7 @@ def plan_attention(
 ) -> TritonAttentionPlan:
     """`key_cache`: any layer's view, for shape and dtype. The tilings are for measurements.
 
-    `chunks`: how all prefill chunks of the step are computed if not by Triton.
+    `chunks`: another kernel's plan for all prefill chunks of the step; None: Triton's kernel.
     """
     count = packed.num_decodes
     plan = None

@@ -1,4 +1,4 @@
-"""The Triton kernels as one backend. Importing this needs triton."""
+"""The Triton kernels as one backend. The import needs triton."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 def _gated_products() -> ProposeGated:
     try:
         from pd_kernels.gluon_gated import propose_gated
-    except Exception as error:  # Gluon is called experimental: another version may refuse its decorators in any way
-        logger.warning("no SwiGLU with its product: %s", error)
+    except Exception as error:  # Gluon is experimental: in another version its decorators may raise anything
+        logger.warning("no fused SwiGLU: %s", error)
         return no_gated_products
     return propose_gated
 

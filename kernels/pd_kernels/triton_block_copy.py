@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-"""Copies of whole cache blocks: one launch on the device, one DMA a block to and from pinned host memory."""
+"""Copies whole cache blocks: one launch on the device, one DMA per block to and from pinned host memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def _copy_kernel(source, target, pairs, source_stride, target_stride, num_words,
 
 
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
-    """See reference.copy_blocks. Blocks are contiguous and a multiple of 8 bytes; `pairs` on the CPU costs no wait.
+    """See reference.copy_blocks. Blocks are contiguous and a multiple of 8 bytes; No wait if `pairs` is on the CPU.
 
-    Copies to and from the host are queued, not waited for: read the host side only after the stream has passed them.
+    Copies to and from the host are queued: read host memory only after the stream has completed them.
     """
     if source.device != target.device:
         for read, write in pairs.tolist():
@@ -43,7 +43,7 @@ def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor)
 
 
 def _chained(pairs: list[list[int]]) -> bool:
-    """Whether some pair reads what another writes."""
+    """Whether a pair reads a block that another pair writes."""
     return not {read for read, _ in pairs}.isdisjoint(write for _, write in pairs)
 
 

@@ -1,15 +1,15 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-"""Paged decode attention: a step's KV is shared out evenly over a fixed number of programs.
+"""Paged decode attention: the KV of a step is divided evenly among a fixed number of programs.
 
-The unit of work is one tile of TILE tokens of one (sequence, KV head). All units of a step stand in one line (sequence
-by sequence, head by head, tile by tile) and program p of P takes the p-th equal share of it, as stream-K does for
-matrix products (arXiv 2301.03598). So no mix of lengths leaves a multiprocessor idle, and the grid does not depend on
-lengths: they are read on the device, nothing waits for the host, and a CUDA graph can replay a launch with others.
-To begin a pair takes time too: SETUP units without tokens stand behind each, so that no program has all the short ones.
+The unit of work is one tile of TILE tokens of one (sequence, KV head). All units of a step form one sequence (by
+sequence, head, tile), and program p of P takes the p-th equal share, as stream-K does for matrix products
+(arXiv 2301.03598). So no mix of lengths leaves a multiprocessor idle, and the grid does not depend on lengths: kernels
+read them on the device, nothing waits for the host, and a CUDA graph can replay a launch with other lengths. The start
+of a pair takes time too: SETUP units without tokens follow each pair, so that no program gets all the short ones.
 
 A share may begin and end within a (sequence, head) pair. Such parts go to a workspace, each with the logarithm of its
-sum of exponentials; the last program to bring a part of a pair merges them all. A program leaves at most two parts: in
-slot 0 the one of a pair that an earlier program began, in slot 1 the one of the pair that it began and did not finish.
+sum of exponentials; the last program that writes a part of a pair merges all of them. A program writes at most two
+parts: to slot 0 that of a pair that an earlier program began, to slot 1 that of the pair that it began and did not end.
 
 The query heads that share a KV head are the rows of one matrix product. Maxima, sums and the workspace are float32.
 """
@@ -25,20 +25,20 @@ import triton.language as tl
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 
 _LOG2_E = 1.4426950408889634
-_MERGED = 8192  # numbers of parts that a merging program holds at a time, at most
-_PARTS = 15  # of a pair, if that leaves every multiprocessor a program; more take longer to merge than they save
+_MERGED = 8192  # most numbers of parts that a merging program holds at a time
+_PARTS = 15  # of a pair, if every multiprocessor still gets a program; merging more costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiling:
-    """How the kernel is cut; the defaults of `decode_tiling` were chosen by measurement."""
+    """Sizes of the kernel's shares; the defaults of `decode_tiling` were chosen by measurement."""
 
     tile: int  # tokens
     num_warps: int
     num_stages: int
     programs_per_processor: int
-    setup: int = 3  # units that a (sequence, KV head) counts besides its tiles
-    least: int = 2  # units of a program
+    setup: int = 3  # units of a (sequence, KV head) in addition to its tiles
+    least: int = 2  # fewest units of a program
 
 
 # Numbers that change from step to step are not specialized on: a variant costs a second or two to compile
@@ -48,7 +48,7 @@ def _plan_kernel(
     SETUP: tl.constexpr, LEAST: tl.constexpr, PARTS: tl.constexpr, PROGRAMS: tl.constexpr, PROCESSORS: tl.constexpr,
     SEQS: tl.constexpr,
 ):  # fmt: skip
-    """ends[i]: units of one head of the sequences 0..i; behind the last, a program's share of all."""
+    """ends[i]: units of one head of the sequences 0..i; after the last: a program's share of all units."""
     seq = tl.arange(0, SEQS)
     length = tl.load(seq_lens + seq, mask=seq < num_seqs, other=0)
     units = (length + TILE - 1) // TILE + tl.where(length > 0, SETUP, 0)
@@ -151,7 +151,7 @@ def _attend_pair(
         slot = (2 * tl.program_id(0) + (first == 0).to(tl.int32)) * GROUP
         tl.store(parts + slot * SIZE + at, mean, mask=inside)
         tl.store(part_logs + slot + row, log, mask=row < GROUP)
-        tl.debug_barrier()  # all the part is written before its arrival is told
+        tl.debug_barrier()  # the whole part is written before its arrival is counted
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == last_program - first_program:
             _merge_parts(
                 parts, part_logs, target, first_program, last_program, GROUP, SIZE, COLUMNS, MEMBERS, MERGED
@@ -208,16 +208,16 @@ def _decode_kernel(
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """What the layers of one step share. Used by one stream at a time."""
+    """Data that the layers of one step share. Use it on one stream at a time."""
 
     tiling: DecodeTiling
     window: int
-    ends: torch.Tensor  # int32 [S + 1]: where each sequence's units of one head end; a program's share
+    ends: torch.Tensor  # int32 [S + 1]: end of each sequence's units of one head; then a program's share
     arrived: torch.Tensor  # int32 [S, num_kv_heads]: parts so far; 0 between launches
 
 
 def plan_decode(seq_lens: torch.Tensor, key_cache: torch.Tensor, window: int, tiling: DecodeTiling) -> DecodePlan:
-    """From `seq_lens` int32 [S]. Two launches, no wait."""
+    """Plan from `seq_lens` int32 [S]. Two launches; does not wait."""
     num_seqs, num_kv_heads, processors = len(seq_lens), key_cache.shape[1], num_processors(seq_lens.device)
     ends = torch.empty(num_seqs + 1, dtype=torch.int32, device=seq_lens.device)
     _plan_kernel[(1,)](
@@ -229,10 +229,10 @@ def plan_decode(seq_lens: torch.Tensor, key_cache: torch.Tensor, window: int, ti
 
 
 def decode_tiling(cache: torch.Tensor) -> DecodeTiling:
-    """For a layer's view and a GPU with 228 KiB of shared memory a multiprocessor."""
+    """Tiling for a layer's view and a GPU with 228 KiB of shared memory per multiprocessor."""
     if cache.dtype is torch.float32:
         return DecodeTiling(tile=16, num_warps=4, num_stages=2, programs_per_processor=2)
-    # 5 stages are two tiles in flight: a tile's address waits for the block table
+    # 5 stages keep two tiles in flight, because a tile's address waits for the block table
     return DecodeTiling(64 if cache.shape[3] <= 128 else 32, num_warps=4, num_stages=5, programs_per_processor=2)
 
 
@@ -246,22 +246,22 @@ def decode_attention(
     out: torch.Tensor,
     scale: float,
 ) -> None:
-    """See reference.decode_attention; into `out`, contiguous. A sequence of length 0 (padding) gives zeros."""
+    """See reference.decode_attention; into contiguous `out`. A sequence of length 0 (padding) gives zeros."""
     num_seqs, num_heads, size = query.shape
     num_kv_heads, block_size = key_cache.shape[1:3]
     group, tiling = num_heads // num_kv_heads, plan.tiling
     programs = tiling.programs_per_processor * num_processors(query.device)
     early = launches_early(query.device)
-    # Set up early, programs go where the products before leave room: three on some processors, none on others, although
-    # each has an equal share of the keys. A step of 8 sequences of 1k to 15k took 7.2 ms so, 6.2 in the ordinary way
-    # (8B, one H200). Steps gain 1 to 2 percent where those products are soon over, as a small model's are, and up to 1
-    # from 65 sequences on, where they are not few rows' and let nothing in; so does a sequence alone
+    # Launched early, programs start where the products before leave room: three on some processors, none on others, but
+    # each has an equal share of the keys. A step of 8 sequences of 1k to 15k took 7.2 ms early and 6.2 ordinarily
+    # (8B, one H200). Steps gain 1 to 2 percent where those products end soon, as in a small model, and up to 1
+    # from 65 sequences on, where the products are cuBLASLt's and let no program start early; so does one sequence
     starts_early = early and (num_seqs == 1 or num_seqs > 64 or (num_seqs > 16 and num_heads <= 16))
     parts = torch.empty((2 * programs * group, size), dtype=torch.float32, device=query.device)
     part_logs = torch.empty(2 * programs * group, dtype=torch.float32, device=query.device)
     columns, members = max(triton.next_power_of_2(size), 16), triton.next_power_of_2(group)
     seqs = triton.next_power_of_2(num_seqs)
-    usual = triton.next_power_of_2(programs // (seqs * num_kv_heads) + 1)  # parts of a pair if lengths are alike
+    usual = triton.next_power_of_2(programs // (seqs * num_kv_heads) + 1)  # parts of a pair if lengths are equal
     merged = max(min(usual, _MERGED // (members * columns)), 1)
     _decode_kernel[(programs,)](
         query, key_cache, value_cache, block_tables, seq_lens, plan.ends, plan.arrived, out, parts, part_logs,
@@ -275,7 +275,7 @@ def decode_attention(
 
 
 def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a small number where Triton's interpreter stands in for one."""
+    """Number of a GPU's multiprocessors; a small number in Triton's interpreter."""
     if device.type != "cuda":
         return 3
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

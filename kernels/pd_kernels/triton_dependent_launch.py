@@ -1,10 +1,10 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-"""Programmatic dependent launch: a kernel is set up while the ones before it still run. Within CUDA graphs too.
+"""Programmatic dependent launch: a kernel is set up while the kernels before it still run, also within CUDA graphs.
 
-An early kernel calls `others_may_start` first of all, and `wait_for_others` in every program before it reads what
-another early kernel may have written, and before it writes anything. So a kernel that has ended implies that all
-before it have. What it reads before it waits must be older than the last ordinary launch: weights, and what is set up
-once a step, for every step looks up its tokens' embeddings by an ordinary one.
+An early kernel first calls `others_may_start`. Every program calls `wait_for_others` before it reads what another early
+kernel may have written, and before it writes anything. So when a kernel has ended, all kernels before it have ended.
+What it reads before it waits must be older than the last ordinary launch: weights, and data that is set up once a step,
+because every step looks up its embeddings with an ordinary launch.
 Source: NVIDIA CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 
@@ -20,24 +20,24 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def others_may_start(EARLY: tl.constexpr):
-    """Let the next kernel's programs in as soon as all of this one's run."""
+    """Let the next kernel's programs start as soon as all of this kernel's run."""
     if EARLY:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_others(EARLY: tl.constexpr):
-    """Until the kernels before this one have ended and their writes are seen. At once the second time."""
+    """Wait until the kernels before this one have ended and their writes are visible. A second call returns at once."""
     if EARLY:
         gdc_wait()
 
 
 @cache
 def launches_early(device: torch.device) -> bool:
-    """Whether a device can: GPUs from Hopper on. Asked at every launch, and torch takes microseconds to say."""
+    """Whether the device supports it (Hopper and later). Cached: every launch asks, and torch takes microseconds."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def early_options(early: bool) -> dict[str, bool]:
-    """Options of the launch."""
+    """Options of an early launch."""
     return {"launch_pdl": True} if early else {}

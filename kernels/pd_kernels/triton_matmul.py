@@ -1,17 +1,17 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-"""Matrix products of few rows, whose time is that of reading the weights once.
+"""Matrix products of few rows. Their time is that of reading the weights once.
 
-A program computes OUTPUTS outputs of all rows, from a part of the inputs when there are too few programs otherwise. The
+A program computes OUTPUTS outputs of all rows, from a part of the inputs if there would be too few programs. The
 weights are the left operand: their tiles go from the tensor memory accelerator to the matrix unit without passing
-through registers, and rows, few as they are, are its narrow side.
+through registers, and the few rows are the unit's narrow side.
 
-What is lost is the time in which no weights move, from the end of one kernel to the first tile of the next. So
+Time is lost while no weights move, from the end of one kernel to the first tile of the next. So
 
 - a program is launched early and holds the first HEAD columns of its weights in registers before it waits for the
   kernels ahead of it; it multiplies them last;
-- what stands between two products happens at the end of the first or of the second: gate and up halves share a tile
-  (GATED); a product adds itself to the residual (ADDS) and leaves the norm of the sum half done, each row still to be
-  divided by its root mean square; the next one divides what it has multiplied (DIVIDES).
+- the work between two products is done at the end of the first or of the second: gate and up halves share a tile
+  (GATED); a product adds itself to the residual (ADDS) and leaves the norm of the sum half done, without the division
+  by the root mean square; the next product divides its result (DIVIDES).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pd_kernels.half_normed import HalfNormed
 from pd_kernels.triton_decode import num_processors
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
+from pd_kernels.values import HalfNormed
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulTiling:
-    """How the kernel is cut; the defaults of `matmul_tiling` were chosen by measurement."""
+    """Sizes of the kernel's tiles; the defaults of `matmul_tiling` were chosen by measurement."""
 
-    outputs: int  # of a program; gates and ups count each
+    outputs: int  # of a program; gates and ups each count
     inputs: int  # of a tile
     head: int  # inputs, a multiple of a tile's; 0: none
     split: int  # programs that share the inputs
@@ -42,21 +42,21 @@ class MatmulTiling:
 
 @triton.jit
 def _bits(pointer):
-    """As integers, so that what is loaded waits in registers: values that a product takes as they were loaded wait in
-    shared memory, where there is room for them or for the next kernel's programs."""
+    """The bits as integers, so that loaded values wait in registers. Values that a product takes unchanged would wait
+    in shared memory, which has room for them or for the next kernel's programs, not for both."""
     return pointer.to(tl.pointer_type(tl.int16), bitcast=True)
 
 
 @triton.jit
 def _awaited(sums, num_rows):
-    """`sums` as they are. Two tiles as one go through registers, and Triton 3.6 loads the next pair into them while the
-    matrix unit may still read them, unless something else uses its sums: this does, always, and Triton cannot know."""
+    """`sums` unchanged. Two tiles joined go through registers, and Triton 3.6 loads the next pair into them while the
+    matrix unit may still read them, unless other code uses its sums. This does, in a way that Triton cannot remove."""
     return tl.where(num_rows > 0, sums, 0.0)
 
 
 @triton.jit
 def _sum_parts(parts, tile_at, split, SIZE: tl.constexpr):
-    """Of all programs of a tile, in the order of their inputs: the result does not depend on who was last."""
+    """The sum over all programs of a tile, in the order of their inputs, so that it does not depend on their timing."""
     total = tl.load(parts + tile_at, cache_modifier=".cg")
     for part in range(1, split):
         total += tl.load(parts + part * SIZE + tile_at, cache_modifier=".cg")
@@ -69,7 +69,7 @@ def _finish(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr, DIVIDES: tl.constexpr,
     BIAS: tl.constexpr,
 ):  # fmt: skip
-    """From a program's sums to what it leaves; rounded where the separate functions round."""
+    """Turn a program's sums into its output, rounded where the separate functions round."""
     dtype = out.dtype.element_ty
     column, row = tile * WIDTH + tl.arange(0, WIDTH), tl.arange(0, ROWS)
     known = column < num_outputs
@@ -122,7 +122,7 @@ def _linear_kernel(
     if ADDS:
         gains = tl.load(gain + column, mask=column < num_outputs, other=0.0)
     wait_for_others(EARLY)
-    # Everything is asked for before the loop and used after it, so that nothing holds up the first tiles
+    # Loaded before the loop and used after it, so that nothing delays the first tiles
     if ADDS:
         inside = (column < num_outputs)[:, None] & (row < num_rows)[None, :]
         old = tl.load(residual + row[None, :] * num_outputs + column[:, None], mask=inside, other=0.0)
@@ -150,7 +150,7 @@ def _linear_kernel(
         tile_at = line[:, None] * ROWS + row[None, :]
         parts += tile.to(tl.int64) * split * SIZE
         tl.store(parts + part * SIZE + tile_at, sums)
-        tl.debug_barrier()  # all the part is written before its arrival is told
+        tl.debug_barrier()  # the whole part is written before its arrival is counted
         if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == split - 1:
             _finish(
                 _sum_parts(parts, tile_at, split, SIZE), divisor, old, gains, bias, out, residual, left_squares, tile,
@@ -165,16 +165,16 @@ def _linear_kernel(
 
 
 def matmul_tiling(num_outputs: int, num_inputs: int, num_rows: int, num_processors: int) -> MatmulTiling:
-    """For weights of 2 bytes and a GPU with 228 KiB of shared memory a multiprocessor. `num_outputs` before any gate.
+    """Tiling for 2-byte weights and 228 KiB of shared memory per multiprocessor. `num_outputs`: before gating.
 
-    Two programs fit a multiprocessor, so that the next kernel's are there before this one's are done.
+    Two programs fit a multiprocessor, so that the next kernel's programs start before this kernel's have ended.
     """
     outputs, inputs, split = 64, 128, 1
     num_tiles, num_steps = triton.cdiv(num_outputs, outputs), triton.cdiv(num_inputs, inputs)
     while num_tiles * split * 2 <= num_processors and num_steps >= 8 * split:
         split *= 2
-    # Of a head's programs most begin when others end: reading ahead gains nothing, room for more does, except in
-    # a large model with few rows. A step of 32 rows takes 30 us less at 0.6B, 24 at 8B
+    # Most programs of the LM head start when others end: reading ahead gains nothing there, room for more does, except
+    # in a large model with few rows. A step of 32 rows takes 30 us less at 0.6B, 24 at 8B
     if num_tiles > 8 * num_processors and (num_rows > 16 or num_inputs < 4096):
         return MatmulTiling(outputs, inputs, 0, split, num_warps=4, num_stages=3)
     if num_rows <= 16:
@@ -186,27 +186,27 @@ def matmul_tiling(num_outputs: int, num_inputs: int, num_rows: int, num_processo
 
 @dataclass(frozen=True, slots=True)
 class FewRowsLinear:
-    """See backends.FewRows. Used by one stream at a time."""
+    """See backends.FewRows. Use it on one stream at a time."""
 
     weight: torch.Tensor  # [out, in], contiguous; gated: gates, then ups
     bias: torch.Tensor | None
     gated: bool
-    arrived: torch.Tensor  # int32 [tiles]: programs that have brought their part; 0 between launches
+    arrived: torch.Tensor  # int32 [tiles]: programs that have written their part; 0 between launches
     max_rows: int  # 64 at most
-    tiling: MatmulTiling | None = None  # None: the usual one
+    tiling: MatmulTiling | None = None  # None: the default
 
     @classmethod
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> FewRowsLinear | None:
         """See backends.MakeFewRows.
 
-        Not for float16: in it a residual times a norm's weight may be infinite before the division.
+        None for float16: a residual times a norm's weight may overflow before the division.
         """
         if weight.dtype is not torch.bfloat16 or weight.shape[1] % 8 or not launches_early(weight.device):
             return None
-        # A tile has a counter only if its inputs are split, and then there are fewer tiles than multiprocessors
+        # Only tiles with split inputs have a counter, and then there are fewer tiles than multiprocessors
         arrived = torch.zeros(num_processors(weight.device), dtype=torch.int32, device=weight.device)
-        # At 48 and 64 rows a step of the 8B shape gains 2 percent by this kernel, 4 by the best of cuBLASLt (one H200);
-        # at 0.6B, where the time between products weighs more, 6 by this one
+        # With 48 and 64 rows a step of the 8B shape gains 2 percent by this kernel and 4 by cuBLASLt's best (one H200);
+        # at 0.6B, where the time between products counts more, 6 by this kernel
         return cls(weight, bias, gated, arrived, 64 if weight.shape[1] < 4096 else 32)
 
     def __call__(self, x: torch.Tensor | HalfNormed) -> torch.Tensor:
@@ -245,7 +245,7 @@ class FewRowsLinear:
         normed: HalfNormed | None = None,
         addition: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        """`addition`: the residual, the weight of its norm, where the sums of squares go. Raises ValueError."""
+        """`addition`: the residual, its norm's weight, the output of the sums of squares. Raises ValueError."""
         self._check(x)
         (num_rows, num_inputs), halves, tiling = x.shape, 2 if self.gated else 1, self._tiling_of(len(x))
         num_outputs, width = out.shape[1], tiling.outputs // halves

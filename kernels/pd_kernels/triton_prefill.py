@@ -1,13 +1,13 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 """Variable-length causal attention of prefill chunks over the paged cache, one launch for all chunks of a step.
 
-A program has the query rows of some tokens and one KV head: all query heads of the group, so that K and V are read once
-for the group and a chunk of few tokens still fills the matrix unit. It walks the keys with an online softmax
-(arXiv 2205.14135): first, under a window, the tiles that only some rows see, then those that all rows see, without a
-mask, then the diagonal. Unmasked tiles come through the tensor memory accelerator when a cache block holds whole tiles.
-Programs with the most keys start first. Where there are too few for the GPU, as in a short chunk behind a long prefix,
-each tile's keys are shared among several, whose parts a second launch puts together. Where there are many, Hopper GPUs
-have another kernel (`hopper_prefill.py`), which takes the same plan.
+A program has the query rows of some tokens and one KV head, with all query heads of the group: so K and V are read once
+for the group, and a chunk of few tokens still fills the matrix unit. It visits the keys with an online softmax
+(arXiv 2205.14135): under a window first the tiles that only some rows see, then those that all rows see, without a
+mask, then the diagonal. Unmasked tiles come through the tensor memory accelerator if a cache block holds whole tiles.
+Programs with the most keys start first. When there are too few programs for the GPU, as in a short chunk after a long
+prefix, several programs share each tile's keys, and a second launch merges their parts. When there are many, Hopper
+GPUs use another kernel (`hopper_prefill.py`) with the same plan.
 """
 
 from __future__ import annotations
@@ -22,28 +22,16 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pd_kernels.hopper_prefill import HopperPrefill, compiled
+from pd_kernels.values import PrefillTiling
 
 if TYPE_CHECKING:
-    from pd_kernels.packed import Ints, PackedSequences
+    from pd_kernels.values import Ints, PackedSequences
 
 _LOG2_E = 1.4426950408889634
-_SHARED_KEYS = 1024  # with fewer, a tile is one program's
-_FAR_KEYS = 4096  # so many that a chunk's tiles are nearly as long as each other
-_MOST_PARTS = 16  # the merge takes them one after the other
+_SHARED_KEYS = 1024  # a tile with fewer keys belongs to one program
+_FAR_KEYS = 4096  # from here on a chunk's tiles have nearly equal numbers of keys
+_MOST_PARTS = 16  # the merge reads parts one after the other
 _MERGED_ROWS = 16  # by one program
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillTiling:
-    """How the kernel is cut; the defaults of `prefill_tiling` were chosen by measurement."""
-
-    rows: int  # tokens times the group's query heads
-    keys: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None  # of a thread; None leaves it to the compiler
-    parts: int = 1  # programs that share a tile's keys; 1 under a window
-    descriptors: bool = True  # use the tensor memory accelerator where the layout allows it
 
 
 @triton.jit
@@ -53,7 +41,7 @@ def _attend_tiles(
     WINDOW: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Go on with the online softmax over tokens [start, stop). Without MASKED every row sees all of them."""
+    """Continue the online softmax over tokens [start, stop). Without MASKED every row sees all of them."""
     column = tl.arange(0, COLUMNS)
     for begin in tl.range(start, stop, KEYS, num_stages=STAGES):
         token = begin + tl.arange(0, KEYS)
@@ -80,7 +68,7 @@ def _attend_tiles(
             scores = tl.where(seen, scores, -1e30)
         higher = tl.maximum(top, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - higher[:, None])
-        if MASKED:  # a row that has seen nothing yet subtracts one huge number from another, which need not give 0
+        if MASKED:  # in a row that has seen no key yet, the difference of two huge numbers may not be 0
             weights = tl.where(seen, weights, 0.0)
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weights, 1)
@@ -93,7 +81,7 @@ def _attend_tiles(
 def _store_part(
     parts, top, total, sums, present, num_tiles, NUM_KV_HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """For `_merge_kernel`: the sums of all programs, then their rows' highest scores, then the sums of weights."""
+    """Store a part for `_merge_kernel`: the sums of all programs, then the highest scores, then the sums of weights."""
     head, tile, part, num_parts = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     at_row = ((tile * num_parts + part) * NUM_KV_HEADS + head) * ROWS + row
@@ -163,7 +151,7 @@ def _prefill_kernel(
         present = (row < num_tokens * GROUP) & (token < num_queries)
         _store_part(parts, top, total, sums, present, num_tiles, NUM_KV_HEADS, ROWS, COLUMNS)
     else:
-        total = tl.where(total > 0, total, 1.0)  # captured steps have tiles of nobody
+        total = tl.where(total > 0, total, 1.0)  # captured steps have padding tiles
         mean = (sums / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + query_row * (NUM_KV_HEADS * GROUP * SIZE) + at, mean, mask=inside)
 
@@ -173,7 +161,7 @@ def _merge_kernel(
     parts, query_starts, tiles, out, num_tiles, num_parts, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """MERGED rows of one tile and KV head: the parts' sums, each weighed by its rows' highest score."""
+    """Merge MERGED rows of one tile and KV head: the parts' sums, weighted by their rows' highest scores."""
     head, tile = tl.program_id(0), tl.program_id(1)
     seq = tl.load(tiles + tile).to(tl.int64)
     row, column = tl.program_id(2) * MERGED + tl.arange(0, MERGED), tl.arange(0, COLUMNS)
@@ -201,29 +189,29 @@ def _merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """What the layers of one step share."""
+    """Data that the layers of one step share."""
 
     tiling: PrefillTiling
     tiles: torch.Tensor  # int32 [2, n]: each program's sequence and first token of its chunk, most keys first
-    parts: torch.Tensor  # float32: what shared tiles leave for the merge, a layer after the other; else empty
-    launches: list[Any] = field(default_factory=list)  # the kernels as compiled for the first layer
+    parts: torch.Tensor  # float32: parts of shared tiles, reused by each layer; else empty
+    launches: list[Any] = field(default_factory=list)  # kernels compiled for the first layer
 
 
 def plan_prefill(
     packed: PackedSequences, num_heads: int, key_cache: torch.Tensor, tiling: PrefillTiling
 ) -> PrefillPlan:
-    """`key_cache`: any layer's. Raises ValueError for more query heads to a KV head than a tile has rows."""
+    """`key_cache`: any layer's. Raises ValueError when a KV head has more query heads than a tile has rows."""
     group = num_heads // key_cache.shape[1]
     if group > tiling.rows:
-        raise ValueError(f"{group} query heads share a KV head; this kernel takes at most {tiling.rows}")
+        raise ValueError(f"{group} query heads share a KV head; this kernel supports at most {tiling.rows}")
     tiles = cut_chunks(packed.host_query_lens, packed.host_seq_lens, packed.num_decodes, tiling.rows // group)
     on_device = torch.from_numpy(tiles.astype(np.int32)).to(key_cache.device, non_blocking=True)
     return PrefillPlan(tiling, on_device, room_for_parts(tiling, tiles.shape[1], key_cache))
 
 
 def cut_chunks(query_lens: Ints, seq_lens: Ints, num_decodes: int, num_tokens: int) -> Ints:
-    """Tiles of so many tokens of the chunks, which follow the decodes: each one's sequence and first token of the
-    chunk, [2, n]; most keys first."""
+    """Cut the chunks, which follow the decodes, into tiles of so many tokens: sequence and first token in the chunk,
+    [2, n]; most keys first."""
     lens = query_lens[num_decodes:]
     counts = -(-lens // num_tokens)
     seqs = np.repeat(np.arange(num_decodes, len(query_lens)), counts)
@@ -234,7 +222,7 @@ def cut_chunks(query_lens: Ints, seq_lens: Ints, num_decodes: int, num_tokens: i
 
 
 def room_for_parts(tiling: PrefillTiling, num_tiles: int, key_cache: torch.Tensor) -> torch.Tensor:
-    """What shared tiles leave for the merge, a layer after the other: float32, empty without."""
+    """Workspace for the parts of shared tiles, reused by each layer: float32, empty without such tiles."""
     num_rows = num_tiles * tiling.parts * key_cache.shape[1] * tiling.rows if tiling.parts > 1 else 0
     return torch.empty(num_rows * (_columns(key_cache.shape[3]) + 2), dtype=torch.float32, device=key_cache.device)
 
@@ -242,17 +230,17 @@ def room_for_parts(tiling: PrefillTiling, num_tiles: int, key_cache: torch.Tenso
 def prefill_tiling(
     dtype: torch.dtype, head_dim: int, num_rows: int, num_keys: int, num_processors: int, hopper: bool = False
 ) -> PrefillTiling:
-    """For a GPU with 228 KiB of shared memory a multiprocessor.
+    """Tiling for a GPU with 228 KiB of shared memory per multiprocessor.
 
-    `num_rows`: query tokens times query heads; `num_keys`: of the longest sequence, 0 under a window; `hopper`: large
-    tiles that are not shared are the other kernel's, which one program a multiprocessor is enough for.
+    `num_rows`: query tokens times query heads; `num_keys`: of the longest sequence, 0 under a window; `hopper`: the
+    other kernel computes large tiles that are not shared; one program per multiprocessor is enough for it.
     """
     if dtype is torch.float32:
         return PrefillTiling(rows=32, keys=16, num_warps=4, num_stages=1, descriptors=False)
     if head_dim > 128:
         return PrefillTiling(rows=128, keys=64, num_warps=8, num_stages=2)
-    # 128 registers let two programs share a multiprocessor: one's softmax runs under the other's matrix products.
-    # On an H200 at head_dim 128 that is 500 TFLOP/s where the compiler's own choice, 168 registers, gives 356
+    # With 128 registers two programs share a multiprocessor: the softmax of one overlaps the products of the other.
+    # On an H200 at head_dim 128 that gives 500 TFLOP/s; the compiler's own choice, 168 registers, gives 356
     large = PrefillTiling(rows=128, keys=64, num_warps=8, num_stages=2, max_registers=128)
     small = PrefillTiling(rows=64, keys=64, num_warps=4, num_stages=2, max_registers=168)
     num_tiles = -(-num_rows // large.rows)
@@ -267,7 +255,7 @@ def prefill_tiling(
         parts = min(2 * num_processors // num_tiles, num_keys // 512)
         if parts > 2 or (parts == 2 and is_far):
             return replace(large, parts=parts)
-    # Two large tiles a multiprocessor or less: all run at once, and behind no prefix the longest ends alone
+    # At most two large tiles per multiprocessor: all run at once, and without a prefix the longest ends last, alone
     if num_tiles <= 2 * num_processors and not (is_far and 2 * num_tiles >= 3 * num_processors):
         return small
     return large
@@ -276,7 +264,7 @@ def prefill_tiling(
 def unshared_if_many(
     tiling: PrefillTiling, packed: PackedSequences, num_heads: int, num_kv_heads: int, num_processors: int
 ) -> PrefillTiling:
-    """Many short chunks fill the GPU with tiles that are mostly empty: shared, they only take more memory."""
+    """Do not share tiles of many short chunks: mostly empty tiles fill the GPU already, and sharing costs memory."""
     tokens = tiling.rows // (num_heads // num_kv_heads)
     if tiling.parts == 1 or not tokens:
         return tiling
@@ -339,17 +327,17 @@ def prefill_attention(
 def _launch(
     calls: list[tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, int | None]]], launches: list[Any]
 ) -> None:
-    """Each kernel on its grid. `launches`: as compiled for another layer, whose arguments differ in pointers alone.
+    """Launch each kernel on its grid. `launches`: kernels compiled for another layer; only pointers differ.
 
-    Finding out from the arguments which compiled kernel is meant costs the host 15 us a launch. The pointers of all
-    layers are aligned alike, so it is the same one.
+    To find the compiled kernel from the arguments costs the host 15 us per launch. The pointers of all layers have the
+    same alignment, so the compiled kernel is the same.
     """
     if launches:
         for compiled, (_, grid, arguments, _) in zip(launches, calls, strict=True):
             compiled[grid](*arguments)
         return
     found = [kernel[grid](*arguments, **options) for kernel, grid, arguments, options in calls]
-    if found[0] is not None:  # the interpreter compiles nothing
+    if found[0] is not None:  # the interpreter does not compile
         launches.extend(found)
 
 
@@ -358,7 +346,7 @@ def _columns(size: int) -> int:
 
 
 def _descriptor(cache: torch.Tensor, keys: int, columns: int) -> TensorDescriptor:
-    """A layer's view as [num_blocks * num_kv_heads, block_size, head_dim]: stepping a block is stepping all heads."""
+    """A layer's view as [num_blocks * num_kv_heads, block_size, head_dim]: a block is num_kv_heads rows."""
     num_blocks, num_kv_heads, block_size, size = cache.shape
     shape, strides = [num_blocks * num_kv_heads, block_size, size], [cache.stride(1), size, 1]
     return TensorDescriptor(cache, shape, strides, [1, keys, columns])

@@ -1,7 +1,9 @@
-"""Attention of a captured step of any mix: nothing of its plan depends on lengths, which replays read on the device.
+"""Attention of captured steps with any mix of sequences. Its plan does not depend on lengths: replays read those on the
+device.
 
-Decodes are planned on the device anyway. The tiles of prefill chunks come from the host with the step's other numbers:
-as many as its size may ever need, those of nobody among them. A kernel stops at once where a tile has no tokens.
+Decodes are always planned on the device. The tiles of prefill chunks come from the host with the step's other numbers,
+as many as a step of this size may need; unused ones belong to the empty padding sequence. A kernel stops at once at a
+tile without tokens.
 """
 
 from __future__ import annotations
@@ -13,29 +15,28 @@ import numpy as np
 
 from pd_kernels.checks import check_cache_views, check_query, output
 from pd_kernels.hopper_prefill import serves_hopper
-from pd_kernels.packed import PackedSequences
 from pd_kernels.triton_decode import DecodePlan, decode_attention, decode_tiling, num_processors, plan_decode
 from pd_kernels.triton_prefill import (
     PrefillPlan,
-    PrefillTiling,
     cut_chunks,
     prefill_attention,
     prefill_tiling,
     room_for_parts,
 )
+from pd_kernels.values import PackedSequences, PrefillTiling
 
 if TYPE_CHECKING:
     import torch
 
-    from pd_kernels.packed import Ints, StepOnDevice, StepSize
+    from pd_kernels.values import Ints, StepOnDevice, StepSize
 
-_FAR_KEYS = 4096  # steps that are far are cut as for so many
+_FAR_KEYS = 4096  # far steps are tiled for so many
 _VOID = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class TritonReplayable:
-    """For steps of one size."""
+    """Attention of steps of one size."""
 
     num_heads: int
     group: int  # query heads per KV head
@@ -46,9 +47,9 @@ class TritonReplayable:
     def of(
         cls, size: StepSize, num_heads: int, key_cache: torch.Tensor, windowed: bool = False
     ) -> TritonReplayable | None:
-        """`key_cache`: any layer's, for shape and dtype. None: that many query heads share a KV head that no tile has
-        room for a token, or what is far is cut like what is near."""
-        hopper = not windowed and serves_hopper(num_heads, key_cache)  # whose kernel takes no window
+        """`key_cache`: any layer's, for shape and dtype. None if a KV head's query heads do not fit a tile, or if
+        far steps would have the same tiles as near ones."""
+        hopper = not windowed and serves_hopper(num_heads, key_cache)  # its kernel supports no window
         near, far = (
             prefill_tiling(
                 key_cache.dtype, key_cache.shape[3], size.num_tokens * num_heads, num_keys,
@@ -62,16 +63,16 @@ class TritonReplayable:
         num_tiles = size.num_tokens // (tiling.rows // group) + size.num_chunks
         return cls(num_heads, group, num_tiles, tiling)
 
-    def tiles(self, query_lens: Ints, seq_lens: Ints, num_decodes: int, nobody: int) -> Ints:
-        """[2, num_tiles] of the step's chunks, which follow the decodes, filled up with those of sequence `nobody`."""
+    def tiles(self, query_lens: Ints, seq_lens: Ints, num_decodes: int, padding_seq: int) -> Ints:
+        """Tiles [2, num_tiles] of the step's chunks, which follow the decodes; the rest belong to `padding_seq`."""
         found = cut_chunks(query_lens, seq_lens, num_decodes, self.tiling.rows // self.group)
         tiles = np.zeros((2, self.num_tiles), np.int64)
-        tiles[0, found.shape[1] :] = nobody
+        tiles[0, found.shape[1] :] = padding_seq
         tiles[:, : found.shape[1]] = found
         return tiles
 
     def plan(self, step: StepOnDevice, key_cache: torch.Tensor, window: int = 0) -> ReplayablePlan:
-        """For all layers with this window. Raises ValueError for one if the size is far: a window's keys are few."""
+        """A plan for all layers with this window. Raises ValueError for a window in a far size: it has few keys."""
         if window and self.tiling.parts > 1:
             raise ValueError("a window's keys are not shared among programs")
         decode = None
@@ -84,10 +85,10 @@ class TritonReplayable:
 
 @dataclass(frozen=True, slots=True)
 class ReplayablePlan:
-    """One size's attention for every layer with the same window."""
+    """Attention of one size for all layers with the same window."""
 
     step: StepOnDevice
-    packed: PackedSequences  # the same, without what the host knows
+    packed: PackedSequences  # the same, with empty host arrays
     window: int
     decode: DecodePlan | None
     prefill: PrefillPlan
@@ -100,7 +101,7 @@ class ReplayablePlan:
         scale: float,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See backends.AttentionPlan. Rows of no sequence are left as they are, or 0. Raises ValueError."""
+        """See backends.AttentionPlan. Rows without a sequence keep their values or become 0. Raises ValueError."""
         check_cache_views(key_cache, value_cache)
         check_query(query, key_cache, len(query))
         out = output(out, query.shape, query)

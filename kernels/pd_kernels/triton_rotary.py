@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-"""What stands between the QKV product and attention, in one launch: QK norm, RoPE, the KV cache write.
+"""The work between the QKV product and attention in one launch: QK norm, RoPE, the write to the KV cache.
 
-Reads the product once, writes the rotated queries once and each key and value once, straight into its cache block.
+Reads the product once. Writes the rotated queries once, and each key and value once, directly to its cache block.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pd_kernels.triton_dependent_launch import early_options, launches_early, ot
 if TYPE_CHECKING:
     import torch
 
-    from pd_kernels.head_norms import HeadNorms
+    from pd_kernels.values import HeadNorms
 
 _HEADS = 16  # of one program at most
 
 
 @triton.jit
 def _rotated(first, second, cos, sin, norm, out, column, inside, eps, SIZE: tl.constexpr, NORM: tl.constexpr):
-    """Both halves [heads, half] of a tile of heads, normed if asked, rotated. Float32 in and out.
+    """Both halves [heads, half] of a tile of heads, rotated, and normed before that if wanted. Float32 in and out.
 
     Rounding is that of `reference.rms_norm`, to the dtypes of the pointers `norm` and `out`.
     """
@@ -94,7 +94,7 @@ def norm_rope_write(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """See reference.norm_rope_write. A token whose slot is negative is stored nowhere (padding of a CUDA graph)."""
+    """See reference.norm_rope_write. A token with a negative slot (padding of a CUDA graph) is not stored."""
     check_cache_views(key_cache, value_cache)
     _, num_kv_heads, block_size, size = key_cache.shape
     num_tokens, num_heads = heads.shape[0], heads.shape[1] - 2 * num_kv_heads

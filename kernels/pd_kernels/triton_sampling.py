@@ -1,10 +1,10 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 """Gumbel-max and argmax in one pass over the logits, with the reference's random bits.
 
-A row's vocabulary is cut into pieces of one program each; a second launch takes the best of the pieces. The hash is
-integer arithmetic, so its bits are those of `sampling.random_bits`. Arithmetic is what a draw takes its time for, so
-scores are in units of log2, as the device's own logarithm is: logit * (log2(e) / temperature) - log2(E * log2(e)), with
-the reference's exponential variate E.
+A row's vocabulary is cut into pieces, one per program; a second launch takes the best of the pieces. The hash is
+integer arithmetic, so its bits are those of `sampling.random_bits`. Arithmetic limits a draw's speed, so scores are in
+units of log2, like the device's own logarithm: logit * (log2(e) / temperature) - log2(E * log2(e)), with the
+reference's exponential variate E.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pd_kernels.sampling import lowest_kept, scaled
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 
 if TYPE_CHECKING:
-    from pd_kernels.draws import Draws
+    from pd_kernels.values import Draws
 
-_PIECE, _TILE = 4096, 2048  # tokens of a program, and at a time
-_ROUNDING = 2.0**-22  # the kernel's quotient of the lowest logit that is kept may be so much smaller than torch's
+_PIECE, _TILE = 4096, 2048  # tokens of a program; tokens at a time
+_ROUNDING = 2.0**-22  # by so much the kernel's quotient of the lowest kept logit may be smaller than torch's
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def _mix_64(x):
 
 @triton.jit
 def draw_key(seed, position):
-    """What a row's hash begins with: two uint32, the second one as the second round wants it."""
+    """Initial state of a row's hash: two uint32, the second in the form of the second round."""
     key = _mix_64(_mix_64(seed.to(tl.uint64)) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
     high = (key >> 32).to(tl.uint32)
     return key.to(tl.uint32), high ^ (high >> 15)
@@ -44,7 +44,7 @@ def draw_key(seed, position):
 
 @triton.jit
 def _log2(x, FAST: tl.constexpr):
-    """To 2^-22 (PTX ISA, lg2.approx), or as numpy has it where Triton's interpreter stands in for a GPU."""
+    """log2 to 2^-22 (PTX ISA, lg2.approx); in Triton's interpreter, numpy's."""
     if FAST:
         return fast_log2f(x)
     return tl.log2(x)
@@ -63,8 +63,8 @@ def hash_token(low, high, token):
 def noise_of(bits, FAST: tl.constexpr):
     """log2(sampling._exponential(bits) * log2(e)), to 1.2e-6, or 1.2e-6 of it: minus this is Gumbel noise.
 
-    -log2(1 - u) is a polynomial for u < 1/4, to 4e-8 of it (a weighted least-squares fit): small u, which decide, keep
-    their precision, where a logarithm of 1 - u would lose it.
+    -log2(1 - u) is a polynomial for u < 1/4, to 4e-8 of it (a weighted least-squares fit): small u, which decide the
+    draw, keep their precision, while a logarithm of 1 - u would lose it.
     """
     uniform = tl.fma(bits.to(tl.float32), 4.656612873077393e-10, 2.3283064365386963e-10)  # 2 ** -31, 2 ** -32
     near = tl.fma(uniform, 0.4902183413505554, 0.20762422680854797)
@@ -80,7 +80,7 @@ def noise_of(bits, FAST: tl.constexpr):
 def _divide(x, y, reciprocal):
     """x / y, rounded as torch rounds it, without the branches of div_rn: `reciprocal` is 1 / y, rounded (Markstein).
 
-    NaN for infinite x. Where a fused product is none, as in Triton's interpreter, the last bit may be wrong.
+    NaN for infinite x. Where fma rounds twice, as in Triton's interpreter, the last bit may be wrong.
     """
     quotient = x * reciprocal
     return tl.fma(tl.fma(-quotient, y, x), reciprocal, quotient)
@@ -110,7 +110,7 @@ def _best_of_piece_kernel(
                 scaled = _divide(value, temperature, tl.div_rn(1.0, temperature))
                 score = tl.where(scaled < tl.load(floors + row), float("-inf"), score)
             value = score
-        better = value > top  # never of NaN, which has no order; of equals the first stays
+        better = value > top  # false for NaN; of equal values the first stays
         top, chosen = tl.where(better, value, top), tl.where(better, token, chosen)
     winner = tl.max(top, 0)
     tl.store(best + row * num_pieces + piece, winner)
@@ -129,14 +129,14 @@ def _best_of_row_kernel(best, best_token, out, num_pieces, PIECES: tl.constexpr,
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Per row of `logits` [R, V], the first of the greatest. -> int64 [R], always in [0, V): NaN counts least."""
+    """Per row of `logits` [R, V], the first of the greatest. -> int64 [R], always in [0, V): NaN ranks last."""
     return _best(logits, None)
 
 
 def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """See sampling.draw. Logits of rows without limits are read once, in their own type."""
+    """See sampling.draw. Logits of rows without limits are read once, in their own dtype."""
     if len(draws.temperature) != len(logits):
-        raise ValueError(f"{len(logits)} rows of logits, {len(draws.temperature)} that draw")
+        raise ValueError(f"{len(logits)} rows of logits, {len(draws.temperature)} rows of draws")
     return _best(logits, draws)
 
 
@@ -150,7 +150,7 @@ def _best(logits: torch.Tensor, draws: Draws | None) -> torch.Tensor:
     num_pieces = triton.cdiv(vocab_size, _PIECE)
     best = torch.empty((num_rows, num_pieces), dtype=torch.float32, device=logits.device)
     tokens = torch.empty((num_rows, num_pieces), dtype=torch.int32, device=logits.device)
-    temperature, seeds, positions, floors = best, out, out, None  # places that nobody looks at
+    temperature, seeds, positions, floors = best, out, out, None  # placeholders; the kernel does not read them
     if draws is not None:
         temperature, seeds, positions, floors = draws.temperature, draws.seeds, draws.positions, _floors(logits, draws)
     is_limited, early = floors is not None, launches_early(logits.device)
@@ -165,7 +165,7 @@ def _best(logits: torch.Tensor, draws: Draws | None) -> torch.Tensor:
 
 
 def _floors(logits: torch.Tensor, draws: Draws) -> torch.Tensor | None:
-    """What a row's logits over its temperature must reach to be drawn, float32 [R]; None: nothing, in any row."""
+    """Lowest logit over temperature that a row may draw, float32 [R]; None: no row has a limit."""
     limits = draws.limits
     if limits is None:
         return None

@@ -32,7 +32,7 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
     target = parser.add_argument_group("target")
     target.add_argument("--url", default="http://127.0.0.1:8000", help="Base URL (default: %(default)s).")
     target.add_argument("--model", default="", help="Model name. Default: the first that the server lists.")
-    target.add_argument("--route", choices=("p-first", "d-first"), help="Ask the router for this order.")
+    target.add_argument("--route", choices=("p-first", "d-first"), help="Order that the router should use.")
     target.add_argument("--api-key", default="", metavar="KEY", help="Sent as bearer token.")
     target.add_argument("--timeout-s", type=positive, default=600.0, metavar="X", help="Per request (default: 600).")
     load = parser.add_argument_group("load")
@@ -47,7 +47,7 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
         "--output-len", type=length, default=Length(128, 128), metavar="N|A:B", help="Tokens (default: 128)."
     )
     load.add_argument("--trace", type=Path, metavar="FILE", help="Azure (.csv) or Mooncake (.jsonl) trace instead.")
-    load.add_argument("--trace-scale", type=positive, default=1.0, metavar="X", help="Multiplies the trace's lengths.")
+    load.add_argument("--trace-scale", type=positive, default=1.0, metavar="X", help="Factor for the trace's lengths.")
     load.add_argument(
         "--max-output-len", type=int, default=0, metavar="N", help="Caps the trace's outputs (0: no cap)."
     )
@@ -55,14 +55,14 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
         "--max-input-len", type=int, default=0, metavar="N", help="Leaves out the trace's longer prompts (0: none)."
     )
     load.add_argument(
-        "--trace-poisson", action="store_true", help="Lengths of the trace, but Poisson arrivals at --rate."
+        "--trace-poisson", action="store_true", help="Lengths of the trace with Poisson arrivals at --rate."
     )
     load.add_argument("--temperature", type=float, default=0.0, metavar="X", help="Default: 0, greedy.")
     load.add_argument(
-        "--stop-at-eos", action="store_true", help="Let the model end early; else outputs have full length."
+        "--stop-at-eos", action="store_true", help="Let the model end outputs early. Default: full length."
     )
     load.add_argument(
-        "--vocab-size", type=int, default=0, metavar="N", help="Draw ids below N. Default: ask /tokenize."
+        "--vocab-size", type=int, default=0, metavar="N", help="Draw token ids below N. Default: ids from /tokenize."
     )
     load.add_argument("--seed", type=int, default=0, metavar="N", help="Seeds arrivals, lengths and prompts.")
     load.add_argument(
@@ -78,10 +78,10 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
         help=f"Objectives: {', '.join(OBJECTIVES)}.",
     )
     report.add_argument(
-        "--slo", nargs="+", type=slo, default=[], metavar="TTFT/TPOT", help="Pairs in ms, for example 200/10 400/15."
+        "--slo", nargs="+", type=slo, default=[], metavar="TTFT/TPOT", help="Pairs in ms, e.g. 200/10 400/15."
     )
-    report.add_argument("--json", type=Path, metavar="FILE", help="Write everything, every request's times included.")
-    report.add_argument("--plot", type=Path, metavar="FILE", help="Write a picture (.png, .svg, .pdf).")
+    report.add_argument("--json", type=Path, metavar="FILE", help="Write the record with the times of every request.")
+    report.add_argument("--plot", type=Path, metavar="FILE", help="Write a plot (.png, .svg, .pdf).")
 
 
 def positive(text: str) -> float:

@@ -1,4 +1,4 @@
-"""The open-loop client: sends each request when its time has come, whatever became of the others."""
+"""The open-loop client: sends each request at its time, independent of the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALPHABET = "The quick brown fox jumps over the lazy dog while 0123456789 people 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go and what is the same in all of them."""
+    """The endpoint, and what all requests have in common."""
 
     url: str
     model: str
@@ -45,7 +45,7 @@ class Target:
         return headers
 
     def body(self, prompt: Sequence[int], num_output: int) -> bytes:
-        """A streamed completion of exactly `num_output` tokens (when the server honours ignore_eos)."""
+        """A streamed completion of exactly `num_output` tokens, if the server supports ignore_eos."""
         return orjson.dumps(
             {
                 "model": self.model,
@@ -66,21 +66,21 @@ def open_session() -> aiohttp.ClientSession:
 
 
 async def find_model(session: aiohttp.ClientSession, url: str, headers: dict[str, str]) -> str:
-    """The first model that the server names. Raises StartupError when it does not answer."""
+    """The first model that the server lists. Raises StartupError."""
     answer = await fetch(session, "GET", f"{url}/v1/models", headers, None)
     try:
         return str(answer["data"][0]["id"])
     except (KeyError, IndexError, TypeError) as error:
-        raise StartupError(f"{url}/v1/models names no model: give --model") from error
+        raise StartupError(f"{url}/v1/models lists no model: set --model") from error
 
 
 async def find_vocabulary(session: aiohttp.ClientSession, target: Target) -> list[int]:
-    """Token ids that certainly stand for text: those of a sample sentence. Raises StartupError."""
+    """Token ids that stand for text: those of a sample sentence. Raises StartupError."""
     body = {"model": target.model, "prompt": ALPHABET, "add_special_tokens": False}
     answer = await fetch(session, "POST", f"{target.url}/tokenize", target.headers, body)
     tokens = answer.get("tokens") if isinstance(answer, dict) else None
     if not isinstance(tokens, list) or not tokens:
-        raise StartupError(f"{target.url}/tokenize did not give token ids: give --vocab-size")
+        raise StartupError(f"{target.url}/tokenize returned no token ids: set --vocab-size")
     return sorted({int(token) for token in tokens})
 
 
@@ -90,7 +90,7 @@ async def run_load(
     on_done: Callable[[RequestRecord], None] = lambda record: None,
 ) -> list[RequestRecord]:
     """Send every request at its time and wait for all of them. One record each, in the order of `requests`."""
-    bodies = [target.body(prompt, arrival.num_output) for arrival, prompt in requests]  # not while the clock runs
+    bodies = [target.body(prompt, arrival.num_output) for arrival, prompt in requests]  # before the clock starts
     async with open_session() as session:
         start_s = time.perf_counter()
         tasks: list[asyncio.Task[RequestRecord]] = []
@@ -131,7 +131,7 @@ async def _one(
 
 
 async def _read_stream(response: aiohttp.ClientResponse, record: RequestRecord, start_s: float) -> None:
-    """Note when each event with output came. The stream must end with [DONE]."""
+    """Record the time of each event with output. The stream must end with [DONE]."""
     buffer, done = b"", False
     async for piece in response.content.iter_any():
         now_s = time.perf_counter() - start_s
@@ -162,7 +162,7 @@ def _note(event: dict[str, Any], record: RequestRecord, now_s: float) -> None:
 async def fetch(
     session: aiohttp.ClientSession, method: str, url: str, headers: dict[str, str], body: dict[str, Any] | None
 ) -> Any:
-    """A JSON answer. Raises StartupError when there is none."""
+    """Fetch a JSON answer. Raises StartupError."""
     timeout = aiohttp.ClientTimeout(total=PROBE_DEADLINE_S)
     try:
         data = None if body is None else orjson.dumps(body)

@@ -1,4 +1,4 @@
-"""A load test as one picture: distributions on the left and in the middle, the test's course on the right."""
+"""Plots a load test: distributions on the left and in the middle, the course of the test on the right."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLUE, ORANGE, GREY, RED = "#1f5fa8", "#d9762b", "#8a8f98", "#c0392b"
 
 
 def check_plotting() -> None:
-    """Call it before what is to be plotted is measured. Raises StartupError without matplotlib."""
+    """Raise StartupError without matplotlib. Call it before the measurement."""
     try:
         import matplotlib
     except ImportError as error:
@@ -26,7 +26,7 @@ def check_plotting() -> None:
 
 
 def plot_serve(path: Path, summary: Summary, records: list[RequestRecord], title: str) -> None:
-    """Write the picture to `path`. Raises StartupError without matplotlib, OSError when the file cannot be written."""
+    """Write the plot to `path`. Raises StartupError without matplotlib, and OSError."""
     check_plotting()
     from matplotlib import pyplot
 
@@ -73,7 +73,7 @@ def _finish_distribution(axes: Any, label: str, objective_ms: float | None) -> N
 
 
 def _course(axes: Any, records: list[RequestRecord]) -> None:
-    """TTFT by time of sending, failures as crosses, and how many requests were open."""
+    """TTFT by time of sending, failures as crosses, and the number of open requests."""
     good = [record for record in records if record.ok]
     bad = [record for record in records if not record.ok]
     axes.scatter([r.sent_s for r in good], [r.ttft_s * 1e3 for r in good], s=12, color=BLUE, label="TTFT, ms")

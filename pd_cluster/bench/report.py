@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: a table for the terminal, a JSON record, and where and on what it was measured."""
+"""Reports of a load test: tables for the terminal, and a JSON record with the machine and the commit."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _TITLES = {
 
 
 def environment() -> dict[str, Any]:
-    """Where this runs: commit and whether the tree differs from it, versions, processor, GPUs."""
+    """The commit, whether the tree differs from it, versions, processor and GPUs."""
     here = Path(pd_cluster.__file__).parent
-    commit, _, mark = os.environ.get("PD_BENCH_COMMIT", "").partition("-")  # "abc123-dirty": of a copy without history
+    commit, _, mark = os.environ.get("PD_BENCH_COMMIT", "").partition("-")  # "abc123-dirty": a copy without history
     dirty = bool(mark)
     if not commit:
         commit = _output("git", "-C", str(here), "rev-parse", "HEAD")
@@ -63,7 +63,7 @@ def environment() -> dict[str, Any]:
 
 
 def serve_record(config: dict[str, Any], summary: Summary, records: list[RequestRecord]) -> dict[str, Any]:
-    """The JSON record of a load test, with every request's times, from which the summary can be recomputed."""
+    """The JSON record of a load test. The summary can be computed again from its times."""
     return {
         "schema": SCHEMA,
         "kind": "serve",
@@ -75,19 +75,19 @@ def serve_record(config: dict[str, Any], summary: Summary, records: list[Request
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Raises OSError."""
+    """Write the record as one line. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record) + "\n")
 
 
 def report_console() -> Console:
-    """Standard output; as wide as the terminal, or wide enough for any report in a file."""
+    """A console on standard output: as wide as the terminal, or FILE_WIDTH in a file."""
     console = Console(file=sys.stdout, highlight=False)
     return console if console.is_terminal else Console(file=sys.stdout, highlight=False, width=FILE_WIDTH)
 
 
 def print_summary(summary: Summary) -> None:
-    """The load test's tables on standard output."""
+    """Print the load test's tables."""
     console = report_console()
     console.print(
         f"{summary.num_ok} of {summary.num_requests} requests in {summary.duration_s:.1f} s: "
@@ -109,7 +109,7 @@ def print_summary(summary: Summary) -> None:
 
 
 def spread_table(rows: Mapping[str, Spread], digits: int) -> Table:
-    """A row per sample: mean and percentiles."""
+    """A table with a row per sample: mean and percentiles."""
     table = Table("", "mean", "p50", "p90", "p99", "max")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -120,7 +120,7 @@ def spread_table(rows: Mapping[str, Spread], digits: int) -> Table:
 
 
 def _output(*command: str) -> str:
-    """The command's output; "" when it is missing or fails (no git checkout, no GPU)."""
+    """The command's output; "" if the command is missing or fails (no git checkout, no GPU)."""
     if shutil.which(command[0]) is None:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""`pd-cluster bench serve`: workload, load, report."""
+"""`pd-cluster bench serve`: makes a workload, sends it, reports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 DEFAULT_RATE = 1.0
 DEFAULT_NUM_REQUESTS = 100
-FIRST_ORDINARY_ID = 256  # with --vocab-size: below are often special tokens and single bytes
+FIRST_ORDINARY_ID = 256  # with --vocab-size: lower ids are often special tokens or single bytes
 
 
 def run_serve(namespace: argparse.Namespace) -> int:
@@ -83,7 +83,7 @@ async def measure(
 ) -> tuple[Target, list[RequestRecord]]:
     """Send the warm-ups, then the load. Returns the target with its model's name, and a record per arrival.
 
-    `vocab_size` 0: ids of ordinary text, as the server names them. Raises StartupError.
+    `vocab_size` 0: ids of ordinary text, from the server. Raises StartupError.
     """
     async with open_session() as session:
         if not target.model:
@@ -93,12 +93,12 @@ async def measure(
         else:
             vocabulary = await find_vocabulary(session, target)
     requests = [(item, prompt_ids(item, index, vocabulary, seed)) for index, item in enumerate(arrivals)]
-    # other prompts than the measured ones, which would else be found in the prefix cache
+    # not the measured prompts, which would be in the prefix cache then
     others = [(item, prompt_ids(item, -1 - index, vocabulary, seed)) for index, item in enumerate(warmups)]
     if others:
         await run_load(target, others)
     gc.collect()
-    gc.freeze()  # prompts by the million: a search for garbage among them would hold up the clock
+    gc.freeze()  # millions of objects in prompts: a garbage collection that visits them would delay requests
     try:
         with _Bar(len(requests)) as bar:
             return target, await run_load(target, requests, bar.advance)

@@ -1,10 +1,10 @@
-"""What a load test's raw times mean. Pure functions over seconds; reports are in milliseconds.
+"""Statistics of a load test. Pure functions over seconds; reports are in milliseconds.
 
 TTFT   sent to first output chunk
-TTST   sent to second output chunk: an early first token hides nothing here
+TTST   sent to second output chunk: an early first token does not improve it
 ITL    each gap between chunks
 TPOT   (end-to-end - TTFT) / (output tokens - 1)
-leg    what the node that prefilled took to its first token, as a server that tells timings says
+leg    the prefilling node's time to its first token, if the server reports timings
 goodput  requests per second that meet every objective (DistServe, arXiv 2401.09670)
 """
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PERCENTILES = (50, 90, 99)
-HANDOVER_STEPS = ("announce", "reserve", "post", "link", "confirm", "schedule")  # of a server's timings, in order
+HANDOVER_STEPS = ("announce", "reserve", "post", "link", "confirm", "schedule")  # in a server's timings, in order
 OBJECTIVES = ("ttft", "ttst", "tpot", "e2e")
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request as its client saw it. Times are seconds on one clock; `scheduled_s` counts from the test's start."""
+    """A request as its client saw it. Times are seconds since the test's start."""
 
     index: int
-    scheduled_s: float  # when the arrival process wanted it sent
+    scheduled_s: float  # planned time of sending
     sent_s: float
     num_input: int
-    num_output: int = 0  # tokens, as the server counted them; chunks when it did not
+    num_output: int = 0  # tokens, as the server counts them; else chunks
     chunk_times_s: list[float] = field(default_factory=list)
     end_s: float = 0.0
-    error: str = ""  # "" when it was answered completely
+    error: str = ""  # "": answered completely
     route: str = ""  # the router's x-pd-route
     num_cached: int = 0  # prompt tokens from a prefix cache
-    timings_ms: dict[str, float] = field(default_factory=dict)  # the server's own, by phase; {}: it tells none
+    timings_ms: dict[str, float] = field(default_factory=dict)  # the server's own, by phase; {}: none reported
 
     @property
     def ok(self) -> bool:
@@ -46,7 +46,7 @@ class RequestRecord:
 
     @property
     def lag_s(self) -> float:
-        """How late the client itself sent it."""
+        """Delay of the client itself."""
         return self.sent_s - self.scheduled_s
 
     @property
@@ -59,7 +59,7 @@ class RequestRecord:
 
     @property
     def leg_s(self) -> float | None:
-        """Admission by the node that prefilled to its first token; None when the server does not say."""
+        """From admission by the prefilling node to its first token; None if the server does not report it."""
         told = self.timings_ms
         if "prefill_leg" in told:
             return told["prefill_leg"] / 1e3
@@ -67,13 +67,13 @@ class RequestRecord:
 
     @property
     def handover_s(self) -> float | None:
-        """The prompt's end announced to schedulable on D; None when nothing was handed over, or nobody says."""
+        """From the announcement of the prompt's end to schedulable on D; None without a handover or a report."""
         told = self.timings_ms
         return sum(told.get(step, 0.0) for step in HANDOVER_STEPS) / 1e3 if "link" in told else None
 
     @property
     def join_s(self) -> float | None:
-        """Schedulable on D to the end of its first decode step: that step, and the wait for it."""
+        """From schedulable on D to the end of its first decode step: the wait and the step."""
         told = self.timings_ms
         return (told["admit"] + told["first_decode"]) / 1e3 if "admit" in told and "first_decode" in told else None
 
@@ -91,14 +91,14 @@ class RequestRecord:
         return (self.e2e_s - self.ttft_s) / (self.num_output - 1) if self.num_output > 1 else None
 
     def objective_s(self, name: str) -> float | None:
-        """The value that an objective of this name limits."""
+        """The value that this objective limits."""
         value: float | None = getattr(self, f"{name}_s")
         return value
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A sample's percentiles, in milliseconds."""
+    """Percentiles of a sample, in milliseconds."""
 
     count: int
     mean_ms: float
@@ -110,7 +110,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A whole test. Rates are per second of `duration_s` (first send to last end)."""
+    """A whole test. Rates are per second of `duration_s`, from the first send to the last end."""
 
     num_requests: int
     num_ok: int
@@ -123,15 +123,15 @@ class Summary:
     output_rate: float
     cached_share: float  # of the input tokens
     spreads: dict[str, Spread]
-    phases: dict[str, Spread]  # of the server's own timings
+    phases: dict[str, Spread]  # the server's own timings
     objectives_ms: dict[str, float]
     goodput: float | None  # None without objectives
-    attainment: float | None  # share of *all* requests, failed ones included
-    attained: dict[str, float]  # the same for each pair "TTFT/TPOT", ms
+    attainment: float | None  # share of all requests, including failed ones
+    attained: dict[str, float]  # the same, by pair "TTFT/TPOT" in ms
 
 
 def spread(values_s: list[float]) -> Spread | None:
-    """Percentiles with linear interpolation; None for no values."""
+    """Percentiles with linear interpolation; None without values."""
     if not values_s:
         return None
     values_ms = np.asarray(values_s) * 1e3
@@ -140,7 +140,7 @@ def spread(values_s: list[float]) -> Spread | None:
 
 
 def meets(record: RequestRecord, objectives_ms: dict[str, float]) -> bool:
-    """Whether it was answered within every objective. One that does not apply (TPOT of a single token) holds."""
+    """Whether the answer met every objective. One that does not apply (TPOT of a single token) is met."""
     if not record.ok:
         return False
     values = ((record.objective_s(name), limit_ms) for name, limit_ms in objectives_ms.items())
@@ -152,7 +152,7 @@ def summarize(
     objectives_ms: dict[str, float],
     slos_ms: Sequence[tuple[float, float]] = (),
 ) -> Summary:
-    """Everything that a report says. `records` must not be empty. slos_ms: pairs of a TTFT and a TPOT."""
+    """All figures of a report. `records` must not be empty. `slos_ms`: pairs of a TTFT and a TPOT."""
     good = [record for record in records if record.ok]
     duration_s = max(record.end_s for record in records) - min(record.sent_s for record in records)
     per_s = 1 / duration_s if duration_s > 0 else 0.0

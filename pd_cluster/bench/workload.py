@@ -1,4 +1,4 @@
-"""Which requests a load test sends, and when. Decided before the first is sent, from one seed."""
+"""Requests of a load test and their times. All are drawn from one seed before the first is sent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRACE_BLOCK_TOKENS = 512  # input tokens per id in a trace's `hash_ids` (Mooncak
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """A fixed number of tokens, or uniform between two, both included."""
+    """A fixed number of tokens, or a uniform range that includes both ends."""
 
     low: int
     high: int
@@ -32,7 +32,7 @@ class Length:
         low, _, high = text.partition(":")
         length = cls(int(low), int(high or low))
         if not 1 <= length.low <= length.high:
-            raise ValueError(f"{text!r} is no length: write 128, or 100:1024 with the smaller number first")
+            raise ValueError(f"{text!r} is not a length: write 128, or 100:1024 with the smaller number first")
         return length
 
     def draw(self, rng: random.Random) -> int:
@@ -41,7 +41,7 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request to come. `prefix_blocks`: ids of leading pieces of `block_tokens`; equal ids mean equal text."""
+    """A planned request. `prefix_blocks`: ids of its first blocks of `block_tokens`; equal ids mean equal text."""
 
     at_s: float
     num_input: int
@@ -51,7 +51,7 @@ class Arrival:
 
 
 def poisson(num_requests: int, rate: float, input_len: Length, output_len: Length, seed: int) -> list[Arrival]:
-    """Open-loop arrivals, `rate` a second; infinite: all at once."""
+    """Open-loop arrivals, `rate` per second; infinite: all at once."""
     rng = random.Random(seed)
     at_s, arrivals = 0.0, []
     for _ in range(num_requests):
@@ -61,7 +61,7 @@ def poisson(num_requests: int, rate: float, input_len: Length, output_len: Lengt
 
 
 def at_rate(arrivals: Sequence[Arrival], rate: float, seed: int) -> list[Arrival]:
-    """The same requests in the same order, but at Poisson times, `rate` a second."""
+    """The same requests in the same order, at Poisson times with `rate` per second."""
     times = poisson(len(arrivals), rate, Length(1, 1), Length(1, 1), seed)
     return [replace(row, at_s=time.at_s) for row, time in zip(arrivals, times, strict=True)]
 
@@ -70,17 +70,17 @@ def read_trace(path: Path, num_requests: int, max_input: int = 0) -> list[Arriva
     """The first `num_requests` rows (0: all) of an Azure trace (.csv) or a Mooncake trace (.jsonl), of those with at
     most `max_input` input tokens (0: any).
 
-    Raises StartupError naming the line that cannot be read.
+    Raises StartupError.
     """
     readers = {".csv": _azure, ".jsonl": _mooncake}
     if path.suffix not in readers:
-        raise StartupError(f"{path} is no trace: it must end in .csv or .jsonl")
+        raise StartupError(f"{path} is not a trace: its name must end in .csv or .jsonl")
     try:
         with path.open(newline="") as lines:
             fitting = (row for row in readers[path.suffix](lines) if not max_input or row.num_input <= max_input)
             rows = list(itertools.islice(fitting, num_requests or None))
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise StartupError(f"{path} is no trace that can be read: {type(error).__name__}: {error}") from error
+        raise StartupError(f"{path} cannot be read as a trace: {type(error).__name__}: {error}") from error
     except OSError as error:
         raise StartupError(f"the trace {path} cannot be read: {error.strerror}") from error
     if not rows:
@@ -91,7 +91,7 @@ def read_trace(path: Path, num_requests: int, max_input: int = 0) -> list[Arriva
 
 
 def rescale(arrivals: Sequence[Arrival], *, rate: float | None, length_scale: float, max_output: int) -> list[Arrival]:
-    """A trace fitted to a machine: mean arrival rate (None: as recorded), scaled lengths, capped output (0: not)."""
+    """A trace with another mean rate (None: as recorded), scaled lengths and capped output (0: no cap)."""
     span_s = arrivals[-1].at_s
     stretch = (len(arrivals) - 1) / rate / span_s if rate and span_s > 0 else 1.0
     return [
@@ -107,7 +107,7 @@ def rescale(arrivals: Sequence[Arrival], *, rate: float | None, length_scale: fl
 
 
 def prompt_ids(arrival: Arrival, index: int, vocabulary: Sequence[int], seed: int) -> list[int]:
-    """The arrival's prompt: equal prefix blocks become equal ids, the rest is drawn from `vocabulary`."""
+    """The arrival's prompt. Equal prefix blocks get equal ids; the rest is drawn from `vocabulary`."""
     ids: list[int] = []
     for block in arrival.prefix_blocks:
         rng = random.Random(f"{seed}/block/{block}")
@@ -121,7 +121,7 @@ def _azure(lines: Iterable[str]) -> Iterable[Arrival]:
     for row in csv.DictReader(lines):
         at_s = datetime.fromisoformat(
             row["TIMESTAMP"][:26]
-        ).timestamp()  # seven digits after the point are one too many
+        ).timestamp()  # seven digits after the point; Python reads six
         yield Arrival(at_s, max(1, int(row["ContextTokens"])), max(1, int(row["GeneratedTokens"])))
 
 

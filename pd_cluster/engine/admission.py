@@ -13,20 +13,31 @@ from pd_cluster.protocol.messages import RequestFailed, Work
 from pd_cluster.scheduling.sequence import Request
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pd_cluster.protocol.messages import AddRequest
+    from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.block_manager import BlockManager
 
 
 class Admission:
     """Validates messages against the model and the cache, and draws the seeds that they do not bring."""
 
-    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_model_len: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        vocab_size: int,
+        check_sampling: Callable[[SamplingParams], None],
+    ) -> None:
+        """`check_sampling` raises InvalidRequest for parameters that the worker's logits stages cannot serve."""
         self._blocks = blocks
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
+        self._check_sampling = check_sampling
         self._random = random.SystemRandom()
 
     def request(self, message: AddRequest) -> Request:
@@ -37,14 +48,15 @@ class Admission:
     def validate(self, message: AddRequest) -> None:
         """Raises InvalidRequest when the request could never be served here, however long it waited."""
         message.sampling.validate(self._vocab_size)
-        self._check_ids("prompt", message.prompt_token_ids)
+        self._check_sampling(message.sampling)
+        self._check_ids("prompt", "the prompt has", message.prompt_token_ids)
         self._check_lengths(message)
         if message.known:
             self._check_known(message)
 
-    def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
+    def _check_ids(self, name: str, subject: str, token_ids: Sequence[int]) -> None:
         if not _are_below(self._vocab_size, token_ids):
-            raise InvalidRequest(f"{name}: token ids must be in the vocabulary 0..{self._vocab_size - 1}", name)
+            raise InvalidRequest(f"{subject} token ids outside the vocabulary 0..{self._vocab_size - 1}", name)
 
     def _check_lengths(self, message: AddRequest) -> None:
         """Each of n sequences must fit the cache alone: they share it by preemption if they do not fit together.
@@ -83,7 +95,7 @@ class Admission:
                 f"{longest} known tokens leave nothing to generate: max_tokens is {num_output}", "known"
             )
         for token_ids in known:
-            self._check_ids("known", token_ids)
+            self._check_ids("known", "known has", token_ids)
 
 
 def _are_below(limit: int, token_ids: Sequence[int]) -> bool:

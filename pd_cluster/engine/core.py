@@ -90,6 +90,7 @@ class EngineCore:
             max_num_seqs=config.scheduler.max_num_seqs,
             max_model_len=executor.model.max_model_len,
             vocab_size=executor.model.vocab_size,
+            check_sampling=executor.check,
         )
         self._transfers = KvTransfers(connector, self._scheduler, mailbox.send, self._report, connector.pool)
         self._pipeline = Pipeline(

@@ -103,10 +103,9 @@ class ParentWatch:
 
 
 def _build(config: NodeConfig, mailbox: EngineSockets, cleanup: ExitStack) -> tuple[EngineCore, EngineReady]:
-    from pd_cluster.worker.device_executor import (
-        DeviceExecutor,  # imports torch: after the checks above, which fail fast
-    )
-    from pd_cluster.worker.startup import run_phases
+    # Imported here, because they import torch: configuration errors are reported before
+    from pd_cluster.worker.device_executor import DeviceExecutor
+    from pd_cluster.worker.executor import run_phases
 
     def progress(text: str) -> None:
         mailbox.send(StartupProgress(text))

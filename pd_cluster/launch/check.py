@@ -1,4 +1,4 @@
-"""`pd-cluster check`: what would keep a node from running here, found before one is started."""
+"""`pd-cluster check`: finds problems of this machine before a node is started on it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-TRANSFER_DEADLINE_S = 90.0  # two processes import torch first
-SLOW_TRANSFER_MB_S = 500.0  # a memory copy makes thousands
+TRANSFER_DEADLINE_S = 90.0  # includes the import of torch in two processes
+SLOW_TRANSFER_MB_S = 500.0  # a copy in memory reaches thousands
 DEFAULT_PORTS = (8000,)
 
 
@@ -104,7 +104,7 @@ def check_torch() -> Iterable[Finding]:
 
 
 def check_transfer(host: str, ports: str) -> list[Finding]:
-    """NIXL, by a real transfer between two processes, and where it listens meanwhile."""
+    """Test NIXL with a real transfer between two processes, and report where it listens."""
     what = "NIXL transfer"
     try:
         check_network(HandoffConfig(advertise_host=host, kv_ports=ports))
@@ -123,7 +123,7 @@ def check_transfer(host: str, ports: str) -> list[Finding]:
 
 
 def read_transfer_result(nixl_version: str, status: int, out: str, err: str) -> list[Finding]:
-    """What transfer_check's output means."""
+    """Findings from the exit status and the output of transfer_check."""
     what = "NIXL transfer"
     if status != 0 or not out.strip():
         last = (err.strip().splitlines() or ["no output"])[-1]
@@ -138,16 +138,16 @@ def read_transfer_result(nixl_version: str, status: int, out: str, err: str) -> 
 
 
 def read_listeners(listeners: Sequence[tuple[str, int]]) -> Finding:
-    """Where UCX listened: address and port."""
+    """Report the (address, port) pairs at which UCX listened."""
     where = ", ".join(f"[{address}]:{port}" if ":" in address else f"{address}:{port}" for address, port in listeners)
     if all(ip_address(address).is_loopback for address, _ in listeners):
         return Finding("KV network", Verdict.OK, f"UCX listens on {where or 'no TCP port'}: this machine only")
-    detail = f"UCX listens on {where}: the KV network must be closed to all but the nodes, UCX has no authentication"
+    detail = f"UCX listens on {where}: close the KV network to all but the nodes, because UCX has no authentication"
     return Finding("KV network", Verdict.WARN, detail)
 
 
 def check_connector(connector: str) -> Finding:
-    """Whether there is such a connector, and its package. A pool's server is not asked for: nodes do without one."""
+    """Check that the connector and its package exist. Its pool's server need not run: nodes work without it."""
     config = NodeConfig(handoff=HandoffConfig(connector=connector))
     if problems := "; ".join(machine_problems(config, MachineFacts())):
         return Finding("connector", Verdict.FAIL, problems)
@@ -163,18 +163,18 @@ def check_port(port: int) -> Finding:
 
 
 def check_key(key_file: str, environ: Mapping[str, str]) -> Finding:
-    """The cluster's key: readable here, and by no other user."""
+    """Check that the cluster's key is readable, and by no other user."""
     what = "cluster key"
     if problems := "; ".join(key_problems(key_file)):
         return Finding(what, Verdict.FAIL, problems)
     if key_file:
         mode = stat.S_IMODE(Path(key_file).stat().st_mode)
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            return Finding(what, Verdict.WARN, f"others may read it (mode {mode:o}): chmod 600 {key_file}")
+            return Finding(what, Verdict.WARN, f"other users can read it (mode {mode:o}): chmod 600 {key_file}")
         return Finding(what, Verdict.OK, key_file)
     if environ.get(KEY_ENV):
         return Finding(what, Verdict.OK, f"${KEY_ENV}")
-    return Finding(what, Verdict.OK, f"this user's own; several machines need ${KEY_ENV} or --cluster-key-file")
+    return Finding(what, Verdict.OK, f"this user's own; for several machines set ${KEY_ENV} or --cluster-key-file")
 
 
 def check_model(model: str) -> Finding:

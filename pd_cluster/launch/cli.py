@@ -1,6 +1,6 @@
-"""The command line. What a command needs is imported when it runs: `--help` and `router` start without torch.
+"""The command line. A command's modules are imported when it runs, so `--help` and `router` start without torch.
 
-Exit status: 0 done or stopped as asked, 1 failed while running, 2 a flag, file, port or device must be changed.
+Exit status: 0 done or stopped on request, 1 failed while running, 2 a flag, file, port or device must be changed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 USAGE_ERROR = 2
 _NODES = {
-    "prefill": "Run a prefill node: reads prompts, hands their KV cache to decode nodes.",
-    "decode": "Run a decode node: takes KV cache over and generates tokens.",
-    "mixed": "Run a node that does both.",
+    "prefill": "Run a prefill node: computes prompts and hands their KV cache to decode nodes.",
+    "decode": "Run a decode node: receives KV cache and generates tokens.",
+    "mixed": "Run a node that prefills and decodes.",
 }
 _ORDERS = {
     "list": "Show the nodes that the router knows.",
-    "add": "Name a node to the router.",
-    "remove": "Take out a node that was added; it finishes what it has.",
-    "drain": "Give a node no more requests, until it boots anew or is undrained.",
-    "undrain": "Give a drained node requests again.",
+    "add": "Add a node to the router.",
+    "remove": "Remove a node that was added; it finishes its requests.",
+    "drain": "Send a node no new requests until it restarts or is undrained.",
+    "undrain": "Send a drained node requests again.",
 }
 _EPILOG = """\
 one machine:       pd-cluster up
@@ -123,7 +123,7 @@ def _up(namespace: argparse.Namespace) -> int:
 def _add_router(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from pd_router.cli import add_arguments
 
-    add_arguments(_add(commands, "router", "Run the router: the one address that clients know.", _router))
+    add_arguments(_add(commands, "router", "Run the router, the address for clients.", _router))
 
 
 def _router(namespace: argparse.Namespace) -> int:
@@ -135,7 +135,7 @@ def _router(namespace: argparse.Namespace) -> int:
 
 
 def _add_nodes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "See a router's nodes; order it to add, remove or drain one."
+    text = "List a router's nodes; add, remove or drain one."
     actions = _add(commands, "nodes", text, _nodes).add_subparsers(title="actions", metavar="ACTION", required=True)
     for action, what in _ORDERS.items():
         parser = actions.add_parser(action, help=what, description=what, allow_abbrev=False)
@@ -148,13 +148,13 @@ def _add_nodes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         )
         if action == "add":
             parser.add_argument("node", metavar="URL", help="The node's base URL.")
-            parser.add_argument("--role", required=True, choices=tuple(_NODES), help="What it is used for.")
+            parser.add_argument("--role", required=True, choices=tuple(_NODES), help="Its role.")
         elif action != "list":
             parser.add_argument("node", metavar="NODE", help="The node's id or host:port.")
         if action == "drain":
             parser.add_argument(
                 "--wait-s", type=float, default=0.0, metavar="X",
-                help="Wait so long for what it runs; exit status 1 when that was not enough (default: 0).",
+                help="Wait up to X s for its requests to end; exit status 1 if some still run (default: 0).",
             )  # fmt: skip
 
 
@@ -168,11 +168,11 @@ def _add_pool(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     text = "Run the server of a pool: LMCache's (--connector lmcache) or Mooncake's master (--connector mooncake)."
     parser = _add(commands, "pool", text, _pool)
     parser.add_argument(
-        "--connector", choices=POOL_CONNECTORS, default="lmcache", help="The nodes' (default: lmcache)."
+        "--connector", choices=POOL_CONNECTORS, default="lmcache", help="The nodes' connector (default: lmcache)."
     )
     parser.add_argument("--host", default="127.0.0.1", help="Address to listen on (default: 127.0.0.1).")
     parser.add_argument("--port", type=port_number, metavar="N", help="Port (default: 6500, mooncake: 50051; 0: any).")
-    memory = "Memory for blocks (lmcache; default: 4). Mooncake's lie in the nodes: --pool-segment-gb there."
+    memory = "Memory for blocks (lmcache; default: 4). Mooncake keeps blocks in the nodes: --pool-segment-gb."
     parser.add_argument("--max-gb", type=float, default=4.0, metavar="GB", help=memory)
 
 
@@ -195,19 +195,19 @@ def _ray(namespace: argparse.Namespace) -> int:
 
 
 def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "Check this machine before a node is started: packages, devices, transfers, ports, key, model."
+    text = "Check this machine before starting a node: packages, devices, transfers, ports, key, model."
     parser = _add(commands, "check", text, _check)
     parser.add_argument("--model", default="", help="Model directory to check. Default: the demo model.")
-    text = "Port that must be free; repeatable."
+    text = "Port to check; may be given several times."
     parser.add_argument("--port", type=port_number, action="append", metavar="N", help=text)
     parser.add_argument("--connector", default="nixl", help="Transport to test (default: nixl).")
     parser.add_argument(
         "--advertise-host",
         default=os.environ.get("PD_ADVERTISE_HOST") or "127.0.0.1",
         metavar="HOST",
-        help="The node's, which says where UCX listens [$PD_ADVERTISE_HOST] (default: 127.0.0.1).",
+        help="The node's --advertise-host, at which UCX listens [$PD_ADVERTISE_HOST] (default: 127.0.0.1).",
     )
-    parser.add_argument("--kv-ports", default="", metavar="LOW-HIGH", help="The node's.")
+    parser.add_argument("--kv-ports", default="", metavar="LOW-HIGH", help="The node's --kv-ports.")
     parser.add_argument("--cluster-key-file", default="", metavar="FILE", help="File with the cluster's shared key.")
 
 

@@ -1,4 +1,4 @@
-"""What `pd-cluster up` shows: prefixed lines of its children, a spinner on a terminal, plain lines elsewhere."""
+"""The output of `pd-cluster up`: its children's lines with a prefix, and a spinner when it is a terminal."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ NAME_WIDTH = 10
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # rich's own would end the program
+        raise BrokenPipeError  # rich's own method ends the program
 
 
 class Display:
-    """Use as a context manager: leaving it takes the spinner off the terminal.
+    """A context manager; its exit removes the spinner.
 
-    A reader that goes away (`up | head`, a closed terminal) makes it silent; the cluster goes on.
+    When the reader goes away (`up | head`, a closed terminal) the output stops and the cluster goes on.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -61,7 +61,7 @@ class Display:
         self._rich(Text(line, style="bold" if line.startswith("ready") else ""))
 
     def status(self, text: str) -> None:
-        """What is going on now; "" for nothing any more."""
+        """Show the current activity; "" removes it."""
         if not self._console.is_terminal:
             if text:
                 self.say(f"{text} ...")
@@ -87,7 +87,7 @@ class Display:
 
     @contextlib.contextmanager
     def _reader(self) -> Iterator[None]:
-        """From the first failure on, everything goes to /dev/null: also what Python flushes at its end."""
+        """After the first failure, send all output to /dev/null, including what Python flushes at exit."""
         try:
             yield
         except OSError:

@@ -1,4 +1,4 @@
-"""The API process's hold on its engine process: started, watched, ended by its own id."""
+"""Starts, watches and ends the engine process of an API process."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_cluster.node")
 
-ENGINE_STOP_S = 10.0  # the word to stop, to SIGKILL
-LAST_WORDS_S = 0.5  # a dead engine's last messages are read within this
+ENGINE_STOP_S = 10.0  # from the request to stop to SIGKILL
+LAST_WORDS_S = 0.5  # limit for reading the last messages of a dead engine
 
 
 @contextlib.asynccontextmanager
 async def running_engine(
     spawn: SpawnEngine, config: NodeConfig, address: str
 ) -> AsyncIterator[subprocess.Popen[bytes]]:
-    """An engine process for the length of the block. `address`: the ipc prefix that a ZmqEngineClient has bound."""
+    """Run an engine process during the block. `address`: the ipc prefix that a ZmqEngineClient has bound."""
     process = spawn(config, address)
     try:
         yield process
@@ -35,7 +35,7 @@ async def running_engine(
         try:
             await asyncio.wait_for(exit_of(process), ENGINE_STOP_S)
         except TimeoutError:
-            logger.warning("the engine did not stop within %g s of being told: killing it", ENGINE_STOP_S)
+            logger.warning("the engine did not stop within %g s: killing it", ENGINE_STOP_S)
     finally:
         process.kill()
         process.wait()
@@ -43,14 +43,14 @@ async def running_engine(
 
 
 def _hang_up(process: subprocess.Popen[bytes]) -> None:
-    """End its standard input: that is how an engine is told to stop. Idempotent."""
+    """Close its standard input, which tells an engine to stop. Idempotent."""
     if process.stdin is not None:
-        with contextlib.suppress(BrokenPipeError):  # it died before it had read its configuration
+        with contextlib.suppress(BrokenPipeError):  # it died before it read its configuration
             process.stdin.close()
 
 
 async def exit_of(process: subprocess.Popen[bytes]) -> int:
-    """The process's exit status, when it has one."""
+    """Wait for the process to end. Returns its exit status."""
     if process.poll() is not None:
         return process.returncode
     loop = asyncio.get_running_loop()
@@ -66,7 +66,7 @@ async def exit_of(process: subprocess.Popen[bytes]) -> int:
 
 
 async def end_of_engine(client: ZmqEngineClient, process: subprocess.Popen[bytes]) -> str:
-    """Deliver the engine's messages until it is gone; then fail what is open and say why it went."""
+    """Deliver the engine's messages until it ends; then fail open requests. Returns why it ended."""
     watch, exited = asyncio.create_task(client.watch()), asyncio.create_task(exit_of(process))
     try:
         await asyncio.wait({watch, exited}, return_when=asyncio.FIRST_COMPLETED)

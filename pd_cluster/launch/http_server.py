@@ -31,7 +31,7 @@ class _Uvicorn(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # the node's
+        yield  # NodeProcess handles signals
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -40,7 +40,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves a node's app. `run` is called once, as a task; `up` is set when requests are answered."""
+    """Serves a node's app. Call `run` once, as a task; `up` is set when requests are answered."""
 
     def __init__(self, config: NodeConfig, listener: socket.socket, client: EngineClient) -> None:
         self._config = config
@@ -56,8 +56,8 @@ class HttpServer:
         return url_of(self._listener, self._config.server.host)
 
     async def run(self) -> None:
-        """Until `stop_accepting` and the end of the last connection. Raises StartupError when no app can be built."""
-        # in a thread: imports and the tokenizer take seconds, and signals must be heard meanwhile
+        """Serve until `stop_accepting` and the last connection ends. Raises StartupError if the app cannot be built."""
+        # in a thread: imports and the tokenizer take seconds, in which signals must be handled
         app, state = await asyncio.to_thread(_build_app, self._config, self._client)
         self._state = state
         settings = server_config(app, self._config.http, state.metrics.http, FILES_PER_REQUEST)
@@ -71,10 +71,10 @@ class HttpServer:
         return self._state is not None and self._state.num_in_flight > 0
 
     def stop_accepting(self) -> None:
-        """Take no new connection, close idle ones, and let `run` return when the last busy one is done."""
+        """Accept no new connection, close idle ones, and let `run` return when the last request is done."""
         self._closing = True
         if self._state is not None:
-            self._state.draining = True  # connections that are open already hear 503
+            self._state.draining = True  # open connections get 503
         if self._uvicorn is not None:
             self._uvicorn.should_exit = True
 

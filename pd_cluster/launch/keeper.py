@@ -1,4 +1,4 @@
-"""Keeps the processes of a cluster running: what dies is started again, when `Restarts` says."""
+"""Restarts the processes of a cluster when they die, at the times that `Restarts` decides."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One process to keep. It is the same after a restart: same arguments, address and inherited sockets."""
+    """A process to keep running. A restart uses the same arguments, address and inherited sockets."""
 
     name: str
     arguments: tuple[str, ...]
     ready_marker: str
     start_deadline_s: float
     environment: Mapping[str, str] = field(default_factory=dict)
-    sockets: tuple[int, ...] = ()  # file descriptors of listening sockets that it inherits
+    sockets: tuple[int, ...] = ()  # file descriptors of listening sockets that the process inherits
 
 
 class Keeper:
-    """Starts services, and from `run` on starts again those that die. `say` gets one line for each death and return."""
+    """Starts services, and restarts those that die during `run`. `say` gets a line for each death and each return."""
 
     def __init__(
         self,
@@ -47,17 +47,17 @@ class Keeper:
         self._children: dict[str, Child] = {}
 
     async def start(self, service: Service) -> Child:
-        """The first start. Raises OSError."""
+        """Start a service for the first time. Raises OSError."""
         child = await self._spawn(service)
         self._services[service.name], self._children[service.name] = service, child
         return child
 
     def revise(self, name: str, arguments: tuple[str, ...]) -> None:
-        """How it is started from the next time on."""
+        """Change the arguments of the service's next start."""
         self._services[name] = replace(self._services[name], arguments=arguments)
 
     async def run(self) -> str:
-        """Call it when all services are ready. Returns why the cluster cannot go on; until then it runs."""
+        """Restart services until the cluster cannot go on. Returns the reason. Call it when all services are ready."""
         for name in self._services:
             self._restarts.ready(name, self._clock())
         keeping = [asyncio.create_task(self._keep(name), name=f"keep {name}") for name in self._services]
@@ -76,12 +76,12 @@ class Keeper:
             verdict = self._restarts.died(name, down_since_s)
             if isinstance(verdict, GiveUp):
                 return f"{end}; {verdict.reason}"
-            self._say(f"{end}: starting it again in {verdict.delay_s:g} s (restart {verdict.number})")
+            self._say(f"{end}: restarting it in {verdict.delay_s:g} s (restart {verdict.number})")
             await asyncio.gather(self._supervisor.clear(name), asyncio.sleep(verdict.delay_s))
             end = await self._live(self._services[name], down_since_s)
 
     async def _live(self, service: Service, down_since_s: float) -> str:
-        """One life of a process, from its start on. Returns how it ended."""
+        """Start a process and wait for its end. Returns how it ended."""
         try:
             child = await self._spawn(service)
         except OSError as error:
@@ -93,7 +93,7 @@ class Keeper:
             self._restarts.ready(service.name, now_s)
             self._say(f"{service.name} is back: it was down for {now_s - down_since_s:.1f} s")
         elif not child.exited.done():
-            self._say(f"{service.name} is not ready after {service.start_deadline_s:g} s: ending it")
+            self._say(f"{service.name} was not ready within {service.start_deadline_s:g} s: stopping it")
             await self._supervisor.stop([child], 0)
         return await self._end_of(child)
 

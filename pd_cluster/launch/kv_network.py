@@ -1,4 +1,4 @@
-"""What this machine's network says about a handoff, asked before anything is spawned."""
+"""Checks that this machine's network fits the handoff's settings, before any process is started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_network(handoff: HandoffConfig) -> None:
-    """Raises ConnectorUnavailable for a node that NIXL could not, or should not, serve as it is configured."""
+    """Raises ConnectorUnavailable for settings with which NIXL cannot work here, or not safely."""
     if "nixl" in (handoff.connector, handoff.pool_handoff if handoff.connector in POOL_CONNECTORS else ""):
         require_curve()
         local_network(handoff.advertise_host, handoff.kv_port_range)

@@ -1,7 +1,7 @@
-"""No orphans: a child holds the reading end of a pipe whose writing end only its launcher has.
+"""Ends a child when its launcher dies. The child reads from a pipe; only the launcher has the end that writes.
 
-However the launcher dies, the kernel closes that end. Unlike PR_SET_PDEATHSIG this follows the launcher's process and
-not the thread that spawned, has no race with a parent that is gone already, and works outside Linux.
+The kernel closes that end however the launcher dies. Unlike PR_SET_PDEATHSIG, this follows the process and not the
+thread that started the child, has no race with a parent that died earlier, and works outside Linux.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 LIFELINE_ENV = "PD_LIFELINE_FD"
 ORPHAN_EXIT_CODE = 3
-ORPHAN_GRACE_S = 5.0  # an orphan that has not left by itself after this is ended from within
+ORPHAN_GRACE_S = 5.0  # an orphan that still runs after this exits by force
 
 
 class Lifeline:
-    """The launcher's side. Children end when this object's process ends, or at `close`."""
+    """The launcher's end of the pipe. Children end when this process ends, or at `close`."""
 
     def __init__(self) -> None:
         self.read_fd, self._write_fd = os.pipe()
         self._open = True
 
     def environment(self) -> dict[str, str]:
-        """What a child needs in its environment; start it with `pass_fds=(lifeline.read_fd,)`."""
+        """Variables for a child's environment; start the child with `pass_fds=(lifeline.read_fd,)`."""
         return {LIFELINE_ENV: str(self.read_fd)}
 
     def close(self) -> None:
@@ -39,14 +39,14 @@ class Lifeline:
 
 
 def hold_lifeline(environ: Mapping[str, str] = os.environ) -> threading.Event:
-    """Called once in a child: when its launcher is gone it sends itself SIGTERM, and leaves by force if that hangs.
+    """Call it once in a child. When the launcher dies, it sends itself SIGTERM, and exits by force if that hangs.
 
-    The event is set as soon as the launcher is gone, before the signal. Without a launcher nothing happens.
+    The event is set before the signal. A process without a launcher is left alone.
     """
     orphaned = threading.Event()
     fd = environ.get(LIFELINE_ENV, "")
     if fd.isdigit():
-        os.set_inheritable(int(fd), False)  # a grandchild has its own line to its own parent
+        os.set_inheritable(int(fd), False)  # a grandchild has a pipe of its own to its own parent
         threading.Thread(target=_wait_for_end, args=(int(fd), orphaned), name="lifeline", daemon=True).start()
     return orphaned
 

@@ -1,4 +1,4 @@
-"""Which directory a `--model` means, and what the API calls it."""
+"""Resolves `--model` to a directory and to the model's name in the API."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ DEMO_MODEL = Path(pd_cluster.__file__).parent / "demo_model"
 
 
 def resolve_model(model: str) -> Path:
-    """The absolute directory of `model` ("": the demo model). Raises StartupError saying what to change."""
+    """The absolute directory of `model` ("": the demo model). Raises StartupError."""
     path = model_directory(model)
     if not (path / "config.json").is_file():
-        raise StartupError(f"{path} is no model directory: it has no config.json")
+        raise StartupError(f"{path} is not a model directory: it has no config.json")
     return path.resolve()
 
 

@@ -1,6 +1,6 @@
-"""`pd-cluster nodes`: what a router knows of its nodes, and signed orders about them.
+"""`pd-cluster nodes`: lists a router's nodes and sends signed orders about them.
 
-An order is obeyed by the router that got it: with several routers, give it to each.
+Only the router that gets an order obeys it. With several routers, send it to each.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 Action: TypeAlias = Literal["add", "remove", "drain", "resume"]
 Row: TypeAlias = dict[str, Any]  # a node as `GET /nodes` shows it
 
-CALL_S = 10.0  # until a router has answered
-ORDER_LIFETIME_S = 30.0  # covers clocks that differ; until then whoever overhears the order may repeat it
-LOOK_EVERY_S = 0.5  # at what a draining node still runs
+CALL_S = 10.0  # deadline of a router's answer
+ORDER_LIFETIME_S = 30.0  # more than clocks differ; within it an order that was overheard can be sent again
+LOOK_EVERY_S = 0.5  # between two looks at a draining node
 _METHODS = {"remove": ("DELETE", ""), "drain": ("POST", "/drain"), "resume": ("DELETE", "/drain")}
 _COLUMNS = ("node_id", "role", "state", "healthy", "source", "url")
 
 
 class OrderRefused(PdError):
-    """The router cannot be reached, or says no; the message says which."""
+    """The router cannot be reached or refuses; the message names the cause."""
 
 
 class RouterOrders:
-    """Talks to one router. `key`: the cluster's. Every call raises OrderRefused, and ends within CALL_S."""
+    """Client of one router. `key`: the cluster's. Calls raise OrderRefused and end within CALL_S."""
 
     def __init__(self, client: httpx.Client, key: bytes, wall_clock: Callable[[], float] = time.time) -> None:
         self._client = client
@@ -47,11 +47,11 @@ class RouterOrders:
         return rows
 
     def give(self, action: Action, node: str, role: str = "") -> Row:
-        """The node after the order. `node`: its base URL for "add", else its id or host:port."""
+        """Send an order. Returns the node's row after it. `node`: the base URL for "add", else the id or host:port."""
         return self._call(*order_request(self._key, action, node, role, self._wall_clock()), "outstanding")
 
     def _call(self, method: str, path: str, headers: dict[str, str], wanted: str) -> Row:
-        """wanted: what a router's answer has, and hardly anybody else's."""
+        """`wanted`: a field that a router's answer has, and that tells it from another server's."""
         try:
             answer = self._client.request(method, path, headers=headers)
             told: Row = answer.json()
@@ -62,7 +62,7 @@ class RouterOrders:
             why = detail.get("message") if isinstance(detail, dict) else None
             raise OrderRefused(f"{answer.status_code}: {why or answer.reason_phrase}")
         if not isinstance(told, dict) or wanted not in told:
-            raise OrderRefused(f"what answers on {self._client.base_url} is no router")
+            raise OrderRefused(f"{self._client.base_url} is not a pd-cluster router")
         return told
 
 
@@ -75,9 +75,9 @@ def order_request(key: bytes, action: Action, node: str, role: str, now_s: float
 
 
 def run_nodes(namespace: argparse.Namespace) -> int:
-    """Exit status: 1 when the router does not do as told, or a node still runs something after --wait-s.
+    """Returns 1 when the router refuses, or a node still runs requests after --wait-s; else 0.
 
-    Raises StartupError for a key that cannot be read or an address that is none.
+    Raises StartupError for a key that cannot be read or an invalid address.
     """
     try:
         key = b"" if namespace.action == "list" else load_cluster_key(namespace.cluster_key_file)
@@ -86,13 +86,13 @@ def run_nodes(namespace: argparse.Namespace) -> int:
         raise StartupError(f"--router {namespace.router}, or the cluster key: {error}") from error
     with client:
         try:
-            return _obey(RouterOrders(client, key), namespace)
+            return _carry_out(RouterOrders(client, key), namespace)
         except OrderRefused as refusal:
             sys.stderr.write(f"pd-cluster nodes: {refusal}\n")
             return 1
 
 
-def _obey(orders: RouterOrders, namespace: argparse.Namespace) -> int:
+def _carry_out(orders: RouterOrders, namespace: argparse.Namespace) -> int:
     if namespace.action == "list":
         _show(orders.list())
         return 0
@@ -110,7 +110,7 @@ def _is_busy(row: Row) -> bool:
 
 
 def _show(rows: Sequence[Row]) -> None:
-    """A table with one line per node."""
+    """Print a table with one line per node."""
     lines = [(*(title.upper() for title in _COLUMNS), "SEQUENCES", "PROMPT_BYTES")]
     for row in rows:
         outstanding = row["outstanding"]

@@ -1,12 +1,12 @@
-"""One node: the API process (this one) and the engine process that it starts, watches and stops.
+"""A node: this API process, and the engine process that it starts, watches and stops.
 
-Life of a node:
+The life of a node:
 
     listen -> engine spawned, app built -> HTTP up (/health 503) -> engine ready, the ready line is printed -> serving
       SIGTERM, SIGINT       drain: no new connections; running requests and leases get drain_s; engine stopped; exit 0
-      a second signal       at once, exit 0
+      a second signal       no waiting, exit 0
       the engine dies       its requests fail, exit 1
-      the launcher dies     at once (lifeline.py); the engine sees the end of its standard input in the same way
+      the launcher dies     no waiting (lifeline.py); the end of its standard input stops the engine
 """
 
 from __future__ import annotations
@@ -46,16 +46,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_cluster.node")
 
-FLUSH_S = 2.0  # requests that were cut get their last bytes out within this
+FLUSH_S = 2.0  # limit for sending the last bytes of requests that were cut
 LEASE_POLL_S = 0.05
 
 
 def run_node(config: NodeConfig, spawn: SpawnEngine) -> int:
-    """Run a node until it is told to stop or its engine dies. Returns the exit status.
+    """Run a node until it gets a signal to stop or its engine dies. Returns the exit status.
 
-    Raises StartupError, or ConnectorUnavailable when this machine's network does not fit the handoff's settings.
-
-    spawn: starts the engine process, see `pd_cluster.engine.process.spawn_engine`.
+    `spawn` starts the engine process; see `pd_cluster.engine.process.spawn_engine`. Raises StartupError, or
+    ConnectorUnavailable when this machine's network does not fit the handoff's settings.
     """
     logging.basicConfig(
         level=config.server.log_level.upper(),
@@ -73,7 +72,7 @@ def run_node(config: NodeConfig, spawn: SpawnEngine) -> int:
 
 
 def complete(config: NodeConfig, port: int) -> NodeConfig:
-    """`config` with its model resolved to a directory, and port and node id filled in. Raises StartupError."""
+    """`config` with the model resolved to a directory, and with port and node id. Raises StartupError."""
     model, server = config.model, config.server
     path = resolve_model(model.model)
     refuse(model_problems(config, path))
@@ -132,7 +131,7 @@ class NodeProcess:
                 return 0
             if http.done():
                 http.result()
-                raise StartupError("the HTTP server ended by itself")
+                raise StartupError("the HTTP server ended unexpectedly")
             logger.error("the engine is gone: %s", engine.result())
             server.stop_accepting()
             await asyncio.wait({http}, timeout=FLUSH_S)
@@ -145,7 +144,7 @@ class NodeProcess:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _announce(self, client: ZmqEngineClient, server: HttpServer) -> None:
-        """Print the ready line. Waits for ever when the engine dies first: `_serve` watches that."""
+        """Print the ready line. Never returns when the engine dies first: `_serve` watches for that."""
         deadline_s = self._config.server.start_deadline_s
         try:
             ready = await client.wait_ready(deadline_s)
@@ -154,11 +153,9 @@ class NodeProcess:
             await asyncio.Event().wait()
             return
         except TimeoutError as error:
-            raise StartupError(
-                f"the engine was not ready after {deadline_s:g} s: give it longer with --start-deadline-s"
-            ) from error
+            raise StartupError(f"the engine was not ready after {deadline_s:g} s: raise --start-deadline-s") from error
         gc.collect()
-        gc.freeze()  # libraries' objects by the hundred thousand: a search for garbage among them holds up all streams
+        gc.freeze()  # 100,000s of objects of libraries: a collection that visits them delays all streams
         role, node_id = self._config.server.role, self._config.server.node_id
         sys.stdout.write(
             f"ready: {role} node {node_id} on {server.url} (engine {ready.engine_id}, epoch {ready.epoch:x}, "
@@ -168,7 +165,7 @@ class NodeProcess:
 
     async def _drain(self, client: ZmqEngineClient, server: HttpServer, http: asyncio.Task[None]) -> None:
         drain_s = 0.0 if self._orphaned.is_set() or not client.alive else self._config.server.drain_s
-        logger.info("stopping: running requests and leases get %g s; a second signal ends them at once", drain_s)
+        logger.info("stopping: running requests and leases have %g s; a second signal ends them at once", drain_s)
         server.stop_accepting()
         news_s = 2 * HEARTBEAT_S if server.is_busy else LEASE_POLL_S
         idle = asyncio.create_task(_to_end(http, client, news_s))
@@ -185,14 +182,14 @@ class NodeProcess:
 
 
 async def _to_end(http: asyncio.Task[None], client: ZmqEngineClient, news_s: float) -> None:
-    """Until the last request is over, and then until no other node has blocks of this one to read any more.
+    """Wait for the last request, then until no other node has blocks of this node to read.
 
-    In this order: a prefill's answer ends when it is computed, and only then blocks are leased. So what the engine told
-    before says nothing; it is given `news_s` to say something new (it is silent when nothing has changed).
+    This order is needed: a prefill's answer ends when it is computed, and its blocks are leased after that. So older
+    statistics do not count. The engine has `news_s` to send new ones; it sends none when nothing has changed.
     """
     await asyncio.wait({http})
     last = client.stats
-    # polled: statistics are how the engine tells about leases, and they have no event
+    # polled, because leases show in the statistics only, which set no event
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(news_s):
             while client.alive and client.stats is last:  # noqa: ASYNC110

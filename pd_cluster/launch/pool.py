@@ -1,4 +1,4 @@
-"""`pd-cluster pool`: the server that a pool's nodes share."""
+"""`pd-cluster pool`: runs the server of a KV pool that nodes share."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pd_connectors import lmcache_server, mooncake_master
 
 
 def run_pool(connector: str, host: str, port: int | None, max_gb: float) -> int:
-    """Serve nodes of this connector until SIGTERM; call it from the main thread.
+    """Serve nodes of this connector until SIGTERM. Call it from the main thread.
 
-    Raises StartupError, and ConnectorUnavailable without the connector's package.
+    Raises StartupError, and ConnectorUnavailable when the connector's package is missing.
     """
     if not 0 < max_gb < 1e6 or not 0 <= (port or 0) < 65536:
-        raise StartupError(f"--max-gb {max_gb:g} --port {port}: no memory to serve, or no port")
+        raise StartupError(f"--max-gb {max_gb:g} --port {port}: write more than 0 GB, and a port from 0 to 65535")
     hold_lifeline()
-    # Said aloud, since the first process of a container does not hear it otherwise. There is nothing to finish, and
-    # Mooncake's master ends with us.
+    # Explicit, because the first process of a container ignores SIGTERM by default. There is nothing to finish, and
+    # Mooncake's master ends with this process.
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
     try:
         if connector == "mooncake":

@@ -1,7 +1,7 @@
-"""What keeps a node from starting, found before anything is started: in its settings, its model's config, its machine.
+"""Finds what would keep a node from starting: in its settings, its model's config or its machine.
 
-Costs milliseconds and imports no torch. It says only what is certain; the engine checks again, and what only it can
-know (memory, weights, a device that fails).
+Takes milliseconds and does not import torch. It reports certain problems only. The engine checks again, and also what
+only the engine can know (memory, weights, a device that fails).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
     from pd_cluster.config import NodeConfig
 
-HASH_UNIT = 16  # tokens; blocks are whole numbers of it
+HASH_UNIT = 16  # tokens; a block size is a multiple of it
 MAX_KEY_BYTES = 1 << 16
 DRIVER_DEADLINE_S = 30.0
-LARGEST = (1 << 63) - 1  # that travels to the engine
+LARGEST = (1 << 63) - 1  # that a message to the engine can hold
 # Inclusive bounds by field; every other number is from 0 to LARGEST.
 BOUNDS: dict[str, tuple[float, float]] = {
     "port": (0, MAX_PORT),
     "control_port": (0, MAX_PORT),
     "listen_fd": (-1, LARGEST),
-    "seed": (-(1 << 63), (1 << 64) - 1),  # what torch takes
+    "seed": (-(1 << 63), (1 << 64) - 1),  # the range of torch
     "max_tokens_beside_decodes": (-1, LARGEST),
     "gpu_memory_utilization": (0, 1),
 }
@@ -47,10 +47,10 @@ ABOVE_0 = frozenset(
 )
 NOT_1 = {
     "num_blocks": "a cache has at least 2 blocks",
-    "max_model_len": "there is no room for a prompt and an output token",
+    "max_model_len": "a prompt and an output token need at least 2",
 }
 _PLATFORM = re.compile(r"^(cuda|hip)\b[^=]*= *(\S+)$", re.MULTILINE)  # in torch/version.py
-# A process of its own: the driver's state stays out of this one. CUDA's own count honours CUDA_VISIBLE_DEVICES.
+# Run in another process, to keep the driver's state out of this one. CUDA's count respects CUDA_VISIBLE_DEVICES.
 _COUNT_DEVICES = """
 import ctypes, sys
 cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
@@ -59,24 +59,24 @@ sys.exit(0 if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count))
 
 
 class MachineFacts:
-    """What is looked up on this machine. Tests give another answer."""
+    """Facts about this machine. Tests replace it."""
 
     def has_module(self, name: str) -> bool:
-        """Whether Python can find this module; it is not imported, only the packages that it lies in are."""
+        """Whether Python can find this module. Its parent packages are imported, the module is not."""
         try:
             return importlib.util.find_spec(name) is not None
         except (ImportError, ValueError):
             return False
 
     def cuda_problem(self) -> str:
-        """Why no CUDA device can be used; "" when one can."""
+        """Why no CUDA device is usable; "" when one is."""
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
             return "torch is not installed"
         version = Path(spec.origin).with_name("version.py")
         platforms = dict(_PLATFORM.findall(version.read_text())) if version.is_file() else {}
         if platforms.get("hip", "None") != "None":
-            return ""  # AMD's GPUs answer to the name too; only torch can look for them
+            return ""  # torch calls AMD's GPUs "cuda" too, and only torch can look for them
         if platforms.get("cuda") == "None":
             return "the installed torch is built without CUDA"
         command = [sys.executable, "-c", _COUNT_DEVICES]
@@ -84,17 +84,17 @@ class MachineFacts:
             done = subprocess.run(command, capture_output=True, timeout=DRIVER_DEADLINE_S)
         except subprocess.TimeoutExpired:
             return f"the CUDA driver does not answer within {DRIVER_DEADLINE_S:g} s"
-        return "there is no CUDA device here" if done.returncode else ""
+        return "this machine has no CUDA device" if done.returncode else ""
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raises StartupError when there is any, with all of them in one line."""
+    """Raise StartupError with all problems in one line, if there are any."""
     if found := "; ".join(problems):
         raise StartupError(found)
 
 
 def setting_problems(config: NodeConfig) -> Iterator[str]:
-    """What is wrong with the settings on any machine."""
+    """Settings that are wrong on every machine."""
     for section in fields(config):
         values = getattr(config, section.name)
         for item in fields(values):
@@ -112,7 +112,7 @@ def setting_problems(config: NodeConfig) -> Iterator[str]:
 
 
 def machine_problems(config: NodeConfig, machine: MachineFacts) -> Iterator[str]:
-    """What this machine lacks for these settings."""
+    """Packages and devices that these settings need and this machine lacks."""
     handoff = config.handoff
     connectors = [("--connector", handoff.connector)]
     if handoff.connector in DEFAULT_URLS:
@@ -127,12 +127,12 @@ def machine_problems(config: NodeConfig, machine: MachineFacts) -> Iterator[str]
 
 
 def key_problems(key_file: str) -> Iterator[str]:
-    """What is wrong with the cluster's key; without a file, with the one of the environment or of this user."""
+    """Problems of the cluster's key; without a file, of the key in the environment or of this user."""
     source = f"--cluster-key-file {key_file}" if key_file else "the cluster key"
     path = Path(key_file)
     try:
         if key_file and path.exists() and (not path.is_file() or path.stat().st_size > MAX_KEY_BYTES):
-            yield f"{source}: a key is a file of at most {MAX_KEY_BYTES} bytes"
+            yield f"{source}: it must be a file of at most {MAX_KEY_BYTES} bytes"
             return
         load_cluster_key(key_file)
     except UnicodeDecodeError:
@@ -142,7 +142,7 @@ def key_problems(key_file: str) -> Iterator[str]:
 
 
 def model_problems(config: NodeConfig, directory: Path) -> Iterator[str]:
-    """What in the model's directory cannot be served, or not with these settings."""
+    """What cannot be served in the model's directory with these settings."""
     try:
         spec = resolve_spec(directory, read_json(directory / "config.json"))
     except StartupError as error:
@@ -157,7 +157,7 @@ def model_problems(config: NodeConfig, directory: Path) -> Iterator[str]:
 def _number_problems(flag: str, name: str, value: Any) -> Iterator[str]:
     low, high = BOUNDS.get(name, (0, LARGEST))
     if isinstance(value, float) and not math.isfinite(value):
-        yield f"{flag} {value} is no number"
+        yield f"{flag} {value} is not a finite number"
     elif not low <= value <= high:
         yield f"{flag} {value} must be " + (f"from {low} to {high}" if value > high else f"at least {low}")
     elif value == 0 and name in ABOVE_0:

@@ -1,4 +1,4 @@
-"""When a dead process is started again, and when a cluster cannot go on. Pure: fed deaths, readiness and time."""
+"""Decides when to restart a dead process, and when a cluster cannot go on. Pure: its inputs are events and times."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 30.0
-HEALTHY_S = 60.0  # a process that was ready for so long starts again with the first delay
-MAX_FAILED_STARTS = 5  # in a row and never ready: what then keeps it down will not go away by itself
+HEALTHY_S = 60.0  # after so long ready, the next delay is the first one again
+MAX_FAILED_STARTS = 5  # in a row without being ready: the cause is then taken for permanent
 
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Start it again after `delay_s`. `number`: how often this process has been started again, this time included."""
+    """Restart the process after `delay_s`. `number`: its restarts so far, including this one."""
 
     delay_s: float
     number: int
@@ -24,7 +24,7 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The cluster cannot do its work any more."""
+    """The cluster can no longer do its work."""
 
     reason: str
 
@@ -32,16 +32,16 @@ class GiveUp:
 @dataclass(slots=True)
 class _Record:
     ready_since_s: float | None = None  # None: not ready now
-    delay_s: float = 0.0  # the last one; 0: none since it was last ready for HEALTHY_S
+    delay_s: float = 0.0  # of the last restart; 0: none since the process was last ready for HEALTHY_S
     failed_starts: int = 0  # in a row
     restarts: int = 0
 
 
 class Restarts:
-    """The policy. Times are monotonic seconds.
+    """The restart policy. Times are seconds of a monotonic clock.
 
-    abilities: what the cluster must be able to do -> the processes that can. A process that no ability names is
-    started again for ever, since the cluster does without it.
+    abilities: name of a task -> the processes that can do it. The cluster needs one of them for each task. A process
+    without a task is restarted without limit, since the cluster works without it.
     """
 
     def __init__(self, abilities: Mapping[str, Sequence[str]]) -> None:
@@ -49,15 +49,15 @@ class Restarts:
         self._records: dict[str, _Record] = {}
 
     def ready(self, name: str, now_s: float) -> None:
-        """The process serves."""
+        """Note that the process is ready."""
         record = self._of(name)
         record.ready_since_s, record.failed_starts = now_s, 0
 
     def died(self, name: str, now_s: float) -> Again | GiveUp:
-        """The process has ended, or could not be started.
+        """Note that the process has ended or could not be started. Returns what to do.
 
-        The delay doubles with each death in a row, from FIRST_DELAY_S to MAX_DELAY_S. GiveUp when of some ability no
-        process is ready and each has failed to start MAX_FAILED_STARTS times in a row.
+        The delay doubles with each death in a row, from FIRST_DELAY_S to MAX_DELAY_S. GiveUp when a task has no ready
+        process and each of its processes has failed to start MAX_FAILED_STARTS times in a row.
         """
         record = self._of(name)
         if record.ready_since_s is None:

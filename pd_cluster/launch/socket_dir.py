@@ -1,4 +1,4 @@
-"""The directory of a node's sockets to its engine. It goes with the node, however the node goes."""
+"""The directory of the sockets between a node and its engine. It is removed even after the node was killed."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PREFIX = "pd-cluster-node-"
 
 @contextlib.contextmanager
 def socket_directory(parent: Path | None = None) -> Iterator[Path]:
-    """A new directory for the length of the block, of mode 0700: whoever reaches the sockets can read every prompt.
+    """A new directory of mode 0700 during the block. A process that can open the sockets can read every prompt.
 
-    It is locked while its node lives; those that killed nodes have left in `parent` (default: the system's temporary
-    directory) are removed first. A lock, not a process id: containers that share a /tmp do not share ids.
+    The directory is locked while its node lives. Directories that killed nodes left in `parent` (default: the system's
+    temporary directory) are removed first. Locks, not process ids: containers that share /tmp do not share ids.
     """
     root = Path(tempfile.gettempdir()) if parent is None else parent
     for left_behind in root.glob(f"{PREFIX}*"):
@@ -45,17 +45,17 @@ def _make_locked(root: Path) -> tuple[Path, int]:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
             continue
-        fcntl.flock(lock, fcntl.LOCK_EX)  # held by another node only while that one removes it as stale
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another node holds it only while it removes the directory as stale
         if path.exists():
             return path, lock
         os.close(lock)
 
 
 def _remove_if_stale(path: Path) -> None:
-    """Remove a directory of this user's that nobody has locked and that holds nothing but sockets."""
+    """Remove a directory of this user if it is not locked and contains only sockets."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:  # gone meanwhile, or another user's
+    except OSError:  # removed meanwhile, or of another user
         return
     try:
         if os.fstat(fd).st_uid != os.getuid():

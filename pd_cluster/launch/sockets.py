@@ -1,25 +1,27 @@
-"""Listening sockets, bound before anything slow starts, so that a taken port is known at once.
+"""Listening sockets. They are bound before anything slow starts, so that a taken port is reported at once.
 
-Two ways in which a supervisor keeps an address while the process that serves it is started again:
+A supervisor keeps an address while the process that serves it is restarted, in one of two ways:
 
-- `listen` and pass the socket on (`pd_http.sockets.inherited`): the queue of connections lives as long as the
-  supervisor, so new connections wait while no process accepts. The router's clients want that.
-- `reserve`: the port is bound and no socket listens. The process listens on it by itself; when it dies its socket goes
-  with it, and connections are refused at once. The router wants that of a node, since it has another one to ask.
+- `listen`, and the process inherits the socket (`pd_http.sockets.inherited`). The queue of connections lives as long as
+  the supervisor, so new connections wait while no process accepts. This is for the router, so that clients wait.
+- `reserve`: the port is bound and no socket listens. The process opens its own socket, which closes when the process
+  dies, so connections are refused at once. This is for nodes, because the router can ask another node.
 """
 
 from __future__ import annotations
 
-import socket
+from typing import TYPE_CHECKING
 
-from pd_cluster.errors import StartupError
 from pd_http.sockets import bound, cannot_listen
+
+if TYPE_CHECKING:
+    import socket
 
 BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; port 0 lets the OS choose. Raises StartupError when the address cannot be had."""
+    """A listening TCP socket; port 0 lets the OS choose. Raises StartupError when the address is not available."""
     listener = bound(host, port)
     try:
         listener.listen(BACKLOG)
@@ -30,26 +32,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def reserve(host: str) -> socket.socket:
-    """A socket bound to a free port of `host` that does not listen. Raises StartupError.
+    """A socket that is bound to a free port of `host` and does not listen. Raises StartupError.
 
-    While it is open the OS gives the port to no other socket, except to one that asks for this number with
-    SO_REUSEADDR, as `listen` does.
+    While it is open, the OS gives the port only to sockets that ask for its number with SO_REUSEADDR, as `listen` does.
     """
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        reserved = socket.socket(family, kind)
-    except OSError as error:
-        raise StartupError(f"no port of {host} can be had: {error}") from error
-    try:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(address)
-    except OSError as error:
-        reserved.close()
-        raise StartupError(f"no port of {host} can be had: {error}") from error
-    return reserved
+    return bound(host, 0)
 
 
 def port_of(listener: socket.socket) -> int:
-    """The port that a listener has."""
+    """The port of a listener."""
     port: int = listener.getsockname()[1]
     return port

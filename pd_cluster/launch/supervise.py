@@ -1,5 +1,5 @@
-"""Child processes on one machine: started with a lifeline, their output prefixed, their ready lines awaited, their
-deaths noticed, what they leave running cleared away, and ended by id within a deadline.
+"""Child processes on one machine: starts them with a lifeline, shows their output, waits for their ready lines,
+notices their deaths, removes what they left running, and ends them within a deadline.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pd_cluster.launch")
 
 MAX_LINE_BYTES = 1 << 20
-HURRY_S = 5.0  # an end "at once" still closes sockets and stops engines
-KILL_WAIT_S = 5.0  # a killed process is gone within this, unless the kernel holds it
-OUTPUT_TAIL_S = 1.0  # after a child's end, what it wrote last is read within this
+HURRY_S = 5.0  # after a second signal, to close sockets and stop engines
+KILL_WAIT_S = 5.0  # until a killed process has ended, unless the kernel blocks it
+OUTPUT_TAIL_S = 1.0  # limit for reading the last output of a child that has ended
 REMAINS_S = 10.0  # longer than an orphaned engine gives its leases
 REMAINS_POLL_S = 0.1
 REAP_POLL_S = 0.005
@@ -47,7 +47,7 @@ class Child:
 
 
 class Supervisor:
-    """Owns its children: leaving the `async with` block kills those that still run.
+    """Owns its children: the exit of the `async with` block kills those that still run.
 
     `show(name, line)` gets every line that a child writes.
     """
@@ -66,7 +66,7 @@ class Supervisor:
         finally:
             self._lifeline.close()
             for child in self.children:
-                _kill_session(child.pid)  # an engine that hangs does not see that its API process is gone
+                _kill_session(child.pid)  # an engine that hangs does not notice that its API process has ended
                 await asyncio.wait({child.pump}, timeout=OUTPUT_TAIL_S)
 
     async def start(
@@ -77,9 +77,9 @@ class Supervisor:
         environment: Mapping[str, str],
         sockets: Sequence[int] = (),
     ) -> Child:
-        """Start `arguments` with `environment` added to this process's own. Raises OSError when that fails.
+        """Start a child with `environment` added to this process's own. Raises OSError.
 
-        `sockets`: file descriptors that the child inherits under the same numbers.
+        `sockets`: file descriptors that the child inherits with the same numbers.
         """
         process = await asyncio.create_subprocess_exec(
             *arguments,
@@ -88,7 +88,7 @@ class Supervisor:
             stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **environment, **self._lifeline.environment()},
             pass_fds=(self._lifeline.read_fd, *sockets),
-            # Ctrl-C reaches this process alone, which then stops its children in order; uvloop knows no process_group
+            # Ctrl-C reaches this process only, which stops its children in order; uvloop does not support process_group
             start_new_session=True,
             limit=MAX_LINE_BYTES,
         )
@@ -99,24 +99,24 @@ class Supervisor:
         return child
 
     async def wait_ready(self, children: Iterable[Child], deadline_s: float) -> None:
-        """Until each has printed its ready line. Raises StartupError when one exits first, or after `deadline_s`."""
+        """Wait until each child has printed its ready line. Raises StartupError when one exits or is late."""
         waiting = list(children)
         ended = asyncio.create_task(self.first_death())
         ready = asyncio.create_task(_all([child.ready for child in waiting], None, None))
         try:
             await asyncio.wait({ended, ready}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
-                raise StartupError(f"{describe_death(ended.result())} before it was ready; its last lines are above")
+                raise StartupError(f"{describe_death(ended.result())} before it was ready; see its last lines above")
             if not ready.done():
                 late = ", ".join(child.name for child in waiting if not child.ready.done())
-                raise StartupError(f"not ready after {deadline_s:g} s: {late} (--start-deadline-s gives more time)")
+                raise StartupError(f"not ready after {deadline_s:g} s: {late} (raise --start-deadline-s)")
         finally:
             ended.cancel()
             ready.cancel()
             await asyncio.gather(ended, ready, return_exceptions=True)
 
     async def first_death(self) -> Child:
-        """The first child that has exited, as soon as there is one."""
+        """Wait until a child exits. Returns it."""
         exits = {child.exited: child for child in self.children}
         done, _ = await asyncio.wait(exits, return_when=asyncio.FIRST_COMPLETED)
         child = exits[next(iter(done))]
@@ -124,20 +124,20 @@ class Supervisor:
         return child
 
     async def ended(self, child: Child) -> None:
-        """Until this child has exited and its last lines have been shown."""
+        """Wait until this child has exited and its last lines have been shown."""
         await asyncio.wait({child.exited})
         await asyncio.wait({child.pump}, timeout=OUTPUT_TAIL_S)
 
     async def clear(self, name: str) -> None:
-        """Make room for another child of this name, after its exit: wait for what the process has left running.
+        """After a child's exit, wait for the processes that it left running, so that its successor has room.
 
-        The engine of a node whose API process was killed holds its GPU memory, and serves leases, until it has ended.
-        What still runs after REMAINS_S is killed.
+        When a node's API process was killed, its engine holds GPU memory and serves leases until it ends. Processes
+        that still run after REMAINS_S are killed.
         """
         for child in [child for child in self.children if child.name == name and child.exited.done()]:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REMAINS_S):
-                    while session_members(child.pid):  # noqa: ASYNC110  # the kernel tells no parent of grandchildren
+                    while session_members(child.pid):  # noqa: ASYNC110  # the kernel has no event for the end of a grandchild
                         await asyncio.sleep(REMAINS_POLL_S)
             _kill_session(child.pid)
             child.pump.cancel()
@@ -146,16 +146,16 @@ class Supervisor:
     async def stop(
         self, children: Iterable[Child], deadline_s: float, hurry: asyncio.Event | None = None
     ) -> list[Child]:
-        """SIGTERM and up to `deadline_s` for an orderly end; a second signal after `hurry`; in the end SIGKILL.
+        """Send SIGTERM and wait up to `deadline_s`; send a second signal when `hurry` is set; then send SIGKILL.
 
-        Returns those that were killed.
+        Returns the children that were killed.
         """
         running = [child for child in children if child.process.returncode is None]
         if deadline_s > 0:
             _signal(running, signal.SIGTERM)
             await _all([child.exited for child in running], deadline_s, hurry)
             if hurry is not None and hurry.is_set():
-                # "at once": nodes count signals, and uvicorn (the router) takes only SIGINT for a second one
+                # nodes count signals; uvicorn (the router) accepts only SIGINT as the second
                 _signal([child for child in running if child.process.returncode is None], signal.SIGINT)
                 await _all([child.exited for child in running], min(deadline_s, HURRY_S), None)
         killed = [child for child in running if child.process.returncode is None]
@@ -183,13 +183,13 @@ class Supervisor:
             self._tell(child, line)
 
     def _tell(self, child: Child, line: str) -> None:
-        """Never raises: a child whose output is not read any more stands still, and in the end must be killed."""
+        """Never raises: a child blocks when its output is not read, and would have to be killed."""
         if self._show is None:
             return
         try:
             self._show(child.name, line)
         except Exception:
-            logger.exception("the children's output cannot be shown any more")
+            logger.exception("the children's output can no longer be shown")
             self._show = None
 
 
@@ -202,14 +202,14 @@ def describe_death(child: Child) -> str:
 
 
 async def _exit_of(process: asyncio.subprocess.Process) -> int:
-    """The exit status, as soon as there is one.
+    """Wait for the exit. Returns the exit status.
 
-    asyncio's own `wait` also waits for the end of the output, which what the process has started holds open: a node's
-    engine that hangs would hide that its API process is dead.
+    asyncio's `wait` also waits for the end of the output, which grandchildren hold open: an engine that hangs would
+    hide the death of its API process.
     """
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
-    with contextlib.suppress(OSError):  # it is reaped already; or pidfds are forbidden here: then polling has to do
+    with contextlib.suppress(OSError):  # already reaped, or pidfds are forbidden here: poll below
         fd = os.pidfd_open(process.pid)
         loop.add_reader(fd, ended.set)
         try:
@@ -217,7 +217,7 @@ async def _exit_of(process: asyncio.subprocess.Process) -> int:
         finally:
             loop.remove_reader(fd)
             os.close(fd)
-    while process.returncode is None:  # noqa: ASYNC110  # asyncio reaps it in a thread, which tells no one else
+    while process.returncode is None:  # noqa: ASYNC110  # asyncio reaps it in a thread and sets no event
         await asyncio.sleep(REAP_POLL_S)
     return process.returncode
 
@@ -229,11 +229,11 @@ def _kill_session(session: int) -> None:
 
 
 def session_members(session: int) -> list[int]:
-    """The processes that run in this session, zombies not counted. Each child of a Supervisor leads a session."""
+    """Process ids of this session, without zombies. Each child of a Supervisor leads a session."""
     members: list[int] = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            # the name in parentheses may hold anything; behind it: state, parent, group, session
+            # the name in parentheses may contain any character; after it come state, parent, group, session
             state, _, _, of, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
         except (OSError, ValueError):
             continue  # it ended meanwhile
@@ -249,7 +249,7 @@ def _signal(children: Iterable[Child], signum: signal.Signals) -> None:
 
 
 async def _all(futures: Sequence[asyncio.Future[Any]], deadline_s: float | None, hurry: asyncio.Event | None) -> None:
-    """Until all are done, `deadline_s` has passed or `hurry` is set. Cancelling this cancels none of them."""
+    """Wait until all are done, `deadline_s` has passed or `hurry` is set. Cancelling this wait cancels none of them."""
     if not futures:
         return
     all_done = asyncio.create_task(asyncio.wait(futures))

@@ -1,10 +1,10 @@
-"""A real NIXL transfer between two processes of this machine, measured. Run as a module: it may crash or hang natively,
-and then only its own process does.
+"""Measures a real NIXL transfer between two processes of this machine. Run as a module, because native code may crash
+or hang: then only this process does.
 
     python -m pd_cluster.launch.transfer_check read HOST PORTS    prints {"bytes": ..., "seconds": ..., ...} or
                                                                   {"error": ...}
 
-HOST: as which the node would be advertised. PORTS: its --kv-ports, may be empty.
+HOST: the node's --advertise-host. PORTS: its --kv-ports, may be empty.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 NUM_BLOCKS = 256
 BLOCK_BYTES = 1 << 20
-PATTERN = 167  # what the other process fills its memory with
+PATTERN = 167  # every byte of the other process's memory
 READ_DEADLINE_S = 20.0
 POLL_S = 0.0005
 PEER_STOP_S = 5.0
@@ -49,12 +49,12 @@ def main() -> int:
 
 
 def _serve(host: str, ports: str) -> int:
-    memory = _memory(PATTERN)  # the agent does not keep it alive
+    memory = _memory(PATTERN)  # referenced here, because the agent does not keep it alive
     agent = _agent(memory, host, ports)
     description = msgspec.msgpack.encode(_Description(agent.metadata(), agent.regions))
     sys.stdout.write(description.hex() + "\n")
     sys.stdout.flush()
-    sys.stdin.read()  # until the reader closes it, or dies
+    sys.stdin.read()  # until the reading process closes it or dies
     return 0
 
 
@@ -85,7 +85,7 @@ def _measure(theirs: _Description, host: str, ports: str) -> dict[str, Any]:
     order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(0)).tolist()
     seconds = min(_timed_read(agent, remote, order) for _ in range(3))
     if not bool((memory == PATTERN).all()):
-        return {"error": "the bytes that arrived are not those that were sent"}
+        return {"error": "the bytes received differ from those sent"}
     return {
         "bytes": NUM_BLOCKS * BLOCK_BYTES,
         "seconds": seconds,
@@ -122,6 +122,6 @@ def _memory(value: int) -> torch.Tensor:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    # Without unloading anything: where the system's libefa is installed, NIXL's own libibverbs meets the system's, and
-    # the process crashes when it ends. That says nothing about the transfer.
+    # Does not unload libraries: where the system's libefa is installed, NIXL's libibverbs meets the system's, and the
+    # process crashes at exit although the transfer worked.
     os._exit(status)

@@ -1,8 +1,8 @@
-"""`pd-cluster up`: a whole cluster on one machine, for as long as this process lives.
+"""`pd-cluster up`: a whole cluster on one machine, as long as this process lives.
 
-It owns the addresses of its processes: one that dies is started again where it was (`Keeper`). While the router is down
-new connections wait in its socket, which this process keeps open; while a node is down connections to it are refused at
-once, and the router asks another node (`sockets.py`).
+This process owns the addresses, and `Keeper` restarts a process that died at the same address. While the router is
+down, new connections wait in its socket, which this process keeps open. While a node is down, connections to it are
+refused at once, and the router asks another node (`sockets.py`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from pd_cluster.launch.supervise import Child
 
 NODE_HOST = "127.0.0.1"
-DRAIN_S = 5.0  # unless --drain-s says otherwise: short, since Ctrl-C at a keyboard waits for it
-STOP_MARGIN_S = 15.0  # beyond the drain: the engine's own stop
+DRAIN_S = 5.0  # default of --drain-s here: short, because Ctrl-C at a keyboard waits for it
+STOP_MARGIN_S = 15.0  # after the drain, for the engine's stop
 ROUTER_DEADLINE_S = 60.0
 POOL_DEADLINE_S = 60.0
 HEALTH_TIMEOUT_S = 2.0
@@ -57,7 +57,7 @@ ROLES = ("prefill", "decode", "mixed")
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """One node to start. `devices`: its CUDA_VISIBLE_DEVICES, None to leave it alone. `port`: of NODE_HOST."""
+    """A node to start. `devices`: its CUDA_VISIBLE_DEVICES; None leaves the variable alone. `port`: of NODE_HOST."""
 
     name: str
     role: str
@@ -71,19 +71,19 @@ class NodePlan:
 
 
 def run_up(namespace: argparse.Namespace) -> int:
-    """Run the cluster until Ctrl-C (exit status 0), or until it cannot serve any more (1). Raises StartupError."""
+    """Run the cluster until Ctrl-C (returns 0) or until it can no longer serve (returns 1). Raises StartupError."""
     flags = given_flags(namespace, skip=("host", "port"))
     config = config_from(namespace)
     counts = {role: getattr(namespace, role) for role in ROLES}
     if counts["decode"] + counts["mixed"] == 0:
-        raise StartupError("a cluster needs a node that can decode: --decode or --mixed must be at least 1")
+        raise StartupError("no node can decode: --decode or --mixed must be at least 1")
     key_file = config.handoff.cluster_key_file
     problems = [*preflight.setting_problems(config), *preflight.machine_problems(config, preflight.MachineFacts())]
     preflight.refuse([*problems, *(preflight.key_problems(key_file) if key_file else ())])
     with contextlib.ExitStack() as sockets:
-        # opened before anything slow starts: a taken port is known at once, and early clients wait
+        # opened before anything slow starts, so that a taken port is reported at once and early clients wait
         listener = sockets.enter_context(contextlib.closing(listen(namespace.host, namespace.port)))
-        model = resolve_model(config.model.model)  # once, so that a download does not happen in every node
+        model = resolve_model(config.model.model)  # once here, so that not every node downloads it
         preflight.refuse(preflight.model_problems(config, model))
         gpus = [] if config.model.device == "cpu" else visible_gpus(os.environ)
         name = config.model.served_model_name or served_name(config.model.model, model)
@@ -98,7 +98,7 @@ def run_up(namespace: argparse.Namespace) -> int:
 def plan_nodes(
     counts: Mapping[str, int], flags: Sequence[str], config: NodeConfig, gpus: Sequence[str], num_cores: int
 ) -> list[NodePlan]:
-    """The nodes to start: GPUs dealt round-robin and their memory shared, or cores divided when there are none."""
+    """The nodes to start. They get GPUs in turn and share their memory; without GPUs they divide the cores."""
     num_nodes = sum(counts.values())
     given = {flag.split("=")[0] for flag in flags}
     shared: list[str] = []
@@ -119,14 +119,14 @@ def plan_nodes(
 
 
 def abilities(plans: Sequence[NodePlan]) -> dict[str, list[str]]:
-    """What the cluster must be able to do, and which of its processes can. It does without its pool."""
+    """Tasks that the cluster must be able to do -> processes that can. The pool is not needed."""
     roles = {"prefill": ("prefill",), "decode": ("decode", "mixed")}
     able = {ability: [plan.name for plan in plans if plan.role in named] for ability, named in roles.items()}
     return {**{ability: names for ability, names in able.items() if names}, "route": ["router"]}
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES wants them. Without importing torch."""
+    """The GPUs that this process may use, as entries of CUDA_VISIBLE_DEVICES. Does not import torch."""
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [item.strip() for item in chosen.split(",") if item.strip() not in ("", "-1")]
@@ -139,12 +139,12 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
             capture_output=True, text=True, check=True, timeout=GPU_QUERY_DEADLINE_S,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
-        return []  # a tool without a driver: torch will say the same to the nodes
+        return []  # no driver: torch finds no GPU in the nodes either
     return [line.strip() for line in listing.stdout.splitlines() if line.strip()]
 
 
 def stop_signals() -> list[signal.Signals]:
-    """What ends the cluster. Not SIGHUP where it is ignored, as under nohup."""
+    """Signals that stop the cluster. SIGHUP is left out where it is ignored, as under nohup."""
     signals = [signal.SIGINT, signal.SIGTERM]
     return signals if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*signals, signal.SIGHUP]
 
@@ -196,7 +196,7 @@ class _Cluster:
             return 0 if stop.done() else 1
 
     async def _start(self, supervisor: Supervisor, keeper: Keeper) -> None:
-        """Everything for the first time. Raises StartupError: what fails now is not tried again."""
+        """Start all processes. Raises StartupError when one fails: first starts are not repeated."""
         key = {KEY_ENV: os.environ.get(KEY_ENV) or secrets.token_hex(32)}
         self._display.status(f"starting {', '.join(plan.name for plan in self._plans)}")
         pool_flags = await self._start_pool(supervisor, keeper)
@@ -208,7 +208,7 @@ class _Cluster:
         await self._wait_healthy(supervisor, self._url)
 
     async def _start_pool(self, supervisor: Supervisor, keeper: Keeper) -> tuple[str, ...]:
-        """The pool that the nodes will share, unless they need none or have one. Returns the nodes' flags for it."""
+        """Start a pool for the nodes, unless they need none or have one. Returns the nodes' flags for it."""
         if self._config.handoff.connector not in POOL_CONNECTORS or self._config.handoff.pool_url:
             return ()
         max_gb = f"--max-gb={self._namespace.pool_gb:g}"
@@ -216,7 +216,7 @@ class _Cluster:
         pool = await keeper.start(Service("pool", (*arguments, "--port=0"), POOL_READY, POOL_DEADLINE_S))
         await supervisor.wait_ready([pool], POOL_DEADLINE_S)
         url = pool.ready.result().rpartition(" ")[2]
-        keeper.revise("pool", (*arguments, f"--port={url.rpartition(':')[2]}"))  # the nodes find it there
+        keeper.revise("pool", (*arguments, f"--port={url.rpartition(':')[2]}"))  # the same port after a restart
         return (f"--pool-url={url}",)
 
     def _node(self, plan: NodePlan, pool_flags: Sequence[str], key: Mapping[str, str]) -> Service:
@@ -267,13 +267,13 @@ class _Cluster:
 
     async def _shut_down(self, supervisor: Supervisor) -> None:
         self._display.status("stopping (Ctrl-C again: at once)")
-        self._listener.close()  # with the router's own copy the socket ends: new connections must not wait in vain
+        self._listener.close()  # the router's copy is the last one then: its end refuses new connections
         drain_s = self._drain_s
         routers = [child for child in supervisor.children if child.name == "router"]
         pools = [child for child in supervisor.children if child.name == "pool"]
         nodes = [child for child in supervisor.children if child.name not in ("router", "pool")]
         killed: list[Child] = []
-        # the router first: it takes no new requests while the nodes finish theirs
+        # the router first, so that no new requests come while the nodes finish theirs
         for group in (routers, nodes, pools):
             killed += await supervisor.stop(group, drain_s + STOP_MARGIN_S, self._hurry)
         self._display.status("")

@@ -1,4 +1,4 @@
-"""The flags of `pd-cluster up`. Apart from `up`, so that `--help` imports nothing else."""
+"""The flags of `pd-cluster up`, in a file of their own so that `--help` does not import `up`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import argparse
 from pd_cluster.launch.flags import add_config_flags
 from pd_http.settings import port_number
 
-POOL_READY = "pool ready on "  # what `pd-cluster pool` says before its URL
-POOL_CONNECTORS = ("lmcache", "mooncake")  # whose server `up` and `pd-cluster pool` can start
+POOL_READY = "pool ready on "  # printed by `pd-cluster pool` before its URL
+POOL_CONNECTORS = ("lmcache", "mooncake")  # `up` and `pd-cluster pool` can start their servers
 # `up` decides these
 PER_NODE = frozenset({"host", "port", "listen_fd", "role", "node_id", "advertise_host", "control_port"})
 
 
 def add_up_flags(parser: argparse.ArgumentParser) -> None:
-    """The cluster's own flags, then those that every node gets."""
+    """Add the cluster's own flags, then those that every node gets."""
     cluster = parser.add_argument_group("cluster")
     for role, number in (("prefill", 1), ("decode", 1), ("mixed", 0)):
         cluster.add_argument(
@@ -27,7 +27,7 @@ def add_up_flags(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--prefill-on-decode",
         choices=("auto", "never"),
-        help="Whether decode nodes help while prefill nodes queue.",
+        help="Whether decode nodes read prompts while requests wait at prefill nodes.",
     )
     cluster.add_argument(
         "--pool-gb",
@@ -36,7 +36,7 @@ def add_up_flags(parser: argparse.ArgumentParser) -> None:
         metavar="GB",
         help="Memory of the pool of --connector lmcache (default: 1).",
     )
-    cluster.add_argument("--quiet", action="store_true", help="Do not show what nodes and router write.")
+    cluster.add_argument("--quiet", action="store_true", help="Do not show the output of nodes and router.")
     add_config_flags(parser, skip=PER_NODE)
 
 

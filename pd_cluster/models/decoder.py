@@ -10,7 +10,7 @@ import torch
 from pd_cluster.models.linear_group import LinearGroup
 from pd_cluster.models.paged_attention import PagedAttention
 from pd_cluster.models.parameters import Parameters
-from pd_kernels.head_norms import HeadNorms
+from pd_kernels.values import HeadNorms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

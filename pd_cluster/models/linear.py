@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from pd_kernels.half_normed import HalfNormed
+from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

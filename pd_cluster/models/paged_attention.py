@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.models.forward_inputs import ForwardInputs, Tail
     from pd_kernels.backends import Kernels
-    from pd_kernels.head_norms import HeadNorms
+    from pd_kernels.values import HeadNorms
 
 
 @dataclass(frozen=True, slots=True)

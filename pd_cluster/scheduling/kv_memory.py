@@ -172,10 +172,6 @@ class KvMemory:
 
     # parked requests
 
-    def open(self, request: Request) -> None:
-        """Give a request that is parked its table, which is empty."""
-        request.table = self._blocks.open_table()
-
     def pin(self, request: Request) -> int:
         """Pin what the cache holds of a parked prompt. Returns the number of whole blocks.
 

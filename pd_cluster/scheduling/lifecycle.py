@@ -94,12 +94,9 @@ class Lifecycle:
             self.let_go(seq)
 
     def let_go(self, seq: Sequence) -> None:
-        """Free what a finished sequence holds unless a step still runs. Called again when such a step has ended."""
-        if seq.num_in_flight:
-            return
-        if seq.table is not None:
-            self._blocks.close(seq.table)
-            seq.table = None
-        self._blocks.free_host(seq.host_block_ids)
-        seq.host_block_ids = []
-        self._queues.forget(seq)
+        """Free what a finished sequence holds, once: now, or when the last step that touches it has ended."""
+        if not seq.num_in_flight:
+            if seq.table is not None:
+                self._blocks.close(seq.table)
+            self._blocks.free_host(seq.host_block_ids)
+            self._queues.forget(seq)

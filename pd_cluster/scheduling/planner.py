@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.batch import SequenceChunk
 from pd_cluster.scheduling.batch_builder import BatchBuilder
-from pd_cluster.scheduling.portion import Portions, in_rotation
+from pd_cluster.scheduling.portion import in_rotation
 from pd_cluster.scheduling.prefill_budget import PrefillBudget
 from pd_cluster.scheduling.sequence import SequenceStatus
-from pd_cluster.scheduling.yielding import Yielding
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +32,8 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.kv_memory import KvMemory
     from pd_cluster.scheduling.queues import Queues
     from pd_cluster.scheduling.sequence import Sequence
-    from pd_cluster.scheduling.turns import Group, Turns
+    from pd_cluster.scheduling.turns import Group
+    from pd_cluster.scheduling.yielding import Yielding
     from pd_connectors.base import LoadSpec
 
 RUNNING = SequenceStatus.RUNNING
@@ -50,23 +50,20 @@ class Planner:
         self,
         config: SchedulerConfig,
         blocks: BlockManager,
-        turns: Turns,
         queues: Queues,
         memory: KvMemory,
+        yielding: Yielding,
         clock: Callable[[], float],
         *,
         max_tokens_beside_decodes: int,
         keys_per_token: int,
-        rests: bool,
     ) -> None:
         self._config = config
         self._blocks = blocks
-        self._turns = turns
         self._queues = queues
         self._memory = memory
+        self._yielding = yielding
         self._clock = clock
-        self._yielding = Yielding(turns, queues, memory, rests=rests)
-        self._has_portions = rests
         self._max_tokens_beside_decodes = max_tokens_beside_decodes
         self._keys_per_token = keys_per_token
         self._next_step = 0
@@ -76,8 +73,7 @@ class Planner:
         config = self._config
         builder = BatchBuilder(step=self._next_step, budget=config.max_num_batched_tokens, rows=config.max_num_seqs)
         self._next_step += 1
-        if self._has_portions and self._turns.has_shared:
-            builder.portions = Portions()
+        builder.portions = self._yielding.portions()
         self._yielding.even_out(builder)
         resting = self._yielding.resting()
         prefills = self._plan_decodes(builder, resting)

@@ -58,11 +58,6 @@ class Queues:
         """Whether the next batch may have content."""
         return bool(self.running or self.waiting or self.loaded or self._departures)
 
-    @property
-    def idle(self) -> bool:
-        """No request has sequences here."""
-        return not (self.has_work or self.parked or self.sequences)
-
     def in_turn(self) -> Iterator[Sequence]:
         """The sequences that wait for a slot, in the order of their turns."""
         return self._turns.in_turn(merge(tuple(self.loaded), tuple(self.waiting), key=lambda seq: seq.rank))
@@ -92,7 +87,6 @@ class Queues:
         del self.sequences[seq.seq_id]
 
     def park(self, request: Request) -> None:
-        request.sequences[0].status = SequenceStatus.WAITING_FOR_REMOTE_KV
         self.parked.add(request)
 
     def unpark(self, request: Request) -> None:
@@ -127,7 +121,6 @@ class Queues:
         if self.num_free_slots > 0:
             self.run(seq)
         else:
-            seq.status = SequenceStatus.WAITING
             self.add(seq)
 
     def remove(self, seq: Sequence) -> None:

@@ -33,6 +33,7 @@ from pd_cluster.scheduling.planner import Planner
 from pd_cluster.scheduling.queues import Queues
 from pd_cluster.scheduling.sequence import KvArrival, Request, Sequence, SequenceStatus
 from pd_cluster.scheduling.turns import Turns, crowd_limit
+from pd_cluster.scheduling.yielding import Yielding
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,13 +81,12 @@ class Scheduler:
         self._planner = Planner(
             config,
             blocks,
-            self._turns,
             self._queues,
             self._memory,
+            Yielding(self._turns, self._queues, self._memory, rests=rests),
             clock,
             max_tokens_beside_decodes=max_tokens_beside_decodes,
             keys_per_token=keys_per_token,
-            rests=rests,
         )
         self._life = Lifecycle(self._queues, blocks, clock)
         self._loads: list[LoadSpec] = []  # for the next batch
@@ -128,7 +128,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """No request is anywhere; only leases and quarantines may still hold blocks."""
-        return self._queues.idle and not self._loads
+        return not (self.has_work or self._queues.sequences)
 
     @property
     def counters(self) -> dict[str, float]:
@@ -145,7 +145,7 @@ class Scheduler:
     def park(self, request: Request) -> None:
         """Keep a request until its KV comes from another node or a pool. Raises Overloaded."""
         self._begin(request)
-        self._memory.open(request)
+        request.table = self._blocks.open_table()
         self._queues.park(request)
         self._memory.pin(request)
 
@@ -202,7 +202,7 @@ class Scheduler:
         The request stays parked. Harmless when nothing was reserved.
         """
         self._queues.stop_reserving(request)
-        if request in self._queues.parked and request.kv is KvArrival.WRITING:
+        if request.kv is KvArrival.WRITING:
             self._memory.keep_prefix(request, num_tokens)
 
     def drop_load(self, request: Request) -> None:
@@ -239,7 +239,7 @@ class Scheduler:
 
         The request runs as soon as its first tokens are known too, or at once when it redraws them.
         """
-        if request not in self._queues.parked or request.kv is not KvArrival.WRITING:
+        if request.kv is not KvArrival.WRITING:
             return
         self._memory.keep_prompt(request)
         request.marks.loaded_s = self._clock()
@@ -251,7 +251,6 @@ class Scheduler:
         assert request.table is not None
         for seq in request.heads:
             seq.table = self._blocks.fork(request.table)
-            seq.status = SequenceStatus.WAITING
             seq.num_computed_tokens = seq.num_scheduled_tokens = request.num_kept_tokens
             seq.awaits_first_decode = True
             self._queues.add(seq)
@@ -266,7 +265,6 @@ class Scheduler:
 
     def _queue_for_prefill(self, request: Request) -> None:
         for seq in request.heads:
-            seq.status = SequenceStatus.WAITING
             seq.awaits_first_decode = request.is_parted
             self._queues.add(seq)
 

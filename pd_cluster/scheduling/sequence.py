@@ -39,8 +39,7 @@ def sequence_seed(seed: int, index: int) -> int:
 class SequenceStatus(Enum):
     """Where a sequence is."""
 
-    WAITING = auto()  # for a slot, for memory, or (not the lead) for the first tokens
-    WAITING_FOR_REMOTE_KV = auto()
+    WAITING = auto()  # for KV from elsewhere, a slot or memory, or (not the lead) for the first tokens; never ran
     RUNNING = auto()
     PREEMPTED = auto()  # waiting; its KV is gone and will be computed again
     SWAPPED = auto()  # waiting; its KV is in host memory

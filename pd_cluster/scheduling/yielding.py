@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pd_cluster.scheduling.portion import Portions
+
 if TYPE_CHECKING:
     from pd_cluster.scheduling.batch_builder import BatchBuilder
     from pd_cluster.scheduling.kv_memory import KvMemory
@@ -32,6 +34,10 @@ class Yielding:
     def _is_due(self) -> bool:
         """Whether a sequence waits and some group may have to yield to it. O(1)."""
         return self._turns.anyone_is_rich and self._queues.has_waiting
+
+    def portions(self) -> Portions | None:
+        """Limits of the next step for each shared group. None: there are none."""
+        return Portions() if self._rests and self._turns.has_shared else None
 
     def resting(self) -> Group | None:
         """The group that is left out of the next step, so that it does not delay what waits with fewer slots.

@@ -1,9 +1,8 @@
-"""The node's HTTP API. `create_app` builds it over a `NodeState`; its lifespan owns what it opens itself."""
+"""The node's HTTP API. `create_app` builds it over a `NodeState`; its lifespan closes what it opens."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 import uuid
 from functools import partial
@@ -12,19 +11,16 @@ from typing import TYPE_CHECKING
 import aiohttp
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.requests import Request  # noqa: TC002 (FastAPI reads the annotation)
 from starlette.responses import Response
 
 from pd_cluster import __version__
-from pd_cluster.errors import PdError
 from pd_cluster.server.answer_task import AnswerTask
 from pd_cluster.server.endpoints import Caller, chat_completions, completions
 from pd_cluster.server.meta_routes import admin_routes
 from pd_cluster.server.takeover_policy import GROUP_HEADER
 from pd_http.body import ClientGone
-from pd_http.errors import error_body
-from pd_http.reply import json_response
+from pd_http.exception_handlers import exception_handlers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -32,8 +28,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from pd_cluster.server.state import NodeState
-
-logger = logging.getLogger("pd_cluster.server")
 
 CONNECT_DEADLINE_S = 3.0  # to a prefill node
 MAX_REQUEST_ID_CHARS = 128
@@ -52,13 +46,15 @@ def create_app(state: NodeState) -> FastAPI:
                 state.tokenizer.close()
         state.peers = None
 
-    app = FastAPI(title="pd-cluster node", version=__version__, lifespan=lifespan, openapi_url=None)  # no /docs either
+    app = FastAPI(
+        title="pd-cluster node",
+        version=__version__,
+        lifespan=lifespan,
+        openapi_url=None,  # no /docs either
+        exception_handlers=exception_handlers() | {ClientGone: _on_client_gone},
+    )
     state.metrics.add_engine(lambda: state.engine.stats, partial(_node_info, state), lambda: state.engine.num_freezes)
     app.add_middleware(RequestIdMiddleware)
-    app.add_exception_handler(PdError, _on_pd_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(ClientGone, _on_client_gone)
-    app.add_exception_handler(Exception, _on_bug)
     app.include_router(admin_routes(state))
 
     @app.post("/v1/chat/completions", response_class=Response)
@@ -73,7 +69,7 @@ def create_app(state: NodeState) -> FastAPI:
 
 
 def _caller(request: Request) -> Caller:
-    """The group of a request from D is D's, another one's is new: 122 random bits, which no answer contains."""
+    """A request from D names its group; any other request gets a new one: 122 random bits, which no answer contains."""
     wants_stream = request.headers.get("x-pd-ticket") == "stream"
     group = request.headers.get(GROUP_HEADER, "")[:MAX_REQUEST_ID_CHARS] or uuid.uuid4().hex
     return Caller(request.state.request_id, group, wants_stream, time.monotonic())
@@ -94,30 +90,15 @@ def _node_info(state: NodeState) -> dict[str, str] | None:
     }
 
 
-async def _on_pd_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, PdError)
-    return json_response(error.to_body(), error.status)
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = {404: f"there is no {request.url.path} here", 405: f"{request.method} is not for {request.url.path}"}
-    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    text = message.get(error.status_code, str(error.detail))
-    return json_response(error_body(text, kind, None), error.status_code, error.headers)
-
-
 async def _on_client_gone(_: Request, __: Exception) -> Response:
-    return Response(status_code=400)  # nobody reads it
-
-
-async def _on_bug(request: Request, error: Exception) -> Response:
-    logger.error("%s: a bug", request.url.path, exc_info=error)
-    return json_response(PdError("internal error").to_body(), 500)
+    return Response(status_code=400)  # no client is left to read it
 
 
 class RequestIdMiddleware:
-    """Every answer carries `x-request-id`: the caller's own when fit for a header and a log line, else a new one."""
+    """Every answer carries `x-request-id`: the caller's own if it is safe in headers and logs, else a new one.
+
+    The router sets it without a middleware, which would wrap `send` for every chunk of a stream.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -136,7 +136,7 @@ class ChatShape:
         }
         self._vocabulary = vocabulary
         self._with_logprobs = with_logprobs
-        self._started: set[int] = set()  # choices whose role is sent
+        self._started: set[int] = set()  # choices that have sent their role
         self._calling: set[int] = set()  # choices with a tool call
         self._before = (
             b"data: " + orjson.dumps(self._head)[:-1].replace(b"%", b"%%") + b',"choices":[{"index":%d,"delta":'

@@ -39,7 +39,7 @@ from pd_cluster.server.schema import (
     KvTransferParams,
     decode_body,
 )
-from pd_cluster.server.takeover_policy import Tokenize, plan_handoff
+from pd_cluster.server.takeover_policy import Tokenize, choose_kv_source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -179,12 +179,12 @@ async def _request(state: NodeState, caller: Caller, call: _Call, index: int) ->
     params, salt = body.kv_transfer_params, body.cache_salt or ""
     if call.is_prefill_leg:
         prompt = await call.prompts[index]()
-        plan = KvSource(Work.PREFILL, hold_lease=not caller.wants_ticket_stream)
+        kv_source = KvSource(Work.PREFILL, hold_lease=not caller.wants_ticket_stream)
     else:
         if params is not None and len(call.prompts) > 1:
             # a ticket is for one prompt: each prompt asks the offer's nodes for its own
             params = KvTransferParams(do_remote_prefill=params.do_remote_prefill, offer=params.offer)
-        prompt, plan = await plan_handoff(state, params, call.prompts[index], salt)
+        prompt, kv_source = await choose_kv_source(state, params, call.prompts[index], salt)
     if not prompt:
         raise InvalidRequest("the prompt has no tokens; at least one is required", call.prompt_field)
     return GenerationRequest(
@@ -195,7 +195,7 @@ async def _request(state: NodeState, caller: Caller, call: _Call, index: int) ->
         text=text_options(body, call.parser),
         priority=body.priority or 0 if state.config.scheduler.priorities else 0,
         salt=salt,
-        plan=plan,
+        kv_source=kv_source,
         group=caller.group,
     )
 

@@ -34,7 +34,7 @@ class GenerationRequest:
     text: TextOptions
     priority: int = 0
     salt: str = ""
-    plan: KvSource = field(default_factory=KvSource)
+    kv_source: KvSource = field(default_factory=KvSource)
     # All prompts of one HTTP request share turns (`scheduling/turns.py`), on this node and on the P that D asks. It is
     # not `x-request-id`: clients choose that, and two clients may send the same one. "": a group of its own
     group: str = ""
@@ -44,9 +44,9 @@ class GenerationRequest:
             request_id=self.request_id,
             prompt_token_ids=self.prompt,
             sampling=self.sampling,
-            work=self.plan.work,
-            ticket=self.plan.ticket,
-            hold_lease=self.plan.hold_lease,
+            work=self.kv_source.work,
+            ticket=self.kv_source.ticket,
+            hold_lease=self.kv_source.hold_lease,
             priority=self.priority,
             salt=self.salt,
             min_remote_tokens=min_remote_tokens,

@@ -165,9 +165,9 @@ class GenerationStream:
         metrics.cached_tokens.inc(self.num_cached_tokens)
         metrics.external_tokens.inc(self.num_external_tokens)
         metrics.generation_tokens.inc(self.num_generated_tokens)
-        if request.plan.work is Work.TAKE_OVER and self.prefill_node is not None:
+        if request.kv_source.work is Work.TAKE_OVER and self.prefill_node is not None:
             metrics.handoffs.labels("local" if self.prefill_node == self._state.node_id else "remote").inc()
-        if request.plan.work is not Work.PREFILL:  # the client does not see the times of a prefill leg
+        if request.kv_source.work is not Work.PREFILL:  # the client does not see the times of a prefill leg
             longest = max(choice.num_tokens for choice in self._choices)
             self.stopwatch.observe(metrics, longest, complete=self.finished)
 

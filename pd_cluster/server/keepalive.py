@@ -1,4 +1,4 @@
-"""P's sign of life to a caller that waits for a ticket."""
+"""P's keep-alive to a caller that waits for a ticket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMMENT = b": waiting\n\n"
 class KeepAlive:
     """While entered, and until `stop`: begins the answer after `BEAT_S` and writes a comment into it every `BEAT_S`.
 
-    A caller that hears nothing knows by that that this process stands still. The answer's status is 200 then: a later
+    A caller that receives nothing concludes that this process is frozen. The status of such an answer is 200: a later
     failure is an event that carries its status (`on_error`).
     """
 
@@ -33,14 +33,14 @@ class KeepAlive:
         await self.stop()
 
     async def stop(self) -> None:
-        """What is written after this stands behind the last comment. Idempotent."""
+        """Write no more comments. Idempotent."""
         if self._task is not None:
             task, self._task = self._task, None
             task.cancel()
             await asyncio.wait({task})
 
     async def start_events(self) -> None:
-        """Begin the answer, unless that is done."""
+        """Begin the answer, unless it has begun."""
         await self.stop()
         if not self._reply.started:
             await self._reply.start_events(self._headers, self._on_error)

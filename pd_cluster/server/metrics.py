@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.protocol.messages import EngineStats, Timeline
 
-# 1 ms to 2 minutes, denser where SLOs live
+# 1 ms to 2 minutes, denser where SLOs usually are
 _LATENCY_S = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
     1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0,
@@ -28,7 +28,7 @@ _PHASES = (
     ("first_decode", "The first decode step after a handoff."),
     ("prefill_leg", "Received by a prefill node to its first token, as seen by the node that took over."),
 )
-# 20 us to 1 s: what a handoff consists of, from the announcement of the prompt's end
+# 20 us to 1 s: the parts of a handoff, from the announcement of the prompt's end
 _STEPS = ("announce", "reserve", "post", "link", "confirm", "schedule")
 _STEP_S = (
     0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05,
@@ -37,7 +37,7 @@ _STEP_S = (
 
 
 class NodeMetrics:
-    """Everything the API process counts itself. The engine's own numbers join through `add_engine`."""
+    """The metrics of the API process. `add_engine` adds those of the engine."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -50,14 +50,16 @@ class NodeMetrics:
 
         self.requests = counter("requests", "Requests by endpoint and outcome.", "endpoint", "outcome")
         self.in_flight = Gauge("pd_requests_in_flight", "Requests being answered.", registry=self.registry)
-        self.unknown_fields = counter("unknown_fields", "Fields of request bodies that nobody reads.")
+        self.unknown_fields = counter("unknown_fields", "Fields of request bodies that are ignored.")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self.generation_tokens = counter("generation_tokens", "Tokens generated and given to clients.")
-        self.cached_tokens = counter("cached_tokens", "Prompt tokens of requests, found in this node's prefix cache.")
-        self.external_tokens = counter("external_tokens", "Prompt tokens whose KV came from another node.")
-        self.handoffs = counter("handoffs", "Requests taken over, by who computed the prompt.", "prefill")
-        self.fallbacks = counter("handoff_fallbacks", "Handoffs that did not go as asked, by reason.", "reason")
-        self.waits = counter("waits_expired", "Waits that ran into their deadline, by name.", "wait")
+        self.cached_tokens = counter(
+            "cached_tokens", "Prompt tokens of requests that were in this node's prefix cache."
+        )
+        self.external_tokens = counter("external_tokens", "Prompt tokens with KV from another node.")
+        self.handoffs = counter("handoffs", "Requests taken over, by the place of their prefill.", "prefill")
+        self.fallbacks = counter("handoff_fallbacks", "Handoffs that did not go as requested, by reason.", "reason")
+        self.waits = counter("waits_expired", "Waits that reached their deadline, by name.", "wait")
         self.ttft = histogram("time_to_first_token", "Request to first token.")
         self.second_token = histogram("time_to_second_token", "Request to second token.")
         self.itl = histogram("inter_token_latency", "Gap between two deliveries of one sequence's tokens.")
@@ -85,12 +87,12 @@ class NodeMetrics:
         self.registry.register(EngineCollector(latest, info, num_freezes))
 
     def observe_timeline(self, timeline: Timeline) -> None:
-        """What one request waited for."""
+        """Record what one request waited for."""
         for name, seconds in timeline.phases().items():
             self.phases[name].observe(seconds)
 
     def render(self) -> bytes:
-        """Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
@@ -108,14 +110,14 @@ class EngineCollector:
         self._num_freezes = num_freezes
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: names are known only once the engine has spoken."""
+        """Nothing: the names are not known before the engine's first stats."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
         info = self._info()
         if info is not None:
             yield _one(
-                GaugeMetricFamily("pd_node_info", "Who this node is.", labels=list(info)), list(info.values()), 1
+                GaugeMetricFamily("pd_node_info", "Identity of this node.", labels=list(info)), list(info.values()), 1
             )
         yield CounterMetricFamily(
             "pd_engine_freezes", "How often the engine was judged frozen.", value=self._num_freezes()

@@ -32,7 +32,7 @@ class Usage(msgspec.Struct, kw_only=True):
     timings: dict[str, float] | UnsetType = UNSET
 
 
-class TokenChance(msgspec.Struct):
+class TokenLogprob(msgspec.Struct):
     """A token, its natural logarithm of probability (-9999 for zero probability), and its bytes."""
 
     token: str
@@ -40,16 +40,16 @@ class TokenChance(msgspec.Struct):
     bytes: list[int]
 
 
-class ChosenToken(TokenChance):
+class ChosenTokenLogprob(TokenLogprob):
     """A token of the answer, and the most probable tokens in its place."""
 
-    top_logprobs: list[TokenChance]
+    top_logprobs: list[TokenLogprob]
 
 
 class ChatLogprobs(msgspec.Struct):
     """One entry for each token of the choice."""
 
-    content: list[ChosenToken]
+    content: list[ChosenTokenLogprob]
 
 
 class CalledFunction(msgspec.Struct):
@@ -183,7 +183,7 @@ class ErrorBody(msgspec.Struct):
 
 
 class Operation(NamedTuple):
-    """One route. `answer` None: plain text; dict: an object whose fields depend on the node's state."""
+    """One route. `answer` None: plain text; dict: an object with fields that depend on the node's state."""
 
     method: str
     path: str

@@ -1,7 +1,10 @@
-"""D's request to a prefill node: ask for a ticket, and stay on the line until the prompt is computed.
+"""D's request to a prefill node: ask for a ticket, and stay connected until the prompt is computed.
 
-A P that queues says so once a second (`keepalive`), so one that says nothing for `PEER_SILENCE_S` is frozen, however
-long its queue is. Once there is a ticket, D's engine judges P by its lease.
+A P that queues sends a keep-alive once a second (`keepalive`), so a P that sends nothing for `PEER_SILENCE_S` is
+frozen, however long its queue is. After the ticket, D's engine judges P by its lease.
+
+The router opens its prefill legs by itself (`pd_router.legs`): it counts failures by node, retries kept-alive
+connections, and judges silence by /health. The two share the events, `pd_http.node_answers`.
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ T = TypeVar("T")
 logger = logging.getLogger("pd_cluster.server")
 
 PEER_SILENCE_S = 3.0  # three of P's keep-alives
-PROBE_S = 1.0  # for a P that broke its connection off to say that it lives
+PROBE_S = 1.0  # for a P that broke its connection to answer /health
 
 
 class PeerFault(StrEnum):
-    """Why a prefill node gave no usable ticket; counted under this name."""
+    """Why a prefill node gave no usable ticket. The value is its name in metrics."""
 
     UNREACHABLE = "peer_unreachable"
     REFUSED = "peer_refused"
@@ -42,7 +45,7 @@ class PeerFault(StrEnum):
 
 
 class PeerError(Exception):
-    """This prefill node will not do."""
+    """This prefill node gave no usable ticket."""
 
     def __init__(self, fault: PeerFault, detail: str) -> None:
         super().__init__(f"{fault}: {detail}")
@@ -50,7 +53,7 @@ class PeerError(Exception):
 
 
 class PrefillClient:
-    """An open request to P. P gives the prefill up when it is closed before its end."""
+    """An open request to P. Closing it before its end makes P abort the prefill."""
 
     def __init__(
         self,
@@ -63,7 +66,6 @@ class PrefillClient:
         self.ticket = ticket
         self._session = session
         self._node_url = node_url
-        self.url = str(response.url)
         self.has_died = False  # P, or its engine, before the prompt was computed
         self._response = response
         self._events = events
@@ -73,7 +75,7 @@ class PrefillClient:
     async def open(
         cls, session: aiohttp.ClientSession, url: str, body: dict[str, Any], headers: dict[str, str], deadline_s: float
     ) -> PrefillClient:
-        """Returns with P's ticket, which it hands out before it computes anything. Raises PeerError."""
+        """Returns with P's ticket, which P sends before it computes anything. Raises PeerError."""
         try:
             async with asyncio.timeout(deadline_s), contextlib.AsyncExitStack() as on_failure:
                 response = await _heard(url, _post(session, url, body, headers))
@@ -87,26 +89,26 @@ class PrefillClient:
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, ConnectionResetError) as error:
             fault = PeerFault.UNREACHABLE if await _lives(session, url) else PeerFault.DIED
             raise PeerError(fault, f"{url}: {error!r}") from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: an address that is none
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: not a URL
             raise PeerError(PeerFault.UNREACHABLE, f"{url}: {error!r}") from error
 
     async def lives(self) -> bool:
-        """Whether P and its engine live, as far as P knows."""
+        """Whether P and its engine are alive, as far as P knows."""
         return await _lives(self._session, self._node_url) and not self.has_died
 
     async def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close the connection. Idempotent."""
         self._rest.cancel()
         self._response.close()
         await asyncio.wait({self._rest})
 
     async def _read_rest(self) -> None:
-        """Until P is done. D's engine hears of the lease itself; that P died is learned only here."""
+        """Read until P is done. D's engine follows the lease itself; only this answer shows that P died."""
         event = None
         try:
             event = await self._events.outcome(self._response.content.readany)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            logger.info("a prefill node hung up: %r", error)
+            logger.info("a prefill node closed the connection: %r", error)
         self.has_died = event is None or code_of(event.data) == ENGINE_DIED
 
 
@@ -117,26 +119,26 @@ async def _post(
         f"{url.rstrip('/')}/v1/completions",
         data=orjson.dumps(body),
         headers={"content-type": "application/json", "x-pd-ticket": "stream"} | headers,
-        allow_redirects=False,  # a node never sends elsewhere, and the prompt must not go where another server says
+        allow_redirects=False,  # nodes never redirect, and the prompt must not go where another server says
     )
 
 
 async def _heard(url: object, work: Coroutine[None, None, T]) -> T:
-    """What P says next. Raises PeerError when P is silent."""
+    """What P sends next. Raises PeerError if P is silent."""
     try:
         return await patiently(work, PEER_SILENCE_S)
     except TimeoutError as error:
-        raise PeerError(PeerFault.FROZEN, f"{url} has said nothing for {PEER_SILENCE_S:g} s") from error
+        raise PeerError(PeerFault.FROZEN, f"{url} has sent nothing for {PEER_SILENCE_S:g} s") from error
 
 
 async def _lives(session: aiohttp.ClientSession, url: str) -> bool:
-    """Whether P answers, and not that its engine is dead or that it has just begun."""
+    """Whether P answers, and neither has a dead engine nor has just started."""
     try:
         async with asyncio.timeout(PROBE_S), session.get(f"{url.rstrip('/')}/health") as response:
-            told = await response.read()
+            health = await response.read()
     except (aiohttp.ClientError, OSError, TimeoutError):
         return False
-    return not has_lost_requests(object_in(told))
+    return not has_lost_requests(object_in(health))
 
 
 async def _first_ticket(response: aiohttp.ClientResponse, events: PrefillEvents) -> str:

@@ -73,7 +73,7 @@ def _verified(state: NodeState, token: str, kind: type[Paper]) -> Paper:
         raise Untrusted("malformed") from error
 
 
-async def plan_handoff(
+async def choose_kv_source(
     state: NodeState, params: KvTransferParams | None, tokenize: Tokenize, salt: str
 ) -> tuple[list[int], KvSource]:
     """The token ids of the prompt, and the source of its KV. The ids in `params` are used when the ticket covers them.
@@ -123,11 +123,11 @@ class PrefillSearch:
     def __init__(self, state: NodeState, request: GenerationRequest) -> None:
         self._state = state
         self._request = request
-        self._urls = list(request.plan.prefill_urls)
+        self._urls = list(request.kv_source.prefill_urls)
         self._ends_s = time.monotonic() + state.config.handoff.load_deadline_s
         self._legs: list[PrefillClient] = []
         self._dead: set[str] = set()  # prefill nodes that died while they served the request
-        ticket, is_open = request.plan.ticket, request.plan.work is Work.TAKE_OVER
+        ticket, is_open = request.kv_source.ticket, request.kv_source.work is Work.TAKE_OVER
         # None: not known, the engine may still send NeedsPrefill or prefill locally
         self.prefill_node: str | None = ticket.lease.engine_id if ticket else None if is_open else state.node_id
 
@@ -173,7 +173,7 @@ class PrefillSearch:
         """Whether the node of the failed load has died.
 
         A node that cannot be reached for its KV and answers /health has not: a closed port or a broken network between
-        the nodes must not turn every request into a final error. A node whose ticket came with the request counts as
+        the nodes must not turn every request into a final error. A node that issued the request's ticket counts as
         dead when it cannot be reached: its HTTP address is not known here.
         """
         if cause == LoadFailure.PEER_RESTARTED or any(leg.has_died for leg in self._legs):

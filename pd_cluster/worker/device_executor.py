@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from pd_cluster.errors import StartupError
+from pd_cluster.errors import InvalidRequest, StartupError
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.cuda_graphs.set_up import capture_steps, captured_bytes, captures_steps
+from pd_cluster.worker.executor import run_phases
 from pd_cluster.worker.kernel_selection import choose_kernels
 from pd_cluster.worker.kv_cache import DTYPES, KVCache
+from pd_cluster.worker.logits_stages.order import find_stage
 from pd_cluster.worker.memory_measurement import measure_free_bytes, run_largest_step
 from pd_cluster.worker.model_loading import describe_model, load_model
 from pd_cluster.worker.model_runner import ModelRunner
-from pd_cluster.worker.startup import run_phases
 from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
 from pd_connectors.protocol.layout import BlockLayout
 
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
 
     from pd_cluster.config import NodeConfig
     from pd_cluster.models.model import Model
+    from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import Batch
     from pd_cluster.worker.executor import ModelDescription
+    from pd_cluster.worker.logits_stages.stage import LogitsStage
     from pd_cluster.worker.pending_step import PendingStep
     from pd_connectors.base import CacheDescription
     from pd_kernels.backends import Kernels
-    from pd_kernels.packed import StepSize
+    from pd_kernels.values import StepSize
 
 _BLOCK_SIZE_STEP = 16  # the hash unit: blocks are whole numbers of it
 
@@ -42,6 +45,7 @@ class DeviceExecutor:
     _kernels: Kernels
     _model: Model
     _cache: KVCache  # allocate
+    _outside_stages: list[type[LogitsStage]]
     _runner: ModelRunner  # warm_up
     _graph_sizes: GraphSizes
 
@@ -80,6 +84,8 @@ class DeviceExecutor:
         config, progress, device = self._config, self._progress, self._device
         if device.type == "cpu" and config.model.num_threads:
             torch.set_num_threads(config.model.num_threads)
+        # First, so that a wrong path ends the start before the weights are read
+        self._outside_stages = [find_stage(path) for path in config.model.logits_stages]
         self.model = describe_model(config.model, device)
         block_size = _resolve_block_size(config.cache.block_size, device)
         self.layout = BlockLayout(self.model.spec.kv_groups(block_size, self.model.dtype))
@@ -117,6 +123,13 @@ class DeviceExecutor:
             raise StartupError(f"steps cannot be captured on {device}: {error}") from error
         self._graph_sizes = GraphSizes(runner.graph_sizes)
         return self._graph_sizes.sizes
+
+    def check(self, sampling: SamplingParams) -> None:
+        for kind in self._outside_stages:
+            try:
+                kind.check(sampling)
+            except Exception as error:  # the stage is foreign and may raise anything
+                raise InvalidRequest(f"logits_args: {error}", "logits_args") from error
 
     def launch(self, batch: Batch) -> PendingStep:
         return self._runner.launch(batch, self._graph_sizes.choose(batch.chunks))

@@ -5,12 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from pd_cluster.errors import StartupError
+from pd_cluster.worker.kv_cache import blocks_in
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_cluster.config import CacheConfig
     from pd_cluster.models.spec import ModelSpec
+    from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import Batch, StepResult
     from pd_connectors.base import CacheDescription
     from pd_connectors.protocol.layout import BlockLayout
-    from pd_kernels.packed import StepSize
+    from pd_kernels.values import StepSize
+
+MIN_BLOCKS = 2  # the first step copies a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +102,9 @@ class Executor(Protocol):
         Ranks stop capturing when their own memory runs out; only sizes that all of them have may be replayed.
         """
 
+    def check(self, sampling: SamplingParams) -> None:
+        """Raises InvalidRequest when a logits stage from outside cannot serve a request of these parameters."""
+
     def launch(self, batch: Batch) -> Pending:
         """Apply the batch and start its work. Loads and publishes are the connector's part.
 
@@ -105,3 +117,31 @@ class Executor(Protocol):
 
         The cache's memory lives until the last reference to it (a transport's, for instance) is gone.
         """
+
+
+def run_phases(
+    executor: Executor, config: CacheConfig, progress: Callable[[str], None]
+) -> tuple[CacheDescription, ...]:
+    """Take a new executor through its phases. -> the caches, by rank. `progress` receives a line per phase.
+
+    When a phase fails, the executor is closed. Raises StartupError.
+    """
+    try:
+        executor.load()
+        num_blocks = _count_blocks(executor, config)
+        progress(f"cache {num_blocks} blocks of {executor.block_size} tokens")
+        caches = executor.allocate(num_blocks, blocks_in(config.swap_gb * 1e9, executor.layout))
+        progress("warm-up")
+        executor.warm_up()
+    except BaseException:
+        executor.close()
+        raise
+    return caches
+
+
+def _count_blocks(executor: Executor, config: CacheConfig) -> int:
+    num_blocks = config.num_blocks or blocks_in(executor.free_kv_bytes(), executor.layout)
+    if num_blocks < MIN_BLOCKS:
+        size_mb = executor.layout.block_bytes / 1e6
+        raise StartupError(f"the KV cache has room for {num_blocks} blocks of {size_mb:.1f} MB; give it more memory")
+    return num_blocks

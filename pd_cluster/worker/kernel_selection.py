@@ -12,9 +12,10 @@ import torch
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.cuda_graphs.recorder import CudaRecorder, GraphTimer
 from pd_cluster.worker.kv_cache import DTYPES
-from pd_kernels.backends import not_replayable, select_kernels, with_flashinfer
+from pd_kernels.backends import not_replayable
 from pd_kernels.cublas_lt import CublasLt
 from pd_kernels.prefill_choice import AttentionShape, choose_prefill
+from pd_kernels.selection import select_kernels, with_flashinfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

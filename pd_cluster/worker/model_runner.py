@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.kv_cache import KVCache
     from pd_cluster.worker.sampling_state import SamplingInputs
     from pd_kernels.backends import Kernels
-    from pd_kernels.packed import Ints, StepSize
+    from pd_kernels.values import Ints, StepSize
 
 
 class ModelRunner:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.input_batch import Samples
     from pd_cluster.worker.sampler import Sampled
     from pd_connectors.protocol.messages import SampledToken
-    from pd_kernels.packed import Ints
+    from pd_kernels.values import Ints
 
 
 @dataclass(slots=True)

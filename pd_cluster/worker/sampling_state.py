@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pd_kernels.draws import Draws, Limits
+from pd_kernels.values import Draws, Limits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import SequenceStart
     from pd_cluster.worker.host_buffer import HostBuffer
     from pd_cluster.worker.logits_stages.stage import LogitsStage
-    from pd_kernels.packed import Ints
+    from pd_kernels.values import Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,6 @@ class StartupError(PdError):
     code = "startup"
 
 
-def error_body(message: str, kind: str, code: str | None, param: str | None = None) -> dict[str, Any]:
+def error_body(message: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
     """OpenAI's error object."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

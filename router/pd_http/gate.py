@@ -51,8 +51,8 @@ class HttpGate:
         self._open: set[BoundedProtocol] = set()  # including refused connections that linger
         self._held: set[BoundedProtocol] = set()  # reading is stopped to save memory
         self._ticks = False
-        self._told_s: dict[Refusal, float] = {}
-        self._untold: dict[Refusal, int] = {}
+        self._logged_s: dict[Refusal, float] = {}
+        self._unlogged: dict[Refusal, int] = {}
 
     def __len__(self) -> int:
         """Number of connections that were not refused."""
@@ -123,16 +123,16 @@ class HttpGate:
         """The connection ends, and holds no place and no memory from now on."""
         self._forget(connection)
         self._count(refusal.word)
-        if not refusal.is_news:
+        if not refusal.is_logged:
             return
         now_s = self.clock()
-        self._untold[refusal] = self._untold.get(refusal, 0) + 1
-        if now_s - self._told_s.get(refusal, -LOG_EVERY_S) >= LOG_EVERY_S:
-            self._told_s[refusal] = now_s
+        self._unlogged[refusal] = self._unlogged.get(refusal, 0) + 1
+        if now_s - self._logged_s.get(refusal, -LOG_EVERY_S) >= LOG_EVERY_S:
+            self._logged_s[refusal] = now_s
             host = connection.client[0] if connection.client else "?"
             log.warning(
                 "ended %d connections (%s), the last one from %s; %d are open",
-                self._untold.pop(refusal), refusal.message, host, len(self._table),
+                self._unlogged.pop(refusal), refusal.message, host, len(self._table),
             )  # fmt: skip
 
     # --- consequences

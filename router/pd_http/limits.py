@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pd_http.errors import StartupError
-from pd_http.settings import setting
+from pd_http.settings import check_numbers, setting
 
 KIB = 1024
 
@@ -14,7 +13,9 @@ KIB = 1024
 class HttpLimits:
     """Bounds on what HTTP clients may send and hold. Raises StartupError if one is out of range."""
 
-    client_keepalive_s: float = setting(75.0, "Seconds that a connection may stay open without a request.")
+    client_keepalive_s: float = setting(
+        75.0, "Seconds that a connection may stay open without a request.", positive=True
+    )
     head_timeout_s: float = setting(10.0, "Seconds from the first byte of a request to the end of its headers.")
     body_timeout_s: float = setting(
         30.0, "Seconds within which 64 KiB more of a request's body, or the rest of it, must arrive."
@@ -22,27 +23,20 @@ class HttpLimits:
     write_timeout_s: float = setting(
         60.0, "Seconds that a full send buffer (64 KiB) may wait for the client to read 48 KiB of it."
     )
-    max_head_kb: int = setting(64, "Largest request line and headers in KiB, trailers included.")
-    max_headers: int = setting(256, "Most header lines of a request.")
+    max_head_kb: int = setting(64, "Largest request line and headers in KiB, trailers included.", least=1)
+    max_headers: int = setting(256, "Most header lines of a request.", least=1)
     max_unfinished_mb: float = setting(
-        48.0, "Memory in MB of requests that have not arrived whole, over all connections."
+        48.0, "Memory in MB of requests that have not arrived whole, over all connections.", positive=True
     )
     max_connections: int = setting(
-        16384, "Most open connections; fewer where the process may not open that many files."
+        16384, "Most open connections; fewer where the process may not open that many files.", least=1
     )
     max_connections_per_address: int = setting(
         0, "Most open connections of one client address (IPv6: of one /64). 0: three quarters of all."
     )
 
     def __post_init__(self) -> None:
-        for name in ("client_keepalive_s", "head_timeout_s", "body_timeout_s", "write_timeout_s", "max_unfinished_mb"):
-            if not getattr(self, name) > 0:
-                raise StartupError(f"--{name.replace('_', '-')} must be above 0")
-        for name in ("max_head_kb", "max_headers", "max_connections"):
-            if getattr(self, name) < 1:
-                raise StartupError(f"--{name.replace('_', '-')} must be at least 1")
-        if self.max_connections_per_address < 0:
-            raise StartupError("--max-connections-per-address must be at least 0")
+        check_numbers(self)
 
     @property
     def max_head_bytes(self) -> int:

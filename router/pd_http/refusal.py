@@ -30,7 +30,7 @@ class Refusal(Enum):
         self.message = message
 
     @property
-    def is_news(self) -> bool:
+    def is_logged(self) -> bool:
         """Whether it is logged: the end of an idle connection is ordinary."""
         return self is not Refusal.IDLE
 

@@ -1,12 +1,14 @@
 """Settings as fields of frozen dataclasses, and their command-line flags.
 
-A field's metadata: `help`, and optionally `choices`, `metavar`, `flag` (if it differs from the name) and `env` (an
-environment variable that counts if the flag is absent). The absence of a flag is kept apart from its default.
+A field's metadata: `help`, and optionally `choices`, `metavar`, `flag` (if it differs from the name), `env` (an
+environment variable that counts if the flag is absent), and for `check_numbers` the bounds `least` (default: 0),
+`most` and `positive` (default: for timeouts and intervals). The absence of a flag is kept apart from its default.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import Field, field, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
 MAX_PORT = 65535
+_POSITIVE = ("_timeout_s", "_interval_s")  # suffixes of settings that must be above 0
 _METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT"}
 
 
@@ -56,6 +59,23 @@ def given_values(given: Mapping[str, Any], kind: type, environ: Mapping[str, str
         elif env and environ.get(env):
             values[item.name] = _from_environment(env, environ[env], item, types[item.name])
     return values
+
+
+def check_numbers(settings: Any) -> None:
+    """Raises StartupError for a number that is out of its field's bounds, or is not finite, naming its flag."""
+    for item in fields(settings):
+        value = getattr(settings, item.name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        flag, least, most = f"--{flag_of(item)}", item.metadata.get("least", 0), item.metadata.get("most")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise StartupError(f"{flag} {value} is not a number")
+        if value < least:
+            raise StartupError(f"{flag} must be at least {least}, not {value}")
+        if most is not None and value > most:
+            raise StartupError(f"{flag} must be at most {most}, not {value}")
+        if value == 0 and (item.metadata.get("positive") or item.name.endswith(_POSITIVE)):
+            raise StartupError(f"{flag} must be above 0")
 
 
 def port_number(text: str) -> int:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http
 import time
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from pd_http.errors import InvalidRequest, PdError
-from pd_http.reply import json_response
+from pd_http.exception_handlers import exception_handlers
 from pd_router import headers as rules
 from pd_router.background import Background
 from pd_router.control import Control, Relay
@@ -28,10 +25,9 @@ from pd_router.sources.posted import PostedNodes
 from pd_router.upstream import Upstream
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from starlette.requests import Request
-    from starlette.responses import Response
 
     from pd_router.config import RouterConfig
     from pd_router.sources.base import NodeSource
@@ -97,7 +93,7 @@ def create_app(
             Route("/nodes/{id}/drain", admin.drain, methods=["POST"]),
             Route("/nodes/{id}/drain", admin.resume, methods=["DELETE"]),
         ],
-        exception_handlers={HTTPException: _http_error, PdError: _pd_error, Exception: _bug},
+        exception_handlers=exception_handlers(_request_id),
         lifespan=lifespan,
     )
     app.state.services = services
@@ -105,24 +101,5 @@ def create_app(
     return app
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    """404 and 405 in OpenAI's shape."""
-    assert isinstance(error, HTTPException)
-    phrase = http.HTTPStatus(error.status_code).phrase
-    message, code = f"{phrase}: {request.method} {request.url.path}", phrase.lower().replace(" ", "_")
-    return _error(request, InvalidRequest(message, code=code, status=error.status_code), error.headers)
-
-
-async def _pd_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, PdError)
-    return _error(request, error)
-
-
-async def _bug(request: Request, error: Exception) -> Response:
-    """500 in OpenAI's shape; the server logs the exception."""
-    return _error(request, PdError("internal error"))
-
-
-def _error(request: Request, error: PdError, headers: Mapping[str, str] | None = None) -> Response:
-    request_id = rules.request_id(rules.first_values(request.scope["headers"]))
-    return json_response(error.to_body(), error.status, {**(headers or {}), rules.REQUEST_ID: request_id})
+def _request_id(request: Request) -> dict[str, str]:
+    return {rules.REQUEST_ID: rules.request_id(rules.first_values(request.scope["headers"]))}

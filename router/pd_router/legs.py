@@ -15,7 +15,7 @@ from pd_http.node_answers import PrefillEvents, code_of, object_in
 from pd_http.sse import EVENT_STREAM
 from pd_router.body import raw_object
 from pd_router.headers import PREFILL_BY
-from pd_router.upstream import Answer, FailureKind, LegFailed, Refused, Upstream
+from pd_router.upstream import LEG_ERRORS, Answer, FailureKind, LegFailed, Refused, Upstream, leg_failure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,11 +56,8 @@ class PrefillLeg:
             try:
                 async with asyncio.timeout(ticket_timeout_s):
                     return await self._handoff(self._response)
-            except TimeoutError as error:
-                detail = f"no ticket within {ticket_timeout_s:g} s"
-                raise LegFailed(self.node, FailureKind.TIMEOUT, detail, wait="ticket") from error
-            except aiohttp.ClientError as error:
-                raise LegFailed(self.node, FailureKind.BROKEN, f"no ticket: {error}") from error
+            except LEG_ERRORS as error:
+                raise leg_failure(self.node, error, "ticket", f"no ticket within {ticket_timeout_s:g} s") from error
             except (ValueError, msgspec.MsgspecError) as error:
                 raise LegFailed(self.node, FailureKind.BAD_ANSWER, f"no ticket: {error}") from error
         except BaseException:
@@ -93,11 +90,8 @@ class PrefillLeg:
                 async with asyncio.timeout(timeout_s):
                     await self._read_to_end(self._response)
             self._charge.prefill_done()
-        except TimeoutError as error:
-            detail = f"prefill not done within {timeout_s:g} s"
-            raise LegFailed(self.node, FailureKind.TIMEOUT, detail, wait="prefill") from error
-        except (aiohttp.ClientError, ValueError) as error:
-            raise LegFailed(self.node, FailureKind.BROKEN, f"{type(error).__name__}: {error}") from error
+        except (*LEG_ERRORS, ValueError) as error:
+            raise leg_failure(self.node, error, "prefill", f"prefill not done within {timeout_s:g} s") from error
         finally:
             self.close()
 
@@ -159,11 +153,8 @@ class DecodeLeg:
                 else:
                     async with asyncio.timeout(body_timeout_s):
                         self.whole = Answer(response.status, tuple(response.raw_headers), await response.read())
-            except TimeoutError as error:
-                detail = "the answer began and then stopped"
-                raise LegFailed(self.node, FailureKind.TIMEOUT, detail, wait="body") from error
-            except aiohttp.ClientError as error:
-                raise LegFailed(self.node, FailureKind.BROKEN, f"{type(error).__name__}: {error}") from error
+            except LEG_ERRORS as error:
+                raise leg_failure(self.node, error, "body", "the answer began and then stopped") from error
         except BaseException:
             self.close()
             raise
@@ -194,7 +185,7 @@ class DecodeLeg:
         try:
             return await self._response.content.readany()
         except aiohttp.ClientError as error:
-            raise LegFailed(self.node, FailureKind.BROKEN, f"{type(error).__name__}: {error}") from error
+            raise leg_failure(self.node, error, "", "") from error
 
     def close(self) -> None:
         """Idempotent. Closing it before the end of the answer makes D abort the request."""

@@ -33,7 +33,7 @@ class Down:
 
 
 class NodeLiveness:
-    """Of one node. The health poller judges; guarded waits are told."""
+    """Of one node. The health poller judges; guarded waits end then."""
 
     __slots__ = ("_guards", "down")
 

@@ -23,63 +23,35 @@ class RouterMetrics:
 
     def __init__(self, table: NodeTable) -> None:
         self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "pd_router_requests",
-            "Requests by order, reason of the order, and outcome.",
-            ["order", "reason", "outcome"],
-            registry=registry,
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"pd_router_{name}", help, labels, registry=registry)
+
+        def histogram(name: str, help: str, *labels: str) -> Histogram:
+            return Histogram(f"pd_router_{name}_seconds", help, labels, buckets=_SECONDS, registry=registry)
+
+        self.requests = counter(
+            "requests", "Requests by order, reason of the order, and outcome.", "order", "reason", "outcome"
         )
         self.in_flight = Gauge("pd_router_requests_in_flight", "Requests being served.", registry=registry)
-        self.ticket_s = Histogram(
-            "pd_router_ticket_seconds", "From arrival to P's ticket.", registry=registry, buckets=_SECONDS
+        self.ticket_s = histogram("ticket", "From arrival to P's ticket.")
+        self.first_byte_s = histogram("first_byte", "From arrival to the first byte of the answer.", "order")
+        self.request_s = histogram("request", "From arrival to the last byte.", "order")
+        self.leg_failures = counter(
+            "leg_failures", "Legs that failed, by node and kind of failure.", "leg", "node", "kind"
         )
-        self.first_byte_s = Histogram(
-            "pd_router_first_byte_seconds",
-            "From arrival to the first byte of the answer.",
-            ["order"],
-            registry=registry,
-            buckets=_SECONDS,
+        self.waits = counter("waits_expired", "Waits for a node that reached their deadline, by name.", "wait", "node")
+        self.moves = counter(
+            "legs_moved", "Legs without a byte that left a node judged frozen or dead.", "leg", "node", "kind"
         )
-        self.request_s = Histogram(
-            "pd_router_request_seconds",
-            "From arrival to the last byte.",
-            ["order"],
-            registry=registry,
-            buckets=_SECONDS,
+        self.exhausted = counter(
+            "tries_exhausted", "Requests for which every healthy node of a role, or as many as allowed, failed.", "leg"
         )
-        self.leg_failures = Counter(
-            "pd_router_leg_failures",
-            "Legs that failed, by node and kind of failure.",
-            ["leg", "node", "kind"],
-            registry=registry,
+        self.node_killers = counter(
+            "requests_nodes_died", "Requests that ended because too many nodes died while they served them."
         )
-        self.waits = Counter(
-            "pd_router_waits_expired", "Waits for a node that reached their deadline, by name.", ["wait", "node"],
-            registry=registry,
-        )  # fmt: skip
-        self.moves = Counter(
-            "pd_router_legs_moved",
-            "Legs without a byte that left a node judged frozen or dead.",
-            ["leg", "node", "kind"],
-            registry=registry,
-        )
-        self.exhausted = Counter(
-            "pd_router_tries_exhausted",
-            "Requests for which every healthy node of a role, or as many as allowed, failed.",
-            ["leg"],
-            registry=registry,
-        )
-        self.node_killers = Counter(
-            "pd_router_requests_nodes_died",
-            "Requests that ended because too many nodes died while they served them.",
-            registry=registry,
-        )
-        self.client_gone = Counter(
-            "pd_router_client_disconnects", "Clients that left, by phase of the request.", ["phase"], registry=registry
-        )
-        self.releases = Counter(
-            "pd_router_ticket_releases", "Tickets released because no D took them.", ["result"], registry=registry
-        )
+        self.client_gone = counter("client_disconnects", "Clients that left, by phase of the request.", "phase")
+        self.releases = counter("ticket_releases", "Tickets released because no D took them.", "result")
         self.http = HttpMetrics(registry, "pd_router")
         registry.register(_NodeCollector(table))
 

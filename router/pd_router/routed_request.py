@@ -288,7 +288,7 @@ class RoutedRequest:
                 self._casualties.add(node)
 
     def _charge(self, node: Node, prefill_bytes: int, sequences: int = 0) -> Charge:
-        """A charge for a prefill whose end shows, if at all, in a decode node's answer."""
+        """A charge for a prefill; if its end shows at all, then in a decode node's answer."""
         clock = self._s.table.clock
         charge = Charge(node, clock, prefill_bytes=prefill_bytes, sequences=sequences)
         if prefill_bytes and not self._body.shows_reading:

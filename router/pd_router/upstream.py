@@ -64,6 +64,19 @@ class LegFailed(Exception):
         return self.answer is not None and code_of(self.answer.body) == NodesDied.code
 
 
+# What aiohttp and `asyncio.timeout` raise while a leg waits.
+LEG_ERRORS = (TimeoutError, aiohttp.ClientError, OSError)
+
+
+def leg_failure(node: Node, error: Exception, wait: str, timeout: str) -> LegFailed:
+    """What `error`, one of LEG_ERRORS, means for a leg. `wait`, `timeout`: name and message if its deadline passed."""
+    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+        return LegFailed(node, FailureKind.CONNECT, str(error))
+    if isinstance(error, TimeoutError):
+        return LegFailed(node, FailureKind.TIMEOUT, timeout, wait=wait)
+    return LegFailed(node, FailureKind.BROKEN, f"{type(error).__name__}: {error}")
+
+
 class Refused(Exception):
     """The node says that the request itself is wrong (4xx): every node would answer the same."""
 
@@ -113,21 +126,18 @@ class Upstream:
         A connection that ends at once without an answer is tried once more if the node is alive: the node may just have
         closed a kept-alive connection. If the node is not alive, the request may have killed it.
         """
-        loop = asyncio.get_running_loop()
-        sent_at = loop.time()
-        response = await self._send(
-            node, path, headers, body, first_byte_s, retry_until=sent_at + self._connect_timeout_s
-        )
+        retry_until = asyncio.get_running_loop().time() + self._connect_timeout_s
+        response = await self._send(node, path, headers, body, first_byte_s, retry_until)
         if response.status < 400:
             return response
         try:
             async with asyncio.timeout(self._body_timeout_s):
                 answer = Answer(response.status, tuple(response.raw_headers), await response.read())
-        except TimeoutError as error:
-            detail = f"status {response.status} without its body"
-            raise LegFailed(node, FailureKind.BROKEN, detail, wait="error_body") from error
-        except aiohttp.ClientError as error:
-            raise LegFailed(node, FailureKind.BROKEN, f"status {response.status} without its body") from error
+        except LEG_ERRORS as error:
+            wait = "error_body" if isinstance(error, TimeoutError) else ""
+            raise LegFailed(
+                node, FailureKind.BROKEN, f"status {response.status} without its body", wait=wait
+            ) from error
         finally:
             response.close()
         if answer.status >= 500 and code_of(answer.body) == ENGINE_DIED:
@@ -152,13 +162,8 @@ class Upstream:
                         if await self.has_died(node, epoch):
                             raise LegFailed(node, FailureKind.DIED, f"{type(error).__name__}: {error}") from error
                         retry_until = 0.0
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise LegFailed(node, FailureKind.CONNECT, str(error)) from error
-        except TimeoutError as error:
-            detail = f"no answer within {first_byte_s:g} s"
-            raise LegFailed(node, FailureKind.TIMEOUT, detail, wait="answer") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise LegFailed(node, FailureKind.BROKEN, f"{type(error).__name__}: {error}") from error
+        except LEG_ERRORS as error:
+            raise leg_failure(node, error, "answer", f"no answer within {first_byte_s:g} s") from error
 
     async def post_whole(
         self, node: Node, path: str, headers: Mapping[str, str], body: bytes, timeout_s: float
@@ -168,11 +173,8 @@ class Upstream:
         try:
             async with asyncio.timeout(timeout_s):
                 return Answer(response.status, tuple(response.raw_headers), await response.read())
-        except TimeoutError as error:
-            detail = f"no whole answer within {timeout_s:g} s"
-            raise LegFailed(node, FailureKind.TIMEOUT, detail, wait="control") from error
-        except aiohttp.ClientError as error:
-            raise LegFailed(node, FailureKind.BROKEN, f"{type(error).__name__}: {error}") from error
+        except LEG_ERRORS as error:
+            raise leg_failure(node, error, "control", f"no whole answer within {timeout_s:g} s") from error
         finally:
             response.close()
 
@@ -188,17 +190,13 @@ class Upstream:
             return is_silence_death
         except LegFailed:
             return True
-        told = object_in(answer.body)
-        return has_lost_requests(told) or (epoch is not None and told.get("epoch") != epoch)
+        health = object_in(answer.body)
+        return has_lost_requests(health) or (epoch is not None and health.get("epoch") != epoch)
 
     async def get(self, node: Node, path: str, headers: Mapping[str, str], timeout_s: float | None) -> Answer:
         """A whole small answer, whatever its status. `timeout_s` None: no limit. Raises LegFailed without one."""
         try:
             async with asyncio.timeout(timeout_s), self.session.get(node.at(path), headers=headers) as response:
                 return Answer(response.status, tuple(response.raw_headers), await response.read())
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise LegFailed(node, FailureKind.CONNECT, str(error)) from error
-        except TimeoutError as error:
-            raise LegFailed(node, FailureKind.TIMEOUT, f"no answer within {timeout_s:g} s", wait="control") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise LegFailed(node, FailureKind.BROKEN, f"{type(error).__name__}: {error}") from error
+        except LEG_ERRORS as error:
+            raise leg_failure(node, error, "control", f"no answer within {timeout_s or 0:g} s") from error

@@ -90,7 +90,7 @@ def test_handovers_are_timed_at_each_batch_size(tmp_path: Path, capsys: pytest.C
         {"count": 4} | dict.fromkeys(("mean_ms", "p50_ms", "p90_ms", "p99_ms", "max_ms"), 1.3)
     )
     shown = capsys.readouterr().out
-    assert "handover 1.30 ms (aimed at 4 for 1,000 tokens)" in shown
+    assert "handover 1.30 ms (goal: 4 for 1,000 tokens)" in shown
     assert shown.index("announce") < shown.index("reserve") < shown.index("schedule ") < shown.index("= last")
 
 

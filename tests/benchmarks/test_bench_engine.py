@@ -34,7 +34,7 @@ class FakeContestant:
         """Nothing is held."""
 
 
-def test_everybody_gets_the_same_prompts_and_a_round_to_warm_up() -> None:
+def test_all_contestants_get_the_same_prompts_and_a_round_to_warm_up() -> None:
     ours, peer = FakeContestant("ours"), FakeContestant("peer", wrong=1)
     contestants: list[Contestant] = [ours, peer]
     results = measure(contestants, TASK, repeats=2, seed=7)

@@ -63,9 +63,9 @@ def test_a_request_that_goes_as_it_should() -> None:
 
 def test_what_is_no_outcome_of_a_request() -> None:
     ledger, name = ledger_with()
-    with pytest.raises(Breach, match="nobody waits"):
+    with pytest.raises(Breach, match="no open request"):
         ledger.take(tokens("other", 1))
-    with pytest.raises(Breach, match="nobody waits"):
+    with pytest.raises(Breach, match="no open request"):
         ledger.take(RequestFailed(name, "Overloaded", "no"))
     with pytest.raises(Breach, match="not in the vocabulary"):
         ledger.take(tokens(name, 10))

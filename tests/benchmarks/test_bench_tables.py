@@ -68,9 +68,9 @@ def test_without_records_there_is_no_table(tmp_path: Path) -> None:
         assert fill(PLACE.format(name), tmp_path) == PLACE.format(name).replace("old\n", "")
 
 
-def test_a_table_that_nobody_makes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_table_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = tmp_path / "a.md"
     document.write_text(PLACE.format("other"))
     assert main(["tables", str(document), f"--results={tmp_path}"]) == 2
-    assert "no table 'other'" in capsys.readouterr().err
+    assert "unknown table 'other'" in capsys.readouterr().err
     assert document.read_text() == PLACE.format("other")

@@ -365,8 +365,8 @@ def test_the_first_token_is_announced_with_the_last_blocks(
     monkeypatch.setattr(bench.core._pipeline, "retire", retire)
     monkeypatch.setattr(connector, "send_after", send_after)
     monkeypatch.setattr(connector, "finish_lease", lambda *args: pytest.fail("a second announcement"))
-    bench.on_ticket = lambda message: tickets.append(message.ticket)
     tickets: list[Ticket] = []
+    bench.on_ticket = lambda message: tickets.append(message.ticket)
     bench.send(AddRequest("p", PROMPTS[4], SAMPLINGS[0], Work.PREFILL))  # 80 tokens: two steps of at most 48
     for _ in range(20):
         bench.core.turn()

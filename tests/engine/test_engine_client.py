@@ -1,4 +1,4 @@
-"""The API process's end of the line: what it delivers, and how it notices that nobody is there any more."""
+"""The API process's end of the line: what it delivers, and how it notices that the engine is gone."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def _engine_that_falls_silent(directory: Path) -> RequestFailed:
 
 
 def test_a_silent_engine_fails_its_requests(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody waits for ever for an engine process that hangs while it lives, nor for one that hears nothing."""
+    """The API process does not wait for ever for an engine process that hangs, nor for one that hears nothing."""
     failed = asyncio.run(_engine_that_falls_silent(tmp_path))
     assert failed.error == "EngineLost"
     assert "said nothing" in failed.message

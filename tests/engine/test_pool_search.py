@@ -78,7 +78,7 @@ class FakePool(Pool):
 
 
 class PooledWorld(World):
-    """A world whose requests look into a pool first, and which gives the pool all that it computes."""
+    """A world in which requests look into a pool first; all that it computes goes into the pool."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,7 +154,7 @@ class PooledWorld(World):
                 self.over(load_id, 0)
 
     def finish(self, limit: int = 3000) -> None:
-        """Until nobody wants anything."""
+        """Until no request is left."""
         for _ in range(limit):
             self.answer_all()
             self.searches.reserve()
@@ -236,7 +236,7 @@ def test_an_abort_during_a_load_quarantines_its_blocks_until_it_is_over() -> Non
 
 
 def test_the_last_tokens_block_is_left_alone() -> None:
-    """Somebody has to compute it for its logits."""
+    """It is computed for its logits."""
     world = PooledWorld(num_blocks=16)
     fill(world, 64)
     world.submit(message("r", prompt(64), max_tokens=1))

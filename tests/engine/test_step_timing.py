@@ -1,4 +1,4 @@
-"""How late a step may be planned: simulated against a device whose steps take as long as they like."""
+"""How late a step may be planned: simulated against a device with steps of any duration."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def mixed(count: int, num_tokens: int) -> Batch:
 
 
 def test_a_step_with_prompts_is_waited_for_as_long_as_its_decodes_take() -> None:
-    """Who is handed over while a decode node reads a prompt waits no longer than else."""
+    """A sequence that is handed over while a decode node reads a prompt waits no longer than otherwise."""
     device = Device()
     device.run([(decodes(32), 0.007)] * 10 + [(mixed(32, 150), 0.009)] * 20)
     assert device.idle_s == 0
@@ -130,7 +130,7 @@ def test_prompts_are_never_waited_for() -> None:
 
 
 def test_slow_launches_of_prompts_do_not_hasten_the_planning_of_decodes() -> None:
-    """On a decode node that reads some prompts, who is handed over must still be in the next step of decodes."""
+    """On a decode node that reads some prompts, a sequence that is handed over is still in the next step of decodes."""
     pace = StepTiming()
     for _ in range(3):
         pace.note_launch(decodes(32), HOST_S)
@@ -171,7 +171,7 @@ def test_a_prediction_of_prompts_that_was_too_long_is_given_up() -> None:
 
 
 def test_one_stall_is_no_rule() -> None:
-    """The process was stopped for ten seconds amid a step: the next ones must not be waited for as long."""
+    """The process was stopped for ten seconds during a step: the next ones must not be waited for as long."""
     pace = StepTiming()
     for _ in range(5):
         pace.note_step(decodes(32), 0.01, was_over=False)

@@ -1,4 +1,4 @@
-"""Who has a place, and who gives way."""
+"""Which connection has a place, and which one gives way."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def feed(limits: HttpLimits, pieces: Iterable[bytes]) -> Outcome:
             at = end
             if head_ends:
                 length = _LENGTH.search(head)
-                chunked = b"transfer-encoding" in head
+                chunked = b"\r\ntransfer-encoding: chunked\r\n" in head  # a header's value may hold the name
                 num_head, head, num_body = len(head), b"", 0
                 watched.head_ended(None if chunked else int(length[1]) if length else 0, 0.0)
                 in_body = True

@@ -300,6 +300,6 @@ async def test_a_router_that_is_hung_up_loses_nothing(launcher: Launcher) -> Non
         await up.wait_back("router", 1)
         await up.load.more(12)
     assert check(up.load.requests, expected, [], decode=False) == 0
-    assert up.count("router exited with status 0: starting it again") == 1
+    assert up.count("router exited with status 0: restarting it") == 1
     assert launched.stop(signal.SIGINT, 60.0) == 0
     assert launched.leftovers() == []

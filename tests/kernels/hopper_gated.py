@@ -1,4 +1,4 @@
-"""Compile SwiGLU with its product for a Hopper GPU, which none is needed for; print what came of it.
+"""Compile fused SwiGLU for a Hopper GPU, which needs no GPU; print the result.
 
 A process of its own: where the tests run in Triton's interpreter, its kernels cannot be compiled.
 """

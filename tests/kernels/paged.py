@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pd_kernels.packed import PackedSequences
+from pd_kernels.values import PackedSequences
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Paged:
-    """Layer views of a block-first cache whose blocks are scattered, and the queries."""
+    """Layer views of a block-first cache with scattered blocks, and the queries."""
 
     query: torch.Tensor
     key_cache: torch.Tensor
@@ -34,14 +34,14 @@ class Paged:
 
 
 def make_paged(shape: Shape, dtype: torch.dtype = torch.float64, seed: int = 0, num_layers: int = 3) -> Paged:
-    """Random keys and values in layer 1 of `num_layers`; blocks and other layers that are nobody's are random too."""
+    """Random keys and values in layer 1 of `num_layers`; unused blocks and other layers are random too."""
     generator = torch.Generator().manual_seed(seed)
     per_seq = [-(-length // shape.block_size) for length in shape.seq_lens]
     num_blocks = sum(per_seq) + 3
     size = (num_blocks, shape.num_kv_heads, num_layers, 2, shape.block_size, shape.head_dim)
     cache = torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
     order = torch.randperm(num_blocks, generator=generator).to(torch.int32)
-    tables = torch.full((len(per_seq), max(per_seq) + 1), int(order[-1]), dtype=torch.int32)  # padding: nobody's block
+    tables = torch.full((len(per_seq), max(per_seq) + 1), int(order[-1]), dtype=torch.int32)  # padding
     at = 0
     for row, count in enumerate(per_seq):
         tables[row, :count] = order[at : at + count]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pd_kernels import reference, torch_ops
-from pd_kernels.backends import BACKENDS, select_kernels
+from pd_kernels.selection import BACKENDS, select_kernels
 from tests.kernels.paged import Shape, make_paged
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}

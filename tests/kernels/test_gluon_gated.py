@@ -1,4 +1,4 @@
-"""SwiGLU with its product: on a Hopper GPU what they come to, without one that they compile for it, and for whom."""
+"""Fused SwiGLU: its results on a Hopper GPU; without one, that it compiles, and for which weights it is proposed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EVENTS = {
     "bar.sync": "meet",  # the four warps of a group, before one thread speaks for all
     "mbarrier.arrive.shared::cta": "give back",
     "stmatrix": "write",
-    "fence.proxy.async": "show",  # what was written to whom stores it
+    "fence.proxy.async": "show",  # writes are visible to the copy that stores them
     "cp.async.bulk.tensor.2d.global": "store",
     "cp.async.bulk.wait_group.read": "wait for stored",
 }
@@ -55,7 +55,7 @@ def test_it_equals_the_reference(num_rows: int, num_outputs: int, num_inputs: in
 @pytest.mark.gpu
 @on_hopper
 def test_many_replays_are_bit_by_bit_the_same() -> None:
-    """Weights from the cache and from memory: whoever comes first, nobody reads what is not there yet."""
+    """Weights from the cache and from memory: in either order, no warp reads a stage before it has arrived."""
     x = torch.randn(1500, 1024, device="cuda", dtype=torch.bfloat16)
     weights = [torch.randn(6144, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
     product = GatedProduct()

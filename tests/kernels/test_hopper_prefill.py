@@ -18,7 +18,8 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from pd_kernels import hopper_prefill, reference
 from pd_kernels.hopper_prefill import HopperPrefill, compiled, serves_hopper
 from pd_kernels.triton_attention import plan_attention
-from pd_kernels.triton_prefill import PrefillTiling, prefill_tiling
+from pd_kernels.triton_prefill import prefill_tiling
+from pd_kernels.values import PrefillTiling
 from tests.kernels.paged import Paged, Shape, make_paged
 from tests.kernels.test_triton_attention import DEVICE, TOLERANCE, on_device
 

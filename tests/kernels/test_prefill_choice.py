@@ -1,4 +1,4 @@
-"""Whose attention of prompts is taken: with fakes, by an invented clock."""
+"""Which attention of prompts is chosen: with fakes and a fake clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_kernels.backends import AttentionPlan, Kernels
-    from pd_kernels.packed import PackedSequences
+    from pd_kernels.values import PackedSequences
 
 SHAPE = AttentionShape(4, 2, 16, 16, torch.float32, torch.device("cpu"))
 

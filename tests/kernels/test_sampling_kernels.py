@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_kernels import sampling
-from pd_kernels.draws import Draws, Limits
+from pd_kernels.values import Draws, Limits
 
 MASK = (1 << 64) - 1
 

@@ -11,10 +11,10 @@ import torch
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from pd_kernels import reference
-from pd_kernels.packed import PackedSequences
 from pd_kernels.triton_attention import plan_attention
 from pd_kernels.triton_decode import DecodeTiling
-from pd_kernels.triton_prefill import PrefillTiling, prefill_tiling, unshared_if_many
+from pd_kernels.triton_prefill import prefill_tiling, unshared_if_many
+from pd_kernels.values import PackedSequences, PrefillTiling
 from tests.kernels.paged import Paged, Shape, make_paged
 
 # Triton's interpreter on numpy
@@ -114,7 +114,7 @@ def test_any_shares_equal_the_oracle(setup: int, least: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])], ids=str)
 @pytest.mark.parametrize("name", ["gqa-80", "gqa-128"])
 def test_short_dtypes_and_default_tiles(name: str, dtype: torch.dtype) -> None:
-    """Not bfloat16 in the interpreter, whose dot takes its bits for integers (Triton 3.6)."""
+    """Not bfloat16 in the interpreter: its dot treats the bits as integers (Triton 3.6)."""
     check(on_device(make_paged(SHAPES[name], dtype)), 0, None, None)
 
 
@@ -176,7 +176,7 @@ def test_the_fastest_tiling_is_chosen(num_tokens: int, num_keys: int, rows: int,
     ("count", "length", "num_heads", "parts"), [(1, 64, 32, 8), (4, 64, 32, 8), (64, 2, 32, 1), (17, 2, 256, 1)]
 )
 def test_many_short_chunks_share_no_tiles(count: int, length: int, num_heads: int, parts: int) -> None:
-    """Of 8 KV heads, on 132 processors: else their parts would take a gigabyte that nobody has measured."""
+    """Of 8 KV heads, on 132 processors: else their parts would take a gigabyte that was not measured."""
     lens = np.full(count, length)
     none = torch.empty(0, dtype=torch.int32)
     packed = PackedSequences(0, none, none, none[:, None], lens, lens + 5000)

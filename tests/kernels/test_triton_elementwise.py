@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from pd_kernels import reference, triton_activation, triton_block_copy, triton_norm, triton_rotary
-from pd_kernels.head_norms import HeadNorms
+from pd_kernels.values import HeadNorms
 
 # Triton's interpreter on numpy
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")

@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
-from pd_kernels.packed import StepOnDevice, StepSize
 from pd_kernels.triton_decode import num_processors
 from pd_kernels.triton_replayable import TritonReplayable
+from pd_kernels.values import StepOnDevice, StepSize
 from tests.kernels.paged import Paged, make_paged
 from tests.kernels.test_triton_attention import DEVICE, REAL, SHAPES, TOLERANCE, expected, on_device
 
@@ -59,7 +59,7 @@ def check(paged: Paged, size: StepSize, window: int = 0) -> None:
     assert found is place
     assert (found[:count].double() - expected(paged, window)).abs().max() < TOLERANCE[query.dtype]
     behind = found[count:]
-    assert (behind.isnan() | (behind == 0)).all(), "rows of nobody"
+    assert (behind.isnan() | (behind == 0)).all(), "rows without a sequence"
 
 
 @pytest.mark.parametrize("window", [0, 20])
@@ -71,7 +71,7 @@ def test_padded_steps_equal_the_oracle(name: str, window: int) -> None:
 
 @pytest.mark.parametrize("name", ["mha-64", "gqa-80"])
 def test_chunks_that_programs_share_equal_the_oracle(name: str) -> None:
-    """Tiles of nobody leave no parts, nor is anything of theirs read."""
+    """Padding tiles leave no parts, and no memory is read for them."""
     paged = on_device(make_paged(SHAPES[name], torch.float16))
     size = sized(paged, 64, 8, is_far=True)
     assert make(size, paged).tiling.parts > 1

@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="the Triton kernels need triton")
 import triton.language as tl  # noqa: E402
 
 from pd_kernels import sampling, triton_sampling  # noqa: E402
-from pd_kernels.draws import Draws, Limits  # noqa: E402
+from pd_kernels.values import Draws, Limits  # noqa: E402
 
 # Triton's interpreter on numpy
 pytestmark = [
@@ -126,7 +126,7 @@ def test_nan_is_never_chosen_and_never_leads_out_of_the_vocabulary(vocab_size: i
 
 def test_wrong_shapes_are_refused() -> None:
     logits = torch.zeros((3, 8), device=DEVICE)
-    with pytest.raises(ValueError, match="2 that draw"):
+    with pytest.raises(ValueError, match="2 rows of draws"):
         triton_sampling.draw(logits, draws_of([1.0, 1.0]))
     with pytest.raises(ValueError, match="unit last stride"):
         triton_sampling.argmax(logits.T)

@@ -106,11 +106,11 @@ def test_lengths_of_a_trace_at_poisson_times(tmp_path: Path) -> None:
         ("a.txt", "", "must end in .csv or .jsonl"),
         ("a.csv", "A,B\n1,2\n", "KeyError"),
         ("a.csv", "", "is empty"),
-        ("a.jsonl", "{", "no trace that can be read"),
-        ("a.jsonl", "[]\n", "no trace that can be read"),
+        ("a.jsonl", "{", "cannot be read as a trace"),
+        ("a.jsonl", "[]\n", "cannot be read as a trace"),
     ],
 )
-def test_what_is_no_trace(name: str, text: str, says: str, tmp_path: Path) -> None:
+def test_unreadable_traces(name: str, text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(StartupError, match=says):

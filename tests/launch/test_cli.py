@@ -83,7 +83,7 @@ def test_a_taken_port(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_directory_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mixed", f"--model={tmp_path}"]) == 2
-    assert f"{tmp_path} is no model directory: it has no config.json" in capsys.readouterr().err
+    assert f"{tmp_path} is not a model directory: it has no config.json" in capsys.readouterr().err
 
 
 def test_help_and_router_start_without_torch() -> None:

@@ -77,7 +77,7 @@ def test_what_cannot_be_shown_holds_up_no_child(caplog: pytest.LogCaptureFixture
 
     def show(_: str, line: str) -> None:
         shown.append(line)
-        raise RuntimeError("nobody reads")
+        raise RuntimeError("no reader")
 
     async def run() -> tuple[list[str], int | None]:
         async with Supervisor(show) as supervisor:
@@ -89,7 +89,7 @@ def test_what_cannot_be_shown_holds_up_no_child(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.ERROR):
         assert asyncio.run(run()) == ([], 0)
     assert shown == ["ready"]
-    assert caplog.text.count("cannot be shown any more") == 1
+    assert caplog.text.count("can no longer be shown") == 1
 
 
 def test_hangup_ends_the_cluster_unless_it_is_ignored() -> None:

@@ -118,7 +118,7 @@ def test_connections_wait_while_the_process_is_started_again() -> None:
                 answers = await asyncio.gather(*(ask(port_of(listener)) for _ in range(20)))
                 await said.wait("a is back")
                 assert set(answers) == {str(supervisor.children[0].pid)}
-                assert said.lines[0] == "a was killed by SIGKILL: starting it again in 0.01 s (restart 1)"
+                assert said.lines[0] == "a was killed by SIGKILL: restarting it in 0.01 s (restart 1)"
                 assert len(supervisor.children) == 1, "the dead one is forgotten"
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""A launcher that dies without a word leaves nobody behind."""
+"""A launcher that is killed leaves no process behind."""
 
 from __future__ import annotations
 

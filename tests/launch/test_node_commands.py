@@ -16,7 +16,7 @@ from tests.cluster import TEST_KEY, Launcher
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-NODE = "http://127.0.0.1:9"  # nobody listens there, and nothing has to
+NODE = "http://127.0.0.1:9"  # no server listens there, and none is needed
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_a_node_is_added_drained_and_removed(nodes: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "key", "says"),
     [
-        (["drain", "nobody"], TEST_KEY, "404: no node is called 'nobody'"),
+        (["drain", "unknown"], TEST_KEY, "404: no node is called 'unknown'"),
         (["add", NODE, "--role=decode"], "another key", "401: the nodeorder was not signed with this cluster's key"),
         (["add", "no-url", "--role=decode"], TEST_KEY, "400: bad node URL 'no-url'"),
     ],
@@ -95,8 +95,8 @@ def test_something_else_on_that_port_is_no_router() -> None:
 @pytest.mark.parametrize(
     ("status", "told", "says"),
     [
-        (200, [], "is no router"),
-        (200, {"nodes": []}, "is no router"),
+        (200, [], "is not a pd-cluster router"),
+        (200, {"nodes": []}, "is not a pd-cluster router"),
         (404, {"error": "no such page"}, "404: Not Found"),
     ],
 )
@@ -110,7 +110,7 @@ def test_whatever_else_answers_is_refused(status: int, told: object, says: str) 
 
 
 def test_drain_waits_and_says_what_is_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A fake router whose node has one sequence left, then none."""
+    """A fake router with a node that has one sequence left, then none."""
     left = [2, 1, 0]
     asked: list[str] = []
 

@@ -154,7 +154,7 @@ def test_the_engine_cannot_start(launcher: Launcher) -> None:
 def test_the_engine_takes_too_long(launcher: Launcher) -> None:
     node = start(launcher, "silent", "--start-deadline-s=0.2")
     assert node.wait() == 2
-    assert "not ready after 0.2 s: give it longer with --start-deadline-s" in node.output
+    assert "not ready after 0.2 s: raise --start-deadline-s" in node.output
 
 
 def test_no_engine_outlives_a_killed_api_process(launcher: Launcher) -> None:

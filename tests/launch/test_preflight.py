@@ -83,7 +83,7 @@ def test_no_number_setting_takes_nonsense(section: str, name: str, value: float)
         (CacheConfig(num_blocks=1), "--num-blocks 1: a cache has at least 2 blocks"),
         (CacheConfig(kv_cache_gb=0.0), "--kv-cache-gb must be above 0"),
         (CacheConfig(gpu_memory_utilization=1.5), "--gpu-memory-utilization 1.5 must be from 0 to 1"),
-        (ModelConfig(max_model_len=1), "--max-model-len 1: there is no room"),
+        (ModelConfig(max_model_len=1), "--max-model-len 1: a prompt and an output token need at least 2"),
         (HandoffConfig(connector="lmcache", pool_url="foo"), "--pool-url: the pool needs a URL like lm://"),
         (HandoffConfig(connector="mooncake", pool_url="lm://a:1"), "--pool-url: the pool needs a URL like mooncake://"),
         (HandoffConfig(control_port=70000), "--control-port 70000 must be from 0 to 65535"),
@@ -142,7 +142,7 @@ def test_keys(content: bytes | None, says: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/"])
 def test_what_is_no_key_file_is_not_read(path: str) -> None:
-    assert list(key_problems(path)) == [f"--cluster-key-file {path}: a key is a file of at most 65536 bytes"]
+    assert list(key_problems(path)) == [f"--cluster-key-file {path}: it must be a file of at most 65536 bytes"]
 
 
 def test_models(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def url_of(cluster: Launched) -> str:
 
 
 def process_of(cluster: Launched, word: str) -> psutil.Process:
-    """The child of `up` whose command line has this word."""
+    """The child of `up` with this word in its command line."""
     [process] = [process for process in psutil.Process(cluster.pid).children() if word in process.cmdline()]
     cluster.family()
     return process
@@ -124,8 +124,8 @@ def test_up_answers_and_heals_and_stops(launcher: Launcher) -> None:
     process_of(cluster, "decode").children()[0].kill()
     process_of(cluster, "router").kill()
     assert httpx.get(f"{url}/nodes", timeout=60.0).status_code == 200, "it waited for the router"
-    cluster.wait_line("router was killed by SIGKILL: starting it again in 0.5 s (restart 1)")
-    cluster.wait_line("decode-0 exited with status 1: starting it again in 0.5 s (restart 1)")
+    cluster.wait_line("router was killed by SIGKILL: restarting it in 0.5 s (restart 1)")
+    cluster.wait_line("decode-0 exited with status 1: restarting it in 0.5 s (restart 1)")
     cluster.wait_line("decode-0 is back: it was down for ")
     while httpx.get(f"{url}/health", timeout=60.0).status_code != 200:
         time.sleep(0.1)  # the router looks at its nodes once a second
@@ -134,7 +134,7 @@ def test_up_answers_and_heals_and_stops(launcher: Launcher) -> None:
     assert (answer.headers["x-pd-prefill"], answer.headers["x-pd-decode"]) == ("prefill-0", "decode-0")
 
     process_of(cluster, "prefill").kill()
-    cluster.wait_line("prefill-0 was killed by SIGKILL: starting it again in 0.5 s (restart 1)")
+    cluster.wait_line("prefill-0 was killed by SIGKILL: restarting it in 0.5 s (restart 1)")
     assert cluster.stop(signal.SIGINT) == 0, "also while a process is being started again"
     assert cluster.lines[-1] == "stopped"
     assert cluster.leftovers() == []
@@ -157,7 +157,7 @@ def test_up_brings_the_pool_that_its_nodes_need(launcher: Launcher, connector: s
 
     check()
     process_of(cluster, "pool").kill()
-    cluster.wait_line("pool was killed by SIGKILL: starting it again")
+    cluster.wait_line("pool was killed by SIGKILL: restarting it")
     check()
     cluster.wait_line("pool is back")
     assert len({line.split("://")[1] for line in cluster.lines if "pool ready on" in line}) == 1, "at its old address"
@@ -188,7 +188,7 @@ def test_what_cannot_start_the_first_time_ends_up_at_once(launcher: Launcher) ->
     environment = {"PD_ADVERTISE_HOST": "no such host"}
     cluster = launcher.command("up", "--port=0", "--device=cpu", "--kv-cache-gb=0.05", environment=environment)
     assert cluster.wait(60.0) == 2
-    assert "starting it again" not in cluster.output
+    assert "restarting it" not in cluster.output
     assert cluster.leftovers() == []
 
 

@@ -15,7 +15,7 @@ from pd_cluster.models.forward_inputs import ForwardInputs, Tail
 from pd_cluster.models.registry import build_model, resolve_spec
 from pd_cluster.models.weights import fill_at_random
 from pd_kernels.backends import TORCH, Kernels
-from pd_kernels.packed import PackedSequences
+from pd_kernels.values import PackedSequences
 from tests.worker.test_few_rows import FEW_ROWS, PlainFewRows
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pd_kernels.backends import AttentionPlan
     from pd_kernels.gemm_selection import Product
-    from pd_kernels.half_normed import HalfNormed
+    from pd_kernels.values import HalfNormed
 
 BLOCK = 16
 RECORDED = ("rms_norm", "add_rms_norm", "silu_and_mul", "norm_rope_write")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from pd_cluster.models.linear import Linear
 from pd_kernels import reference
 from pd_kernels.backends import TORCH
-from pd_kernels.half_normed import HalfNormed
+from pd_kernels.values import HalfNormed
 from tests.worker.test_few_rows import FEW_ROWS, PlainFewRows
 
 EPS = 1e-5

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
-    parser.add_argument("file", nargs="*", help="only targets whose name has one of these in it")
+    parser.add_argument("file", nargs="*", help="only targets with one of these in the name")
     parser.add_argument("--seed", type=int, default=DEFAULT_SEED, help="which mutants are drawn")
     parser.add_argument("--per-file", type=int, default=DEFAULT_PER_FILE, help="how many of each file")
     parser.add_argument("--operator", action="append", help="only this one; may be repeated")

@@ -46,7 +46,7 @@ def test_a_mode_without_authentication_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_token_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match=r"names no file: .*missing"):
+    with pytest.raises(StartupError, match=r"there is no file .*missing"):
         prepare_environment({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "missing")}, tmp_path, joins=False)
 
 
@@ -59,7 +59,7 @@ def test_the_command_line_says_so_too(
     assert main(["ray", "status", "--address=auto"]) == 2
     assert "joining a Ray cluster needs its token" in capsys.readouterr().err
     assert main(["ray", "scale"]) == 2
-    assert "say what to scale" in capsys.readouterr().err
+    assert "name a role to scale" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["ray", "scale", "--decode=-1"])
 

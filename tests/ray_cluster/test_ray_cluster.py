@@ -166,7 +166,7 @@ def test_nobody_comes_in_with_another_token(cluster: Cluster) -> None:
     here = f"--address={cluster.machines.address}"
     stranger = cluster.machines.ray("status", "--name=three", here, environment={"RAY_AUTH_TOKEN": "0" * 64})
     assert stranger.wait(COMMAND_DEADLINE_S) == 2
-    assert "is the token that of this cluster?" in stranger.output
+    assert "check that the token is this cluster's" in stranger.output
 
 
 def test_a_machine_that_dies_under_load_is_made_up_for(cluster: Cluster) -> None:

@@ -55,7 +55,7 @@ def test_what_is_new_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_never_comes_up_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
     failing = status(UnitPhase.STARTING, failures=commands.MAX_FAILURES)
     assert commands._wait_whole(Told(failing), DEADLINE_S, threading.Event()) is None
-    assert capsys.readouterr().out.splitlines()[-1] == "3 processes in a row did not come up: decode"
+    assert capsys.readouterr().out.splitlines()[-1] == "3 processes in a row did not become ready: decode"
 
 
 def test_nor_is_anything_longer_than_the_user_likes() -> None:
@@ -71,7 +71,7 @@ def test_the_table_tells_a_doubt_and_how_long_each_unit_has_been_silent() -> Non
     lines = commands.table(replace(told, units=units, doubt="only 1 of 4 units answer this controller"))
     assert lines[2].split() == ["decode-0", "ready", "http://h:1", "-", "a", "h"]
     assert lines[3].startswith("decode-1  ready, silent for 7 s  http://h:1")
-    assert lines[4].startswith("doubt: only 1 of 4 units answer this controller; silent ones stay")
+    assert lines[4].startswith("doubt: only 1 of 4 units answer this controller; silent units are kept")
     assert commands.table(told)[-1].startswith("decode-1")
 
 

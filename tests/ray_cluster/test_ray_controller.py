@@ -14,7 +14,7 @@ from pd_cluster.errors import StartupError
 from pd_cluster.launch.on_ray import policy
 from pd_cluster.launch.on_ray.cluster import Ledger, UnitDied
 from pd_cluster.launch.on_ray.controller import ASK_AGAIN_S, CENSUS_PERIOD_S, DOUBT_MARGIN_S, MAX_SILENCE_S, Controller
-from pd_cluster.launch.on_ray.policy import Choice, RayNode, RoutedNode
+from pd_cluster.launch.on_ray.policy import Placement, RayNode, RoutedNode
 from pd_cluster.launch.on_ray.routers import Routers
 from pd_cluster.launch.on_ray.spec import ClusterSpec, RoleSpec
 from pd_cluster.launch.on_ray.unit import Secret, UnitPhase, UnitPlan, UnitReport
@@ -46,7 +46,7 @@ class FakeWorld:
 
     urls: dict[str, list[str]]
     units: dict[str, UnitReport] = field(default_factory=dict)
-    choices: dict[str, Choice] = field(default_factory=dict)
+    choices: dict[str, Placement] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
     dead: set[str] = field(default_factory=set)
     failing: set[str] = field(default_factory=set)  # roles with processes that end at once
@@ -67,7 +67,7 @@ class FakeWorld:
     def stray_groups(self) -> list[str]:
         return self.strays
 
-    def create(self, plan: UnitPlan, key: Secret, bundle: Mapping[str, float], choice: Choice) -> None:
+    def create(self, plan: UnitPlan, key: Secret, bundle: Mapping[str, float], choice: Placement) -> None:
         assert self.ledger is not None
         assert plan.name == f"{plan.role}-{self.ledger.serial}"  # written before it is used
         self.choices[plan.name] = choice
@@ -203,7 +203,7 @@ async def test_a_silent_unit_leaves_the_router_and_is_replaced_elsewhere(stage: 
     await stage.rounds(int(policy.LOST_S - policy.SILENT_S))
     assert stage.world.discarded == ["decode-2"]
     assert stage.world.choices["decode-5"].avoid == (home,)
-    assert stage.controller.status().problems == ("decode-2: fell silent",)
+    assert stage.controller.status().problems == ("decode-2: silent",)
     await stage.whole()
 
 
@@ -218,13 +218,13 @@ async def test_a_controller_that_loses_contact_removes_and_kills_nothing(stage: 
     assert not status.whole
     assert status.doubt == "only 1 of 4 units answer this controller"
     assert len(status.problems) == 1
-    assert status.problems[0].startswith(f"{status.doubt}: the silent ones stay as they are")
+    assert status.problems[0].startswith(f"{status.doubt}: silent units are kept")
     assert [(unit.phase, unit.silent_s >= policy.LOST_S) for unit in status.units[:3]] == [(UnitPhase.READY, True)] * 3
     stage.world.silent = {"decode-2"}  # contact is back; one is silent in earnest
     await stage.rounds(int(ASK_AGAIN_S) + 1)
     status = stage.controller.status()
     assert status.doubt == ""
-    assert status.problems[1].endswith("units answer this controller: silence counts again, from now on")
+    assert status.problems[1].endswith("units answer this controller: silence counts again")
     assert not stage.world.discarded  # its silence before that was perhaps the controller's
     await stage.rounds(int(policy.LOST_S))
     assert stage.world.discarded == ["decode-2"]
@@ -320,7 +320,7 @@ async def test_what_never_comes_up_is_tried_ever_more_seldom(stage: Stage) -> No
     assert status.failures == {"decode": 6}
     assert "exited with status 2" in status.problems[-1]
     stage.world.failing = set()
-    await stage.controller.scale({"decode": 1})  # a caller looks: tried at once
+    await stage.controller.scale({"decode": 1})  # the user waits: tried at once
     await stage.whole()
     assert stage.controller.status().failures == {}
 
@@ -427,7 +427,7 @@ async def test_closing_ends_the_router_before_the_nodes(stage: Stage) -> None:
     await stage.rounds(6)
     assert not stage.world.units
     assert stage.controller.status().closing
-    with pytest.raises(StartupError, match="is being ended"):
+    with pytest.raises(StartupError, match="is closing"):
         await stage.controller.scale({"decode": 3})
     assert not stage.controller.status().whole
 
@@ -435,7 +435,7 @@ async def test_closing_ends_the_router_before_the_nodes(stage: Stage) -> None:
 async def test_what_cannot_serve_is_refused(stage: Stage) -> None:
     with pytest.raises(StartupError, match="decode or mixed must be at least 1"):
         await stage.controller.scale({"decode": 0})
-    with pytest.raises(StartupError, match="a cluster needs a router"):
+    with pytest.raises(StartupError, match="there is no router"):
         await stage.controller.scale({"router": 0})
     assert stage.controller.status().counts["decode"] == 2
 

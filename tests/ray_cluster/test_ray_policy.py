@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from pd_cluster.launch.on_ray import policy
 from pd_cluster.launch.on_ray.policy import (
-    Choice,
     Goal,
+    Placement,
     RayNode,
     RoutedNode,
     UnitOrder,
     UnitView,
     choose,
     decide,
-    orders,
+    unit_orders,
 )
 from pd_cluster.launch.on_ray.spec import ROLES
 from pd_cluster.launch.on_ray.unit import UnitPhase
@@ -40,7 +40,7 @@ TABLE = [routed("prefill-1"), routed("decode-2"), routed("decode-3")]
 
 def test_nothing_to_do_when_all_is_there() -> None:
     assert decide(GOAL, WHOLE, [TABLE]) == policy.Decision()
-    assert orders(WHOLE, TABLE) == []
+    assert unit_orders(WHOLE, TABLE) == []
     assert policy.is_whole(GOAL, WHOLE, [TABLE])
 
 
@@ -55,9 +55,9 @@ def test_what_ended_or_fell_silent_goes_and_is_made_up_for() -> None:
 def test_a_silent_node_leaves_the_routers_long_before_it_is_replaced() -> None:
     units = [WHOLE[0], unit("decode-2", silent_s=policy.SILENT_S), WHOLE[2], WHOLE[3]]
     assert decide(GOAL, units, [TABLE]) == policy.Decision()
-    assert orders(units, TABLE) == [UnitOrder("remove", "decode-2:80")]
+    assert unit_orders(units, TABLE) == [UnitOrder("remove", "decode-2:80")]
     assert not policy.is_whole(GOAL, units, [TABLE])
-    assert orders(WHOLE, TABLE[::2]) == [UnitOrder("add", "http://decode-2:80", "decode")]  # it was heard again
+    assert unit_orders(WHOLE, TABLE[::2]) == [UnitOrder("add", "http://decode-2:80", "decode")]  # it was heard again
 
 
 DOUBT_S = 150.0
@@ -77,7 +77,7 @@ def test_when_most_are_silent_at_once_none_is_removed_and_none_is_killed() -> No
     assert (hearing.num_heard, hearing.num_known) == (1, 4)
     assert hearing.spared == ("decode-2", "decode-3", "prefill-1")
     assert decide(GOAL, list(hearing.units), [TABLE]) == policy.Decision()
-    assert orders(hearing.units, TABLE) == []
+    assert unit_orders(hearing.units, TABLE) == []
     assert not policy.is_whole(GOAL, units, [TABLE])  # what is told is what was heard
     assert decide(GOAL, units, [TABLE]).discard == ["prefill-1", "decode-2", "decode-3"]  # without the doubt
 
@@ -96,7 +96,7 @@ def test_a_short_silence_is_none() -> None:
     units = silent(*WHOLE, silent_s=policy.SILENT_S - 0.1)
     assert policy.weigh(units, "head", DOUBT_S) == policy.Hearing(tuple(units), 4, 4)
     units = silent(*WHOLE, silent_s=policy.SILENT_S)
-    assert orders(weighed(units), TABLE) == []
+    assert unit_orders(weighed(units), TABLE) == []
 
 
 def test_units_beside_the_controller_prove_no_contact_with_others() -> None:
@@ -116,7 +116,7 @@ def test_rays_word_is_believed_whatever_is_silent() -> None:
     units = [unit("prefill-1", UnitPhase.LOST, silent_s=20.0), *silent(*WHOLE[1:])]
     decision = decide(GOAL, weighed(units), [TABLE])
     assert (decision.discard, decision.create) == (["prefill-1"], ["prefill"])
-    assert orders(weighed(units)[1:], TABLE) == [UnitOrder("remove", "prefill-1:80")]
+    assert unit_orders(weighed(units)[1:], TABLE) == [UnitOrder("remove", "prefill-1:80")]
 
 
 def test_units_that_run_nowhere_are_no_witnesses() -> None:
@@ -149,7 +149,7 @@ def test_one_too_many_is_drained_by_every_router_then_stopped() -> None:
     units = [*WHOLE, unit("router-5")]
     assert decide(goal, units, [TABLE, TABLE]).leave == ["decode-3"]
     units[2] = unit("decode-3", UnitPhase.LEAVING, phase_s=1)
-    assert orders(units, TABLE) == [UnitOrder("drain", "decode-3:80")]
+    assert unit_orders(units, TABLE) == [UnitOrder("drain", "decode-3:80")]
     busy = [*TABLE[:2], routed("decode-3", "draining", outstanding=1)]
     idle = [*TABLE[:2], routed("decode-3", "draining")]
     for tables in ([TABLE, idle], [busy, idle], [idle]):  # one does not know yet, has work there, does not answer
@@ -158,7 +158,7 @@ def test_one_too_many_is_drained_by_every_router_then_stopped() -> None:
     units[2] = unit("decode-3", UnitPhase.LEAVING, phase_s=31)
     assert decide(goal, units, [busy, idle]).stop == {"decode-3": policy.MIN_STOP_S}
     units[2] = unit("decode-3", UnitPhase.STOPPING)
-    assert orders(units, idle) == []  # it stays known until it has ended, so that it is not added again
+    assert unit_orders(units, idle) == []  # it stays known until it has ended, so that it is not added again
     assert decide(goal, units, [idle, idle]) == policy.Decision()
 
 
@@ -198,7 +198,7 @@ def test_a_unit_that_hangs_while_it_stops_is_taken_away() -> None:
 def test_a_url_that_comes_back_is_removed_before_it_is_added() -> None:
     table = [routed("decode-2"), replace(routed("decode-3"), role="prefill")]
     units = [replace(unit("decode-9"), url="http://decode-3:80"), unit("prefill-8")]
-    told = orders(units, table)
+    told = unit_orders(units, table)
     assert told == [
         UnitOrder("remove", "decode-2:80"), UnitOrder("add", "http://decode-3:80", "decode"),
         UnitOrder("add", "http://prefill-8:80", "prefill"),
@@ -206,7 +206,7 @@ def test_a_url_that_comes_back_is_removed_before_it_is_added() -> None:
 
 
 def test_nodes_of_others_are_left_alone() -> None:
-    assert orders([], [replace(routed("decode-2"), posted=False), routed("decode-3", "leaving")]) == []
+    assert unit_orders([], [replace(routed("decode-2"), posted=False), routed("decode-3", "leaving")]) == []
     assert policy.is_whole(GOAL, WHOLE, [[*TABLE, replace(routed("decode-9"), posted=False)]])
 
 
@@ -223,23 +223,23 @@ def test_spread_goes_where_the_fewest_of_the_role_are_and_pack_where_most_is() -
 
 
 def test_no_room_is_left_to_ray_and_a_suspect_is_avoided() -> None:
-    assert choose("spread", "decode", {"CPU": 5}, [], BUNDLES, [A, B]) == Choice(None)
-    assert choose("spread", "decode", {"GPU": 1}, [], BUNDLES, [A, B]) == Choice(None)
-    assert choose("spread", "decode", {"CPU": 1}, [], BUNDLES, [A, B], {"a"}) == Choice("b", ("a",))
+    assert choose("spread", "decode", {"CPU": 5}, [], BUNDLES, [A, B]) == Placement(None)
+    assert choose("spread", "decode", {"GPU": 1}, [], BUNDLES, [A, B]) == Placement(None)
+    assert choose("spread", "decode", {"CPU": 1}, [], BUNDLES, [A, B], {"a"}) == Placement("b", ("a",))
 
 
 def test_a_suspect_is_better_than_no_place() -> None:
     edge = RayNode("a", A.address, {"edge": 1.0})
-    assert choose("spread", "router", {"edge": 1}, [], BUNDLES, [edge, B], {"a"}) == Choice(None)
+    assert choose("spread", "router", {"edge": 1}, [], BUNDLES, [edge, B], {"a"}) == Placement(None)
     twin = [unit("router-1", ray_node="a")]  # but where another listens on its port, it never goes
-    assert choose("spread", "router", {}, twin, BUNDLES, [A], {"a"}, one_per_address=True) == Choice(None, ("a",))
+    assert choose("spread", "router", {}, twin, BUNDLES, [A], {"a"}, one_per_address=True) == Placement(None, ("a",))
 
 
 def test_routers_of_one_port_never_share_an_address() -> None:
     twin = RayNode("c", A.address, A.total)  # another Ray node of the same machine
     units = [unit("router-1", ray_node="a")]
     chosen = choose("pack", "router", {"CPU": 1}, units, BUNDLES, [A, twin, B], one_per_address=True)
-    assert chosen == Choice("b", ("a", "c"))
+    assert chosen == Placement("b", ("a", "c"))
     assert choose("pack", "router", {"CPU": 1}, units, BUNDLES, [A, twin, B]).target == "a"
 
 
@@ -263,7 +263,7 @@ class World:
         decision = decide(goal, views, tables)
         for table in tables:
             left = [view for view in views if view.name not in decision.discard]
-            for order in orders(left, table):
+            for order in unit_orders(left, table):
                 self.obey(order)
         for name in decision.discard:
             del self.units[name]

@@ -85,7 +85,7 @@ async def test_one_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     unit = make()
     report = await reach(unit, UnitPhase.READY)
     os.kill(report.pid, signal.SIGSTOP)
-    assert (await reach(unit, UnitPhase.ENDED)).detail.startswith("answered nothing for 1 s")
+    assert (await reach(unit, UnitPhase.ENDED)).detail.startswith("gave no answer for 1 s")
 
 
 async def test_one_that_hangs_while_it_stops_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ async def test_without_a_controller_it_gives_up_its_place() -> None:
     await reach(unit, UnitPhase.READY)
     async with asyncio.timeout(DEADLINE_S):
         await abandoned.wait()
-    assert unit.report().detail.startswith("no controller asked any more")
+    assert unit.report().detail.startswith("no controller asked for its state")
 
 
 async def test_one_that_ended_gives_up_its_place_too_when_nobody_takes_it_away() -> None:

@@ -1,4 +1,4 @@
-"""One leg's node without a socket: an answer whose chunks come when the test says, in time that the test moves."""
+"""One leg's node without a socket: an answer with chunks that come when the test says, in time that the test moves."""
 
 from __future__ import annotations
 

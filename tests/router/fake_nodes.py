@@ -254,8 +254,8 @@ def chunk(text: str) -> bytes:
 
 WHOLE_STREAM = chunk("a") + chunk("b") + b"data: [DONE]\n\n"
 NODE_HEADERS = {
-    "x-pd-prefill": "who-prefilled",
-    "x-pd-decode": "who-decoded",
+    "x-pd-prefill": "the-prefill-node",
+    "x-pd-decode": "the-decode-node",
     "x-extra": "kept",
     "connection": "x-dropped",
     "x-dropped": "1",

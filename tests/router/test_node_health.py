@@ -1,4 +1,4 @@
-"""Nodes that go, fall ill and come back, under traffic through a live router, whoever names them.
+"""Nodes that go, fall ill and come back, under traffic through a live router, from every source of nodes.
 
 Gone means: no new request after a second at most. Ill means: out within the health check's interval and timeout, and
 back after one good answer.
@@ -71,7 +71,7 @@ async def named_by(
 ) -> AsyncIterator[tuple[Router, Callable[[FakeNode], Awaitable[None]]]]:
     """A router that knows decode nodes by `source`, and what takes one away there."""
     settings: dict[str, Any] = {"health_interval_s": INTERVAL_S, "health_timeout_s": TIMEOUT_S, "start_empty": True}
-    if source == "flags":  # nobody takes a flag back: the node's process is gone
+    if source == "flags":  # a flag cannot be taken back: the node's process is gone
         async with serving(decode=nodes, **settings) as router:
             yield router, FakeNode.stop
     elif source == "file":
@@ -149,7 +149,7 @@ async def test_a_node_that_is_gone_gets_nothing_new_within_a_second(
         while time.monotonic() < removed_at + 1.5 * GONE_S:
             await traffic.hears_from(nodes[1])
         assert traffic.last["d-0"] < removed_at + GONE_S
-        assert traffic.statuses == {200}  # and nobody noticed
+        assert traffic.statuses == {200}  # no client noticed
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -55,7 +55,7 @@ def test_one_odd_sample_is_no_rule(took_s: float) -> None:
     assert usual / ODD <= odd * 1.001
     assert odd <= ODD * usual * 1.001
     guess = speed.at(20.0 + took_s + 5 * FORGET_S, guess=usual)
-    assert guess == pytest.approx(usual, rel=0.05), "nobody is locked out, or flooded, for long"
+    assert guess == pytest.approx(usual, rel=0.05), "no node is locked out, or flooded, for long"
 
 
 @given(

@@ -135,8 +135,8 @@ async def test_end_to_end_headers_pass_and_hop_by_hop_ones_do_not() -> None:
     }  # fmt: skip
     async with running(p, d), serving([p], [d]) as router:
         async with router.session.post(router.url + CHAT, json=BODY, headers=headers) as answer:
-            assert answer.headers["x-pd-prefill"] == "who-prefilled"
-            assert answer.headers["x-pd-decode"] == "who-decoded"
+            assert answer.headers["x-pd-prefill"] == "the-prefill-node"
+            assert answer.headers["x-pd-decode"] == "the-decode-node"
             assert answer.headers["x-extra"] == "kept"
             assert "x-dropped" not in answer.headers
             made = answer.headers["x-request-id"]

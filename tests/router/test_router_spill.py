@@ -47,7 +47,7 @@ def test_an_idle_decode_node_helps_a_prefill_node_that_queues() -> None:
     d = a_node(Role.DECODE)
     assert sooner([a_node(Role.PREFILL, BUSY_BYTES, P_SPEED)], [d]) is d
     assert sooner([a_node(Role.PREFILL, 0, P_SPEED)], [d]) is None, "it does not queue"
-    assert sooner([a_node(Role.PREFILL, BUSY_BYTES)], [d]) is None, "who knows for how long"
+    assert sooner([a_node(Role.PREFILL, BUSY_BYTES)], [d]) is None, "for an unknown time"
     assert sooner([a_node(Role.PREFILL, BUSY_BYTES, P_SPEED), a_node(Role.PREFILL, 0, P_SPEED)], [d]) is None
     assert sooner([a_node(Role.PREFILL, 2000, P_SPEED)], [d]) is None, "for milliseconds"
     assert sooner([a_node(Role.PREFILL, BUSY_BYTES, P_SPEED)], [a_node(Role.DECODE, BUSY_BYTES)]) is None
@@ -82,7 +82,7 @@ def test_of_those_that_may_read_the_soonest_does() -> None:
 
 
 def test_generations_spread_over_those_that_read_about_as_soon() -> None:
-    """The fastest by a hair is not given everybody's generation, nor is one whose speed is known preferred for that."""
+    """The fastest by a hair is not given every generation; a node is not preferred because its speed is known."""
     prefills = [a_node(Role.PREFILL, BUSY_BYTES, P_SPEED)]
     decodes = [a_node(Role.DECODE, speed=0.52 * P_SPEED), a_node(Role.DECODE, speed=0.5 * P_SPEED), a_node(Role.DECODE)]
     for _ in range(12):  # each has been read before the next comes, and goes on
@@ -98,7 +98,7 @@ def test_generations_spread_over_those_that_read_about_as_soon() -> None:
     num_decodes=st.integers(1, 3),
 )
 def test_a_burst_spreads(sizes: list[int], d_share: float, num_decodes: int) -> None:
-    """All at once: each is charged where it goes, and nobody goes where it would wait clearly longer."""
+    """All at once: each is charged where it goes, and none goes where it would wait clearly longer."""
     p = a_node(Role.PREFILL, speed=P_SPEED)
     ds = [a_node(Role.DECODE, speed=d_share * P_SPEED) for _ in range(num_decodes)]
     d_speed = P_SPEED * (d_share or spill.GUESSES[Role.DECODE])
@@ -112,7 +112,7 @@ def test_a_burst_spreads(sizes: list[int], d_share: float, num_decodes: int) -> 
             assert p.prefill_bytes
             assert (node.prefill_bytes + size) / d_speed <= p_s - spill.SLACK_S * 0.95
         node.prefill_bytes += size
-    assert p.prefill_bytes >= sizes[0], "the first one found nobody in its way"
+    assert p.prefill_bytes >= sizes[0], "the first one found an empty queue"
 
 
 def test_the_time_until_all_is_read_follows_the_charges() -> None:
@@ -150,7 +150,7 @@ async def post(
 
 
 async def direct_only(node: FakeNode, request: Any, seen: fakes.Seen) -> Any:
-    """Refuses whoever brings no ticket."""
+    """Refuses a request without a ticket."""
     script = fakes.decode if "kv_transfer_params" in seen.body else fakes.refuse(int(node.node_id))
     return await script(node, request, seen)
 
@@ -313,7 +313,7 @@ async def test_the_first_of_several_prompts_tells_no_speed(is_busy: bool) -> Non
 
 @pytest.mark.anyio
 async def test_prefill_nodes_that_go_down_meanwhile_fail_no_request() -> None:
-    """D-first, when the decode node that was to read has refused: there is nobody left to be offered."""
+    """D-first, when the decode node that was to read has refused: no node is left to be offered."""
 
     async def script(node: FakeNode, request: Any, seen: fakes.Seen) -> Any:
         router.services.table.nodes[0].reachable = False

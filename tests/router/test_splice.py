@@ -28,7 +28,7 @@ P, D = node("p-1", Role.PREFILL), node("d-1")
 
 @pytest.fixture
 def anyio_backend() -> str:
-    return "asyncio"  # whose clock can be moved
+    return "asyncio"  # a test can move its clock
 
 
 @dataclass

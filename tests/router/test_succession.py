@@ -78,7 +78,7 @@ class Routers:
         await self.wait_ready()
 
     async def wait_end(self, process: psutil.Process) -> None:
-        """Until it has ended. The first one is this process's child, whose exit status is then known."""
+        """Until it has ended. The first one is this process's child; its exit status is then known."""
         async with asyncio.timeout(DEADLINE_S):
             while self._runs(process):  # noqa: ASYNC110  # only a parent is told of an end
                 await asyncio.sleep(0.02)

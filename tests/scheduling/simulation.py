@@ -176,7 +176,7 @@ class FakeWorker:
         row.block_ids[first : first + len(chunk.new_block_ids)] = chunk.new_block_ids
         assert len(set(row.block_ids)) == len(row.block_ids)
         assert chunk.num_tokens > 0
-        assert end <= len(row.tokens), "a chunk of tokens that nobody knows"
+        assert end <= len(row.tokens), "a chunk of unknown tokens"
         assert bool(chunk.num_samples) == (end == len(row.tokens))
         hashes = history(row.tokens[:end])
         self.expect(row.block_ids, hashes[: chunk.start], f"sequence {chunk.seq_id}")
@@ -199,11 +199,11 @@ class FakeWorker:
         row.tokens.append(sample(last, row.start.seed))
         return self._run_on(row, (*run, SampledToken(row.tokens[-1])))
 
-    def expect(self, block_ids: Sequence[int], hashes: Sequence[int], who: str) -> None:
+    def expect(self, block_ids: Sequence[int], hashes: Sequence[int], reader: str) -> None:
         """The blocks hold these histories from position 0 on."""
         for position, expected in enumerate(hashes):
             cell = (block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE)
-            assert self.device.get(cell) == expected, f"{who}: wrong KV at position {position}, block {cell[0]}"
+            assert self.device.get(cell) == expected, f"{reader}: wrong KV at position {position}, block {cell[0]}"
 
     def write_load(self, load: LoadSpec, prompt_token_ids: Sequence[int], *, good: bool) -> None:
         """A transfer writes its blocks: the prompt's KV, or what a failing one leaves behind."""

@@ -60,7 +60,7 @@ def test_no_step_costs_more_than_its_limit_unless_that_is_the_least_of_prompts(
     assert num_tokens <= room
     assert num_tokens <= min(STEP_MULTIPLE, room_cost) or cost(chunks, keys_per_token) <= room_cost
     assert all(count for _, count in chunks)
-    assert chunks[:-1] == prompts[: max(0, len(chunks) - 1)], "those before the last came to their end: nobody passes"
+    assert chunks[:-1] == prompts[: max(0, len(chunks) - 1)], "those before the last are complete"
 
 
 @given(DECODES, STARTS, LENGTHS, st.integers(1, 512), KEYS_PER_TOKEN)

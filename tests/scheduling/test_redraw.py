@@ -1,4 +1,4 @@
-"""Whose first tokens a request gets when its loads fail and follow each other. The connector is the test's script."""
+"""Which first tokens a request gets when its loads fail and follow each other. The connector is the test's script."""
 
 from __future__ import annotations
 

@@ -62,13 +62,36 @@ def test_a_prompt_and_its_answer_may_fill_the_model_to_the_last_token() -> None:
     world.check_empty()
 
 
+def test_a_sibling_takes_the_last_slot_as_soon_as_it_parts() -> None:
+    world = World(max_num_seqs=2)
+    world.submit(message("a", prompt(20), max_tokens=4, n=2))
+    world.start_step()
+    assert (world.scheduler.num_running, world.scheduler.num_waiting) == (2, 0)
+    world.run_until_idle()
+    world.check_empty()
+
+
 def test_an_admission_leaves_a_block_to_those_that_run() -> None:
     world = World(num_blocks=4, prefix_caching=False)
     world.submit(message("runs", prompt(2), max_tokens=3))
     world.start_step()
-    late = world.submit(message("late", prompt(3 * BLOCK_SIZE - 1, 1), max_tokens=1))
+    world.submit(message("late", prompt(3 * BLOCK_SIZE - 1, 1), max_tokens=2))
     world.start_step()
-    assert late.sequences[0].table is None
+    assert world.scheduler.num_waiting == 1
+    world.run_until_idle()
+    world.check_empty()
+
+
+def test_a_group_yields_no_more_blocks_than_a_prompt_lacks() -> None:
+    """Two of three, and one to spare, are missing: one sequence of two blocks yields, though three owe."""
+    world = World(num_blocks=10, max_num_seqs=8, prefix_caching=False)
+    for index in range(4):
+        world.submit(message(f"hog-{index}", prompt(20, index), max_tokens=8, group="hog"))
+    world.start_step()
+    small = world.submit(message("small", prompt(40), max_tokens=8))
+    while small.sequences[0].table is None:
+        world.start_step()
+    assert world.scheduler.counters["preemptions_recompute_total"] == 1
     world.run_until_idle()
     world.check_empty()
 
@@ -114,12 +137,14 @@ def test_a_load_that_was_not_asked_for_admits_nothing() -> None:
     assert (world.scheduler.num_waiting, world.scheduler.num_waiting_for_remote_kv) == (0, 1)
     load = world.reserve(request)
     assert load is not None
+    assert world.scheduler.reserve(request) is None, "it has its blocks"
     world.fail_load(load)
     world.scheduler.admit_loaded(request)
     assert (world.scheduler.num_waiting, world.scheduler.num_waiting_for_remote_kv) == (0, 1)
     assert not request.is_parted
     world.drain(load)
     world.scheduler.fall_back_to_local(request)
+    assert request.num_cached_tokens == 0, "nothing was found yet"
     world.run_until_idle()
     world.check_empty()
 

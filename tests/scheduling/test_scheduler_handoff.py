@@ -73,8 +73,8 @@ def test_a_lease_that_ends_during_prefill_aborts_it() -> None:
 
 def test_ending_an_unknown_lease_or_load_is_harmless() -> None:
     world = World()
-    assert world.scheduler.end_lease("nobody's") is None
-    world.scheduler.drain("nobody's")
+    assert world.scheduler.end_lease("unknown") is None
+    world.scheduler.drain("unknown")
     world.check_empty()
 
 

@@ -1,4 +1,4 @@
-"""What prompts may take of steps that decode: a limit for their sum, a minimum, and never somebody else's token."""
+"""What prompts may take of steps that decode: a limit for their sum, a minimum, and never a decode's token."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_a_local_prompt_and_a_load_share_scarce_memory_in_the_order_of_their_ran
 
 
 def test_loads_do_not_starve_a_local_prompt_that_waits_for_memory_and_then_for_tokens() -> None:
-    """Once it was found short of memory nobody of worse rank is given any, also in steps that have no token for it."""
+    """While it is short of memory, no sequence of worse rank gets any, also in steps that have no token for it."""
     world = busy_world(1, limit=66, num_blocks=16)
     size = BLOCK_SIZE
     world.submit(message("local", prompt(6 * size, 3), max_tokens=40))

@@ -108,8 +108,9 @@ class World:
             clock=lambda: self.now_s,
         )
         self.admission = Admission(
-            self.blocks, max_num_seqs=self.max_num_seqs, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE
-        )
+            self.blocks, max_num_seqs=self.max_num_seqs, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE,
+            check_sampling=lambda sampling: None,
+        )  # fmt: skip
         self.worker = FakeWorker(self.max_num_seqs, self.max_num_batched_tokens, self.longest_run)
         self._running: deque[tuple[Batch, StepResult]] = deque()
         self._load_ids = count()

@@ -29,7 +29,7 @@ STREAM_TOKENS, WHOLE_TOKENS = 300, 40
 LENGTHS = (17, 60, 130, 250, 420, 700)
 ROUTES = ("", "p-first", "d-first")
 STREAMED_SHARE = 0.7
-SALTED_SHARE = 0.7  # requests whose prompt no node has cached
+SALTED_SHARE = 0.7  # requests with a prompt that no node has cached
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _take(request: Request, told: dict[str, Any]) -> None:
 
 
 async def make_cases(url: str, per_kind: int) -> list[Case]:
-    """Cases whose reference the node at `url` made, without ties; `per_kind` for streams, as many for whole answers."""
+    """Cases with references of the node at `url`, without ties; `per_kind` for streams, as many for whole answers."""
     cases: list[Case] = []
     async with aiohttp.ClientSession() as session:
         for num_tokens in (STREAM_TOKENS, WHOLE_TOKENS):

@@ -80,7 +80,7 @@ class Event:
 
 
 class StormNode(Member):
-    """A node whose processes can be stopped one by one."""
+    """A node with processes that can be stopped one by one."""
 
     def suspend(self, fault: Fault) -> None:
         """SIGSTOP to the processes that the fault names."""

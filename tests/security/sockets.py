@@ -80,7 +80,7 @@ def _named_sockets(pid: int) -> Iterator[tuple[str, Listener]]:
 
 
 def _ip(text: str) -> str:
-    """An address of /proc/net, whose 32-bit words are in the machine's byte order."""
+    """An address of /proc/net: its 32-bit words are in the machine's byte order."""
     words = [struct.pack("=I", int(text[i : i + 8], 16)) for i in range(0, len(text), 8)]
     address: IPv4Address | IPv6Address = ip_address(
         socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, b"".join(words))

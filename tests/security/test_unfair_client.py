@@ -27,7 +27,7 @@ VOCAB_SIZE = 3072  # of the demo model
 RATIO = 3.0  # of the victim's p99 beside the abuse, to its p99 alone
 NUM_ROUNDS = 2  # each alone, then beside the abuse: what changes on the machine meanwhile changes both
 NUM_PER_ROUND = 100  # victims alone, and as many beside: of 200 the p99 is not the single worst
-NUM_UNCOUNTED = 20  # victims first and after each abuse, whose end (some hundred sequences) prolongs no time "alone"
+NUM_UNCOUNTED = 20  # victims first and after each abuse: its end (some hundred sequences) prolongs no time "alone"
 LONGEST_S = 120.0  # of one request of the victim
 HEAD_START_S = 2.0  # of the abuse, so that it holds all that it can get
 

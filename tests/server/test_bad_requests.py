@@ -19,7 +19,7 @@ CHAT: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": ["hi"]}, "messages"),
-    ({"messages": [{"role": "nobody", "content": "x"}]}, "messages"),
+    ({"messages": [{"role": "stranger", "content": "x"}]}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),

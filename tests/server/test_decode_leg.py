@@ -55,7 +55,7 @@ def fallbacks(node: Node, reason: str) -> float:
 
 @contextlib.asynccontextmanager
 async def decode_node(script: Any = None, **settings: Any) -> AsyncIterator[Node]:
-    """A D whose engine takes tickets from `engine_of_p`, with these handoff settings."""
+    """A D with these handoff settings; its engine takes tickets from `engine_of_p`."""
     engine = FakeEngine(script or decodes([5, 6, 7]), engine_id="engine-of-d")
     async with running(engine, node_id="d", handoff=HandoffConfig(**settings)) as node:
         yield node
@@ -156,7 +156,7 @@ async def test_implausible_ids_are_not_used() -> None:
 EVERY_SAMPLING_FIELD: dict[str, Any] = {
     "max_tokens": 5, "n": 2, "temperature": 0.4, "top_p": 0.9, "top_k": 7, "min_p": 0.05, "repetition_penalty": 1.1,
     "presence_penalty": 0.2, "frequency_penalty": -0.3, "seed": -(2**63), "logit_bias": {"9": 1.5}, "min_tokens": 3,
-    "stop_token_ids": [8, 9], "ignore_eos": True, "logprobs": 2,
+    "stop_token_ids": [8, 9], "ignore_eos": True, "logprobs": 2, "logits_args": {"ban": 7},
 }  # fmt: skip
 
 

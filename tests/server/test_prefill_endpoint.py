@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 from typing import Any
 
 import msgspec
@@ -94,7 +92,6 @@ async def test_sampling_parameters_of_d_replace_the_fields_of_the_body() -> None
     [
         ({"of_a_newer_d": 1}, SAMPLING_PARAM),
         ({"seed": "x"}, SAMPLING_PARAM),
-        ({"stop_token_ids": [5] * 6_000_000}, SAMPLING_PARAM),
         ({"temperature": 9}, "temperature"),
         ({"seed": 2**63}, "seed"),
         ({"n": 129}, "n"),
@@ -103,10 +100,10 @@ async def test_sampling_parameters_of_d_replace_the_fields_of_the_body() -> None
 )
 async def test_sampling_parameters_of_d_are_validated_as_those_of_a_client(wrong: dict[str, Any], param: str) -> None:
     """An unknown field is refused, too: P would sample the first token without it."""
-    async with running(FakeEngine(says([5]), max_model_len=1 << 20)) as node:
+    async with running(FakeEngine(says([5]))) as node:
         params = FOREIGN | {"sampling": {"max_tokens": 1} | wrong}
-        data = io.BytesIO(json.dumps({"prompt": "a", "kv_transfer_params": params}).encode())
-        async with node.session.post(f"{node.url}/v1/completions", data=data, headers=STREAM) as response:
+        body = {"prompt": "a", "kv_transfer_params": params}
+        async with node.session.post(f"{node.url}/v1/completions", json=body, headers=STREAM) as response:
             error = (await response.json())["error"]
             assert (response.status, error["param"]) == (400, param), error
         assert node.engine.requests == []

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.worker.cuda_graphs.recorder import Outputs
-    from pd_kernels.packed import PackedSequences, StepSize
+    from pd_kernels.values import PackedSequences, StepSize
 
 SIZES = decode_sizes(6)
 

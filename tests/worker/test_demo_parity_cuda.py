@@ -30,7 +30,7 @@ def saved(demo_directory: Path) -> SavedModel:
 
 @pytest.mark.parametrize(("block_size", "budget"), [(16, 48), (64, 512)])
 def test_greedy_tokens_equal_transformers(saved: SavedModel, block_size: int, budget: int) -> None:
-    """All prompts at once, whole or in chunks amid decodes; then all again, out of the first ones' blocks."""
+    """All prompts at once, whole or in chunks beside decodes; then all again, out of the first ones' blocks."""
     prompts = random_prompts(LENGTHS, 3000)
     expected = [saved.generate(prompt, NUM_TOKENS) for prompt in prompts]
     executor = make_executor("", device=DEVICE, block_size=block_size, num_blocks=20_000 // block_size)

@@ -17,7 +17,7 @@ from pd_cluster.scheduling.batch import Batch
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.memory_measurement import run_largest_step
 from pd_kernels.backends import TORCH
-from pd_kernels.packed import StepSize
+from pd_kernels.values import StepSize
 from tests.worker.driver import Driver, make_executor
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def test_a_capture_that_fails_ends_the_start_with_words(
     monkeypatch.setattr("pd_cluster.worker.device_executor.captures_steps", lambda *arguments: True)
     monkeypatch.setattr("pd_cluster.worker.device_executor.capture_steps", fail_to_capture)
     with pytest.raises(StartupError, match=words):
-        build(models.get("llama").directory, CacheConfig())
+        build(models.get("llama").directory, CacheConfig(num_blocks=4))
 
 
 def test_a_kernel_that_was_asked_for_is_not_replaced_in_captured_steps(
@@ -81,7 +81,7 @@ def test_a_kernel_that_was_asked_for_is_not_replaced_in_captured_steps(
         TORCH, name="flashinfer", replayable=lambda size, num_heads, key_cache, windowed: pytest.fail("Triton's")
     )
     monkeypatch.setattr("pd_cluster.worker.kernel_selection.with_flashinfer", lambda shape, compiles: row)
-    executor, _ = build(models.get("llama").directory, CacheConfig(), prefill_attention="flashinfer")
+    executor, _ = build(models.get("llama").directory, CacheConfig(num_blocks=4), prefill_attention="flashinfer")
     size = StepSize(16, 4, 4, has_decodes=True)
     assert executor._kernels.name == "flashinfer"
     assert executor._kernels.replayable(size, 6, executor._cache.layer_views[0][0], False) is None

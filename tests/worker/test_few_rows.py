@@ -16,9 +16,9 @@ from pd_cluster.models.forward_inputs import ForwardInputs, Tail
 from pd_cluster.models.registry import build_model, resolve_spec
 from pd_cluster.models.weights import fill_at_random
 from pd_kernels import reference
-from pd_kernels.backends import TORCH, Kernels, no_few_rows, select_kernels
-from pd_kernels.half_normed import HalfNormed
-from pd_kernels.packed import PackedSequences
+from pd_kernels.backends import TORCH, Kernels, no_few_rows
+from pd_kernels.selection import select_kernels
+from pd_kernels.values import HalfNormed, PackedSequences
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,8 +4,8 @@ The reference is transformers' own model with the same random weights, computed 
 transformers in bfloat16 is from that: ours may be TIMES as far, as a root mean square over the vocabulary and at the
 worst logit. Where the reference's best token leads by more than that allows for, ours is the same token.
 
-Query weights are scaled so that attention looks at few tokens: plain random ones average over thousands, and nobody
-would notice a block that is missing. A test of the yardstick takes one away.
+Query weights are scaled so that attention looks at few tokens: plain random ones average over thousands, and the test
+would miss a block that is absent. A test of the yardstick takes one away.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pd_cluster.models.registry import build_model
 from pd_cluster.models.weights import fill_at_random
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.device_executor import DeviceExecutor
-from pd_kernels.backends import select_kernels
+from pd_kernels.selection import select_kernels
 from tests.worker.driver import Driver, Generation, random_prompts
 
 if TYPE_CHECKING:

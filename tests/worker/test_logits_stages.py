@@ -17,6 +17,8 @@ from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker.cuda_graphs.captured_steps import ReplayOutputs
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.logits_stages.stage import LogitsStage, StageContext
+from pd_cluster.worker.sampler import Sampled, sample
+from pd_cluster.worker.sampling_state import GREEDY, SamplingInputs
 from tests.engine.test_core_pipeline import CONFIG, PROMPTS, Bench, make_connector
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import make_executor, random_prompts
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pd_cluster.worker.input_batch import ReplayInputs
-    from pd_kernels.packed import Ints, StepSize
+    from pd_kernels.backends import Kernels
+    from pd_kernels.values import Ints, StepSize
 
 
 class BanToken(LogitsStage):
@@ -36,6 +39,11 @@ class BanToken(LogitsStage):
         self._banned = np.full(context.num_rows, -1)
         self._move = context.move
         self.num_rows = 0
+
+    @staticmethod
+    def check(sampling: SamplingParams) -> None:
+        if not isinstance(sampling.logits_args.get("ban", 0), int):
+            raise ValueError("ban must be a token id")
 
     def start(self, row: int, start: SequenceStart) -> bool:
         self._banned[row] = start.sampling.logits_args.get("ban", -1)
@@ -79,7 +87,7 @@ class CountUp(LogitsStage):
         self._last[rows] = token_ids.numpy()
 
 
-class Broken:
+class Broken(BanToken):
     def __init__(self, context: StageContext) -> None:
         raise RuntimeError("no licence")
 
@@ -114,11 +122,22 @@ def stage_of(executor: DeviceExecutor, kind: type[LogitsStage]) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["off", "on"])
-def test_a_stage_changes_its_own_rows_alone(mode: str) -> None:
+def test_a_stage_changes_its_own_rows_alone(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = SamplingParams(max_tokens=12, temperature=1.1, seed=3, ignore_eos=True, frequency_penalty=0.4)
     with served(mode) as (bench, executor):
         plain = tokens_of(bench, one=greedy(), other=greedy(), drawn=drawn)
         assert stage_of(executor, BanToken).num_rows == 0, "steps without such rows do not ask the stage"
+        inputs = list[SamplingInputs]()
+
+        def recorded(logits: torch.Tensor, step: SamplingInputs, kernels: Kernels) -> Sampled:
+            inputs.append(step)
+            return sample(logits, step, kernels)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("pd_cluster.worker.model_runner.sample", recorded)
+            assert tokens_of(bench, one=greedy(), other=greedy())["one"] == plain["one"]
+        assert len(inputs) >= 12
+        assert all(step is GREEDY for step in inputs)
         banned = plain["one"][4]
         mixed = tokens_of(bench, one=greedy(logits_args={"ban": banned}), other=greedy(), drawn=drawn)
         assert stage_of(executor, BanToken).num_rows >= 12
@@ -139,6 +158,16 @@ def test_a_late_stage_knows_the_token_before(mode: str) -> None:
         mixed = tokens_of(bench, counted=counting, penalized=penalized, drawn=drawn)
     assert mixed["counted"] == list(range(PROMPTS[1][-1] + 1, PROMPTS[1][-1] + 15))
     assert mixed | {"counted": plain["counted"]} == plain
+
+
+def test_arguments_that_a_stage_refuses_are_an_invalid_request() -> None:
+    with served("off") as (bench, _):
+        bench.send(AddRequest("wrong", PROMPTS[1], greedy(logits_args={"ban": "seven"})))
+        with pytest.raises(AssertionError, match="logits_args: ban must be a token id"):
+            bench.run()
+        bench.open.clear()
+        bench.mailbox.outbox.clear()
+        assert len(tokens_of(bench, right=greedy(logits_args={"ban": 7}))["right"]) == 12
 
 
 @pytest.mark.parametrize("is_replayed", [False, True])
@@ -181,7 +210,7 @@ def test_a_step_with_late_rows_is_drawn_when_the_one_before_was_read(models: Mod
         ("no.such.module:Stage", "No module named"),
         (f"{__name__}:Missing", "has no attribute 'Missing'"),
         (f"{__name__}:Broken", "no licence"),
-        ("builtins:id", "is not a LogitsStage: it lacks start, prepare"),
+        ("builtins:id", "is not a LogitsStage: it lacks is_late, check, start, prepare"),
     ],
 )
 def test_a_path_that_names_no_stage_ends_the_start(models: ModelStore, path: str, words: str) -> None:

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+import torch
 
-from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig
+from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.errors import StartupError
+from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes, step_sizes
 from pd_cluster.worker.device_executor import DeviceExecutor
-from pd_cluster.worker.startup import run_phases
+from pd_cluster.worker.executor import run_phases
+from pd_cluster.worker.kv_cache import KVCache
+from pd_cluster.worker.memory_measurement import measure_free_bytes
+from pd_kernels.backends import TORCH
 from tests.connectors.layouts import full_layout
-from tests.worker.driver import make_executor
+from tests.worker.conftest import VOCAB_SIZE
+from tests.worker.driver import Driver, make_executor, random_prompts
+from tests.worker.test_decode_graphs import Repeater, plan_on_device
+from tests.worker.test_step_graphs import replayable
 
 if TYPE_CHECKING:
     from pd_cluster.worker.executor import Executor
     from pd_connectors.base import CacheDescription
-    from pd_kernels.packed import StepSize
+    from pd_kernels.values import PackedSequences, StepSize
     from tests.worker.conftest import ModelStore
 
 PHASES = ("load", "free_kv_bytes", "allocate", "warm_up")
@@ -122,3 +131,53 @@ def test_the_phases_of_a_device_say_what_they_made(models: ModelStore) -> None:
     assert (cache.num_blocks, executor.num_blocks, executor.num_host_blocks) == (7, 7, 2)
     executor.close()
     executor.close()
+
+
+def test_the_sizes_that_warm_up_captured_serve_steps(models: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with functions that are called again in place of graphs."""
+
+    def plan(packed: PackedSequences, key_cache: torch.Tensor, window: int = 0) -> Any:
+        """The host knows no lengths of captured steps, and says 1."""
+        is_capturable = not (packed.host_seq_lens - 1).any()
+        return (plan_on_device if is_capturable else TORCH.plan_attention)(packed, key_cache, window)
+
+    saved, repeater = models.get("qwen3"), Repeater(100)
+    kernels = replace(replayable(TORCH), plan_attention=plan)
+    limits = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=40, max_graph_batch=4, max_graph_tokens=28)
+    model, cache = ModelConfig(model=str(saved.directory), device="cpu"), CacheConfig(num_blocks=64)
+    config = NodeConfig(model=model, cache=cache, scheduler=limits)
+    plain = DeviceExecutor.started(config, lambda _: None)
+    for name, value in (
+        ("kernel_selection.select_kernels", lambda device: kernels),
+        ("device_executor.captures_steps", lambda *arguments: True),
+        ("cuda_graphs.set_up.CudaRecorder", lambda device: repeater),
+        ("cuda_graphs.set_up.choose_products", lambda *arguments: None),
+    ):
+        monkeypatch.setattr(f"pd_cluster.worker.{name}", value)
+    executor = DeviceExecutor.started(config, lambda _: None)
+    sizes = executor._graph_sizes.sizes
+    assert sizes[:3] == tuple(reversed(decode_sizes(4))), "the largest first"
+    assert set(sizes[3:]) == set(step_sizes(28, 6, with_far=True))
+    outputs = []
+    for worker in (plain, executor):
+        driver = Driver(worker, budget=40)
+        for prompt in random_prompts((5, 16, 31, 20), VOCAB_SIZE):
+            driver.add(prompt)
+        outputs.append(driver.run())
+    assert outputs[0] == outputs[1] == [saved.generate(one.prompt, 12) for one in driver.sequences]
+    assert len(repeater.replays) >= 10
+
+
+def test_what_weights_and_the_largest_step_leave_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of 80 GB; the weights take 16 GB; the largest step takes 3 GB more beside its own small cache."""
+    layout, scratch = Phases.layout, list[KVCache]()
+    figures: dict[str, Any] = {
+        "memory_allocated": 16e9, "memory_reserved": 17e9, "mem_get_info": (60e9, 80e9), "empty_cache": None,
+        "reset_peak_memory_stats": None, "synchronize": None,
+    }  # fmt: skip
+    for name, value in figures.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda *device, value=value: value)
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 19e9 + scratch[0].num_bytes)
+    free = [measure_free_bytes(layout, 100, scratch.append, share, torch.device("cpu")) for share in (0.5, 0.9, 0.999)]
+    assert free == pytest.approx([(limit - 3) * 1e9 for limit in (0.5 * 80 - 17.7, 0.9 * 80 - 17.7, 60)])
+    assert [cache.num_blocks for cache in scratch] == [8] * 3, "of a budget of 100 tokens, and one more"

@@ -18,7 +18,7 @@ from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_kernels import reference
 from pd_kernels.backends import TORCH, Kernels
-from pd_kernels.packed import StepSize
+from pd_kernels.values import StepSize
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts, use_graphs
 from tests.worker.test_decode_graphs import Repeater
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pd_cluster.worker.input_batch import ReplayInputs
-    from pd_kernels.packed import Ints, StepOnDevice
+    from pd_kernels.values import Ints, StepOnDevice
 
 SIZES = step_sizes(28, 6, with_far=False)
 LENGTHS = (5, 16, 40, 31, 64, 1, 2)
@@ -56,7 +56,7 @@ class ReferencePlan:
         decodes = step.decode_lens[step.decode_lens > 0]
         assert torch.equal(decodes, step.seq_lens[: len(decodes)])
         assert torch.equal(step.query_starts[: len(decodes) + 1], torch.arange(len(decodes) + 1, dtype=torch.int32))
-        found = torch.full_like(query, torch.nan)  # what nobody must see
+        found = torch.full_like(query, torch.nan)  # must never be read
         found[:num_tokens] = reference.prefill_attention(
             query[:num_tokens], key_cache, value_cache, step.block_tables, step.query_starts, step.seq_lens, scale,
             self.window,
@@ -66,13 +66,13 @@ class ReferencePlan:
 
 @dataclass(frozen=True)
 class ReferenceReplayable:
-    """backends.Replayable in plain torch. It has no tiles, so whose they would be is all that there is in them."""
+    """backends.Replayable in plain torch. It has no tiles, so they hold only the number of their sequence."""
 
     is_far: bool
     num_tiles: int = 2
 
-    def tiles(self, query_lens: Ints, seq_lens: Ints, num_decodes: int, nobody: int) -> Ints:
-        return np.array([[num_decodes, nobody], [0, 0]])
+    def tiles(self, query_lens: Ints, seq_lens: Ints, num_decodes: int, padding_seq: int) -> Ints:
+        return np.array([[num_decodes, padding_seq], [0, 0]])
 
     def plan(self, step: StepOnDevice, key_cache: torch.Tensor, window: int = 0) -> ReferencePlan:
         return ReferencePlan(step, window)
@@ -117,7 +117,7 @@ def serve(executor: DeviceExecutor, budget: int) -> list[list[int]]:
 def test_replayed_steps_sample_the_same(
     models: ModelStore, monkeypatch: pytest.MonkeyPatch, name: str, kernels: Kernels
 ) -> None:
-    """Prompts in chunks, decodes amid them, and steps larger than the largest size."""
+    """Prompts in chunks, decodes between them, and steps larger than the largest size."""
     monkeypatch.setattr("pd_cluster.worker.kernel_selection.select_kernels", lambda device: kernels)
     directory = models.get(name).directory
     replayed: list[StepSize] = []

@@ -96,7 +96,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 def make_rows(problem: Problem) -> tuple[InputBatch, HostBuffer, tuple[SequenceChunk, ...]]:
-    """Rows in which the step may be launched. Late tokens were sampled by a step whose result nobody has read."""
+    """Rows in which the step may be launched. The result of the step that sampled late tokens was not read yet."""
     host_buffer = HostBuffer(CPU, 64 * problem.limit + 200 * problem.max_seqs + 1024)
     sampling = SamplingState(problem.max_seqs, 99, (), host_buffer)
     rows = InputBatch(problem.max_seqs, MAX_LEN, BLOCK_SIZE, sampling, host_buffer, CPU)
@@ -116,7 +116,7 @@ def make_rows(problem: Problem) -> tuple[InputBatch, HostBuffer, tuple[SequenceC
 
 
 def make_graphs(problem: Problem, rows: InputBatch, host_buffer: HostBuffer) -> StepGraphs:
-    """Of a model whose shape is all that there is of it."""
+    """Of a model that has a shape and no weights."""
     layout = full_layout(BLOCK_SIZE, 2, 1, 16, problem.dtype)
     spec = SimpleNamespace(num_heads=2 * problem.group, vocab_size=99)
     model = cast("Any", SimpleNamespace(device=CPU, dtype=torch.float32, spec=spec, windows=frozenset({0})))
@@ -128,7 +128,7 @@ def make_graphs(problem: Problem, rows: InputBatch, host_buffer: HostBuffer) -> 
 
 
 def check_tokens(rows: InputBatch, chunks: tuple[SequenceChunk, ...], places: StepPlaces, padding_slot: int) -> None:
-    """And who samples, against the packing of steps that are not captured."""
+    """And the rows that sample, against the packing of steps that are not captured."""
     plain = rows.build(chunks)
     count = len(plain.token_ids)
     token_ids = torch.where(places.token_ids == LATE, rows.last_tokens[places.rows], places.token_ids)
@@ -137,7 +137,7 @@ def check_tokens(rows: InputBatch, chunks: tuple[SequenceChunk, ...], places: St
     assert torch.equal(places.positions[:count], plain.positions)
     assert torch.equal(places.slots[:count], plain.slot_mapping)
     assert set(places.slots[count:].tolist()) <= {padding_slot}
-    assert not token_ids[count:].any(), "padding needs nobody's last token"
+    assert not token_ids[count:].any(), "padding needs no last token"
     samples = plain.samples
     expected = torch.arange(count) if plain.tail is None else plain.tail.rows
     assert places.sampled[: len(samples)].tolist() == expected.tolist()
@@ -156,13 +156,13 @@ def check_sequences(rows: InputBatch, chunks: tuple[SequenceChunk, ...], places:
     starts = places.query_starts.tolist()
     assert starts[: count + 1] == packed.query_starts.tolist()
     assert set(starts[count:]) == {starts[count]}
-    assert len(places.seq_lens) > count, "there is a sequence of nobody"
+    assert len(places.seq_lens) > count, "there is a padding sequence"
     assert torch.equal(tables, packed.block_tables[:, : tables.shape[1]])
     assert tables.shape[1] * BLOCK_SIZE >= int(packed.host_seq_lens.max())
 
 
 def check_tiles(layout: StepLayout, chunks: tuple[SequenceChunk, ...], places: StepPlaces) -> None:
-    """Every chunk's tokens are covered once, and nobody else's."""
+    """Every chunk's tokens are covered once, and no others."""
     attention = layout.attention
     assert isinstance(attention, TritonReplayable)
     tokens = attention.tiling.rows // attention.group
@@ -173,7 +173,7 @@ def check_tiles(layout: StepLayout, chunks: tuple[SequenceChunk, ...], places: S
         (seq, first) for seq in range(num_decodes, len(chunks)) for first in range(0, chunks[seq].num_tokens, tokens)
     ]  # fmt: skip
     assert sorted(found) == wanted
-    assert seqs[: len(found)] == [seq for seq, _ in found], "nobody's come last"
+    assert seqs[: len(found)] == [seq for seq, _ in found], "padding sequences come last"
     assert not any(firsts[len(found) :])
 
 

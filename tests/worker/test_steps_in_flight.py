@@ -23,7 +23,7 @@ from tests.worker.test_step_graphs import cuda_executor, with_steps
 if TYPE_CHECKING:
     from pd_cluster.worker.device_executor import DeviceExecutor
     from pd_cluster.worker.input_batch import ReplayInputs
-    from pd_kernels.packed import StepSize
+    from pd_kernels.values import StepSize
 
 MAX_SEQS, MAX_LEN = 8, 120
 GREEDY = SamplingParams(max_tokens=99, temperature=0.0)  # most, for the graphs' own choices count where all are

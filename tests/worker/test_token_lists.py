@@ -55,7 +55,7 @@ def test_long_lists_choose_the_tokens_that_short_ones_do(models: ModelStore, mon
 
 
 def started(*all_params: SamplingParams) -> SamplingState:
-    """A state whose row i has the i-th of `all_params`."""
+    """A state: its row i has the i-th of `all_params`."""
     cpu = torch.device("cpu")
     host_buffer = HostBuffer(cpu, 1024)
     context = StageContext(len(all_params), DEMO_VOCAB_SIZE, frozenset({2}), cpu, host_buffer.move)

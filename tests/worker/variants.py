@@ -28,7 +28,7 @@ from pd_cluster.worker import model_loading
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.warm_up import run_steps_of_all_kinds
 from pd_kernels import triton_dependent_launch
-from pd_kernels.backends import BACKENDS
+from pd_kernels.selection import BACKENDS
 
 if TYPE_CHECKING:
     from pd_kernels.backends import Kernels

@@ -1,1 +1,1 @@
-"""`pd-cluster ray`: prefill nodes, decode nodes and routers, placed and kept on a Ray cluster."""
+"""`pd-cluster ray`: places prefill nodes, decode nodes and routers on a Ray cluster and keeps them running."""

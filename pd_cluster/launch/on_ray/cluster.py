@@ -1,4 +1,4 @@
-"""What the controller asks of Ray: the only place, beside `connect.py`, that imports it. Calls block for moments."""
+"""The controller's interface to Ray. Only this file and `connect.py` import Ray. Its calls block for milliseconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pd_cluster.launch.on_ray.unit import Place, Secret, Unit, UnitPlan, UnitRep
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pd_cluster.launch.on_ray.policy import Choice
+    from pd_cluster.launch.on_ray.policy import Placement
 
 CONTROLLER = "controller"
 NODE_ID_LABEL = "ray.io/node-id"
@@ -22,9 +22,9 @@ _LEDGERS = b"pd-cluster"  # namespace of Ray's key-value store
 
 
 class Ledger(msgspec.Struct, frozen=True):
-    """What a controller that is started again must know: the goal, and the last unit's number.
+    """State that a restarted controller needs: the goal, and the number of the last unit.
 
-    `boot`: drawn by `up`, so that nothing is taken over from a cluster of the same name that is no more.
+    `boot`: a random id that `up` draws, so that nothing is taken over from an earlier cluster of the same name.
     """
 
     boot: str
@@ -34,7 +34,7 @@ class Ledger(msgspec.Struct, frozen=True):
 
 
 class UnitDied(PdError):
-    """The actor is dead, and everything that it started with it."""
+    """The actor is dead, and so is every process that it started."""
 
 
 class UnitActor:
@@ -47,7 +47,7 @@ class UnitActor:
         context = ray.get_runtime_context()
         gpus = tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", ()))
         place = Place(context.get_node_id(), plan.host or ray.util.get_node_ip_address(), gpus)
-        # the reservation goes, and with it this actor
+        # the end of the reservation also ends this actor
         self._unit = Unit(plan, key, place, lambda: remove_placement_group(get_current_placement_group()))
         self._unit.begin()
 
@@ -62,9 +62,9 @@ class UnitActor:
 
 
 class RayCluster:
-    """The units of one cluster, by name: each a detached actor in a detached placement group of one bundle.
+    """The units of one cluster, by name. Each is a detached actor in a detached placement group of one bundle.
 
-    One group for each, because a group can only be given back as a whole. For the thread or loop of one process.
+    Each unit has a group of its own, because Ray frees only whole groups. Use it from one thread or event loop.
     """
 
     def __init__(self, name: str) -> None:
@@ -94,7 +94,7 @@ class RayCluster:
         ]
 
     def find(self) -> list[str]:
-        """The units that exist, also those that another controller made."""
+        """Names of the units that exist, including those of an earlier controller."""
         import ray
 
         for name in ray.util.list_named_actors():
@@ -103,13 +103,13 @@ class RayCluster:
             with contextlib.suppress(ValueError):  # it died meanwhile
                 handle = ray.get_actor(name, namespace=self.namespace)
                 if name in self._buried:
-                    ray.kill(handle)  # could not be reached then
+                    ray.kill(handle)  # `discard` could not reach it
                 else:
                     self._handles[name] = handle
         return list(self._handles)
 
-    def create(self, plan: UnitPlan, key: Secret, bundle: Mapping[str, float], choice: Choice) -> None:
-        """Ask for a place and for an actor there; both come when Ray has room."""
+    def create(self, plan: UnitPlan, key: Secret, bundle: Mapping[str, float], choice: Placement) -> None:
+        """Reserve resources and create an actor there. Ray does both when it has room."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -117,7 +117,7 @@ class RayCluster:
         avoid = [{NODE_ID_LABEL: f"!in({','.join(choice.avoid)})"}] if choice.avoid else None
         group = placement_group(
             [dict(bundle)],
-            strategy="STRICT_PACK",  # of one bundle; the soft target wants it
+            strategy="STRICT_PACK",  # required by the soft target; the group has one bundle
             name=self._group_name(plan.name),
             lifetime="detached",
             _soft_target_node_id=choice.target,
@@ -139,7 +139,7 @@ class RayCluster:
         )
 
     def discard(self, name: str) -> None:
-        """Take actor and reservation away, whatever state they are in. The process ends with its actor."""
+        """Remove a unit's actor and reservation in any state. The process ends with its actor."""
         import ray
         from ray.util.placement_group import get_placement_group, remove_placement_group
 
@@ -147,11 +147,11 @@ class RayCluster:
         handle = self._handles.pop(name, None)
         if handle is not None:
             ray.kill(handle)
-        with contextlib.suppress(ValueError):  # it is gone
+        with contextlib.suppress(ValueError):  # already removed
             remove_placement_group(get_placement_group(self._group_name(name)))
 
     def stray_groups(self) -> list[str]:
-        """Units of which only the placement group is left."""
+        """Names of units that have a placement group and no actor."""
         from ray.util.placement_group import placement_group_table
 
         prefix = self._group_name("")
@@ -160,12 +160,12 @@ class RayCluster:
         return [name for name in names if name not in self._handles]
 
     async def report(self, name: str) -> UnitReport:
-        """Waits for as long as the actor does not answer. Raises UnitDied; TimeoutError when Ray cannot ask now."""
+        """Wait for the actor's report, without a limit. Raises UnitDied; TimeoutError when Ray cannot reach it."""
         from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
         handle = self._handles.get(name)
         if handle is None:
-            raise UnitDied("Ray could not make it")
+            raise UnitDied("Ray could not create its actor")
         try:
             report: UnitReport = await handle.report.remote()
         except (ActorDiedError, RayTaskError) as error:
@@ -201,7 +201,7 @@ class RayCluster:
 
 
 def reason(error: BaseException) -> str:
-    """Ray's messages are long, and their last line says why."""
+    """The last line of a Ray error, which names the cause."""
     return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
 
 

@@ -1,4 +1,4 @@
-"""`pd-cluster ray up | status | scale | down`: what the terminal sees. The work is the controller's."""
+"""`pd-cluster ray up | status | scale | down`: the terminal's side. The controller does the work."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from pd_cluster.launch.on_ray.controller import ClusterStatus, UnitStatus
     from pd_cluster.launch.on_ray.spec import ClusterSpec
 
-ANSWER_S = 60.0  # one call to the controller, which may be starting
-CLOSE_ANSWER_S = 15.0  # the same when all is to end: then not to answer is no reason to wait
+ANSWER_S = 60.0  # deadline of a call to the controller, which may be starting
+CLOSE_ANSWER_S = 15.0  # the same while closing: a controller that does not answer is not waited for
 POLL_S = 0.5
-WATCH_S = 2.0  # between two looks of `up` at whether its cluster is still there
-MAX_FAILURES = 3  # units of one role in a row that never came up, until `up` and `scale` stop waiting
-DOWN_MARGIN_S = 60.0  # beyond what requests get, until `down` takes away what is left
+WATCH_S = 2.0  # period at which `up` checks that its cluster exists
+MAX_FAILURES = 3  # units of a role in a row that never became ready, until `up` and `scale` stop waiting
+DOWN_MARGIN_S = 60.0  # after the time for requests, until `down` removes what is left
 
 
 def run_ray(namespace: argparse.Namespace) -> int:
@@ -65,22 +65,22 @@ def _up(namespace: argparse.Namespace) -> int:
             _say("stopping (Ctrl-C again: at once)")
             stop.clear()
             if _is_up(spec.name):
-                _close(controller, stop)  # what is left ends with its Ray
+                _close(controller, stop)  # the rest ends with its Ray
             _say("stopped")
 
 
 def _up_there(controller: Any, spec: ClusterSpec, timeout_s: float, stop: threading.Event) -> int:
-    """The cluster outlives this command, and also its end before the cluster serves."""
+    """Wait for a cluster that outlives this command, even if it is interrupted before the cluster serves."""
     status = _wait_whole(controller, timeout_s, stop)
     if status is not None:
         _greet(status, spec)
         return 0
-    _say("not waiting any longer; the cluster goes on: `pd-cluster ray status` shows it, `down` ends it")
+    _say("not waiting any longer; the cluster keeps running: `pd-cluster ray status` shows it, `down` stops it")
     return 130 if stop.is_set() else 1
 
 
 def _up_here(controller: Any, spec: ClusterSpec, timeout_s: float, stop: threading.Event) -> int:
-    """The cluster and its Ray end with this command."""
+    """Wait for a cluster that ends with this command, and its Ray with it."""
     status = _wait_whole(controller, timeout_s, stop)
     if status is None:
         return 0 if stop.is_set() else 1
@@ -92,7 +92,7 @@ def _up_here(controller: Any, spec: ClusterSpec, timeout_s: float, stop: threadi
 
 
 def _is_up(name: str) -> bool:
-    """Whether there is a controller; none: somebody has ended the cluster."""
+    """Whether the cluster has a controller; without one it was stopped elsewhere."""
     try:
         find_controller(name)
     except StartupError:
@@ -113,14 +113,14 @@ def _status(namespace: argparse.Namespace) -> int:
 def _scale(namespace: argparse.Namespace) -> int:
     counts = {role: getattr(namespace, role) for role in SCALED if getattr(namespace, role) is not None}
     if not counts:
-        raise StartupError("say what to scale: " + ", ".join(f"--{role} N" for role in SCALED))
+        raise StartupError("name a role to scale: " + ", ".join(f"--{role} N" for role in SCALED))
     with connected(namespace.name, namespace.address or "auto"), _interrupts() as stop:
         controller = find_controller(namespace.name)
         past = _ask(controller.status).problems
         _ask(controller.scale, counts)
         status = _wait_whole(controller, namespace.timeout_s, stop, past)
         if status is None:
-            _say("not waiting any longer; the cluster goes on: `pd-cluster ray status` shows it")
+            _say("not waiting any longer; the cluster keeps running: `pd-cluster ray status` shows it")
             return 130 if stop.is_set() else 1
         _say("whole: " + ", ".join(f"{count} {role}" for role, count in status.counts.items() if count))
         return 0
@@ -136,23 +136,23 @@ def _down(namespace: argparse.Namespace) -> int:
 
 
 def _close(controller: Any, stop: threading.Event) -> None:
-    """End the cluster in order, while the controller answers and `stop` is not set."""
+    """Stop the cluster in order, while the controller answers and `stop` is not set."""
     try:
         grace_s = _ask(controller.close, deadline_s=CLOSE_ANSWER_S)
         end_s = time.monotonic() + 2 * (grace_s + STOP_MARGIN_S) + DOWN_MARGIN_S
         while _ask(controller.status, deadline_s=CLOSE_ANSWER_S).units:
             if time.monotonic() >= end_s or stop.wait(POLL_S):
-                _say("not waiting for what is left")
+                _say("not waiting for the remaining units")
                 return
     except StartupError as error:
         _say(str(error))
 
 
 def _sweep(name: str) -> None:
-    """Take away whatever there is, at once. The controller first: it would make new units."""
+    """Remove everything at once. The controller comes first, because it would create new units."""
     import ray
 
-    with contextlib.suppress(StartupError):  # it is gone, and may have left units
+    with contextlib.suppress(StartupError):  # already gone; it may have left units
         ray.kill(find_controller(name))
     cluster = RayCluster(name)
     for unit in {*cluster.find(), *cluster.stray_groups()}:
@@ -163,7 +163,7 @@ def _sweep(name: str) -> None:
 def _wait_whole(
     controller: Any, timeout_s: float, stop: threading.Event, past: Sequence[str] = ()
 ) -> ClusterStatus | None:
-    """The status, once the cluster is whole; None when that is not worth waiting for. `past`: problems not to tell."""
+    """Wait until the cluster is whole. None after failures, `timeout_s` or `stop`. `past`: problems not to show."""
     end_s = time.monotonic() + timeout_s
     shown: dict[str, str] = {}
     told = set(past)
@@ -185,14 +185,14 @@ def _wait_whole(
             return status
         failing = [role for role, number in status.failures.items() if number >= MAX_FAILURES]
         if failing:
-            _say(f"{MAX_FAILURES} processes in a row did not come up: {', '.join(failing)}")
+            _say(f"{MAX_FAILURES} processes in a row did not become ready: {', '.join(failing)}")
             return None
         if time.monotonic() >= end_s or stop.wait(POLL_S):
             return None
 
 
 def table(status: ClusterStatus) -> list[str]:
-    """A status for people."""
+    """The status as lines of text."""
     wanted = ", ".join(f"{count} {role}" for role, count in status.counts.items() if count)
     state = "closing" if status.closing else "whole" if status.whole else "not whole"
     lines = [f"{status.name}: {state}; wanted: {wanted}"]
@@ -204,7 +204,7 @@ def table(status: ClusterStatus) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if status.doubt:
-        lines.append(f"doubt: {status.doubt}; silent ones stay as they are, unless Ray says that they are dead")
+        lines.append(f"doubt: {status.doubt}; silent units are kept, unless Ray reports them as dead")
     return lines + [f"problem: {problem}" for problem in status.problems]
 
 
@@ -224,7 +224,7 @@ def _greet(status: ClusterStatus, spec: ClusterSpec) -> None:
 
 
 def _ask(method: Any, *arguments: Any, deadline_s: float = ANSWER_S) -> Any:
-    """Call the controller. Raises StartupError, the controller's own too."""
+    """Call the controller. Raises StartupError, including the controller's own."""
     import ray
 
     try:
@@ -233,13 +233,13 @@ def _ask(method: Any, *arguments: Any, deadline_s: float = ANSWER_S) -> Any:
         raise StartupError(str(error.cause)) from error
     except ray.exceptions.RayError as error:
         raise StartupError(
-            f"the cluster's controller does not answer ({reason(error)}); `pd-cluster ray down --now` ends all"
+            f"the cluster's controller does not answer ({reason(error)}); `pd-cluster ray down --now` needs none"
         ) from error
 
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[threading.Event]:
-    """Set by Ctrl-C and its like, which end nothing by themselves."""
+    """An event that Ctrl-C and similar signals set during the block, instead of ending the process."""
     stop = threading.Event()
     before = {signum: signal.signal(signum, lambda *_: stop.set()) for signum in stop_signals()}
     try:

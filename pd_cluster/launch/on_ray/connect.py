@@ -1,4 +1,4 @@
-"""The way into a Ray cluster: token authentication always, by Ray's own means, and checked on the other side."""
+"""Connects to a Ray cluster, always with Ray's token authentication, and checks that the cluster demands it."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ if TYPE_CHECKING:
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 HEAD_RESOURCE = "node:__internal_head__"
 CONNECT_DEADLINE_S = 10.0
-PROBE_DEADLINE_S = 60.0  # a worker process must start for it
-LOCAL_STORE_BYTES = 100_000_000  # Ray's object store, which holds nothing of ours
+PROBE_DEADLINE_S = 60.0  # includes the start of a worker process
+LOCAL_STORE_BYTES = 100_000_000  # of Ray's object store, which we do not use
 
 
 def prepare_environment(environ: MutableMapping[str, str], home: Path, *, joins: bool) -> None:
-    """Turn token authentication on, before Ray is imported. `joins`: an existing cluster, whose token must be here.
+    """Turn token authentication on. Call it before Ray is imported. Raises StartupError.
 
-    Raises StartupError.
+    `joins`: connects to an existing cluster; its token must then be on this machine.
     """
     mode = environ.get(MODE, "token")
     if mode.lower() != "token":
         raise StartupError(f"${MODE} is {mode!r}: a cluster on Ray needs token authentication; unset it")
     path = environ.get(TOKEN_PATH)
     if path and not environ.get(TOKEN) and not Path(path).is_file():
-        raise StartupError(f"${TOKEN_PATH} names no file: {path}")
+        raise StartupError(f"${TOKEN_PATH}: there is no file {path}")
     if joins and not (environ.get(TOKEN) or path or (home / ".ray" / "auth_token").is_file()):
         raise StartupError(
             f"joining a Ray cluster needs its token: put it into ~/.ray/auth_token, a file that ${TOKEN_PATH} names, "
             f"or ${TOKEN}. Every machine of the cluster needs {MODE}=token and the same token when `ray start` runs"
         )
     environ[MODE] = "token"
-    environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere unless the user has asked for it
-    if joins:  # how often a refused driver asks again (the name is history); a Ray that is only starting needs more
+    environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no statistics are sent unless the user asks for them
+    if joins:  # retries of a refused driver (despite the name); too few for a Ray that is starting
         environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")
 
 
 @contextlib.contextmanager
 def connected(name: str, address: str, cpus: float = 0.0) -> Iterator[None]:
-    """A connection to the Ray cluster at `address`; "": a Ray on this machine, which ends with the connection.
+    """Connect to the Ray cluster at `address` during the block; "": start a Ray on this machine, and end it after.
 
-    `cpus`: what the processes on such a Ray will reserve. Raises StartupError.
+    `cpus`: what the processes on a started Ray will reserve. Raises StartupError.
     """
     check_address(address)
     prepare_environment(os.environ, Path.home(), joins=bool(address))
@@ -60,7 +60,7 @@ def connected(name: str, address: str, cpus: float = 0.0) -> Iterator[None]:
     if not address:
         cores = len(os.sched_getaffinity(0))
         own = {
-            "include_dashboard": False, "num_cpus": max(cores, math.ceil(2 * cpus)),  # they only count; room to scale
+            "include_dashboard": False, "num_cpus": max(cores, math.ceil(2 * cpus)),  # a mere number; room to scale
             "object_store_memory": LOCAL_STORE_BYTES,
         }  # fmt: skip
     try:
@@ -69,7 +69,7 @@ def connected(name: str, address: str, cpus: float = 0.0) -> Iterator[None]:
         )
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         where = f"the Ray cluster at {address}" if address else "a Ray on this machine"
-        hint = "; is the token that of this cluster?" if address else ""
+        hint = "; check that the token is this cluster's" if address else ""
         raise StartupError(f"cannot reach {where}: {_first_line(error)}{hint}") from error
     try:
         _check_authentication(address)
@@ -79,7 +79,7 @@ def connected(name: str, address: str, cpus: float = 0.0) -> Iterator[None]:
 
 
 def check_address(address: str) -> None:
-    """Raises StartupError when nobody listens there: Ray itself would try for many minutes."""
+    """Raise StartupError when nothing listens there. Ray itself would try for many minutes."""
     if not address or address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -92,15 +92,15 @@ def check_address(address: str) -> None:
 
 
 def _check_authentication(address: str) -> None:
-    """Raises StartupError when the cluster lets in those without a token."""
+    """Raise StartupError when the cluster admits clients without a token."""
     import ray
 
-    # on the head, which lets others in or not: that a worker has a token says nothing about it
+    # run on the head, because it admits clients; a token on a worker proves nothing
     probe = ray.remote(num_cpus=0, resources={HEAD_RESOURCE: 0.001})(_mode_here)
     try:
         mode = ray.get(probe.remote(), timeout=PROBE_DEADLINE_S)
     except ray.exceptions.RayError as error:
-        raise StartupError(f"the Ray cluster runs nothing: {_first_line(error)}") from error
+        raise StartupError(f"the Ray cluster cannot run a task: {_first_line(error)}") from error
     if mode.lower() != "token":
         raise StartupError(
             f"the Ray cluster at {address} runs without token authentication: "
@@ -113,7 +113,7 @@ def _mode_here() -> str:
 
 
 def find_controller(name: str) -> Any:
-    """Its handle. Raises StartupError when the cluster called `name` is not up."""
+    """The controller's handle. Raises StartupError when the cluster called `name` is not up."""
     import ray
 
     try:
@@ -123,7 +123,7 @@ def find_controller(name: str) -> Any:
 
 
 def start_controller(name: str, *arguments: Any) -> Any:
-    """Its handle. Raises StartupError when there is one, in the same act: of two at once, one starts."""
+    """Start a controller. Returns its handle. Raises StartupError when one exists; of two starts, one succeeds."""
     import ray
 
     from pd_cluster.launch.on_ray.controller import ControllerActor
@@ -136,13 +136,13 @@ def start_controller(name: str, *arguments: Any) -> Any:
                 namespace=namespace_of(name),
                 lifetime="detached",
                 num_cpus=0,
-                resources={HEAD_RESOURCE: 0.001},  # on Ray's head, whose death ends everything anyway
+                resources={HEAD_RESOURCE: 0.001},  # on Ray's head: the cluster does not survive the head in any case
                 max_restarts=-1,
-                max_task_retries=-1,  # to ask it twice is to ask it once
+                max_task_retries=-1,  # its methods may be repeated
             )
             .remote(*arguments)
         )
-    except ValueError as error:  # Ray's answer to a name that is taken
+    except ValueError as error:  # Ray raises this for a name that is taken
         raise StartupError(
             f"a cluster called {name!r} is up already: `pd-cluster ray scale` changes it, `down` ends it; "
             "or give this one another name"

@@ -1,7 +1,7 @@
-"""Keeps a cluster as it should be: looks, decides (`policy.py`), acts, again and again.
+"""Keeps a cluster at its goal. Each round reads the state, decides (`policy.py`) and acts.
 
-What is, is asked anew in each round: of the units, of the routers, of Ray. So the controller can die at any moment; the
-next one finds the units by name and the goal in the ledger, and goes on.
+Each round asks the units, the routers and Ray for the state. So the controller may die at any moment: the next one
+finds the units by name and the goal in the ledger.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from pd_connectors.protocol.keys import derive_key
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pd_cluster.launch.on_ray.policy import Choice, RayNode
+    from pd_cluster.launch.on_ray.policy import Placement, RayNode
     from pd_cluster.launch.on_ray.spec import ClusterSpec
     from pd_cluster.launch.on_ray.unit import Secret
 
 logger = logging.getLogger("pd_cluster.ray")
 
 PERIOD_S = 0.5
-ASK_AGAIN_S = 5.0  # a question without an answer for so long is lost, and asked again
-ANSWER_S = 1.0  # how long a round waits for words from units; one that takes longer is heard in a later round
-MAX_SILENCE_S = 2.0  # that one round adds: a pause of the controller itself is nobody else's silence
-CENSUS_PERIOD_S = 5.0  # between two looks at what there is in Ray, which this controller alone makes
-DOUBT_MARGIN_S = 30.0  # beyond a unit's orphan_s: its process is killed, and its actor goes
-SUSPECT_S = 30.0  # no new unit goes to a Ray node where one fell silent, for so long
+ASK_AGAIN_S = 5.0  # a question without an answer for so long counts as lost and is repeated
+ANSWER_S = 1.0  # how long a round waits for reports; later ones count in a later round
+MAX_SILENCE_S = 2.0  # most that a round adds, so that a pause of the controller does not count as silence
+CENSUS_PERIOD_S = 5.0  # between two reads of Ray's actors, which only this controller creates
+DOUBT_MARGIN_S = 30.0  # after a unit's orphan_s, for the end of its process and its actor
+SUSPECT_S = 30.0  # for so long no new unit goes to a Ray node with a silent unit
 PROBLEMS_KEPT = 20
 
 
@@ -50,7 +50,7 @@ class World(Protocol):
     def ray_nodes(self) -> list[RayNode]: ...
     def find(self) -> list[str]: ...
     def stray_groups(self) -> list[str]: ...
-    def create(self, plan: UnitPlan, key: Secret, bundle: Mapping[str, float], choice: Choice) -> None: ...
+    def create(self, plan: UnitPlan, key: Secret, bundle: Mapping[str, float], choice: Placement) -> None: ...
     def discard(self, name: str) -> None: ...
     async def report(self, name: str) -> UnitReport: ...
     def leave(self, name: str) -> None: ...
@@ -61,7 +61,7 @@ class World(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitStatus(UnitReport):
-    """One unit for `pd-cluster ray status`. `silent_s`: since the controller heard it."""
+    """A unit in `pd-cluster ray status`. `silent_s`: since the controller got a report."""
 
     name: str
     role: str
@@ -70,9 +70,9 @@ class UnitStatus(UnitReport):
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """`whole`: everything that should be is ready, and every router uses it. `problems`: the latest, oldest first.
+    """`whole`: all wanted units are ready, and every router uses them. `problems`: the latest, oldest first.
 
-    `doubt`: why silent units are neither removed from the routers nor replaced at the moment; "": they are.
+    `doubt`: why silent units are currently neither removed from the routers nor replaced; "": they are.
     """
 
     name: str
@@ -88,8 +88,8 @@ class ClusterStatus:
 @dataclass(slots=True)
 class _Record:
     name: str
-    ray_node: str = ""  # where it was meant to go
-    was_found: bool = False  # not made by this controller
+    ray_node: str = ""  # where it should run
+    was_found: bool = False  # made by an earlier controller
     silent_s: float = 0.0
     report: UnitReport | None = None
     died: str = ""
@@ -119,7 +119,7 @@ class _Record:
 
 @dataclass(slots=True)
 class _Backoff:
-    """By role: units in a row that never became ready, and until when there is no other."""
+    """By role: units in a row that never became ready, and when the next one may be created."""
 
     failures: dict[str, int] = field(default_factory=dict)
     until_s: dict[str, float] = field(default_factory=dict)
@@ -137,7 +137,7 @@ class _Backoff:
 
 
 class Controller:
-    """One cluster's. `run` is one task; `scale`, `close` and `status` may be called beside it."""
+    """The controller of one cluster. `scale`, `close` and `status` may be called while `run` runs."""
 
     def __init__(
         self,
@@ -151,20 +151,20 @@ class Controller:
         self._ledger = Ledger(boot, spec.counts)
         self._saving = asyncio.Lock()
         self._looked_s = clock()
-        self._patience_s = policy.SILENT_S  # of the first look: who was not heard yet would be taken from the routers
-        self._census_s = 0.0  # when to count again what there is
+        self._patience_s = policy.SILENT_S  # longer at first: units without a report leave the routers' tables
+        self._census_s = 0.0  # when to read Ray's actors again
         self._units: dict[str, _Record] = {}
         self._suspects: dict[str, float] = {}  # Ray node -> until when
         self._backoff = _Backoff()
         self._problems: list[str] = []
         self._whole = False
-        self._spared: tuple[str, ...] = ()  # silent units whose silence is put aside
+        self._spared: tuple[str, ...] = ()  # units with a silence that is ignored
         self._doubt = ""
 
     async def resume(self) -> None:
-        """Take over the goal and the units of a controller that died; before `run`.
+        """Take over the goal and the units of a controller that died. Call it before `run`.
 
-        Units of an earlier cluster of this name have another key and other flags: they go.
+        Units of an earlier cluster of this name have another key and other flags, and are removed.
         """
         ledger = await asyncio.to_thread(self._world.load)
         names = await asyncio.to_thread(self._count)
@@ -177,7 +177,7 @@ class Controller:
         self._ledger = msgspec.structs.replace(self._ledger, serial=0 if ledger is None else ledger.serial)
 
     async def run(self) -> None:
-        """For ever. A round that fails is logged and repeated: whatever it was, the next one looks anew."""
+        """Run rounds without end. A round that fails is logged; the next one reads the state again."""
         routers = Routers(derive_key(self._key.text))
         try:
             while True:
@@ -196,16 +196,16 @@ class Controller:
         return Goal(self._ledger.counts, self._spec.grace_s, self._ledger.closing)
 
     async def scale(self, counts: Mapping[str, int]) -> None:
-        """Raises StartupError when that many cannot serve, or at the end. Roles that are not named stay as they are."""
+        """Change the goal of the named roles. Raises StartupError when it cannot serve, or while the cluster closes."""
         if self._ledger.closing:
-            raise StartupError(f"the cluster {self._spec.name!r} is being ended")
+            raise StartupError(f"the cluster {self._spec.name!r} is closing")
         wanted = {**self._ledger.counts, **counts}
         check_counts(wanted)
-        self._backoff = _Backoff()  # somebody is looking: try at once
+        self._backoff = _Backoff()  # the user waits: try at once
         await self._write(counts=wanted)
 
     async def close(self) -> float:
-        """End everything in order; `status` tells when nothing is left. Returns grace_s."""
+        """End all units in order; `status` shows when none is left. Returns grace_s."""
         await self._write(closing=True)
         return self._spec.grace_s
 
@@ -218,9 +218,9 @@ class Controller:
         )  # fmt: skip
 
     async def round(self, routers: Routers) -> None:
-        """Look, decide, act, once."""
+        """Read the state, decide and act, once."""
         views = await self._look()
-        # of routers whose actor was just heard: to wait for one on a dead machine would stretch the round
+        # only routers that just reported: waiting for one on a dead machine would delay the round
         urls = [
             view.url for view in views if view.role == ROUTER and view.phase is UnitPhase.READY and not view.silent_s
         ]
@@ -233,10 +233,11 @@ class Controller:
             if view.phase is not UnitPhase.WAITING and view.silent_s >= policy.SILENT_S:
                 self._suspects[view.ray_node] = self._clock() + SUSPECT_S
         decision = policy.decide(goal, views, known, self._backoff.held_back(self._clock()))
-        # the routers first: what is gone must get nothing while the rest is done
+        # the routers first, so that units that are gone get no requests meanwhile
         over = set(decision.discard)
         left = [view for view in views if view.name not in over]
-        told = [routers.send(url, orders) for url, table in tables.items() if (orders := policy.orders(left, table))]
+        orders = {url: policy.unit_orders(left, table) for url, table in tables.items()}
+        told = [routers.send(url, some) for url, some in orders.items() if some]
         for problems in await asyncio.gather(*told):
             for problem in problems:
                 self._note(problem)
@@ -247,7 +248,7 @@ class Controller:
             await self._create(role)
 
     async def _look(self) -> list[UnitView]:
-        """Ask every unit how it does. One that does not answer in time keeps its last word, and grows silent."""
+        """Ask every unit for a report. A unit that does not answer in time keeps its last one and counts as silent."""
         if self._clock() >= self._census_s:
             await self._take_census()
         units = list(self._units.values())
@@ -266,7 +267,7 @@ class Controller:
         return [unit.view() for unit in units]
 
     async def _take_census(self) -> None:
-        """Which units there are, and of which silent ones Ray itself knows that their Ray node is dead."""
+        """Find the units that exist, and the silent ones on Ray nodes that Ray reports as dead."""
         for name in await asyncio.to_thread(self._count):
             self._units.setdefault(name, _Record(name, was_found=True))
         silent = [unit for unit in self._units.values() if unit.report and unit.silent_s >= policy.SILENT_S]
@@ -278,7 +279,7 @@ class Controller:
         self._census_s = self._clock() + CENSUS_PERIOD_S
 
     def _ask(self, unit: _Record) -> None:
-        """One question at a time. One that got lost on the way is not waited for: the next may get through."""
+        """Ask a unit, one question at a time. One without an answer for ASK_AGAIN_S is cancelled and repeated."""
         now_s = self._clock()
         if unit.asking is not None and not unit.asking.done() and now_s - unit.asked_s >= ASK_AGAIN_S:
             unit.asking.cancel()
@@ -287,14 +288,14 @@ class Controller:
             unit.asking, unit.asked_s = asyncio.create_task(self._world.report(unit.name)), now_s
 
     def _weigh(self, views: list[UnitView]) -> list[UnitView]:
-        """`views` without the silence that is rather this controller's own. What is doubted is told, and its end."""
-        doubt_s = 0.0 if self._ledger.closing else self._spec.orphan_s + DOUBT_MARGIN_S  # all is to end anyway
+        """`views` without silence that `policy.weigh` ignores. Notes when such a doubt begins and ends."""
+        doubt_s = 0.0 if self._ledger.closing else self._spec.orphan_s + DOUBT_MARGIN_S  # all units end in any case
         hearing = policy.weigh(views, self._world.here, doubt_s)
         share = f"{hearing.num_heard} of {hearing.num_known} units answer this controller"
         if hearing.spared and not self._spared:
-            self._note(f"only {share}: the silent ones stay as they are, unless Ray says that they are dead")
+            self._note(f"only {share}: silent units are kept, unless Ray reports them as dead")
         elif self._spared and not hearing.is_doubted:
-            self._note(f"{share}: silence counts again, from now on")
+            self._note(f"{share}: silence counts again")
             for unit in self._units.values():
                 if unit.name in self._spared:
                     unit.silent_s = 0.0  # its answer may be on the way
@@ -311,7 +312,7 @@ class Controller:
         except UnitDied as death:
             unit.died = str(death)
             return
-        except Exception as error:  # one unit's trouble: the round goes on, and it falls silent
+        except Exception as error:  # a problem of one unit: the round goes on, and the unit counts as silent
             self._note(f"{unit.name}: {type(error).__name__}: {error}")
             return
         if unit.report.phase is UnitPhase.READY and not unit.was_ready:
@@ -319,14 +320,14 @@ class Controller:
             self._backoff.worked(unit.role)
 
     def _count(self) -> list[str]:
-        """The units that there are. What a controller that died left half-made is taken away."""
+        """Names of the units. Removes placement groups that a controller left without an actor."""
         names = self._world.find()
         for name in self._world.stray_groups():
             self._world.discard(name)
         return names
 
     def _act(self, decision: policy.Decision) -> None:
-        """In a thread: Ray's calls block."""
+        """Run in a thread, because Ray's calls block."""
         for name in decision.discard:
             self._world.discard(name)
         for name in decision.leave:
@@ -335,7 +336,7 @@ class Controller:
             self._world.stop(name, grace_s)
 
     def _part(self, unit: _Record) -> None:
-        """Note why a unit goes, unless it was meant to."""
+        """Note why a unit is removed, unless it was stopped on purpose."""
         if unit.asking is not None:
             unit.asking.cancel()
         phase, report = unit.view().phase, unit.report
@@ -343,8 +344,8 @@ class Controller:
             return
         why = unit.died or (report.detail if report is not None and report.detail else "")
         if phase is UnitPhase.WAITING:
-            return  # never anywhere: no room, or no longer wanted
-        self._note(f"{unit.name}: {why or 'fell silent'}")
+            return  # it never ran: no room, or no longer wanted
+        self._note(f"{unit.name}: {why or 'silent'}")
         if not unit.was_ready:
             self._backoff.failed(unit.role, self._clock())
 
@@ -352,7 +353,7 @@ class Controller:
         spec = self._spec
         now_s = self._clock()
         self._suspects = {node: until_s for node, until_s in self._suspects.items() if now_s < until_s}
-        # written before it is used: no two units ever have one name
+        # saved before its use, so that no two units ever have the same name
         await self._write(serial=self._ledger.serial + 1)
         name = f"{role}-{self._ledger.serial}"
         plan = UnitPlan(name, role, spec.arguments(role), spec.start_deadline_s, spec.orphan_s, spec.host)
@@ -368,7 +369,7 @@ class Controller:
     async def _write(self, **changes: Any) -> None:
         self._ledger = msgspec.structs.replace(self._ledger, **changes)
         self._whole = False
-        async with self._saving:  # the latest is written last
+        async with self._saving:  # so that the newest is written last
             await asyncio.to_thread(self._world.save, self._ledger)
 
     def _note(self, problem: str) -> None:
@@ -378,7 +379,7 @@ class Controller:
 
 
 class ControllerActor:
-    """`Controller` as a Ray actor, which Ray starts again when it dies."""
+    """`Controller` as a Ray actor, which Ray restarts when it dies."""
 
     async def __init__(self, spec: ClusterSpec, key: Secret, boot: str) -> None:  # type: ignore[misc]  # Ray awaits it
         from pd_cluster.launch.on_ray.cluster import RayCluster

@@ -1,14 +1,14 @@
-"""What to do next, given what should be and what is. Pure: no Ray, no clock, no socket.
+"""Decides the next actions from the goal and the state. Pure: no Ray, no clock, no socket.
 
-A unit's way out:
+How a unit leaves:
 
-    ready, one too many    leave     the routers drain it: it gets nothing new
-    drained, or grace_s    stop      SIGTERM; the process sees the rest of its requests and leases through
-    ended, lost            discard   actor and placement group go; a deficit is then made up for
+    ready, one too many    leave     the routers drain it: it gets no new requests
+    drained, or grace_s    stop      SIGTERM; the process finishes its requests and leases
+    ended, lost            discard   actor and placement group are removed; a missing unit is then created
 
-A silent unit is *lost* at once by Ray's word (its actor or its Ray node is dead), and after LOST_S by its silence. When
-most units are silent at the same time, the controller has probably lost its own contact: `weigh` then puts their
-silence aside, and the units stay where they are and with the routers.
+A unit is *lost* as soon as Ray reports its actor or its Ray node as dead, or after LOST_S of silence. When most units
+are silent at the same time, the controller has probably lost its own connection: `weigh` then ignores their silence,
+and the units stay in place and in the routers' tables.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from pd_cluster.launch.on_ray.unit import STOP_MARGIN_S, UnitPhase
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-SILENT_S = 5.0  # a node whose actor has been silent for so long gets no requests; Ray itself notices after 13 s or more
-LOST_S = 15.0  # and after this it is replaced
-REPLACE_WAITING_S = 90.0  # a unit without a place is asked for anew, as the Ray nodes may have changed
-DISCARD_MARGIN_S = 30.0  # a stopping unit that has not ended this long after its deadline hangs
+SILENT_S = 5.0  # after so long without its actor's report a node gets no requests; Ray notices after 13 s or more
+LOST_S = 15.0  # after this it is replaced
+REPLACE_WAITING_S = 90.0  # a unit without a place is requested again, because the Ray nodes may have changed
+DISCARD_MARGIN_S = 30.0  # a stopping unit that still runs so long after its deadline is discarded
 MIN_STOP_S = 5.0
 MAX_BACKOFF_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class UnitView:
-    """A unit as the controller sees it. `silent_s`: since its actor's last word, or since it was made."""
+    """A unit as the controller sees it. `silent_s`: since its actor's last report, or since its creation."""
 
     name: str
     role: str
@@ -41,8 +41,8 @@ class UnitView:
     phase_s: float = 0.0
     silent_s: float = 0.0
     url: str = ""
-    ray_node: str = ""  # where it is, or where it was meant to go
-    was_found: bool = False  # an earlier controller made it: it may run although this one has not heard it
+    ray_node: str = ""  # where it runs, or should run
+    was_found: bool = False  # an earlier controller made it: it may run although this one has no report
 
     @property
     def number(self) -> int:
@@ -50,7 +50,7 @@ class UnitView:
 
     @property
     def may_run(self) -> bool:
-        """Whether its process may run, as far as this controller can know: its silence is then a sign."""
+        """Whether its process may be running, so that its silence means something."""
         living = (UnitPhase.STARTING, UnitPhase.READY, UnitPhase.LEAVING, UnitPhase.STOPPING)
         return self.phase in living or (self.phase is UnitPhase.WAITING and self.was_found)
 
@@ -62,7 +62,7 @@ class UnitView:
 
 @dataclass(frozen=True, slots=True)
 class RoutedNode:
-    """A node as one router's `GET /nodes` tells it. `outstanding`: work that this router has given it."""
+    """A node in a router's `GET /nodes`. `outstanding`: unfinished work that this router sent it."""
 
     url: str
     role: str
@@ -74,7 +74,7 @@ class RoutedNode:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """How many of each role there should be. `closing`: none, and the routers go first."""
+    """Wanted number of units by role. `closing`: none, and the routers end first."""
 
     counts: Mapping[str, int]
     grace_s: float
@@ -83,7 +83,7 @@ class Goal:
 
 @dataclass(slots=True)
 class Decision:
-    """What to do now. `stop`: unit -> seconds for its requests; `create`: a role for each new unit."""
+    """The next actions. `stop`: unit -> seconds for its requests; `create`: the role of each new unit."""
 
     discard: list[str] = field(default_factory=list)
     leave: list[str] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class UnitOrder:
-    """For one router. `node`: the URL to add, else host:port."""
+    """An order to a router. `node`: the URL for "add", else host:port."""
 
     action: Literal["add", "remove", "drain"]
     node: str
@@ -102,7 +102,7 @@ class UnitOrder:
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """A living member of the Ray cluster. `total`: its resources, used ones too."""
+    """A living Ray node. `total`: its resources, including those in use."""
 
     node_id: str
     address: str
@@ -110,8 +110,8 @@ class RayNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Where a unit should go: rather there, never there. Ray decides in the end: others use the cluster too."""
+class Placement:
+    """Preferred and forbidden Ray nodes for a unit. Ray decides, because other programs use the cluster too."""
 
     target: str | None
     avoid: tuple[str, ...] = ()
@@ -119,9 +119,9 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Hearing:
-    """`units` as `decide` and `orders` should see them. `num_heard` of `num_known` witnesses answered lately.
+    """`units` for `decide` and `unit_orders`. `num_heard` of `num_known` witnesses answered lately.
 
-    `spared`: those whose silence was put aside, which would otherwise have cost them their requests or their life.
+    `spared`: units that would lose their requests or be replaced, if their silence were not ignored.
     """
 
     units: tuple[UnitView, ...]
@@ -131,18 +131,18 @@ class Hearing:
 
     @property
     def is_doubted(self) -> bool:
-        """Whether the silence is rather the controller's own."""
+        """Whether the controller has probably lost its own connection."""
         return 2 * self.num_heard < self.num_known
 
 
 def weigh(units: Sequence[UnitView], here: str, doubt_s: float) -> Hearing:
-    """Which silence to believe: all of it, while at least half of the witnesses are heard; else none below `doubt_s`.
+    """Ignore silence shorter than `doubt_s` unless at least half of the witnesses answer.
 
-    Witnesses are the units that may run on other Ray nodes than `here`, where the controller is: those beside it
-    answer also when its network is cut. Without any elsewhere all that may run are witnesses. So of two witnesses one
-    may be silent. A machine that dies with most of the witnesses is believed to be dead when Ray says so.
+    Witnesses are the units that may run on other Ray nodes than the controller's, `here`: units beside the controller
+    answer even when its network is down. Without such units, all that may run are witnesses. So one of two witnesses
+    may be silent. When a machine with most of the witnesses dies, only Ray's report counts.
 
-    `doubt_s`: after so long a unit that was not asked has ended by itself (`UnitPlan.orphan_s`), whatever cut it off.
+    `doubt_s`: a unit that gets no questions for so long has ended (`UnitPlan.orphan_s`), whatever the cause.
     """
     running = [unit for unit in units if unit.may_run]
     witnesses = [unit for unit in running if unit.ray_node != here] or running
@@ -157,7 +157,7 @@ def weigh(units: Sequence[UnitView], here: str, doubt_s: float) -> Hearing:
 def decide(
     goal: Goal, units: Sequence[UnitView], tables: Sequence[Sequence[RoutedNode]], held_back: Collection[str] = ()
 ) -> Decision:
-    """The next actions. `tables`: what each router that answers knows. `held_back`: roles that must not grow yet."""
+    """The next actions. `tables`: the nodes of each router that answers. `held_back`: roles that must not grow yet."""
     decision = Decision()
     all_told = len(tables) >= sum(unit.role == ROUTER and unit.phase is UnitPhase.READY for unit in units)
     for unit in units:
@@ -173,7 +173,7 @@ def decide(
         alive = [unit for unit in units if unit.role == role and unit.is_wanted and unit.name not in over]
         wanted = 0 if goal.closing else goal.counts.get(role, 0)
         if goal.closing and role != ROUTER and routers_left:
-            continue  # a router that ends sees its requests through, and needs nodes for that
+            continue  # a router that ends finishes its requests and needs nodes for that
         for unit in victims(alive, len(alive) - wanted):
             _dismiss(unit, goal, decision)
         if role not in held_back:
@@ -194,17 +194,17 @@ def _is_over(unit: UnitView, goal: Goal) -> bool:
 
 def _dismiss(unit: UnitView, goal: Goal, decision: Decision) -> None:
     if unit.phase is UnitPhase.WAITING:
-        decision.discard.append(unit.name)  # it has no process, or one that no request has reached
+        decision.discard.append(unit.name)  # it has no process yet, or no request has reached its process
     elif unit.phase is UnitPhase.STARTING:
         decision.stop[unit.name] = MIN_STOP_S
     elif unit.role == ROUTER:
-        decision.stop[unit.name] = goal.grace_s  # it drains itself; no order does that
+        decision.stop[unit.name] = goal.grace_s  # a router drains itself without an order
     else:
         decision.leave.append(unit.name)
 
 
 def victims(alive: Sequence[UnitView], number: int) -> list[UnitView]:
-    """Which to lose: first those that serve nothing (any more), then from the fullest Ray node, then the youngest."""
+    """Units to give up: first those that do not serve, then from the fullest Ray node, then the youngest."""
     left = list(alive)
     chosen: list[UnitView] = []
     while len(chosen) < number:
@@ -222,13 +222,13 @@ def _rank(unit: UnitView) -> int:
 
 
 def is_drained(url: str, tables: Sequence[Sequence[RoutedNode]]) -> bool:
-    """Whether no router will send to `url` any more, nor has anything there."""
+    """Whether no router will send requests to `url`, and none has unfinished work there."""
     told = (node for table in tables for node in table if node.url == url)
     return all(node.state != "active" and node.outstanding == 0 for node in told)
 
 
 def routed(units: Iterable[UnitView]) -> list[UnitView]:
-    """The nodes that a router should know of: those that may have requests and whose actor was heard lately."""
+    """Nodes for the routers' tables: those that may have requests and have an actor that answered lately."""
     phases = (UnitPhase.READY, UnitPhase.LEAVING, UnitPhase.STOPPING)
     return [
         unit for unit in units
@@ -236,8 +236,8 @@ def routed(units: Iterable[UnitView]) -> list[UnitView]:
     ]  # fmt: skip
 
 
-def orders(units: Iterable[UnitView], table: Iterable[RoutedNode]) -> list[UnitOrder]:
-    """What one router must be told so that it knows `units` and nothing else. Removals first: a URL may come back."""
+def unit_orders(units: Iterable[UnitView], table: Iterable[RoutedNode]) -> list[UnitOrder]:
+    """Orders after which a router knows exactly `units`. Removals come first, because a URL may be reused."""
     wanted = {unit.url: unit for unit in routed(units)}
     known = {node.url: node for node in table if node.posted and node.state != "leaving"}
     result = [UnitOrder("remove", _netloc(url)) for url in known if url not in wanted]
@@ -251,7 +251,7 @@ def orders(units: Iterable[UnitView], table: Iterable[RoutedNode]) -> list[UnitO
 
 
 def is_whole(goal: Goal, units: Sequence[UnitView], tables: Sequence[Sequence[RoutedNode]]) -> bool:
-    """Whether there is what should be, and every router can use it. A router may have nodes of others beside it."""
+    """Whether all wanted units are ready and usable by every router. A router may also have nodes from elsewhere."""
     if len(tables) < goal.counts[ROUTER]:
         return False
     ready = [unit for unit in units if unit.phase is UnitPhase.READY and unit.silent_s < SILENT_S]
@@ -271,12 +271,13 @@ def choose(
     suspects: Collection[str] = (),
     *,
     one_per_address: bool = False,
-) -> Choice:
-    """Where a new unit of `role` goes.
+) -> Placement:
+    """Choose a Ray node for a new unit of `role`.
 
-    `bundles`: by role, what the units there reserve. spread: where the fewest of its role are, then the fewest at all;
-    pack: where most units are and there is room. `suspects`: Ray nodes that seem dead before Ray says so; they are
-    avoided where another has room. `one_per_address`: all of this role listen on one port.
+    "spread" prefers the node with the fewest units of this role, then with the fewest units; "pack" the node with the
+    most units that has room. `bundles`: resources that a unit reserves, by role. `suspects`: Ray nodes that seem dead
+    before Ray reports it; they are avoided if another has room. `one_per_address`: all units of this role listen on
+    one port.
     """
     placed = list(units)
     addresses = {node.node_id: node.address for node in ray_nodes}
@@ -291,7 +292,7 @@ def choose(
         same = sum(unit.role == role for unit in here)
         rank = ((same, len(here)) if placement == "spread" else (-len(here), same)), node.node_id
         best = rank if best is None else min(best, rank)
-    return Choice(best[1], avoid) if best else Choice(None, never)
+    return Placement(best[1], avoid) if best else Placement(None, never)
 
 
 def _has_room(node: RayNode, bundle: Mapping[str, float], used: Sequence[Mapping[str, float]]) -> bool:
@@ -302,7 +303,7 @@ def _has_room(node: RayNode, bundle: Mapping[str, float], used: Sequence[Mapping
 
 
 def backoff_s(failures: int) -> float:
-    """How long a role whose last `failures` units never came up waits for the next."""
+    """Seconds until a role's next unit, after `failures` units in a row that never became ready."""
     return min(MAX_BACKOFF_S, 2.0**failures) if failures else 0.0
 
 

@@ -1,4 +1,4 @@
-"""The routers' side of the cluster: what they know, and signed orders to them."""
+"""Client of the cluster's routers: reads their tables of nodes and sends them signed orders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.launch.on_ray.policy import UnitOrder
 
-DEADLINE_S = 3.0  # for one call; a router that takes longer is asked again in the next round
+DEADLINE_S = 3.0  # of a call; the next round asks a router that took longer again
 
 
 class _Outstanding(msgspec.Struct):
@@ -39,7 +39,7 @@ class _Table(msgspec.Struct):
 
 
 class Routers:
-    """Speaks to routers by URL. A router that does not answer is no error here: it is asked again."""
+    """Calls routers by URL. A router that does not answer is not an error: the next round asks it again."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -49,7 +49,7 @@ class Routers:
         await self._client.aclose()
 
     async def read(self, urls: Iterable[str]) -> dict[str, tuple[RoutedNode, ...]]:
-        """By URL, what each router knows; those that do not answer are missing."""
+        """By URL, the nodes that each router knows. Routers that do not answer are left out."""
         asked = list(urls)
         tables = await asyncio.gather(*(self._read_one(url) for url in asked))
         return {url: table for url, table in zip(asked, tables, strict=True) if table is not None}
@@ -69,7 +69,7 @@ class Routers:
         )  # fmt: skip
 
     async def send(self, url: str, orders: Sequence[UnitOrder]) -> list[str]:
-        """Give one router its orders, in this order. Returns what went wrong; the rest is then left for later."""
+        """Send orders to a router, one after the other. Returns the first problem; later orders are not sent then."""
         for order in orders:
             method, path, headers = order_request(self._key, order.action, order.node, order.role, time.time())
             try:

@@ -1,4 +1,4 @@
-"""What one cluster on Ray should be: a YAML file, read into frozen structs and checked before anything starts."""
+"""Specification of a cluster on Ray: a YAML file, read into frozen structs and checked before anything starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NODE_ROLES = ("prefill", "decode", "mixed")
 ROUTER = "router"
 ROLES = (*NODE_ROLES, ROUTER)
 DEFAULT_ROUTER_PORT = RouterConfig(start_empty=True).port
-# Whose value is this package's business: the key travels apart from flags, so that no command line shows it.
+# Set by this package. The key is passed in the environment, so that no command line shows it.
 _NODE_FIXED = PER_NODE | {"cluster_key_file"}
 _ROUTER_FIXED = frozenset({*NODE_ROLES, "start_empty", "cluster_key_file", "host", "listen_fd"})
 
@@ -35,35 +35,35 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How many processes of one role, what each reserves of its Ray node, and their flags."""
+    """Number of processes of a role, the resources that each reserves, and their flags."""
 
     count: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 0
     cpus: Amount = 1.0
-    gpus: Amount = 0.0  # below 1: a share of one GPU, and of its memory
+    gpus: Amount = 0.0  # below 1: a share of one GPU and of its memory
     resources: dict[str, Amount] = {}  # Ray's custom resources
     flags: dict[str, FlagValue] = {}  # as on the command line, without dashes in front
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What the placement group reserves. Never empty, which Ray forbids."""
+        """Resources of the placement group. Not empty, because Ray forbids that."""
         wanted = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
         return {name: amount for name, amount in wanted.items() if amount > 0} or {"CPU": 0.001}
 
 
 class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One cluster. `read_spec` makes it; `name` keeps several of them apart on one Ray cluster."""
+    """A cluster, as `read_spec` returns it. `name` tells several clusters on one Ray cluster apart."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")] = "pd"
-    address: str = ""  # of the Ray cluster; "": a Ray of its own on this machine
+    address: str = ""  # of the Ray cluster; "": start a Ray on this machine
     placement: Literal["spread", "pack"] = "spread"
     flags: dict[str, FlagValue] = {}  # of every node, whatever its role
     prefill: RoleSpec = RoleSpec()
     decode: RoleSpec = RoleSpec()
     mixed: RoleSpec = RoleSpec()
     router: RoleSpec = RoleSpec(count=1)
-    grace_s: Seconds = 30.0  # what a leaving process's requests get
+    grace_s: Seconds = 30.0  # for the requests of a process that leaves
     start_deadline_s: Seconds = 600.0  # until a process must be ready
-    orphan_s: Seconds = 120.0  # a process that no controller has asked after for so long ends
+    orphan_s: Seconds = 120.0  # a process ends after so long without a controller's question
 
     def role(self, name: str) -> RoleSpec:
         spec: RoleSpec = getattr(self, name)
@@ -79,7 +79,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def host(self) -> str:
-        """Where processes listen: a Ray of its own is for this machine alone. "": at their Ray node's address."""
+        """Address that processes listen on; "": their Ray node's. A Ray started here serves this machine only."""
         return "" if self.address else "127.0.0.1"
 
     @property
@@ -87,7 +87,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return int(self.router.flags.get("port", DEFAULT_ROUTER_PORT))
 
     def arguments(self, role: str) -> tuple[str, ...]:
-        """Flags for one process of `role`; the checked ones of the file and what follows from the resources."""
+        """Flags for a process of `role`: the file's, and those that follow from its resources."""
         if role == ROUTER:
             flags = [f"--{name}={value}" for name, value in self.router.flags.items() if not isinstance(value, bool)]
             return (
@@ -107,7 +107,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def read_spec(path: Path) -> ClusterSpec:
-    """The cluster that the file describes. Raises StartupError, which names the file and the place in it."""
+    """Read the file. Raises StartupError, which names the file and the place in it."""
     try:
         data = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -121,11 +121,11 @@ def read_spec(path: Path) -> ClusterSpec:
 
 
 def check(spec: ClusterSpec) -> ClusterSpec:
-    """`spec`, when a cluster can be made of it. Raises StartupError."""
+    """Return `spec` if a cluster can be made from it. Raises StartupError."""
     check_counts(spec.counts)
     for role in ROLES:
         if spec.role(role).resources.keys() & {"CPU", "GPU"}:
-            raise StartupError(f"{role}: CPU and GPU are said as cpus and gpus, not among the resources")
+            raise StartupError(f"{role}: write CPU and GPU as cpus and gpus, not under resources")
     for role in NODE_ROLES:
         if spec.role(role).gpus > 1 and spec.role(role).gpus % 1:
             raise StartupError(f"{role}: gpus must be a share of one GPU or a whole number of them")
@@ -140,18 +140,18 @@ def check(spec: ClusterSpec) -> ClusterSpec:
     for flag, value in spec.router.flags.items():
         name = flag.replace("-", "_")
         if name not in known:
-            raise StartupError(f"flags of router: {flag!r} is no flag that can be given here")
+            raise StartupError(f"flags of router: {flag!r} is unknown or cannot be set here")
         values[name] = _typed(value, types[name], known[name].get("choices"), f"flags of router: {flag}")
     RouterConfig(start_empty=True, **values)
     return spec
 
 
 def check_counts(counts: Mapping[str, int]) -> None:
-    """Raises StartupError when processes in these numbers cannot serve a request."""
+    """Raise StartupError when these numbers of processes cannot serve a request."""
     if counts["decode"] + counts["mixed"] == 0:
-        raise StartupError("a cluster needs a node that can decode: decode or mixed must be at least 1")
+        raise StartupError("no node can decode: decode or mixed must be at least 1")
     if counts[ROUTER] == 0:
-        raise StartupError("a cluster needs a router: its count must be at least 1")
+        raise StartupError("there is no router: its count must be at least 1")
 
 
 def _node_values(flags: Mapping[str, FlagValue], role: str) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def _node_values(flags: Mapping[str, FlagValue], role: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for flag, value in flags.items():
         if flag not in known:
-            raise StartupError(f"flags of {role}: {flag!r} is no flag that can be given here")
+            raise StartupError(f"flags of {role}: {flag!r} is unknown or cannot be set here")
         name, kind, choices = known[flag]
         values[name] = _typed(value, kind, choices, f"flags of {role}: {flag}")
     return values

@@ -1,10 +1,10 @@
-"""One process of the cluster and the actor that keeps it: starts it, tells how it does, ends it.
+"""A unit: one process of the cluster. Its actor starts the process, reports on it and ends it.
 
     starting -> ready -> leaving -> stopping -> ended
-        └─────────┴─────────┴──────────┴──────────┘   the process may end by itself at any time
+        └─────────┴─────────┴──────────┴──────────┘   the process may end at any time
 
-An ended unit is never started again: the controller makes another one. Nothing here imports Ray, which only wraps
-the class (`cluster.py`).
+An ended unit is not restarted: the controller makes another one. Nothing here imports Ray; `cluster.py` wraps the class
+as an actor.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ logger = logging.getLogger("pd_cluster.ray")
 
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 5.0
-HUNG_S = 30.0  # a ready process that has answered nothing for so long is ended
-STOP_MARGIN_S = 15.0  # beyond what its requests get: the engine's own stop
+HUNG_S = 30.0  # a ready process is stopped after so long without an answer
+STOP_MARGIN_S = 15.0  # after the time for requests, for the engine's stop
 ORPHAN_PERIOD_S = 1.0
 TAIL_LINES = 5
 READY_MARKER = {ROUTER: "router ready on "}
@@ -46,29 +46,29 @@ _EPOCH = re.compile(r"epoch ([0-9a-f]+)")
 
 
 class UnitPhase(StrEnum):
-    """How far a unit is. The controller adds two that only it can see."""
+    """Phase of a unit. Only the controller sets WAITING and LOST."""
 
-    WAITING = "waiting"  # no word from the actor yet: no room, or its process is starting
+    WAITING = "waiting"  # no report from the actor yet: Ray has no room, or the actor is starting
     STARTING = "starting"
     READY = "ready"
-    LEAVING = "leaving"  # gets nothing new
-    STOPPING = "stopping"  # has its SIGTERM
+    LEAVING = "leaving"  # gets no new requests
+    STOPPING = "stopping"  # got SIGTERM
     ENDED = "ended"
     LOST = "lost"  # the actor is dead, or has been silent for too long
 
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """The cluster's key on its way to a process; not shown where an argument might be."""
+    """The cluster's key on its way to a process; its repr does not show it."""
 
     text: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """What the actor runs. `arguments`: of `pd-cluster ROLE`, without address and name.
+    """The process that an actor runs. `arguments`: of `pd-cluster ROLE`, without address and name.
 
-    `host`: the address to listen on and to be known by; "": the Ray node's.
+    `host`: the address to listen on and to advertise; "": the Ray node's.
     """
 
     name: str
@@ -81,7 +81,7 @@ class UnitPlan:
 
 @dataclass(frozen=True, slots=True)
 class UnitReport:
-    """How a unit does. `phase_s`: since when. `url` and `epoch` (hexadecimal; a router has none) once it is ready."""
+    """State of a unit. `phase_s`: seconds in this phase. `url` and `epoch` (hexadecimal, of nodes only): when ready."""
 
     phase: UnitPhase
     phase_s: float
@@ -95,7 +95,7 @@ class UnitReport:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the actor has come to be. `gpus`: those that Ray gave it, for CUDA_VISIBLE_DEVICES."""
+    """Where the actor runs. `gpus`: the GPUs that Ray assigned, for CUDA_VISIBLE_DEVICES."""
 
     ray_node: str
     host: str
@@ -103,9 +103,9 @@ class Place:
 
 
 class Unit:
-    """Runs one process. `begin` is called once; every `report` is a sign that a controller is there.
+    """Runs one process. Call `begin` once. Every call of `report` shows that a controller lives.
 
-    `abandon` is called when none has been for `orphan_s` and the process is gone: it must end this actor.
+    `abandon` is called when the process has ended and no controller has called for `orphan_s`: it must end this actor.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Unit:
         self._life: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Inside a running event loop."""
+        """Start the process. Call it inside a running event loop."""
         self._life = asyncio.get_running_loop().create_task(self._live(), name=f"life of {self._plan.name}")
 
     def report(self) -> UnitReport:
@@ -138,12 +138,12 @@ class Unit:
         )  # fmt: skip
 
     def leave(self) -> None:
-        """From now on its requests only get fewer; the routers have been told, or are."""
+        """Enter LEAVING. The controller tells the routers to send no new requests."""
         if self._phase is UnitPhase.READY:
             self._enter(UnitPhase.LEAVING)
 
     def stop(self, grace_s: float) -> None:
-        """SIGTERM; what still runs gets `grace_s`, then the process is killed."""
+        """Send SIGTERM. Requests have `grace_s` to end, then the process is killed."""
         if self._phase is not UnitPhase.ENDED:
             self._grace_s = grace_s
             self._stop.set()
@@ -159,16 +159,16 @@ class Unit:
             logger.exception("the life of %s", self._plan.name)
             detail = f"{type(error).__name__}: {error}"
         finally:
-            # whatever happened: a unit that says it runs and does not would never be replaced
+            # in every case: a unit that reports a dead process as running would never be replaced
             self._detail = detail or "ended"
             if self._tail and not self._stop.is_set():
                 self._detail += ": " + " | ".join(self._tail)
             self._enter(UnitPhase.ENDED)
-        await self._orphaned()  # nobody who would take the actor away
+        await self._orphaned()  # while a controller lives, it removes the actor
         self._abandon()
 
     async def _run(self, supervisor: Supervisor) -> str:
-        """Returns why the process is no more. Raises StartupError, OSError."""
+        """Run the process. Returns why it ended. Raises StartupError, OSError."""
         plan = self._plan
         marker = READY_MARKER.get(plan.role, "ready: ")
         child = self._child = await supervisor.start(plan.name, self._command(), marker, self._environment())
@@ -185,13 +185,13 @@ class Unit:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if child.process.returncode is not None:
                 await supervisor.first_death()  # its last lines
-                await supervisor.clear(child.name)  # its engine too, which holds memory of the GPU that Ray gives on
+                await supervisor.clear(child.name)  # its engine holds memory of a GPU that Ray assigns next
                 return describe_death(child)
             self._enter(UnitPhase.STOPPING)
             grace_s = self._grace_s + STOP_MARGIN_S if stop.done() else 0.0
             killed = await supervisor.stop([child], grace_s)
             if not stop.done():
-                return "no controller asked any more" if orphaned.done() else f"answered nothing for {HUNG_S:g} s"
+                return "no controller asked for its state" if orphaned.done() else f"gave no answer for {HUNG_S:g} s"
             return "had to be killed" if killed else "stopped"
         finally:
             for task in (waits | {ready}) - {child.exited}:
@@ -206,7 +206,7 @@ class Unit:
         return command
 
     def _environment(self) -> dict[str, str]:
-        """A node has the GPUs that Ray gave and no others, and does not inherit Ray's token."""
+        """A node sees only the GPUs that Ray assigned, and does not inherit Ray's token."""
         devices = ",".join(self._place.gpus)
         return {KEY_ENV: self._key.text, "CUDA_VISIBLE_DEVICES": devices, "RAY_AUTH_TOKEN": ""}
 
@@ -218,7 +218,7 @@ class Unit:
         self._enter(UnitPhase.READY)
 
     async def _hung(self) -> None:
-        """Until the process has given no HTTP answer for HUNG_S. What it answers is the router's business."""
+        """Wait until the process has given no HTTP answer for HUNG_S. Any answer counts."""
         path = "/nodes" if self._plan.role == ROUTER else "/health"
         answered_s = self._clock()
         async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S, trust_env=False) as client:
@@ -231,14 +231,14 @@ class Unit:
                 answered_s = self._clock()
 
     async def _orphaned(self) -> None:
-        while self._clock() - self._heard_s < self._plan.orphan_s:  # noqa: ASYNC110  # time passing has no event
+        while self._clock() - self._heard_s < self._plan.orphan_s:  # noqa: ASYNC110  # the passing of time sets no event
             await asyncio.sleep(min(ORPHAN_PERIOD_S, self._plan.orphan_s / 4))
 
     def _enter(self, phase: UnitPhase) -> None:
         self._phase, self._since_s = phase, self._clock()
 
     def _show(self, name: str, line: str) -> None:
-        """Into the actor's log, which Ray keeps."""
+        """Write a line to the actor's log, which Ray keeps."""
         self._tail.append(line)
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()

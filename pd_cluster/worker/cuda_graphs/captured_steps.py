@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.scheduling.batch import SequenceChunk
     from pd_cluster.worker.input_batch import ReplayInputs
-    from pd_kernels.packed import StepSize
+    from pd_kernels.values import StepSize
 
 
 @dataclass(frozen=True, slots=True)

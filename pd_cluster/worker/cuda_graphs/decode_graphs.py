@@ -19,8 +19,7 @@ import torch
 
 from pd_cluster.models.forward_inputs import ForwardInputs
 from pd_cluster.worker.cuda_graphs.captured_steps import ReplayOutputs
-from pd_kernels.draws import Draws
-from pd_kernels.packed import PackedSequences, StepSize
+from pd_kernels.values import Draws, PackedSequences, StepSize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

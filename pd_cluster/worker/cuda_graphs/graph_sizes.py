@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pd_kernels.packed import StepSize
+from pd_kernels.values import StepSize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -18,8 +18,7 @@ import torch
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
 from pd_cluster.worker.cuda_graphs.captured_steps import ReplayOutputs
 from pd_cluster.worker.cuda_graphs.step_layout import StepLayout
-from pd_kernels.draws import Draws
-from pd_kernels.packed import StepOnDevice, StepSize
+from pd_kernels.values import Draws, StepOnDevice, StepSize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from pd_kernels.backends import Replayable
-    from pd_kernels.packed import StepSize
+    from pd_kernels.values import StepSize
 
 
 class StepPlaces(NamedTuple):

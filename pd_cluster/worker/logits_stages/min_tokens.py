@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import SequenceStart
     from pd_cluster.worker.logits_stages.stage import StageContext
     from pd_cluster.worker.logits_stages.token_lists import ListInputs
-    from pd_kernels.packed import Ints
+    from pd_kernels.values import Ints
 
 
 class MinTokens(LogitsStage):

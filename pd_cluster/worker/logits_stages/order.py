@@ -11,31 +11,37 @@ from pd_cluster.worker.logits_stages.min_tokens import MinTokens
 from pd_cluster.worker.logits_stages.penalties import Penalties
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from pd_cluster.worker.logits_stages.stage import LogitsStage, StageContext
 
+
 # Temperature, top k, top p and min p come after all stages, with the draw
-ORDER: tuple[Callable[[StageContext], LogitsStage], ...] = (Penalties, Bias, MinTokens)
+ORDER: tuple[type[LogitsStage], ...] = (Penalties, Bias, MinTokens)
+_PARTS = ("is_late", "check", "start", "prepare", "apply", "note")
+
+
+def find_stage(path: str) -> type[LogitsStage]:
+    """The class at an import path "package.module:Class". Raises StartupError when that is no LogitsStage."""
+    module, _, name = path.partition(":")
+    try:
+        if not (module and name):
+            raise ValueError("write package.module:Class")
+        kind: type[LogitsStage] = getattr(importlib.import_module(module), name)
+    except Exception as error:  # the module is foreign and may raise anything
+        raise StartupError(f"--logits-stage {path}: {error}") from error
+    if missing := [part for part in _PARTS if not hasattr(kind, part)]:
+        raise StartupError(f"--logits-stage {path} is not a LogitsStage: it lacks {', '.join(missing)}")
+    return kind
 
 
 def make_stages(context: StageContext, import_paths: Sequence[str] = ()) -> tuple[LogitsStage, ...]:
-    """A worker's stages: the built-in ones, then those at `import_paths` ("package.module:Class").
-
-    Raises StartupError when a path names no stage, or its class cannot be called with the context.
-    """
-    return (*(make(context) for make in ORDER), *(_load(path, context) for path in import_paths))
-
-
-def _load(path: str, context: StageContext) -> LogitsStage:
-    module, colon, name = path.partition(":")
-    try:
-        if not (module and colon and name):
-            raise ValueError("write package.module:Class")
-        stage: LogitsStage = getattr(importlib.import_module(module), name)(context)
-    except Exception as error:  # the module is foreign and may raise anything
-        raise StartupError(f"--logits-stage {path}: {error}") from error
-    missing = [part for part in ("start", "prepare", "apply", "note", "is_late") if not hasattr(stage, part)]
-    if missing:
-        raise StartupError(f"--logits-stage {path} is not a LogitsStage: it lacks {', '.join(missing)}")
-    return stage
+    """A worker's stages: the built-in ones, then those at `import_paths`. Raises StartupError."""
+    stages = [kind(context) for kind in ORDER]
+    for path in import_paths:
+        kind = find_stage(path)
+        try:
+            stages.append(kind(context))
+        except Exception as error:  # as above
+            raise StartupError(f"--logits-stage {path}: {error}") from error
+    return tuple(stages)

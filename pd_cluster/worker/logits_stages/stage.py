@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+    from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import SequenceStart
-    from pd_kernels.packed import Ints
+    from pd_kernels.values import Ints
 
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """The worker, as far as a stage needs to know it. A stage class is called with this and nothing else."""
+    """The worker, as far as a stage needs to know it."""
 
     num_rows: int  # sequences at once; each has a row of its own while it is in the worker
     vocab_size: int
@@ -35,9 +36,9 @@ class LogitsStage(Protocol):
     temperature and seed alone, its graph draws the tokens. In a step with an active row, all tokens are drawn after the
     forward pass, which may still be replayed.
 
-    All methods run on the engine's thread. An exception ends the engine, so `start` returns False for arguments that
-    the stage cannot use. A start makes several instances, also to measure memory. Every node of a cluster needs the
-    same stages, because P samples the first token.
+    All methods run on the engine's thread. An exception ends the engine, except in `check`. A worker's start makes
+    several instances, also to measure memory. Every node of a cluster needs the same stages, because P samples the
+    first token.
     """
 
     is_late: bool = False
@@ -45,6 +46,15 @@ class LogitsStage(Protocol):
 
     Steps with an active row of such a stage are drawn when the result of the step before has been read, not at launch.
     """
+
+    def __init__(self, context: StageContext) -> None: ...
+
+    @staticmethod
+    def check(sampling: SamplingParams) -> None:
+        """Raise any exception, with the reason as text, for a request that the stage cannot serve: its client gets 400.
+
+        Called for every request when it is admitted.
+        """
 
     def start(self, row: int, start: SequenceStart) -> bool:
         """Set a row from scratch, from all that is known of its sequence. -> whether the stage is active in the row.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.worker.logits_stages.stage import StageContext
-    from pd_kernels.packed import Ints
+    from pd_kernels.values import Ints
 
     Floats = npt.NDArray[np.float32]
 

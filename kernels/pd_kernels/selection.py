@@ -1,0 +1,47 @@
+"""Which implementation of the kernels a device runs. Nothing in this package imports it, so that there is no circle."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pd_kernels.backends import TORCH, Kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from pd_kernels.prefill_choice import AttentionShape
+
+
+def _for_cuda() -> Kernels:
+    """Triton's row where Triton is installed. Its import takes seconds and is of no use on a CPU node."""
+    if importlib.util.find_spec("triton") is None:
+        return TORCH
+    from pd_kernels.triton_backend import TRITON
+
+    return TRITON
+
+
+BACKENDS: dict[str, Callable[[], Kernels]] = {"cpu": lambda: TORCH, "cuda": _for_cuda}  # by device type
+
+
+def with_flashinfer(shape: AttentionShape, compiles: bool) -> Kernels:
+    """The CUDA row with flashinfer's prefill attention, for models of one shape. `choose_prefill` compares the two.
+
+    Raises as `FlashPrefill.load` does, and ImportError without Triton.
+    """
+    from pd_kernels.flashinfer_attention import FlashAttention
+
+    return replace(_for_cuda(), name="flashinfer", plan_attention=FlashAttention.load(shape, compiles))
+
+
+def select_kernels(device: torch.device) -> Kernels:
+    """The implementation for a device. Raises ValueError for a device type without one."""
+    try:
+        make = BACKENDS[device.type]
+    except KeyError:
+        raise ValueError(f"no kernels for device {device}; there are some for {', '.join(BACKENDS)}") from None
+    return make()

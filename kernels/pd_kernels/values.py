@@ -1,0 +1,122 @@
+"""Values that kernels take and return. Tensors are on the device that computes, unless a comment says otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+Ints = npt.NDArray[np.int64]
+
+# a packed batch: the tokens of all sequences in one dimension, decodes first
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSequences:
+    """Which rows of the batch belong to which sequence, and where its KV is.
+
+    Sequences `[0, num_decodes)` have one query token each, so their query rows are `[0, num_decodes)`; the rest are
+    prefill chunks. With the copies in host memory a backend plans without reading the device.
+    """
+
+    num_decodes: int
+    query_starts: torch.Tensor  # int32 [num_seqs + 1]: sequence i has query rows [starts[i], starts[i + 1])
+    seq_lens: torch.Tensor  # int32 [num_seqs]: tokens in the cache once this step's are written
+    block_tables: torch.Tensor  # int32 [num_seqs, max_blocks]; entries past a sequence's last block are ignored
+    host_query_lens: Ints  # int64 [num_seqs], in host memory
+    host_seq_lens: Ints  # int64 [num_seqs], in host memory
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.host_seq_lens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """The capacity of a captured step."""
+
+    num_tokens: int
+    num_seqs: int  # at most num_tokens
+    num_chunks: int  # of the sequences, those that attend as prefill chunks
+    has_decodes: bool  # whether sequences may attend as decodes
+    is_far: bool = False  # tuned for chunks that follow many keys; correct for all chunks
+
+
+@dataclass(frozen=True, slots=True)
+class StepOnDevice:
+    """A step of a StepSize. A replay reads its numbers from the device; the host does not know them at capture.
+
+    S = num_seqs. Sequences are numbered as in PackedSequences; those after the last real one are empty.
+    """
+
+    decode_lens: torch.Tensor  # int32 [S], [0] without decodes: tokens in the cache of those that attend as decodes
+    seq_lens: torch.Tensor  # int32 [S + 1]
+    query_starts: torch.Tensor  # int32 [S + 2]
+    block_tables: torch.Tensor  # int32 [S + 1, max_blocks]
+    tiles: torch.Tensor  # int32 [2, num_tiles]: see Replayable.tiles
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTiling:
+    """Sizes of a prefill kernel's tiles; the defaults of `prefill_tiling` were chosen by measurement."""
+
+    rows: int  # tokens times the group's query heads
+    keys: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None  # of a thread; None: the compiler decides
+    parts: int = 1  # programs that share a tile's keys; 1 under a window
+    descriptors: bool = True  # use the tensor memory accelerator where the layout allows it
+
+
+# how each row of a step chooses its token
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """P rows that draw from their best tokens only."""
+
+    rows: torch.Tensor  # int64 [P], indices into R; none of them has temperature 0
+    top_k: torch.Tensor  # int64 [P]; V: all
+    top_p: torch.Tensor  # float32 [P]
+    min_p: torch.Tensor  # float32 [P]
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Parameters of R rows of logits."""
+
+    temperature: torch.Tensor  # float32 [R]; 0: the first of the greatest, nothing is drawn
+    seeds: torch.Tensor  # int64 [R]: any bits
+    positions: torch.Tensor  # int64 [R]: number of the sequence's tokens before the one to choose
+    limits: Limits | None
+
+
+# norms
+
+
+@dataclass(frozen=True, slots=True)
+class HalfNormed:
+    """RMSNorm of T rows before its division: x = rows * weight. Each row must be divided by its root mean square later.
+
+    The product before the norm writes this, and the product after it divides. The sum of squares of a row comes in
+    pieces, because no program of the first product has the whole row.
+    """
+
+    x: torch.Tensor  # [T, size]
+    squares: torch.Tensor  # float32 [pieces, T]: a row's pieces add up to the sum of its squares
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMSNorm weights [head_dim] for every query head and every key head of a layer (Qwen3)."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
