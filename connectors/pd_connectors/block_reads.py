@@ -29,9 +29,10 @@ class BlockReads:
     def __init__(self, layout: BlockLayout, limits: PullLimits) -> None:
         self._groups = layout.groups
         self._limits = limits
-        self._spec: LoadSpec | None = None
-        self._next = [0] * len(self._groups)  # prompt blocks before this one need no further read
-        self._in_flight: dict[int, tuple[int, ...]] = {}  # number of the read -> blocks by group
+        self._runs: tuple[BlockRun, ...] = ()  # ours; () until `start`
+        self._num_tokens = 0
+        self._next: list[int] = []  # by group; prompt blocks before this one need no further read
+        self._in_flight: dict[int, list[int]] = {}  # number of the read -> blocks by group
         self._num_read = [0] * len(self._groups)  # blocks
         self.num_posted = 0  # reads
 
@@ -43,8 +44,7 @@ class BlockReads:
     @property
     def is_done(self) -> bool:
         """Every block that `start` named is in."""
-        spec = self._spec
-        return spec is not None and not self._in_flight and self._next == [run.span.stop for run in spec.runs]
+        return not self._in_flight and self._next == [run.span.stop for run in self._runs]
 
     @property
     def has_read(self) -> bool:
@@ -63,49 +63,50 @@ class BlockReads:
 
     def start(self, spec: LoadSpec) -> None:
         """Our blocks are reserved."""
-        self._spec = spec
+        self._runs, self._num_tokens = spec.runs, spec.num_tokens
         self._next = [run.first_block for run in spec.runs]
 
     def post(self, state: LeaseState) -> list[PostRead]:
-        """The reads that are possible now, within the limits.
+        """The reads that are possible now, within the limits. Call `start` first.
 
         Raises ValueError when P announced more tokens than blocks.
         """
-        spec = self._spec
-        if spec is None or not state.num_tokens_readable:
+        if not state.num_tokens_readable:
             return []
-        num_tokens = spec.num_tokens
-        readable = min(num_tokens, state.num_tokens_readable)
-        stops = [group.handed_over(num_tokens, readable).stop for group in self._groups]
-        self._check(state.runs, stops)
+        stops, size = self._readable(state), self._limits.max_blocks_per_read
         posts = []
         while len(self._in_flight) < self._limits.max_reads:
-            parts = [
-                range(start, max(start, min(stop, start + self._limits.max_blocks_per_read)))
-                for start, stop in zip(self._next, stops, strict=True)
-            ]
+            ends = [max(start, min(stop, start + size)) for start, stop in zip(self._next, stops, strict=True)]
+            parts = list(map(range, self._next, ends))
             if not any(parts):
                 break
-            remote = tuple(run.ids_of(part) for run, part in zip(state.runs, parts, strict=True))
-            local = tuple(run.ids_of(part) for run, part in zip(spec.runs, parts, strict=True))
-            posts.append(PostRead(self.num_posted, remote, local))
-            self._in_flight[self.num_posted] = tuple(map(len, parts))
-            self._next = [part.stop for part in parts]
+            self._next = ends
+            posts.append(PostRead(self.num_posted, _ids(state.runs, parts), _ids(self._runs, parts)))
+            self._in_flight[self.num_posted] = [len(part) for part in parts]
             self.num_posted += 1
         return posts
-
-    def _check(self, runs: tuple[BlockRun, ...], stops: list[int]) -> None:
-        if len(runs) != len(stops):
-            raise ValueError(f"the prefill node announced blocks of {len(runs)} groups, not {len(stops)}")
-        for run, start, stop in zip(runs, self._next, stops, strict=True):
-            if run.span.stop < stop or run.first_block > min(start, stop):
-                raise ValueError("the prefill node announced more tokens than blocks")
 
     def ended(self, number: int, *, is_good: bool) -> bool:
         """A read is terminal; with `is_good` its bytes are in. False: there is no such read in flight."""
         blocks = self._in_flight.pop(number, None)
-        if blocks is None:
-            return False
-        if is_good:
-            self._num_read = [count + new for count, new in zip(self._num_read, blocks, strict=True)]
-        return True
+        if blocks is not None and is_good:
+            for group, count in enumerate(blocks):
+                self._num_read[group] += count
+        return blocks is not None
+
+    def _readable(self, state: LeaseState) -> list[int]:
+        """By group, the prompt block before which everything can be read. Raises ValueError as `post` does."""
+        if len(state.runs) != len(self._groups):
+            raise ValueError(f"the prefill node announced blocks of {len(state.runs)} groups, not {len(self._groups)}")
+        num_computed = min(self._num_tokens, state.num_tokens_readable)
+        stops = []
+        for group, run, start in zip(self._groups, state.runs, self._next, strict=True):
+            stop = group.handed_over(self._num_tokens, num_computed).stop
+            if run.span.stop < stop or run.first_block > min(start, stop):
+                raise ValueError("the prefill node announced more tokens than blocks")
+            stops.append(stop)
+        return stops
+
+
+def _ids(runs: tuple[BlockRun, ...], parts: list[range]) -> GroupIds:
+    return tuple(run.ids_of(part) for run, part in zip(runs, parts, strict=True))

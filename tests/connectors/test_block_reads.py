@@ -37,6 +37,7 @@ def test_each_group_is_read_as_far_as_it_is_final() -> None:
     assert load.post(state(40, BlockRun(0, (1, 2, 3)), BlockRun(0, (9,)))) == [PostRead(1, ((3,), (9,)), ((22,), (7,)))]
     assert load.num_blocks_in_flight == 2
     assert load.ended(0, is_good=True)
+    assert load.has_read, "though nothing of the state is in"
     assert not load.ended(0, is_good=True), "once"
     assert not load.is_done
     assert load.ended(1, is_good=True)
@@ -82,3 +83,11 @@ def test_blocks_before_ours_need_not_be_announced() -> None:
     assert load.post(state(40, BlockRun(1, (2, 3)), BlockRun(0, (9,)))) == [
         PostRead(0, ((2, 3), (9,)), ((21, 22), (7,)))
     ]
+
+
+def test_a_group_of_which_we_need_only_later_blocks_waits_for_them() -> None:
+    load = BlockReads(BlockLayout((FULL, FULL)), PullLimits())
+    load.start(LoadSpec("load", (BlockRun(0, (20, 21, 22)), BlockRun(2, (7,))), 40))
+    assert load.post(state(16, BlockRun(0, (1,)), BlockRun(0, (1,)))) == [PostRead(0, ((1,), ()), ((20,), ()))]
+    whole = BlockRun(0, (1, 2, 3))
+    assert load.post(state(40, whole, whole)) == [PostRead(1, ((2, 3), (3,)), ((21, 22), (7,)))]

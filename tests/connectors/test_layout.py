@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_connectors.protocol.errors import LayoutMismatch
-from pd_connectors.protocol.layout import BlockLayout, KVGroup, KVKind, SliceRead, plan_slices
+from pd_connectors.protocol.layout import BlockLayout, BlockRun, KVGroup, KVKind, SliceRead, plan_slices
 
 FULL = KVGroup(KVKind.FULL, (0, 2), (8, 2, 2, 16, 4), "bfloat16", 16)
 WINDOW = KVGroup(KVKind.WINDOW, (1,), (2, 1, 2, 16, 4), "bfloat16", 16, window=20)
@@ -71,6 +71,8 @@ def test_sizes_and_digest() -> None:
     layout = BlockLayout((FULL, WINDOW))
     assert (FULL.block_bytes, WINDOW.block_bytes) == (8 * 2 * 2 * 16 * 4 * 2, 2 * 1 * 2 * 16 * 4 * 2)
     assert (layout.block_size, layout.block_bytes) == (16, FULL.block_bytes + WINDOW.block_bytes)
+    assert BlockLayout((FULL,)).block_size == 16
+    assert len(layout.digest()) == 16
     assert layout.digest() == BlockLayout((FULL, WINDOW), tp_size=4).digest()
     assert len({BlockLayout(groups).digest() for groups in ((FULL,), (WINDOW,), (FULL, WINDOW), (WINDOW, FULL))}) == 4
 
@@ -90,6 +92,12 @@ def test_other_groups_are_refused_with_the_difference(change: dict[str, object],
         plan_slices(BlockLayout((other,)), BlockLayout((FULL,)))
     with pytest.raises(LayoutMismatch, match="the peer's"):
         plan_slices(BlockLayout((FULL, WINDOW)), BlockLayout((FULL,)))
+
+
+def test_a_run_names_consecutive_prompt_blocks() -> None:
+    run = BlockRun(2, (7, 5, 9))
+    assert run.span == range(2, 5)
+    assert (run.ids_of(range(3, 5)), run.ids_of(range(2, 2))) == ((5, 9), ())
 
 
 def test_what_a_handoff_moves() -> None:

@@ -193,6 +193,7 @@ def test_the_first_token_does_not_wait_for_the_endpoint_but_for_the_greeting(ben
         ({"fingerprint": "other"}, "FingerprintMismatch"),
         ({"layout": full_layout(32)}, "block_size"),
         ({"layout": full_layout(dtype="float16")}, "LayoutMismatch"),
+        ({"layout": msgspec.structs.replace(full_layout(), tp_size=2)}, "split over 2 ranks"),
     ],
 )
 def test_a_reply_that_does_not_match_is_refused(bench: Bench, changes: dict[str, Any], word: str) -> None:

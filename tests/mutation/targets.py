@@ -45,6 +45,11 @@ TARGETS = (
         "connectors/pd_connectors/pull.py", ("tests/connectors/test_pull.py", "tests/connectors/test_simulation.py")
     ),
     Target(
+        "connectors/pd_connectors/block_reads.py",
+        ("tests/connectors/test_block_reads.py", "tests/connectors/test_pull.py"),
+    ),
+    Target("connectors/pd_connectors/protocol/layout.py", ("tests/connectors/test_layout.py",)),
+    Target(
         "connectors/pd_connectors/reader.py", ("tests/connectors/test_reader.py", "tests/connectors/test_simulation.py")
     ),
     Target(
