@@ -40,8 +40,8 @@ class ModelConfig:
     num_threads: int = setting(0, "Compute threads on CPU. 0: torch's choice.")
     logits_stages: tuple[str, ...] = setting(
         (),
-        "A further logits stage, package.module:Class; may be repeated. Give every node the same ones: a node draws the "
-        "first token again if its prefill node has others.",
+        "A further logits stage, package.module:Class; may be repeated. Give every node the same ones: a node draws "
+        "the first token again if its prefill node has others.",
         flag="logits_stage",
         metavar="MODULE:CLASS",
     )
