@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -70,3 +71,39 @@ def test_public_class_names_are_unique() -> None:
             if isinstance(statement, ast.ClassDef) and not statement.name.startswith("_"):
                 places[statement.name].append(module)
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_documents_name_files_that_exist() -> None:
+    named = {
+        (document, path)
+        for document in ("ARCHITECTURE.md", "README.md", "SECURITY.md")
+        for path in re.findall(r"`([a-z_/0-9]+\.py)`", (ROOT / document).read_text())
+    }
+    files = [
+        f"/{path.relative_to(ROOT)}" for package in (*PACKAGES, "tests") for path in (ROOT / package).rglob("*.py")
+    ]
+    assert {
+        (document, path) for document, path in named if not any(file.endswith(f"/{path}") for file in files)
+    } == set()
+
+
+# A thing is named, not spoken of as a person. Quotations, data and names that are not ours are left out.
+PERSONS = re.compile(r"\b(who|whoever|whose|whom|nobody|somebody|anybody|lest|amid)\b", re.IGNORECASE)
+QUOTATIONS = {"Who are you?"}
+PROSE = {".py", ".md", ".yaml", ".yml", ".toml", ".sh", ".txt", ".json", ".tpl", ".cfg"}
+NOT_PROSE = ("deploy/demo_model", "pd_cluster/demo_model", "benchmarks/results", "tests/test_house.py")
+
+
+def test_prose_names_things() -> None:
+    found = []
+    for folder in ("pd_cluster", "router", "connectors", "kernels", "benchmarks", "tests", "helm", "deploy", "."):
+        paths = (ROOT / folder).glob("*") if folder == "." else (ROOT / folder).rglob("*")
+        for path in paths:
+            name = str(path.relative_to(ROOT))
+            if path.suffix not in PROSE or not path.is_file() or name.startswith(NOT_PROSE):
+                continue
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                for quotation in QUOTATIONS:
+                    line = line.replace(quotation, "")
+                found += [f"{name}:{number}: {word}" for word in PERSONS.findall(line)]
+    assert found == []
