@@ -84,7 +84,7 @@ class PublishSpec:
 
 @dataclass(frozen=True, slots=True)
 class CachedBlock:
-    """A whole block whose content is final: the tokens that its chained hash covers."""
+    """A whole block with final content: the KV of the tokens that its chained hash covers."""
 
     hash: bytes
     block_id: int
@@ -237,7 +237,7 @@ class SchedulerHalf(ABC):
     def allow_silence(self, allowed_s: float) -> None:  # noqa: B027 - most connectors tell no peer
         """From now on the step loop may go `allowed_s` seconds without a call of `poll` before it counts as frozen.
 
-        Otherwise it calls `poll` at least once a second. A connector whose peers wait for this engine's steps tells
+        Otherwise it calls `poll` at least once a second. A connector with peers that wait for this engine's steps tells
         them.
         """
 

@@ -24,7 +24,7 @@ def transport_checksum(transport: bytes) -> bytes:
 
 
 def check_ticket(ticket: Ticket, fingerprint: str, layout: BlockLayout) -> None:
-    """Refuse a ticket whose KV this engine cannot use. Raises a HandshakeError that says which and why."""
+    """Refuse a ticket for KV that this engine cannot use. Raises a HandshakeError that says which and why."""
     if ticket.version != PROTOCOL_VERSION:
         raise ProtocolMismatch(f"the ticket speaks protocol {ticket.version}, this node {PROTOCOL_VERSION}")
     _check_kv(ticket.fingerprint, ticket.layout, fingerprint, layout)

@@ -24,11 +24,11 @@ class KVKind(StrEnum):
     FULL = "full"  # keys and values of every token
     WINDOW = "window"  # keys and values of which a token sees the last `window`
     LATENT = "latent"  # one compressed vector a token (MLA), the same for all heads
-    STATE = "state"  # a recurrent state, whose size does not depend on the number of tokens
+    STATE = "state"  # a recurrent state of a fixed size, whatever the number of tokens
 
 
 class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Layers whose blocks have one shape. Axis 0 of `shape` is the outermost, so a run of heads is contiguous."""
+    """Layers that have blocks of one shape. Axis 0 of `shape` is the outermost, so a run of heads is contiguous."""
 
     kind: KVKind
     layers: tuple[int, ...]  # of the model, in the order in which they lie in a block

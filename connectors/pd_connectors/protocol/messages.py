@@ -70,7 +70,7 @@ class LeaseState(msgspec.Struct, frozen=True, tag=True):
     lease: LeaseRef
     generation: int  # raised when P takes blocks back: everything read under an older one is void
     version: int  # raised at each change; orders snapshots across generations
-    num_tokens_readable: int  # tokens whose KV is complete in `runs`
+    num_tokens_readable: int  # from the prompt's start; their KV is complete in `runs`
     runs: tuple[BlockRun, ...]  # P's blocks by group; () while nothing is readable. The last block may be partial
     first_tokens: tuple[SampledToken, ...] = ()  # one per sample; empty until sampled
     ended: LeaseEnd | None = None  # final, whatever `version` says
