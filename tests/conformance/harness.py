@@ -114,7 +114,7 @@ class Reader:
             assert self.has(prompt, first_block + index, block_ids[index]), f"block {first_block + index} is wrong"
         others = [block_id for block_id in range(NUM_READER_BLOCKS) if block_id not in block_ids]
         landed = any(bool(tensor[others].any()) for tensor in self.node.cache.tensors)
-        assert not landed, "something landed in a block that nobody named"
+        assert not landed, "something landed in a block that no load named"
 
     def check_quiet(self) -> None:
         """After an end nothing lands any more."""
@@ -164,7 +164,7 @@ class Harness(ABC):
         return ()
 
     def prompt(self, num_tokens: int) -> Prompt:
-        """One that nobody has seen."""
+        """One that is new to every node."""
         self._num_prompts += 1
         first, count = self._num_used, -(-num_tokens // SIZE)
         self._num_used += count
@@ -214,7 +214,7 @@ class Harness(ABC):
 
     @abstractmethod
     def offer(self, prompt: Prompt, num_blocks: int | None = None) -> None:
-        """The source computes the prompt up to so many blocks (all): they can be read by who asks now, or has asked."""
+        """The source computes the prompt up to so many blocks (all): readers that ask now or have asked can read them."""
 
     @abstractmethod
     def evict(self, prompt: Prompt) -> None:

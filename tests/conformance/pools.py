@@ -89,7 +89,7 @@ class PoolHarness(Harness):
         cached = tuple(CachedBlock(*pair) for pair in zip(hashes, blocks, strict=True))
 
         def are_there() -> bool:
-            """Not at once where something has just died: a server, or a node whose memory is still counted on."""
+            """Not at once where something has just died: a server, or a node with memory that is still counted on."""
             self.source.call("store", cached)
             try:
                 with closing(self.open_store()) as store:

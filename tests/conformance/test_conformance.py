@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def start_reading(harness: Harness, reader: Reader, prompt: Prompt, load_id: str, block_ids: tuple[int, ...]) -> None:
-    """A load whose first block has landed; more of it is to come where the connector waits for that."""
+    """A load after its first block has landed; more of it is to come where the connector waits for that."""
     harness.offer(prompt, prompt.num_blocks // 2 if harness.waits_for_the_rest else None)
     harness.ask(reader, prompt, load_id)
     assert reader.wait_found(load_id)
@@ -34,7 +34,7 @@ def test_every_bit_arrives_in_other_blocks(harness: Harness, reader: Reader) -> 
 
 
 def test_a_prompt_that_never_comes(harness: Harness, reader: Reader) -> None:
-    """Nobody has it, or somebody promised it and does not compute it: that is known within the deadline."""
+    """No node has it, or a node promised it and does not compute it: that is known within the deadline."""
     prompt, load_id = harness.prompt(3 * SIZE), harness.load_id("never")
     harness.ask(reader, prompt, load_id, deadline_s=1.0)
     assert not reader.wait_found(load_id)
@@ -78,18 +78,18 @@ def test_several_readers_at_once(harness: Harness, reader: Reader) -> None:
     second = harness.reader("D2")
     try:
         loads = [
-            (who, prompt, harness.load_id("together"), tuple(range(6 * index, 6 * index + 6)))
-            for who in (reader, second)
+            (one, prompt, harness.load_id("together"), tuple(range(6 * index, 6 * index + 6)))
+            for one in (reader, second)
             for index, prompt in enumerate((same, other, same, other, same))
         ]
-        for who, prompt, load_id, _ in loads:
-            harness.ask(who, prompt, load_id)
-        for who, _, load_id, blocks in loads:
-            assert who.wait_found(load_id)
-            who.read(load_id, blocks)
-        for who, prompt, load_id, blocks in loads:
-            assert who.wait_end(load_id) == End(6 * SIZE)
-            assert all(who.has(prompt, index, block_id) for index, block_id in enumerate(blocks))
+        for one, prompt, load_id, _ in loads:
+            harness.ask(one, prompt, load_id)
+        for one, _, load_id, blocks in loads:
+            assert one.wait_found(load_id)
+            one.read(load_id, blocks)
+        for one, prompt, load_id, blocks in loads:
+            assert one.wait_end(load_id) == End(6 * SIZE)
+            assert all(one.has(prompt, index, block_id) for index, block_id in enumerate(blocks))
         second.check_events()
     finally:
         second.node.connector.close()

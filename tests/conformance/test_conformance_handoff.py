@@ -117,7 +117,7 @@ def test_a_ticket_of_an_earlier_life_is_refused(harness: HandoffHarness, reader:
     harness.offer(prompt)
     old = harness.ticket(prompt)
     harness.kill("peer")
-    load_id = begin(harness, reader, old, "nobody")
+    load_id = begin(harness, reader, old, "unknown")
     no_answer = (LoadFailure.UNREACHABLE, LoadFailure.PEER_FROZEN, LoadFailure.PEER_RESTARTED)
     assert reader.wait_end(load_id).reason in no_answer
     harness.restart("peer")

@@ -1,4 +1,4 @@
-"""What connectors with a pool promise beyond blocks: who shares what, that damage is seen, and that misses are told."""
+"""What connectors with a pool promise beyond blocks: sharing, detection of damage, reports of misses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_hits_and_misses_are_counted(harness: PoolHarness, reader: Reader) -> No
 
 
 def test_a_flipped_bit_ends_the_prefix_before_it(harness: PoolHarness, reader: Reader) -> None:
-    """Wherever it is; and whoever computes the block mends it."""
+    """Wherever it is; and the node that computes the block mends it."""
     prompt, before = harness.prompt(3 * SIZE), misses(reader)
     harness.offer(prompt)
     pool = reader.node.connector.pool

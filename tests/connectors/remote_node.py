@@ -137,7 +137,7 @@ class DrivenNode(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """End it at once, without a word to anybody."""
+        """End it at once, without a message to any peer."""
 
 
 @dataclass

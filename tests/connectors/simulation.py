@@ -1,7 +1,7 @@
 """Several engines over a faulty network in virtual time, with the checks that every schedule must pass.
 
 Each engine is prefill and decode node at once. It is as hostile as an engine may be: it overwrites a block in the very
-moment in which it becomes free, and checks that nobody else ever writes one.
+moment in which it becomes free, and checks that nothing else ever writes one.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class StoreServer:
 
 
 def closed_port() -> int:
-    """A port on which nobody listens."""
+    """A port without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port

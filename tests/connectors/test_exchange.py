@@ -37,7 +37,7 @@ def told(reader: LoopbackChannel) -> list[LeaseState]:
 def test_what_has_arrived_is_heard_before_anything_expires(
     clock: VirtualClock, network: LoopbackNetwork, reader: LoopbackChannel
 ) -> None:
-    """A turn that comes late finds the renewal that came in time beside the lease whose time is over by now."""
+    """A turn that comes late finds the renewal that came in time beside the lease that has expired by now."""
     owner = Engine(network, clock, 1, epoch=1)
     lease = owner.exchange.leases.open(16, hold=False)
     assert owner.exchange.turn() == CONTEXT.lease_ttl_s

@@ -92,8 +92,8 @@ def test_what_the_operator_has_set_is_left_alone() -> None:
 def test_an_address_of_no_interface_is_refused_with_a_remedy() -> None:
     with pytest.raises(ConnectorUnavailable, match=r"203\.0\.113\.9 is an address of no interface.*UCX_NET_DEVICES"):
         choose("203.0.113.9")
-    with pytest.raises(ConnectorUnavailable, match=r"nobody is no address and no known name"):
-        choose_network("nobody", (), MACHINE, None, {})
+    with pytest.raises(ConnectorUnavailable, match=r"no-such-name is no address and no known name"):
+        choose_network("no-such-name", (), MACHINE, None, {})
     behind_nat = choose("203.0.113.9", UCX_NET_DEVICES="eth0")
     assert behind_nat.settings == (("UCX_TCP_PORT_RANGE", "45000-45099"),)
     assert behind_nat.address == ""

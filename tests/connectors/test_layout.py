@@ -1,4 +1,4 @@
-"""KV layouts as values, and the plan of who reads which bytes from whom."""
+"""KV layouts as values, and the plan of which rank reads which bytes from which rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P's lease table: who may read what, until when, and what it answers when asked."""
+"""P's lease table: what a reader may read, until when, and what it answers when asked."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def test_strangers_get_expired_and_change_nothing(table: LeaseTable) -> None:
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Random lives of one lease against a model: who confirmed must have been right."""
+    """Random lives of one lease against a model: a reader with a confirmed read must have read the right bytes."""
 
     def __init__(self) -> None:
         super().__init__()

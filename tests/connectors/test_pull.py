@@ -296,7 +296,7 @@ def test_what_p_announces_after_it_confirmed_is_no_matter_of_blocks() -> None:
 def test_silence_is_measured_from_an_unanswered_question() -> None:
     pull = reading()
     pull.take_actions()
-    pull.tick(29.0)  # this process was away: nobody was asked meanwhile
+    pull.tick(29.0)  # this process was away: no peer was asked meanwhile
     assert pull.failure is not LoadFailure.PEER_FROZEN  # (its read has a deadline of its own)
     quiet = new_pull()
     quiet.tick(LIMITS.silence_s)

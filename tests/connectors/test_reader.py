@@ -1,4 +1,4 @@
-"""D's half over a fake transport: greetings, endpoints, and who fails when they break."""
+"""D's half over a fake transport: greetings, endpoints, and which loads fail when they break."""
 
 from __future__ import annotations
 
@@ -383,9 +383,9 @@ def test_unknown_peers_loads_and_leases_are_ignored(bench: Bench) -> None:
     before = list(bench.events)
     bench.reader.on_message(("elsewhere", 1), LeaseState(LeaseRef("P", 1, "x"), 0, 1, 0, ()), 0.0)
     bench.reader.on_message(OWNER, LeaseState(LeaseRef("P", 1, "x"), 0, 1, 0, ()), 0.0)
-    bench.reader.on_completion(ReadEnded(("nobody", 3)), 0.0)
-    bench.reader.reserve(LoadSpec("nobody", runs(0, ()), 0), 0.0)
-    bench.reader.cancel("nobody", 0.0)
+    bench.reader.on_completion(ReadEnded(("unknown", 3)), 0.0)
+    bench.reader.reserve(LoadSpec("unknown", runs(0, ()), 0), 0.0)
+    bench.reader.cancel("unknown", 0.0)
     bench.reader.on_lost(("elsewhere", 1), 0.0)
     assert bench.events == before
 

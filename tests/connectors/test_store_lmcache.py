@@ -154,7 +154,7 @@ def test_each_piece_of_an_object_has_the_whole_deadline(monkeypatch: pytest.Monk
         there, _ = listener.accept()
         with there:
             there.sendall(b"1")
-            store = LMCacheStore(("nobody", 1), cast("LMCacheProtocol", _Wire()))
+            store = LMCacheStore(("no-such-host", 1), cast("LMCacheProtocol", _Wire()))
             assert store.put([(NAMES[0], bytes(10_500))]) == 1
             assert sent == b"P" + bytes(10_500) + b"E"
             store.close()

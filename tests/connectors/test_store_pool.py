@@ -142,13 +142,13 @@ def test_a_store_that_stands_still_costs_a_deadline_and_is_left_alone() -> None:
         assert node.event() == PrefixFound("reading", 2 * SIZE)
         shelf.gate.clear()
         assert node.pool.load(LoadSpec("reading", runs(0, (8, 9)), 2 * SIZE))
-        wait_until(lambda: shelf.num_waiting == 1, lambda: "nobody reads")
+        wait_until(lambda: shelf.num_waiting == 1, lambda: "no thread reads")
         node.now_s += 0.1
         assert node.event() == PrefixLoaded("reading", 0)
         assert node.stat("pool_up") == 1, "there is another thread"
         before = node.cache.clone()
         node.pool.find("probing", hashes, 0)
-        wait_until(lambda: shelf.num_waiting == 2, lambda: "nobody looks")
+        wait_until(lambda: shelf.num_waiting == 2, lambda: "no thread looks")
         node.now_s += 0.1
         assert node.event() == PrefixLoaded("probing", 0)
         assert node.stat("pool_up") == 0
@@ -168,7 +168,7 @@ def test_a_store_that_keeps_every_thread_is_left_alone_although_its_searches_wer
         node.store(hashes, [0])
         shelf.gate.clear()
         node.pool.find("first", hashes, 0)
-        wait_until(lambda: shelf.num_waiting == 1, lambda: "nobody looks")
+        wait_until(lambda: shelf.num_waiting == 1, lambda: "no thread looks")
         node.pool.find("second", hashes, 0)
         wait_until(lambda: shelf.num_waiting == 2, lambda: "the other does not look")
         for name in ("first", "second"):
@@ -275,7 +275,7 @@ def test_a_block_is_there_when_every_group_has_it() -> None:
 
 
 class GatedInlet:
-    """A loading thread's side of the cache, whose writes take as long as the test likes."""
+    """A loading thread's side of the cache; its writes take as long as the test says."""
 
     def __init__(self) -> None:
         self.begun, self.gate = threading.Event(), threading.Event()
@@ -313,7 +313,7 @@ def test_a_search_is_over_only_when_the_block_that_is_being_written_has_landed()
 
 
 def test_a_load_of_nothing_ends() -> None:
-    """Somebody else cached the prefix between the search and the reservation."""
+    """Another request cached the prefix between the search and the reservation."""
     shelf = Shelf()
     hashes = hashes_of(2)
     with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT) as (node,):
