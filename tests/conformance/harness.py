@@ -214,7 +214,7 @@ class Harness(ABC):
 
     @abstractmethod
     def offer(self, prompt: Prompt, num_blocks: int | None = None) -> None:
-        """The source computes the prompt up to so many blocks (all): readers that ask now or have asked can read them."""
+        """The source computes the prompt up to so many blocks (all): readers that ask now or later can read them."""
 
     @abstractmethod
     def evict(self, prompt: Prompt) -> None:

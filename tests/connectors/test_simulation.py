@@ -1,6 +1,6 @@
 """The protocol under loss, duplication, delay, reordering, failed and hanging reads, preemption, crashes and stops.
 
-For every schedule: (a) no LoadDone with other bytes than the prompt's; (b) every load ends exactly once, in order, within
+For every schedule: (a) no LoadDone with other bytes than the prompt's; (b) every load ends once, in order, within
 its deadline, and drains; nothing ever lands in a free block; (c) every lease ends and every block comes back.
 """
 
