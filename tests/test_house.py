@@ -11,12 +11,6 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = (
     "pd_cluster", "router/pd_router", "router/pd_http", "connectors/pd_connectors", "kernels/pd_kernels", "benchmarks",
 )  # fmt: skip
-# Circles of today, by their files' modules. Take an entry out when its circle is gone.
-CIRCLES: set[frozenset[str]] = {
-    frozenset({"pd_cluster.scheduling.sequence", "pd_cluster.scheduling.turns"}),
-    frozenset({"pd_http.gate", "pd_http.protocol"}),
-    frozenset({"pd_router.liveness", "pd_router.node_table", "pd_router.upstream"}),
-}
 
 
 def modules() -> dict[str, Path]:
@@ -60,7 +54,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     circles = {
         frozenset(other for other in reached[name] if name in reached[other]) for name in graph if name in reached[name]
     }
-    assert circles <= CIRCLES
+    assert circles == set()
 
 
 def test_public_class_names_are_unique() -> None:

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from pd_cluster.config import SchedulerConfig
     from pd_cluster.scheduling.batch import Batch
     from pd_cluster.scheduling.block_manager import BlockManager
+    from pd_cluster.scheduling.group import Group
     from pd_cluster.scheduling.kv_memory import KvMemory
     from pd_cluster.scheduling.queues import Queues
     from pd_cluster.scheduling.sequence import Sequence
-    from pd_cluster.scheduling.turns import Group
     from pd_cluster.scheduling.yielding import Yielding
     from pd_connectors.base import LoadSpec
 
@@ -100,7 +100,7 @@ class Planner:
 
     # running sequences
 
-    def _plan_decodes(self, builder: BatchBuilder, resting: Group | None) -> list[Sequence]:
+    def _plan_decodes(self, builder: BatchBuilder, resting: Group[Sequence] | None) -> list[Sequence]:
         """Plan every decode but those of `resting`. Returns the running sequences with more than one token left."""
         step, chunks, prefills, portions = builder.step, builder.chunks, [], builder.portions
         running = tuple(self._queues.running)

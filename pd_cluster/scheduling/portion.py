@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from pd_cluster.scheduling.group import Group
     from pd_cluster.scheduling.sequence import Sequence
-    from pd_cluster.scheduling.turns import Group
 
 MOST_ROWS = 8  # decodes of a shared group in one step
 MOST_PROMPT_TOKENS = 32  # of its prompts in one step
@@ -26,8 +26,8 @@ LEAST_PRICE = 4  # prompt tokens that a chunk counts as at least, because of its
 class Portions:
     """Of one step: what is left for each shared group. Groups of one sequence are not limited."""
 
-    _rows: dict[Group, int] = field(default_factory=dict)  # left; a group that is absent has all of them
-    _tokens: dict[Group, int] = field(default_factory=dict)
+    _rows: dict[Group[Sequence], int] = field(default_factory=dict)  # left; a group that is absent has all of them
+    _tokens: dict[Group[Sequence], int] = field(default_factory=dict)
 
     def has_row(self, seq: Sequence) -> bool:
         """Whether the sequence may decode in this step."""
@@ -53,7 +53,7 @@ class Portions:
 def in_rotation(running: Iterable[Sequence]) -> list[Sequence]:
     """`running` with each large group's sequences in the order of their last steps, in the places of that group."""
     order = list(running)
-    places: dict[Group, list[int]] = {}
+    places: dict[Group[Sequence], list[int]] = {}
     for place, seq in enumerate(order):
         if seq.request.group.num_slots > MOST_ROWS:
             places.setdefault(seq.request.group, []).append(place)

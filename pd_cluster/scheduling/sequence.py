@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pd_cluster.protocol.messages import AddRequest
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.block_manager import BlockTable
-    from pd_cluster.scheduling.turns import Group
+    from pd_cluster.scheduling.group import Group
     from pd_connectors.protocol.messages import SampledToken
 
 
@@ -88,7 +88,7 @@ class Request:
     table: BlockTable | None = None  # TAKE_OVER: the pinned prefix, then the blocks being loaded
     kv: KvArrival = KvArrival.ABSENT
     marks: Marks = field(default_factory=Marks)
-    group: Group = field(init=False, repr=False)  # shares slots and turns with its other requests
+    group: Group[Sequence] = field(init=False, repr=False)  # shares slots and turns with its other requests
     is_queued: bool = True  # nothing of it has run yet
 
     @classmethod

@@ -24,20 +24,17 @@ Pure policy: it knows neither steps nor blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
-from pd_cluster.scheduling.ranked_queue import RankedQueue
+from pd_cluster.scheduling.group import LEAST_EXCESS, Group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from pd_cluster.scheduling.group import Claim
     from pd_cluster.scheduling.sequence import Request, Sequence
 
-Claim = tuple[int, int, int, int, int]
-
-LEAST_EXCESS = 2  # slots that a group must hold more than another to yield one to it
 CROWD_SHARE = 2  # 1 / CROWD_SHARE of the queue is for groups that have nothing in it yet
 
 
@@ -46,37 +43,13 @@ def crowd_limit(limit: int) -> int:
     return max(1, limit // CROWD_SHARE)
 
 
-@dataclass(slots=True, eq=False)
-class Group:
-    """The requests of one client's request that have not ended."""
-
-    name: str
-    num_requests: int = 0
-    num_queued: int = 0  # of them, those of which nothing has run yet
-    num_slots: int = 0  # held by its running sequences
-    is_shared: bool = False  # it has, or had, more than one sequence
-    last_turn: tuple[int, int] = (-1, 0)  # (the last arrival before it, its serial number)
-    waiting: RankedQueue[Sequence] = field(default_factory=RankedQueue)  # for a slot
-
-    def owes(self, other: Group) -> bool:
-        """Whether it must yield a slot to the other group."""
-        return self.num_slots >= other.num_slots + LEAST_EXCESS
-
-    def claim(self, rank: tuple[int, ...]) -> Claim:
-        """Of a waiting sequence, or of a request, with this rank."""
-        priority, arrival = rank[0], rank[1]
-        if not self.is_shared:
-            return (priority, 0, arrival, 0, arrival)
-        return (priority, self.num_slots, *max((arrival, 0), self.last_turn), arrival)
-
-
 class Turns:
     """All groups of one engine. Costs of an ordinary request, one prompt and n = 1: as of a plain queue."""
 
     def __init__(self) -> None:
         self.num_queued = 0  # requests of which nothing has run yet
-        self._groups: dict[str, Group] = {}
-        self._shared: set[Group] = set()
+        self._groups: dict[str, Group[Sequence]] = {}
+        self._shared: set[Group[Sequence]] = set()
         self._num_rich = 0  # groups that another may take a slot from
         self._last_arrival = -1
         self._serial = 0
@@ -89,7 +62,7 @@ class Turns:
         group = self._groups.get(name)
         return self.num_queued < (limit if group is None or not group.num_queued else crowd_limit(limit))
 
-    def join(self, request: Request, name: str) -> Group:
+    def join(self, request: Request, name: str) -> Group[Sequence]:
         """A request has arrived; it is queued."""
         group = self._groups.get(name)
         if group is None:
@@ -152,7 +125,7 @@ class Turns:
         """Whether some group has several sequences."""
         return bool(self._shared)
 
-    def richest(self) -> Group | None:
+    def richest(self) -> Group[Sequence] | None:
         """The group with the most slots. O(groups of several sequences)."""
         return max(self._shared, key=lambda group: group.num_slots, default=None)
 

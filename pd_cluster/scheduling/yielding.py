@@ -8,10 +8,11 @@ from pd_cluster.scheduling.portion import Portions
 
 if TYPE_CHECKING:
     from pd_cluster.scheduling.batch_builder import BatchBuilder
+    from pd_cluster.scheduling.group import Group
     from pd_cluster.scheduling.kv_memory import KvMemory
     from pd_cluster.scheduling.queues import Queues
     from pd_cluster.scheduling.sequence import Sequence
-    from pd_cluster.scheduling.turns import Group, Turns
+    from pd_cluster.scheduling.turns import Turns
 
 YIELDS_A_STEP = 4  # slots; each sequence that takes one needs some of the step's budget for its prompt
 
@@ -39,7 +40,7 @@ class Yielding:
         """Limits of the next step for each shared group. None: there are none."""
         return Portions() if self._rests and self._turns.has_shared else None
 
-    def resting(self) -> Group | None:
+    def resting(self) -> Group[Sequence] | None:
         """The group that is left out of the next step, so that it does not delay what waits with fewer slots.
 
         A step of 64 sequences takes 40 ms on a CPU core, one with a short prompt alone 5. At most every other step has

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -13,11 +13,12 @@ from pd_http.refusal import Refusal
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
     from uvicorn import Config
     from uvicorn.server import ServerState
 
-    from pd_http.gate import HttpGate
+    from pd_http.limits import HttpLimits
 
 LINGER_S = 2.0  # a refused client may go on sending for so long: closing at once would destroy the answer under way
 
@@ -32,10 +33,31 @@ class HeldFlow(FlowControl):
             super().resume_reading()
 
 
+class ConnectionGate(Protocol):
+    """What a connection tells, and asks, the server's gate."""
+
+    limits: HttpLimits
+    clock: Callable[[], float]
+
+    @property
+    def may_linger(self) -> bool:
+        """Whether a connection that was refused may stay open until its client has read the answer."""
+
+    def joined(self, connection: BoundedProtocol, transport: asyncio.Transport) -> Refusal | None: ...
+
+    def left(self, connection: BoundedProtocol) -> None: ...
+
+    def moved(self, connection: BoundedProtocol) -> None: ...
+
+    def received(self, connection: BoundedProtocol) -> None: ...
+
+    def refused(self, connection: BoundedProtocol, refusal: Refusal) -> None: ...
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. It reports to the gate; the gate ends it when a deadline has passed or a bound is exceeded."""
 
-    gate: ClassVar[HttpGate]  # set by the subclass that HttpGate.protocol makes
+    gate: ClassVar[ConnectionGate]  # set by the subclass that HttpGate.protocol makes
     flow: HeldFlow
 
     def __init__(

@@ -16,7 +16,7 @@ from pd_http.reply import json_response
 from pd_router import headers as rules
 from pd_router.body import RequestBody
 from pd_router.errors import NodeFailed, NoNode
-from pd_router.liveness import FirstByteGuard
+from pd_router.first_byte_guard import FirstByteGuard
 from pd_router.node_table import Node, Role
 from pd_router.reply import RouterReply
 from pd_router.upstream import Answer, LegFailed, Refused

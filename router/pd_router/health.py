@@ -10,8 +10,9 @@ import orjson
 
 from pd_connectors.protocol.clock import patiently
 from pd_http.node_answers import object_in
+from pd_router.failure_kind import FailureKind
 from pd_router.liveness import Down
-from pd_router.upstream import FailureKind, LegFailed, Upstream
+from pd_router.upstream import LegFailed, Upstream
 
 if TYPE_CHECKING:
     from pd_router.config import RouterConfig

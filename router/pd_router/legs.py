@@ -14,8 +14,9 @@ from pd_http.errors import ENGINE_DIED
 from pd_http.node_answers import PrefillEvents, code_of, object_in
 from pd_http.sse import EVENT_STREAM
 from pd_router.body import raw_object
+from pd_router.failure_kind import FailureKind
 from pd_router.headers import PREFILL_BY
-from pd_router.upstream import LEG_ERRORS, Answer, FailureKind, LegFailed, Refused, Upstream, leg_failure
+from pd_router.upstream import LEG_ERRORS, Answer, LegFailed, Refused, Upstream, leg_failure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

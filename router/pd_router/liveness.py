@@ -11,17 +11,10 @@ answers that it starts or drains             not judged continue to wait: the no
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from pd_router.upstream import FailureKind, LegFailed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
-
-    from pd_router.node_table import Node
+from pd_router.failure_kind import FailureKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +25,13 @@ class Down:
     why: str
 
 
+class DownListener(Protocol):
+    """A wait that a judgement may end."""
+
+    def hear(self, down: Down) -> None:
+        """The node was judged down."""
+
+
 class NodeLiveness:
     """Of one node. The health poller judges; guarded waits end then."""
 
@@ -39,7 +39,7 @@ class NodeLiveness:
 
     def __init__(self) -> None:
         self.down: Down | None = None
-        self._guards: set[FirstByteGuard] = set()
+        self._guards: set[DownListener] = set()
 
     def judge(self, down: Down | None) -> None:
         """Store the newest judgement. A node that stays down is judged at each poll: a wait that could not move before
@@ -54,49 +54,11 @@ class NodeLiveness:
         self.judge(Down(FailureKind.DIED, why))
         self.judge(None)
 
-    def enter(self, guard: FirstByteGuard) -> None:
+    def enter(self, guard: DownListener) -> None:
         """Tell `guard` judgements until it leaves, and a standing one at once."""
         self._guards.add(guard)
         if self.down is not None:
             guard.hear(self.down)
 
-    def leave(self, guard: FirstByteGuard) -> None:
+    def leave(self, guard: DownListener) -> None:
         self._guards.discard(guard)
-
-
-class FirstByteGuard:
-    """While entered, cancels the current task if `node` is judged down and `can_move()` is true; raises LegFailed then.
-
-    Only for waits before the client's first byte. Like `asyncio.timeout`, it can be nested with other scopes that
-    cancel. If the request cannot move, the wait continues: the node may recover.
-    """
-
-    __slots__ = ("_can_move", "_down", "_node", "_num_cancelled", "_task")
-
-    def __init__(self, node: Node, can_move: Callable[[], bool]) -> None:
-        self._node = node
-        self._can_move = can_move
-        self._down: Down | None = None
-
-    def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._num_cancelled = task.cancelling()
-        self._node.liveness.enter(self)
-
-    def hear(self, down: Down) -> None:
-        """The node was judged down."""
-        if self._down is None and self._can_move():
-            self._down = down
-            self._task.cancel()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._node.liveness.leave(self)
-        if self._down is None:
-            return
-        others = self._task.uncancel() > self._num_cancelled
-        if kind is asyncio.CancelledError and not others:
-            raise LegFailed(self._node, self._down.kind, self._down.why) from error

@@ -18,12 +18,13 @@ from pd_router.candidates import Candidates, Choose
 from pd_router.casualties import Casualties
 from pd_router.config import HandoffOrder, RouterConfig
 from pd_router.errors import NodeFailed, NoNode
+from pd_router.failure_kind import FailureKind
+from pd_router.first_byte_guard import FirstByteGuard
 from pd_router.headers import ROUTE, TICKET, Headers
 from pd_router.legs import DecodeLeg, Handoff, PrefillLeg
-from pd_router.liveness import FirstByteGuard
 from pd_router.node_table import Charge, Node, NodeTable, Role
 from pd_router.splice import send_answer
-from pd_router.upstream import Answer, FailureKind, LegFailed, Refused, Upstream
+from pd_router.upstream import Answer, LegFailed, Refused, Upstream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -13,6 +12,7 @@ import aiohttp
 from pd_connectors.protocol.clock import patiently
 from pd_http.errors import ENGINE_DIED, NodesDied
 from pd_http.node_answers import code_of, has_lost_requests, object_in
+from pd_router.failure_kind import FailureKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,18 +23,6 @@ if TYPE_CHECKING:
 
 # Above this size aiohttp wants a file instead of bytes, so that writing does not block the event loop.
 _LARGE_BODY_BYTES = 1 << 20
-
-
-class FailureKind(StrEnum):
-    """Why a leg failed. The value is its name in metrics."""
-
-    CONNECT = "connect"  # no process listens there, or no route
-    BROKEN = "broken"  # the connection ended before the answer did
-    TIMEOUT = "timeout"  # a named deadline passed
-    FROZEN = "frozen"  # by the health checks, the node makes no progress
-    DIED = "died"  # the node, or its engine, died after the request was sent
-    REFUSED = "refused"  # the node answered 429 or 5xx
-    BAD_ANSWER = "bad_answer"  # the answer does not follow the protocol
 
 
 @dataclass(frozen=True, slots=True)

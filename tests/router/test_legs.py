@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import aiohttp
 import pytest
 
+from pd_router.failure_kind import FailureKind
 from pd_router.legs import DecodeLeg, Handoff, PrefillLeg
 from pd_router.node_table import Role
-from pd_router.upstream import Answer, FailureKind, LegFailed, Refused
+from pd_router.upstream import Answer, LegFailed, Refused
 from tests.router.fake_legs import STUCK, FakeResponse, FakeUpstream, VirtualTime, answer, as_any, charge, node
 
 if TYPE_CHECKING:

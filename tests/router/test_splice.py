@@ -11,9 +11,10 @@ import pytest
 
 from pd_http.body import ClientGone
 from pd_http.reply import Reply
+from pd_router.failure_kind import FailureKind
 from pd_router.node_table import Role
 from pd_router.splice import send_answer
-from pd_router.upstream import Answer, FailureKind, LegFailed
+from pd_router.upstream import Answer, LegFailed
 from tests.router.fake_legs import STUCK, FakeContent, VirtualTime, as_any, node
 
 if TYPE_CHECKING:

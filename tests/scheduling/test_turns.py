@@ -9,7 +9,8 @@ import pytest
 
 from pd_cluster.errors import Overloaded
 from pd_cluster.protocol.messages import Work
-from pd_cluster.scheduling.turns import LEAST_EXCESS, Group, Turns
+from pd_cluster.scheduling.group import LEAST_EXCESS, Group
+from pd_cluster.scheduling.turns import Turns
 from tests.scheduling.simulation import message, prompt
 from tests.scheduling.world import World
 

@@ -1,0 +1,36 @@
+"""The requests of one HTTP request on this node, which share turns (see `turns`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic
+
+from pd_cluster.scheduling.ranked_queue import Item, RankedQueue
+
+Claim = tuple[int, int, int, int, int]
+
+LEAST_EXCESS = 2  # slots that a group must hold more than another to yield one to it
+
+
+@dataclass(slots=True, eq=False)
+class Group(Generic[Item]):
+    """The requests of one client's request that have not ended."""
+
+    name: str
+    num_requests: int = 0
+    num_queued: int = 0  # of them, those of which nothing has run yet
+    num_slots: int = 0  # held by its running sequences
+    is_shared: bool = False  # it has, or had, more than one sequence
+    last_turn: tuple[int, int] = (-1, 0)  # (the last arrival before it, its serial number)
+    waiting: RankedQueue[Item] = field(default_factory=RankedQueue)  # for a slot
+
+    def owes(self, other: Group[Item]) -> bool:
+        """Whether it must yield a slot to the other group."""
+        return self.num_slots >= other.num_slots + LEAST_EXCESS
+
+    def claim(self, rank: tuple[int, ...]) -> Claim:
+        """Of a waiting sequence, or of a request, with this rank."""
+        priority, arrival = rank[0], rank[1]
+        if not self.is_shared:
+            return (priority, 0, arrival, 0, arrival)
+        return (priority, self.num_slots, *max((arrival, 0), self.last_turn), arrival)
