@@ -157,6 +157,19 @@ def test_a_handed_over_sequence_decodes_in_the_next_step_beside_any_number_of_pr
     world.check_empty()
 
 
+def test_a_prompt_of_one_token_needs_no_share_of_the_step() -> None:
+    """It costs what a decode costs. Steps are numbered in their order."""
+    world = busy_world(1, limit=66)
+    world.submit(message("long", prompt(LONG, 3), max_tokens=2))
+    before = world.start_step()
+    short = world.submit(message("short", prompt(1, 4), max_tokens=2))
+    batch = world.start_step()
+    assert batch.step == before.step + 1
+    assert short.sequences[0].seq_id in {chunk.seq_id for chunk in batch.chunks}
+    world.run_until_idle()
+    world.check_empty()
+
+
 def test_a_local_prompt_and_a_load_share_scarce_memory_in_the_order_of_their_ranks() -> None:
     """The local prompt holds what the load needs; a second one of worse rank than the load does not pass it."""
     world = busy_world(1, num_blocks=16)
