@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.layout import BlockLayout, BlockRun
     from pd_connectors.protocol.messages import SampledToken
     from pd_connectors.protocol.ticket import Ticket
+
+
+API_VERSION = 2  # of this interface: raised when a connector written for it would not work any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,9 +316,14 @@ class ConnectorContext:
 
 
 class Connector(SchedulerHalf, WorkerHalf):
-    """Both halves in one process (rank 0)."""
+    """Both halves in one process (rank 0).
+
+    A connector names the version of this interface that it was written for, `api_version = 2`: a start with one of
+    another version is refused, because its loads would only stall.
+    """
 
     name: str
+    api_version: ClassVar[int] = 0
 
     @property
     def control_port(self) -> int:

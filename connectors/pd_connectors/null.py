@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pd_connectors.base import (
+    API_VERSION,
     CacheDescription,
     Connector,
     ConnectorContext,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 class NullConnector(Connector):
     """`open_lease` raises ConnectorUnavailable; every load fails as REJECTED."""
 
+    api_version = API_VERSION
     name = "none"
 
     def __init__(self, context: ConnectorContext) -> None:

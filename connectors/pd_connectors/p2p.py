@@ -12,7 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from pd_connectors.base import CacheDescription, Connector, ConnectorContext, Event, LoadSpec, PublishSpec
+from pd_connectors.base import API_VERSION, CacheDescription, Connector, ConnectorContext, Event, LoadSpec, PublishSpec
 from pd_connectors.protocol.errors import ConnectorUnavailable, LeaseEnd
 from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.ticket import TICKET_LIFETIME_S, Ticket
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 class PeerToPeerConnector(Connector):
     """Pull over any Transport and Channel, both of which it owns."""
 
+    api_version = API_VERSION
     name = "p2p"
 
     def __init__(

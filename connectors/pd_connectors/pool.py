@@ -336,8 +336,10 @@ class StorePool(Pool):
                 for index in batch
                 for name in parcel.blocks[index]
             ]
-            num_stored = store.put(objects) // len(parcel.groups)
-            self._damaged.difference_update(name for name, _ in objects)
+            num_objects = store.put(objects)
+            num_stored = num_objects // len(parcel.groups)
+            if num_objects == len(objects):  # which ones were refused is not said: damaged ones stay known as damaged
+                self._damaged.difference_update(name for name, _ in objects)
             self._count("pool_blocks_stored_total", num_stored)
             self._count("pool_blocks_dropped_total|reason=refused", len(batch) - num_stored)
 

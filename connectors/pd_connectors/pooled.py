@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pd_connectors.base import (
+    API_VERSION,
     CacheDescription,
     Connector,
     ConnectorContext,
@@ -43,6 +44,7 @@ class PooledConnector(Connector):
     open_store: makes a client; called on the threads that will use it. Raises what the handoff's connector raises.
     """
 
+    api_version = API_VERSION
     name = "pooled"
 
     def __init__(self, context: ConnectorContext, open_store: Callable[[], KVStore]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from pd_connectors.base import Connector, ConnectorContext
+from pd_connectors.base import API_VERSION, Connector, ConnectorContext
 from pd_connectors.protocol.errors import ConnectorUnavailable
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ def create_connector(name: str, context: ConnectorContext) -> Connector:
         raise ConnectorUnavailable(f"cannot import connector {path!r}: {error}") from error
     if not (isinstance(kind, type) and issubclass(kind, Connector)):
         raise ConnectorUnavailable(f"{path!r} is no subclass of pd_connectors.base.Connector")
+    if kind.api_version != API_VERSION:
+        raise ConnectorUnavailable(
+            f"{path!r} has api_version {kind.api_version}, this node {API_VERSION}; see pd_connectors.base"
+        )
     build: Callable[[ConnectorContext], Connector] = kind  # a subclass may take nothing but the context
     return build(context)
 

@@ -195,8 +195,8 @@ class ZmqEngineClient:
             raise AssertionError(f"request id {request.request_id} is in use")
         awaits_ticket = request.work is Work.PREFILL
         stream = RequestStream(request.request_id, self.send, self._forget, awaits_ticket=awaits_ticket)
+        self.send(request)  # first: what cannot be encoded must not leave a stream behind
         self._streams[request.request_id] = stream
-        self.send(request)
         return stream
 
     def _forget(self, request_id: str) -> None:

@@ -181,6 +181,7 @@ class KvTransfers:
                 sampled[request.lease_id] = first_tokens, request.prefill_s
             else:  # a sequence was aborted: no D can take over all of them
                 self._connector.end_lease(request.lease_id, LeaseEnd.REVOKED)
+                self._end_lease(request.lease_id)
         specs = []
         for publish in publishes:
             if publish.lease_id in sampled:

@@ -20,8 +20,12 @@ NOT_OF_FIRST_TOKENS = {
 }
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Field meanings are OpenAI's, with vLLM's extensions. Stop *strings* live with the detokenizer, not here."""
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Field meanings are OpenAI's, with vLLM's extensions. Stop *strings* live with the detokenizer, not here.
+
+    Encoded without the fields that have their default, so that a node without a new field still decodes requests that
+    do not use it.
+    """
 
     max_tokens: int
     n: int = 1
@@ -59,7 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             for name, default in _DECISIVE
             if (value := getattr(self, name)) != default
         ]
-        return blake2b(msgspec.msgpack.encode(said), digest_size=16, person=b"pd-first-token").digest()
+        return blake2b(msgspec.msgpack.encode(said, order="sorted"), digest_size=16, person=b"pd-first-token").digest()
 
     def validate(self, vocab_size: int) -> None:
         """Raises InvalidRequest naming the first field that is out of range."""

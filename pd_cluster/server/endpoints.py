@@ -25,6 +25,7 @@ from pd_cluster.server.prefill_endpoint import (
 )
 from pd_cluster.server.response import answer_stream, answer_whole
 from pd_cluster.server.sampling import (
+    check_logits_args,
     check_min_tokens,
     check_room_for_output,
     decode_sampling,
@@ -156,6 +157,7 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
             await answer_without_prefill(reply, shape, prompts, wants_ticket=caller.wants_ticket_stream)
             return
     _check_lists(body, len(prompts))
+    check_logits_args(body.logits_args, state.config.model.logits_stages, len(prompts))
     _check_queue_room(state, len(prompts))
     if call.is_prefill_leg and caller.wants_ticket_stream:
         async with keeping_alive(state, reply) as alive:
@@ -207,6 +209,7 @@ def _sampling(state: NodeState, call: _Call, num_prompt_tokens: int) -> Sampling
     body, params = call.body, call.body.kv_transfer_params
     if call.is_prefill_leg and params is not None and params.sampling is not msgspec.UNSET:
         sampling = msgspec.structs.replace(decode_sampling(bytes(params.sampling)), max_tokens=1)
+        check_logits_args(sampling.logits_args, state.config.model.logits_stages, 1)
     else:
         if call.is_prefill_leg:
             body = msgspec.structs.replace(body, max_tokens=1, max_completion_tokens=None)

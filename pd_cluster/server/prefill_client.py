@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger("pd_cluster.server")
 
+MAX_REFUSAL_BYTES = 64 << 10  # of a refusal's body: its code stands behind its message
 PEER_SILENCE_S = 3.0  # three of P's keep-alives
 PROBE_S = 1.0  # for a P that broke its connection to answer /health
 
@@ -104,11 +105,11 @@ class PrefillClient:
 
     async def _read_rest(self) -> None:
         """Read until P is done. D's engine follows the lease itself; only this answer shows that P died."""
-        event = None
         try:
-            event = await self._events.outcome(self._response.content.readany)
+            await self._events.outcome(self._response.content.readany)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             logger.info("a prefill node closed the connection: %r", error)
+        event = self._events.told
         self.has_died = event is None or code_of(event.data) == ENGINE_DIED
 
 
@@ -145,7 +146,7 @@ async def _first_ticket(response: aiohttp.ClientResponse, events: PrefillEvents)
     """Raises PeerError."""
     url = response.url
     if response.status != 200 or response.content_type != EVENT_STREAM:
-        body = await _heard(url, response.content.read(2000))
+        body = await _heard(url, response.content.read(MAX_REFUSAL_BYTES))
         raise _refusal(url, str(response.status), body)
     try:
         event = await events.ticket(lambda: _heard(url, response.content.readany()))

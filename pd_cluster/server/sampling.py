@@ -11,9 +11,17 @@ import orjson
 
 from pd_cluster.errors import InvalidRequest, StartupError
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.server.schema import MAX_LIST_BYTES, MAX_STOP_CHARS, MAX_STOP_STRINGS, GenerationBody, decode_value
+from pd_cluster.server.schema import (
+    MAX_LIST_BYTES,
+    MAX_LOGITS_ARGS_BYTES,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    GenerationBody,
+    decode_value,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from pd_cluster.server.output_parser import ParserFactory
@@ -146,8 +154,25 @@ def check_min_tokens(sampling: SamplingParams) -> None:
         )
 
 
+def check_logits_args(args: dict[str, Any] | None, logits_stages: Sequence[str], num_prompts: int) -> None:
+    """Raises InvalidRequest for arguments that no stage of this node reads, or that take too much of the engine."""
+    if not args:
+        return
+    if not logits_stages:
+        raise InvalidRequest("logits_args: this node has no --logits-stage that reads them", "logits_args")
+    try:
+        num_bytes = len(msgspec.msgpack.encode(args)) * num_prompts
+    except OverflowError as error:
+        raise InvalidRequest("logits_args: an integer does not fit into 64 bits", "logits_args") from error
+    if num_bytes > MAX_LOGITS_ARGS_BYTES:
+        raise InvalidRequest(
+            f"logits_args has {num_bytes} bytes, for {num_prompts} prompts; {MAX_LOGITS_ARGS_BYTES} are allowed",
+            "logits_args",
+        )
+
+
 def encode_sampling(sampling: SamplingParams) -> orjson.Fragment:
-    """`sampling` as D sends it to P in `kv_transfer_params`: every field, so that a new one needs no code here."""
+    """`sampling` as D sends it to P in `kv_transfer_params`: whatever differs from its default, a new field too."""
     return orjson.Fragment(msgspec.json.encode(sampling))
 
 

@@ -24,6 +24,7 @@ MAX_PROMPTS = 256  # prompts of one /v1/completions request
 # engine, and 131,072 entries take 11 ms there. The limit allows eight prompts with an entry for each token of such a
 # vocabulary.
 MAX_LISTED_TOKENS = 1 << 20
+MAX_LOGITS_ARGS_BYTES = 64 << 10  # of all prompts together: each has a copy on the engine
 MAX_LIST_BYTES = 8 << 20  # of such a field: 262,144 entries of 17 digits; decoding blocks the event loop for 60 ms
 _WHOLE = re.compile(rb"[ \t\n\r]*(-?[0-9]+)\.0+[ \t\n\r]*")
 

@@ -125,8 +125,6 @@ class DeviceExecutor:
         return self._graph_sizes.sizes
 
     def check(self, sampling: SamplingParams) -> None:
-        if sampling.logits_args and not self._outside_stages:
-            raise InvalidRequest("logits_args: this node has no --logits-stage that reads them", "logits_args")
         for kind in self._outside_stages:
             try:
                 kind.check(sampling)

@@ -25,14 +25,17 @@ ASK_TICKET: dict[str, Any] = {
 class PrefillEvents:
     """The events of one prefill leg: "ticket" first, at the end "done"; "error" may replace either.
 
+    `told`: the last "error" event so far if there was one, else "done".
+
     `read` returns the next bytes of the answer, b"" at its end. What it raises passes through; an event that is too
     long raises ValueError.
     """
 
-    __slots__ = ("_parser", "_ready")
+    __slots__ = ("_parser", "_ready", "told")
 
     def __init__(self) -> None:
         self._parser = SseParser()
+        self.told: Event | None = None
         self._ready: list[Event] = []  # a short prompt's "done" may arrive together with its ticket
 
     async def ticket(self, read: Callable[[], Awaitable[bytes]]) -> Event | None:
@@ -43,11 +46,11 @@ class PrefillEvents:
         return None
 
     async def outcome(self, read: Callable[[], Awaitable[bytes]]) -> Event | None:
-        """Read to the end. The last "error" event if there was one, else "done". None: the answer broke off."""
-        found: dict[str, Event] = {}
+        """Read to the end. -> `told`; None: the answer broke off before P told anything."""
         while (event := await self._next(read)) is not None:
-            found[event.name] = event
-        return found.get("error") or found.get("done")
+            if event.name == "error" or (event.name == "done" and (self.told is None or self.told.name == "done")):
+                self.told = event
+        return self.told
 
     async def _next(self, read: Callable[[], Awaitable[bytes]]) -> Event | None:
         while not self._ready:

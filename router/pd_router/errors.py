@@ -2,6 +2,7 @@
 
 PdError
 ├── NotAuthorized    401  an order about a node without a valid signature of this cluster's key
+├── OrderVersion     409  an order about a node in another protocol version
 ├── NodeUnknown      404
 ├── NodeConflict     409  an order that contradicts the node's source or state
 ├── HandingOver      503  an order about a node, while a successor replaces this router
@@ -13,6 +14,14 @@ PdError
 from __future__ import annotations
 
 from pd_http.errors import PdError
+
+
+class OrderVersion(PdError):
+    """An order about a node in another protocol version. The sender must be upgraded, or the router."""
+
+    status = 409
+    kind = "invalid_request_error"
+    code = "protocol_mismatch"
 
 
 class NotAuthorized(PdError):

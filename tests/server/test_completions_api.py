@@ -12,6 +12,7 @@ import pytest
 
 from pd_cluster.config import SchedulerConfig
 from pd_cluster.protocol.messages import FinishReason
+from pd_cluster.server.schema import MAX_LOGITS_ARGS_BYTES
 from pd_connectors.protocol.ticket import Offer, sign
 from tests.server.fake_engine import FakeEngine, Line, decodes, says
 from tests.server.live_server import KEY, Node, running
@@ -179,6 +180,28 @@ async def test_priorities_are_the_operators_choice() -> None:
             ) as response:
                 assert response.status == 200
             assert node.engine.requests[0].priority == expected
+
+
+async def test_arguments_of_logits_stages_are_read_or_refused_and_bounded() -> None:
+    """Every prompt has a copy on the engine."""
+    async with running(FakeEngine(says([5]))) as node:
+        for stages, args, num_prompts, expected in (
+            ((), {"ban": 1}, 1, "has no --logits-stage"),
+            ((), {}, 1, ""),
+            (("a:A",), {"ban": 1}, 2, ""),
+            (("a:A",), {"x": 2**64}, 1, "64 bits"),
+            (("a:A",), {"x": "y" * (MAX_LOGITS_ARGS_BYTES // 2 - 8)}, 2, ""),
+            (("a:A",), {"x": "y" * (MAX_LOGITS_ARGS_BYTES // 2)}, 2, "65536 are allowed"),
+        ):
+            config = node.state.config
+            node.state.config = replace(config, model=replace(config.model, logits_stages=stages))
+            body = {"prompt": ["hi"] * num_prompts, "max_tokens": 1, "logits_args": args}
+            before = len(node.engine.requests)
+            async with node.session.post(f"{node.url}/v1/completions", json=body) as response:
+                answer = await response.json()
+            assert response.status == (400 if expected else 200), answer
+            assert expected in str(answer)
+            assert len(node.engine.requests) - before == (0 if expected else num_prompts)
 
 
 async def test_prompts_of_one_request_are_one_group() -> None:

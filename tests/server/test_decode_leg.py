@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -163,6 +164,9 @@ EVERY_SAMPLING_FIELD: dict[str, Any] = {
 async def test_d_asks_the_offered_node_with_its_own_sampling_parameters() -> None:
     """Each field differs from its default, so this fails for a field that does not reach P, and for a new one."""
     async with running(engine_of_p(), node_id="p") as p, decode_node(decodes([5, 6, 7], n=2)) as d:
+        for node in (p, d):
+            model = replace(node.state.config.model, logits_stages=("tests.ban_token:BanToken",))
+            node.state.config = replace(node.state.config, model=model)
         more = EVERY_SAMPLING_FIELD | {"cache_salt": "s"}
         status, answer, headers = await complete(d, {"offer": make_offer(p.url)}, **more)
         asked, request = p.engine.requests[0], d.engine.requests[0]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pd_cluster.errors import InvalidRequest, StartupError
+from pd_cluster.errors import StartupError
 from pd_cluster.protocol.messages import AddRequest
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
@@ -191,11 +191,3 @@ def test_a_step_with_late_rows_is_drawn_when_the_one_before_was_read(models: Mod
 def test_a_path_that_names_no_stage_ends_the_start(models: ModelStore, path: str, words: str) -> None:
     with pytest.raises(StartupError, match=f"--logits-stage {path}.*{words}"):
         make_executor(models.get("qwen3").directory, logits_stages=(path,))
-
-
-def test_arguments_without_a_stage_that_reads_them_are_an_invalid_request(models: ModelStore) -> None:
-    executor = make_executor(models.get("qwen3").directory)
-    executor.check(SamplingParams(max_tokens=1))
-    with pytest.raises(InvalidRequest, match="no --logits-stage"):
-        executor.check(SamplingParams(max_tokens=1, logits_args={"ban": 7}))
-    executor.close()

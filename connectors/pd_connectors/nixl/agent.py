@@ -262,10 +262,9 @@ def _places(regions: Sequence[Region], ids: GroupIds) -> NDArray[np.int32]:
     """Where the blocks `ids` lie in the list of all groups' blocks. Raises NixlError for ids outside their region."""
     places, start = [], 0
     for region, group_ids in zip(regions, ids, strict=True):
-        own = np.asarray(group_ids, np.int32)
-        if own.size and (own.min() < 0 or own.max() >= region.num_blocks):
+        if group_ids and not 0 <= min(group_ids) <= max(group_ids) < region.num_blocks:
             raise NixlError(f"post_read: block ids outside 0..{region.num_blocks - 1}")
-        places.append(own + start)
+        places.append(np.asarray(group_ids, np.int32) + start)
         start += region.num_blocks
     found = np.concatenate(places)
     if not found.size:

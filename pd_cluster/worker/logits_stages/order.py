@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import StartupError
@@ -32,6 +33,10 @@ def find_stage(path: str) -> type[LogitsStage]:
         raise StartupError(f"--logits-stage {path}: {error}") from error
     if missing := [part for part in _PARTS if not hasattr(kind, part)]:
         raise StartupError(f"--logits-stage {path} is not a LogitsStage: it lacks {', '.join(missing)}")
+    try:
+        inspect.signature(kind.check).bind(None)
+    except (TypeError, ValueError) as error:
+        raise StartupError(f"--logits-stage {path}: check must be a static method ({error})") from error
     return kind
 
 

@@ -53,7 +53,7 @@ class LogitsStage(Protocol):
     def check(sampling: SamplingParams) -> None:
         """Raise any exception, with the reason as text, for a request that the stage cannot serve: its client gets 400.
 
-        Called for every request when it is admitted.
+        Called for every request when it is admitted, on the step loop: what takes long holds up all streams.
         """
 
     def start(self, row: int, start: SequenceStart) -> bool:
@@ -66,8 +66,10 @@ class LogitsStage(Protocol):
         """What `apply` needs for the logits of `rows` (int64 [R]); None: it changes nothing in this step.
 
         At least one of the rows is active. `lengths` (int64 [R]): each sequence's tokens before the sampled one. A row
-        that samples several first tokens occurs several times, in neighbouring places. Runs while the device is busy,
-        so it must not wait for it. Tensors from `StageContext.move` have their values in `apply`, not before.
+        that samples several first tokens occurs several times, in neighbouring places. A row may be past the end of its
+        sequence, because a step is launched before the end of the one before is known: accept it; its token is dropped.
+        Runs while the device is busy, so it must not wait for it. Tensors from `StageContext.move` have their values in
+        `apply`, not before.
         """
 
     def apply(self, logits: torch.Tensor, inputs: Any) -> None:

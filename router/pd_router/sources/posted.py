@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pd_connectors.protocol.errors import HandoffError
+from pd_connectors.protocol.errors import HandoffError, ProtocolMismatch
 from pd_connectors.protocol.ticket import NodeOrder, verify
 from pd_http.errors import InvalidRequest
-from pd_router.errors import HandingOver, NodeConflict, NodeUnknown, NotAuthorized
+from pd_router.errors import HandingOver, NodeConflict, NodeUnknown, NotAuthorized, OrderVersion
 from pd_router.sources.base import make_spec
 from pd_router.succession import Heritage
 
@@ -34,13 +34,15 @@ class PostedNodes:
         self.is_handed_over = False  # a successor has a copy, or is about to get one: it would miss further orders
 
     def read(self, signed: str | None, action: str) -> NodeOrder:
-        """The order inside a header. Raises HandingOver, NotAuthorized, InvalidRequest."""
+        """The order inside a header. Raises HandingOver, NotAuthorized, OrderVersion, InvalidRequest."""
         if self.is_handed_over:
             raise HandingOver("a successor is replacing this router; repeat the order in a few seconds")
         if not signed:
             raise NotAuthorized("send the signed order in the header x-pd-order")
         try:
             order = verify(self._key, signed, NodeOrder, self._wall_clock())
+        except ProtocolMismatch as error:
+            raise OrderVersion(str(error)) from error
         except HandoffError as error:
             raise NotAuthorized(str(error)) from error
         if order.action != action:
