@@ -78,7 +78,8 @@ class CublasLt:
 
     def __init__(self, device: torch.device) -> None:
         """Raises OSError when torch has loaded no cuBLASLt."""
-        assert torch.version.cuda is not None
+        if torch.version.cuda is None:
+            raise OSError("this torch was not built with CUDA")
         self._library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
         self._device = device
         with torch.cuda.device(device):

@@ -20,7 +20,7 @@ def _copy_kernel(source, target, pairs, source_stride, target_stride, num_words,
 
 
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
-    """See reference.copy_blocks. Blocks are contiguous and a multiple of 8 bytes; No wait if `pairs` is on the CPU.
+    """See reference.copy_blocks. Blocks are contiguous and a multiple of 8 bytes. No wait if `pairs` is on the CPU.
 
     Copies to and from the host are queued: read host memory only after the stream has completed them.
     """

@@ -143,9 +143,11 @@ class DeviceExecutor:
         self._runner.watcher = watcher
 
     def close(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._cleanup.close()
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+        finally:
+            self._cleanup.close()
 
     def _make_runner(self, cache: KVCache, max_len: int) -> ModelRunner:
         return ModelRunner.make(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -134,7 +135,8 @@ def run_phases(
         progress("warm-up")
         executor.warm_up()
     except BaseException:
-        executor.close()
+        with suppress(RuntimeError):  # a device that has failed fails again: what it failed of comes first
+            executor.close()
         raise
     return caches
 

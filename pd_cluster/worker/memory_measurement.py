@@ -45,7 +45,7 @@ def measure_free_bytes(
 
 
 def run_largest_step(runner: ModelRunner, budget: int, num_seqs: int, max_model_len: int, block_size: int) -> None:
-    """Run a step with the whole token budget in as many sequences as may run, each with every sampling feature."""
+    """Run a step with the whole token budget in as many sequences as may run, each with our sampling features."""
     params = SamplingParams(max_tokens=1, top_k=50, top_p=0.9, frequency_penalty=0.1, logprobs=1)
     share, rest = divmod(budget, num_seqs)
     sizes = [min(share + (i >= num_seqs - rest), max_model_len) for i in range(num_seqs)]

@@ -15,6 +15,7 @@ from pd_cluster.errors import StartupError
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes, step_sizes
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.executor import run_phases
+from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.kv_cache import KVCache
 from pd_cluster.worker.memory_measurement import measure_free_bytes
 from pd_kernels.backends import TORCH
@@ -122,6 +123,28 @@ def test_a_start_that_fails_leaves_nothing_behind(
     del executor
     gc.collect()
     assert gone() is None
+
+
+def test_what_only_measured_needs_no_search_for_garbage(models: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU its buffers would count as used, and a search could free them during a capture."""
+    buffers: list[weakref.ref[HostBuffer]] = []
+    make = HostBuffer.__init__
+
+    def note(self: HostBuffer, *arguments: Any) -> None:
+        buffers.append(weakref.ref(self))
+        make(self, *arguments)
+
+    monkeypatch.setattr(HostBuffer, "__init__", note)
+    gc.collect()
+    gc.disable()
+    try:
+        executor = make_executor(models.get("qwen3").directory, num_blocks=6)
+        executor._make_runner(executor._cache, 32)
+        assert [buffer() is not None for buffer in buffers[:-1]] == [False] * (len(buffers) - 2) + [True]
+        assert buffers[-1]() is None
+    finally:
+        gc.enable()
+    executor.close()
 
 
 def test_the_phases_of_a_device_say_what_they_made(models: ModelStore) -> None:

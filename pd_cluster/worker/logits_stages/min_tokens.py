@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,8 +23,8 @@ class MinTokens(LogitsStage):
     """Bans EOS and the request's stop ids from the first `min_tokens` tokens."""
 
     def __init__(self, context: StageContext) -> None:
-        self._eos_token_ids = context.eos_token_ids
-        self._lists = RowLists(context, self._banned)
+        # No method: a cycle would keep the buffers of runners that only measured until a collection, on a GPU too
+        self._lists = RowLists(context, partial(_banned, context.eos_token_ids))
         self._until = np.zeros(context.num_rows, np.int64)  # sequence length from which the row's list is allowed
 
     def start(self, row: int, start: SequenceStart) -> bool:
@@ -41,6 +42,7 @@ class MinTokens(LogitsStage):
         for shift in inputs.shifts:
             shift.apply(logits)
 
-    def _banned(self, params: SamplingParams) -> dict[int, float]:
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
-        return dict.fromkeys(sorted(ends), -np.inf)
+
+def _banned(eos_token_ids: frozenset[int], params: SamplingParams) -> dict[int, float]:
+    ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+    return dict.fromkeys(sorted(ends), -np.inf)

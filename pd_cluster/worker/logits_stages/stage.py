@@ -36,6 +36,9 @@ class LogitsStage(Protocol):
     temperature and seed alone, its graph draws the tokens. In a step with an active row, all tokens are drawn after the
     forward pass, which may still be replayed.
 
+    A stage allocates its memory on the device in `__init__`. The size of the KV cache is measured with that memory, and
+    without any that a stage from outside allocates for a request.
+
     All methods run on the engine's thread. An exception ends the engine, except in `check`. A worker's start makes
     several instances, also to measure memory. Every node of a cluster needs the same stages, because P samples the
     first token.
