@@ -82,7 +82,8 @@ def test_steps_launched_ahead_and_swaps(models: ModelStore) -> None:
     tokens = [step.result().samples[0][0].token_id for step in pending]
     assert tokens == expected[:6]
     executor.launch(Batch(6, departures=(0,), copies=BlockCopies(swap_out=((3, 1), (4, 0))))).result()
-    executor.cache.tensors[0].fill_(torch.nan)
+    for tensor in executor.cache.tensors:
+        tensor.fill_(torch.nan)
     back = SequenceStart(0, (*prompt, *tokens), 20, (9, 8), params, 0)
     chunk = SequenceChunk(0, 25, 1, num_samples=1)
     samples = (
