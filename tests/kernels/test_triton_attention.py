@@ -210,7 +210,7 @@ def test_a_query_of_scattered_heads_is_refused() -> None:
 def test_more_heads_in_a_group_than_a_tile_has_rows_are_refused() -> None:
     paged = on_device(make_paged(Shape(17, 1, 64, 16, (3,), (3,), 0)))
     plan = plan_attention(paged.packed, paged.key_cache, 0, None, SMALL_PREFILL)
-    with pytest.raises(ValueError, match="takes at most 16"):
+    with pytest.raises(ValueError, match="supports at most 16"):
         plan.run(paged.query, paged.key_cache, paged.value_cache, 1.0)
 
 
