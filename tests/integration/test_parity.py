@@ -147,7 +147,7 @@ def d_short_of_memory(kind: str, num_blocks: int, swap_gb: float) -> AbstractCon
     return running_system("--load-deadline-s=400", role_flags={"decode": decode, "prefill": ["--kv-cache-gb=0.75"]})
 
 
-@pytest.fixture(scope="module", params=["recompute", "swap"])
+@pytest.fixture(scope="module", params=["recompute", pytest.param("swap", marks=pytest.mark.slow)])
 def short_of_memory(request: pytest.FixtureRequest) -> Iterator[tuple[str, System]]:
     """What a preempted sequence does, and the system."""
     with d_short_of_memory(request.param, 48, 0.05) as system:

@@ -169,6 +169,7 @@ def test_nobody_comes_in_with_another_token(cluster: Cluster) -> None:
     assert "check that the token is this cluster's" in stranger.output
 
 
+@pytest.mark.slow
 def test_a_machine_that_dies_under_load_is_made_up_for(cluster: Cluster) -> None:
     told = cluster.status()
     victim = next(machine for machine in cluster.machines.running if machine is not cluster.machines.head)
