@@ -30,6 +30,7 @@ class Admission:
         max_num_seqs: int,
         max_model_len: int,
         vocab_size: int,
+        eos_token_ids: frozenset[int],
         check_sampling: Callable[[SamplingParams], None],
     ) -> None:
         """`check_sampling` raises InvalidRequest for parameters that the worker's logits stages cannot serve."""
@@ -37,6 +38,7 @@ class Admission:
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
         self._check_sampling = check_sampling
         self._random = random.SystemRandom()
 
@@ -94,8 +96,11 @@ class Admission:
             raise InvalidRequest(
                 f"{longest} known tokens leave nothing to generate: max_tokens is {num_output}", "known"
             )
-        for token_ids in known:
+        stop_ids = message.sampling.stop_ids(self._eos_token_ids)
+        for index, token_ids in enumerate(known):
             self._check_ids("known", "known has", token_ids)
+            if not stop_ids.isdisjoint(token_ids[max(0, message.sampling.min_tokens - 1) :]):
+                raise InvalidRequest(f"the known tokens of sequence {index} have ended it", "known")
 
 
 def _are_below(limit: int, token_ids: Sequence[int]) -> bool:

@@ -90,6 +90,7 @@ class EngineCore:
             max_num_seqs=config.scheduler.max_num_seqs,
             max_model_len=executor.model.max_model_len,
             vocab_size=executor.model.vocab_size,
+            eos_token_ids=executor.model.eos_token_ids,
             check_sampling=executor.check,
         )
         self._transfers = KvTransfers(

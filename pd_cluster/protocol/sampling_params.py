@@ -48,6 +48,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def greedy(self) -> bool:
         return self.temperature <= GREEDY_TEMPERATURE
 
+    def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that end a sequence once it has `min_tokens`. `eos_token_ids`: the model's."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_token_ids)
+
     @property
     def first_token_digest(self) -> bytes:
         """16 bytes that are equal on P and D when P's first tokens are what D itself would have sampled.

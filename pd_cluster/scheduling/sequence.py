@@ -165,7 +165,7 @@ class Request:
         self.arrival = arrival
         self.marks.arrived_s = self.message.received_s or now_s
         sampling = self.sampling
-        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
+        stop_ids = sampling.stop_ids(eos_token_ids)
         num_prompt, known = len(self.prompt_token_ids), self.message.known
         self.is_parted = any(known)
         self.num_live = sampling.n

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pd_connectors.base import CacheDescription
     from pd_connectors.protocol.layout import BlockLayout
     from pd_kernels.values import StepSize
+
+logger = logging.getLogger(__name__)
 
 MIN_BLOCKS = 2  # the first step copies a block
 
@@ -135,8 +137,10 @@ def run_phases(
         progress("warm-up")
         executor.warm_up()
     except BaseException:
-        with suppress(RuntimeError):  # a device that has failed fails again: what it failed of comes first
+        try:
             executor.close()
+        except RuntimeError:  # a device that has failed fails again; the first failure is the one to report
+            logger.warning("the executor could not be closed after a failed start", exc_info=True)
         raise
     return caches
 

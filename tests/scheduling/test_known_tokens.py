@@ -9,7 +9,7 @@ from pd_cluster.errors import InvalidRequest
 from pd_cluster.protocol.messages import FinishReason, Work
 from pd_cluster.scheduling.batch import StepResult
 from pd_connectors.protocol.messages import SampledToken
-from tests.scheduling.simulation import BLOCK_SIZE, begun, message, prompt
+from tests.scheduling.simulation import BLOCK_SIZE, EOS, begun, message, prompt
 from tests.scheduling.world import World
 
 
@@ -56,6 +56,7 @@ def test_an_answer_that_knows_its_tokens_may_be_preempted() -> None:
     [
         (((1,),), Work.GENERATE, "known has tokens of 1 sequences; n is 2"),
         (((1,), (1, 2, 3, 4)), Work.GENERATE, "4 known tokens leave nothing to generate: max_tokens is 4"),
+        (((1, 2), (1, EOS)), Work.GENERATE, "the known tokens of sequence 1 have ended it"),
         (((1,), (2,)), Work.TAKE_OVER, "known tokens are for generate requests, not for take_over"),
     ],
 )
@@ -64,7 +65,7 @@ def test_known_tokens_that_no_answer_can_follow_are_refused(
 ) -> None:
     world = World()
     with pytest.raises(InvalidRequest, match=what) as caught:
-        world.submit(message("a", prompt(20), max_tokens=4, n=2, work=work, known=known))
+        world.submit(message("a", prompt(20), max_tokens=4, n=2, work=work, known=known, ignore_eos=False))
     assert caught.value.param == "known"
     world.check_empty()
 

@@ -109,7 +109,7 @@ class World:
         )
         self.admission = Admission(
             self.blocks, max_num_seqs=self.max_num_seqs, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE,
-            check_sampling=lambda sampling: None,
+            eos_token_ids=frozenset({EOS}), check_sampling=lambda sampling: None,
         )  # fmt: skip
         self.worker = FakeWorker(self.max_num_seqs, self.max_num_batched_tokens, self.longest_run)
         self._running: deque[tuple[Batch, StepResult]] = deque()

@@ -44,5 +44,4 @@ class MinTokens(LogitsStage):
 
 
 def _banned(eos_token_ids: frozenset[int], params: SamplingParams) -> dict[int, float]:
-    ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
-    return dict.fromkeys(sorted(ends), -np.inf)
+    return dict.fromkeys(sorted(params.stop_ids(eos_token_ids)), -np.inf)
