@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 
@@ -23,8 +23,19 @@ if TYPE_CHECKING:
     from pd_kernels.gemm_selection import Measure, ProposeProducts
 
 
-class Decoder(ABC):
-    """A Model. A family makes its layers in its constructor, and computes them in `hidden`."""
+class Layer(Protocol):
+    """The weights of one layer. Its fields are the family's own, but for the norm that comes first."""
+
+    @property
+    def input_norm(self) -> torch.Tensor:
+        """[hidden_size]."""
+
+
+FamilyLayer = TypeVar("FamilyLayer", bound=Layer)
+
+
+class Decoder(ABC, Generic[FamilyLayer]):
+    """A Model. A family makes a layer in `_make_layer`, and computes all layers in `hidden`."""
 
     def __init__(
         self,
@@ -40,12 +51,15 @@ class Decoder(ABC):
         self.dtype, self.device = dtype, device
         self._kernels = kernels
         self._parameters = Parameters(kernels, dtype, device, offset_norms=offset_norms)
+        # Weights are allocated in the order in which a step reads them
         self._embedding = self._parameters.tensor("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        self._layers = [self._make_layer(f"model.layers.{index}", window) for index, window in enumerate(spec.windows)]
         self._norm = self._parameters.norm("model.norm.weight", spec.hidden_size)
         if spec.tied_embeddings:
             self._head = self._parameters.tied_linear("head", self._embedding)
         else:
             self._head = self._parameters.linear("head", {"lm_head": spec.vocab_size}, spec.hidden_size)
+        self._next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
 
     @property
     def slots(self) -> dict[str, Slot]:
@@ -61,6 +75,10 @@ class Decoder(ABC):
     def last_window(self) -> int:
         """See Model."""
         return self.spec.windows[-1]
+
+    @abstractmethod
+    def _make_layer(self, name: str, window: int) -> FamilyLayer:
+        """The layer `name` of the checkpoint. `window`: of its attention; 0: full."""
 
     @abstractmethod
     def hidden(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Normed:

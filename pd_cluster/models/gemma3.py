@@ -36,20 +36,18 @@ class Gemma3Layer:
     down_norm: torch.Tensor
 
 
-class Gemma3(Decoder):
+class Gemma3(Decoder[Gemma3Layer]):
     """Weights and forward pass of one decoder. What attention and the MLP produce is normed before it is added."""
 
     def __init__(
         self, spec: ModelSpec, kernels: Kernels, max_len: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(spec, kernels, dtype, device, offset_norms=True)
-        ropes = {window: spec.window_rope or spec.rope if window else spec.rope for window in self.windows}
+        ropes = {window: spec.window_rope or spec.rope if window else spec.rope for window in set(spec.windows)}
         self._ropes = {
             window: make_rope_table(rope, spec.head_dim, max_len, dtype, device) for window, rope in ropes.items()
         }
         self._embedding_scale = torch.tensor(spec.hidden_size**0.5, dtype=dtype).item()  # rounded, as in training
-        self._layers = [self._make_layer(f"model.layers.{index}", window) for index, window in enumerate(spec.windows)]
-        self._next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
+        super().__init__(spec, kernels, dtype, device, offset_norms=True)
 
     def hidden(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Normed:
         """See Decoder."""

@@ -35,16 +35,14 @@ class LlamaLayer:
     down: Linear  # [hidden, intermediate]
 
 
-class Llama(Decoder):
+class Llama(Decoder[LlamaLayer]):
     """Weights and forward pass of one decoder."""
 
     def __init__(
         self, spec: ModelSpec, kernels: Kernels, max_len: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(spec, kernels, dtype, device)
         self._rope = make_rope_table(spec.rope, spec.head_dim, max_len, dtype, device)
-        self._layers = [self._make_layer(f"model.layers.{index}", window) for index, window in enumerate(spec.windows)]
-        self._next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
+        super().__init__(spec, kernels, dtype, device)
 
     def hidden(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Normed:
         """See Decoder."""
