@@ -184,7 +184,18 @@ def test_no_room_leaves_the_largest(models: ModelStore) -> None:
         repeated = with_graphs(executor, sizes, room)
         assert {one: GraphSizes(repeated.graphs.sizes).choose((one,)) for one in serving} == serving
         assert repeated.lines[0] == f"no memory for {len(sizes) - room} of {len(sizes)} graphs of steps"
+        assert len(repeated.lines) == 2
     assert repeated.lines[1].startswith("4 graphs of up to 6 decodes and 1 of steps with prompts, up to 28 tokens, in")
+    executor.close()
+
+
+def test_only_graphs_of_decodes_keep_logits_of_their_own(models: ModelStore) -> None:
+    """A step of decodes copies no logits; graphs of steps with prompts are too many to keep some each."""
+    executor = make_executor(models.get("qwen3").directory)
+    graphs = with_graphs(executor, DECODES + SIZES).graphs
+    places = {size: graph.outputs.logits.data_ptr() for size, graph in graphs._graphs.items()}
+    assert len({places[size] for size in DECODES}) == len(DECODES)
+    assert len({places[size] for size in SIZES} - {places[size] for size in DECODES}) == 1
     executor.close()
 
 
