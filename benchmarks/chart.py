@@ -165,7 +165,7 @@ def draw(found: Sequence[Panel], theme: Theme) -> str:
 
 
 def _summary(found: Sequence[Panel]) -> str:
-    """All figures in words, for readers of the file and of the page who do not see the picture."""
+    """All figures in words, for readers of the file and for screen readers."""
     lines = ["1P1D / two replicas, of pd-cluster and of " + PEER]
     for panel in found:
         lines.append(panel.title)
