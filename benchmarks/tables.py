@@ -129,11 +129,17 @@ def _row_name(rows: list[Record]) -> str:
     return f"{rows[0]['count']} mixed sequences, output tok/s"
 
 
-def _disagg(results: Path) -> str:
+def latest_runs(results: Path) -> dict[tuple[str, str], Record]:
+    """The last whole run of each workload and setting of the disaggregation table."""
     latest: dict[tuple[str, str], Record] = {}
     for record in _records(results, "disagg_gpu.jsonl"):
         if record["scale"] == 1.0 and len(record["requests"]) == PRESETS[record["workload"]].num_requests:
             latest[record["workload"], record["setting"]] = record
+    return latest
+
+
+def _disagg(results: Path) -> str:
+    latest = latest_runs(results)
     rows = []
     for name, preset in PRESETS.items():
         ours = [
