@@ -43,7 +43,7 @@ def test_the_cache_is_block_first_and_as_large_as_asked(models: ModelStore) -> N
     assert 0.004e9 - layout.block_bytes < tensor.nbytes <= 0.004e9
     assert executor.num_host_blocks == 0.001e9 // layout.block_bytes
     assert not tensor.any(), "the warm-up must leave nothing behind"
-    assert lines[0] == "weights 1/1"
+    assert lines[:2] == ["max_num_seqs 64, max_num_batched_tokens 2048 (CPU)", "weights 1/1"]
     assert lines[-1] == "warm-up"
     assert (executor.block_size, executor.model.dtype, executor.model.eos_token_ids) == (16, "float32", frozenset({2}))
     executor.close()
