@@ -26,12 +26,11 @@ TOKENS_PER_SEQ = 1024
 # The largest captured step. Larger ones compute prompts no faster (8B on an H200: products of 2,048 rows take 0.61 us a
 # token and layer, of 8,192 rows 0.64) and hold up the streams beside them: ITL p99 of mixed nodes 49 ms, with 4,096 73
 STEP_TOKENS = 2048
-# Not for weights, cache and activations: what the allocator cannot reuse, modules of kernels, the transport's own. A
-# capture of graphs needs 1.1 GB of it free
+# Left to what is not measured: memory that the allocator cannot reuse, modules of kernels, the transport. A capture of
+# graphs wants 1.1 GB free
 SPARE_SHARE, MOST_SPARE_BYTES = 0.1, 6e9
 CUDA_CONTEXT_BYTES = 0.7e9  # of the driver and the libraries, which no allocator statistic shows
-# Of the float32 and int64 copies of a row of logits that sampling with all features makes
-SAMPLING_BYTES_PER_LOGIT = 24
+SAMPLING_BYTES_PER_LOGIT = 24  # of the float32 and int64 copies of logits when requests ask for all features
 SAMPLES_PER_SEQ = 2  # of a step at most
 
 

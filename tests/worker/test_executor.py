@@ -50,6 +50,13 @@ def test_the_cache_is_block_first_and_as_large_as_asked(models: ModelStore) -> N
     executor.close()
 
 
+def test_no_sequence_is_offered_that_the_cache_cannot_hold(models: ModelStore) -> None:
+    executor, lines = build(models.get("qwen3").directory, CacheConfig(kv_cache_gb=0.0002))
+    assert executor.model.max_model_len == executor.num_blocks * 16 == 256
+    assert "max_model_len 256 (the KV cache has no room for the model's 512 tokens)" in lines
+    executor.close()
+
+
 def test_a_kernel_that_was_asked_for_and_cannot_be_had_ends_the_start(models: ModelStore) -> None:
     with pytest.raises(StartupError, match="--prefill-attention flashinfer: "):
         build(models.get("llama").directory, CacheConfig(), prefill_attention="flashinfer")
@@ -139,6 +146,7 @@ def test_dummy_weights_follow_the_seed(models: ModelStore, tmp_path: Path) -> No
         ({"max_model_len": -5}, CacheConfig(num_blocks=9), "no room for a prompt and an output token"),
         ({}, CacheConfig(num_blocks=9, block_size=24), "not a multiple of 16"),
         ({}, CacheConfig(kv_cache_gb=1e-6), "room for 0 blocks"),
+        ({"max_model_len": 257}, CacheConfig(kv_cache_gb=0.0002), "the KV cache has room for 256 tokens"),
         ({}, CacheConfig(num_blocks=10**12), "cannot allocate"),
     ],
 )
