@@ -4,7 +4,7 @@
 # A setting takes about four minutes. Each workload's line is written when it is over. Settings, by environment:
 #   PD_CLUSTER="pd-cluster"    the command (from a source tree: "python3 -m pd_cluster.launch.cli")   PYTHON=python3
 #   SHAPE=8b  WORKLOADS="..."  what to serve, which workloads (default: all five)
-#   NODE_FLAGS="..."           of every node      BENCH_FLAGS="...", HANDOVER_FLAGS="..."   of the benchmarks `disagg`, `handover`
+#   NODE_FLAGS=""              of every node      BENCH_FLAGS="...", HANDOVER_FLAGS="..."   of the benchmarks `disagg`, `handover`
 #   PORT=8000                  of the router
 set -euo pipefail
 
@@ -13,7 +13,7 @@ export PYTHONPATH=$root:$root/router:$root/connectors:$root/kernels${PYTHONPATH:
 data=$1
 shift
 pd_cluster=${PD_CLUSTER:-pd-cluster}
-node_flags=${NODE_FLAGS:---max-num-seqs=256 --max-num-batched-tokens=4096 --max-model-len=16384}
+node_flags=${NODE_FLAGS:-}
 benchmark="${PYTHON:-python3} -m benchmarks"
 url=http://127.0.0.1:${PORT:-8000}
 work=$(mktemp -d)

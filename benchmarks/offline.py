@@ -72,7 +72,7 @@ class OfflineEngine:
         connector = create_connector("none", offline_context(self.executor))
         connector.register_kv_cache(self.executor.cache)
         self.mailbox = DirectMailbox()
-        self.core = EngineCore(config, self.executor, connector, cast("EngineSockets", self.mailbox))
+        self.core = EngineCore(self.executor.config, self.executor, connector, cast("EngineSockets", self.mailbox))
         self._num_calls = 0
         self._cleanup.enter_context(rare_garbage_collection())  # as in the engine's own process
 

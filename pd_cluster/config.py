@@ -55,7 +55,12 @@ class CacheConfig:
     num_blocks: int = setting(0, "Blocks in the cache. 0: from kv_cache_gb (CPU) or gpu_memory_utilization.")
     kv_cache_gb: float = setting(1.0, "Cache size on CPU in GB, when num_blocks is 0.")
     gpu_memory_utilization: float = setting(
-        0.9, "Share of the GPU's memory that weights, activations and cache may fill."
+        0.0,
+        "Share of the GPU's memory that weights, activations and cache may fill. 0: gpu_share, less a tenth of that, "
+        "at most 6 GB.",
+    )
+    gpu_share: float = setting(
+        1.0, "Part of the GPU that this node has where several nodes share the GPU; `up` and Ray set it."
     )
     swap_gb: float = setting(0.0, "Host memory for preempted sequences in GB. 0: preemption recomputes.")
     prefix_caching: bool = setting(True, "Reuse the blocks of equal prefixes.")
@@ -63,10 +68,18 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """What one step may hold, and how steps follow each other."""
+    """What one step may hold, and how steps follow each other.
 
-    max_num_seqs: int = setting(64, "Sequences that run at once.")
-    max_num_batched_tokens: int = setting(2048, "Token budget of one step; longer prompts are cut into chunks.")
+    `max_num_seqs` and `max_num_batched_tokens` are above 0 once the executor has decided them (`worker/capacity.py`).
+    """
+
+    max_num_seqs: int = setting(
+        0, "Sequences that run at once. 0: as many as a GPU's memory has room for, at most 256; 64 on CPU."
+    )
+    max_num_batched_tokens: int = setting(
+        0,
+        "Token budget of one step; longer prompts are cut into chunks. 0: 2048, or max_num_seqs where that is more.",
+    )
     max_tokens_beside_decodes: int = setting(
         -1,
         "Tokens in all of a step that has decodes, or awaits some: what cuts prompts into pieces that hardly hold them "
@@ -87,10 +100,10 @@ class SchedulerConfig:
     max_graph_tokens: int = setting(2048, "Largest step with prompts that is captured as a graph. 0: none.")
 
     def __post_init__(self) -> None:
-        if self.max_num_seqs < 1 or self.max_num_batched_tokens < self.max_num_seqs:
+        seqs, budget = self.max_num_seqs, self.max_num_batched_tokens
+        if min(seqs, budget) < 0 or 0 < budget < seqs:
             raise StartupError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}), and that at least 1"
+                f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({seqs}), and neither below 0"
             )
         if self.max_graph_batch < 1 or self.max_graph_tokens < 0:
             raise StartupError(

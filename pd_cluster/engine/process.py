@@ -137,7 +137,7 @@ def _build(config: NodeConfig, mailbox: EngineSockets, cleanup: ExitStack) -> tu
     connector = create_connector(config.handoff.connector, context)
     cleanup.callback(connector.close)
     connector.register_kv_cache(cache)
-    core = EngineCore(config, executor, connector, mailbox)
+    core = EngineCore(executor.config, executor, connector, mailbox)
     ready = EngineReady(
         engine_id=context.engine_id,
         epoch=epoch,
@@ -147,6 +147,7 @@ def _build(config: NodeConfig, mailbox: EngineSockets, cleanup: ExitStack) -> tu
         fingerprint=context.fingerprint,
         connector=config.handoff.connector,
         control_port=connector.control_port,
+        max_num_seqs=executor.config.scheduler.max_num_seqs,
     )
     return core, ready
 

@@ -25,6 +25,8 @@ from pd_cluster.launch.model_path import resolve_model
 from pd_cluster.launch.preflight import MachineFacts, key_problems, machine_problems, model_problems
 from pd_cluster.launch.sockets import listen
 from pd_cluster.launch.up_flags import POOL_CONNECTORS
+from pd_cluster.models.directory import read_json
+from pd_cluster.models.registry import resolve_spec
 from pd_connectors.protocol.errors import HandoffError
 from pd_connectors.protocol.keys import KEY_ENV
 
@@ -73,7 +75,9 @@ def _findings(namespace: argparse.Namespace) -> Iterator[Finding]:
     for port in namespace.port or DEFAULT_PORTS:
         yield check_port(port)
     yield check_key(namespace.cluster_key_file, os.environ)
-    yield check_model(namespace.model)
+    yield (model := check_model(namespace.model))
+    if model.verdict is Verdict.OK:
+        yield from check_capacity(resolve_model(namespace.model))
 
 
 def check_python() -> Finding:
@@ -191,3 +195,24 @@ def check_model(model: str) -> Finding:
         return Finding("model", Verdict.FAIL, f"{path}: cannot read {', '.join(unreadable)}")
     size_gb = sum(file.stat().st_size for file in weights) / 1e9
     return Finding("model", Verdict.OK, f"{path} ({kind}, {size_gb:.3g} GB of weights)")
+
+
+def check_capacity(model: Path) -> Iterator[Finding]:
+    """What a node without flags would serve at once: on each GPU, alone on it, else on the CPU."""
+    try:
+        import torch
+
+        from pd_cluster.worker.capacity import decide_capacity
+        from pd_cluster.worker.kv_cache import DTYPES
+        from pd_cluster.worker.memory_measurement import gpu_bytes
+    except (ImportError, OSError):
+        return  # check_torch reports it
+    spec = resolve_spec(model, read_json(model / "config.json"))
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
+    for device in devices:
+        try:
+            capacity = decide_capacity(NodeConfig(), spec, DTYPES[spec.dtype].itemsize, gpu_bytes(device))
+        except StartupError as error:
+            yield Finding(f"node on {device}", Verdict.FAIL, str(error))
+        else:
+            yield Finding(f"node on {device}", Verdict.OK, capacity.line)

@@ -41,9 +41,10 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "seed": (-(1 << 63), (1 << 64) - 1),  # the range of torch
     "max_tokens_beside_decodes": (-1, LARGEST),
     "gpu_memory_utilization": (0, 1),
+    "gpu_share": (0, 1),
 }
 ABOVE_0 = frozenset(
-    {"kv_cache_gb", "gpu_memory_utilization", "start_deadline_s", "lease_ttl_s", "load_deadline_s", "read_deadline_s"}
+    {"kv_cache_gb", "gpu_share", "start_deadline_s", "lease_ttl_s", "load_deadline_s", "read_deadline_s"}
 )
 NOT_1 = {
     "num_blocks": "a cache has at least 2 blocks",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import os
 import secrets
 import shlex
@@ -88,23 +87,19 @@ def run_up(namespace: argparse.Namespace) -> int:
         gpus = [] if config.model.device == "cpu" else visible_gpus(os.environ)
         name = config.model.served_model_name or served_name(config.model.model, model)
         flags += [f"--model={model}", f"--served-model-name={name}"]
-        plans = plan_nodes(counts, flags, config, gpus, len(os.sched_getaffinity(0)))
+        plans = plan_nodes(counts, flags, gpus, len(os.sched_getaffinity(0)))
         addresses = [sockets.enter_context(contextlib.closing(reserve(NODE_HOST))) for _ in plans]
         nodes = [replace(plan, port=port_of(address)) for plan, address in zip(plans, addresses, strict=True)]
         display = sockets.enter_context(Display(quiet=namespace.quiet))
         return asyncio.run(_Cluster(namespace, config, nodes, listener, name, display).run())
 
 
-def plan_nodes(
-    counts: Mapping[str, int], flags: Sequence[str], config: NodeConfig, gpus: Sequence[str], num_cores: int
-) -> list[NodePlan]:
-    """The nodes to start. They get GPUs in turn and share their memory; without GPUs they divide the cores."""
+def plan_nodes(counts: Mapping[str, int], flags: Sequence[str], gpus: Sequence[str], num_cores: int) -> list[NodePlan]:
+    """The nodes to start. They get GPUs in turn, and divide a GPU that several get; without GPUs, the cores."""
     num_nodes = sum(counts.values())
+    dealt = [gpus[index % len(gpus)] if gpus else None for index in range(num_nodes)]
     given = {flag.split("=")[0] for flag in flags}
     shared: list[str] = []
-    if gpus and "--gpu-memory-utilization" not in given:
-        nodes_per_gpu = math.ceil(num_nodes / len(gpus))
-        shared.append(f"--gpu-memory-utilization={config.cache.gpu_memory_utilization / nodes_per_gpu:.3g}")
     if not gpus and "--num-threads" not in given:
         shared.append(f"--num-threads={max(1, num_cores // num_nodes)}")
     if "--drain-s" not in given:
@@ -112,9 +107,11 @@ def plan_nodes(
     plans: list[NodePlan] = []
     for role in ROLES:
         for index in range(counts[role]):
-            name = f"{role}-{index}"
-            devices = gpus[len(plans) % len(gpus)] if gpus else None
-            plans.append(NodePlan(name, role, (*flags, *shared, f"--node-id={name}"), devices))
+            name, devices = f"{role}-{index}", dealt[len(plans)]
+            own = [f"--node-id={name}"]
+            if devices is not None and "--gpu-share" not in given and (nodes_on_it := dealt.count(devices)) > 1:
+                own.append(f"--gpu-share={1 / nodes_on_it:.3g}")
+            plans.append(NodePlan(name, role, (*flags, *shared, *own), devices))
     return plans
 
 

@@ -104,6 +104,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     fingerprint: str
     connector: str
     control_port: int  # 0 without a peer-to-peer connector
+    max_num_seqs: int
 
 
 class StartupProgress(msgspec.Struct, frozen=True, tag=True):

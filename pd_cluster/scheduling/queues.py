@@ -33,6 +33,7 @@ class Queues:
     """
 
     def __init__(self, max_num_seqs: int, turns: Turns) -> None:
+        assert max_num_seqs > 0, "the configuration's capacity is not decided"
         self._max_num_seqs = max_num_seqs
         self._turns = turns
         self._departures: list[int] = []

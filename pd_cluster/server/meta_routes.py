@@ -98,7 +98,7 @@ def _health(state: NodeState) -> dict[str, Any]:
         "node_id": state.node_id,
         "model": state.model_name,
         "epoch": ready.epoch if ready else None,
-        "max_num_seqs": state.config.scheduler.max_num_seqs,
+        "max_num_seqs": ready.max_num_seqs if ready else None,
         "engine_id": ready.engine_id if ready else None,
         "num_in_flight": state.num_in_flight,
         "kv_in_use": round(stats.kv.in_use / stats.kv.num_blocks, 3) if stats else 0.0,

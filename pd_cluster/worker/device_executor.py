@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 import torch
 
 from pd_cluster.errors import InvalidRequest, StartupError
+from pd_cluster.worker.capacity import decide_capacity, longest_sequence
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.cuda_graphs.set_up import capture_steps, captured_bytes, captures_steps
 from pd_cluster.worker.executor import run_phases
 from pd_cluster.worker.kernel_selection import choose_kernels
 from pd_cluster.worker.kv_cache import DTYPES, KVCache
 from pd_cluster.worker.logits_stages.order import find_stage
-from pd_cluster.worker.memory_measurement import measure_free_bytes, run_largest_step
+from pd_cluster.worker.memory_measurement import gpu_bytes, measure_free_bytes, run_largest_step
 from pd_cluster.worker.model_loading import describe_model, load_model
 from pd_cluster.worker.model_runner import ModelRunner
 from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
@@ -64,6 +66,11 @@ class DeviceExecutor:
         return executor
 
     @property
+    def config(self) -> NodeConfig:
+        """The settings; from `load` on the node's capacity is decided in them."""
+        return self._config
+
+    @property
     def num_blocks(self) -> int:
         return self._cache.num_blocks
 
@@ -87,6 +94,10 @@ class DeviceExecutor:
         # First, so that a wrong path ends the start before the weights are read
         self._outside_stages = [find_stage(path) for path in config.model.logits_stages]
         self.model = describe_model(config.model, device)
+        item_bytes = DTYPES[self.model.dtype].itemsize
+        capacity = decide_capacity(config, self.model.spec, item_bytes, gpu_bytes(device))
+        progress(capacity.line)
+        self._config = config = capacity.applied_to(config)
         block_size = _resolve_block_size(config.cache.block_size, device)
         self.layout = BlockLayout(self.model.spec.kv_groups(block_size, self.model.dtype))
         self._kernels = choose_kernels(config, self.model, block_size, device, progress)
@@ -102,9 +113,11 @@ class DeviceExecutor:
         )  # fmt: skip
         if captures_steps(limits, self._kernels, self._device):
             free -= captured_bytes(limits, self.model.vocab_size * DTYPES[self.model.dtype].itemsize)
-        return int(free)
+        return max(0, int(free))
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> tuple[CacheDescription, ...]:
+        if not self._config.cache.num_blocks:
+            self._fit_sequences(num_blocks * self.block_size)
         self._cache = KVCache.allocate(self.layout, num_blocks, num_host_blocks, self._device)
         return (self.cache,)
 
@@ -147,6 +160,14 @@ class DeviceExecutor:
                 torch.cuda.synchronize(self._device)
         finally:
             self._cleanup.close()
+
+    def _fit_sequences(self, cache_tokens: int) -> None:
+        """Serve no sequences that are longer than the cache."""
+        limit = self.model.max_model_len
+        longest = longest_sequence(self._config.model.max_model_len, limit, cache_tokens)
+        if longest < limit:
+            self._progress(f"max_model_len {longest} (the KV cache has no room for the model's {limit} tokens)")
+            self.model = replace(self.model, max_model_len=longest)
 
     def _make_runner(self, cache: KVCache, max_len: int) -> ModelRunner:
         return ModelRunner.make(

@@ -8,6 +8,7 @@ import torch
 
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
+from pd_cluster.worker.capacity import CUDA_CONTEXT_BYTES
 from pd_cluster.worker.kv_cache import KVCache
 
 if TYPE_CHECKING:
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
     from pd_cluster.worker.model_runner import ModelRunner
     from pd_connectors.protocol.layout import BlockLayout
 
-CUDA_CONTEXT_BYTES = 0.7e9  # of the driver and the libraries, which no allocator statistic shows
+
+def gpu_bytes(device: torch.device) -> int:
+    """The whole memory of a GPU; 0 for a CPU."""
+    return 0 if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
 
 
 def measure_free_bytes(

@@ -31,7 +31,7 @@ from tests.connectors.layouts import full_layout
 if TYPE_CHECKING:
     from pathlib import Path
 
-READY = EngineReady("engine", 1, 8, 16, 128, "fingerprint", "none", 0)
+READY = EngineReady("engine", 1, 8, 16, 128, "fingerprint", "none", 0, 4)
 TICKET = Ticket("r", LeaseRef("P", 1, "l"), 0, 1e12, "f", full_layout(16, 1, 1, 1, "float32"), b"d", 3, 1, "h", 1)
 REQUEST = AddRequest("request", [1, 2, 3], SamplingParams(max_tokens=4))
 

@@ -66,7 +66,7 @@ class FakeEngine:
             self._mailbox.send(EngineDied("there is no such device"))
             return
         if self._behaviour != "silent":
-            self._mailbox.send(EngineReady("fake", 1, 8, 16, 256, "f", "none", 0))
+            self._mailbox.send(EngineReady("fake", 1, 8, 16, 256, "f", "none", 0, 4))
         while True:
             if self._behaviour != "silent" and time.monotonic() >= self._beat_at:
                 self._beat_at = time.monotonic() + HEARTBEAT_S

@@ -121,7 +121,9 @@ def test_the_status_is_that_of_the_worst(
     monkeypatch.setattr(check, "DEFAULT_PORTS", ())
     given = {"connector": "none", "port": None, "cluster_key_file": ""}
     assert run_check(argparse.Namespace(model=str(DEMO_MODEL), **given)) == 0
-    assert "fail" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "fail" not in out
+    assert "max_num_seqs" in out, "what a node would serve at once"
     assert run_check(argparse.Namespace(model=str(tmp_path), **given)) == 1
     assert "fail" in capsys.readouterr().out
 

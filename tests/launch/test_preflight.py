@@ -83,6 +83,7 @@ def test_no_number_setting_takes_nonsense(section: str, name: str, value: float)
         (CacheConfig(num_blocks=1), "--num-blocks 1: a cache has at least 2 blocks"),
         (CacheConfig(kv_cache_gb=0.0), "--kv-cache-gb must be above 0"),
         (CacheConfig(gpu_memory_utilization=1.5), "--gpu-memory-utilization 1.5 must be from 0 to 1"),
+        (CacheConfig(gpu_share=0.0), "--gpu-share must be above 0"),
         (ModelConfig(max_model_len=1), "--max-model-len 1: a prompt and an output token need at least 2"),
         (HandoffConfig(connector="lmcache", pool_url="foo"), "--pool-url: the pool needs a URL like lm://"),
         (HandoffConfig(connector="mooncake", pool_url="lm://a:1"), "--pool-url: the pool needs a URL like mooncake://"),

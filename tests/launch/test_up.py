@@ -13,7 +13,6 @@ import httpx
 import psutil
 import pytest
 
-from pd_cluster.config import NodeConfig
 from pd_cluster.launch.model_path import DEMO_MODEL
 from pd_cluster.launch.up import abilities, curl_line, plan_nodes, visible_gpus
 from tests.connectors.mooncake_master import needs_mooncake
@@ -28,7 +27,7 @@ COUNTS = {"prefill": 2, "decode": 1, "mixed": 0}
 
 
 def test_cores_are_divided() -> None:
-    plans = plan_nodes(COUNTS, ["--block-size=32"], NodeConfig(), [], 8)
+    plans = plan_nodes(COUNTS, ["--block-size=32"], [], 8)
     assert [(plan.name, plan.role, plan.devices) for plan in plans] == [
         ("prefill-0", "prefill", None),
         ("prefill-1", "prefill", None),
@@ -38,20 +37,20 @@ def test_cores_are_divided() -> None:
 
 
 def test_there_is_always_one_thread() -> None:
-    assert "--num-threads=1" in plan_nodes(COUNTS, [], NodeConfig(), [], 2)[0].flags
+    assert "--num-threads=1" in plan_nodes(COUNTS, [], [], 2)[0].flags
 
 
 def test_what_the_user_gave_stays() -> None:
     flags = ["--num-threads=7", "--drain-s=1"]
-    assert plan_nodes(COUNTS, flags, NodeConfig(), [], 8)[0].flags == (*flags, "--node-id=prefill-0")
+    assert plan_nodes(COUNTS, flags, [], 8)[0].flags == (*flags, "--node-id=prefill-0")
 
 
 def test_gpus_are_dealt_and_shared() -> None:
-    plans = plan_nodes(COUNTS, [], NodeConfig(), ["GPU-a", "GPU-b"], 8)
+    plans = plan_nodes(COUNTS, ["--drain-s=1"], ["GPU-a", "GPU-b"], 8)
     assert [plan.devices for plan in plans] == ["GPU-a", "GPU-b", "GPU-a"]
-    assert plans[0].flags[0] == "--gpu-memory-utilization=0.45", "two of the three nodes share a GPU"
-    alone = plan_nodes({"prefill": 1, "decode": 1, "mixed": 0}, [], NodeConfig(), ["GPU-a", "GPU-b"], 8)
-    assert alone[1].flags[0] == "--gpu-memory-utilization=0.9"
+    assert [plan.flags[2:] for plan in plans] == [("--gpu-share=0.5",), (), ("--gpu-share=0.5",)]
+    given = plan_nodes(COUNTS, ["--gpu-share=0.3"], ["GPU-a"], 8)
+    assert [[flag for flag in plan.flags if "gpu" in flag] for plan in given] == [["--gpu-share=0.3"]] * 3
 
 
 @pytest.mark.parametrize(("chosen", "gpus"), [("", []), ("-1", []), ("3", ["3"]), ("GPU-x, 1", ["GPU-x", "1"])])
@@ -70,11 +69,11 @@ def test_gpus_are_asked_for_by_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_the_cluster_must_be_able_to_do() -> None:
-    plans = plan_nodes({"prefill": 2, "decode": 1, "mixed": 1}, [], NodeConfig(), [], 8)
+    plans = plan_nodes({"prefill": 2, "decode": 1, "mixed": 1}, [], [], 8)
     assert abilities(plans) == {
         "prefill": ["prefill-0", "prefill-1"], "decode": ["decode-0", "mixed-0"], "route": ["router"]
     }  # fmt: skip
-    mixed = plan_nodes({"prefill": 0, "decode": 0, "mixed": 1}, [], NodeConfig(), [], 8)
+    mixed = plan_nodes({"prefill": 0, "decode": 0, "mixed": 1}, [], [], 8)
     assert abilities(mixed) == {"decode": ["mixed-0"], "route": ["router"]}
 
 

@@ -61,7 +61,7 @@ def test_nodes_that_share_a_gpu_share_its_memory() -> None:
     spec = ClusterSpec(decode=RoleSpec(count=2, gpus=0.5), flags={"gpu-memory-utilization": 0.8})
     assert "--gpu-memory-utilization=0.8" in spec.arguments("decode")  # said is said
     spec = ClusterSpec(decode=RoleSpec(count=2, gpus=0.5))
-    assert "--gpu-memory-utilization=0.45" in spec.arguments("decode")
+    assert "--gpu-share=0.5" in spec.arguments("decode")
     assert not [flag for flag in spec.arguments("decode") if flag.startswith("--num-threads")]
 
 
@@ -88,7 +88,7 @@ def test_a_role_without_needs_still_has_a_bundle() -> None:
         ("{decode: {count: 1}, flags: {cluster-key-file: k}}", "'cluster-key-file' is unknown"),
         ("{decode: {count: 1}, flags: {max-num-seqs: many}}", "max-num-seqs: Expected `int`, got `str`"),
         ("{decode: {count: 1}, flags: {dtype: int4}}", "dtype: must be one of auto, float32"),
-        ("{decode: {count: 1}, flags: {max-num-seqs: 0}}", "must be at least max_num_seqs"),
+        ("{decode: {count: 1}, flags: {max-num-seqs: -1}}", "must be at least max_num_seqs"),
         ("{decode: {count: 1}, router: {count: 1, flags: {decode: x}}}", "flags of router: 'decode' is unknown"),
         ("{decode: {count: 1}, router: {count: 1, flags: {route: p}}}", "route: must be one of p-first, d-first"),
         ("{decode: {count: 1}, router: {count: 1, flags: {eject-after: 0}}}", "--eject-after must be at least 1"),

@@ -100,6 +100,7 @@ class FakeEngine:
             fingerprint="fingerprint",
             connector="fake",
             control_port=4242,
+            max_num_seqs=48,
         )
         self.stats: EngineStats | None = EngineStats(
             kv=KvStats(num_blocks=100, free=80, cached=5, in_use=15, leased=3, quarantined=1),

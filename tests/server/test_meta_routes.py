@@ -57,7 +57,7 @@ async def test_health_follows_the_engine() -> None:
     async with running(engine) as node:
         status, body = await get(node, "/health")
         assert (status, body["status"], body["role"], body["node_id"], body["epoch"]) == (200, "ok", "mixed", "node", 7)
-        assert (body["model"], body["max_num_seqs"]) == ("demo", 64)
+        assert (body["model"], body["max_num_seqs"]) == ("demo", 48)
         assert engine.stats is not None
         assert body["kv_in_use"] == round(engine.stats.kv.in_use / engine.stats.kv.num_blocks, 3)
         engine.frozen = "it has said nothing"

@@ -43,10 +43,17 @@ def test_the_cache_is_block_first_and_as_large_as_asked(models: ModelStore) -> N
     assert 0.004e9 - layout.block_bytes < tensor.nbytes <= 0.004e9
     assert executor.num_host_blocks == 0.001e9 // layout.block_bytes
     assert not tensor.any(), "the warm-up must leave nothing behind"
-    assert lines[0] == "weights 1/1"
+    assert lines[:2] == ["max_num_seqs 64, max_num_batched_tokens 2048 (CPU)", "weights 1/1"]
     assert lines[-1] == "warm-up"
     assert (executor.block_size, executor.model.dtype, executor.model.eos_token_ids) == (16, "float32", frozenset({2}))
     executor.close()
+    executor.close()
+
+
+def test_no_sequence_is_offered_that_the_cache_cannot_hold(models: ModelStore) -> None:
+    executor, lines = build(models.get("qwen3").directory, CacheConfig(kv_cache_gb=0.0002))
+    assert executor.model.max_model_len == executor.num_blocks * 16 == 256
+    assert "max_model_len 256 (the KV cache has no room for the model's 512 tokens)" in lines
     executor.close()
 
 
@@ -139,6 +146,7 @@ def test_dummy_weights_follow_the_seed(models: ModelStore, tmp_path: Path) -> No
         ({"max_model_len": -5}, CacheConfig(num_blocks=9), "no room for a prompt and an output token"),
         ({}, CacheConfig(num_blocks=9, block_size=24), "not a multiple of 16"),
         ({}, CacheConfig(kv_cache_gb=1e-6), "room for 0 blocks"),
+        ({"max_model_len": 257}, CacheConfig(kv_cache_gb=0.0002), "the KV cache has room for 256 tokens"),
         ({}, CacheConfig(num_blocks=10**12), "cannot allocate"),
     ],
 )

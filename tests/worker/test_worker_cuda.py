@@ -100,13 +100,13 @@ def test_steps_launched_ahead_and_swaps(models: ModelStore, name: str, num_group
     executor.close()
 
 
-def test_the_cache_takes_the_share_of_memory_that_is_asked_for(models: ModelStore) -> None:
-    config = NodeConfig(
-        model=ModelConfig(model=str(models.get("qwen3").directory), device="cuda"),
-        cache=CacheConfig(gpu_memory_utilization=0.3),
-    )
+@pytest.mark.parametrize("cache", [CacheConfig(gpu_memory_utilization=0.3), CacheConfig(gpu_share=0.3)])
+def test_the_cache_takes_the_share_of_memory_that_is_asked_for(models: ModelStore, cache: CacheConfig) -> None:
+    config = NodeConfig(model=ModelConfig(model=str(models.get("qwen3").directory), device="cuda"), cache=cache)
     executor = DeviceExecutor.started(config, lambda _: None)
     assert executor.block_size == 64
+    limits = executor.config.scheduler
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (256, 2048), "on a GPU of 80 GB or more"
     free, total = torch.cuda.mem_get_info()
     assert 0.25 < 1 - free / total < 0.31
     executor.close()

@@ -101,8 +101,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if spec.gpus == 0:
             values["num_threads"] = max(1, int(spec.cpus))
         elif spec.gpus < 1:  # several nodes share the GPU, and so its memory
-            share = config_from(Namespace(**given)).cache.gpu_memory_utilization
-            values["gpu_memory_utilization"] = round(share * spec.gpus, 3)
+            values["gpu_share"] = spec.gpus
         return tuple(given_flags(Namespace(**{**values, **given})))
 
 

@@ -1,0 +1,145 @@
+"""How many sequences and tokens a node serves at once, and of how much memory, where no flag says it.
+
+Pure: the settings, the model's shape and the size of the GPU's memory in, the decided settings out, each with its
+reason. What the cache gets is measured later (`memory_measurement.py`); the estimate here decides how many sequences
+share it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pd_cluster.errors import StartupError
+from pd_cluster.worker.cuda_graphs.graph_sizes import bucket_sizes
+from pd_cluster.worker.cuda_graphs.set_up import captured_bytes
+
+if TYPE_CHECKING:
+    from pd_cluster.config import NodeConfig, SchedulerConfig
+    from pd_cluster.models.spec import ModelSpec
+
+# 256 decodes of 1k tokens take 16 ms a step (8B, one H200), and no larger step of decodes is captured
+MOST_SEQS = 256
+CPU_SEQS = 64
+# Prompt and half of the answer in conversations (the Azure trace). Sequences that turn out longer are preempted
+TOKENS_PER_SEQ = 1024
+# The largest captured step. Larger ones compute prompts no faster (8B on an H200: products of 2,048 rows take 0.61 us a
+# token and layer, of 8,192 rows 0.64) and hold up the streams beside them: ITL p99 of mixed nodes 49 ms, with 4,096 73
+STEP_TOKENS = 2048
+# Left to what is not measured: memory that the allocator cannot reuse, modules of kernels, the transport. A capture of
+# graphs wants 1.1 GB free
+SPARE_SHARE, MOST_SPARE_BYTES = 0.1, 6e9
+CUDA_CONTEXT_BYTES = 0.7e9  # of the driver and the libraries, which no allocator statistic shows
+SAMPLING_BYTES_PER_LOGIT = 24  # of the float32 and int64 copies of logits when requests ask for all features
+SAMPLES_PER_SEQ = 2  # of a step at most
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The decided settings. `line` names them with their reasons, for a log."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float  # as configured on a CPU, which does not use it
+    line: str
+
+    def applied_to(self, config: NodeConfig) -> NodeConfig:
+        """`config` with these settings."""
+        return replace(
+            config,
+            scheduler=replace(
+                config.scheduler,
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+            ),
+            cache=replace(config.cache, gpu_memory_utilization=self.gpu_memory_utilization),
+        )
+
+
+def decide_capacity(config: NodeConfig, spec: ModelSpec, dtype_bytes: int, gpu_bytes: int) -> Capacity:
+    """What `config` says, and what it leaves to be decided. `gpu_bytes`: the GPU's whole memory; 0: a CPU.
+
+    `dtype_bytes`: of one weight or cached number. Raises StartupError when the weights alone do not fit.
+    """
+    limits, cache = config.scheduler, config.cache
+    told_seqs, told_budget = limits.max_num_seqs, limits.max_num_batched_tokens
+    if not gpu_bytes:
+        seqs = told_seqs or min(CPU_SEQS, told_budget or CPU_SEQS)
+        budget = told_budget or max(STEP_TOKENS, seqs)
+        line = f"max_num_seqs {seqs}, max_num_batched_tokens {budget} (CPU)"
+        return Capacity(seqs, budget, cache.gpu_memory_utilization, line)
+    utilization = cache.gpu_memory_utilization or _utilization(cache.gpu_share, gpu_bytes)
+    memory = MemoryEstimate(limits, spec, dtype_bytes, gpu_bytes * utilization)
+    filled = f"{memory.own_bytes / 1e9:.1f} of {gpu_bytes / 1e9:.1f} GB"
+    if cache.gpu_share < 1 and not cache.gpu_memory_utilization:
+        filled += f", its share is {cache.gpu_share:g}"
+    if memory.room < 0:
+        weights = f"the weights of {spec.architecture} take {memory.weight_bytes / 1e9:.1f} GB"
+        raise StartupError(f"{weights}; of the GPU's memory this node may fill {filled}")
+    length = min(TOKENS_PER_SEQ, config.model.max_model_len or spec.max_len)
+    seqs = told_seqs or memory.most_seqs(length)
+    budget = told_budget or max(STEP_TOKENS, seqs)
+    room = f"room for {memory.cache_tokens(seqs) // length:,} sequences of {length:,} tokens"
+    reasons = (
+        f"max_num_seqs {seqs} ({'given; ' if told_seqs else ''}{room})",
+        f"max_num_batched_tokens {budget} ({'given' if told_budget else 'larger steps are no faster'})",
+        f"gpu_memory_utilization {utilization:.3g} ({'given; ' if cache.gpu_memory_utilization else ''}{filled})",
+    )
+    return Capacity(seqs, budget, utilization, ", ".join(reasons))
+
+
+def longest_sequence(wanted: int, limit: int, cache_tokens: int) -> int:
+    """Tokens of the longest sequence that a node serves when its cache fills all memory that is left.
+
+    `wanted`: --max-model-len, 0 if not given. `limit`: that, or the model's own limit. Raises StartupError when the
+    cache has no room for the wanted length. The model's own limit is lowered instead: a node that offered more would
+    refuse every chat request without max_tokens.
+    """
+    if wanted > cache_tokens:
+        raise StartupError(
+            f"--max-model-len {wanted}: the KV cache has room for {cache_tokens} tokens; lower it, or give the node "
+            "more memory"
+        )
+    return min(limit, cache_tokens)
+
+
+class MemoryEstimate:
+    """Bytes that a model needs on a GPU, and the tokens of cache that are left."""
+
+    def __init__(self, limits: SchedulerConfig, spec: ModelSpec, dtype_bytes: int, own_bytes: float) -> None:
+        """`own_bytes`: what the node may fill of the GPU's memory."""
+        self._limits = limits
+        self._vocab_size, self._dtype_bytes = spec.vocab_size, dtype_bytes
+        heads = spec.num_heads + 2 * spec.num_kv_heads
+        activations = 4 * spec.hidden_size + 2 * heads * spec.head_dim + 3 * spec.intermediate_size  # of a token
+        self._step_bytes = (limits.max_num_batched_tokens or STEP_TOKENS) * activations * dtype_bytes
+        self._kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype_bytes  # of a token
+        embeddings = (1 if spec.tied_embeddings else 2) * spec.vocab_size * spec.hidden_size
+        self.weight_bytes = (spec.layer_parameters + embeddings) * dtype_bytes
+        self.own_bytes = own_bytes
+
+    @property
+    def room(self) -> float:
+        """Bytes for cache, activations and graphs; negative when the weights do not fit."""
+        return self.own_bytes - CUDA_CONTEXT_BYTES - self.weight_bytes
+
+    def cache_tokens(self, seqs: int) -> int:
+        """Tokens that the cache has room for beside steps of `seqs` sequences."""
+        sampling = seqs * SAMPLES_PER_SEQ * self._vocab_size * SAMPLING_BYTES_PER_LOGIT
+        graphs = 0.0
+        if self._limits.cuda_graphs:
+            limits = replace(self._limits, max_num_seqs=seqs, max_num_batched_tokens=0)
+            graphs = captured_bytes(limits, self._vocab_size * self._dtype_bytes)
+        return max(0, int((self.room - self._step_bytes - sampling - graphs) // self._kv_bytes))
+
+    def most_seqs(self, length: int) -> int:
+        """The largest captured number of sequences of `length` tokens for which there is room, at least 1.
+
+        Each of them needs a token of a step's budget.
+        """
+        sizes = bucket_sizes(min(MOST_SEQS, self._limits.max_num_batched_tokens or MOST_SEQS))
+        return max((seqs for seqs in sizes if self.cache_tokens(seqs) >= seqs * length), default=1)
+
+
+def _utilization(gpu_share: float, gpu_bytes: int) -> float:
+    return gpu_share - min(SPARE_SHARE * gpu_share, MOST_SPARE_BYTES / gpu_bytes)

@@ -1,0 +1,122 @@
+"""What a node takes on when no flag says it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.shapes import CONFIGS
+from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
+from pd_cluster.errors import StartupError
+from pd_cluster.models.registry import resolve_spec
+from pd_cluster.worker.capacity import MemoryEstimate, decide_capacity, longest_sequence
+
+H200, H100, SMALL = 150.1e9, 85.0e9, 25.4e9  # bytes of memory
+SPECS = {shape: resolve_spec(Path(), CONFIGS[shape]) for shape in ("8b", "0.6b")}
+BF16 = 2
+
+
+def decided(shape: str, gpu_bytes: float, config: NodeConfig) -> tuple[int, int, float, str]:
+    """Sequences, tokens of a step and share of the memory, rounded; and the line."""
+    capacity = decide_capacity(config, SPECS[shape], BF16, int(gpu_bytes))
+    applied = capacity.applied_to(config)
+    limits, utilization = applied.scheduler, applied.cache.gpu_memory_utilization
+    return limits.max_num_seqs, limits.max_num_batched_tokens, round(utilization, 3), capacity.line
+
+
+@pytest.mark.parametrize(
+    ("shape", "gpu_bytes", "gpu_share", "expected"),
+    [
+        ("8b", H200, 1, (256, 2048, 0.96)),  # what the benchmarks are measured with
+        ("0.6b", H200, 1, (256, 2048, 0.96)),
+        ("8b", H200, 0.5, (256, 2048, 0.46)),
+        ("8b", H200, 0.25, (96, 2048, 0.225)),
+        ("8b", H100, 1, (256, 2048, 0.929)),
+        ("8b", SMALL, 1, (32, 2048, 0.9)),
+        ("0.6b", SMALL, 1, (144, 2048, 0.9)),
+        ("0.6b", SMALL, 0.5, (64, 2048, 0.45)),
+        ("0.6b", SMALL, 0.25, (16, 2048, 0.225)),
+        ("0.6b", 8e9, 0.4, (1, 2048, 0.36)),  # hardly any room: it starts all the same
+        ("8b", 0, 1, (64, 2048, 0)),  # a CPU
+    ],
+)
+def test_devices(shape: str, gpu_bytes: float, gpu_share: float, expected: tuple[int, int, float]) -> None:
+    config = NodeConfig(cache=CacheConfig(gpu_share=gpu_share))
+    assert decided(shape, gpu_bytes, config)[:3] == expected
+
+
+@pytest.mark.parametrize("gpu_bytes", [0, H200])
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        (SchedulerConfig(max_num_seqs=7), (7, 2048)),
+        (SchedulerConfig(max_num_seqs=4000), (4000, 4000)),  # every decode needs a token of the budget
+        (SchedulerConfig(max_num_batched_tokens=48), (48, 48)),
+        (SchedulerConfig(max_num_seqs=9, max_num_batched_tokens=8192), (9, 8192)),
+    ],
+)
+def test_flags_win(gpu_bytes: float, limits: SchedulerConfig, expected: tuple[int, int]) -> None:
+    assert decided("8b", gpu_bytes, NodeConfig(scheduler=limits))[:2] == expected
+
+
+def test_a_given_share_of_the_memory_wins_and_decides_the_rest() -> None:
+    config = NodeConfig(cache=CacheConfig(gpu_memory_utilization=0.3, gpu_share=0.5))
+    assert decided("8b", H200, config)[:3] == (176, 2048, 0.3)
+
+
+def test_a_decided_configuration_is_not_decided_again() -> None:
+    config = NodeConfig()
+    once = decide_capacity(config, SPECS["8b"], BF16, int(SMALL)).applied_to(config)
+    assert decide_capacity(once, SPECS["0.6b"], BF16, int(H200)).applied_to(once) == once
+
+
+def test_short_sequences_need_less_room_and_no_graphs_leave_more() -> None:
+    short = NodeConfig(model=ModelConfig(max_model_len=256))
+    eager = NodeConfig(scheduler=SchedulerConfig(cuda_graphs=False))
+    assert [decided("8b", SMALL, config)[0] for config in (NodeConfig(), short, eager)] == [32, 112, 40]
+
+
+def test_the_line_gives_reasons() -> None:
+    assert decided("8b", H200, NodeConfig())[3] == (
+        "max_num_seqs 256 (room for 921 sequences of 1,024 tokens), "
+        "max_num_batched_tokens 2048 (larger steps are no faster), "
+        "gpu_memory_utilization 0.96 (144.1 of 150.1 GB)"
+    )
+    given = NodeConfig(
+        scheduler=SchedulerConfig(max_num_seqs=512, max_num_batched_tokens=4096),
+        cache=CacheConfig(gpu_memory_utilization=0.4, gpu_share=0.5),
+    )
+    assert decided("8b", H200, given)[3] == (
+        "max_num_seqs 512 (given; room for 280 sequences of 1,024 tokens), max_num_batched_tokens 4096 (given), "
+        "gpu_memory_utilization 0.4 (given; 60.0 of 150.1 GB)"
+    )
+    assert decided("8b", 0, NodeConfig())[3] == "max_num_seqs 64, max_num_batched_tokens 2048 (CPU)"
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read() -> None:
+    shared = NodeConfig(cache=CacheConfig(gpu_share=0.5))
+    with pytest.raises(StartupError, match=r"take 16.1 GB; .* fill 11.4 of 25.4 GB, its share is 0.5$"):
+        decided("8b", SMALL, shared)
+    with pytest.raises(StartupError, match=r"the weights of LlamaForCausalLM take 16.1 GB; .* fill 14.4 of 16.0 GB$"):
+        decided("8b", 16e9, NodeConfig())
+
+
+@pytest.mark.parametrize(("shape", "weights_gb", "kv_bytes"), [("8b", 16.06, 131_072), ("0.6b", 1.19, 114_688)])
+def test_the_estimate_knows_weights_and_kv(shape: str, weights_gb: float, kv_bytes: int) -> None:
+    small, large = (MemoryEstimate(SchedulerConfig(), SPECS[shape], BF16, own_bytes) for own_bytes in (60e9, 70e9))
+    assert small.weight_bytes / 1e9 == pytest.approx(weights_gb, rel=0.005)
+    assert large.cache_tokens(64) - small.cache_tokens(64) == pytest.approx(10e9 / kv_bytes, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "limit", "cache_tokens", "expected"),
+    [(0, 131_072, 24_576, 24_576), (0, 4096, 24_576, 4096), (4096, 4096, 24_576, 4096), (64, 64, 64, 64)],
+)
+def test_no_sequence_is_longer_than_the_cache(wanted: int, limit: int, cache_tokens: int, expected: int) -> None:
+    assert longest_sequence(wanted, limit, cache_tokens) == expected
+
+
+def test_a_length_that_was_asked_for_and_does_not_fit_is_refused() -> None:
+    with pytest.raises(StartupError, match=r"--max-model-len 131072: the KV cache has room for 24576 tokens"):
+        longest_sequence(131_072, 131_072, 24_576)
