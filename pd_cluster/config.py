@@ -28,12 +28,6 @@ class ModelConfig:
     device: str = setting(
         "auto", "Where the engine runs. auto: cuda when there is one.", choices=("auto", "cpu", "cuda")
     )
-    prefill_attention: str = setting(
-        "auto",
-        "Which kernel computes the attention of prompts on a GPU. auto: flashinfer's if compiled and measured faster; "
-        "flashinfer: compile it if need be, minutes.",
-        choices=("auto", "triton", "flashinfer"),
-    )
     max_model_len: int = setting(0, "Longest prompt + output in tokens. 0: the model's own limit.")
     load_format: str = setting("auto", "dummy: random weights from the config alone.", choices=("auto", "dummy"))
     seed: int = setting(0, "Seeds dummy weights and requests that bring no seed.")

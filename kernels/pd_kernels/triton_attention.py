@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pd_kernels.checks import check_cache_views, check_query, output
 from pd_kernels.hopper_prefill import serves_hopper
@@ -29,15 +29,6 @@ if TYPE_CHECKING:
     from pd_kernels.values import PackedSequences, PrefillTiling
 
 
-class Chunks(Protocol):
-    """A plan of a step's prefill chunks for a kernel other than Triton's."""
-
-    def run(
-        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, out: torch.Tensor, scale: float
-    ) -> None:
-        """`query`, `out` [T, H, D] of the whole step; one layer's cache views [N, G, B, D]."""
-
-
 @dataclass(frozen=True, slots=True)
 class TritonAttentionPlan:
     """One step's attention for every layer with the same window.
@@ -51,7 +42,6 @@ class TritonAttentionPlan:
     window: int
     decode: DecodePlan | None  # None without decodes
     prefill: PrefillTiling | None  # None: the default
-    chunks: Chunks | None = None  # instead of Triton's own
     prefills: dict[int, PrefillPlan] = field(default_factory=dict)  # by query heads per KV head, made on first use
 
     def run(
@@ -74,9 +64,7 @@ class TritonAttentionPlan:
             decode_attention(
                 query[rows], key_cache, value_cache, packed.block_tables, packed.seq_lens, self.decode, out[rows], scale
             )
-        if self.chunks is not None:
-            self.chunks.run(query, key_cache, value_cache, out, scale)
-        elif packed.num_decodes < packed.num_seqs:
+        if packed.num_decodes < packed.num_seqs:
             group = query.shape[1] // key_cache.shape[1]
             if group not in self.prefills:
                 num_rows = (self.num_tokens - packed.num_decodes) * query.shape[1]
@@ -98,14 +86,10 @@ def plan_attention(
     window: int = 0,
     decode: DecodeTiling | None = None,
     prefill: PrefillTiling | None = None,
-    chunks: Chunks | None = None,
 ) -> TritonAttentionPlan:
-    """`key_cache`: any layer's view, for shape and dtype. The tilings are for measurements.
-
-    `chunks`: another kernel's plan for all prefill chunks of the step; None: Triton's kernel.
-    """
+    """`key_cache`: any layer's view, for shape and dtype. The tilings are for measurements."""
     count = packed.num_decodes
     plan = None
     if count:
         plan = plan_decode(packed.seq_lens[:count], key_cache, window, decode or decode_tiling(key_cache))
-    return TritonAttentionPlan(packed, int(packed.host_query_lens.sum()), window, plan, prefill, chunks)
+    return TritonAttentionPlan(packed, int(packed.host_query_lens.sum()), window, plan, prefill)

@@ -11,7 +11,6 @@ from pd_cluster.errors import InvalidRequest, StartupError
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.cuda_graphs.set_up import capture_steps, captured_bytes, captures_steps
 from pd_cluster.worker.executor import run_phases
-from pd_cluster.worker.kernel_selection import choose_kernels
 from pd_cluster.worker.kv_cache import DTYPES, KVCache
 from pd_cluster.worker.logits_stages.order import find_stage
 from pd_cluster.worker.memory_measurement import measure_free_bytes, run_largest_step
@@ -19,6 +18,7 @@ from pd_cluster.worker.model_loading import describe_model, load_model
 from pd_cluster.worker.model_runner import ModelRunner
 from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
 from pd_connectors.protocol.layout import BlockLayout
+from pd_kernels.selection import select_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,7 +89,7 @@ class DeviceExecutor:
         self.model = describe_model(config.model, device)
         block_size = _resolve_block_size(config.cache.block_size, device)
         self.layout = BlockLayout(self.model.spec.kv_groups(block_size, self.model.dtype))
-        self._kernels = choose_kernels(config, self.model, block_size, device, progress)
+        self._kernels = select_kernels(device)
         self._model = load_model(self.model, config.model, self._kernels, device, progress)
 
     def free_kv_bytes(self) -> int:

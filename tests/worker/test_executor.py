@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
@@ -16,14 +15,13 @@ from pd_cluster.errors import StartupError
 from pd_cluster.scheduling.batch import Batch
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.memory_measurement import run_largest_step
-from pd_kernels.backends import TORCH
-from pd_kernels.values import StepSize
 from tests.worker.driver import Driver, make_executor
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pd_cluster.worker.pending_step import PendingStep
+    from pd_kernels.values import StepSize
     from tests.worker.conftest import ModelStore
 
 
@@ -50,11 +48,6 @@ def test_the_cache_is_block_first_and_as_large_as_asked(models: ModelStore) -> N
     executor.close()
 
 
-def test_a_kernel_that_was_asked_for_and_cannot_be_had_ends_the_start(models: ModelStore) -> None:
-    with pytest.raises(StartupError, match="--prefill-attention flashinfer: "):
-        build(models.get("llama").directory, CacheConfig(), prefill_attention="flashinfer")
-
-
 @pytest.mark.parametrize(
     ("error", "words"),
     [
@@ -72,20 +65,6 @@ def test_a_capture_that_fails_ends_the_start_with_words(
     monkeypatch.setattr("pd_cluster.worker.device_executor.capture_steps", fail_to_capture)
     with pytest.raises(StartupError, match=words):
         build(models.get("llama").directory, CacheConfig(num_blocks=4))
-
-
-def test_a_kernel_that_was_asked_for_is_not_replaced_in_captured_steps(
-    models: ModelStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = replace(
-        TORCH, name="flashinfer", replayable=lambda size, num_heads, key_cache, windowed: pytest.fail("Triton's")
-    )
-    monkeypatch.setattr("pd_cluster.worker.kernel_selection.with_flashinfer", lambda shape, compiles: row)
-    executor, _ = build(models.get("llama").directory, CacheConfig(num_blocks=4), prefill_attention="flashinfer")
-    size = StepSize(16, 4, 4, has_decodes=True)
-    assert executor._kernels.name == "flashinfer"
-    assert executor._kernels.replayable(size, 6, executor._cache.layer_views[0][0], False) is None
-    executor.close()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

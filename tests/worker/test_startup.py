@@ -171,7 +171,7 @@ def test_the_sizes_that_warm_up_captured_serve_steps(models: ModelStore, monkeyp
     config = NodeConfig(model=model, cache=cache, scheduler=limits)
     plain = DeviceExecutor.started(config, lambda _: None)
     for name, value in (
-        ("kernel_selection.select_kernels", lambda device: kernels),
+        ("device_executor.select_kernels", lambda device: kernels),
         ("device_executor.captures_steps", lambda *arguments: True),
         ("cuda_graphs.set_up.CudaRecorder", lambda device: repeater),
         ("cuda_graphs.set_up.choose_products", lambda *arguments: None),

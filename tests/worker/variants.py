@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,14 +83,14 @@ class Variants:
 
 
 def hopper_kernels() -> Kernels:
-    """As a Hopper GPU has them. Under another name, for nothing is to be measured."""
+    """As a Hopper GPU has them."""
     triton_dependent_launch.launches_early = lambda device: True  # type: ignore[assignment]
     from pd_kernels import triton_decode  # which takes the name as it is now, as all others do
 
     triton_decode.num_processors = lambda device: 132
     from pd_kernels.triton_backend import TRITON
 
-    return replace(TRITON, name="hopper")
+    return TRITON
 
 
 def leave_out_products() -> None:

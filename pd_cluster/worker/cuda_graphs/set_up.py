@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.model_runner import ModelRunner
     from pd_kernels.backends import Kernels
 
-CAPTURABLE = frozenset({"triton", "flashinfer"})  # their plan of decodes reads lengths on the device only
+CAPTURABLE = frozenset({"triton"})  # its plan of decodes reads lengths on the device only
 GRAPH_BYTES = 1.0e9  # what captured steps take besides the logits: 0.8 GB (8B, 0.6B)
 
 
