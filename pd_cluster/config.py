@@ -28,6 +28,11 @@ class ModelConfig:
     device: str = setting(
         "auto", "Where the engine runs. auto: cuda when there is one.", choices=("auto", "cpu", "cuda")
     )
+    attention_backend: str = setting(
+        "auto",
+        "Attention backend of every KV group, such as triton. auto: the first that serves a group; the start names it, "
+        "and says why those before it do not.",
+    )
     max_model_len: int = setting(0, "Longest prompt + output in tokens. 0: the model's own limit.")
     load_format: str = setting("auto", "dummy: random weights from the config alone.", choices=("auto", "dummy"))
     seed: int = setting(0, "Seeds dummy weights and requests that bring no seed.")

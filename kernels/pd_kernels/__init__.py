@@ -7,6 +7,8 @@ triton_*        the same in Triton for GPUs, one family a file; `python -m bench
 gluon_*         the same in Gluon for Hopper GPUs
 gemm_selection  which library algorithm multiplies many rows, by measurement; few rows are `triton_matmul`'s
 values          what kernels take and return
-backends        the table of functions that an implementation fills, and torch's row
-selection       which implementation a device runs
+attention       what a backend of attention is asked; `torch_attention`, `triton_attention`, `hopper_attention` are some
+attention_backends  their order, and which of them serves a group of layers
+backends        the table of the other functions that an implementation fills, and torch's row
+selection       which row a device runs
 """

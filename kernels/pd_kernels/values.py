@@ -58,7 +58,7 @@ class StepOnDevice:
     seq_lens: torch.Tensor  # int32 [S + 1]
     query_starts: torch.Tensor  # int32 [S + 2]
     block_tables: torch.Tensor  # int32 [S + 1, max_blocks]
-    tiles: torch.Tensor  # int32 [2, num_tiles]: see Replayable.tiles
+    tiles: torch.Tensor  # int32 [2, num_tiles]: see ChunkTiles.cut
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,8 @@ class InputBatch:
         places.seq_lens[:count] = ends
         places.query_starts[1 : count + 1] = query_ends
         places.query_starts[count + 1 :] = num_tokens
-        places.tiles[:] = layout.attention.tiles(lens, ends, num_decodes, padding_seq=layout.size.num_seqs)
+        for tiles, place in places.tiles.items():
+            place[:] = tiles.cut(lens, ends, num_decodes, padding_seq=layout.size.num_seqs)
         placed = self._host_buffer.move_first(fields)
         tables = self._move(self._blocks[rows, : (int(ends.max()) - 1) // self._block_size + 1])
         samples = self._plan_samples(chunks, rows, ends)

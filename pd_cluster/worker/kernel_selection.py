@@ -1,4 +1,4 @@
-"""Which products a model multiplies with on a GPU, by measurement at start."""
+"""Which kernels attend, by KV group, and which multiply, by measurement at start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pd_cluster.errors import StartupError
 from pd_cluster.worker.cuda_graphs.recorder import CudaRecorder, GraphTimer
+from pd_cluster.worker.kv_cache import DTYPES
+from pd_kernels.attention import AttentionShape
+from pd_kernels.attention_backends import choose_attention
 from pd_kernels.cublas_lt import CublasLt
 
 if TYPE_CHECKING:
@@ -15,6 +19,32 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from pd_cluster.models.model import Model
+    from pd_cluster.models.spec import ModelSpec
+    from pd_connectors.protocol.layout import BlockLayout
+    from pd_kernels.attention import GroupAttention
+
+
+def attention_by_group(
+    spec: ModelSpec, layout: BlockLayout, wanted: str, device: torch.device, progress: Callable[[str], None]
+) -> tuple[GroupAttention, ...]:
+    """The attention of each KV group. `wanted`: see ModelConfig.attention_backend.
+
+    Raises StartupError when no backend that may serve a group does.
+    """
+    attentions = []
+    for group in layout.groups:
+        num_kv_heads, num_layers, _, block_size, head_dim = group.shape
+        shape = AttentionShape(
+            spec.num_heads, num_kv_heads, head_dim, block_size, num_layers, DTYPES[group.dtype], group.window
+        )
+        try:
+            choice = choose_attention(shape, device, wanted)
+        except ValueError as error:
+            raise StartupError(f"--attention-backend {wanted}: {error}") from error
+        window = f" with a window of {group.window}" if group.window else ""
+        progress(f"attention of {num_layers} layers{window}: {choice}")
+        attentions.append(choice.backend.attention(shape, device))
+    return tuple(attentions)
 
 
 def choose_products(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,46 +17,17 @@ from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes, bucket_sizes, 
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.sampler import Sampled, sample
-from pd_kernels import reference
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts, use_graphs
+from tests.worker.reference_attention import reference_attentions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.worker.cuda_graphs.recorder import Outputs
-    from pd_kernels.values import PackedSequences, StepSize
+    from pd_kernels.values import StepSize
 
 SIZES = decode_sizes(6)
-
-
-@dataclass(frozen=True)
-class DevicePlan:
-    """Decode attention that reads lengths and tables from tensors, at the time of the run."""
-
-    packed: PackedSequences
-    window: int
-
-    def run(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        scale: float,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        out = torch.zeros_like(query) if out is None else out.zero_()
-        real = self.packed.seq_lens > 0
-        tables = self.packed.block_tables[real].clamp(min=0)
-        out[real] = reference.decode_attention(
-            query[real], key_cache, value_cache, tables, self.packed.seq_lens[real], scale, self.window
-        )
-        return out
-
-
-def plan_on_device(packed: PackedSequences, key_cache: torch.Tensor, window: int = 0) -> DevicePlan:
-    assert not (packed.host_seq_lens - 1).any(), "of a padded step the host knows no lengths"
-    return DevicePlan(packed, window)
 
 
 class Repeater:
@@ -95,8 +65,10 @@ def with_graphs(
 ) -> tuple[Repeater, DecodeGraphs, list[str]]:
     """Give the executor's runner graphs that are none."""
     runner, repeater, lines = executor._runner, Repeater(room), list[str]()
-    kernels = replace(executor._kernels, plan_attention=plan_on_device)
-    graphs = DecodeGraphs(executor._model, executor._cache, runner.rows, runner.host_buffer, kernels)
+    attentions = reference_attentions(executor)
+    graphs = DecodeGraphs(
+        executor._model, executor._cache, runner.rows, runner.host_buffer, executor._kernels, attentions
+    )
     graphs.capture(sizes, repeater, lines.append)
     use_graphs(executor, graphs)
     return repeater, graphs, lines

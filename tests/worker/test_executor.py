@@ -41,11 +41,25 @@ def test_the_cache_is_block_first_and_as_large_as_asked(models: ModelStore) -> N
     assert 0.004e9 - layout.block_bytes < tensor.nbytes <= 0.004e9
     assert executor.num_host_blocks == 0.001e9 // layout.block_bytes
     assert not tensor.any(), "the warm-up must leave nothing behind"
-    assert lines[0] == "weights 1/1"
+    assert lines[0] == "attention of 3 layers: torch (hopper: needs a Hopper GPU; triton: needs a GPU)"
+    assert lines[1] == "weights 1/1"
     assert lines[-1] == "warm-up"
     assert (executor.block_size, executor.model.dtype, executor.model.eos_token_ids) == (16, "float32", frozenset({2}))
     executor.close()
     executor.close()
+
+
+def test_each_group_of_layers_has_its_attention(models: ModelStore) -> None:
+    directory = models.get("qwen3-some-windows").directory
+    executor, lines = build(directory, CacheConfig(num_blocks=4), attention_backend="torch")
+    assert len(executor._attentions) == len(executor.layout.groups) == 2
+    assert sum(line.startswith("attention of ") and line.endswith(": torch") for line in lines) == 2
+    executor.close()
+
+
+def test_an_attention_backend_that_was_asked_for_and_refuses_ends_the_start(models: ModelStore) -> None:
+    with pytest.raises(StartupError, match=r"^--attention-backend triton: needs a GPU$"):
+        build(models.get("llama").directory, CacheConfig(), attention_backend="triton")
 
 
 @pytest.mark.parametrize(

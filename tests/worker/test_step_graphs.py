@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,11 +14,11 @@ from pd_cluster.worker.cuda_graphs.captured_steps import ReplayOutputs
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes, step_sizes, token_buckets
 from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_cluster.worker.device_executor import DeviceExecutor
-from pd_kernels import reference
 from pd_kernels.backends import TORCH, Kernels
 from pd_kernels.values import StepSize
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts, use_graphs
+from tests.worker.reference_attention import reference_attentions
 from tests.worker.test_decode_graphs import Repeater
 from tests.worker.test_few_rows import FEW_ROWS
 
@@ -28,58 +26,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pd_cluster.worker.input_batch import ReplayInputs
-    from pd_kernels.values import Ints, StepOnDevice
 
 SIZES = step_sizes(28, 6, with_far=False)
 LENGTHS = (5, 16, 40, 31, 64, 1, 2)
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
-
-
-@dataclass(frozen=True)
-class ReferencePlan:
-    """Reads lengths and tables from tensors, at the time of the run."""
-
-    step: StepOnDevice
-    window: int
-
-    def run(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        scale: float,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        assert out is None
-        step = self.step
-        num_tokens = int(step.query_starts[-1])
-        decodes = step.decode_lens[step.decode_lens > 0]
-        assert torch.equal(decodes, step.seq_lens[: len(decodes)])
-        assert torch.equal(step.query_starts[: len(decodes) + 1], torch.arange(len(decodes) + 1, dtype=torch.int32))
-        found = torch.full_like(query, torch.nan)  # must never be read
-        found[:num_tokens] = reference.prefill_attention(
-            query[:num_tokens], key_cache, value_cache, step.block_tables, step.query_starts, step.seq_lens, scale,
-            self.window,
-        )  # fmt: skip
-        return found
-
-
-@dataclass(frozen=True)
-class ReferenceReplayable:
-    """backends.Replayable in plain torch. It has no tiles, so they hold only the number of their sequence."""
-
-    is_far: bool
-    num_tiles: int = 2
-
-    def tiles(self, query_lens: Ints, seq_lens: Ints, num_decodes: int, padding_seq: int) -> Ints:
-        return np.array([[num_decodes, padding_seq], [0, 0]])
-
-    def plan(self, step: StepOnDevice, key_cache: torch.Tensor, window: int = 0) -> ReferencePlan:
-        return ReferencePlan(step, window)
-
-
-def replayable(kernels: Kernels) -> Kernels:
-    return replace(kernels, replayable=lambda size, num_heads, key_cache, windowed: ReferenceReplayable(size.is_far))
 
 
 def with_steps(
@@ -87,8 +37,8 @@ def with_steps(
 ) -> tuple[list[StepSize], StepGraphs, list[str]]:
     """Give the executor's runner graphs that are none. -> the sizes replayed, the graphs, what they told."""
     runner, lines, replayed = executor._runner, list[str](), list[StepSize]()
-    kernels = replayable(executor._kernels)
-    steps = StepGraphs(executor._model, executor._cache, runner.rows, runner.host_buffer, kernels)
+    attentions = reference_attentions(executor)
+    steps = StepGraphs(executor._model, executor._cache, runner.rows, runner.host_buffer, executor._kernels, attentions)
     steps.capture(sizes, Repeater(room), lines.append)
     use_graphs(executor, steps)
     replay = steps.replay
@@ -240,14 +190,10 @@ def test_far_sizes_are_captured_where_they_differ(models: ModelStore) -> None:
     assert {size.is_far for size in sizes} == {False, True}
     runner, lines = executor._runner, list[str]()
     for differs, count in ((True, 4), (False, 2)):
-
-        def make(
-            size: StepSize, num_heads: int, key_cache: torch.Tensor, windowed: bool, differs: bool = differs
-        ) -> ReferenceReplayable | None:
-            return ReferenceReplayable(size.is_far) if differs or not size.is_far else None
-
-        kernels = replace(executor._kernels, replayable=make)
-        steps = StepGraphs(executor._model, executor._cache, runner.rows, runner.host_buffer, kernels)
+        attentions = reference_attentions(executor, differs=differs)
+        steps = StepGraphs(
+            executor._model, executor._cache, runner.rows, runner.host_buffer, executor._kernels, attentions
+        )
         steps.capture(sizes, Repeater(100), lines.append)
         assert lines[-1].startswith(f"{count} graphs")
     executor.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,10 +20,11 @@ from pd_cluster.worker.cuda_graphs.graph_sizes import FAR_KEYS, GraphSizes, step
 from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.input_batch import LATE, InputBatch
-from pd_cluster.worker.kv_cache import KVCache
+from pd_cluster.worker.kv_cache import DTYPES, KVCache
 from pd_cluster.worker.sampling_state import SamplingState
+from pd_kernels.attention import AttentionShape
 from pd_kernels.backends import TORCH
-from pd_kernels.triton_replayable import TritonReplayable
+from pd_kernels.triton_plan import TritonAttention
 from tests.connectors.layouts import full_layout
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Problem:
 def gpu() -> Iterator[None]:
     """Cut as for a GPU with so many multiprocessors."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pd_kernels.triton_replayable.num_processors", lambda device: 132)
+        patch.setattr("pd_kernels.triton_plan.num_processors", lambda device: 132)
         yield
 
 
@@ -118,10 +119,11 @@ def make_rows(problem: Problem) -> tuple[InputBatch, HostBuffer, tuple[SequenceC
 def make_graphs(problem: Problem, rows: InputBatch, host_buffer: HostBuffer) -> StepGraphs:
     """Of a model that has a shape and no weights."""
     layout = full_layout(BLOCK_SIZE, 2, 1, 16, problem.dtype)
-    spec = SimpleNamespace(num_heads=2 * problem.group, vocab_size=99)
-    model = cast("Any", SimpleNamespace(device=CPU, dtype=torch.float32, spec=spec, windows=frozenset({0})))
-    kernels = replace(TORCH, replayable=TritonReplayable.of)
-    steps = StepGraphs(model, KVCache.allocate(layout, 1, 0, CPU), rows, host_buffer, kernels)
+    spec = SimpleNamespace(vocab_size=99)
+    model = cast("Any", SimpleNamespace(device=CPU, dtype=torch.float32, spec=spec))
+    shape = AttentionShape(2 * problem.group, 2, 16, BLOCK_SIZE, 1, DTYPES[problem.dtype])
+    attention = TritonAttention.of(shape, CPU)
+    steps = StepGraphs(model, KVCache.allocate(layout, 1, 0, CPU), rows, host_buffer, TORCH, [attention])
     sizes = step_sizes(problem.limit, problem.max_seqs, with_far=problem.with_far)
     steps.capture(sizes, NoRecorder(), lambda _: None)
     return steps
@@ -163,11 +165,10 @@ def check_sequences(rows: InputBatch, chunks: tuple[SequenceChunk, ...], places:
 
 def check_tiles(layout: StepLayout, chunks: tuple[SequenceChunk, ...], places: StepPlaces) -> None:
     """Every chunk's tokens are covered once, and no others."""
-    attention = layout.attention
-    assert isinstance(attention, TritonReplayable)
-    tokens = attention.tiling.rows // attention.group
+    ((kind, tiles),) = places.tiles.items()
+    tokens = kind.num_tokens
     num_decodes = int((places.decode_lens > 0).sum())
-    seqs, firsts = places.tiles.tolist()
+    seqs, firsts = tiles.tolist()
     found = [(seq, first) for seq, first in zip(seqs, firsts, strict=True) if seq != layout.size.num_seqs]
     wanted = [
         (seq, first) for seq in range(num_decodes, len(chunks)) for first in range(0, chunks[seq].num_tokens, tokens)

@@ -19,7 +19,7 @@ import torch
 
 from pd_cluster.models.forward_inputs import ForwardInputs
 from pd_cluster.worker.cuda_graphs.captured_steps import ReplayOutputs
-from pd_kernels.values import Draws, PackedSequences, StepSize
+from pd_kernels.values import Draws, StepOnDevice, StepSize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,26 +30,34 @@ if TYPE_CHECKING:
     from pd_cluster.worker.host_buffer import HostBuffer
     from pd_cluster.worker.input_batch import InputBatch, ReplayInputs
     from pd_cluster.worker.kv_cache import KVCache
+    from pd_kernels.attention import GroupAttention
     from pd_kernels.backends import Kernels
 
 _NUM_FIELDS = 7
 
 
 class DecodeGraphs:
-    """Graphs of steps of decodes alone, as CapturedSteps. The kernels' plan of decodes must be capturable."""
+    """Graphs of steps of decodes alone, as CapturedSteps. Attention of decodes must be capturable."""
 
     def __init__(
-        self, model: Model, cache: KVCache, rows: InputBatch, host_buffer: HostBuffer, kernels: Kernels
+        self,
+        model: Model,
+        cache: KVCache,
+        rows: InputBatch,
+        host_buffer: HostBuffer,
+        kernels: Kernels,
+        attentions: Sequence[GroupAttention],
     ) -> None:
+        """`attentions`: by KV group."""
         self._model = model
         self._views = list(cache.layer_views)
-        self._key_views = cache.key_views
         self._rows = rows
         self._host_buffer = host_buffer
         self._kernels = kernels
+        self._attentions = attentions
         self._padding_slot = cache.padding_block * cache.layout.block_size
         self._graphs: dict[StepSize, tuple[Callable[[], None], ReplayOutputs]] = {}
-        self._block_tables = self._query_starts = torch.empty(0)
+        self._block_tables = self._query_starts = self._no_tiles = torch.empty(0)
 
     @property
     def sizes(self) -> tuple[StepSize, ...]:
@@ -62,13 +70,14 @@ class DecodeGraphs:
         device, largest = self._rows.last_tokens.device, max(size.num_seqs for size in sizes)
         self._block_tables = torch.zeros((largest, self._rows.max_blocks), dtype=torch.int32, device=device)
         self._query_starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
+        self._no_tiles = torch.empty((2, 0), dtype=torch.int32, device=device)
         smallest = 0
         for size in sorted(sizes, key=lambda size: -size.num_seqs):
             if not recorder.has_room():
                 progress(f"no memory for decode graphs of fewer than {smallest} sequences")
                 break
             self._write_padding(size.num_seqs)
-            self._graphs[size] = recorder(lambda size=size: self._run(size.num_seqs))  # type: ignore[misc]
+            self._graphs[size] = recorder(lambda size=size: self._run(size))  # type: ignore[misc]
             smallest = size.num_seqs
         if self._graphs:
             used_gb = (free - recorder.free_bytes) / 1e9
@@ -95,25 +104,20 @@ class DecodeGraphs:
         self._host_buffer.move_first(fields)
         self._host_buffer.flush()
 
-    def _run(self, size: int) -> ReplayOutputs:
+    def _run(self, size: StepSize) -> ReplayOutputs:
         """What is captured. Its inputs are the host buffer's fields, `last_tokens`, the block tables and the cache."""
-        rows, known_ids, positions, slots, lengths, temperatures, seeds = self._host_buffer.first(_NUM_FIELDS, size)
+        count = size.num_seqs
+        rows, known_ids, positions, slots, lengths, temperatures, seeds = self._host_buffer.first(_NUM_FIELDS, count)
         last_tokens = self._rows.last_tokens
         token_ids = torch.where(known_ids < 0, last_tokens[rows], known_ids)
-        ones = np.ones(size, np.int64)
-        packed = PackedSequences(
-            num_decodes=size,
-            query_starts=self._query_starts[: size + 1],
-            seq_lens=lengths.to(torch.int32),
-            block_tables=self._block_tables[:size],
-            host_query_lens=ones,
-            host_seq_lens=ones,  # not the real lengths: a capturable plan does not read them
-        )
-        plans = {
-            window: self._kernels.plan_attention(packed, self._key_views[window], window)
-            for window in self._model.windows
-        }
+        lens = lengths.to(torch.int32)
+        step = StepOnDevice(lens, lens, self._query_starts[: count + 1], self._block_tables[:count], self._no_tiles)
+        plans = []
+        for attention in self._attentions:
+            replayable = attention.captured(size)
+            assert replayable is not None, "attention that cannot be captured has no graphs"
+            plans.append(replayable.plan(step))
         logits = self._model.forward(ForwardInputs(token_ids, positions, slots, plans, tail=None), self._views)
-        chosen = self._kernels.draw(logits, Draws(temperatures.view(torch.float32)[:size], seeds, lengths, None))
+        chosen = self._kernels.draw(logits, Draws(temperatures.view(torch.float32)[:count], seeds, lengths, None))
         last_tokens.index_copy_(0, rows, chosen)
         return ReplayOutputs(logits, chosen)

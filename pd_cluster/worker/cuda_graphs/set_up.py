@@ -11,7 +11,7 @@ from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_cluster.worker.kernel_selection import choose_products
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import ExitStack
 
     import torch
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from pd_cluster.models.model import Model
     from pd_cluster.worker.cuda_graphs.captured_steps import CapturedSteps
     from pd_cluster.worker.model_runner import ModelRunner
-    from pd_kernels.backends import Kernels
+    from pd_kernels.attention import GroupAttention
 
-CAPTURABLE = frozenset({"triton"})  # its plan of decodes reads lengths on the device only
 GRAPH_BYTES = 1.0e9  # what captured steps take besides the logits: 0.8 GB (8B, 0.6B)
 
 
-def captures_steps(limits: SchedulerConfig, kernels: Kernels, device: torch.device) -> bool:
-    """Whether steps are captured at all."""
-    return device.type == "cuda" and limits.cuda_graphs and kernels.name in CAPTURABLE
+def captures_steps(limits: SchedulerConfig, attentions: Sequence[GroupAttention], device: torch.device) -> bool:
+    """Whether steps are captured at all: if attention of every KV group can be."""
+    is_wanted = device.type == "cuda" and limits.cuda_graphs
+    return is_wanted and all(attention.captured(decode_sizes(1)[0]) for attention in attentions)
 
 
 def captured_bytes(limits: SchedulerConfig, bytes_per_row: int) -> float:
@@ -59,14 +59,13 @@ def capture_steps(
     products = [*token_buckets(limit), *powers, budget]
     choose_products(model, bucket_sizes(_max_decodes(limits)), products, device, cleanup, progress)
     recorder = CudaRecorder(device)
-    parts = model, runner.cache, runner.rows, runner.host_buffer, runner.kernels
+    parts = model, runner.cache, runner.rows, runner.host_buffer, runner.kernels, runner.attentions
     decodes = DecodeGraphs(*parts)
     decodes.capture(decode_sizes(_max_decodes(limits)), recorder, progress)
     if not limit:
         return [decodes]
     steps = StepGraphs(*parts)
-    # Under a window no chunk has many keys
-    steps.capture(step_sizes(limit, limits.max_num_seqs, with_far=not any(model.windows)), recorder, progress)
+    steps.capture(step_sizes(limit, limits.max_num_seqs, with_far=True), recorder, progress)
     return [decodes, steps]
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.host_buffer import HostBuffer
     from pd_cluster.worker.input_batch import InputBatch, ReplayInputs
     from pd_cluster.worker.kv_cache import KVCache
+    from pd_kernels.attention import GroupAttention
     from pd_kernels.backends import Kernels
 
 
@@ -36,14 +37,21 @@ class StepGraphs:
     """Graphs of steps with prompts, as CapturedSteps."""
 
     def __init__(
-        self, model: Model, cache: KVCache, rows: InputBatch, host_buffer: HostBuffer, kernels: Kernels
+        self,
+        model: Model,
+        cache: KVCache,
+        rows: InputBatch,
+        host_buffer: HostBuffer,
+        kernels: Kernels,
+        attentions: Sequence[GroupAttention],
     ) -> None:
+        """`attentions`: by KV group."""
         self._model = model
         self._views = list(cache.layer_views)
-        self._key_views = cache.key_views
         self._rows = rows
         self._host_buffer = host_buffer
         self._kernels = kernels
+        self._attentions = attentions
         self._padding_slot = cache.padding_block * cache.layout.block_size
         self._layouts: dict[StepSize, StepLayout] = {}
         self._replays: dict[StepSize, Callable[[], None]] = {}
@@ -87,12 +95,13 @@ class StepGraphs:
         return ReplayOutputs(self._logits[:count], self._token_ids[:count])
 
     def _lay_out(self, sizes: Sequence[StepSize]) -> list[StepLayout]:
-        """Layouts, the largest first, of the sizes that the kernels can replay."""
-        num_heads, layouts = self._model.spec.num_heads, []
+        """Layouts, the largest first, of the sizes that attention of every KV group can replay."""
+        layouts = []
         for size in sorted(sizes, key=lambda size: (-size.num_tokens, -size.num_seqs, size.is_far)):
-            attention = self._kernels.replayable(size, num_heads, self._views[0][0], any(self._model.windows))
-            if attention is not None:
-                layouts.append(StepLayout(size, attention))
+            captured = [attention.captured(size) for attention in self._attentions]
+            replayables = tuple(replayable for replayable in captured if replayable is not None)
+            if len(replayables) == len(captured):
+                layouts.append(StepLayout(size, replayables))
         return layouts
 
     def _write_padding(self, layout: StepLayout) -> None:
@@ -101,7 +110,8 @@ class StepGraphs:
         places = layout.places(fields)
         places.owners[:] = self._rows.padding_row
         places.slots[:] = self._padding_slot
-        places.tiles[0] = layout.size.num_seqs
+        for tiles in places.tiles.values():
+            tiles[0] = layout.size.num_seqs
         self._host_buffer.begin()
         self._host_buffer.move_first(fields)
         self._host_buffer.flush()
@@ -111,14 +121,15 @@ class StepGraphs:
         size, last_tokens = layout.size, self._rows.last_tokens
         places = layout.places(self._host_buffer.first(1, layout.length))
         token_ids = torch.where(places.token_ids < 0, last_tokens[places.rows], places.token_ids)
-        step = StepOnDevice(
-            decode_lens=places.decode_lens.to(torch.int32),
-            seq_lens=places.seq_lens.to(torch.int32),
-            query_starts=places.query_starts.to(torch.int32),
-            block_tables=self._block_tables[: size.num_seqs + 1],
-            tiles=places.tiles.to(torch.int32),
+        decode_lens, seq_lens, query_starts = (
+            numbers.to(torch.int32) for numbers in (places.decode_lens, places.seq_lens, places.query_starts)
         )
-        plans = {window: layout.attention.plan(step, self._key_views[window], window) for window in self._model.windows}
+        block_tables = self._block_tables[: size.num_seqs + 1]
+        steps = {
+            tiles: StepOnDevice(decode_lens, seq_lens, query_starts, block_tables, place.to(torch.int32))
+            for tiles, place in places.tiles.items()
+        }
+        plans = [replayable.plan(steps[replayable.tiles]) for replayable in layout.replayables]
         inputs = ForwardInputs(token_ids, places.positions, places.slots, plans, Tail(places.sampled, plan=None))
         logits = self._model.forward(inputs, self._views)
         temperatures = places.temperatures.view(torch.float32)[: size.num_seqs]

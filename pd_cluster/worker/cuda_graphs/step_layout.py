@@ -7,7 +7,10 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from pd_kernels.backends import Replayable
+    from collections.abc import Mapping
+
+    from pd_kernels.attention import Replayable
+    from pd_kernels.chunk_tiles import ChunkTiles
     from pd_kernels.values import StepSize
 
 
@@ -26,7 +29,7 @@ class StepPlaces(NamedTuple):
     decode_lens: Any  # [S], [0] without decodes: see StepOnDevice, as for the rest
     seq_lens: Any  # [S + 1]
     query_starts: Any  # [S + 2]
-    tiles: Any  # [2, num_tiles]
+    tiles: Mapping[ChunkTiles, Any]  # [2, count] of each that some KV group has
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class StepLayout:
     """The parts' places in steps of one size."""
 
     size: StepSize
-    attention: Replayable
+    replayables: tuple[Replayable, ...]  # by KV group
 
     @property
     def length(self) -> int:
@@ -46,11 +49,18 @@ class StepLayout:
         num_tokens, num_seqs = self.size.num_tokens, self.size.num_seqs
         num_decodes = num_seqs if self.size.has_decodes else 0
         return (
-            *[num_tokens] * 4, *[num_seqs] * 5, num_decodes, num_seqs + 1, num_seqs + 2, 2 * self.attention.num_tiles
+            *[num_tokens] * 4, *[num_seqs] * 5, num_decodes, num_seqs + 1, num_seqs + 2,
+            *(2 * tiles.count for tiles in self._tiles),
         )  # fmt: skip
+
+    @property
+    def _tiles(self) -> tuple[ChunkTiles, ...]:
+        """Those of the groups, each once."""
+        return tuple(dict.fromkeys(replayable.tiles for replayable in self.replayables))
 
     def places(self, fields: Any) -> StepPlaces:
         """Views into `fields` [1, length]."""
         ends = (0, *accumulate(self._lengths))
-        *parts, tiles = (fields[0, start:end] for start, end in pairwise(ends))
-        return StepPlaces._make((*parts, tiles.reshape(2, -1)))
+        parts, kinds = [fields[0, start:end] for start, end in pairwise(ends)], self._tiles
+        places = [part.reshape(2, -1) for part in parts[-len(kinds) :]]
+        return StepPlaces._make((*parts[: -len(kinds)], dict(zip(kinds, places, strict=True))))

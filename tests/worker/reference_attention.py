@@ -1,0 +1,107 @@
+"""Attention of captured steps in plain torch: it reads lengths and tables from tensors, at the time of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pd_kernels import reference
+from pd_kernels.chunk_tiles import ChunkTiles
+from pd_kernels.torch_attention import TorchAttention
+
+if TYPE_CHECKING:
+    from pd_cluster.worker.device_executor import DeviceExecutor
+    from pd_kernels.attention import AttentionPlan, GroupAttention
+    from pd_kernels.values import PackedSequences, StepOnDevice, StepSize
+
+
+@dataclass(frozen=True)
+class ReferenceAttention:
+    """A GroupAttention that can be captured. `differs`: sizes of far steps are worth a capture."""
+
+    inner: TorchAttention
+    differs: bool = True
+
+    def plan(self, packed: PackedSequences) -> AttentionPlan:
+        return self.inner.plan(packed)
+
+    def captured(self, size: StepSize) -> ReferenceReplayable | None:
+        if size.is_far and not self.differs:
+            return None
+        return ReferenceReplayable(self.inner.shape.window, ChunkTiles(1 << 20, size.num_chunks))
+
+
+def reference_attentions(executor: DeviceExecutor, *, differs: bool = True) -> list[ReferenceAttention]:
+    """By KV group."""
+    return [captured_as_reference(attention, differs=differs) for attention in executor._attentions]
+
+
+def captured_as_reference(attention: GroupAttention, *, differs: bool = True) -> ReferenceAttention:
+    assert isinstance(attention, TorchAttention)
+    return ReferenceAttention(attention, differs)
+
+
+@dataclass(frozen=True)
+class ReferenceReplayable:
+    """A Replayable. It has no tiles: a chunk is one."""
+
+    window: int
+    tiles: ChunkTiles
+
+    def plan(self, step: StepOnDevice) -> AttentionPlan:
+        return StepPlan(step, self.window) if self.tiles.count else DecodesPlan(step, self.window)
+
+
+@dataclass(frozen=True)
+class DecodesPlan:
+    """Of a step of decodes alone."""
+
+    step: StepOnDevice
+    window: int
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        out = torch.zeros_like(query) if out is None else out.zero_()
+        real = self.step.decode_lens > 0
+        tables = self.step.block_tables[real].clamp(min=0)
+        out[real] = reference.decode_attention(
+            query[real], key_cache, value_cache, tables, self.step.decode_lens[real], scale, self.window
+        )
+        return out
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Of any step."""
+
+    step: StepOnDevice
+    window: int
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert out is None
+        step = self.step
+        num_tokens = int(step.query_starts[-1])
+        decodes = step.decode_lens[step.decode_lens > 0]
+        assert torch.equal(decodes, step.seq_lens[: len(decodes)])
+        assert torch.equal(step.query_starts[: len(decodes) + 1], torch.arange(len(decodes) + 1, dtype=torch.int32))
+        found = torch.full_like(query, torch.nan)  # must never be read
+        found[:num_tokens] = reference.prefill_attention(
+            query[:num_tokens], key_cache, value_cache, step.block_tables, step.query_starts, step.seq_lens, scale,
+            self.window,
+        )  # fmt: skip
+        return found
