@@ -120,14 +120,13 @@ class DeviceExecutor:
         try:
             self._runner = runner = self._make_runner(self._cache, self.model.max_model_len)
             if captures_steps(limits, self._attentions, device):
-                captured = capture_steps(self._model, runner, limits, device, self._cleanup, self._progress)
-                runner.use_graphs(captured)
+                capture_steps(self._model, runner.graphs, limits, self._cleanup, self._progress)
         except torch.OutOfMemoryError as error:
             hint = "lower --gpu-memory-utilization or --max-graph-tokens"
             raise StartupError(f"{device} has no room for captured steps: {hint} ({error})") from error
         except RuntimeError as error:
             raise StartupError(f"steps cannot be captured on {device}: {error}") from error
-        self._graph_sizes = GraphSizes(runner.graph_sizes)
+        self._graph_sizes = GraphSizes(runner.graphs.sizes)
         return self._graph_sizes.sizes
 
     def check(self, sampling: SamplingParams) -> None:

@@ -53,6 +53,7 @@ class HostBuffer:
                 self._buffers.append(_Buffer(pinned, pinned.numpy(), torch.cuda.Event()))  # type: ignore[no-untyped-call]
         else:
             self._target = torch.zeros(num_bytes, dtype=torch.uint8)
+            self._array: npt.NDArray[np.uint8] = self._target.numpy()
 
     def begin(self) -> None:
         """Start a step's packing."""
@@ -69,7 +70,7 @@ class HostBuffer:
         if start + size > self._num_bytes:  # for instance very many sampling settings
             return torch.from_numpy(array).pin_memory().to(self._device, non_blocking=True)
         self._buffers[-1].array[start : start + size] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        self._used = start + -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._used = start + _aligned(size)
         dtype = _DTYPES[array.dtype.type]
         return self._target[start : start + size].view(dtype).view(array.shape)
 
@@ -82,17 +83,21 @@ class HostBuffer:
             buffer.copied.record()
         self._flushed = end
 
-    def move_first(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
-        """`move` the step's first array. Arrays of one shape always get the same place."""
+    def take_first(self, length: int) -> npt.NDArray[np.int64]:
+        """The step's first array, int64 [length], zeroed, in host memory. `flush` copies it to `first(length)`."""
         assert not self._used
-        assert array.nbytes <= self._num_bytes
-        place = self.first(*array.shape)
-        if self._buffers:
-            self.move(array)
-        else:
-            place.copy_(torch.from_numpy(array))
-        return place
+        num_bytes = 8 * length
+        assert num_bytes <= self._num_bytes
+        self._used = _aligned(num_bytes)
+        array = self._buffers[-1].array if self._buffers else self._array
+        fields = array[:num_bytes].view(np.int64)
+        fields.fill(0)
+        return fields
 
-    def first(self, num_rows: int, num_columns: int) -> torch.Tensor:
-        """The place of `move_first` for an array int64 [num_rows, num_columns]."""
-        return self._target[: num_rows * num_columns * 8].view(torch.int64).view(num_rows, num_columns)
+    def first(self, length: int) -> torch.Tensor:
+        """The place of `take_first` on the device: the same for every step."""
+        return self._target[: 8 * length].view(torch.int64)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -18,7 +18,7 @@ from pd_kernels.values import Ints, PackedSequences
 
 if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
-    from pd_cluster.worker.cuda_graphs.step_layout import StepLayout
+    from pd_cluster.worker.cuda_graphs.captured_step import CapturedStep
     from pd_cluster.worker.host_buffer import HostBuffer
     from pd_cluster.worker.sampling_state import SamplingInputs, SamplingState
 
@@ -53,9 +53,8 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class ReplayInputs:
-    """One step for a graph, padded to what that has room for. The first S sequences are real."""
+    """One step of S sequences for a graph. Its other inputs are in the host buffer's first array; see StepPlaces."""
 
-    fields: torch.Tensor  # int64, at the host buffer's first place; see `build_decodes`, `build_step`
     block_tables: torch.Tensor  # int32 [S, width]
     sampling: SamplingInputs | None  # or DEFERRED; None: the graph draws the tokens, by the fields
     samples: Samples
@@ -148,65 +147,25 @@ class InputBatch:
             samples=samples,
         )
 
-    def build_decodes(self, chunks: tuple[SequenceChunk, ...], bucket: int, padding_slot: int) -> ReplayInputs:
-        """Pack chunks of one token each that all sample one token. Padding writes to `padding_slot` and reads nothing.
-
-        Fields [7, bucket]: row, token id or LATE, position, slot, length, temperature (float32, in the first half; 0
-        when the row is drawn outside the graph), seed.
-        """
-        count = len(chunks)
-        rows = np.array([self._row_of[chunk.seq_id] for chunk in chunks])
-        starts = np.array([chunk.start for chunk in chunks])
-        drawn = self._sampling.plain_draws(rows)
-        fields = np.zeros((7, bucket), np.int64)
-        fields[0, count:] = self.padding_row
-        fields[3, count:] = padding_slot
-        fields[0, :count] = rows
-        fields[1, :count] = np.where(starts < self._num_on_host[rows], self._tokens[rows, starts], LATE)
-        fields[2, :count] = starts
-        fields[3, :count] = self._slots(rows, starts)
-        fields[4, :count] = starts + 1
-        if drawn is not None:
-            fields[5].view(np.float32)[:count], fields[6, :count] = drawn
-        placed = self._host_buffer.move_first(fields)
-        tables = self._move(self._blocks[rows, : int(starts.max()) // self._block_size + 1])
-        samples = self._plan_samples(chunks, rows, starts + 1)
-        return ReplayInputs(placed, tables, self.prepare_sampling(samples) if drawn is None else None, samples)
-
-    def build_step(self, chunks: tuple[SequenceChunk, ...], layout: StepLayout, padding_slot: int) -> ReplayInputs:
-        """Pack chunks of any length that sample at most one token each. Fields: [1, layout.length].
-
-        Padding writes to `padding_slot`, belongs to no sequence, and samples for the padding row.
-        """
-        count = len(chunks)
+    def build_replay(self, chunks: tuple[SequenceChunk, ...], step: CapturedStep, padding_slot: int) -> ReplayInputs:
+        """Pack chunks that sample at most one token each, padded to the size of `step`."""
         rows, lens, ends, row_of_token, positions = self._spread(chunks)
-        query_ends, num_tokens, num_decodes = np.cumsum(lens), len(positions), _leading_ones(lens)
+        places, num_tokens = step.places(self._host_buffer.take_first(step.length)), len(positions)
+        step.pad(places, self.padding_row, padding_slot)
         is_known = positions < self._num_on_host[row_of_token]
-        sampling = np.flatnonzero([chunk.num_samples > 0 for chunk in chunks])
-        num_samples, drawn = len(sampling), self._sampling.plain_draws(rows[sampling])
-        fields = np.zeros((1, layout.length), np.int64)
-        places = layout.places(fields)
         places.rows[:num_tokens] = row_of_token
         places.token_ids[:num_tokens] = np.where(is_known, self._tokens[row_of_token, positions], LATE)
         places.positions[:num_tokens] = positions
         places.slots[:num_tokens] = self._slots(row_of_token, positions)
-        places.slots[num_tokens:] = padding_slot
-        places.owners[:] = self.padding_row
-        places.owners[:num_samples] = rows[sampling]
-        places.sampled[:num_samples] = query_ends[sampling] - 1
+        samples = self._plan_samples(chunks, rows, ends)
+        num_samples, drawn = len(samples), self._sampling.plain_draws(samples.rows)
+        places.owners[:num_samples] = samples.rows
+        places.lengths[:num_samples] = samples.positions
         if drawn is not None:
             places.temperatures.view(np.float32)[:num_samples], places.seeds[:num_samples] = drawn
-            places.lengths[:num_samples] = ends[sampling]
-        places.decode_lens[:num_decodes] = ends[:num_decodes]
-        places.seq_lens[:count] = ends
-        places.query_starts[1 : count + 1] = query_ends
-        places.query_starts[count + 1 :] = num_tokens
-        for tiles, place in places.tiles.items():
-            place[:] = tiles.cut(lens, ends, num_decodes, padding_seq=layout.size.num_seqs)
-        placed = self._host_buffer.move_first(fields)
+        step.fill(places, chunks, lens, ends)
         tables = self._move(self._blocks[rows, : (int(ends.max()) - 1) // self._block_size + 1])
-        samples = self._plan_samples(chunks, rows, ends)
-        return ReplayInputs(placed, tables, self.prepare_sampling(samples) if drawn is None else None, samples)
+        return ReplayInputs(tables, self.prepare_sampling(samples) if drawn is None else None, samples)
 
     def fill_late(self, inputs: StepInputs) -> None:
         """Copy tokens that are on the device only from `last_tokens` into the inputs."""
@@ -261,13 +220,16 @@ class InputBatch:
         lens = np.array([chunk.num_tokens for chunk in chunks])
         ends = np.array([chunk.start for chunk in chunks]) + lens
         assert (ends <= self._num_tokens[rows]).all(), "a chunk reaches past its sequence's last known token"
-        positions = np.arange(lens.sum()) + np.repeat(ends - np.cumsum(lens), lens)
+        num_tokens = int(lens.sum())
+        if num_tokens == len(lens):  # of one token each, as in most steps of a decode node
+            return rows, lens, ends, rows, ends - 1
+        positions = np.arange(num_tokens) + np.repeat(ends - np.cumsum(lens), lens)
         return rows, lens, ends, np.repeat(rows, lens), positions
 
     def _pack(self, rows: Ints, lens: Ints, ends: Ints) -> PackedSequences:
         width = table_width(int(ends.max(initial=0)), self._block_size)
         return PackedSequences(
-            num_decodes=_leading_ones(lens),
+            num_decodes=leading_ones(lens),
             query_starts=self._move(np.concatenate(([0], np.cumsum(lens))).astype(np.int32)),
             seq_lens=self._move(ends.astype(np.int32)),
             block_tables=self._move(self._blocks[rows, :width]),
@@ -286,21 +248,23 @@ class InputBatch:
         return self._move(self._blocks[rows[fresh], last[fresh]].astype(np.int64)) if len(fresh) else None
 
     def _plan_samples(self, chunks: tuple[SequenceChunk, ...], rows: Ints, ends: Ints) -> Samples:
-        wanted = [index for index, chunk in enumerate(chunks) if chunk.num_samples]
-        if len(wanted) < len(chunks):
+        counts = [chunk.num_samples for chunk in chunks]
+        seq_ids = [chunk.seq_id for chunk in chunks]
+        if 0 in counts:
+            wanted = np.flatnonzero(counts)
             rows, ends = rows[wanted], ends[wanted]
+            counts, seq_ids = [counts[index] for index in wanted], [seq_ids[index] for index in wanted]
         assert (ends == self._num_tokens[rows]).all(), "a chunk samples before its sequence's last known token"
-        counts = tuple(chunks[index].num_samples for index in wanted)
         firsts = owners = None
         if sum(counts) > len(counts):
             firsts = self._move(np.concatenate(([0], np.cumsum(counts)[:-1])))
             owners = self._move(np.repeat(np.arange(len(counts)), counts))
         return Samples(
-            seq_ids=tuple(chunks[index].seq_id for index in wanted),
+            seq_ids=tuple(seq_ids),
             rows=rows,
             positions=ends,
             serials=self._serials[rows],
-            counts=counts,
+            counts=tuple(counts),
             num_logprobs=self._sampling.num_logprobs[rows],
             device_rows=self._move(rows),
             firsts=firsts,
@@ -319,7 +283,7 @@ def table_width(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // (16 * block_size)) * 16
 
 
-def _leading_ones(lens: Ints) -> int:
+def leading_ones(lens: Ints) -> int:
     """Chunks of one token at the front: they attend as decodes."""
     longer = np.flatnonzero(lens > 1)
     return int(longer[0]) if len(longer) else len(lens)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
+from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.input_batch import InputBatch, table_width
 from pd_cluster.worker.logits_stages.order import make_stages
@@ -16,12 +17,11 @@ from pd_cluster.worker.sampler import Sampled, sample
 from pd_cluster.worker.sampling_state import DEFERRED, SamplingState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from pd_cluster.config import NodeConfig
     from pd_cluster.models.model import Model
     from pd_cluster.scheduling.batch import Batch
-    from pd_cluster.worker.cuda_graphs.captured_steps import CapturedSteps
     from pd_cluster.worker.input_batch import ReplayInputs, Samples, StepInputs
     from pd_cluster.worker.kv_cache import KVCache
     from pd_cluster.worker.sampling_state import SamplingInputs
@@ -49,7 +49,8 @@ class ModelRunner:
         self.host_buffer = host_buffer
         self.kernels = kernels
         self.attentions = attentions
-        self._graphs: dict[StepSize, CapturedSteps] = {}
+        # `launch` may name their sizes
+        self.graphs = StepGraphs(model, cache, rows, host_buffer, kernels, attentions)
         self._deferred: tuple[PendingStep, torch.Tensor] | None = None  # the step that waits to be drawn, its logits
         self._views = list(cache.layer_views)
         last_layer = len(self._views) - 1
@@ -84,15 +85,6 @@ class ModelRunner:
         rows = InputBatch(num_rows, max_len, block_size, sampling, host_buffer, device)
         return cls(model, cache, rows, host_buffer, kernels, attentions)
 
-    @property
-    def graph_sizes(self) -> tuple[StepSize, ...]:
-        """The sizes that `launch` may name."""
-        return tuple(self._graphs)
-
-    def use_graphs(self, captured: Iterable[CapturedSteps]) -> None:
-        """Replay these captured steps, each size by its own kind."""
-        self._graphs |= {size: steps for steps in captured for size in steps.sizes}
-
     @torch.inference_mode()
     def launch(self, batch: Batch, graph: StepSize | None = None) -> PendingStep:
         """Apply the batch's changes and start its work. `graph`: the captured size to replay; None: none."""
@@ -123,10 +115,9 @@ class ModelRunner:
 
     def _replay(self, batch: Batch, graph: StepSize) -> PendingStep:
         """No blocks are cleared: kernels that can be captured use nothing past a sequence's length."""
-        captured = self._graphs[graph]
-        inputs = captured.build(batch.chunks, graph)
+        inputs = self.graphs.build(batch.chunks, graph)
         self.host_buffer.flush()
-        outputs = captured.replay(inputs, graph)
+        outputs = self.graphs.replay(inputs, graph)
         return self._sample(batch, inputs, outputs.logits, outputs.token_ids)
 
     def _sample(

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.device_executor import DeviceExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from pd_cluster.worker.cuda_graphs.captured_steps import CapturedSteps
     from pd_connectors.protocol.messages import SampledToken
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -147,12 +145,6 @@ class Driver:
         new = [self.free.pop() for _ in range(first, needed)]
         generation.blocks += new
         return SequenceChunk(generation.seq_id, generation.computed, count, first, tuple(new), num_samples)
-
-
-def use_graphs(executor: DeviceExecutor, captured: CapturedSteps) -> None:
-    """Let the executor replay these steps too, as if its warm-up had captured them."""
-    executor._runner.use_graphs([captured])
-    executor._graph_sizes = GraphSizes(executor._runner.graph_sizes)
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:

@@ -14,23 +14,27 @@ from pd_cluster.errors import StartupError
 from pd_cluster.protocol.messages import AddRequest
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.worker.cuda_graphs.captured_steps import ReplayOutputs
+from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes, step_sizes
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.logits_stages.stage import LogitsStage, StageContext
+from pd_cluster.worker.pending_step import PendingStep
 from pd_cluster.worker.sampler import Sampled, sample
 from pd_cluster.worker.sampling_state import GREEDY, SamplingInputs
+from pd_kernels.values import StepSize
 from tests.ban_token import BanToken
 from tests.engine.test_core_pipeline import CONFIG, PROMPTS, Bench, make_connector
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import make_executor, random_prompts
-from tests.worker.test_decode_graphs import SIZES, with_graphs
+from tests.worker.repeated_graphs import with_graphs
+from tests.worker.test_step_graphs import cuda_executor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pd_cluster.worker.cuda_graphs.captured_step import ReplayOutputs
     from pd_cluster.worker.input_batch import ReplayInputs
     from pd_kernels.backends import Kernels
-    from pd_kernels.values import Ints, StepSize
+    from pd_kernels.values import Ints
 
 
 class CountUp(LogitsStage):
@@ -145,36 +149,66 @@ def test_arguments_that_a_stage_refuses_are_an_invalid_request() -> None:
         assert len(tokens_of(bench, right=greedy(logits_args={"ban": 7}))["right"]) == 12
 
 
+def serve_late_rows(executor: DeviceExecutor, depth: int, *, with_chunks: bool = False) -> list[tuple[int, ...]]:
+    """Two sequences, one that counts up and one that draws: the tokens of each of their first seven steps.
+
+    So many steps as `depth` are under way before the oldest is read. `with_chunks`: every second step also computes a
+    part of a third prompt.
+    """
+    prompts, flights, tokens = random_prompts([20, 9, 70], VOCAB_SIZE), list[PendingStep](), list[tuple[int, ...]]()
+    kinds = [SamplingParams(max_tokens=9, logits_args=args) for args in ({"count": 1}, {}, {})]
+    starts = tuple(
+        SequenceStart(i, tuple(prompt), len(prompt), tuple(range(5 * i, 5 * i + 5)), kind, i)
+        for i, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))
+    )
+    for step in range(7):
+        parts = [(0, 19 + step, 1), (1, 8 + step, 1)] if step else [(0, 0, 20), (1, 0, 9)]
+        chunks = tuple(SequenceChunk(*part, num_samples=1) for part in parts)
+        more = (SequenceChunk(2, 10 * step - 10, 20),) if with_chunks and step % 2 else ()
+        flights.append(executor.launch(Batch(step, () if step else starts, chunks + more)))
+        waits = depth > 1 and step > 0  # of a prompt all tokens are known
+        assert flights[-1].is_launched == (not waits)
+        assert not (waits and flights[-1].is_over)
+        while flights and (len(flights) == depth or step == 6):
+            samples = flights.pop(0).result().samples
+            tokens.append((samples[0][0].token_id, samples[1][0].token_id))
+            assert all(pending.is_launched for pending in flights)
+    executor.launch(Batch(7, departures=(0, 1, 2))).result()
+    assert [counted for counted, _ in tokens] == [(prompts[0][-1] + 1 + step) % VOCAB_SIZE for step in range(7)]
+    return tokens
+
+
 @pytest.mark.parametrize("is_replayed", [False, True])
 def test_a_step_with_late_rows_is_drawn_when_the_one_before_was_read(models: ModelStore, is_replayed: bool) -> None:
     executor = make_executor(models.get("qwen3").directory, logits_stages=STAGES)
-    if is_replayed:
-        _, graphs, _ = with_graphs(executor, SIZES)
-        replay = graphs.replay
+    sizes = [*decode_sizes(2), *step_sizes(32, 3, with_far=False)]
+    replayed = with_graphs(executor, sizes).replayed if is_replayed else []
+    for with_chunks in (False, True):
+        found = serve_late_rows(executor, 2, with_chunks=with_chunks)
+        assert found == serve_late_rows(executor, 1, with_chunks=with_chunks)
+    assert [bool(size.num_chunks) for size in replayed] == [
+        *[True, *[False] * 6] * 2, *[True, *[True, False] * 3] * 2
+    ][: 28 * is_replayed]  # fmt: skip
+    executor.close()
 
-        def copied(inputs: ReplayInputs, size: StepSize) -> ReplayOutputs:
-            outputs = replay(inputs, size)
-            return ReplayOutputs(outputs.logits, outputs.token_ids.clone())  # as the copy to the host does on a device
 
-        graphs.replay = copied  # type: ignore[method-assign]
-    prompts = random_prompts([20, 9], VOCAB_SIZE)
-    kinds = SamplingParams(max_tokens=9, logits_args={"count": 1}), SamplingParams(max_tokens=9, temperature=0.0)
-    starts = tuple(
-        SequenceStart(i, tuple(prompt), len(prompt), (2 * i, 2 * i + 1), kind, i)
-        for i, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))
-    )
-    chunks = tuple(SequenceChunk(i, 0, len(prompt), num_samples=1) for i, prompt in enumerate(prompts))
-    pending, counted = executor.launch(Batch(0, starts, chunks)), list[int]()
-    assert pending.is_over, "a prompt's tokens are all known"
-    for step in range(6):
-        chunks = tuple(SequenceChunk(i, len(prompt) + step, 1, num_samples=1) for i, prompt in enumerate(prompts))
-        following = executor.launch(Batch(step + 1, (), chunks))
-        assert not following.is_over
-        counted.append(pending.result().samples[0][0].token_id)
-        assert following.is_over
-        pending = following
-    assert counted == [(prompts[0][-1] + 1 + step) % VOCAB_SIZE for step in range(6)]
-    pending.result()
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("with_chunks", [False, True])
+def test_on_a_gpu_late_rows_are_drawn_from_what_a_graph_computed(models: ModelStore, with_chunks: bool) -> None:
+    """Bit by bit as when they are drawn at once."""
+    executor, sizes = cuda_executor(models.get("qwen3").directory, 64, logits_stages=STAGES), list[StepSize]()
+    replay = executor._runner.graphs.replay
+
+    def noted(inputs: ReplayInputs, size: StepSize) -> ReplayOutputs:
+        sizes.append(size)
+        return replay(inputs, size)
+
+    executor._runner.graphs.replay = noted  # type: ignore[method-assign]
+    found = serve_late_rows(executor, 2, with_chunks=with_chunks)
+    assert found == serve_late_rows(executor, 1, with_chunks=with_chunks)
+    assert len(sizes) == 14
+    assert {size.num_chunks > 0 for size in sizes[1:7]} == ({False, True} if with_chunks else {False})
     executor.close()
 
 

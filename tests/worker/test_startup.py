@@ -21,8 +21,7 @@ from pd_cluster.worker.memory_measurement import measure_free_bytes
 from tests.connectors.layouts import full_layout
 from tests.worker.conftest import VOCAB_SIZE
 from tests.worker.driver import Driver, make_executor, random_prompts
-from tests.worker.reference_attention import ReferenceAttention, captured_as_reference
-from tests.worker.test_decode_graphs import Repeater
+from tests.worker.repeated_graphs import ReferenceAttention, Repeater, captured_as_reference
 
 if TYPE_CHECKING:
     from pd_cluster.worker.executor import Executor
@@ -184,7 +183,7 @@ def test_the_sizes_that_warm_up_captured_serve_steps(models: ModelStore, monkeyp
             driver.add(prompt)
         outputs.append(driver.run())
     assert outputs[0] == outputs[1] == [saved.generate(one.prompt, 12) for one in driver.sequences]
-    assert len(repeater.replays) >= 10
+    assert repeater.num_replays >= 10
 
 
 def test_what_weights_and_the_largest_step_leave_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

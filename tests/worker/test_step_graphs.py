@@ -1,8 +1,8 @@
-"""Whole steps with prompts as graphs, beside the same steps run as they are. Here a graph is called, not replayed."""
+"""Whole steps as graphs, beside the same steps run as they are. Here a graph is called, not replayed."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -10,46 +10,75 @@ import torch
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.worker.cuda_graphs.captured_steps import ReplayOutputs
-from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes, step_sizes, token_buckets
-from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
+from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes, decode_sizes, step_sizes
 from pd_cluster.worker.device_executor import DeviceExecutor
+from pd_cluster.worker.sampler import Sampled, sample
 from pd_kernels.backends import TORCH, Kernels
 from pd_kernels.values import StepSize
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
-from tests.worker.driver import Driver, make_executor, random_prompts, use_graphs
-from tests.worker.reference_attention import reference_attentions
-from tests.worker.test_decode_graphs import Repeater
+from tests.worker.driver import Driver, make_executor, random_prompts
+from tests.worker.repeated_graphs import Repeater, reference_attentions, step_graphs, with_graphs
 from tests.worker.test_few_rows import FEW_ROWS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pd_cluster.worker.input_batch import ReplayInputs
-
-SIZES = step_sizes(28, 6, with_far=False)
+DECODES, SIZES = decode_sizes(6), step_sizes(28, 6, with_far=False)
 LENGTHS = (5, 16, 40, 31, 64, 1, 2)
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
 
 
-def with_steps(
-    executor: DeviceExecutor, sizes: list[StepSize], room: int = 100
-) -> tuple[list[StepSize], StepGraphs, list[str]]:
-    """Give the executor's runner graphs that are none. -> the sizes replayed, the graphs, what they told."""
-    runner, lines, replayed = executor._runner, list[str](), list[StepSize]()
-    attentions = reference_attentions(executor)
-    steps = StepGraphs(executor._model, executor._cache, runner.rows, runner.host_buffer, executor._kernels, attentions)
-    steps.capture(sizes, Repeater(room), lines.append)
-    use_graphs(executor, steps)
-    replay = steps.replay
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
+def test_replayed_decodes_sample_the_same(models: ModelStore, name: str) -> None:
+    wanted = [
+        SamplingParams(max_tokens=9, temperature=0.0),
+        SamplingParams(max_tokens=14, temperature=0.9, top_k=30, logprobs=1),
+        SamplingParams(max_tokens=12, temperature=0.0),
+        SamplingParams(max_tokens=7, frequency_penalty=0.8),
+        SamplingParams(max_tokens=18, temperature=0.0),
+    ]
+    outputs, replayed = [], list[StepSize]()
+    for is_padded in (False, True):
+        executor = make_executor(models.get(name).directory)
+        if is_padded:
+            replayed = with_graphs(executor, DECODES).replayed
+        driver = Driver(executor)
+        for seed, (prompt, params) in enumerate(
+            zip(random_prompts((5, 16, 40, 31, 64), VOCAB_SIZE), wanted, strict=True)
+        ):
+            driver.add(prompt, params, seed)
+        outputs.append(driver.run())
+        executor.close()
+    assert outputs[0] == outputs[1]
+    assert {size.num_seqs for size in replayed} == {6, 4, 2, 1}  # five, then fewer and fewer
 
-    def noted(inputs: ReplayInputs, size: StepSize) -> ReplayOutputs:
-        replayed.append(size)
-        outputs = replay(inputs, size)
-        return ReplayOutputs(outputs.logits, outputs.token_ids.clone())  # as the copy to the host does on a device
 
-    steps.replay = noted  # type: ignore[method-assign]
-    return replayed, steps, lines
+def test_what_temperature_and_seed_say_is_drawn_by_the_graph(
+    models: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that draw beside greedy ones and padding; once a row comes that asks for more, others draw for all."""
+    outputs: list[object] = []
+    for is_replayed in (False, True):
+        executor, calls = make_executor(models.get("qwen3").directory), list[int]()
+
+        def counted(logits: torch.Tensor, *rest: Any, calls: list[int] = calls) -> Sampled:
+            calls.append(len(logits))
+            return sample(logits, *rest)
+
+        driver = Driver(executor)
+        for seed, prompt in enumerate(random_prompts((5, 16, 40), VOCAB_SIZE)):
+            driver.add(prompt, SamplingParams(max_tokens=9, temperature=0.6 * seed), seed)
+        driver.step()
+        if is_replayed:
+            with_graphs(executor, DECODES)
+            monkeypatch.setattr("pd_cluster.worker.model_runner.sample", counted)
+        for _ in range(3):
+            driver.step()
+        driver.add(random_prompts([9], VOCAB_SIZE)[0], SamplingParams(max_tokens=3, top_k=5), 7)
+        outputs.append(driver.run())
+        assert calls == [4, 4, 4] * is_replayed, "its prompt and two tokens"
+        executor.close()
+    assert outputs[0] == outputs[1]
 
 
 def serve(executor: DeviceExecutor, budget: int) -> list[list[int]]:
@@ -73,7 +102,7 @@ def test_replayed_steps_sample_the_same(
     replayed: list[StepSize] = []
     for budget in (24, 40):
         executor = make_executor(directory)
-        noted = with_steps(executor, SIZES)[0]
+        noted = with_graphs(executor, SIZES).replayed
         assert serve(executor, budget) == serve(make_executor(directory), budget)
         replayed += noted
     assert {(size.num_tokens, size.has_decodes) for size in replayed} >= {(16, True), (28, True)}
@@ -81,7 +110,7 @@ def test_replayed_steps_sample_the_same(
 
 def test_prompts_alone_have_sizes_of_their_own(models: ModelStore) -> None:
     executor, plain = (make_executor(models.get("qwen3").directory) for _ in range(2))
-    replayed, _, _ = with_steps(executor, SIZES)
+    replayed = with_graphs(executor, SIZES).replayed
     outputs = []
     for worker in (executor, plain):
         driver = Driver(worker, budget=20)
@@ -99,7 +128,7 @@ def test_steps_launched_ahead_take_tokens_that_are_on_the_device_only(models: Mo
     expected = []
     for is_replayed in (False, True):
         executor = make_executor(models.get("llama").directory)
-        replayed = with_steps(executor, SIZES)[0] if is_replayed else []
+        replayed = with_graphs(executor, SIZES).replayed if is_replayed else []
         starts = (
             SequenceStart(0, tuple(first), 20, (0, 1), GREEDY, 0),
             SequenceStart(1, tuple(second), 50, (2, 3, 4, 5), GREEDY, 0),
@@ -120,67 +149,51 @@ def test_steps_launched_ahead_take_tokens_that_are_on_the_device_only(models: Mo
     assert expected[0] == expected[1]
 
 
-def test_which_size_serves_a_step(models: ModelStore) -> None:
-    executor = make_executor(models.get("qwen3").directory)
-    sizes = [
-        StepSize(16, 4, 4, has_decodes=False), StepSize(16, 8, 2, has_decodes=True),
-        StepSize(32, 4, 4, has_decodes=False), StepSize(32, 4, 4, has_decodes=False, is_far=True),
-        StepSize(32, 8, 2, has_decodes=True), StepSize(32, 20, 2, has_decodes=True),
-    ]  # fmt: skip
-    _, steps, lines = with_steps(executor, sizes)
-    assert lines[-1].startswith("6 graphs of steps with prompts, up to 32 tokens")
-
-    def size_of(*chunks: tuple[int, int], samples: int = 1) -> StepSize | None:
-        return GraphSizes(steps.sizes).choose(
-            tuple(SequenceChunk(i, begin, count, num_samples=samples) for i, (begin, count) in enumerate(chunks))
-        )
-
-    decode = (9, 1)
-    assert size_of((0, 16)) == sizes[0]
-    assert size_of(decode, (0, 15)) == sizes[1]
-    assert size_of((0, 17)) == sizes[2]
-    assert size_of((0, 30), decode) == sizes[2], "a token behind a chunk attends as one"
-    assert size_of((2000, 17)) == sizes[3]
-    assert size_of((2000, 16)) == sizes[0], "fewer tokens before keys"
-    assert size_of((2000, 1), (0, 20)) == sizes[4]
-    assert size_of(*[decode] * 9, (0, 2)) == sizes[5]
-    assert size_of(decode, *[(0, 2)] * 3) is None, "chunks"
-    assert size_of(*[decode] * 21) is None, "sequences"
-    assert size_of((0, 33)) is None, "tokens"
-    assert size_of((0, 16), samples=2) is None
-    executor.close()
-
-
-def test_no_size_serves_steps_that_are_far_smaller(models: ModelStore) -> None:
-    """Without memory for smaller sizes, or of more chunks than a step of so few tokens has room for."""
-    executor = make_executor(models.get("qwen3").directory)
-    largest = StepSize(300, 6, 6, has_decodes=True)
-    _, steps, _ = with_steps(executor, [largest, StepSize(16, 4, 4, has_decodes=False)])
-    assert GraphSizes(steps.sizes).choose((SequenceChunk(0, 0, 45),)) == largest
-    assert GraphSizes(steps.sizes).choose((SequenceChunk(0, 0, 44),)) is None
-    assert GraphSizes(steps.sizes).choose(tuple(SequenceChunk(i, 0, 2) for i in range(5))) is None
-    executor.close()
-
-
-def test_padding_touches_no_live_block(models: ModelStore) -> None:
+@pytest.mark.parametrize(("num_steps_before", "size"), [(0, StepSize(28, 6, 6, has_decodes=False)), (1, DECODES[-1])])
+def test_padding_touches_no_live_block(models: ModelStore, num_steps_before: int, size: StepSize) -> None:
     executor = make_executor(models.get("qwen3").directory, num_blocks=8)
-    replayed, _, _ = with_steps(executor, SIZES)
+    repeated = with_graphs(executor, [DECODES[-1], *SIZES])
     driver = Driver(executor)
     driver.add(random_prompts([20], VOCAB_SIZE)[0], GREEDY)
+    for _ in range(num_steps_before):
+        driver.step()
     executor._cache.tensors[0][executor.num_blocks] = 0  # the recording has padded too
     before = executor._cache.tensors[0].clone()
     driver.step()
     changed = (executor._cache.tensors[0] != before).flatten(1).any(1).nonzero()[:, 0].tolist()
-    assert changed == sorted([*driver.sequences[0].blocks, executor.num_blocks])
-    assert replayed == [StepSize(28, 6, 6, has_decodes=False)]
+    blocks = driver.sequences[0].blocks[num_steps_before:]
+    assert changed == sorted([*blocks, executor.num_blocks])
+    assert repeated.replayed[-1] == size
+    assert executor.cache.tensors[0].shape[0] == executor.num_blocks, "others do not see the padding block"
     executor.close()
 
 
 def test_no_room_leaves_the_largest(models: ModelStore) -> None:
+    """Decodes alone are captured first."""
     executor = make_executor(models.get("qwen3").directory)
-    _, steps, lines = with_steps(executor, SIZES, room=2)
-    assert GraphSizes(steps.sizes).choose((SequenceChunk(0, 0, 3),)) == StepSize(28, 6, 6, has_decodes=False)
-    assert lines == [f"no memory for {len(SIZES) - 2} graphs of smaller steps with prompts", lines[1]]
+    decode, chunk = SequenceChunk(0, 9, 1, num_samples=1), SequenceChunk(0, 0, 3)
+    prompts, beside_decodes = (StepSize(28, 6, 6, has_decodes) for has_decodes in (False, True))
+    for sizes, room, serving in (
+        (DECODES, 2, {decode: DECODES[2], chunk: None}),
+        (SIZES, 2, {decode: beside_decodes, chunk: prompts}),
+        (SIZES + DECODES, 3, {decode: DECODES[1], chunk: None}),
+        (SIZES + DECODES, 5, {decode: DECODES[0], chunk: prompts}),
+    ):
+        repeated = with_graphs(executor, sizes, room)
+        assert {one: GraphSizes(repeated.graphs.sizes).choose((one,)) for one in serving} == serving
+        assert repeated.lines[0] == f"no memory for {len(sizes) - room} of {len(sizes)} graphs of steps"
+        assert len(repeated.lines) == 2
+    assert repeated.lines[1].startswith("4 graphs of up to 6 decodes and 1 of steps with prompts, up to 28 tokens, in")
+    executor.close()
+
+
+def test_only_graphs_of_decodes_keep_logits_of_their_own(models: ModelStore) -> None:
+    """A step of decodes copies no logits; graphs of steps with prompts are too many to keep some each."""
+    executor = make_executor(models.get("qwen3").directory)
+    graphs = with_graphs(executor, DECODES + SIZES).graphs
+    places = {size: graph.outputs.logits.data_ptr() for size, graph in graphs._graphs.items()}
+    assert len({places[size] for size in DECODES}) == len(DECODES)
+    assert len({places[size] for size in SIZES} - {places[size] for size in DECODES}) == 1
     executor.close()
 
 
@@ -188,41 +201,19 @@ def test_far_sizes_are_captured_where_they_differ(models: ModelStore) -> None:
     executor = make_executor(models.get("qwen3").directory)
     sizes = step_sizes(16, 4, with_far=True)
     assert {size.is_far for size in sizes} == {False, True}
-    runner, lines = executor._runner, list[str]()
+    lines = list[str]()
     for differs, count in ((True, 4), (False, 2)):
-        attentions = reference_attentions(executor, differs=differs)
-        steps = StepGraphs(
-            executor._model, executor._cache, runner.rows, runner.host_buffer, executor._kernels, attentions
-        )
+        steps = step_graphs(executor, reference_attentions(executor, differs=differs))
         steps.capture(sizes, Repeater(100), lines.append)
-        assert lines[-1].startswith(f"{count} graphs")
+        assert len(steps.sizes) == count
+        assert f" {count} of steps with prompts" in lines[-1]
     executor.close()
 
 
-def test_token_buckets() -> None:
-    assert token_buckets(16) == [16]
-    assert token_buckets(700) == [16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 700]
-    assert token_buckets(1400)[-4:] == [1024, 1152, 1280, 1400]
-
-
-def test_step_sizes() -> None:
-    assert step_sizes(32, 3, with_far=False) == [
-        StepSize(16, 3, 3, has_decodes=False), StepSize(16, 3, 3, has_decodes=True),
-        StepSize(32, 3, 3, has_decodes=False), StepSize(32, 3, 3, has_decodes=True),
-    ]  # fmt: skip
-    largest = [size for size in step_sizes(1024, 256, with_far=False) if size.num_tokens == 1024]
-    assert largest == [
-        StepSize(1024, 64, 64, has_decodes=False), StepSize(1024, 64, 64, has_decodes=True),
-        StepSize(1024, 256, 64, has_decodes=True),
-    ]  # fmt: skip
-    sizes = [size for size in step_sizes(192, 256, with_far=True) if size.num_tokens == 192]
-    assert {(size.num_chunks, size.is_far) for size in sizes} == {(12, False), (6, True)}
-    assert all(size.num_chunks <= size.num_seqs <= size.num_tokens for size in step_sizes(1024, 256, with_far=True))
-
-
-def cuda_executor(directory: Path, max_graph_tokens: int) -> DeviceExecutor:
+def cuda_executor(directory: Path, max_graph_tokens: int, **options: Any) -> DeviceExecutor:
+    """`options` go to ModelConfig."""
     config = NodeConfig(
-        model=ModelConfig(model=str(directory), device="cuda", dtype="bfloat16", max_model_len=512),
+        model=ModelConfig(model=str(directory), device="cuda", dtype="bfloat16", max_model_len=512, **options),
         cache=CacheConfig(num_blocks=170, block_size=64),
         scheduler=SchedulerConfig(
             max_num_seqs=100, max_num_batched_tokens=512, max_graph_tokens=max_graph_tokens, max_graph_batch=4

@@ -12,18 +12,15 @@ import torch
 
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.worker.cuda_graphs.captured_steps import ReplayOutputs
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes, step_sizes
 from pd_cluster.worker.pending_step import PendingStep
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import make_executor
-from tests.worker.test_decode_graphs import with_graphs
-from tests.worker.test_step_graphs import cuda_executor, with_steps
+from tests.worker.repeated_graphs import with_graphs
+from tests.worker.test_step_graphs import cuda_executor
 
 if TYPE_CHECKING:
     from pd_cluster.worker.device_executor import DeviceExecutor
-    from pd_cluster.worker.input_batch import ReplayInputs
-    from pd_kernels.values import StepSize
 
 MAX_SEQS, MAX_LEN = 8, 120
 GREEDY = SamplingParams(max_tokens=99, temperature=0.0)  # most, for the graphs' own choices count where all are
@@ -111,20 +108,13 @@ def sampled(executor: DeviceExecutor, seed: int, depth: int, num_steps: int) -> 
 @pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
 def test_graphs_of_both_kinds_sample_what_steps_as_they_are_do(models: ModelStore, name: str) -> None:
     executor, plain = (make_executor(models.get(name).directory, max_num_seqs=MAX_SEQS) for _ in range(2))
-    replayed, _, _ = with_steps(executor, step_sizes(28, MAX_SEQS, with_far=False))
-    repeater, graphs, _ = with_graphs(executor, decode_sizes(6))
-    replay = graphs.replay
-
-    def copied(inputs: ReplayInputs, size: StepSize) -> ReplayOutputs:
-        outputs = replay(inputs, size)
-        return ReplayOutputs(outputs.logits, outputs.token_ids.clone())  # as the copy to the host does on a device
-
-    graphs.replay = copied  # type: ignore[method-assign]
+    replayed = with_graphs(executor, [*decode_sizes(6), *step_sizes(28, MAX_SEQS, with_far=False)]).replayed
     found = sampled(executor, 0, 2, 120)
     assert found == sampled(plain, 0, 1, 120)
     assert sum(map(len, found.values())) > 250
-    assert len(repeater.replays) > 15
-    assert len(replayed) > 60
+    num_decodes = sum(not size.num_chunks for size in replayed)
+    assert num_decodes > 15
+    assert len(replayed) - num_decodes > 60
     executor.close()
     plain.close()
 

@@ -68,8 +68,11 @@ def test_random_bits_equal_the_cpus() -> None:
     assert torch.equal(sampling.random_bits(seeds, positions, tokens), on_gpu.cpu())
 
 
-def test_steps_launched_ahead_and_swaps(models: ModelStore) -> None:
-    executor = cuda_executor(models.get("llama").directory)
+@pytest.mark.parametrize(("name", "num_groups"), [("llama", 1), ("gemma3", 2)])
+def test_steps_launched_ahead_and_swaps(models: ModelStore, name: str, num_groups: int) -> None:
+    """Swaps move the same blocks of every KV group. Under Gemma's windows the first tokens are out of sight."""
+    executor = cuda_executor(models.get(name).directory)
+    assert len(executor.cache.tensors) == num_groups
     params = SamplingParams(max_tokens=10, temperature=0.9, frequency_penalty=0.8)
     prompt = random_prompts([20], VOCAB_SIZE)[0]
     driver = Driver(executor)
@@ -81,6 +84,7 @@ def test_steps_launched_ahead_and_swaps(models: ModelStore) -> None:
     pending = [executor.launch(batch) for batch in batches]
     tokens = [step.result().samples[0][0].token_id for step in pending]
     assert tokens == expected[:6]
+    held = [tensor[[3, 4]].clone() for tensor in executor.cache.tensors]
     executor.launch(Batch(6, departures=(0,), copies=BlockCopies(swap_out=((3, 1), (4, 0))))).result()
     for tensor in executor.cache.tensors:
         tensor.fill_(torch.nan)
@@ -90,6 +94,10 @@ def test_steps_launched_ahead_and_swaps(models: ModelStore) -> None:
         executor.launch(Batch(7, (back,), (chunk,), copies=BlockCopies(swap_in=((1, 9), (0, 8))))).result().samples
     )
     assert samples[0][0].token_id == expected[6]
+    for tensor, blocks in zip(executor.cache.tensors, held, strict=True):
+        assert torch.equal(tensor[9], blocks[0])
+        assert torch.equal(tensor[8, ..., : 25 - 16, :], blocks[1, ..., : 25 - 16, :]), "before the new token"
+    executor.close()
 
 
 def test_the_cache_takes_the_share_of_memory_that_is_asked_for(models: ModelStore) -> None:

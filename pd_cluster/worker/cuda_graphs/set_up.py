@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pd_cluster.worker.cuda_graphs.decode_graphs import DecodeGraphs
 from pd_cluster.worker.cuda_graphs.graph_sizes import bucket_sizes, decode_sizes, step_sizes, token_buckets
 from pd_cluster.worker.cuda_graphs.recorder import CudaRecorder
-from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_cluster.worker.kernel_selection import choose_products
 
 if TYPE_CHECKING:
@@ -18,17 +16,16 @@ if TYPE_CHECKING:
 
     from pd_cluster.config import SchedulerConfig
     from pd_cluster.models.model import Model
-    from pd_cluster.worker.cuda_graphs.captured_steps import CapturedSteps
-    from pd_cluster.worker.model_runner import ModelRunner
+    from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
     from pd_kernels.attention import GroupAttention
 
 GRAPH_BYTES = 1.0e9  # what captured steps take besides the logits: 0.8 GB (8B, 0.6B)
 
 
 def captures_steps(limits: SchedulerConfig, attentions: Sequence[GroupAttention], device: torch.device) -> bool:
-    """Whether steps are captured at all: if attention of every KV group can be."""
-    is_wanted = device.type == "cuda" and limits.cuda_graphs
-    return is_wanted and all(attention.captured(decode_sizes(1)[0]) for attention in attentions)
+    """Whether steps are captured at all: only if attention of decodes can be, in every KV group."""
+    is_wanted, (smallest,) = device.type == "cuda" and limits.cuda_graphs, decode_sizes(1)
+    return is_wanted and all(attention.captured(smallest) is not None for attention in attentions)
 
 
 def captured_bytes(limits: SchedulerConfig, bytes_per_row: int) -> float:
@@ -41,32 +38,20 @@ def captured_bytes(limits: SchedulerConfig, bytes_per_row: int) -> float:
 
 
 def capture_steps(
-    model: Model,
-    runner: ModelRunner,
-    limits: SchedulerConfig,
-    device: torch.device,
-    cleanup: ExitStack,
-    progress: Callable[[str], None],
-) -> list[CapturedSteps]:
-    """Choose the products and capture steps of both kinds, as many as there is memory for.
+    model: Model, graphs: StepGraphs, limits: SchedulerConfig, cleanup: ExitStack, progress: Callable[[str], None]
+) -> None:
+    """Choose the products, then capture as many steps as there is memory for.
 
     `cleanup` releases what the products use. Raises RuntimeError, of which torch.OutOfMemoryError is one.
     """
-    budget = limits.max_num_batched_tokens
+    device, budget, max_decodes = model.device, limits.max_num_batched_tokens, _max_decodes(limits)
     limit = min(limits.max_graph_tokens, budget)
     # Steps with prompts that are larger than any graph often have the whole budget, or a power of two of tokens
     powers = [1 << power for power in range(10, budget.bit_length())]
     products = [*token_buckets(limit), *powers, budget]
-    choose_products(model, bucket_sizes(_max_decodes(limits)), products, device, cleanup, progress)
-    recorder = CudaRecorder(device)
-    parts = model, runner.cache, runner.rows, runner.host_buffer, runner.kernels, runner.attentions
-    decodes = DecodeGraphs(*parts)
-    decodes.capture(decode_sizes(_max_decodes(limits)), recorder, progress)
-    if not limit:
-        return [decodes]
-    steps = StepGraphs(*parts)
-    steps.capture(step_sizes(limit, limits.max_num_seqs, with_far=True), recorder, progress)
-    return [decodes, steps]
+    choose_products(model, bucket_sizes(max_decodes), products, device, cleanup, progress)
+    mixed = step_sizes(limit, limits.max_num_seqs, with_far=True) if limit else []
+    graphs.capture([*decode_sizes(max_decodes), *mixed], CudaRecorder(device), progress)
 
 
 def _max_decodes(limits: SchedulerConfig) -> int:

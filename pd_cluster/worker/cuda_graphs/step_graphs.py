@@ -1,24 +1,26 @@
-"""Small steps with prompts as CUDA graphs, whole: one replay instead of some hundred launches.
+"""Whole steps as CUDA graphs: one replay instead of some hundred launches.
 
 A step of a few hundred tokens keeps a GPU busy for less time than the host takes to launch its kernels one by one, and
-the host hears of no other step meanwhile. So steps of any mix are padded to a captured size: room for some tokens, for
-some sequences, and for a few chunks among them. Steps without decodes have sizes of their own, which need no attention
-of decodes. Inputs lie in fixed places, as for decode graphs (`decode_graphs`). Logits are those of the tokens that
-sample, and are copied out of the pool: otherwise each of many graphs would keep its own.
+the host reads no other step's result meanwhile. So a step is padded to a captured size. Its graph reads its inputs from
+fixed places (`HostBuffer.take_first`, the block tables), takes last tokens from where earlier steps left them, and
+writes its own draws there. Requests that need more than temperature and seed are sampled outside the graph, from its
+logits.
+
+One memory pool serves all graphs, the largest first: their replays follow each other on one stream, and nothing that a
+graph leaves in the pool is needed once the next one has started.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 
-from pd_cluster.models.forward_inputs import ForwardInputs, Tail
-from pd_cluster.worker.cuda_graphs.captured_steps import ReplayOutputs
-from pd_cluster.worker.cuda_graphs.step_layout import StepLayout
-from pd_kernels.values import Draws, StepOnDevice, StepSize
+from pd_cluster.models.forward_inputs import ForwardInputs
+from pd_cluster.worker.cuda_graphs.captured_step import CapturedStep, ReplayOutputs, make_captured_steps
+from pd_kernels.values import Draws
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,10 +33,17 @@ if TYPE_CHECKING:
     from pd_cluster.worker.kv_cache import KVCache
     from pd_kernels.attention import GroupAttention
     from pd_kernels.backends import Kernels
+    from pd_kernels.values import StepSize
+
+
+class _Graph(NamedTuple):
+    step: CapturedStep
+    replay: Callable[[], None]
+    outputs: ReplayOutputs
 
 
 class StepGraphs:
-    """Graphs of steps with prompts, as CapturedSteps."""
+    """Graphs by size. Their replays follow each other on one stream."""
 
     def __init__(
         self,
@@ -45,97 +54,82 @@ class StepGraphs:
         kernels: Kernels,
         attentions: Sequence[GroupAttention],
     ) -> None:
-        """`attentions`: by KV group."""
+        """Without graphs until `capture`. `attentions`: by KV group."""
         self._model = model
-        self._views = list(cache.layer_views)
         self._rows = rows
         self._host_buffer = host_buffer
         self._kernels = kernels
         self._attentions = attentions
+        self._views = list(cache.layer_views)
         self._padding_slot = cache.padding_block * cache.layout.block_size
-        self._layouts: dict[StepSize, StepLayout] = {}
-        self._replays: dict[StepSize, Callable[[], None]] = {}
-        self._block_tables = self._logits = self._token_ids = torch.empty(0)
+        self._graphs: dict[StepSize, _Graph] = {}
+        self._block_tables = torch.empty(0)
 
     @property
     def sizes(self) -> tuple[StepSize, ...]:
-        return tuple(self._replays)
+        """The captured sizes."""
+        return tuple(self._graphs)
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[StepSize], recorder: Recorder, progress: Callable[[str], None]) -> None:
-        """Capture every size, or as many of the largest as there is memory for."""
+        """Capture every size that attention can replay, or as many of the first as there is memory for.
+
+        Decodes alone come first, the largest of each kind first. Call it once.
+        """
         started_s, free = time.perf_counter(), recorder.free_bytes
-        device, num_seqs = self._model.device, max(size.num_seqs for size in sizes)
-        self._block_tables = torch.zeros((num_seqs + 1, self._rows.max_blocks), dtype=torch.int32, device=device)
-        self._logits = torch.empty((num_seqs, self._model.spec.vocab_size), dtype=self._model.dtype, device=device)
-        self._token_ids = torch.empty(num_seqs, dtype=torch.int64, device=device)
-        layouts = self._lay_out(sizes)
-        for layout in layouts:
+        shape = max(size.num_seqs for size in sizes) + 1, self._rows.max_blocks
+        self._block_tables = torch.zeros(shape, dtype=torch.int32, device=self._model.device)
+        steps = make_captured_steps(sizes, self._model, self._attentions)
+        for step in steps:
             if not recorder.has_room():
-                progress(f"no memory for {len(layouts) - len(self._replays)} graphs of smaller steps with prompts")
+                progress(f"no memory for {len(steps) - len(self._graphs)} of {len(steps)} graphs of steps")
                 break
-            self._write_padding(layout)
-            self._replays[layout.size], _ = recorder(lambda layout=layout: self._run(layout))  # type: ignore[misc]
-            self._layouts[layout.size] = layout
-        if self._replays:
-            progress(
-                f"{len(self._replays)} graphs of steps with prompts, up to "
-                f"{max(size.num_tokens for size in self._replays)} tokens, in "
-                f"{time.perf_counter() - started_s:.1f} s and {(free - recorder.free_bytes) / 1e9:.2f} GB"
-            )
+            self._write_padding(step)
+            self._graphs[step.size] = _Graph(step, *recorder(partial(self._run, step)))
+        used_gb = (free - recorder.free_bytes) / 1e9
+        progress(f"{_describe(self.sizes)} in {time.perf_counter() - started_s:.1f} s and {used_gb:.2f} GB")
 
     def build(self, chunks: tuple[SequenceChunk, ...], size: StepSize) -> ReplayInputs:
-        return self._rows.build_step(chunks, self._layouts[size], self._padding_slot)
+        """The step's inputs, padded to `size`. They are in place once the host buffer was flushed."""
+        return self._rows.build_replay(chunks, self._graphs[size].step, self._padding_slot)
 
     def replay(self, inputs: ReplayInputs, size: StepSize) -> ReplayOutputs:
+        """Run the step. Row i of the outputs belongs to the i-th sequence that samples.
+
+        `last_tokens` holds the drawn tokens already.
+        """
         num_seqs, width = inputs.block_tables.shape
         self._block_tables[:num_seqs, :width].copy_(inputs.block_tables)
-        self._replays[size]()
+        _, replay, outputs = self._graphs[size]
+        replay()
         count = len(inputs.samples)
-        return ReplayOutputs(self._logits[:count], self._token_ids[:count])
+        return ReplayOutputs(outputs.logits[:count], outputs.token_ids[:count])
 
-    def _lay_out(self, sizes: Sequence[StepSize]) -> list[StepLayout]:
-        """Layouts, the largest first, of the sizes that attention of every KV group can replay."""
-        layouts = []
-        for size in sorted(sizes, key=lambda size: (-size.num_tokens, -size.num_seqs, size.is_far)):
-            captured = [attention.captured(size) for attention in self._attentions]
-            replayables = tuple(replayable for replayable in captured if replayable is not None)
-            if len(replayables) == len(captured):
-                layouts.append(StepLayout(size, replayables))
-        return layouts
-
-    def _write_padding(self, layout: StepLayout) -> None:
+    def _write_padding(self, step: CapturedStep) -> None:
         """A step of padding alone, for the run before the capture."""
-        fields = np.zeros((1, layout.length), np.int64)
-        places = layout.places(fields)
-        places.owners[:] = self._rows.padding_row
-        places.slots[:] = self._padding_slot
-        for tiles in places.tiles.values():
-            tiles[0] = layout.size.num_seqs
         self._host_buffer.begin()
-        self._host_buffer.move_first(fields)
+        places = step.places(self._host_buffer.take_first(step.length))
+        step.pad(places, self._rows.padding_row, self._padding_slot)
         self._host_buffer.flush()
 
-    def _run(self, layout: StepLayout) -> ReplayOutputs:
+    def _run(self, step: CapturedStep) -> ReplayOutputs:
         """What is captured. Its inputs are the host buffer's fields, `last_tokens`, the block tables and the cache."""
-        size, last_tokens = layout.size, self._rows.last_tokens
-        places = layout.places(self._host_buffer.first(1, layout.length))
+        last_tokens, places = self._rows.last_tokens, step.places(self._host_buffer.first(step.length))
         token_ids = torch.where(places.token_ids < 0, last_tokens[places.rows], places.token_ids)
-        decode_lens, seq_lens, query_starts = (
-            numbers.to(torch.int32) for numbers in (places.decode_lens, places.seq_lens, places.query_starts)
-        )
-        block_tables = self._block_tables[: size.num_seqs + 1]
-        steps = {
-            tiles: StepOnDevice(decode_lens, seq_lens, query_starts, block_tables, place.to(torch.int32))
-            for tiles, place in places.tiles.items()
-        }
-        plans = [replayable.plan(steps[replayable.tiles]) for replayable in layout.replayables]
-        inputs = ForwardInputs(token_ids, places.positions, places.slots, plans, Tail(places.sampled, plan=None))
+        plans, tail = step.plan(places, self._block_tables)
+        inputs = ForwardInputs(token_ids, places.positions, places.slots, plans, tail)
         logits = self._model.forward(inputs, self._views)
-        temperatures = places.temperatures.view(torch.float32)[: size.num_seqs]
+        temperatures = places.temperatures.view(torch.float32)[: step.size.num_seqs]
         chosen = self._kernels.draw(logits, Draws(temperatures, places.seeds, places.lengths, None))
         last_tokens.index_copy_(0, places.owners, chosen)
-        outputs = ReplayOutputs(self._logits[: size.num_seqs], self._token_ids[: size.num_seqs])
-        outputs.logits.copy_(logits)
-        outputs.token_ids.copy_(chosen)
-        return outputs
+        return step.keep(logits, chosen)
+
+
+def _describe(sizes: Sequence[StepSize]) -> str:
+    """What was captured, in words."""
+    decodes = [size.num_seqs for size in sizes if not size.num_chunks]
+    mixed = [size.num_tokens for size in sizes if size.num_chunks]
+    return (
+        f"{len(decodes)} graphs of up to {max(decodes, default=0)} decodes and {len(mixed)} of steps with prompts, up "
+        f"to {max(mixed, default=0)} tokens,"
+    )

@@ -16,7 +16,8 @@ pytest.importorskip("triton", reason="tiles are those of the Triton kernels")
 
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.worker.cuda_graphs.graph_sizes import FAR_KEYS, GraphSizes, step_sizes
+from pd_cluster.worker.cuda_graphs.captured_step import MixedStep
+from pd_cluster.worker.cuda_graphs.graph_sizes import FAR_KEYS, GraphSizes, decode_sizes, step_sizes
 from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.input_batch import LATE, InputBatch
@@ -30,7 +31,7 @@ from tests.connectors.layouts import full_layout
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pd_cluster.worker.cuda_graphs.step_layout import StepLayout, StepPlaces
+    from pd_cluster.worker.cuda_graphs.captured_step import StepPlaces
 
 MAX_LEN, BLOCK_SIZE, CPU = FAR_KEYS + 700, 16, torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
@@ -55,6 +56,7 @@ class Problem:
     group: int
     dtype: str
     with_far: bool
+    with_decode_sizes: bool
     parts: tuple[Part, ...]
 
 
@@ -93,7 +95,7 @@ def problems(draw: st.DrawFn) -> Problem:
         rest = draw(st.integers(0, 3))
         parts.append(Part(draw(starts), num_tokens, rest, not rest and draw(st.booleans())))
     group, dtype = draw(st.integers(1, 32)), draw(st.sampled_from(["float32", "float16"]))
-    return Problem(max_seqs, limit, group, dtype, draw(st.booleans()), tuple(parts))
+    return Problem(max_seqs, limit, group, dtype, draw(st.booleans()), draw(st.booleans()), tuple(parts))
 
 
 def make_rows(problem: Problem) -> tuple[InputBatch, HostBuffer, tuple[SequenceChunk, ...]]:
@@ -117,15 +119,16 @@ def make_rows(problem: Problem) -> tuple[InputBatch, HostBuffer, tuple[SequenceC
 
 
 def make_graphs(problem: Problem, rows: InputBatch, host_buffer: HostBuffer) -> StepGraphs:
-    """Of a model that has a shape and no weights."""
+    """Of a model that has a shape and no weights. Two of its KV groups share tiles."""
     layout = full_layout(BLOCK_SIZE, 2, 1, 16, problem.dtype)
     spec = SimpleNamespace(vocab_size=99)
     model = cast("Any", SimpleNamespace(device=CPU, dtype=torch.float32, spec=spec))
     shape = AttentionShape(2 * problem.group, 2, 16, BLOCK_SIZE, 1, DTYPES[problem.dtype])
-    attention = TritonAttention.of(shape, CPU)
-    steps = StepGraphs(model, KVCache.allocate(layout, 1, 0, CPU), rows, host_buffer, TORCH, [attention])
-    sizes = step_sizes(problem.limit, problem.max_seqs, with_far=problem.with_far)
-    steps.capture(sizes, NoRecorder(), lambda _: None)
+    attentions = [TritonAttention.of(shape, CPU, large_tiles=cast("Any", large)) for large in (None, "a kernel", None)]
+    steps = StepGraphs(model, KVCache.allocate(layout, 1, 0, CPU), rows, host_buffer, TORCH, attentions)
+    decodes = decode_sizes(problem.max_seqs) if problem.with_decode_sizes else []
+    mixed = step_sizes(problem.limit, problem.max_seqs, with_far=problem.with_far)
+    steps.capture([*decodes, *mixed], NoRecorder(), lambda _: None)
     return steps
 
 
@@ -141,45 +144,56 @@ def check_tokens(rows: InputBatch, chunks: tuple[SequenceChunk, ...], places: St
     assert set(places.slots[count:].tolist()) <= {padding_slot}
     assert not token_ids[count:].any(), "padding needs no last token"
     samples = plain.samples
-    expected = torch.arange(count) if plain.tail is None else plain.tail.rows
-    assert places.sampled[: len(samples)].tolist() == expected.tolist()
+    assert places.lengths.tolist()[: len(samples)] == samples.positions.tolist()
     assert places.owners.tolist()[: len(samples)] == samples.rows.tolist()
     assert set(places.owners.tolist()[len(samples) :]) <= {rows.padding_row}
 
 
 def check_sequences(rows: InputBatch, chunks: tuple[SequenceChunk, ...], places: StepPlaces, tables: Any) -> None:
-    """Their order, lengths and tables. Those behind the last one are empty."""
-    packed, count = rows.build(chunks).sequences, len(chunks)
-    decodes = places.decode_lens.tolist()
-    assert decodes[: packed.num_decodes] == packed.host_seq_lens[: packed.num_decodes].tolist()
-    assert not any(decodes[packed.num_decodes :])
-    assert places.seq_lens.tolist()[:count] == packed.host_seq_lens.tolist()
-    assert not places.seq_lens[count:].any()
-    starts = places.query_starts.tolist()
-    assert starts[: count + 1] == packed.query_starts.tolist()
-    assert set(starts[count:]) == {starts[count]}
-    assert len(places.seq_lens) > count, "there is a padding sequence"
+    """Their order, lengths and tables, and those that sample. Those behind the last one are empty."""
+    plain, count, parts = rows.build(chunks), len(chunks), places.attention
+    packed = plain.sequences
     assert torch.equal(tables, packed.block_tables[:, : tables.shape[1]])
     assert tables.shape[1] * BLOCK_SIZE >= int(packed.host_seq_lens.max())
+    if parts is None:
+        assert places.lengths.tolist()[:count] == packed.host_seq_lens.tolist()
+        assert not places.lengths[count:].any()
+        return
+    expected = torch.arange(count) if plain.tail is None else plain.tail.rows
+    assert parts.sampled[: len(expected)].tolist() == expected.tolist()
+    decodes = parts.decode_lens.tolist()
+    assert decodes[: packed.num_decodes] == packed.host_seq_lens[: packed.num_decodes].tolist()
+    assert not any(decodes[packed.num_decodes :])
+    assert parts.seq_lens.tolist()[:count] == packed.host_seq_lens.tolist()
+    assert not parts.seq_lens[count:].any()
+    starts = parts.query_starts.tolist()
+    assert starts[: count + 1] == packed.query_starts.tolist()
+    assert set(starts[count:]) == {starts[count]}
+    assert len(parts.seq_lens) > count, "there is a padding sequence"
 
 
-def check_tiles(layout: StepLayout, chunks: tuple[SequenceChunk, ...], places: StepPlaces) -> None:
+def check_tiles(step: MixedStep, chunks: tuple[SequenceChunk, ...], places: StepPlaces) -> None:
     """Every chunk's tokens are covered once, and no others."""
-    ((kind, tiles),) = places.tiles.items()
-    tokens = kind.num_tokens
-    num_decodes = int((places.decode_lens > 0).sum())
-    seqs, firsts = tiles.tolist()
-    found = [(seq, first) for seq, first in zip(seqs, firsts, strict=True) if seq != layout.size.num_seqs]
-    wanted = [
-        (seq, first) for seq in range(num_decodes, len(chunks)) for first in range(0, chunks[seq].num_tokens, tokens)
-    ]  # fmt: skip
-    assert sorted(found) == wanted
-    assert seqs[: len(found)] == [seq for seq, _ in found], "padding sequences come last"
-    assert not any(firsts[len(found) :])
+    parts = places.attention
+    num_decodes = int((parts.decode_lens > 0).sum())
+    assert set(parts.tiles) == {attention.tiles for attention in step.attentions}
+    for kind, tiles in parts.tiles.items():
+        seqs, firsts = tiles.tolist()
+        found = [(seq, first) for seq, first in zip(seqs, firsts, strict=True) if seq != step.size.num_seqs]
+        wanted = [
+            (seq, first)
+            for seq in range(num_decodes, len(chunks))
+            for first in range(0, chunks[seq].num_tokens, kind.num_tokens)
+        ]
+        assert sorted(found) == wanted
+        assert seqs[: len(found)] == [seq for seq, _ in found], "padding sequences come last"
+        assert not any(firsts[len(found) :])
 
 
 def is_served(problem: Problem, num_decodes: int) -> bool:
     """Whether some size has room for the step, and not for far more."""
+    if problem.with_decode_sizes and all(part.num_tokens == 1 and not part.rest for part in problem.parts):
+        return True
     num_tokens, num_seqs = sum(part.num_tokens for part in problem.parts), len(problem.parts)
     return any(
         num_tokens <= size.num_tokens < num_tokens + 256 and size.num_seqs >= num_seqs
@@ -202,10 +216,11 @@ def test_a_step_in_any_place_is_the_step(problem: Problem) -> None:
     assert size.has_decodes or not num_decodes
     host_buffer.begin()
     inputs = steps.build(chunks, size)
-    layout = steps._layouts[size]
-    places = layout.places(inputs.fields)
-    assert [len(part) for part in places[:6]] == [size.num_tokens] * 4 + [size.num_seqs] * 2
+    step = steps._graphs[size].step
+    places = step.places(host_buffer.first(step.length))
+    assert [len(part) for part in places[:8]] == [size.num_tokens] * 4 + [size.num_seqs] * 4
     padding_slot = BLOCK_SIZE  # behind the only block
     check_tokens(rows, chunks, places, padding_slot)
     check_sequences(rows, chunks, places, inputs.block_tables)
-    check_tiles(layout, chunks, places)
+    if isinstance(step, MixedStep):
+        check_tiles(step, chunks, places)

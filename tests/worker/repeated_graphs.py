@@ -1,18 +1,28 @@
-"""Attention of captured steps in plain torch: it reads lengths and tables from tensors, at the time of a run."""
+"""Graphs of steps without a GPU: a function that is called again in place of a graph that is replayed.
+
+Attention is in plain torch. As captured kernels do, it reads lengths and tables from tensors at the time of the call.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
+from pd_cluster.worker.cuda_graphs.captured_step import ReplayOutputs
+from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
+from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_kernels import reference
 from pd_kernels.chunk_tiles import ChunkTiles
 from pd_kernels.torch_attention import TorchAttention
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pd_cluster.worker.cuda_graphs.recorder import Outputs
     from pd_cluster.worker.device_executor import DeviceExecutor
+    from pd_cluster.worker.input_batch import ReplayInputs
     from pd_kernels.attention import AttentionPlan, GroupAttention
     from pd_kernels.values import PackedSequences, StepOnDevice, StepSize
 
@@ -105,3 +115,64 @@ class StepPlan:
             self.window,
         )  # fmt: skip
         return found
+
+
+class Repeater:
+    """Records by calling again, into the same tensors."""
+
+    free_bytes = 0
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.num_replays = 0
+
+    def has_room(self) -> bool:
+        self.room -= 1
+        return self.room >= 0
+
+    def __call__(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+        outputs = run()
+
+        def replay() -> None:
+            self.num_replays += 1
+            for place, value in zip(tensors_of(outputs), tensors_of(run()), strict=True):
+                place.copy_(value)
+
+        return replay, outputs
+
+
+def tensors_of(outputs: object) -> ReplayOutputs:
+    assert isinstance(outputs, ReplayOutputs)
+    return outputs
+
+
+@dataclass
+class Repeated:
+    """An executor's graphs that are none."""
+
+    graphs: StepGraphs
+    lines: list[str]  # what the capture told
+    replayed: list[StepSize] = field(default_factory=list)  # the size of each replayed step
+
+
+def step_graphs(executor: DeviceExecutor, attentions: Sequence[GroupAttention]) -> StepGraphs:
+    """For the executor's steps, without graphs yet."""
+    runner = executor._runner
+    return StepGraphs(executor._model, executor._cache, runner.rows, runner.host_buffer, executor._kernels, attentions)
+
+
+def with_graphs(executor: DeviceExecutor, sizes: list[StepSize], room: int = 100) -> Repeated:
+    """Let the executor replay steps of these sizes, as if its warm-up had captured them."""
+    runner, lines = executor._runner, list[str]()
+    graphs = step_graphs(executor, reference_attentions(executor))
+    graphs.capture(sizes, Repeater(room), lines.append)
+    runner.graphs, executor._graph_sizes = graphs, GraphSizes(graphs.sizes)
+    repeated, replay = Repeated(graphs, lines), graphs.replay
+
+    def noted(inputs: ReplayInputs, size: StepSize) -> ReplayOutputs:
+        repeated.replayed.append(size)
+        outputs = replay(inputs, size)
+        return ReplayOutputs(outputs.logits, outputs.token_ids.clone())  # as the copy to the host does on a device
+
+    graphs.replay = noted  # type: ignore[method-assign]
+    return repeated

@@ -1,0 +1,243 @@
+"""What is particular to captured steps of one size: where inputs lie, how sequences attend, where outputs stay.
+
+`DecodeStep` serves steps of decodes alone. Every token samples, and attention needs lengths only. Its logits stay where
+the graph computes them, so each graph keeps its own and a replay copies nothing.
+
+`MixedStep` serves steps with chunks: room for some tokens, for some sequences, and for a few chunks among them. Sizes
+without decodes need no attention of decodes. Only the tokens that sample get logits. These are copied to a place that
+all mixed steps share, because there are many sizes.
+
+All calls of attention for captured steps are in this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from pd_cluster.models.forward_inputs import Tail
+from pd_cluster.worker.input_batch import leading_ones
+from pd_kernels.values import StepOnDevice
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from pd_cluster.models.model import Model
+    from pd_cluster.scheduling.batch import SequenceChunk
+    from pd_kernels.attention import AttentionPlan, GroupAttention, Replayable
+    from pd_kernels.chunk_tiles import ChunkTiles
+    from pd_kernels.values import Ints, StepSize
+
+
+class StepPlaces(NamedTuple):
+    """Parts of the host buffer's first array: numpy views on the host, torch views on the device.
+
+    T, S: the size's num_tokens and num_seqs.
+    """
+
+    rows: Any  # [T]: each token's row in InputBatch
+    token_ids: Any  # [T], or LATE
+    positions: Any  # [T]
+    slots: Any  # [T]
+    owners: Any  # [S]: rows in InputBatch of the sequences that sample
+    temperatures: Any  # float32 in the first half of [S]; 0 where the row is drawn outside the graph
+    seeds: Any  # [S]: see Draws, as for `lengths`
+    lengths: Any  # [S]
+    attention: Any  # MixedPlaces or None
+
+
+class MixedPlaces(NamedTuple):
+    """The parts that only mixed steps have. See StepOnDevice for all but the first."""
+
+    sampled: Any  # [S]: places of the sampling sequences' last tokens among the T
+    decode_lens: Any  # [S], [0] without decodes
+    seq_lens: Any  # [S + 1]
+    query_starts: Any  # [S + 2]
+    tiles: Mapping[ChunkTiles, Any]  # [2, count] of each that some KV group has
+
+
+class ReplayOutputs(NamedTuple):
+    """What a replay writes, for every row that its size has room for. The next replay overwrites it."""
+
+    logits: torch.Tensor  # [R, vocab_size]
+    token_ids: torch.Tensor  # int64 [R]: drawn from them, or the greedy choice
+
+
+class CapturedStep(Protocol):
+    """Steps of one size."""
+
+    @property
+    def size(self) -> StepSize: ...
+
+    @property
+    def length(self) -> int:
+        """Length of the array that `places` divides."""
+
+    def places(self, fields: Any) -> StepPlaces:
+        """Views into `fields` [length]."""
+
+    def pad(self, places: StepPlaces, padding_row: int, padding_slot: int) -> None:
+        """Turn zeroed places into a step of padding alone. Padding writes to `padding_slot` and reads no cache."""
+
+    def fill(self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], lens: Ints, ends: Ints) -> None:
+        """Write what attention reads of a step besides `lengths`. `lens`, `ends`: the chunks' numbers as arrays."""
+
+    def plan(self, places: StepPlaces, block_tables: torch.Tensor) -> tuple[list[AttentionPlan], Tail | None]:
+        """A plan for each KV group, and the rows that sample (None: all). Both are captured."""
+
+    def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
+        """The captured end of a step: the outputs, where a replay leaves them."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """Steps of decodes alone."""
+
+    size: StepSize
+    query_starts: torch.Tensor  # int32 [num_seqs + 1]: 0, 1, ...
+    no_tiles: torch.Tensor  # int32 [2, 0]
+    attentions: tuple[Replayable, ...]  # by KV group
+
+    @property
+    def length(self) -> int:
+        return 7 * self.size.num_seqs
+
+    def places(self, fields: Any) -> StepPlaces:
+        rows, token_ids, positions, slots, lengths, temperatures, seeds = fields.reshape(7, -1)
+        return StepPlaces(rows, token_ids, positions, slots, rows, temperatures, seeds, lengths, None)
+
+    def pad(self, places: StepPlaces, padding_row: int, padding_slot: int) -> None:
+        places.rows[:] = padding_row
+        places.slots[:] = padding_slot
+
+    def fill(self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], lens: Ints, ends: Ints) -> None:
+        """Nothing: padding has length 0."""
+
+    def plan(self, places: StepPlaces, block_tables: torch.Tensor) -> tuple[list[AttentionPlan], None]:
+        lens = places.lengths.to(torch.int32)
+        step = StepOnDevice(lens, lens, self.query_starts, block_tables[: self.size.num_seqs], self.no_tiles)
+        return [attention.plan(step) for attention in self.attentions], None
+
+    def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
+        return ReplayOutputs(logits, token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedStep:
+    """Steps with chunks. A padding sequence, the last one, owns unused tiles."""
+
+    size: StepSize
+    attentions: tuple[Replayable, ...]  # by KV group
+    tiles: tuple[ChunkTiles, ...]  # those of the groups, each once
+    outputs: ReplayOutputs  # the place that all mixed steps share
+    bounds: tuple[tuple[int, int], ...]  # of the parts in the array
+
+    @classmethod
+    def of(cls, size: StepSize, attentions: tuple[Replayable, ...], outputs: ReplayOutputs) -> MixedStep:
+        num_tokens, num_seqs = size.num_tokens, size.num_seqs
+        num_decodes = num_seqs if size.has_decodes else 0
+        tiles = tuple(dict.fromkeys(attention.tiles for attention in attentions))
+        lengths = (
+            *[num_tokens] * 4, *[num_seqs] * 5, num_decodes, num_seqs + 1, num_seqs + 2,
+            *(2 * each.count for each in tiles),
+        )  # fmt: skip
+        shared = ReplayOutputs(outputs.logits[:num_seqs], outputs.token_ids[:num_seqs])
+        return cls(size, attentions, tiles, shared, tuple(pairwise((0, *accumulate(lengths)))))
+
+    @property
+    def length(self) -> int:
+        return self.bounds[-1][1]
+
+    def places(self, fields: Any) -> StepPlaces:
+        rows, token_ids, positions, slots, owners, sampled, temperatures, seeds, lengths, *others = (
+            fields[start:end] for start, end in self.bounds
+        )
+        decode_lens, seq_lens, query_starts, *tiles = others
+        placed = {kind: place.reshape(2, -1) for kind, place in zip(self.tiles, tiles, strict=True)}
+        attention = MixedPlaces(sampled, decode_lens, seq_lens, query_starts, placed)
+        return StepPlaces(rows, token_ids, positions, slots, owners, temperatures, seeds, lengths, attention)
+
+    def pad(self, places: StepPlaces, padding_row: int, padding_slot: int) -> None:
+        places.owners[:] = padding_row
+        places.slots[:] = padding_slot
+        for tiles in places.attention.tiles.values():
+            tiles[0] = self.size.num_seqs
+
+    def fill(self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], lens: Ints, ends: Ints) -> None:
+        parts: MixedPlaces = places.attention
+        count, num_decodes, query_ends = len(lens), leading_ones(lens), np.cumsum(lens)
+        sampling = np.flatnonzero([chunk.num_samples > 0 for chunk in chunks])
+        parts.sampled[: len(sampling)] = query_ends[sampling] - 1
+        parts.decode_lens[:num_decodes] = ends[:num_decodes]
+        parts.seq_lens[:count] = ends
+        parts.query_starts[1 : count + 1] = query_ends
+        parts.query_starts[count + 1 :] = query_ends[-1]
+        for tiles, place in parts.tiles.items():
+            place[:] = tiles.cut(lens, ends, num_decodes, padding_seq=self.size.num_seqs)
+
+    def plan(self, places: StepPlaces, block_tables: torch.Tensor) -> tuple[list[AttentionPlan], Tail]:
+        parts: MixedPlaces = places.attention
+        decode_lens, seq_lens, query_starts = (
+            numbers.to(torch.int32) for numbers in (parts.decode_lens, parts.seq_lens, parts.query_starts)
+        )
+        tables = block_tables[: self.size.num_seqs + 1]
+        steps = {
+            tiles: StepOnDevice(decode_lens, seq_lens, query_starts, tables, place.to(torch.int32))
+            for tiles, place in parts.tiles.items()
+        }
+        return [attention.plan(steps[attention.tiles]) for attention in self.attentions], Tail(parts.sampled, plan=None)
+
+    def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
+        self.outputs.logits.copy_(logits)
+        self.outputs.token_ids.copy_(token_ids)
+        return self.outputs
+
+
+def make_captured_steps(
+    sizes: Sequence[StepSize], model: Model, attentions: Sequence[GroupAttention]
+) -> list[CapturedStep]:
+    """A step for each size that attention of every KV group can replay.
+
+    Decodes alone come first, the largest of each kind first.
+    """
+    decodes = sorted((size for size in sizes if not size.num_chunks), key=lambda size: -size.num_seqs)
+    mixed = sorted(
+        (size for size in sizes if size.num_chunks),
+        key=lambda size: (-size.num_tokens, -size.num_seqs, size.is_far),
+    )
+    return [*_decode_steps(decodes, model, attentions), *_mixed_steps(mixed, model, attentions)]
+
+
+def _decode_steps(
+    sizes: Sequence[StepSize], model: Model, attentions: Sequence[GroupAttention]
+) -> Iterator[DecodeStep]:
+    most = max((size.num_seqs for size in sizes), default=0)
+    query_starts = torch.arange(most + 1, dtype=torch.int32, device=model.device)
+    no_tiles = query_starts.new_empty(2, 0)
+    for size, replayables in _captured(sizes, attentions):
+        yield DecodeStep(size, query_starts[: size.num_seqs + 1], no_tiles, replayables)
+
+
+def _mixed_steps(sizes: Sequence[StepSize], model: Model, attentions: Sequence[GroupAttention]) -> Iterator[MixedStep]:
+    most, device = max((size.num_seqs for size in sizes), default=0), model.device
+    outputs = ReplayOutputs(
+        torch.empty((most, model.spec.vocab_size), dtype=model.dtype, device=device),
+        torch.empty(most, dtype=torch.int64, device=device),
+    )
+    for size, replayables in _captured(sizes, attentions):
+        yield MixedStep.of(size, replayables, outputs)
+
+
+def _captured(
+    sizes: Sequence[StepSize], attentions: Sequence[GroupAttention]
+) -> Iterator[tuple[StepSize, tuple[Replayable, ...]]]:
+    """The sizes that all groups can replay, with the attention of each group."""
+    for size in sizes:
+        captured = [attention.captured(size) for attention in attentions]
+        replayables = tuple(attention for attention in captured if attention is not None)
+        if len(replayables) == len(captured):
+            yield size, replayables

@@ -1,0 +1,89 @@
+"""Which sizes are captured, and which of them serves a step."""
+
+from __future__ import annotations
+
+from pd_cluster.scheduling.batch import SequenceChunk
+from pd_cluster.worker.cuda_graphs.graph_sizes import (
+    GraphSizes,
+    bucket_sizes,
+    decode_sizes,
+    step_sizes,
+    token_buckets,
+)
+from pd_kernels.values import StepSize
+
+
+def chunks_of(*chunks: tuple[int, int], samples: int = 1) -> tuple[SequenceChunk, ...]:
+    return tuple(SequenceChunk(i, begin, count, num_samples=samples) for i, (begin, count) in enumerate(chunks))
+
+
+def test_which_size_serves_decodes_alone() -> None:
+    sizes = decode_sizes(6)
+    choose, decode = GraphSizes(sizes).choose, (9, 1)
+    found = [choose(chunks_of(*[decode] * count)) for count in range(8)]
+    assert found == [None, *(sizes[at] for at in (0, 1, 2, 2, 3, 3)), None]
+    assert choose(chunks_of(decode, (0, 5))) is None
+    assert choose((*chunks_of(decode), SequenceChunk(1, 0, 1))) is None  # one token in the middle of a prompt
+    assert choose((*chunks_of(decode), SequenceChunk(1, 9, 1, num_samples=2))) is None
+
+
+def test_which_size_serves_a_step() -> None:
+    sizes = [
+        StepSize(16, 4, 4, has_decodes=False), StepSize(16, 8, 2, has_decodes=True),
+        StepSize(32, 4, 4, has_decodes=False), StepSize(32, 4, 4, has_decodes=False, is_far=True),
+        StepSize(32, 8, 2, has_decodes=True), StepSize(32, 20, 2, has_decodes=True),
+    ]  # fmt: skip
+
+    def size_of(*chunks: tuple[int, int], samples: int = 1) -> StepSize | None:
+        return GraphSizes(sizes).choose(chunks_of(*chunks, samples=samples))
+
+    decode = (9, 1)
+    assert size_of((0, 16)) == sizes[0]
+    assert size_of(decode, (0, 15)) == sizes[1]
+    assert size_of((0, 17)) == sizes[2]
+    assert size_of((0, 30), decode) == sizes[2], "a token behind a chunk attends as one"
+    assert size_of((2000, 17)) == sizes[3]
+    assert size_of((2000, 16)) == sizes[0], "fewer tokens before keys"
+    assert size_of((2000, 1), (0, 20)) == sizes[4]
+    assert size_of(*[decode] * 9, (0, 2)) == sizes[5]
+    assert size_of(decode, *[(0, 2)] * 3) is None, "chunks"
+    assert size_of(*[decode] * 21) is None, "sequences"
+    assert size_of((0, 33)) is None, "tokens"
+    assert size_of((0, 16), samples=2) is None
+
+
+def test_no_size_serves_steps_that_are_far_smaller() -> None:
+    """Without memory for smaller sizes, or of more chunks than a step of so few tokens has room for."""
+    largest = StepSize(300, 6, 6, has_decodes=True)
+    choose = GraphSizes([largest, StepSize(16, 4, 4, has_decodes=False)]).choose
+    assert choose((SequenceChunk(0, 0, 45),)) == largest
+    assert choose((SequenceChunk(0, 0, 44),)) is None
+    assert choose(tuple(SequenceChunk(i, 0, 2) for i in range(5))) is None
+
+
+def test_bucket_sizes() -> None:
+    assert bucket_sizes(1) == [1]
+    assert bucket_sizes(6) == [1, 2, 4, 6]
+    assert bucket_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert bucket_sizes(256)[-3:] == [224, 240, 256]
+
+
+def test_token_buckets() -> None:
+    assert token_buckets(16) == [16]
+    assert token_buckets(700) == [16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 700]
+    assert token_buckets(1400)[-4:] == [1024, 1152, 1280, 1400]
+
+
+def test_step_sizes() -> None:
+    assert step_sizes(32, 3, with_far=False) == [
+        StepSize(16, 3, 3, has_decodes=False), StepSize(16, 3, 3, has_decodes=True),
+        StepSize(32, 3, 3, has_decodes=False), StepSize(32, 3, 3, has_decodes=True),
+    ]  # fmt: skip
+    largest = [size for size in step_sizes(1024, 256, with_far=False) if size.num_tokens == 1024]
+    assert largest == [
+        StepSize(1024, 64, 64, has_decodes=False), StepSize(1024, 64, 64, has_decodes=True),
+        StepSize(1024, 256, 64, has_decodes=True),
+    ]  # fmt: skip
+    sizes = [size for size in step_sizes(192, 256, with_far=True) if size.num_tokens == 192]
+    assert {(size.num_chunks, size.is_far) for size in sizes} == {(12, False), (6, True)}
+    assert all(size.num_chunks <= size.num_seqs <= size.num_tokens for size in step_sizes(1024, 256, with_far=True))
