@@ -36,6 +36,12 @@ class PackedSequences:
         return len(self.host_seq_lens)
 
 
+def leading_ones(lens: Ints) -> int:
+    """Chunks of one token at the front: they attend as decodes."""
+    longer = np.flatnonzero(lens > 1)
+    return int(longer[0]) if len(longer) else len(lens)
+
+
 @dataclass(frozen=True, slots=True)
 class StepSize:
     """The capacity of a captured step."""

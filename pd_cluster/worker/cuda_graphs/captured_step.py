@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from pd_cluster.models.forward_inputs import Tail
-from pd_cluster.worker.input_batch import leading_ones
-from pd_kernels.values import StepOnDevice
+from pd_kernels.values import StepOnDevice, leading_ones
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
