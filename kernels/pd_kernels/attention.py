@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class AttentionShape:
     """What the layers of one KV group have in common.
 
-    Their cache is [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim] of `dtype`, as the queries are.
+    Their cache is [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim] of `dtype`, as the queries are. A
+    backend that does not compute what a field asks for must refuse it.
     """
 
     num_heads: int

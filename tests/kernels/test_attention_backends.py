@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("triton", reason="some backends need triton")
 
 from pd_kernels import attention_backends
 from pd_kernels.attention import AttentionShape
@@ -14,6 +16,8 @@ from pd_kernels.attention_backends import ATTENTION_BACKENDS, choose_attention
 from pd_kernels.hopper_attention import refusal
 from pd_kernels.torch_attention import TorchAttention, TorchBackend
 from pd_kernels.triton_attention import TritonBackend
+from tests.kernels.paged import attention_shape, make_paged
+from tests.kernels.test_triton_attention import DEVICE, REAL, TOLERANCE, on_device
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPE = AttentionShape(32, 8, 128, 64, num_layers=3, dtype=torch.bfloat16)
@@ -56,6 +60,13 @@ def test_names_differ() -> None:
     assert len({backend.name for backend in ATTENTION_BACKENDS}) == len(ATTENTION_BACKENDS)
 
 
+def test_each_backend_has_decided_on_each_field() -> None:
+    """A new field, such as a soft cap, needs a reason in every backend that does not compute it; then its name here."""
+    assert [field.name for field in fields(AttentionShape)] == [
+        "num_heads", "num_kv_heads", "head_dim", "block_size", "num_layers", "dtype", "window"
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -78,6 +89,23 @@ def test_what_the_hopper_kernel_refuses(change: dict[str, Any], reason: str) -> 
     [(32, torch.float32, 0), (33, torch.float32, 32), (64, torch.bfloat16, 0), (65, torch.float16, 64)],
 )
 def test_triton_needs_a_row_of_a_tile_for_each_head(num_heads: int, dtype: torch.dtype, most: int) -> None:
-    pytest.importorskip("triton")
     reason = TritonBackend().why_not(replace(SHAPE, num_heads=num_heads, num_kv_heads=1, dtype=dtype), CUDA)
     assert reason == (f"{num_heads} query heads share a KV head, at most {most} may" if most else "")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [0, 300])
+def test_all_that_serve_a_group_on_a_gpu_agree(window: int) -> None:
+    """Decodes beside chunks that occupy the GPU."""
+    paged = on_device(make_paged(REAL["8b"], torch.bfloat16))
+    shape, scale = attention_shape(paged, window), paged.query.shape[2] ** -0.5
+    serving = [backend for backend in ATTENTION_BACKENDS if not backend.why_not(shape, DEVICE)]
+    assert choose_attention(shape, DEVICE).backend is serving[0]
+    assert len(serving) == 2 + (torch.cuda.get_device_capability(DEVICE) == (9, 0) and not window)
+    found = []
+    for backend in serving:
+        plan = backend.attention(shape, DEVICE).plan(paged.packed)
+        found.append(plan.run(paged.query, paged.key_cache, paged.value_cache, scale))
+    for out in found[:-1]:
+        assert (out.double() - found[-1].double()).abs().max() < TOLERANCE[torch.bfloat16]

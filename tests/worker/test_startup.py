@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -12,12 +13,15 @@ import torch
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes, step_sizes
+from pd_cluster.worker.cuda_graphs.set_up import captures_steps
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.executor import run_phases
 from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.kernel_selection import attention_by_group
 from pd_cluster.worker.kv_cache import KVCache
 from pd_cluster.worker.memory_measurement import measure_free_bytes
+from pd_kernels.attention import AttentionShape
+from pd_kernels.torch_attention import TorchAttention
 from tests.connectors.layouts import full_layout
 from tests.worker.conftest import VOCAB_SIZE
 from tests.worker.driver import Driver, make_executor, random_prompts
@@ -184,6 +188,15 @@ def test_the_sizes_that_warm_up_captured_serve_steps(models: ModelStore, monkeyp
         outputs.append(driver.run())
     assert outputs[0] == outputs[1] == [saved.generate(one.prompt, 12) for one in driver.sequences]
     assert repeater.num_replays >= 10
+
+
+def test_steps_are_captured_if_attention_of_every_group_can_be() -> None:
+    plain = TorchAttention(AttentionShape(4, 2, 16, 16, num_layers=3, dtype=torch.float32))
+    able, limits, cuda = ReferenceAttention(plain), SchedulerConfig(), torch.device("cuda")
+    assert captures_steps(limits, [able, able], cuda)
+    assert not captures_steps(limits, [able, plain], cuda)
+    assert not captures_steps(limits, [able], torch.device("cpu"))
+    assert not captures_steps(replace(limits, cuda_graphs=False), [able], cuda)
 
 
 def test_what_weights_and_the_largest_step_leave_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
