@@ -217,12 +217,15 @@ class InputBatch:
     def _spread(self, chunks: tuple[SequenceChunk, ...]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         """Per chunk: row, length, end. Per token of the chunks: row, position."""
         rows = np.array([self._row_of[chunk.seq_id] for chunk in chunks])
-        lens = np.array([chunk.num_tokens for chunk in chunks])
-        ends = np.array([chunk.start for chunk in chunks]) + lens
+        starts = np.array([chunk.start for chunk in chunks])
+        lengths = [chunk.num_tokens for chunk in chunks]
+        num_tokens, count = sum(lengths), len(lengths)
+        are_single = num_tokens == count  # as in most steps of a decode node
+        lens = np.ones(count, np.int64) if are_single else np.array(lengths)
+        ends = starts + lens
         assert (ends <= self._num_tokens[rows]).all(), "a chunk reaches past its sequence's last known token"
-        num_tokens = int(lens.sum())
-        if num_tokens == len(lens):  # of one token each, as in most steps of a decode node
-            return rows, lens, ends, rows, ends - 1
+        if are_single:
+            return rows, lens, ends, rows, starts
         positions = np.arange(num_tokens) + np.repeat(ends - np.cumsum(lens), lens)
         return rows, lens, ends, np.repeat(rows, lens), positions
 
