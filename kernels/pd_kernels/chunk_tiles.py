@@ -15,16 +15,15 @@ if TYPE_CHECKING:
 class ChunkTiles:
     """The tiles of captured steps of one size. KV groups with equal values share them."""
 
-    num_tokens: int  # of a tile
+    num_tokens: int  # of a tile, at least 1
     count: int  # as many as a step of this size may need
 
     def cut(self, query_lens: Ints, seq_lens: Ints, num_decodes: int, padding_seq: int) -> Ints:
         """[2, count] for a step's StepOnDevice.tiles, from its S' lengths [S']; unused tiles get `padding_seq`."""
+        found = cut_chunks(query_lens, seq_lens, num_decodes, self.num_tokens)
         tiles = np.zeros((2, self.count), np.int64)
-        if self.count:
-            found = cut_chunks(query_lens, seq_lens, num_decodes, self.num_tokens)
-            tiles[0, found.shape[1] :] = padding_seq
-            tiles[:, : found.shape[1]] = found
+        tiles[0, found.shape[1] :] = padding_seq
+        tiles[:, : found.shape[1]] = found
         return tiles
 
 

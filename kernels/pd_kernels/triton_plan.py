@@ -69,7 +69,7 @@ class TritonAttention:
     def captured(self, size: StepSize) -> TritonReplayable | None:
         """See GroupAttention."""
         if not size.num_chunks:
-            return TritonReplayable(self, size, ChunkTiles(0, 0), None)
+            return TritonReplayable(self, size, ChunkTiles(1, 0), None)
         num_rows, far_keys = size.num_tokens * self.shape.num_heads, 0 if self.shape.window else _FAR_KEYS
         near, far = (self._tiling(num_rows, num_keys) for num_keys in (0, far_keys))
         if size.is_far and far == near:

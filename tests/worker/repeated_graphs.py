@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pd_cluster.worker.cuda_graphs.captured_step import ReplayOutputs
-from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
+from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes, step_sizes
 from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_kernels import reference
 from pd_kernels.chunk_tiles import ChunkTiles
@@ -153,6 +153,11 @@ class Repeated:
     graphs: StepGraphs
     lines: list[str]  # what the capture told
     replayed: list[StepSize] = field(default_factory=list)  # the size of each replayed step
+
+
+def near_sizes(limit: int, max_seqs: int) -> list[StepSize]:
+    """Those of `step_sizes` that are not for far chunks."""
+    return [size for size in step_sizes(limit, max_seqs) if not size.is_far]
 
 
 def step_graphs(executor: DeviceExecutor, attentions: Sequence[GroupAttention]) -> StepGraphs:

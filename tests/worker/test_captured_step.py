@@ -27,6 +27,7 @@ from pd_kernels.attention import AttentionShape
 from pd_kernels.backends import TORCH
 from pd_kernels.triton_plan import TritonAttention
 from tests.connectors.layouts import full_layout
+from tests.worker.repeated_graphs import near_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -127,7 +128,7 @@ def make_graphs(problem: Problem, rows: InputBatch, host_buffer: HostBuffer) -> 
     attentions = [TritonAttention.of(shape, CPU, large_tiles=cast("Any", large)) for large in (None, "a kernel", None)]
     steps = StepGraphs(model, KVCache.allocate(layout, 1, 0, CPU), rows, host_buffer, TORCH, attentions)
     decodes = decode_sizes(problem.max_seqs) if problem.with_decode_sizes else []
-    mixed = step_sizes(problem.limit, problem.max_seqs, with_far=problem.with_far)
+    mixed = (step_sizes if problem.with_far else near_sizes)(problem.limit, problem.max_seqs)
     steps.capture([*decodes, *mixed], NoRecorder(), lambda _: None)
     return steps
 
@@ -198,7 +199,7 @@ def is_served(problem: Problem, num_decodes: int) -> bool:
     return any(
         num_tokens <= size.num_tokens < num_tokens + 256 and size.num_seqs >= num_seqs
         and size.num_chunks >= num_seqs - num_decodes and (size.has_decodes or not num_decodes)
-        for size in step_sizes(problem.limit, problem.max_seqs, with_far=False)
+        for size in near_sizes(problem.limit, problem.max_seqs)
     )  # fmt: skip
 
 

@@ -179,7 +179,7 @@ def test_the_sizes_that_warm_up_captured_serve_steps(models: ModelStore, monkeyp
     executor = DeviceExecutor.started(config, lambda _: None)
     sizes = executor._graph_sizes.sizes
     assert sizes[:3] == tuple(reversed(decode_sizes(4))), "the largest first"
-    assert set(sizes[3:]) == set(step_sizes(28, 6, with_far=True))
+    assert set(sizes[3:]) == set(step_sizes(28, 6))
     outputs = []
     for worker in (plain, executor):
         driver = Driver(worker, budget=40)

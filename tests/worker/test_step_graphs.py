@@ -17,13 +17,13 @@ from pd_kernels.backends import TORCH, Kernels
 from pd_kernels.values import StepSize
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts
-from tests.worker.repeated_graphs import Repeater, reference_attentions, step_graphs, with_graphs
+from tests.worker.repeated_graphs import Repeater, near_sizes, reference_attentions, step_graphs, with_graphs
 from tests.worker.test_few_rows import FEW_ROWS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-DECODES, SIZES = decode_sizes(6), step_sizes(28, 6, with_far=False)
+DECODES, SIZES = decode_sizes(6), near_sizes(28, 6)
 LENGTHS = (5, 16, 40, 31, 64, 1, 2)
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
 
@@ -199,7 +199,7 @@ def test_only_graphs_of_decodes_keep_logits_of_their_own(models: ModelStore) -> 
 
 def test_far_sizes_are_captured_where_they_differ(models: ModelStore) -> None:
     executor = make_executor(models.get("qwen3").directory)
-    sizes = step_sizes(16, 4, with_far=True)
+    sizes = step_sizes(16, 4)
     assert {size.is_far for size in sizes} == {False, True}
     lines = list[str]()
     for differs, count in ((True, 4), (False, 2)):

@@ -50,7 +50,7 @@ def capture_steps(
     powers = [1 << power for power in range(10, budget.bit_length())]
     products = [*token_buckets(limit), *powers, budget]
     choose_products(model, bucket_sizes(max_decodes), products, device, cleanup, progress)
-    mixed = step_sizes(limit, limits.max_num_seqs, with_far=True) if limit else []
+    mixed = step_sizes(limit, limits.max_num_seqs) if limit else []
     graphs.capture([*decode_sizes(max_decodes), *mixed], CudaRecorder(device), progress)
 
 
