@@ -48,7 +48,7 @@ class ModelRunner:
         self.rows = rows
         self.host_buffer = host_buffer
         self.kernels = kernels
-        self.attentions = attentions
+        self._attentions = attentions
         # `launch` may name their sizes
         self.graphs = StepGraphs(model, cache, rows, host_buffer, kernels, attentions)
         self._deferred: tuple[PendingStep, torch.Tensor] | None = None  # the step that waits to be drawn, its logits
@@ -98,7 +98,7 @@ class ModelRunner:
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits [R, vocab_size] of the samples. Its inputs are on the device."""
-        plans, tail = [attention.plan(inputs.sequences) for attention in self.attentions], None
+        plans, tail = [attention.plan(inputs.sequences) for attention in self._attentions], None
         if inputs.tail is not None:
             tail = Tail(inputs.tail.rows, self._last.plan(inputs.tail.sequences))
         step = ForwardInputs(inputs.token_ids, inputs.positions, inputs.slot_mapping, plans, tail)
