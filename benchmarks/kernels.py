@@ -19,12 +19,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from pd_kernels.attention import AttentionShape
+from pd_kernels.attention_backends import choose_attention
 from pd_kernels.backends import TORCH, Kernels
 from pd_kernels.selection import select_kernels
 from pd_kernels.values import Draws, HeadNorms, PackedSequences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from pd_kernels.attention import GroupAttention
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, VOCAB, BLOCK = 32, 8, 128, 4096, 14336, 128256, 64
 DECODES = [[context] * batch for context in (1024, 4096) for batch in (1, 32, 128, 256)]
@@ -110,6 +114,7 @@ def measure_ceilings() -> KernelCeilings:
 class Attention:
     """An attention problem over several layers of one cache."""
 
+    attention: GroupAttention
     packed: PackedSequences
     query: torch.Tensor
     views: list[tuple[torch.Tensor, torch.Tensor]]
@@ -133,7 +138,10 @@ def make_attention(contexts: Sequence[int], query_len: int, block_size: int = BL
         lens,
     )
     query = torch.randn(num_seqs * query_len, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    return Attention(packed, query, [(cache[:, :, layer, 0], cache[:, :, layer, 1]) for layer in range(num_layers)])
+    attention_shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, block_size, num_layers, torch.bfloat16)
+    attention = choose_attention(attention_shape, query.device).backend.attention(attention_shape, query.device)
+    views = [(cache[:, :, layer, 0], cache[:, :, layer, 1]) for layer in range(num_layers)]
+    return Attention(attention, packed, query, views)
 
 
 def decode_bytes(contexts: Sequence[int]) -> float:
@@ -145,21 +153,21 @@ def prefill_flops(num_seqs: int, context: int, query_len: int) -> float:
     return num_seqs * 2 * query_len * (2 * context - query_len + 1) * HEADS * HEAD_DIM
 
 
-def attention_rows(kernels: Kernels) -> Iterator[KernelTime]:
+def attention_rows() -> Iterator[KernelTime]:
     """Time decode and prefill attention."""
     for contexts in (*DECODES, *MIXED_DECODES):
         low, high = min(contexts), max(contexts)
         name = f"decode {len(contexts)} x {low}" if low == high else f"decode {len(contexts)} of {low} to {high}"
-        yield KernelTime(name, _attention_seconds(kernels, contexts, 1), decode_bytes(contexts), 0.0)
+        yield KernelTime(name, _attention_seconds(contexts, 1), decode_bytes(contexts), 0.0)
     for num_seqs, context, query_len in PREFILLS:
         name = f"prefill {num_seqs} x {query_len}" + (f" behind {context - query_len}" if context > query_len else "")
         contexts, flops = [context] * num_seqs, prefill_flops(num_seqs, context, query_len)
-        yield KernelTime(name, _attention_seconds(kernels, contexts, query_len), decode_bytes(contexts), flops)
+        yield KernelTime(name, _attention_seconds(contexts, query_len), decode_bytes(contexts), flops)
 
 
-def _attention_seconds(kernels: Kernels, contexts: Sequence[int], query_len: int) -> float:
+def _attention_seconds(contexts: Sequence[int], query_len: int) -> float:
     problem = make_attention(contexts, query_len)
-    plan = kernels.plan_attention(problem.packed, problem.views[0][0])
+    plan = problem.attention.plan(problem.packed)
     return seconds_of([partial(plan.run, problem.query, *view, HEAD_DIM**-0.5) for view in problem.views])
 
 
@@ -228,7 +236,7 @@ def copy_rows(kernels: Kernels) -> Iterator[KernelTime]:
 
 def rows(kernels: Kernels) -> Iterator[KernelTime]:
     """All rows of the table."""
-    yield from attention_rows(kernels)
+    yield from attention_rows()
     for num_rows in (1, 32):
         yield from product_rows(kernels, num_rows)
     for num_tokens in (1, 32, 256, 4096):

@@ -28,11 +28,10 @@ class ModelConfig:
     device: str = setting(
         "auto", "Where the engine runs. auto: cuda when there is one.", choices=("auto", "cpu", "cuda")
     )
-    prefill_attention: str = setting(
+    attention_backend: str = setting(
         "auto",
-        "Which kernel computes the attention of prompts on a GPU. auto: flashinfer's if compiled and measured faster; "
-        "flashinfer: compile it if need be, minutes.",
-        choices=("auto", "triton", "flashinfer"),
+        "Attention backend of every KV group, such as triton. auto: the first that serves a group; the start names it, "
+        "and says why those before it do not.",
     )
     max_model_len: int = setting(0, "Longest prompt + output in tokens. 0: the model's own limit.")
     load_format: str = setting("auto", "dummy: random weights from the config alone.", choices=("auto", "dummy"))

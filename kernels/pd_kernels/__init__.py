@@ -6,9 +6,9 @@ sampling        from logits to tokens
 triton_*        the same in Triton for GPUs, one family a file; `python -m benchmarks kernels` times them
 gluon_*         the same in Gluon for Hopper GPUs
 gemm_selection  which library algorithm multiplies many rows, by measurement; few rows are `triton_matmul`'s
-flashinfer_*    prefill attention by flashinfer, an optional package, in Triton's place
-prefill_choice  whether flashinfer is used, by measurement
 values          what kernels take and return
-backends        the table of functions that an implementation fills, and torch's row
-selection       which implementation a device runs
+attention       what a backend of attention is asked; `torch_attention`, `triton_attention`, `hopper_attention` are some
+attention_backends  their order, and which of them serves a group of layers
+backends        the table of the other functions that an implementation fills, and torch's row
+selection       which row a device runs
 """

@@ -1,4 +1,4 @@
-"""The table of kernels: one row of functions per implementation, and torch's row.
+"""The table of kernels but attention's: one row of functions per implementation, and torch's row.
 
 A new backend adds a row: a `Kernels` with its own functions, and the others from `TORCH` by `replace`. `selection.py`
 maps devices to rows.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from pd_kernels import sampling, torch_attention, torch_ops
+from pd_kernels import sampling, torch_ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,49 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from pd_kernels.gemm_selection import Product
-    from pd_kernels.values import Draws, HalfNormed, HeadNorms, Ints, PackedSequences, StepOnDevice, StepSize
-
-
-class AttentionPlan(Protocol):
-    """The attention of one step, without the tensors of a layer."""
-
-    def run(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        scale: float,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """`query` [T, H, D] over one layer's cache views [N, G, B, D] -> [T, H, D]: contiguous `out`, or a new one."""
-
-
-class PlanAttention(Protocol):
-    """Makes a plan per step for all layers with the same window."""
-
-    def __call__(self, packed: PackedSequences, key_cache: torch.Tensor, window: int = 0) -> AttentionPlan: ...
-
-
-class Replayable(Protocol):
-    """Attention of captured steps of one size."""
-
-    @property
-    def num_tiles(self) -> int: ...
-
-    def tiles(self, query_lens: Ints, seq_lens: Ints, num_decodes: int, padding_seq: int) -> Ints:
-        """[2, num_tiles] for a step's StepOnDevice.tiles, from its S' lengths [S']; unused tiles get `padding_seq`."""
-
-    def plan(self, step: StepOnDevice, key_cache: torch.Tensor, window: int = 0) -> AttentionPlan:
-        """A plan that is captured together with its runs."""
-
-
-class MakeReplayable(Protocol):
-    """Makes the attention of captured steps for a size and the shape of a layer's `key_cache`. `windowed`: a layer
-    has a window. None if it is not supported, or if the size is far and a near one is as fast."""
-
-    def __call__(
-        self, size: StepSize, num_heads: int, key_cache: torch.Tensor, windowed: bool
-    ) -> Replayable | None: ...
+    from pd_kernels.values import Draws, HalfNormed, HeadNorms
 
 
 class NormRopeWrite(Protocol):
@@ -105,7 +63,7 @@ class ProposeGated(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """An implementation of every function; `reference` and `sampling` define them."""
+    """An implementation of every function but attention; `reference` and `sampling` define them."""
 
     name: str
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -114,8 +72,6 @@ class Kernels:
     few_rows: MakeFewRows
     gated_products: ProposeGated
     norm_rope_write: NormRopeWrite
-    plan_attention: PlanAttention
-    replayable: MakeReplayable
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     argmax: Callable[[torch.Tensor], torch.Tensor]
     draw: Callable[[torch.Tensor, Draws], torch.Tensor]
@@ -130,10 +86,6 @@ def no_gated_products(num_rows: int, weight: torch.Tensor) -> tuple[()]:
     return ()
 
 
-def not_replayable(size: StepSize, num_heads: int, key_cache: torch.Tensor, windowed: bool = False) -> None:
-    """Attention cannot be captured, because its plans depend on lengths."""
-
-
 TORCH = Kernels(
     name="torch",
     rms_norm=torch_ops.rms_norm,
@@ -142,8 +94,6 @@ TORCH = Kernels(
     few_rows=no_few_rows,
     gated_products=no_gated_products,
     norm_rope_write=torch_ops.norm_rope_write,
-    plan_attention=torch_attention.plan_attention,
-    replayable=not_replayable,
     copy_blocks=torch_ops.copy_blocks,
     argmax=sampling.argmax,
     draw=sampling.draw,

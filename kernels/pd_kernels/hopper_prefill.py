@@ -1,4 +1,4 @@
-"""Prefill attention by the Gluon kernel on Hopper GPUs: which problems it takes, its compilation and its launch."""
+"""Large tiles of prefill attention by the Gluon kernel for Hopper GPUs: its compilation and its launch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from triton.compiler import compile as compile_source
 from pd_kernels.triton_decode import num_processors
 
 if TYPE_CHECKING:
+    from pd_kernels.attention import AttentionShape
     from pd_kernels.values import PackedSequences, PrefillTiling
 
 logger = logging.getLogger(__name__)
 _LOG2_E = 1.4426950408889634
 _ROWS = 128  # of a tile
-_HEAD_DIMS = (64, 128)
 _PIECE = 64  # rows of a warpgroup; keys and columns of one copy
 _MAX_REGISTERS = 168  # of a thread at the start of the twelve warps; then most of the producer's move to the others
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -27,7 +27,7 @@ _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @dataclass(frozen=True, slots=True)
 class HopperPrefill:
-    """Parameters on which a compiled kernel is specialized."""
+    """The kernel for one shape, as LargeTiles. The fields are what a compiled kernel is specialized on."""
 
     num_kv_heads: int
     group: int  # query heads per KV head
@@ -36,22 +36,14 @@ class HopperPrefill:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, num_heads: int, key_cache: torch.Tensor) -> HopperPrefill | None:
-        """`key_cache`: any layer's view [N, G, B, D]. None if the kernel does not support it."""
-        _, num_kv_heads, block_size, head_dim = key_cache.shape
-        group = num_heads // num_kv_heads
-        serves = (
-            _is_hopper(key_cache.device)
-            and key_cache.dtype in _TYPES
-            and head_dim in _HEAD_DIMS
-            and (block_size % _PIECE, _PIECE % group) == (0, 0)
-        )
-        return cls(num_kv_heads, group, head_dim, block_size, key_cache.dtype) if serves else None
+    def of(cls, shape: AttentionShape) -> HopperPrefill:
+        """The kernel for a group that `HopperBackend` does not refuse."""
+        return cls(shape.num_kv_heads, shape.heads_per_kv_head, shape.head_dim, shape.block_size, shape.dtype)
 
-    def takes(self, query: torch.Tensor, tiling: PrefillTiling, window: int) -> bool:
-        """True for large unshared tiles, without a window, with queries aligned for the memory accelerator."""
+    def takes(self, query: torch.Tensor, tiling: PrefillTiling) -> bool:
+        """True for large unshared tiles, with queries aligned for the memory accelerator."""
         is_aligned = (query.stride(0) % 8, query.data_ptr() % 16) == (0, 0)
-        return is_aligned and (tiling.rows, tiling.parts, window) == (_ROWS, 1, 0)
+        return is_aligned and (tiling.rows, tiling.parts) == (_ROWS, 1)
 
     def compile(self) -> Any:
         """Compile for a Hopper GPU; this needs no GPU. Raises what Triton raises: Gluon differs between versions."""
@@ -78,7 +70,6 @@ class HopperPrefill:
 
     def launch(
         self,
-        kernel: Any,
         query: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
@@ -87,7 +78,7 @@ class HopperPrefill:
         out: torch.Tensor,
         scale: float,
     ) -> None:
-        """See triton_prefill.prefill_attention; `kernel`: of `compile`. Raises AssertionError for unaligned caches."""
+        """See triton_prefill.prefill_attention. Raises AssertionError for unaligned caches."""
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -101,6 +92,8 @@ class HopperPrefill:
         )  # fmt: skip
         queries = TensorDescriptor(query, list(query.shape), list(query.stride()), self._query_block, layout)
         num_tiles = tiles.shape[1]
+        kernel = compiled(self)
+        assert kernel is not None, "a group without a compiled kernel is refused"
         num_programs = min(num_tiles * self.num_kv_heads, num_processors(query.device))
         kernel[(num_programs, 1, 1)](
             queries, keys, values, out, packed.block_tables, packed.query_starts, packed.seq_lens, tiles, num_tiles,
@@ -118,21 +111,9 @@ class HopperPrefill:
 
 @cache
 def compiled(prefill: HopperPrefill) -> Any | None:
-    """The compiled kernel; None if this version of Triton cannot compile it."""
+    """The compiled kernel; None, and a warning, if this version of Triton cannot compile it."""
     try:
         return prefill.compile()
-    except Exception:  # a compiler may raise anything; Triton's kernel replaces this one
-        logger.warning("prefill attention uses Triton: the kernel for Hopper does not compile", exc_info=True)
+    except Exception:  # a compiler may raise anything
+        logger.warning("the prefill kernel for Hopper GPUs does not compile", exc_info=True)
         return None
-
-
-def serves_hopper(num_heads: int, key_cache: torch.Tensor) -> bool:
-    """Whether this kernel computes large tiles. Compiles it."""
-    prefill = HopperPrefill.of(num_heads, key_cache)
-    return prefill is not None and compiled(prefill) is not None
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    """Cached, because every launch asks and torch takes microseconds to answer."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pd_kernels.backends import TORCH, Kernels
@@ -12,8 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-
-    from pd_kernels.prefill_choice import AttentionShape
 
 
 def _for_cuda() -> Kernels:
@@ -26,16 +23,6 @@ def _for_cuda() -> Kernels:
 
 
 BACKENDS: dict[str, Callable[[], Kernels]] = {"cpu": lambda: TORCH, "cuda": _for_cuda}  # by device type
-
-
-def with_flashinfer(shape: AttentionShape, compiles: bool) -> Kernels:
-    """The CUDA row with flashinfer's prefill attention, for models of one shape. `choose_prefill` compares the two.
-
-    Raises as `FlashPrefill.load` does, and ImportError without Triton.
-    """
-    from pd_kernels.flashinfer_attention import FlashAttention
-
-    return replace(_for_cuda(), name="flashinfer", plan_attention=FlashAttention.load(shape, compiles))
 
 
 def select_kernels(device: torch.device) -> Kernels:

@@ -8,7 +8,7 @@ are the same in every layer; a plan holds them for one step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from pd_kernels.checks import check_cache_views, check_query, output
 
 if TYPE_CHECKING:
-    from pd_kernels.values import Ints, PackedSequences
+    from pd_kernels.attention import AttentionShape
+    from pd_kernels.values import Ints, PackedSequences, StepSize
 
 MERGE_BYTES = 1 << 18  # padding that costs less than another bucket's calls (about 20 us)
 QUERY_PIECE = 256  # query rows under one explicit mask: bounds the mask's memory
@@ -45,10 +46,10 @@ class PrefillGroup:
 
 @dataclass(frozen=True, slots=True)
 class TorchAttentionPlan:
-    """One step's attention for every layer with the same window."""
+    """An AttentionPlan."""
 
     num_tokens: int
-    window: int
+    shape: AttentionShape
     decodes: tuple[DecodeBucket, ...]
     prefills: tuple[PrefillGroup, ...]
 
@@ -60,9 +61,11 @@ class TorchAttentionPlan:
         scale: float,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See backends.AttentionPlan. Raises ValueError."""
+        """See AttentionPlan."""
         check_cache_views(key_cache, value_cache)
         check_query(query, key_cache, self.num_tokens)
+        if key_cache.stride(1) != 2 * self.shape.num_layers * key_cache.shape[2] * key_cache.shape[3]:
+            raise ValueError(f"the cache view is not one of {self.shape.num_layers} layers")
         keys, values = tile_view(key_cache), tile_view(value_cache)
         if len(self.decodes) == 1 and self.decodes[0].rows is None and not self.prefills:
             found = _decode(self.decodes[0], query, keys, values, key_cache.shape, scale)
@@ -72,16 +75,40 @@ class TorchAttentionPlan:
             rows = slice(0, bucket.num_rows) if bucket.rows is None else bucket.rows
             out[rows] = _decode(bucket, query[rows], keys, values, key_cache.shape, scale)
         for group in self.prefills:
-            _prefill(group, query, keys, values, key_cache.shape, scale, self.window, out)
+            _prefill(group, query, keys, values, key_cache.shape, scale, self.shape.window, out)
         return out
 
 
-def plan_attention(packed: PackedSequences, key_cache: torch.Tensor, window: int = 0) -> TorchAttentionPlan:
-    """Index tensors for one step. `key_cache`: any layer's view, for shape, strides and device."""
-    num_tokens = int(packed.host_query_lens.sum())
-    return TorchAttentionPlan(
-        num_tokens, window, _plan_decodes(packed, key_cache, window), _plan_prefills(packed, key_cache)
-    )
+@dataclass(frozen=True, slots=True)
+class TorchAttention:
+    """A GroupAttention."""
+
+    shape: AttentionShape
+
+    def plan(self, packed: PackedSequences) -> TorchAttentionPlan:
+        """See GroupAttention: index tensors for one step."""
+        num_tokens = int(packed.host_query_lens.sum())
+        return TorchAttentionPlan(
+            num_tokens, self.shape, _plan_decodes(packed, self.shape), _plan_prefills(packed, self.shape)
+        )
+
+    def captured(self, size: StepSize) -> None:
+        """See GroupAttention. None: the shapes of what a plan gathers depend on lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBackend:
+    """An AttentionBackend for any device and any group."""
+
+    name: ClassVar[str] = "torch"
+
+    def why_not(self, shape: AttentionShape, device: torch.device) -> str:
+        """See AttentionBackend."""
+        return ""
+
+    def attention(self, shape: AttentionShape, device: torch.device) -> TorchAttention:
+        """See AttentionBackend."""
+        return TorchAttention(shape)
 
 
 def tile_view(cache: torch.Tensor) -> torch.Tensor:
@@ -92,12 +119,10 @@ def tile_view(cache: torch.Tensor) -> torch.Tensor:
     return cache.as_strided((num_rows, tile), (tile, 1), cache.storage_offset())
 
 
-def _tile_index(blocks: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+def _tile_index(blocks: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
     """Tile rows of `blocks` (int64 [n, width]), head by head: flat [n, num_kv_heads, width]."""
-    num_kv_heads = cache.shape[1]
-    step = cache.stride(1) // (cache.shape[2] * cache.shape[3])
-    heads = torch.arange(num_kv_heads, device=blocks.device)[:, None]
-    return ((blocks[:, None] * num_kv_heads + heads) * step).flatten()
+    heads = torch.arange(shape.num_kv_heads, device=blocks.device)[:, None]
+    return ((blocks[:, None] * shape.num_kv_heads + heads) * (2 * shape.num_layers)).flatten()
 
 
 def bucket_rows(num_blocks: Ints, tile_row_bytes: int) -> list[Ints]:
@@ -119,16 +144,17 @@ def bucket_rows(num_blocks: Ints, tile_row_bytes: int) -> list[Ints]:
     return groups
 
 
-def _plan_decodes(packed: PackedSequences, cache: torch.Tensor, window: int) -> tuple[DecodeBucket, ...]:
-    count = packed.num_decodes
+def _plan_decodes(packed: PackedSequences, shape: AttentionShape) -> tuple[DecodeBucket, ...]:
+    count, device = packed.num_decodes, packed.block_tables.device
     if not count:
         return ()
-    _, num_kv_heads, block_size, head_dim = cache.shape
+    block_size, window = shape.block_size, shape.window
+    block_bytes = 2 * shape.num_kv_heads * block_size * shape.head_dim * shape.dtype.itemsize
     lens = packed.host_seq_lens[:count]
     firsts = np.maximum(lens - window, 0) // block_size if window else np.zeros_like(lens)
     lasts = (lens - 1) // block_size
     buckets = []
-    for rows in bucket_rows(lasts - firsts + 1, 2 * num_kv_heads * block_size * head_dim * cache.element_size()):
+    for rows in bucket_rows(lasts - firsts + 1, block_bytes):
         index = torch.from_numpy(rows)
         first, last, length = (torch.from_numpy(part[rows])[:, None] for part in (firsts, lasts, lens))
         width = int((last - first).max()) + 1
@@ -137,32 +163,32 @@ def _plan_decodes(packed: PackedSequences, cache: torch.Tensor, window: int) -> 
         hidden = positions >= length
         if window:
             hidden |= positions < length - window
-        mask = torch.zeros(hidden.shape, dtype=cache.dtype).masked_fill_(hidden, -torch.inf)
+        mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(hidden, -torch.inf)
         whole = len(rows) == count
-        blocks = packed.block_tables[:count] if whole else packed.block_tables[index.to(cache.device)]
-        tiles = _tile_index(blocks.long().gather(1, columns.to(cache.device)), cache)
+        blocks = packed.block_tables[:count] if whole else packed.block_tables[index.to(device)]
+        tiles = _tile_index(blocks.long().gather(1, columns.to(device)), shape)
         buckets.append(
             DecodeBucket(
-                rows=None if whole else index.to(cache.device),
+                rows=None if whole else index.to(device),
                 num_rows=len(rows),
                 tiles=tiles,
-                mask=mask.to(cache.device)[:, None, None],
+                mask=mask.to(device)[:, None, None],
             )
         )
     return tuple(buckets)
 
 
-def _plan_prefills(packed: PackedSequences, cache: torch.Tensor) -> tuple[PrefillGroup, ...]:
+def _plan_prefills(packed: PackedSequences, shape: AttentionShape) -> tuple[PrefillGroup, ...]:
     starts = np.concatenate(([0], np.cumsum(packed.host_query_lens)))
     shapes: dict[tuple[int, int], list[int]] = {}
     for row in range(packed.num_decodes, packed.num_seqs):
         shapes.setdefault((int(packed.host_query_lens[row]), int(packed.host_seq_lens[row])), []).append(row)
     groups = []
     for (num_queries, num_keys), rows in shapes.items():
-        num_blocks = -(-num_keys // cache.shape[2])
-        blocks = packed.block_tables[torch.tensor(rows, device=cache.device), :num_blocks].long()
+        num_blocks = -(-num_keys // shape.block_size)
+        blocks = packed.block_tables[torch.tensor(rows, device=packed.block_tables.device), :num_blocks].long()
         first_rows = tuple(int(starts[row]) for row in rows)
-        groups.append(PrefillGroup(first_rows, num_queries, num_keys, _tile_index(blocks, cache)))
+        groups.append(PrefillGroup(first_rows, num_queries, num_keys, _tile_index(blocks, shape)))
     return tuple(groups)
 
 

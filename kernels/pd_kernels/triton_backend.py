@@ -1,4 +1,4 @@
-"""The Triton kernels as one backend. The import needs triton."""
+"""The Triton kernels but attention's, as one row of the table. The import needs triton."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import logging
 
 from pd_kernels.backends import Kernels, ProposeGated, no_gated_products
 from pd_kernels.triton_activation import silu_and_mul
-from pd_kernels.triton_attention import plan_attention
 from pd_kernels.triton_block_copy import copy_blocks
 from pd_kernels.triton_matmul import FewRowsLinear
 from pd_kernels.triton_norm import add_rms_norm, rms_norm
-from pd_kernels.triton_replayable import TritonReplayable
 from pd_kernels.triton_rotary import norm_rope_write
 from pd_kernels.triton_sampling import argmax, draw
 
@@ -34,8 +32,6 @@ TRITON = Kernels(
     few_rows=FewRowsLinear.of,
     gated_products=_gated_products(),
     norm_rope_write=norm_rope_write,
-    plan_attention=plan_attention,
-    replayable=TritonReplayable.of,
     copy_blocks=copy_blocks,
     argmax=argmax,
     draw=draw,

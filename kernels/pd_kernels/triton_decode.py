@@ -216,9 +216,9 @@ class DecodePlan:
     arrived: torch.Tensor  # int32 [S, num_kv_heads]: parts so far; 0 between launches
 
 
-def plan_decode(seq_lens: torch.Tensor, key_cache: torch.Tensor, window: int, tiling: DecodeTiling) -> DecodePlan:
+def plan_decode(seq_lens: torch.Tensor, num_kv_heads: int, window: int, tiling: DecodeTiling) -> DecodePlan:
     """Plan from `seq_lens` int32 [S]. Two launches; does not wait."""
-    num_seqs, num_kv_heads, processors = len(seq_lens), key_cache.shape[1], num_processors(seq_lens.device)
+    num_seqs, processors = len(seq_lens), num_processors(seq_lens.device)
     ends = torch.empty(num_seqs + 1, dtype=torch.int32, device=seq_lens.device)
     _plan_kernel[(1,)](
         seq_lens, ends, num_seqs, num_kv_heads, window, tiling.tile, tiling.setup, tiling.least, _PARTS,
@@ -228,12 +228,12 @@ def plan_decode(seq_lens: torch.Tensor, key_cache: torch.Tensor, window: int, ti
     return DecodePlan(tiling, window, ends, arrived)
 
 
-def decode_tiling(cache: torch.Tensor) -> DecodeTiling:
-    """Tiling for a layer's view and a GPU with 228 KiB of shared memory per multiprocessor."""
-    if cache.dtype is torch.float32:
+def decode_tiling(dtype: torch.dtype, head_dim: int) -> DecodeTiling:
+    """Tiling for a GPU with 228 KiB of shared memory per multiprocessor."""
+    if dtype is torch.float32:
         return DecodeTiling(tile=16, num_warps=4, num_stages=2, programs_per_processor=2)
     # 5 stages keep two tiles in flight, because a tile's address waits for the block table
-    return DecodeTiling(64 if cache.shape[3] <= 128 else 32, num_warps=4, num_stages=5, programs_per_processor=2)
+    return DecodeTiling(64 if head_dim <= 128 else 32, num_warps=4, num_stages=5, programs_per_processor=2)
 
 
 def decode_attention(

@@ -6,14 +6,14 @@ for the group, and a chunk of few tokens still fills the matrix unit. It visits 
 (arXiv 2205.14135): under a window first the tiles that only some rows see, then those that all rows see, without a
 mask, then the diagonal. Unmasked tiles come through the tensor memory accelerator if a cache block holds whole tiles.
 Programs with the most keys start first. When there are too few programs for the GPU, as in a short chunk after a long
-prefix, several programs share each tile's keys, and a second launch merges their parts. When there are many, Hopper
-GPUs use another kernel (`hopper_prefill.py`) with the same plan.
+prefix, several programs share each tile's keys, and a second launch merges their parts. When there are many,
+another kernel may compute them with the same plan (`LargeTiles`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -21,11 +21,12 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pd_kernels.hopper_prefill import HopperPrefill, compiled
+from pd_kernels.chunk_tiles import cut_chunks
 from pd_kernels.values import PrefillTiling
 
 if TYPE_CHECKING:
-    from pd_kernels.values import Ints, PackedSequences
+    from pd_kernels.attention import AttentionShape
+    from pd_kernels.values import PackedSequences
 
 _LOG2_E = 1.4426950408889634
 _SHARED_KEYS = 1024  # a tile with fewer keys belongs to one program
@@ -187,6 +188,25 @@ def _merge_kernel(
     tl.store(out + where[:, None] * SIZE + column[None, :], mean, mask=inside[:, None] & (column < SIZE)[None, :])
 
 
+class LargeTiles(Protocol):
+    """Another kernel, for tiles of 128 rows that are not shared, of a group without a window."""
+
+    def takes(self, query: torch.Tensor, tiling: PrefillTiling) -> bool:
+        """True if it computes tiles of this kind, for queries that lie like this."""
+
+    def launch(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        packed: PackedSequences,
+        tiles: torch.Tensor,
+        out: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """See `prefill_attention`."""
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
     """Data that the layers of one step share."""
@@ -194,46 +214,37 @@ class PrefillPlan:
     tiling: PrefillTiling
     tiles: torch.Tensor  # int32 [2, n]: each program's sequence and first token of its chunk, most keys first
     parts: torch.Tensor  # float32: parts of shared tiles, reused by each layer; else empty
+    large_tiles: LargeTiles | None
     launches: list[Any] = field(default_factory=list)  # kernels compiled for the first layer
 
 
 def plan_prefill(
-    packed: PackedSequences, num_heads: int, key_cache: torch.Tensor, tiling: PrefillTiling
+    packed: PackedSequences,
+    shape: AttentionShape,
+    tiling: PrefillTiling,
+    device: torch.device,
+    large_tiles: LargeTiles | None,
 ) -> PrefillPlan:
-    """`key_cache`: any layer's. Raises ValueError when a KV head has more query heads than a tile has rows."""
-    group = num_heads // key_cache.shape[1]
-    if group > tiling.rows:
-        raise ValueError(f"{group} query heads share a KV head; this kernel supports at most {tiling.rows}")
-    tiles = cut_chunks(packed.host_query_lens, packed.host_seq_lens, packed.num_decodes, tiling.rows // group)
-    on_device = torch.from_numpy(tiles.astype(np.int32)).to(key_cache.device, non_blocking=True)
-    return PrefillPlan(tiling, on_device, room_for_parts(tiling, tiles.shape[1], key_cache))
+    """Cut the chunks of a step into tiles. A tile must have a row for each query head of a KV head."""
+    num_tokens = tiling.rows // shape.heads_per_kv_head
+    tiles = cut_chunks(packed.host_query_lens, packed.host_seq_lens, packed.num_decodes, num_tokens)
+    on_device = torch.from_numpy(tiles.astype(np.int32)).to(device, non_blocking=True)
+    return PrefillPlan(tiling, on_device, room_for_parts(shape, tiling, tiles.shape[1], device), large_tiles)
 
 
-def cut_chunks(query_lens: Ints, seq_lens: Ints, num_decodes: int, num_tokens: int) -> Ints:
-    """Cut the chunks, which follow the decodes, into tiles of so many tokens: sequence and first token in the chunk,
-    [2, n]; most keys first."""
-    lens = query_lens[num_decodes:]
-    counts = -(-lens // num_tokens)
-    seqs = np.repeat(np.arange(num_decodes, len(query_lens)), counts)
-    firsts = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * num_tokens
-    num_keys = (seq_lens - query_lens)[seqs] + firsts
-    order = np.argsort(-num_keys, kind="stable")
-    return np.stack((seqs[order], firsts[order]))
-
-
-def room_for_parts(tiling: PrefillTiling, num_tiles: int, key_cache: torch.Tensor) -> torch.Tensor:
+def room_for_parts(shape: AttentionShape, tiling: PrefillTiling, num_tiles: int, device: torch.device) -> torch.Tensor:
     """Workspace for the parts of shared tiles, reused by each layer: float32, empty without such tiles."""
-    num_rows = num_tiles * tiling.parts * key_cache.shape[1] * tiling.rows if tiling.parts > 1 else 0
-    return torch.empty(num_rows * (_columns(key_cache.shape[3]) + 2), dtype=torch.float32, device=key_cache.device)
+    num_rows = num_tiles * tiling.parts * shape.num_kv_heads * tiling.rows if tiling.parts > 1 else 0
+    return torch.empty(num_rows * (_columns(shape.head_dim) + 2), dtype=torch.float32, device=device)
 
 
 def prefill_tiling(
-    dtype: torch.dtype, head_dim: int, num_rows: int, num_keys: int, num_processors: int, hopper: bool = False
+    dtype: torch.dtype, head_dim: int, num_rows: int, num_keys: int, num_processors: int, has_large: bool = False
 ) -> PrefillTiling:
     """Tiling for a GPU with 228 KiB of shared memory per multiprocessor.
 
-    `num_rows`: query tokens times query heads; `num_keys`: of the longest sequence, 0 under a window; `hopper`: the
-    other kernel computes large tiles that are not shared; one program per multiprocessor is enough for it.
+    `num_rows`: query tokens times query heads; `num_keys`: of the longest sequence, 0 under a window; `has_large`: a
+    LargeTiles computes large tiles that are not shared; one program per multiprocessor is enough for it.
     """
     if dtype is torch.float32:
         return PrefillTiling(rows=32, keys=16, num_warps=4, num_stages=1, descriptors=False)
@@ -245,7 +256,7 @@ def prefill_tiling(
     small = PrefillTiling(rows=64, keys=64, num_warps=4, num_stages=2, max_registers=168)
     num_tiles = -(-num_rows // large.rows)
     is_far = num_keys >= _FAR_KEYS
-    if hopper and 10 * num_tiles >= 7 * num_processors:
+    if has_large and 10 * num_tiles >= 7 * num_processors:
         return large
     if num_tiles <= num_processors // 4:
         parts = min(num_processors // num_tiles, num_keys // 256, _MOST_PARTS)
@@ -262,14 +273,14 @@ def prefill_tiling(
 
 
 def unshared_if_many(
-    tiling: PrefillTiling, packed: PackedSequences, num_heads: int, num_kv_heads: int, num_processors: int
+    tiling: PrefillTiling, packed: PackedSequences, shape: AttentionShape, num_processors: int
 ) -> PrefillTiling:
     """Do not share tiles of many short chunks: mostly empty tiles fill the GPU already, and sharing costs memory."""
-    tokens = tiling.rows // (num_heads // num_kv_heads)
-    if tiling.parts == 1 or not tokens:
+    if tiling.parts == 1:
         return tiling
+    tokens = tiling.rows // shape.heads_per_kv_head
     num_tiles = int((-(-packed.host_query_lens[packed.num_decodes :] // tokens)).sum())
-    return replace(tiling, parts=1) if num_tiles * num_kv_heads >= num_processors else tiling
+    return replace(tiling, parts=1) if num_tiles * shape.num_kv_heads >= num_processors else tiling
 
 
 def prefill_attention(
@@ -287,9 +298,8 @@ def prefill_attention(
     `query`, `out` [T, H, D] of the whole step; `plan`: of `plan_prefill` for as many heads and the same window.
     """
     tiling, tiles = plan.tiling, plan.tiles
-    hopper = HopperPrefill.of(query.shape[1], key_cache)
-    if hopper and hopper.takes(query, tiling, window) and (kernel := compiled(hopper)) is not None:
-        hopper.launch(kernel, query, key_cache, value_cache, packed, tiles, out, scale)
+    if plan.large_tiles is not None and plan.large_tiles.takes(query, tiling):
+        plan.large_tiles.launch(query, key_cache, value_cache, packed, tiles, out, scale)
         return
     num_heads, size = query.shape[1:]
     num_kv_heads, block_size = key_cache.shape[1:3]

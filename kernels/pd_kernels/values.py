@@ -36,6 +36,12 @@ class PackedSequences:
         return len(self.host_seq_lens)
 
 
+def leading_ones(lens: Ints) -> int:
+    """Chunks of one token at the front: they attend as decodes."""
+    longer = np.flatnonzero(lens > 1)
+    return int(longer[0]) if len(longer) else len(lens)
+
+
 @dataclass(frozen=True, slots=True)
 class StepSize:
     """The capacity of a captured step."""
@@ -58,7 +64,7 @@ class StepOnDevice:
     seq_lens: torch.Tensor  # int32 [S + 1]
     query_starts: torch.Tensor  # int32 [S + 2]
     block_tables: torch.Tensor  # int32 [S + 1, max_blocks]
-    tiles: torch.Tensor  # int32 [2, num_tiles]: see Replayable.tiles
+    tiles: torch.Tensor  # int32 [2, num_tiles]: see ChunkTiles.cut
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,16 +66,6 @@ class Decoder(ABC, Generic[FamilyLayer]):
         """See Model."""
         return self._parameters.slots
 
-    @property
-    def windows(self) -> frozenset[int]:
-        """See Model."""
-        return frozenset(self.spec.windows)
-
-    @property
-    def last_window(self) -> int:
-        """See Model."""
-        return self.spec.windows[-1]
-
     @abstractmethod
     def _make_layer(self, name: str, window: int) -> FamilyLayer:
         """The layer `name` of the checkpoint. `window`: of its attention; 0: full."""
@@ -126,7 +116,8 @@ class Decoder(ABC, Generic[FamilyLayer]):
         if spec.qk_norm:
             query, key = (self._parameters.norm(f"{name}.{part}_norm.weight", spec.head_dim) for part in ("q", "k"))
             norms = HeadNorms(query, key, spec.norm_eps)
-        return PagedAttention(self._kernels, spec.head_dim, window, spec.attention_scale, norms)
+        group = spec.group_windows.index(window)
+        return PagedAttention(self._kernels, spec.head_dim, group, spec.attention_scale, norms)
 
     def _make_gate_up(self, name: str, activate: Callable[[torch.Tensor], torch.Tensor]) -> Linear:
         """[2 * intermediate, hidden], of which `activate` makes [T, intermediate]."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
     import torch
 
-    from pd_kernels.backends import AttentionPlan
+    from pd_kernels.attention import AttentionPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,5 +28,5 @@ class ForwardInputs:
     token_ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]
     slot_mapping: torch.Tensor  # int64 [T]
-    plans: Mapping[int, AttentionPlan]  # window -> plan
+    plans: Sequence[AttentionPlan]  # by KV group
     tail: Tail | None  # the rows of which logits are wanted; None: all T

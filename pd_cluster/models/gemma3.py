@@ -42,10 +42,8 @@ class Gemma3(Decoder[Gemma3Layer]):
     def __init__(
         self, spec: ModelSpec, kernels: Kernels, max_len: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        ropes = {window: spec.window_rope or spec.rope if window else spec.rope for window in set(spec.windows)}
-        self._ropes = {
-            window: make_rope_table(rope, spec.head_dim, max_len, dtype, device) for window, rope in ropes.items()
-        }
+        ropes = [spec.window_rope or spec.rope if window else spec.rope for window in spec.group_windows]
+        self._ropes = [make_rope_table(rope, spec.head_dim, max_len, dtype, device) for rope in ropes]
         self._embedding_scale = torch.tensor(spec.hidden_size**0.5, dtype=dtype).item()  # rounded, as in training
         super().__init__(spec, kernels, dtype, device, offset_norms=True)
 
@@ -53,11 +51,11 @@ class Gemma3(Decoder[Gemma3Layer]):
         """See Decoder."""
         eps, last = self.spec.norm_eps, self._layers[-1]
         residual = F.embedding(inputs.token_ids, self._embedding) * self._embedding_scale
-        angles = {window: rope.at(inputs.positions) for window, rope in self._ropes.items()}
+        angles = [rope.at(inputs.positions) for rope in self._ropes]
         x: Normed = self._kernels.rms_norm(residual, self._layers[0].input_norm, eps)
         for layer, next_norm, views in zip(self._layers, self._next_norms, layer_views, strict=True):
             tail = inputs.tail if layer is last else None
-            attended = layer.attention(layer.qkv(x), angles[layer.attention.window], inputs, views, tail)
+            attended = layer.attention(layer.qkv(x), angles[layer.attention.group], inputs, views, tail)
             if tail is not None:
                 residual = residual[tail.rows]
                 if not len(residual):

@@ -32,14 +32,6 @@ class Model(Protocol):
     def slots(self) -> Mapping[str, Slot]:
         """Where each tensor of the checkpoint goes. All are to be filled once, before `finish_loading`."""
 
-    @property
-    def windows(self) -> frozenset[int]:
-        """The distinct windows of the layers; a step needs an attention plan for each. 0: full attention."""
-
-    @property
-    def last_window(self) -> int:
-        """The last layer's window, for which a `Tail` is planned."""
-
     def finish_loading(self) -> None:
         """Prepare the weights for use. The slots are void afterwards."""
 

@@ -19,7 +19,7 @@ class PagedAttention:
 
     kernels: Kernels
     head_dim: int
-    window: int  # 0: full
+    group: int  # of KV: which of the plans is the layer's
     scale: float  # of the scores
     norms: HeadNorms | None
 
@@ -44,7 +44,7 @@ class PagedAttention:
         if tail is not None and tail.plan is not None:
             attended = tail.plan.run(query[tail.rows], *views, self.scale)
         else:
-            attended = inputs.plans[self.window].run(query, *views, self.scale)
+            attended = inputs.plans[self.group].run(query, *views, self.scale)
             if tail is not None:
                 attended = attended[tail.rows]
         return attended.view(attended.shape[0], -1)

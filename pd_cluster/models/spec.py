@@ -70,11 +70,15 @@ class ModelSpec:
         attention = 4 * self.windows.count(0) * self.num_heads * self.head_dim  # FLOPs a key
         return max(1, round(ATTENTION_SHARE * 2 * self.layer_parameters / attention)) if attention else 0
 
+    @property
+    def group_windows(self) -> tuple[int, ...]:
+        """The window of each KV group: the layers with one window are a group, in the order of their first layers."""
+        return tuple(dict.fromkeys(self.windows))
+
     def kv_groups(self, block_size: int, dtype: str) -> tuple[KVGroup, ...]:
-        """The layers, grouped by window in the order in which the windows first occur. A block holds `block_size`
-        tokens of `dtype`."""
+        """The groups of layers, see `group_windows`. A block holds `block_size` tokens of `dtype`."""
         groups = []
-        for window in dict.fromkeys(self.windows):
+        for window in self.group_windows:
             layers = tuple(layer for layer, own in enumerate(self.windows) if own == window)
             shape = (self.num_kv_heads, len(layers), 2, block_size, self.head_dim)
             kind = KVKind.WINDOW if window else KVKind.FULL

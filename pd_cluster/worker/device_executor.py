@@ -13,7 +13,7 @@ from pd_cluster.worker.capacity import decide_capacity, longest_sequence
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.cuda_graphs.set_up import capture_steps, captured_bytes, captures_steps
 from pd_cluster.worker.executor import run_phases
-from pd_cluster.worker.kernel_selection import choose_kernels
+from pd_cluster.worker.kernel_selection import attention_by_group
 from pd_cluster.worker.kv_cache import DTYPES, KVCache
 from pd_cluster.worker.logits_stages.order import find_stage
 from pd_cluster.worker.memory_measurement import gpu_bytes, measure_free_bytes, run_largest_step
@@ -21,6 +21,7 @@ from pd_cluster.worker.model_loading import describe_model, load_model
 from pd_cluster.worker.model_runner import ModelRunner
 from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
 from pd_connectors.protocol.layout import BlockLayout
+from pd_kernels.selection import select_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.logits_stages.stage import LogitsStage
     from pd_cluster.worker.pending_step import PendingStep
     from pd_connectors.base import CacheDescription
+    from pd_kernels.attention import GroupAttention
     from pd_kernels.backends import Kernels
     from pd_kernels.values import StepSize
 
@@ -44,6 +46,7 @@ class DeviceExecutor:
 
     model: ModelDescription  # load
     layout: BlockLayout
+    _attentions: tuple[GroupAttention, ...]  # by KV group
     _kernels: Kernels
     _model: Model
     _cache: KVCache  # allocate
@@ -100,7 +103,10 @@ class DeviceExecutor:
         self._config = config = capacity.applied_to(config)
         block_size = _resolve_block_size(config.cache.block_size, device)
         self.layout = BlockLayout(self.model.spec.kv_groups(block_size, self.model.dtype))
-        self._kernels = choose_kernels(config, self.model, block_size, device, progress)
+        self._attentions = attention_by_group(
+            self.model.spec, self.layout, config.model.attention_backend, device, progress
+        )
+        self._kernels = select_kernels(device)
         self._model = load_model(self.model, config.model, self._kernels, device, progress)
 
     def free_kv_bytes(self) -> int:
@@ -111,7 +117,7 @@ class DeviceExecutor:
             self.layout, limits.max_num_batched_tokens, self._run_largest_step, config.gpu_memory_utilization,
             self._device,
         )  # fmt: skip
-        if captures_steps(limits, self._kernels, self._device):
+        if captures_steps(limits, self._attentions, self._device):
             free -= captured_bytes(limits, self.model.vocab_size * DTYPES[self.model.dtype].itemsize)
         return max(0, int(free))
 
@@ -126,7 +132,7 @@ class DeviceExecutor:
         self._run_first_steps()
         try:
             self._runner = runner = self._make_runner(self._cache, self.model.max_model_len)
-            if captures_steps(limits, self._kernels, device):
+            if captures_steps(limits, self._attentions, device):
                 capture_steps(self._model, runner.graphs, limits, self._cleanup, self._progress)
         except torch.OutOfMemoryError as error:
             hint = "lower --gpu-memory-utilization or --max-graph-tokens"
@@ -171,7 +177,14 @@ class DeviceExecutor:
 
     def _make_runner(self, cache: KVCache, max_len: int) -> ModelRunner:
         return ModelRunner.make(
-            self._model, cache, self._kernels, self._config, self.model.eos_token_ids, max_len, self._device
+            self._model,
+            cache,
+            self._kernels,
+            self._attentions,
+            self._config,
+            self.model.eos_token_ids,
+            max_len,
+            self._device,
         )
 
     def _run_largest_step(self, scratch: KVCache) -> None:

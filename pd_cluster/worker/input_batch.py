@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from pd_cluster.worker.sampling_state import DEFERRED
-from pd_kernels.values import Ints, PackedSequences
+from pd_kernels.values import Ints, PackedSequences, leading_ones
 
 if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
@@ -284,9 +284,3 @@ class InputBatch:
 def table_width(num_tokens: int, block_size: int) -> int:
     """Columns of a block table for this many tokens. Rounded up: some kernels are compiled per divisor of a stride."""
     return -(-num_tokens // (16 * block_size)) * 16
-
-
-def leading_ones(lens: Ints) -> int:
-    """Chunks of one token at the front: they attend as decodes."""
-    longer = np.flatnonzero(lens > 1)
-    return int(longer[0]) if len(longer) else len(lens)

@@ -1,10 +1,8 @@
-"""Which kernels compute the model on a device: by setting, or by measurement at start."""
+"""Which kernels attend, by KV group, and which multiply, by measurement at start."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,47 +10,41 @@ import torch
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.cuda_graphs.recorder import CudaRecorder, GraphTimer
 from pd_cluster.worker.kv_cache import DTYPES
-from pd_kernels.backends import not_replayable
+from pd_kernels.attention import AttentionShape
+from pd_kernels.attention_backends import choose_attention
 from pd_kernels.cublas_lt import CublasLt
-from pd_kernels.prefill_choice import AttentionShape, choose_prefill
-from pd_kernels.selection import select_kernels, with_flashinfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import ExitStack
 
-    from pd_cluster.config import NodeConfig
     from pd_cluster.models.model import Model
-    from pd_cluster.worker.executor import ModelDescription
-    from pd_kernels.backends import Kernels
+    from pd_cluster.models.spec import ModelSpec
+    from pd_connectors.protocol.layout import BlockLayout
+    from pd_kernels.attention import GroupAttention
 
 
-def choose_kernels(
-    config: NodeConfig, model: ModelDescription, block_size: int, device: torch.device, progress: Callable[[str], None]
-) -> Kernels:
-    """The device's own kernels, or the same with another library's attention of prompts.
+def attention_by_group(
+    spec: ModelSpec, layout: BlockLayout, wanted: str, device: torch.device, progress: Callable[[str], None]
+) -> tuple[GroupAttention, ...]:
+    """The attention of each KV group. `wanted`: see ModelConfig.attention_backend.
 
-    Raises StartupError when the setting names attention kernels that cannot be loaded.
+    Raises StartupError when no backend that may serve a group does.
     """
-    usual, wanted = select_kernels(device), config.model.prefill_attention
-    if wanted == "triton" or (wanted == "auto" and usual.name != "triton"):
-        return usual
-    spec = model.spec
-    shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size, DTYPES[model.dtype], device)
-    if wanted == "flashinfer":
+    attentions = []
+    for group in layout.groups:
+        num_kv_heads, num_layers, _, block_size, head_dim = group.shape
+        shape = AttentionShape(
+            spec.num_heads, num_kv_heads, head_dim, block_size, num_layers, DTYPES[group.dtype], group.window
+        )
         try:
-            # Captured steps would all use Triton's attention of prompts, so there are none
-            return replace(with_flashinfer(shape, compiles=True), replayable=not_replayable)
-        except Exception as error:  # the library raises errors of many kinds
-            raise StartupError(f"--prefill-attention flashinfer: {error}") from error
-    num_tokens = min(config.scheduler.max_num_batched_tokens, model.max_model_len)
-    with torch.inference_mode():
-        timer = GraphTimer(CudaRecorder(device))
-        choice = choose_prefill(usual, partial(with_flashinfer, shape, compiles=False), shape, num_tokens, timer)
-        del timer
-        torch.cuda.empty_cache()  # frees the timer's pool
-    progress(f"attention of prompts by {choice.reason}")
-    return choice.kernels
+            choice = choose_attention(shape, device, wanted)
+        except ValueError as error:
+            raise StartupError(f"--attention-backend {wanted}: {error}") from error
+        window = f" with a window of {group.window}" if group.window else ""
+        progress(f"attention of {num_layers} layers{window}: {choice}")
+        attentions.append(choice.backend.attention(shape, device))
+    return tuple(attentions)
 
 
 def choose_products(

@@ -62,11 +62,6 @@ class KVCache:
         """On the device, padding included."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    @property
-    def key_views(self) -> dict[int, torch.Tensor]:
-        """One layer's K for each window (0: full attention), to plan attention with: strides differ by group."""
-        return {group.window: self.layer_views[group.layers[0]][0] for group in self.layout.groups}
-
     def describe(self) -> CacheDescription:
         """For a connector."""
         return CacheDescription(

@@ -17,7 +17,7 @@ from pd_cluster.worker.sampler import Sampled, sample
 from pd_cluster.worker.sampling_state import DEFERRED, SamplingState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pd_cluster.config import NodeConfig
     from pd_cluster.models.model import Model
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.input_batch import ReplayInputs, Samples, StepInputs
     from pd_cluster.worker.kv_cache import KVCache
     from pd_cluster.worker.sampling_state import SamplingInputs
+    from pd_kernels.attention import GroupAttention
     from pd_kernels.backends import Kernels
     from pd_kernels.values import Ints, StepSize
 
@@ -33,17 +34,30 @@ class ModelRunner:
     """Runs batches in the order given. Not thread-safe."""
 
     def __init__(
-        self, model: Model, cache: KVCache, rows: InputBatch, host_buffer: HostBuffer, kernels: Kernels
+        self,
+        model: Model,
+        cache: KVCache,
+        rows: InputBatch,
+        host_buffer: HostBuffer,
+        kernels: Kernels,
+        attentions: Sequence[GroupAttention],
     ) -> None:
+        """`attentions`: by KV group."""
         self._model = model
         self.cache = cache
         self.rows = rows
         self.host_buffer = host_buffer
         self.kernels = kernels
-        self.graphs = StepGraphs(model, cache, rows, host_buffer, kernels)  # `launch` may name their sizes
+        self._attentions = attentions
+        # `launch` may name their sizes
+        self.graphs = StepGraphs(model, cache, rows, host_buffer, kernels, attentions)
         self._deferred: tuple[PendingStep, torch.Tensor] | None = None  # the step that waits to be drawn, its logits
         self._views = list(cache.layer_views)
-        self._key_views = cache.key_views
+        last_layer = len(self._views) - 1
+        self._last = next(
+            attention for attention, group in zip(attentions, cache.layout.groups, strict=True)
+            if last_layer in group.layers
+        )  # fmt: skip
         self.watcher: Callable[[torch.Tensor], None] | None = None  # is shown every step's logits [R, vocab_size]
 
     @classmethod
@@ -52,6 +66,7 @@ class ModelRunner:
         model: Model,
         cache: KVCache,
         kernels: Kernels,
+        attentions: Sequence[GroupAttention],
         config: NodeConfig,
         eos_token_ids: frozenset[int],
         max_len: int,
@@ -68,7 +83,7 @@ class ModelRunner:
         stages = make_stages(context, config.model.logits_stages)
         sampling = SamplingState(num_rows, vocab_size, stages, host_buffer)
         rows = InputBatch(num_rows, max_len, block_size, sampling, host_buffer, device)
-        return cls(model, cache, rows, host_buffer, kernels)
+        return cls(model, cache, rows, host_buffer, kernels, attentions)
 
     @torch.inference_mode()
     def launch(self, batch: Batch, graph: StepSize | None = None) -> PendingStep:
@@ -83,11 +98,9 @@ class ModelRunner:
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits [R, vocab_size] of the samples. Its inputs are on the device."""
-        plan, key_views, tail = self.kernels.plan_attention, self._key_views, None
-        plans = {window: plan(inputs.sequences, key_views[window], window) for window in self._model.windows}
+        plans, tail = [attention.plan(inputs.sequences) for attention in self._attentions], None
         if inputs.tail is not None:
-            window = self._model.last_window
-            tail = Tail(inputs.tail.rows, plan(inputs.tail.sequences, key_views[window], window))
+            tail = Tail(inputs.tail.rows, self._last.plan(inputs.tail.sequences))
         step = ForwardInputs(inputs.token_ids, inputs.positions, inputs.slot_mapping, plans, tail)
         logits = self._model.forward(step, self._views)
         return logits if inputs.samples.owners is None else logits[inputs.samples.owners]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pd_kernels.attention import AttentionShape
 from pd_kernels.values import PackedSequences
 
 
@@ -58,3 +59,11 @@ def make_paged(shape: Shape, dtype: torch.dtype = torch.float64, seed: int = 0, 
         host_seq_lens=np.array(shape.seq_lens),
     )
     return Paged(query.to(dtype), cache[:, :, 1, 0], cache[:, :, 1, 1], packed)
+
+
+def attention_shape(paged: Paged, window: int = 0) -> AttentionShape:
+    """Of the layers that lie in the cache."""
+    _, num_kv_heads, block_size, head_dim = paged.key_cache.shape
+    num_layers = paged.key_cache.stride(1) // (2 * block_size * head_dim)
+    dtype, num_heads = paged.query.dtype, paged.query.shape[1]
+    return AttentionShape(num_heads, num_kv_heads, head_dim, block_size, num_layers, dtype, window)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_kernels import reference
-from pd_kernels.torch_attention import MERGE_BYTES, bucket_rows, plan_attention
-from tests.kernels.paged import Paged, Shape, make_paged
+from pd_kernels.torch_attention import MERGE_BYTES, TorchAttention, TorchAttentionPlan, bucket_rows
+from tests.kernels.paged import Paged, Shape, attention_shape, make_paged
 
 SHAPES = {
     "mha-64": Shape(4, 4, 64, 16, (1, 1, 1, 5, 33), (1, 16, 47, 5, 40), 3),
@@ -25,6 +25,10 @@ SHAPES = {
 }
 Change = Callable[[Paged], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def plan_of(paged: Paged, window: int = 0) -> TorchAttentionPlan:
+    return TorchAttention(attention_shape(paged, window)).plan(paged.packed)
 
 
 def by_hand(paged: Paged, window: int) -> torch.Tensor:
@@ -83,7 +87,7 @@ def test_torch_attention_equals_the_reference(name: str, window: int, dtype: tor
         scale,
         window,
     )
-    plan = plan_attention(packed, paged.key_cache, window)
+    plan = plan_of(paged, window)
     found = plan.run(paged.query, paged.key_cache, paged.value_cache, scale)
     assert found.dtype == dtype
     assert (found.double() - expected).abs().max() < TOLERANCE[dtype]
@@ -105,11 +109,11 @@ def test_other_sequences_blocks_do_not_matter() -> None:
     """Padding of a bucket reads the row's own blocks: NaN elsewhere in the cache stays elsewhere."""
     paged = make_paged(SHAPES["only-decodes"], torch.float32)
     scale = paged.query.shape[2] ** -0.5
-    before = plan_attention(paged.packed, paged.key_cache).run(paged.query, paged.key_cache, paged.value_cache, scale)
+    before = plan_of(paged).run(paged.query, paged.key_cache, paged.value_cache, scale)
     others = paged.packed.block_tables[8].long()  # and the tables' padding, its last entry
     paged.key_cache[others] = torch.nan
     paged.value_cache[others] = torch.nan
-    after = plan_attention(paged.packed, paged.key_cache).run(paged.query, paged.key_cache, paged.value_cache, scale)
+    after = plan_of(paged).run(paged.query, paged.key_cache, paged.value_cache, scale)
     assert torch.equal(before[:8], after[:8])
     assert after[8].isnan().all()
 
@@ -121,12 +125,13 @@ def test_other_sequences_blocks_do_not_matter() -> None:
         (lambda p: (p.query[:-1], p.key_cache, p.value_cache), "query must be"),
         (lambda p: (p.query[:, :3], p.key_cache, p.value_cache), "not a multiple"),
         (lambda p: (p.query, p.key_cache.contiguous(), p.value_cache), "differ in dtype or stride"),
+        (lambda p: (p.query, p.key_cache.contiguous(), p.value_cache.contiguous()), "not one of 3 layers"),
         (lambda p: (p.query, p.key_cache[:, :, ::2], p.value_cache[:, :, ::2]), "not a layer of a block-first cache"),
     ],
 )
 def test_bad_arguments_are_refused(change: Change, message: str) -> None:
     paged = make_paged(SHAPES["gqa-80"])
-    plan = plan_attention(paged.packed, paged.key_cache)
+    plan = plan_of(paged)
     with pytest.raises(ValueError, match=message):
         plan.run(*change(paged), 1.0)
 

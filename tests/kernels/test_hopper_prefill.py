@@ -15,12 +15,15 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from pd_kernels import hopper_prefill, reference
-from pd_kernels.hopper_prefill import HopperPrefill, compiled, serves_hopper
-from pd_kernels.triton_attention import plan_attention
+from pd_kernels import reference
+from pd_kernels.attention import AttentionShape
+from pd_kernels.attention_backends import choose_attention
+from pd_kernels.hopper_attention import HopperBackend
+from pd_kernels.hopper_prefill import HopperPrefill, compiled
+from pd_kernels.triton_plan import TritonAttention
 from pd_kernels.triton_prefill import prefill_tiling
 from pd_kernels.values import PrefillTiling
-from tests.kernels.paged import Paged, Shape, make_paged
+from tests.kernels.paged import Paged, Shape, attention_shape, make_paged
 from tests.kernels.test_triton_attention import DEVICE, TOLERANCE, on_device
 
 if TYPE_CHECKING:
@@ -48,49 +51,37 @@ on_hopper = pytest.mark.skipif(
 )
 
 
-def cache(kv_heads: int = 8, block: int = 64, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.zeros(3, kv_heads, block, head_dim, dtype=dtype)
-
-
-def test_heads_of_64_and_128_on_blocks_of_64_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_prefill, "_is_hopper", lambda _: True)
-    assert HopperPrefill.of(32, cache()) == PREFILL
-    changed = HopperPrefill.of(64, cache(block=128, head_dim=64, dtype=torch.float16))
+def test_a_kernel_is_compiled_for_each_shape() -> None:
+    shape = AttentionShape(32, 8, 128, 64, num_layers=3, dtype=torch.bfloat16)
+    assert HopperPrefill.of(shape) == HopperPrefill.of(replace(shape, num_layers=1)) == PREFILL
+    changed = HopperPrefill.of(AttentionShape(64, 8, 64, 128, 3, torch.float16))
     assert changed == HopperPrefill(8, group=8, head_dim=64, block_size=128, dtype=torch.float16)
-    others = [cache(head_dim=96), cache(block=16), cache(block=96), cache(dtype=torch.float32), cache(kv_heads=11)]
-    assert [HopperPrefill.of(32, other) for other in others[:4]] == [None] * 4
-    assert HopperPrefill.of(33, others[4]) is None, "three rows of a token do not divide a warpgroup's"
-
-
-def test_other_devices_are_left_to_triton() -> None:
-    assert HopperPrefill.of(32, cache()) is None
-    assert not serves_hopper(32, cache())
 
 
 @pytest.mark.parametrize(
-    ("tiling", "window", "spare", "taken"),
+    ("tiling", "spare", "taken"),
     [
-        (LARGE, 0, 0, True), (LARGE, 0, 1024, True), (LARGE, 20, 0, False), (LARGE, 0, 4, False),
-        (replace(LARGE, parts=2), 0, 0, False), (replace(LARGE, rows=64), 0, 0, False),
+        (LARGE, 0, True), (LARGE, 1024, True), (LARGE, 4, False), (replace(LARGE, parts=2), 0, False),
+        (replace(LARGE, rows=64), 0, False),
     ],
 )  # fmt: skip
-def test_large_tiles_are_taken(tiling: PrefillTiling, window: int, spare: int, taken: bool) -> None:
+def test_large_tiles_are_taken(tiling: PrefillTiling, spare: int, taken: bool) -> None:
     """`spare`: elements between the queries of one token and of the next."""
     query = torch.zeros(5, 32 * 128 + spare, dtype=torch.bfloat16)[:, : 32 * 128].view(5, 32, 128)
-    assert PREFILL.takes(query, tiling, window) == taken
+    assert PREFILL.takes(query, tiling) == taken
 
 
 @pytest.mark.parametrize(("num_tokens", "num_keys", "rows"), [(352, 352, 64), (384, 384, 128), (512, 8512, 128)])
 def test_one_large_tile_a_processor_is_enough(num_tokens: int, num_keys: int, rows: int) -> None:
     """For 32 heads of 128 on an H200, by measurement; nor are its keys shared."""
-    tiling = prefill_tiling(torch.bfloat16, 128, num_tokens * 32, num_keys, 132, hopper=True)
+    tiling = prefill_tiling(torch.bfloat16, 128, num_tokens * 32, num_keys, 132, has_large=True)
     assert (tiling.rows, tiling.parts) == (rows, 1)
 
 
 def test_without_a_compiler_that_takes_it_triton_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Said once, not at every step."""
+    """The reason is given, and the warning once."""
 
     def fail(_: HopperPrefill) -> None:
         raise TypeError("no such layout")
@@ -99,7 +90,11 @@ def test_without_a_compiler_that_takes_it_triton_goes_on(
     compiled.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
-            assert [compiled(PREFILL), compiled(PREFILL)] == [None, None]
+            assert compiled(PREFILL) is None
+            monkeypatch.setattr("pd_kernels.hopper_attention._is_hopper", lambda device: True)
+            shape = AttentionShape(32, 8, 128, 64, 3, torch.bfloat16)
+            reason = "the kernel does not compile with this Triton"
+            assert HopperBackend().why_not(shape, torch.device("cpu")) == reason
     finally:
         compiled.cache_clear()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -120,6 +115,16 @@ def test_it_compiles_and_the_softmax_runs_under_the_products(tmp_path: Path) -> 
     for walk in walks:
         exponents, last = walk.rindex("ex2.approx"), walk.rindex("mbarrier.try_wait")
         assert exponents < last  # this wait's branch keeps the assembler from moving them behind the products
+
+
+def hopper_attention(paged: Paged) -> TritonAttention:
+    """With large tiles, whatever the step."""
+    shape = attention_shape(paged)
+    backend = choose_attention(shape, DEVICE).backend
+    assert isinstance(backend, HopperBackend)
+    attention = backend.attention(shape, DEVICE)
+    assert isinstance(attention, TritonAttention)
+    return replace(attention, prefill=LARGE)
 
 
 def expected(paged: Paged, scale: float) -> torch.Tensor:
@@ -148,11 +153,10 @@ def test_sums_equal_the_oracle_whatever_lies_behind_sequences(name: str, dtype: 
     """Any scale: rows that see nothing of a tile's keys must weigh them 0 exactly. Queries are strided as a step's."""
     paged = on_device(make_paged(SHAPES[name], dtype))
     paged = replace(paged, query=torch.cat((paged.query, paged.query), dim=1)[:, : paged.query.shape[1]])
-    assert serves_hopper(paged.query.shape[1], paged.key_cache)
-    assert PREFILL.takes(paged.query, LARGE, 0)
+    assert PREFILL.takes(paged.query, LARGE)
     want = expected(paged, scale)
     spoil(paged)
-    plan = plan_attention(paged.packed, paged.key_cache, prefill=LARGE)
+    plan = hopper_attention(paged).plan(paged.packed)
     place = torch.full_like(want, torch.nan, dtype=dtype)
     plan.run(paged.query, paged.key_cache, paged.value_cache, scale, place)
     assert (place.double() - want).abs().max() < TOLERANCE[dtype]
@@ -163,7 +167,7 @@ def test_sums_equal_the_oracle_whatever_lies_behind_sequences(name: str, dtype: 
 def test_replays_are_the_same_bit_by_bit() -> None:
     """More tiles than processors, so that programs take several; warps that overtake each other would show."""
     paged = on_device(make_paged(Shape(32, 8, 128, 64, (1500, 700), (1500, 2300), 0), torch.bfloat16))
-    plan = plan_attention(paged.packed, paged.key_cache, prefill=LARGE)
+    plan = hopper_attention(paged).plan(paged.packed)
     found = [torch.empty_like(paged.query) for _ in range(50)]
 
     def run() -> None:

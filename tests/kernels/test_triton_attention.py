@@ -11,11 +11,13 @@ import torch
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from pd_kernels import reference
-from pd_kernels.triton_attention import plan_attention
+from pd_kernels.attention import AttentionShape
+from pd_kernels.attention_backends import choose_attention
 from pd_kernels.triton_decode import DecodeTiling
+from pd_kernels.triton_plan import TritonAttention
 from pd_kernels.triton_prefill import prefill_tiling, unshared_if_many
 from pd_kernels.values import PackedSequences, PrefillTiling
-from tests.kernels.paged import Paged, Shape, make_paged
+from tests.kernels.paged import Paged, Shape, attention_shape, make_paged
 
 # Triton's interpreter on numpy
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -88,8 +90,21 @@ def expected(paged: Paged, window: int) -> torch.Tensor:
     )
 
 
+def attention_of(
+    paged: Paged, window: int = 0, decode: DecodeTiling | None = None, prefill: PrefillTiling | None = None
+) -> TritonAttention:
+    """On a GPU that of the backend which serves this shape there."""
+    shape = attention_shape(paged, window)
+    attention = TritonAttention.of(shape, DEVICE)
+    if DEVICE.type == "cuda":
+        chosen = choose_attention(shape, DEVICE).backend.attention(shape, DEVICE)
+        assert isinstance(chosen, TritonAttention)
+        attention = chosen
+    return replace(attention, decode=decode or attention.decode, prefill=prefill)
+
+
 def check(paged: Paged, window: int, decode: DecodeTiling | None, prefill: PrefillTiling | None) -> None:
-    plan = plan_attention(paged.packed, paged.key_cache, window, decode, prefill)
+    plan = attention_of(paged, window, decode, prefill).plan(paged.packed)
     place = torch.full_like(paged.query, torch.nan)
     found = plan.run(paged.query, paged.key_cache, paged.value_cache, paged.query.shape[2] ** -0.5, place)
     assert found is place
@@ -129,7 +144,7 @@ def test_programs_share_a_tiles_keys(name: str, parts: int) -> None:
 def test_a_plan_serves_all_layers(parts: int) -> None:
     """The second takes another way to the kernel. Here its keys are the first one's values."""
     paged = on_device(make_paged(SHAPES["only-prefill"], torch.float16))
-    plan = plan_attention(paged.packed, paged.key_cache, 0, None, replace(SMALL_PREFILL, parts=parts))
+    plan = attention_of(paged, prefill=replace(SMALL_PREFILL, parts=parts)).plan(paged.packed)
     for layer in (paged, replace(paged, key_cache=paged.value_cache, value_cache=paged.key_cache)):
         found = plan.run(layer.query, layer.key_cache, layer.value_cache, paged.query.shape[2] ** -0.5)
         assert (found.double() - expected(layer, 0)).abs().max() < TOLERANCE[torch.float16]
@@ -153,7 +168,7 @@ def test_nobodys_memory_does_not_matter() -> None:
             owned[int(paged.packed.block_tables[row, position // block_size]), position % block_size] = True
     for cache in (paged.key_cache, paged.value_cache):
         cache.masked_fill_(~owned[:, None, :, None].to(DEVICE), torch.nan)
-    plan = plan_attention(paged.packed, paged.key_cache, 0, SMALL_DECODE, SMALL_PREFILL)
+    plan = attention_of(paged, 0, SMALL_DECODE, SMALL_PREFILL).plan(paged.packed)
     found = plan.run(paged.query, paged.key_cache, paged.value_cache, paged.query.shape[2] ** -0.5)
     assert (found.double() - before).abs().max() < TOLERANCE[torch.float32]
 
@@ -180,7 +195,8 @@ def test_many_short_chunks_share_no_tiles(count: int, length: int, num_heads: in
     lens = np.full(count, length)
     none = torch.empty(0, dtype=torch.int32)
     packed = PackedSequences(0, none, none, none[:, None], lens, lens + 5000)
-    tiling = unshared_if_many(PrefillTiling(64, 64, 4, 2, parts=8), packed, num_heads, 8, 132)
+    shape = AttentionShape(num_heads, 8, 128, 64, 1, torch.bfloat16)
+    tiling = unshared_if_many(PrefillTiling(64, 64, 4, 2, parts=8), packed, shape, 132)
     assert tiling.parts == parts
 
 
@@ -190,7 +206,7 @@ def test_an_empty_sequence_gives_zeros() -> None:
     packed, scale = paged.packed, paged.query.shape[2] ** -0.5
     before = expected(paged, 0)
     packed.seq_lens[torch.tensor([2, 6])] = 0
-    plan = plan_attention(packed, paged.key_cache, 0, SMALL_DECODE)
+    plan = attention_of(paged, 0, SMALL_DECODE).plan(packed)
     found = plan.run(paged.query, paged.key_cache, paged.value_cache, scale)
     assert (found[[2, 6]] == 0).all()
     others = [0, 1, 3, 4, 5]
@@ -199,19 +215,12 @@ def test_an_empty_sequence_gives_zeros() -> None:
 
 def test_a_query_of_scattered_heads_is_refused() -> None:
     paged = on_device(make_paged(SHAPES["only-decodes"], torch.float32))
-    plan = plan_attention(paged.packed, paged.key_cache)
+    plan = attention_of(paged).plan(paged.packed)
     scattered = paged.query.transpose(0, 1).contiguous().transpose(0, 1)
     with pytest.raises(ValueError, match="must be contiguous"):
         plan.run(scattered, paged.key_cache, paged.value_cache, 1.0)
     with pytest.raises(ValueError, match="out must be contiguous"):
         plan.run(paged.query, paged.key_cache, paged.value_cache, 1.0, torch.empty_like(paged.query)[:-1])
-
-
-def test_more_heads_in_a_group_than_a_tile_has_rows_are_refused() -> None:
-    paged = on_device(make_paged(Shape(17, 1, 64, 16, (3,), (3,), 0)))
-    plan = plan_attention(paged.packed, paged.key_cache, 0, None, SMALL_PREFILL)
-    with pytest.raises(ValueError, match="supports at most 16"):
-        plan.run(paged.query, paged.key_cache, paged.value_cache, 1.0)
 
 
 @pytest.mark.gpu
@@ -227,10 +236,10 @@ def test_real_shapes_equal_the_oracle(name: str, window: int, dtype: torch.dtype
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 def test_a_captured_decode_follows_new_lengths() -> None:
     paged = on_device(make_paged(REAL["many"], torch.bfloat16))
-    packed, scale = paged.packed, paged.query.shape[2] ** -0.5
+    packed, scale, attention = paged.packed, paged.query.shape[2] ** -0.5, attention_of(paged)
 
     def run() -> torch.Tensor:
-        return plan_attention(packed, paged.key_cache).run(paged.query, paged.key_cache, paged.value_cache, scale)
+        return attention.plan(packed).run(paged.query, paged.key_cache, paged.value_cache, scale)
 
     run()
     graph = torch.cuda.CUDAGraph()

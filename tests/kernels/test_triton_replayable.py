@@ -10,11 +10,15 @@ import torch
 
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
+from typing import TYPE_CHECKING
+
 from pd_kernels.triton_decode import num_processors
-from pd_kernels.triton_replayable import TritonReplayable
 from pd_kernels.values import StepOnDevice, StepSize
 from tests.kernels.paged import Paged, make_paged
-from tests.kernels.test_triton_attention import DEVICE, REAL, SHAPES, TOLERANCE, expected, on_device
+from tests.kernels.test_triton_attention import DEVICE, REAL, SHAPES, TOLERANCE, attention_of, expected, on_device
+
+if TYPE_CHECKING:
+    from pd_kernels.triton_plan import TritonReplayable
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
@@ -23,8 +27,8 @@ def sized(paged: Paged, num_tokens: int, num_seqs: int, *, is_far: bool, num_chu
     return StepSize(num_tokens, num_seqs, num_chunks, has_decodes=paged.packed.num_decodes > 0, is_far=is_far)
 
 
-def make(size: StepSize, paged: Paged) -> TritonReplayable:
-    attention = TritonReplayable.of(size, paged.query.shape[1], paged.key_cache)
+def make(size: StepSize, paged: Paged, window: int = 0) -> TritonReplayable:
+    attention = attention_of(paged, window).captured(size)
     assert attention is not None
     return attention
 
@@ -43,14 +47,14 @@ def padded(paged: Paged, size: StepSize, attention: TritonReplayable) -> StepOnD
     starts[1 : count + 1], starts[count + 1 :] = np.cumsum(packed.host_query_lens), packed.host_query_lens.sum()
     tables = torch.full((size.num_seqs + 1, packed.block_tables.shape[1]), 10**6, dtype=torch.int32, device=DEVICE)
     tables[:count] = packed.block_tables
-    tiles = attention.tiles(packed.host_query_lens, packed.host_seq_lens, packed.num_decodes, size.num_seqs)
-    assert tiles.shape == (2, attention.num_tiles)
+    tiles = attention.tiles.cut(packed.host_query_lens, packed.host_seq_lens, packed.num_decodes, size.num_seqs)
+    assert tiles.shape == (2, attention.tiles.count)
     return StepOnDevice(placed(decode_lens), placed(seq_lens), placed(starts), tables, placed(tiles))
 
 
 def check(paged: Paged, size: StepSize, window: int = 0) -> None:
-    attention = make(size, paged)
-    plan = attention.plan(padded(paged, size, attention), paged.key_cache, window)
+    attention = make(size, paged, window)
+    plan = attention.plan(padded(paged, size, attention))
     count = len(paged.query)
     query = torch.full((size.num_tokens, *paged.query.shape[1:]), torch.nan, dtype=paged.query.dtype, device=DEVICE)
     query[:count] = paged.query
@@ -74,7 +78,9 @@ def test_chunks_that_programs_share_equal_the_oracle(name: str) -> None:
     """Padding tiles leave no parts, and no memory is read for them."""
     paged = on_device(make_paged(SHAPES[name], torch.float16))
     size = sized(paged, 64, 8, is_far=True)
-    assert make(size, paged).tiling.parts > 1
+    tiling = make(size, paged).tiling
+    assert tiling is not None
+    assert tiling.parts > 1
     check(paged, size)
 
 
@@ -84,18 +90,22 @@ def test_a_full_step_has_room() -> None:
     check(paged, sized(paged, sum(SHAPES["mqa-96"].query_lens), 3, is_far=False, num_chunks=2))
 
 
-def test_shared_keys_and_a_window_are_refused() -> None:
+def test_chunks_under_a_window_have_no_far_size() -> None:
+    """They have few keys, which no programs share."""
     paged = on_device(make_paged(SHAPES["mha-64"], torch.float16))
-    size = sized(paged, 64, 8, is_far=True)
-    attention = make(size, paged)
-    shared = replace(attention, tiling=replace(attention.tiling, parts=2))
-    with pytest.raises(ValueError, match="not shared"):
-        shared.plan(padded(paged, size, attention), paged.key_cache, 20)
+    near, far = (sized(paged, 64, 8, is_far=is_far) for is_far in (False, True))
+    assert attention_of(paged).captured(far) is not None
+    assert attention_of(paged, 20).captured(far) is None
+    assert attention_of(paged, 20).captured(near) is not None
 
 
-def test_a_group_too_large_for_a_tile_has_none() -> None:
-    cache = torch.empty(1, 1, 16, 64)
-    assert TritonReplayable.of(StepSize(16, 4, 4, has_decodes=True), 33, cache) is None
+@pytest.mark.parametrize("window", [0, 20])
+def test_steps_of_decodes_alone_have_no_tiles(window: int) -> None:
+    """Padded as decode graphs are: as many sequences as tokens, empty ones behind."""
+    paged = on_device(make_paged(SHAPES["only-decodes"], torch.float32))
+    size = StepSize(9, 9, 0, has_decodes=True)
+    assert make(size, paged).tiles.count == 0
+    check(paged, size, window)
 
 
 @pytest.mark.gpu
@@ -107,7 +117,7 @@ def test_real_steps_equal_the_oracle(name: str, is_far: bool) -> None:
         if num_tokens >= sum(REAL[name].query_lens):
             paged = on_device(make_paged(REAL[name], torch.bfloat16))
             size = sized(paged, num_tokens, 64, is_far=is_far)
-            if is_far and TritonReplayable.of(size, paged.query.shape[1], paged.key_cache) is None:
+            if is_far and attention_of(paged).captured(size) is None:
                 continue  # cut like what is near
             check(paged, size)
 
@@ -121,6 +131,7 @@ def test_a_captured_step_follows_new_lengths() -> None:
     first, second = (on_device(make_paged(each, torch.bfloat16)) for each in (shape, other))
     size = sized(first, 128, 16, is_far=True)
     attention = make(size, first)
+    assert attention.tiling is not None
     assert attention.tiling.parts > 1
     assert num_processors(DEVICE) > 100
     steps = [padded(paged, size, attention) for paged in (first, second)]
@@ -132,7 +143,7 @@ def test_a_captured_step_follows_new_lengths() -> None:
     query = torch.zeros(size.num_tokens, 32, 128, dtype=torch.bfloat16, device=DEVICE)
 
     def run() -> torch.Tensor:
-        return attention.plan(place, keys).run(query, keys, values, 128**-0.5)
+        return attention.plan(place).run(query, keys, values, 128**-0.5)
 
     run()
     graph = torch.cuda.CUDAGraph()

@@ -14,14 +14,16 @@ from benchmarks.shapes import CONFIGS
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
 from pd_cluster.models.registry import build_model, resolve_spec
 from pd_cluster.models.weights import fill_at_random
+from pd_kernels.attention import AttentionShape
 from pd_kernels.backends import TORCH, Kernels
+from pd_kernels.torch_attention import TorchAttention
 from pd_kernels.values import PackedSequences
 from tests.worker.test_few_rows import FEW_ROWS, PlainFewRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_kernels.backends import AttentionPlan
+    from pd_kernels.attention import AttentionPlan
     from pd_kernels.gemm_selection import Product
     from pd_kernels.values import HalfNormed
 
@@ -177,7 +179,11 @@ class RecordedModel:
                 host_query_lens=np.ones(len(rows), np.int64),
                 host_seq_lens=lengths[rows],
             )
-            inner = TORCH.plan_attention(packed, self.views[0][0], window)
+            shape = AttentionShape(
+                self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim, BLOCK, self.spec.num_layers,
+                torch.float64, window,
+            )  # fmt: skip
+            inner = TorchAttention(shape).plan(packed)
             return RecordedPlan(f"attention.{name}.window={window}", inner, self.recorder)
 
         tail = None
@@ -188,7 +194,7 @@ class RecordedModel:
             token_ids=torch.arange(count) + 7,
             positions=torch.from_numpy(lengths) - 1,
             slot_mapping=torch.arange(count) * BLOCK + 3,
-            plans={window: plan(list(range(count)), window, "all") for window in self.model.windows},
+            plans=[plan(list(range(count)), window, "all") for window in self.spec.group_windows],
             tail=tail,
         )
         self.recorder.name("slot_mapping", inputs.slot_mapping)

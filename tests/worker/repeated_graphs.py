@@ -5,32 +5,70 @@ Attention is in plain torch. As captured kernels do, it reads lengths and tables
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from pd_cluster.worker.cuda_graphs.captured_step import ReplayOutputs
-from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
+from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes, step_sizes
 from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_kernels import reference
+from pd_kernels.chunk_tiles import ChunkTiles
+from pd_kernels.torch_attention import TorchAttention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pd_cluster.worker.cuda_graphs.recorder import Outputs
     from pd_cluster.worker.device_executor import DeviceExecutor
     from pd_cluster.worker.input_batch import ReplayInputs
-    from pd_kernels.backends import Kernels
-    from pd_kernels.values import Ints, PackedSequences, StepOnDevice, StepSize
+    from pd_kernels.attention import AttentionPlan, GroupAttention
+    from pd_kernels.values import PackedSequences, StepOnDevice, StepSize
 
 
 @dataclass(frozen=True)
-class DevicePlan:
-    """Attention of decodes alone."""
+class ReferenceAttention:
+    """A GroupAttention that can be captured. `differs`: sizes of far steps are worth a capture."""
 
-    packed: PackedSequences
+    inner: TorchAttention
+    differs: bool = True
+
+    def plan(self, packed: PackedSequences) -> AttentionPlan:
+        return self.inner.plan(packed)
+
+    def captured(self, size: StepSize) -> ReferenceReplayable | None:
+        if size.is_far and not self.differs:
+            return None
+        return ReferenceReplayable(self.inner.shape.window, ChunkTiles(1 << 20, size.num_chunks))
+
+
+def reference_attentions(executor: DeviceExecutor, *, differs: bool = True) -> list[ReferenceAttention]:
+    """By KV group."""
+    return [captured_as_reference(attention, differs=differs) for attention in executor._attentions]
+
+
+def captured_as_reference(attention: GroupAttention, *, differs: bool = True) -> ReferenceAttention:
+    assert isinstance(attention, TorchAttention)
+    return ReferenceAttention(attention, differs)
+
+
+@dataclass(frozen=True)
+class ReferenceReplayable:
+    """A Replayable. It has no tiles: a chunk is one."""
+
+    window: int
+    tiles: ChunkTiles
+
+    def plan(self, step: StepOnDevice) -> AttentionPlan:
+        return StepPlan(step, self.window) if self.tiles.count else DecodesPlan(step, self.window)
+
+
+@dataclass(frozen=True)
+class DecodesPlan:
+    """Of a step of decodes alone."""
+
+    step: StepOnDevice
     window: int
 
     def run(
@@ -42,22 +80,17 @@ class DevicePlan:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = torch.zeros_like(query) if out is None else out.zero_()
-        real = self.packed.seq_lens > 0
-        tables = self.packed.block_tables[real].clamp(min=0)
+        real = self.step.decode_lens > 0
+        tables = self.step.block_tables[real].clamp(min=0)
         out[real] = reference.decode_attention(
-            query[real], key_cache, value_cache, tables, self.packed.seq_lens[real], scale, self.window
+            query[real], key_cache, value_cache, tables, self.step.decode_lens[real], scale, self.window
         )
         return out
 
 
-def plan_on_device(packed: PackedSequences, key_cache: torch.Tensor, window: int = 0) -> DevicePlan:
-    assert not (packed.host_seq_lens - 1).any(), "of a padded step the host knows no lengths"
-    return DevicePlan(packed, window)
-
-
 @dataclass(frozen=True)
-class ReferencePlan:
-    """Attention of a step with chunks."""
+class StepPlan:
+    """Of any step."""
 
     step: StepOnDevice
     window: int
@@ -82,24 +115,6 @@ class ReferencePlan:
             self.window,
         )  # fmt: skip
         return found
-
-
-@dataclass(frozen=True)
-class ReferenceReplayable:
-    """backends.Replayable in plain torch. It has no tiles, so they hold only the number of their sequence."""
-
-    is_far: bool
-    num_tiles: int = 2
-
-    def tiles(self, query_lens: Ints, seq_lens: Ints, num_decodes: int, padding_seq: int) -> Ints:
-        return np.array([[num_decodes, padding_seq], [0, 0]])
-
-    def plan(self, step: StepOnDevice, key_cache: torch.Tensor, window: int = 0) -> ReferencePlan:
-        return ReferencePlan(step, window)
-
-
-def replayable(kernels: Kernels) -> Kernels:
-    return replace(kernels, replayable=lambda size, num_heads, key_cache, windowed: ReferenceReplayable(size.is_far))
 
 
 class Repeater:
@@ -140,11 +155,21 @@ class Repeated:
     replayed: list[StepSize] = field(default_factory=list)  # the size of each replayed step
 
 
+def near_sizes(limit: int, max_seqs: int) -> list[StepSize]:
+    """Those of `step_sizes` that are not for far chunks."""
+    return [size for size in step_sizes(limit, max_seqs) if not size.is_far]
+
+
+def step_graphs(executor: DeviceExecutor, attentions: Sequence[GroupAttention]) -> StepGraphs:
+    """For the executor's steps, without graphs yet."""
+    runner = executor._runner
+    return StepGraphs(executor._model, executor._cache, runner.rows, runner.host_buffer, executor._kernels, attentions)
+
+
 def with_graphs(executor: DeviceExecutor, sizes: list[StepSize], room: int = 100) -> Repeated:
     """Let the executor replay steps of these sizes, as if its warm-up had captured them."""
     runner, lines = executor._runner, list[str]()
-    kernels = replace(replayable(executor._kernels), plan_attention=plan_on_device)
-    graphs = StepGraphs(executor._model, executor._cache, runner.rows, runner.host_buffer, kernels)
+    graphs = step_graphs(executor, reference_attentions(executor))
     graphs.capture(sizes, Repeater(room), lines.append)
     runner.graphs, executor._graph_sizes = graphs, GraphSizes(graphs.sizes)
     repeated, replay = Repeated(graphs, lines), graphs.replay

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,11 +21,13 @@ from pd_cluster.worker.cuda_graphs.graph_sizes import FAR_KEYS, GraphSizes, deco
 from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.input_batch import LATE, InputBatch
-from pd_cluster.worker.kv_cache import KVCache
+from pd_cluster.worker.kv_cache import DTYPES, KVCache
 from pd_cluster.worker.sampling_state import SamplingState
+from pd_kernels.attention import AttentionShape
 from pd_kernels.backends import TORCH
-from pd_kernels.triton_replayable import TritonReplayable
+from pd_kernels.triton_plan import TritonAttention
 from tests.connectors.layouts import full_layout
+from tests.worker.repeated_graphs import near_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,7 +65,7 @@ class Problem:
 def gpu() -> Iterator[None]:
     """Cut as for a GPU with so many multiprocessors."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pd_kernels.triton_replayable.num_processors", lambda device: 132)
+        patch.setattr("pd_kernels.triton_plan.num_processors", lambda device: 132)
         yield
 
 
@@ -118,14 +120,15 @@ def make_rows(problem: Problem) -> tuple[InputBatch, HostBuffer, tuple[SequenceC
 
 
 def make_graphs(problem: Problem, rows: InputBatch, host_buffer: HostBuffer) -> StepGraphs:
-    """Of a model that has a shape and no weights."""
+    """Of a model that has a shape and no weights. Two of its KV groups share tiles."""
     layout = full_layout(BLOCK_SIZE, 2, 1, 16, problem.dtype)
-    spec = SimpleNamespace(num_heads=2 * problem.group, vocab_size=99)
-    model = cast("Any", SimpleNamespace(device=CPU, dtype=torch.float32, spec=spec, windows=frozenset({0})))
-    kernels = replace(TORCH, replayable=TritonReplayable.of)
-    steps = StepGraphs(model, KVCache.allocate(layout, 1, 0, CPU), rows, host_buffer, kernels)
+    spec = SimpleNamespace(vocab_size=99)
+    model = cast("Any", SimpleNamespace(device=CPU, dtype=torch.float32, spec=spec))
+    shape = AttentionShape(2 * problem.group, 2, 16, BLOCK_SIZE, 1, DTYPES[problem.dtype])
+    attentions = [TritonAttention.of(shape, CPU, large_tiles=cast("Any", large)) for large in (None, "a kernel", None)]
+    steps = StepGraphs(model, KVCache.allocate(layout, 1, 0, CPU), rows, host_buffer, TORCH, attentions)
     decodes = decode_sizes(problem.max_seqs) if problem.with_decode_sizes else []
-    mixed = step_sizes(problem.limit, problem.max_seqs, with_far=problem.with_far)
+    mixed = (step_sizes if problem.with_far else near_sizes)(problem.limit, problem.max_seqs)
     steps.capture([*decodes, *mixed], NoRecorder(), lambda _: None)
     return steps
 
@@ -172,18 +175,20 @@ def check_sequences(rows: InputBatch, chunks: tuple[SequenceChunk, ...], places:
 
 def check_tiles(step: MixedStep, chunks: tuple[SequenceChunk, ...], places: StepPlaces) -> None:
     """Every chunk's tokens are covered once, and no others."""
-    attention, parts = step.attention, places.attention
-    assert isinstance(attention, TritonReplayable)
-    tokens = attention.tiling.rows // attention.group
+    parts = places.attention
     num_decodes = int((parts.decode_lens > 0).sum())
-    seqs, firsts = parts.tiles.tolist()
-    found = [(seq, first) for seq, first in zip(seqs, firsts, strict=True) if seq != step.size.num_seqs]
-    wanted = [
-        (seq, first) for seq in range(num_decodes, len(chunks)) for first in range(0, chunks[seq].num_tokens, tokens)
-    ]  # fmt: skip
-    assert sorted(found) == wanted
-    assert seqs[: len(found)] == [seq for seq, _ in found], "padding sequences come last"
-    assert not any(firsts[len(found) :])
+    assert set(parts.tiles) == {attention.tiles for attention in step.attentions}
+    for kind, tiles in parts.tiles.items():
+        seqs, firsts = tiles.tolist()
+        found = [(seq, first) for seq, first in zip(seqs, firsts, strict=True) if seq != step.size.num_seqs]
+        wanted = [
+            (seq, first)
+            for seq in range(num_decodes, len(chunks))
+            for first in range(0, chunks[seq].num_tokens, kind.num_tokens)
+        ]
+        assert sorted(found) == wanted
+        assert seqs[: len(found)] == [seq for seq, _ in found], "padding sequences come last"
+        assert not any(firsts[len(found) :])
 
 
 def is_served(problem: Problem, num_decodes: int) -> bool:
@@ -194,7 +199,7 @@ def is_served(problem: Problem, num_decodes: int) -> bool:
     return any(
         num_tokens <= size.num_tokens < num_tokens + 256 and size.num_seqs >= num_seqs
         and size.num_chunks >= num_seqs - num_decodes and (size.has_decodes or not num_decodes)
-        for size in step_sizes(problem.limit, problem.max_seqs, with_far=False)
+        for size in near_sizes(problem.limit, problem.max_seqs)
     )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
@@ -16,14 +15,13 @@ from pd_cluster.errors import StartupError
 from pd_cluster.scheduling.batch import Batch
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.memory_measurement import run_largest_step
-from pd_kernels.backends import TORCH
-from pd_kernels.values import StepSize
 from tests.worker.driver import Driver, make_executor
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pd_cluster.worker.pending_step import PendingStep
+    from pd_kernels.values import StepSize
     from tests.worker.conftest import ModelStore
 
 
@@ -43,7 +41,11 @@ def test_the_cache_is_block_first_and_as_large_as_asked(models: ModelStore) -> N
     assert 0.004e9 - layout.block_bytes < tensor.nbytes <= 0.004e9
     assert executor.num_host_blocks == 0.001e9 // layout.block_bytes
     assert not tensor.any(), "the warm-up must leave nothing behind"
-    assert lines[:2] == ["max_num_seqs 64, max_num_batched_tokens 2048 (CPU)", "weights 1/1"]
+    assert lines[:3] == [
+        "max_num_seqs 64, max_num_batched_tokens 2048 (CPU)",
+        "attention of 3 layers: torch (hopper: needs a Hopper GPU; triton: needs a GPU)",
+        "weights 1/1",
+    ]
     assert lines[-1] == "warm-up"
     assert (executor.block_size, executor.model.dtype, executor.model.eos_token_ids) == (16, "float32", frozenset({2}))
     executor.close()
@@ -57,9 +59,17 @@ def test_no_sequence_is_offered_that_the_cache_cannot_hold(models: ModelStore) -
     executor.close()
 
 
-def test_a_kernel_that_was_asked_for_and_cannot_be_had_ends_the_start(models: ModelStore) -> None:
-    with pytest.raises(StartupError, match="--prefill-attention flashinfer: "):
-        build(models.get("llama").directory, CacheConfig(), prefill_attention="flashinfer")
+def test_each_group_of_layers_has_its_attention(models: ModelStore) -> None:
+    directory = models.get("qwen3-some-windows").directory
+    executor, lines = build(directory, CacheConfig(num_blocks=4), attention_backend="torch")
+    assert len(executor._attentions) == len(executor.layout.groups) == 2
+    assert sum(line.startswith("attention of ") and line.endswith(": torch") for line in lines) == 2
+    executor.close()
+
+
+def test_an_attention_backend_that_was_asked_for_and_refuses_ends_the_start(models: ModelStore) -> None:
+    with pytest.raises(StartupError, match=r"^--attention-backend triton: needs a GPU$"):
+        build(models.get("llama").directory, CacheConfig(), attention_backend="triton")
 
 
 @pytest.mark.parametrize(
@@ -79,20 +89,6 @@ def test_a_capture_that_fails_ends_the_start_with_words(
     monkeypatch.setattr("pd_cluster.worker.device_executor.capture_steps", fail_to_capture)
     with pytest.raises(StartupError, match=words):
         build(models.get("llama").directory, CacheConfig(num_blocks=4))
-
-
-def test_a_kernel_that_was_asked_for_is_not_replaced_in_captured_steps(
-    models: ModelStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = replace(
-        TORCH, name="flashinfer", replayable=lambda size, num_heads, key_cache, windowed: pytest.fail("Triton's")
-    )
-    monkeypatch.setattr("pd_cluster.worker.kernel_selection.with_flashinfer", lambda shape, compiles: row)
-    executor, _ = build(models.get("llama").directory, CacheConfig(num_blocks=4), prefill_attention="flashinfer")
-    size = StepSize(16, 4, 4, has_decodes=True)
-    assert executor._kernels.name == "flashinfer"
-    assert executor._kernels.replayable(size, 6, executor._cache.layer_views[0][0], False) is None
-    executor.close()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

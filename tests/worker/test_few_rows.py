@@ -16,6 +16,8 @@ from pd_cluster.models.forward_inputs import ForwardInputs, Tail
 from pd_cluster.models.registry import build_model, resolve_spec
 from pd_cluster.models.weights import fill_at_random
 from pd_kernels import reference
+from pd_kernels.attention import AttentionShape
+from pd_kernels.attention_backends import choose_attention
 from pd_kernels.backends import TORCH, Kernels, no_few_rows
 from pd_kernels.selection import select_kernels
 from pd_kernels.values import HalfNormed, PackedSequences
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.models.model import Model
-    from pd_kernels.backends import AttentionPlan
+    from pd_kernels.attention import AttentionPlan
     from pd_kernels.gemm_selection import Product
 
 MAX_ROWS, BLOCK = 4, 16
@@ -80,6 +82,10 @@ def prepare(model: Model, count: int, sampling: list[int] | None) -> Callable[[]
     shape = (count, spec.num_kv_heads, spec.num_layers, 2, BLOCK, spec.head_dim)
     cache = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device, model.dtype)
     views = [(cache[:, :, layer, 0], cache[:, :, layer, 1]) for layer in range(spec.num_layers)]
+    attention_shape = AttentionShape(
+        spec.num_heads, spec.num_kv_heads, spec.head_dim, BLOCK, spec.num_layers, model.dtype
+    )
+    attention = choose_attention(attention_shape, device).backend.attention(attention_shape, device)
     blocks = torch.arange(count, dtype=torch.int32, device=device)
 
     def plan(rows: list[int]) -> AttentionPlan:
@@ -91,7 +97,7 @@ def prepare(model: Model, count: int, sampling: list[int] | None) -> Callable[[]
             host_query_lens=np.ones(len(rows), np.int64),
             host_seq_lens=lengths[rows],
         )
-        return select_kernels(device).plan_attention(packed, views[0][0])
+        return attention.plan(packed)
 
     tail = None
     if sampling is not None:
@@ -101,7 +107,7 @@ def prepare(model: Model, count: int, sampling: list[int] | None) -> Callable[[]
         token_ids=torch.arange(count, device=device) + 7,
         positions=positions,
         slot_mapping=blocks * BLOCK + positions,
-        plans={0: plan(list(range(count)))},
+        plans=[plan(list(range(count)))],
         tail=tail,
     )
     return partial(model.forward, inputs, views)

@@ -11,6 +11,7 @@ from pd_cluster.worker.cuda_graphs.graph_sizes import (
     token_buckets,
 )
 from pd_kernels.values import StepSize
+from tests.worker.repeated_graphs import near_sizes
 
 
 def chunks_of(*chunks: tuple[int, int], samples: int = 1) -> tuple[SequenceChunk, ...]:
@@ -75,15 +76,15 @@ def test_token_buckets() -> None:
 
 
 def test_step_sizes() -> None:
-    assert step_sizes(32, 3, with_far=False) == [
+    assert near_sizes(32, 3) == [
         StepSize(16, 3, 3, has_decodes=False), StepSize(16, 3, 3, has_decodes=True),
         StepSize(32, 3, 3, has_decodes=False), StepSize(32, 3, 3, has_decodes=True),
     ]  # fmt: skip
-    largest = [size for size in step_sizes(1024, 256, with_far=False) if size.num_tokens == 1024]
+    largest = [size for size in near_sizes(1024, 256) if size.num_tokens == 1024]
     assert largest == [
         StepSize(1024, 64, 64, has_decodes=False), StepSize(1024, 64, 64, has_decodes=True),
         StepSize(1024, 256, 64, has_decodes=True),
     ]  # fmt: skip
-    sizes = [size for size in step_sizes(192, 256, with_far=True) if size.num_tokens == 192]
+    sizes = [size for size in step_sizes(192, 256) if size.num_tokens == 192]
     assert {(size.num_chunks, size.is_far) for size in sizes} == {(12, False), (6, True)}
-    assert all(size.num_chunks <= size.num_seqs <= size.num_tokens for size in step_sizes(1024, 256, with_far=True))
+    assert all(size.num_chunks <= size.num_seqs <= size.num_tokens for size in step_sizes(1024, 256))

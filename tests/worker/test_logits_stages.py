@@ -14,7 +14,7 @@ from pd_cluster.errors import StartupError
 from pd_cluster.protocol.messages import AddRequest
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes, step_sizes
+from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.logits_stages.stage import LogitsStage, StageContext
 from pd_cluster.worker.pending_step import PendingStep
@@ -25,7 +25,7 @@ from tests.ban_token import BanToken
 from tests.engine.test_core_pipeline import CONFIG, PROMPTS, Bench, make_connector
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import make_executor, random_prompts
-from tests.worker.repeated_graphs import with_graphs
+from tests.worker.repeated_graphs import near_sizes, with_graphs
 from tests.worker.test_step_graphs import cuda_executor
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def serve_late_rows(executor: DeviceExecutor, depth: int, *, with_chunks: bool =
 @pytest.mark.parametrize("is_replayed", [False, True])
 def test_a_step_with_late_rows_is_drawn_when_the_one_before_was_read(models: ModelStore, is_replayed: bool) -> None:
     executor = make_executor(models.get("qwen3").directory, logits_stages=STAGES)
-    sizes = [*decode_sizes(2), *step_sizes(32, 3, with_far=False)]
+    sizes = [*decode_sizes(2), *near_sizes(32, 3)]
     replayed = with_graphs(executor, sizes).replayed if is_replayed else []
     for with_chunks in (False, True):
         found = serve_late_rows(executor, 2, with_chunks=with_chunks)

@@ -13,21 +13,24 @@ import torch
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes, step_sizes
+from pd_cluster.worker.cuda_graphs.set_up import captures_steps
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.executor import run_phases
 from pd_cluster.worker.host_buffer import HostBuffer
+from pd_cluster.worker.kernel_selection import attention_by_group
 from pd_cluster.worker.kv_cache import KVCache
 from pd_cluster.worker.memory_measurement import measure_free_bytes
-from pd_kernels.backends import TORCH
+from pd_kernels.attention import AttentionShape
+from pd_kernels.torch_attention import TorchAttention
 from tests.connectors.layouts import full_layout
 from tests.worker.conftest import VOCAB_SIZE
 from tests.worker.driver import Driver, make_executor, random_prompts
-from tests.worker.repeated_graphs import Repeater, plan_on_device, replayable
+from tests.worker.repeated_graphs import ReferenceAttention, Repeater, captured_as_reference
 
 if TYPE_CHECKING:
     from pd_cluster.worker.executor import Executor
     from pd_connectors.base import CacheDescription
-    from pd_kernels.values import PackedSequences, StepSize
+    from pd_kernels.values import StepSize
     from tests.worker.conftest import ModelStore
 
 PHASES = ("load", "free_kv_bytes", "allocate", "warm_up")
@@ -158,19 +161,16 @@ def test_the_phases_of_a_device_say_what_they_made(models: ModelStore) -> None:
 def test_the_sizes_that_warm_up_captured_serve_steps(models: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with functions that are called again in place of graphs."""
 
-    def plan(packed: PackedSequences, key_cache: torch.Tensor, window: int = 0) -> Any:
-        """The host knows no lengths of captured steps, and says 1."""
-        is_capturable = not (packed.host_seq_lens - 1).any()
-        return (plan_on_device if is_capturable else TORCH.plan_attention)(packed, key_cache, window)
+    def attentions(*arguments: Any) -> tuple[ReferenceAttention, ...]:
+        return tuple(map(captured_as_reference, attention_by_group(*arguments)))
 
     saved, repeater = models.get("qwen3"), Repeater(100)
-    kernels = replace(replayable(TORCH), plan_attention=plan)
     limits = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=40, max_graph_batch=4, max_graph_tokens=28)
     model, cache = ModelConfig(model=str(saved.directory), device="cpu"), CacheConfig(num_blocks=64)
     config = NodeConfig(model=model, cache=cache, scheduler=limits)
     plain = DeviceExecutor.started(config, lambda _: None)
     for name, value in (
-        ("kernel_selection.select_kernels", lambda device: kernels),
+        ("device_executor.attention_by_group", attentions),
         ("device_executor.captures_steps", lambda *arguments: True),
         ("cuda_graphs.set_up.CudaRecorder", lambda device: repeater),
         ("cuda_graphs.set_up.choose_products", lambda *arguments: None),
@@ -179,7 +179,7 @@ def test_the_sizes_that_warm_up_captured_serve_steps(models: ModelStore, monkeyp
     executor = DeviceExecutor.started(config, lambda _: None)
     sizes = executor._graph_sizes.sizes
     assert sizes[:3] == tuple(reversed(decode_sizes(4))), "the largest first"
-    assert set(sizes[3:]) == set(step_sizes(28, 6, with_far=True))
+    assert set(sizes[3:]) == set(step_sizes(28, 6))
     outputs = []
     for worker in (plain, executor):
         driver = Driver(worker, budget=40)
@@ -188,6 +188,15 @@ def test_the_sizes_that_warm_up_captured_serve_steps(models: ModelStore, monkeyp
         outputs.append(driver.run())
     assert outputs[0] == outputs[1] == [saved.generate(one.prompt, 12) for one in driver.sequences]
     assert repeater.num_replays >= 10
+
+
+def test_steps_are_captured_if_attention_of_every_group_can_be() -> None:
+    plain = TorchAttention(AttentionShape(4, 2, 16, 16, num_layers=3, dtype=torch.float32))
+    able, limits, cuda = ReferenceAttention(plain), SchedulerConfig(), torch.device("cuda")
+    assert captures_steps(limits, [able, able], cuda)
+    assert not captures_steps(limits, [able, plain], cuda)
+    assert not captures_steps(limits, [able], torch.device("cpu"))
+    assert not captures_steps(replace(limits, cuda_graphs=False), [able], cuda)
 
 
 def test_what_weights_and_the_largest_step_leave_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,20 +11,19 @@ from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerCon
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes, decode_sizes, step_sizes
-from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.sampler import Sampled, sample
 from pd_kernels.backends import TORCH, Kernels
 from pd_kernels.values import StepSize
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts
-from tests.worker.repeated_graphs import ReferenceReplayable, Repeater, with_graphs
+from tests.worker.repeated_graphs import Repeater, near_sizes, reference_attentions, step_graphs, with_graphs
 from tests.worker.test_few_rows import FEW_ROWS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-DECODES, SIZES = decode_sizes(6), step_sizes(28, 6, with_far=False)
+DECODES, SIZES = decode_sizes(6), near_sizes(28, 6)
 LENGTHS = (5, 16, 40, 31, 64, 1, 2)
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
 
@@ -99,7 +97,7 @@ def test_replayed_steps_sample_the_same(
     models: ModelStore, monkeypatch: pytest.MonkeyPatch, name: str, kernels: Kernels
 ) -> None:
     """Prompts in chunks, decodes between them, and steps larger than the largest size."""
-    monkeypatch.setattr("pd_cluster.worker.kernel_selection.select_kernels", lambda device: kernels)
+    monkeypatch.setattr("pd_cluster.worker.device_executor.select_kernels", lambda device: kernels)
     directory = models.get(name).directory
     replayed: list[StepSize] = []
     for budget in (24, 40):
@@ -201,18 +199,11 @@ def test_only_graphs_of_decodes_keep_logits_of_their_own(models: ModelStore) -> 
 
 def test_far_sizes_are_captured_where_they_differ(models: ModelStore) -> None:
     executor = make_executor(models.get("qwen3").directory)
-    sizes = step_sizes(16, 4, with_far=True)
+    sizes = step_sizes(16, 4)
     assert {size.is_far for size in sizes} == {False, True}
-    runner, lines = executor._runner, list[str]()
+    lines = list[str]()
     for differs, count in ((True, 4), (False, 2)):
-
-        def make(
-            size: StepSize, num_heads: int, key_cache: torch.Tensor, windowed: bool, differs: bool = differs
-        ) -> ReferenceReplayable | None:
-            return ReferenceReplayable(size.is_far) if differs or not size.is_far else None
-
-        kernels = replace(executor._kernels, replayable=make)
-        steps = StepGraphs(executor._model, executor._cache, runner.rows, runner.host_buffer, kernels)
+        steps = step_graphs(executor, reference_attentions(executor, differs=differs))
         steps.capture(sizes, Repeater(100), lines.append)
         assert len(steps.sizes) == count
         assert f" {count} of steps with prompts" in lines[-1]

@@ -12,11 +12,11 @@ import torch
 
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes, step_sizes
+from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes
 from pd_cluster.worker.pending_step import PendingStep
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import make_executor
-from tests.worker.repeated_graphs import with_graphs
+from tests.worker.repeated_graphs import near_sizes, with_graphs
 from tests.worker.test_step_graphs import cuda_executor
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def sampled(executor: DeviceExecutor, seed: int, depth: int, num_steps: int) -> 
 @pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
 def test_graphs_of_both_kinds_sample_what_steps_as_they_are_do(models: ModelStore, name: str) -> None:
     executor, plain = (make_executor(models.get(name).directory, max_num_seqs=MAX_SEQS) for _ in range(2))
-    replayed = with_graphs(executor, [*decode_sizes(6), *step_sizes(28, MAX_SEQS, with_far=False)]).replayed
+    replayed = with_graphs(executor, [*decode_sizes(6), *near_sizes(28, MAX_SEQS)]).replayed
     found = sampled(executor, 0, 2, 120)
     assert found == sampled(plain, 0, 1, 120)
     assert sum(map(len, found.values())) > 250

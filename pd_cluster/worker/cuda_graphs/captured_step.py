@@ -7,7 +7,7 @@ the graph computes them, so each graph keeps its own and a replay copies nothing
 without decodes need no attention of decodes. Only the tokens that sample get logits. These are copied to a place that
 all mixed steps share, because there are many sizes.
 
-All calls of the kernels' attention for captured steps are in this file.
+All calls of attention for captured steps are in this file.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ import numpy as np
 import torch
 
 from pd_cluster.models.forward_inputs import Tail
-from pd_cluster.worker.input_batch import leading_ones
-from pd_kernels.values import PackedSequences, StepOnDevice
+from pd_kernels.values import StepOnDevice, leading_ones
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from pd_cluster.models.model import Model
     from pd_cluster.scheduling.batch import SequenceChunk
-    from pd_cluster.worker.kv_cache import KVCache
-    from pd_kernels.backends import AttentionPlan, Kernels, PlanAttention, Replayable
+    from pd_kernels.attention import AttentionPlan, GroupAttention, Replayable
+    from pd_kernels.chunk_tiles import ChunkTiles
     from pd_kernels.values import Ints, StepSize
 
 
@@ -57,7 +56,7 @@ class MixedPlaces(NamedTuple):
     decode_lens: Any  # [S], [0] without decodes
     seq_lens: Any  # [S + 1]
     query_starts: Any  # [S + 2]
-    tiles: Any  # [2, num_tiles]
+    tiles: Mapping[ChunkTiles, Any]  # [2, count] of each that some KV group has
 
 
 class ReplayOutputs(NamedTuple):
@@ -86,10 +85,8 @@ class CapturedStep(Protocol):
     def fill(self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], lens: Ints, ends: Ints) -> None:
         """Write what attention reads of a step besides `lengths`. `lens`, `ends`: the chunks' numbers as arrays."""
 
-    def plan(
-        self, places: StepPlaces, block_tables: torch.Tensor, key_views: Mapping[int, torch.Tensor]
-    ) -> tuple[dict[int, AttentionPlan], Tail | None]:
-        """The plan for each window in `key_views`, and the rows that sample (None: all). Both are captured."""
+    def plan(self, places: StepPlaces, block_tables: torch.Tensor) -> tuple[list[AttentionPlan], Tail | None]:
+        """A plan for each KV group, and the rows that sample (None: all). Both are captured."""
 
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         """The captured end of a step: the outputs, where a replay leaves them."""
@@ -101,7 +98,8 @@ class DecodeStep:
 
     size: StepSize
     query_starts: torch.Tensor  # int32 [num_seqs + 1]: 0, 1, ...
-    plan_attention: PlanAttention  # its plan of decodes must be capturable
+    no_tiles: torch.Tensor  # int32 [2, 0]
+    attentions: tuple[Replayable, ...]  # by KV group
 
     @property
     def length(self) -> int:
@@ -118,20 +116,10 @@ class DecodeStep:
     def fill(self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], lens: Ints, ends: Ints) -> None:
         """Nothing: padding has length 0."""
 
-    def plan(
-        self, places: StepPlaces, block_tables: torch.Tensor, key_views: Mapping[int, torch.Tensor]
-    ) -> tuple[dict[int, AttentionPlan], None]:
-        num_seqs = self.size.num_seqs
-        ones = np.ones(num_seqs, np.int64)
-        packed = PackedSequences(
-            num_decodes=num_seqs,
-            query_starts=self.query_starts,
-            seq_lens=places.lengths.to(torch.int32),
-            block_tables=block_tables[:num_seqs],
-            host_query_lens=ones,
-            host_seq_lens=ones,  # not the real lengths: a capturable plan does not read them
-        )
-        return {window: self.plan_attention(packed, keys, window) for window, keys in key_views.items()}, None
+    def plan(self, places: StepPlaces, block_tables: torch.Tensor) -> tuple[list[AttentionPlan], None]:
+        lens = places.lengths.to(torch.int32)
+        step = StepOnDevice(lens, lens, self.query_starts, block_tables[: self.size.num_seqs], self.no_tiles)
+        return [attention.plan(step) for attention in self.attentions], None
 
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         return ReplayOutputs(logits, token_ids)
@@ -142,19 +130,22 @@ class MixedStep:
     """Steps with chunks. A padding sequence, the last one, owns unused tiles."""
 
     size: StepSize
-    attention: Replayable
+    attentions: tuple[Replayable, ...]  # by KV group
+    tiles: tuple[ChunkTiles, ...]  # those of the groups, each once
     outputs: ReplayOutputs  # the place that all mixed steps share
     bounds: tuple[tuple[int, int], ...]  # of the parts in the array
 
     @classmethod
-    def of(cls, size: StepSize, attention: Replayable, outputs: ReplayOutputs) -> MixedStep:
+    def of(cls, size: StepSize, attentions: tuple[Replayable, ...], outputs: ReplayOutputs) -> MixedStep:
         num_tokens, num_seqs = size.num_tokens, size.num_seqs
         num_decodes = num_seqs if size.has_decodes else 0
+        tiles = tuple(dict.fromkeys(attention.tiles for attention in attentions))
         lengths = (
-            *[num_tokens] * 4, *[num_seqs] * 5, num_decodes, num_seqs + 1, num_seqs + 2, 2 * attention.num_tiles
+            *[num_tokens] * 4, *[num_seqs] * 5, num_decodes, num_seqs + 1, num_seqs + 2,
+            *(2 * each.count for each in tiles),
         )  # fmt: skip
         shared = ReplayOutputs(outputs.logits[:num_seqs], outputs.token_ids[:num_seqs])
-        return cls(size, attention, shared, tuple(pairwise((0, *accumulate(lengths)))))
+        return cls(size, attentions, tiles, shared, tuple(pairwise((0, *accumulate(lengths)))))
 
     @property
     def length(self) -> int:
@@ -164,14 +155,16 @@ class MixedStep:
         rows, token_ids, positions, slots, owners, sampled, temperatures, seeds, lengths, *others = (
             fields[start:end] for start, end in self.bounds
         )
-        decode_lens, seq_lens, query_starts, tiles = others
-        attention = MixedPlaces(sampled, decode_lens, seq_lens, query_starts, tiles.reshape(2, -1))
+        decode_lens, seq_lens, query_starts, *tiles = others
+        placed = {kind: place.reshape(2, -1) for kind, place in zip(self.tiles, tiles, strict=True)}
+        attention = MixedPlaces(sampled, decode_lens, seq_lens, query_starts, placed)
         return StepPlaces(rows, token_ids, positions, slots, owners, temperatures, seeds, lengths, attention)
 
     def pad(self, places: StepPlaces, padding_row: int, padding_slot: int) -> None:
         places.owners[:] = padding_row
         places.slots[:] = padding_slot
-        places.attention.tiles[0] = self.size.num_seqs
+        for tiles in places.attention.tiles.values():
+            tiles[0] = self.size.num_seqs
 
     def fill(self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], lens: Ints, ends: Ints) -> None:
         parts: MixedPlaces = places.attention
@@ -182,21 +175,20 @@ class MixedStep:
         parts.seq_lens[:count] = ends
         parts.query_starts[1 : count + 1] = query_ends
         parts.query_starts[count + 1 :] = query_ends[-1]
-        parts.tiles[:] = self.attention.tiles(lens, ends, num_decodes, padding_seq=self.size.num_seqs)
+        for tiles, place in parts.tiles.items():
+            place[:] = tiles.cut(lens, ends, num_decodes, padding_seq=self.size.num_seqs)
 
-    def plan(
-        self, places: StepPlaces, block_tables: torch.Tensor, key_views: Mapping[int, torch.Tensor]
-    ) -> tuple[dict[int, AttentionPlan], Tail]:
+    def plan(self, places: StepPlaces, block_tables: torch.Tensor) -> tuple[list[AttentionPlan], Tail]:
         parts: MixedPlaces = places.attention
-        step = StepOnDevice(
-            decode_lens=parts.decode_lens.to(torch.int32),
-            seq_lens=parts.seq_lens.to(torch.int32),
-            query_starts=parts.query_starts.to(torch.int32),
-            block_tables=block_tables[: self.size.num_seqs + 1],
-            tiles=parts.tiles.to(torch.int32),
+        decode_lens, seq_lens, query_starts = (
+            numbers.to(torch.int32) for numbers in (parts.decode_lens, parts.seq_lens, parts.query_starts)
         )
-        plans = {window: self.attention.plan(step, keys, window) for window, keys in key_views.items()}
-        return plans, Tail(parts.sampled, plan=None)
+        tables = block_tables[: self.size.num_seqs + 1]
+        steps = {
+            tiles: StepOnDevice(decode_lens, seq_lens, query_starts, tables, place.to(torch.int32))
+            for tiles, place in parts.tiles.items()
+        }
+        return [attention.plan(steps[attention.tiles]) for attention in self.attentions], Tail(parts.sampled, plan=None)
 
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         self.outputs.logits.copy_(logits)
@@ -205,32 +197,46 @@ class MixedStep:
 
 
 def make_captured_steps(
-    sizes: Sequence[StepSize], model: Model, cache: KVCache, kernels: Kernels
+    sizes: Sequence[StepSize], model: Model, attentions: Sequence[GroupAttention]
 ) -> list[CapturedStep]:
-    """A step for each size that the kernels can replay. Decodes alone come first, the largest of each kind first."""
+    """A step for each size that attention of every KV group can replay.
+
+    Decodes alone come first, the largest of each kind first.
+    """
     decodes = sorted((size for size in sizes if not size.num_chunks), key=lambda size: -size.num_seqs)
     mixed = sorted(
         (size for size in sizes if size.num_chunks),
         key=lambda size: (-size.num_tokens, -size.num_seqs, size.is_far),
     )
-    return [*_decode_steps(decodes, model, kernels), *_mixed_steps(mixed, model, cache, kernels)]
+    return [*_decode_steps(decodes, model, attentions), *_mixed_steps(mixed, model, attentions)]
 
 
-def _decode_steps(sizes: Sequence[StepSize], model: Model, kernels: Kernels) -> Iterator[DecodeStep]:
+def _decode_steps(
+    sizes: Sequence[StepSize], model: Model, attentions: Sequence[GroupAttention]
+) -> Iterator[DecodeStep]:
     most = max((size.num_seqs for size in sizes), default=0)
     query_starts = torch.arange(most + 1, dtype=torch.int32, device=model.device)
-    for size in sizes:
-        yield DecodeStep(size, query_starts[: size.num_seqs + 1], kernels.plan_attention)
+    no_tiles = query_starts.new_empty(2, 0)
+    for size, replayables in _captured(sizes, attentions):
+        yield DecodeStep(size, query_starts[: size.num_seqs + 1], no_tiles, replayables)
 
 
-def _mixed_steps(sizes: Sequence[StepSize], model: Model, cache: KVCache, kernels: Kernels) -> Iterator[MixedStep]:
+def _mixed_steps(sizes: Sequence[StepSize], model: Model, attentions: Sequence[GroupAttention]) -> Iterator[MixedStep]:
     most, device = max((size.num_seqs for size in sizes), default=0), model.device
     outputs = ReplayOutputs(
         torch.empty((most, model.spec.vocab_size), dtype=model.dtype, device=device),
         torch.empty(most, dtype=torch.int64, device=device),
     )
-    keys, is_windowed = cache.layer_views[0][0], any(model.windows)
+    for size, replayables in _captured(sizes, attentions):
+        yield MixedStep.of(size, replayables, outputs)
+
+
+def _captured(
+    sizes: Sequence[StepSize], attentions: Sequence[GroupAttention]
+) -> Iterator[tuple[StepSize, tuple[Replayable, ...]]]:
+    """The sizes that all groups can replay, with the attention of each group."""
     for size in sizes:
-        attention = kernels.replayable(size, model.spec.num_heads, keys, is_windowed)
-        if attention is not None:
-            yield MixedStep.of(size, attention, outputs)
+        captured = [attention.captured(size) for attention in attentions]
+        replayables = tuple(attention for attention in captured if attention is not None)
+        if len(replayables) == len(captured):
+            yield size, replayables

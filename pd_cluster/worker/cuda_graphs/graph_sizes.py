@@ -82,16 +82,16 @@ def bucket_sizes(limit: int) -> list[int]:
     return sorted({size for size in sizes if size <= limit})
 
 
-def step_sizes(limit: int, max_seqs: int, *, with_far: bool) -> list[StepSize]:
+def step_sizes(limit: int, max_seqs: int) -> list[StepSize]:
     """Steps with chunks, for each of `token_buckets`: no decodes; few sequences; `max_seqs` sequences.
 
-    Each of them for chunks near the start of their sequences, and `with_far` also for chunks behind many keys.
+    Each of them for chunks near the start of their sequences, and for chunks behind many keys.
     """
     sizes = set()
     for num_tokens in token_buckets(limit):
         most = min(num_tokens, max_seqs)
         few = min(FEW_SEQS, most)
-        for is_far, (least, num_tokens_each) in enumerate((NEAR_CHUNKS, FAR_CHUNKS)[: 1 + with_far]):
+        for is_far, (least, num_tokens_each) in enumerate((NEAR_CHUNKS, FAR_CHUNKS)):
             num_chunks = min(max(least, num_tokens // num_tokens_each), few)
             for num_seqs, has_decodes in ((num_chunks, False), (few, True), (most, True)):
                 sizes.add(StepSize(num_tokens, num_seqs, num_chunks, has_decodes, bool(is_far)))

@@ -9,7 +9,7 @@ from pd_cluster.worker.cuda_graphs.recorder import CudaRecorder
 from pd_cluster.worker.kernel_selection import choose_products
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import ExitStack
 
     import torch
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from pd_cluster.config import SchedulerConfig
     from pd_cluster.models.model import Model
     from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
-    from pd_kernels.backends import Kernels
+    from pd_kernels.attention import GroupAttention
 
-CAPTURABLE = frozenset({"triton", "flashinfer"})  # their plan of decodes reads lengths on the device only
 GRAPH_BYTES = 1.0e9  # what captured steps take besides the logits: 0.8 GB (8B, 0.6B)
 
 
-def captures_steps(limits: SchedulerConfig, kernels: Kernels, device: torch.device) -> bool:
-    """Whether steps are captured at all."""
-    return device.type == "cuda" and limits.cuda_graphs and kernels.name in CAPTURABLE
+def captures_steps(limits: SchedulerConfig, attentions: Sequence[GroupAttention], device: torch.device) -> bool:
+    """Whether steps are captured at all: only if attention of decodes can be, in every KV group."""
+    is_wanted, (smallest,) = device.type == "cuda" and limits.cuda_graphs, decode_sizes(1)
+    return is_wanted and all(attention.captured(smallest) is not None for attention in attentions)
 
 
 def captured_bytes(limits: SchedulerConfig, bytes_per_row: int) -> float:
@@ -50,8 +50,7 @@ def capture_steps(
     powers = [1 << power for power in range(10, budget.bit_length())]
     products = [*token_buckets(limit), *powers, budget]
     choose_products(model, bucket_sizes(max_decodes), products, device, cleanup, progress)
-    # Under a window no chunk has many keys
-    mixed = step_sizes(limit, limits.max_num_seqs, with_far=not any(model.windows)) if limit else []
+    mixed = step_sizes(limit, limits.max_num_seqs) if limit else []
     graphs.capture([*decode_sizes(max_decodes), *mixed], CudaRecorder(device), progress)
 
 

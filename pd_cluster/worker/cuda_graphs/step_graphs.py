@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.host_buffer import HostBuffer
     from pd_cluster.worker.input_batch import InputBatch, ReplayInputs
     from pd_cluster.worker.kv_cache import KVCache
+    from pd_kernels.attention import GroupAttention
     from pd_kernels.backends import Kernels
     from pd_kernels.values import StepSize
 
@@ -45,16 +46,21 @@ class StepGraphs:
     """Graphs by size. Their replays follow each other on one stream."""
 
     def __init__(
-        self, model: Model, cache: KVCache, rows: InputBatch, host_buffer: HostBuffer, kernels: Kernels
+        self,
+        model: Model,
+        cache: KVCache,
+        rows: InputBatch,
+        host_buffer: HostBuffer,
+        kernels: Kernels,
+        attentions: Sequence[GroupAttention],
     ) -> None:
-        """Without graphs until `capture`."""
+        """Without graphs until `capture`. `attentions`: by KV group."""
         self._model = model
-        self._cache = cache
         self._rows = rows
         self._host_buffer = host_buffer
         self._kernels = kernels
+        self._attentions = attentions
         self._views = list(cache.layer_views)
-        self._key_views = {window: cache.key_views[window] for window in model.windows}
         self._padding_slot = cache.padding_block * cache.layout.block_size
         self._graphs: dict[StepSize, _Graph] = {}
         self._block_tables = torch.empty(0)
@@ -66,14 +72,14 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[StepSize], recorder: Recorder, progress: Callable[[str], None]) -> None:
-        """Capture every size that the kernels can replay, or as many of the first as there is memory for.
+        """Capture every size that attention can replay, or as many of the first as there is memory for.
 
         Decodes alone come first, the largest of each kind first. Call it once.
         """
         started_s, free = time.perf_counter(), recorder.free_bytes
         shape = max(size.num_seqs for size in sizes) + 1, self._rows.max_blocks
         self._block_tables = torch.zeros(shape, dtype=torch.int32, device=self._model.device)
-        steps = make_captured_steps(sizes, self._model, self._cache, self._kernels)
+        steps = make_captured_steps(sizes, self._model, self._attentions)
         for step in steps:
             if not recorder.has_room():
                 progress(f"no memory for {len(steps) - len(self._graphs)} of {len(steps)} graphs of steps")
@@ -110,7 +116,7 @@ class StepGraphs:
         """What is captured. Its inputs are the host buffer's fields, `last_tokens`, the block tables and the cache."""
         last_tokens, places = self._rows.last_tokens, step.places(self._host_buffer.first(step.length))
         token_ids = torch.where(places.token_ids < 0, last_tokens[places.rows], places.token_ids)
-        plans, tail = step.plan(places, self._block_tables, self._key_views)
+        plans, tail = step.plan(places, self._block_tables)
         inputs = ForwardInputs(token_ids, places.positions, places.slots, plans, tail)
         logits = self._model.forward(inputs, self._views)
         temperatures = places.temperatures.view(torch.float32)[: step.size.num_seqs]

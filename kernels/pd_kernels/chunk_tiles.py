@@ -1,0 +1,41 @@
+"""How prefill chunks are cut into tiles of tokens, the units of work of prefill kernels. Host arrays only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from pd_kernels.values import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTiles:
+    """The tiles of captured steps of one size. KV groups with equal values share them."""
+
+    num_tokens: int  # of a tile, at least 1
+    count: int  # as many as a step of this size may need
+
+    def cut(self, query_lens: Ints, seq_lens: Ints, num_decodes: int, padding_seq: int) -> Ints:
+        """[2, count] for a step's StepOnDevice.tiles, from its S' lengths [S']; unused tiles get `padding_seq`."""
+        found = cut_chunks(query_lens, seq_lens, num_decodes, self.num_tokens)
+        tiles = np.zeros((2, self.count), np.int64)
+        tiles[0, found.shape[1] :] = padding_seq
+        tiles[:, : found.shape[1]] = found
+        return tiles
+
+
+def cut_chunks(query_lens: Ints, seq_lens: Ints, num_decodes: int, num_tokens: int) -> Ints:
+    """Cut the chunks, which follow the decodes, into tiles of `num_tokens` tokens.
+
+    [2, n]: each tile's sequence and its first token in the chunk; the tiles with the most keys first.
+    """
+    lens = query_lens[num_decodes:]
+    counts = -(-lens // num_tokens)
+    seqs = np.repeat(np.arange(num_decodes, len(query_lens)), counts)
+    firsts = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * num_tokens
+    num_keys = (seq_lens - query_lens)[seqs] + firsts
+    order = np.argsort(-num_keys, kind="stable")
+    return np.stack((seqs[order], firsts[order]))

@@ -1,0 +1,160 @@
+"""A step's attention in Triton: decodes in one launch, prefill chunks in another; launched, or captured.
+
+A plan of decodes reads lengths on the device. Chunks are cut into tiles on the host. Captured steps get the tiles with
+their other numbers, as many as a step of their size may need; the unused ones belong to an empty padding sequence, and
+a kernel stops at once at a tile without tokens. So replays follow other lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from pd_kernels.checks import check_cache_views, check_query, output
+from pd_kernels.chunk_tiles import ChunkTiles
+from pd_kernels.triton_decode import (
+    DecodePlan,
+    DecodeTiling,
+    decode_attention,
+    decode_tiling,
+    num_processors,
+    plan_decode,
+)
+from pd_kernels.triton_prefill import (
+    LargeTiles,
+    PrefillPlan,
+    plan_prefill,
+    prefill_attention,
+    prefill_tiling,
+    room_for_parts,
+    unshared_if_many,
+)
+from pd_kernels.values import PackedSequences, PrefillTiling
+
+if TYPE_CHECKING:
+    import torch
+
+    from pd_kernels.attention import AttentionShape
+    from pd_kernels.values import StepOnDevice, StepSize
+
+_FAR_KEYS = 4096  # far steps are tiled for so many
+_VOID = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonAttention:
+    """A GroupAttention. The tilings can be replaced for measurements."""
+
+    shape: AttentionShape
+    device: torch.device
+    decode: DecodeTiling
+    large_tiles: LargeTiles | None  # the kernel for them, if not Triton's
+    prefill: PrefillTiling | None = None  # None: chosen for each step
+
+    @classmethod
+    def of(cls, shape: AttentionShape, device: torch.device, large_tiles: LargeTiles | None = None) -> Self:
+        """With tilings for a GPU with 228 KiB of shared memory per multiprocessor."""
+        return cls(shape, device, decode_tiling(shape.dtype, shape.head_dim), large_tiles)
+
+    def plan(self, packed: PackedSequences) -> TritonAttentionPlan:
+        """See GroupAttention."""
+        count, num_tokens = packed.num_decodes, int(packed.host_query_lens.sum())
+        decode_lens, prefill = packed.seq_lens[:count], None
+        if count < packed.num_seqs:
+            prefill = self._plan_chunks(packed, num_tokens - count)
+        return TritonAttentionPlan(num_tokens, packed, decode_lens, self.shape.window, self._plan(decode_lens), prefill)
+
+    def captured(self, size: StepSize) -> TritonReplayable | None:
+        """See GroupAttention."""
+        if not size.num_chunks:
+            return TritonReplayable(self, size, ChunkTiles(1, 0), None)
+        num_rows, far_keys = size.num_tokens * self.shape.num_heads, 0 if self.shape.window else _FAR_KEYS
+        near, far = (self._tiling(num_rows, num_keys) for num_keys in (0, far_keys))
+        if size.is_far and far == near:
+            return None
+        tiling = far if size.is_far else near
+        num_tokens = tiling.rows // self.shape.heads_per_kv_head
+        return TritonReplayable(
+            self, size, ChunkTiles(num_tokens, size.num_tokens // num_tokens + size.num_chunks), tiling
+        )
+
+    def plan_captured(self, step: StepOnDevice, num_tokens: int, tiling: PrefillTiling | None) -> TritonAttentionPlan:
+        """A plan that does not depend on lengths. `tiling`: of chunks; None: the step has none."""
+        packed = PackedSequences(0, step.query_starts, step.seq_lens, step.block_tables, _VOID, _VOID)
+        prefill = None
+        if tiling is not None:
+            room = room_for_parts(self.shape, tiling, step.tiles.shape[1], self.device)
+            prefill = PrefillPlan(tiling, step.tiles, room, self.large_tiles)
+        decode = self._plan(step.decode_lens)
+        return TritonAttentionPlan(num_tokens, packed, step.decode_lens, self.shape.window, decode, prefill)
+
+    def _plan(self, decode_lens: torch.Tensor) -> DecodePlan | None:
+        if not len(decode_lens):
+            return None
+        return plan_decode(decode_lens, self.shape.num_kv_heads, self.shape.window, self.decode)
+
+    def _plan_chunks(self, packed: PackedSequences, num_tokens: int) -> PrefillPlan:
+        """Plan the step's chunks, which have `num_tokens` tokens."""
+        shape, tiling = self.shape, self.prefill
+        if tiling is None:
+            num_keys = 0 if shape.window else int(packed.host_seq_lens[packed.num_decodes :].max())
+            tiling = unshared_if_many(
+                self._tiling(num_tokens * shape.num_heads, num_keys), packed, shape, num_processors(self.device)
+            )
+        return plan_prefill(packed, shape, tiling, self.device, self.large_tiles)
+
+    def _tiling(self, num_rows: int, num_keys: int) -> PrefillTiling:
+        shape, has_large = self.shape, self.large_tiles is not None
+        return prefill_tiling(shape.dtype, shape.head_dim, num_rows, num_keys, num_processors(self.device), has_large)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonReplayable:
+    """A Replayable."""
+
+    attention: TritonAttention
+    size: StepSize
+    tiles: ChunkTiles
+    tiling: PrefillTiling | None  # None without chunks
+
+    def plan(self, step: StepOnDevice) -> TritonAttentionPlan:
+        """See Replayable. Rows without a sequence keep their values or become 0."""
+        return self.attention.plan_captured(step, self.size.num_tokens, self.tiling)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonAttentionPlan:
+    """An AttentionPlan."""
+
+    num_tokens: int
+    packed: PackedSequences
+    decode_lens: torch.Tensor  # int32 [n]: of the first n sequences, which attend as decodes
+    window: int
+    decode: DecodePlan | None  # None without decodes
+    prefill: PrefillPlan | None  # None without chunks
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See AttentionPlan."""
+        check_cache_views(key_cache, value_cache)
+        check_query(query, key_cache, self.num_tokens)
+        if query.stride(1) != query.shape[2]:
+            raise ValueError(f"a token's query heads must be contiguous, not of stride {query.stride(1)}")
+        out = output(out, query.shape, query)
+        packed, lens = self.packed, self.decode_lens
+        if self.decode is not None:  # first: in captured steps it zeroes the rows of chunks
+            rows = slice(0, len(lens))
+            decode_attention(
+                query[rows], key_cache, value_cache, packed.block_tables, lens, self.decode, out[rows], scale
+            )
+        if self.prefill is not None:
+            prefill_attention(query, key_cache, value_cache, packed, self.prefill, out, scale, self.window)
+        return out
