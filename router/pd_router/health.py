@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from pd_connectors.protocol.clock import patiently
-from pd_http.node_answers import object_in
-from pd_router.failure_kind import FailureKind
+from pd_http.node_answers import FailureKind, object_in
 from pd_router.liveness import Down
 from pd_router.upstream import LegFailed, Upstream
 

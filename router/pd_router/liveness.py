@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from pd_router.failure_kind import FailureKind
+from pd_http.node_answers import FailureKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ import aiohttp
 
 from pd_connectors.protocol.clock import patiently
 from pd_http.errors import ENGINE_DIED, NodesDied
-from pd_http.node_answers import code_of, has_lost_requests, object_in
-from pd_router.failure_kind import FailureKind
+from pd_http.node_answers import FailureKind, code_of, has_lost_requests, object_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
