@@ -35,8 +35,7 @@ from typing import TYPE_CHECKING
 
 from pd_connectors.base import LeaseEnded, PublishSpec
 from pd_connectors.protocol.errors import LeaseEnd
-from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseState, SampledToken
-from pd_connectors.protocol.ticket import LeaseRef
+from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseRef, LeaseState, SampledToken
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from pd_connectors.base import ConnectorContext
     from pd_connectors.lease import LeaseTable
-    from pd_connectors.protocol.ticket import LeaseRef
+    from pd_connectors.protocol.messages import LeaseRef
 
 
 class Owner:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pd_connectors.protocol.ticket import LeaseRef
+    from pd_connectors.protocol.messages import LeaseRef
     from pd_connectors.pull import Pull
     from pd_connectors.transport import Address, PeerKey
 

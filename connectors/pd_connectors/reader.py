@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 from pd_connectors.base import ConnectorContext, Event, LoadDrained, LoadFailed, LoadSpec
 from pd_connectors.block_reads import PostRead
 from pd_connectors.handshake import check_reply, check_ticket
-from pd_connectors.load_counters import LoadCounters
 from pd_connectors.peer import Endpoint, Greeting, Peer
 from pd_connectors.protocol.errors import HandshakeError, LoadFailure
 from pd_connectors.protocol.messages import ConfirmReply, Hello, HelloReply, LeaseState, Release, ToOwner, ToReader
@@ -34,7 +33,8 @@ from pd_connectors.transport import Address, Completion, Connected, ConnectFaile
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_connectors.protocol.ticket import LeaseRef, Ticket
+    from pd_connectors.protocol.messages import LeaseRef
+    from pd_connectors.protocol.ticket import Ticket
 
 HELLO_EVERY_S = 0.5
 PEER_IDLE_S = 300.0  # an endpoint without a load for so long is torn down
@@ -69,7 +69,6 @@ class Reader:
         self._home: dict[str, Peer] = {}  # load id -> its peer
         self._by_lease: dict[str, list[Pull]] = {}
         self._num_attempts = 0
-        self.counters = LoadCounters(len(context.layout.groups))
 
     # from the engine
 
@@ -78,8 +77,8 @@ class Reader:
         try:
             check_ticket(ticket, self._context.fingerprint, self._context.layout)
         except HandshakeError as error:
-            self._tell(LoadFailed(load_id, LoadFailure.REJECTED, f"{type(error).__name__}: {error}"))
-            self._tell(LoadDrained(load_id))
+            self._emit(LoadFailed(load_id, LoadFailure.REJECTED, f"{type(error).__name__}: {error}"))
+            self._emit(LoadDrained(load_id))
             return
         address = (ticket.host, ticket.port)
         peer = self._peers.setdefault(address, Peer(address, now))
@@ -237,7 +236,7 @@ class Reader:
                     assert pull.endpoint is not None, "a pull reads only once it is connected"
                     self._transport.read(pull.endpoint, (pull.load_id, number), remote, local)
                 case Emit(event):
-                    self._tell(event)
+                    self._emit(event)
         if pull.is_over and peer.pulls.pop(pull.load_id, None) is not None:
             peer.idle_since = now
             del self._home[pull.load_id]
@@ -249,10 +248,6 @@ class Reader:
     def _is_wanted(self, lease: LeaseRef) -> bool:
         """A live load of ours reads it. The last one releases it."""
         return any(pull.is_live and pull.ticket.lease == lease for pull in self._by_lease.get(lease.lease_id, ()))
-
-    def _tell(self, event: Event) -> None:
-        self.counters.count(event)
-        self._emit(event)
 
     def _fail(self, peer: Peer, reason: LoadFailure, detail: str, now: float, which: Callable[[Pull], bool]) -> None:
         for pull in [pull for pull in peer.pulls.values() if which(pull)]:

@@ -12,8 +12,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from pd_cluster.engine.forecast import FROZEN_S
 from pd_cluster.engine.liveness import STALL_S, EngineLiveness, EngineState
+from pd_cluster.engine.step_timing import FROZEN_S
 from pd_cluster.errors import EngineFrozen, EngineLost, EngineUnavailable
 from pd_cluster.protocol.messages import (
     Abort,

@@ -18,9 +18,9 @@ import time
 from typing import TYPE_CHECKING
 
 from pd_cluster.engine.admission import Admission, refusal
-from pd_cluster.engine.forecast import StepForecast
 from pd_cluster.engine.kv_transfers import KvTransfers
 from pd_cluster.engine.pipeline import Pipeline
+from pd_cluster.engine.step_timing import StepForecast
 from pd_cluster.errors import PdError
 from pd_cluster.protocol.messages import (
     HEARTBEAT_S,

@@ -271,7 +271,8 @@ class KvTransfers:
         for intake in sorted(wanting, key=lambda intake: intake.request.claim):
             if self._scheduler.reserve(intake.request) is not None:
                 intake.is_ready = False
-        self._searches.reserve()
+        if self._searches.wants_blocks:
+            self._searches.reserve()
 
     def forget(self, request: Request) -> None:
         """The request has ended. Its load, if there is one, is cancelled and becomes an orphan. Idempotent."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from enum import StrEnum, auto
 
-from pd_cluster.engine.forecast import FROZEN_S
+from pd_cluster.engine.step_timing import FROZEN_S
 
 STALL_S = 60.0  # a frozen engine that sends nothing for so long is dead
 

@@ -16,8 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pd_cluster.engine.forecast import FROZEN_S, StepForecast
-from pd_cluster.engine.step_timing import StepTiming
+from pd_cluster.engine.step_timing import FROZEN_S, StepForecast, StepTiming
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +33,7 @@ class Flight:
     batch: Batch
     pending: Pending
     launched_s: float
-    kind: int  # see `forecast`
+    kind: int  # see `StepForecast`
     allowed_s: float
     loads_behind: list[LoadSpec] = field(default_factory=list)  # they start when this step has retired
 

@@ -47,6 +47,7 @@ class PoolSearches:
         self._serials = count(1)
         self._by_load: dict[str, PoolSearch | None] = {}  # None: an orphan
         self._by_request: dict[Request, PoolSearch] = {}
+        self.wants_blocks = False  # some search has found tokens and has no blocks for them: call `reserve`
 
     @property
     def num_orphans(self) -> int:
@@ -75,11 +76,14 @@ class PoolSearches:
         return True
 
     def reserve(self) -> None:
-        """Blocks for what was found, best claim first. Called before each step."""
+        """Reserve blocks for found tokens, best claim first. Called before each step in which `wants_blocks`."""
+        self.wants_blocks = False
         wanting = [search for search in self._by_request.values() if search.num_wanted]
         for search in sorted(wanting, key=lambda search: search.request.claim):
             search.request.load_id = search.load_id
-            if self._scheduler.reserve(search.request, search.num_wanted) is not None:
+            if self._scheduler.reserve(search.request, search.num_wanted) is None:
+                self.wants_blocks = True
+            else:
                 search.num_wanted = 0
 
     def take(self, event: PrefixFound | PrefixLoaded) -> None:
@@ -88,6 +92,7 @@ class PoolSearches:
         if isinstance(event, PrefixFound):
             if search is not None:
                 search.num_wanted = event.num_tokens
+                self.wants_blocks = True
             return
         self._by_load.pop(event.load_id, None)
         if search is None:

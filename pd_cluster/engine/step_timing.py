@@ -1,10 +1,18 @@
-"""When to plan the next step: as late as the device allows.
+"""How long steps take: when to plan the next one, and when the engine counts as frozen. Pure: fed steps and times.
 
-A step that is planned as soon as the device has begun the one before it leaves out all that arrives meanwhile: a
-request that was handed over then waits one and a half steps on average before its first decode. Planned just before the
-device runs dry, it waits half a step. So the end of the running step is predicted from the last step like it. When a
-prediction was too long (the device was idle when we looked), the next ones are shortened: the device comes first.
-A step of decodes and prompts takes at least as long as its decodes alone do.
+**StepTiming** plans as late as the device allows. A step that is planned as soon as the device has begun the one before
+it leaves out all requests that arrive meanwhile: a request that was handed over then waits one and a half steps on
+average before its first decode. Planned just before the device runs dry, it waits half a step. So the end of the
+running step is predicted from the last step like it. When a prediction was too long (the device was idle when the host
+looked), the next ones are shortened, because an idle device costs more. A step of decodes and prompts takes at least
+as long as its decodes alone do.
+
+**StepForecast** bounds a step from above. A step's *work* is its tokens, each counted once more for every
+`keys_per_token` tokens before its chunk. Steps of equal work, by the integer part of its binary logarithm, are of one
+kind. The next step of a kind is predicted from the shorter of its last two durations: one long step proves nothing,
+because this process may have been stopped meanwhile. The factor of 4 covers differences within a kind (at most 2 times
+the work) and a busy host. The first step of a kind is warm-up where kernels are compiled or graphs captured on first
+use, and cannot be predicted. Elsewhere it is predicted from the nearest kind that has run.
 """
 
 from __future__ import annotations
@@ -14,6 +22,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch
+
+FROZEN_S = 3.0  # silence that every engine is allowed: three heartbeats
+STEP_FACTOR = 4.0  # of the predicted step
+WARM_UP_S = 60.0  # a first step with the compilation of its kernels is shorter
 
 SLACK_S = 0.0005  # how much longer a wait may be than it was meant to
 LEAD_FACTOR = 1.5  # of the host's own time for a step, which it must not exceed
@@ -98,6 +110,42 @@ class StepTiming:
     def _sure_s(self, num_decodes: int) -> float:
         """How long a step with so many decodes takes at least; 0: unknown."""
         return self._decode_s if num_decodes and self._is_alike(num_decodes) else 0.0
+
+
+class StepForecast:
+    """Predicts one pipeline's steps. `is_compiled_lazily`: the first step of a kind compiles or captures something."""
+
+    def __init__(self, *, keys_per_token: int = 0, is_compiled_lazily: bool) -> None:
+        self._keys_per_token = keys_per_token
+        self._is_compiled_lazily = is_compiled_lazily
+        self._durations: dict[int, tuple[float, float]] = {}  # kind -> of its last two steps
+
+    def kind_of(self, batch: Batch) -> int:
+        """The kind of a step: steps of one kind take about as long."""
+        work = batch.num_tokens
+        if self._keys_per_token:
+            work += sum(chunk.start * chunk.num_tokens for chunk in batch.chunks) // self._keys_per_token
+        return work.bit_length()
+
+    def allowed_s(self, kind: int) -> float:
+        """Seconds after which the engine is frozen if a step of this kind has not ended."""
+        predicted_s = self._predicted_s(kind)
+        return WARM_UP_S if predicted_s is None else max(FROZEN_S, STEP_FACTOR * predicted_s)
+
+    def note_step(self, kind: int, duration_s: float) -> None:
+        """A step of this kind has ended."""
+        _, last_s = self._durations.get(kind, (duration_s, duration_s))
+        self._durations[kind] = (last_s, duration_s)
+
+    def _predicted_s(self, kind: int) -> float | None:
+        """None: a step of this kind is warm-up."""
+        if (last := self._durations.get(kind)) is not None:
+            return min(last)
+        if self._is_compiled_lazily or not self._durations:
+            return None
+        nearest = min(self._durations, key=lambda known: (abs(known - kind), -known))
+        growth = 2.0 ** max(0, kind - nearest)  # a smaller step takes no longer than a larger one
+        return min(min(self._durations[nearest]) * growth, WARM_UP_S / STEP_FACTOR)
 
 
 def _until(sure_s: float, running_s: float) -> float:

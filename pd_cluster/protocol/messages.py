@@ -214,7 +214,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
 class SilenceAllowed(msgspec.Struct, frozen=True, tag=True):
     """Sent before a step that may take long, or is warm-up: an engine that is silent for so long is not frozen yet.
 
-    Stands until the next one. At first `forecast.FROZEN_S` are allowed.
+    Stands until the next one. At first `step_timing.FROZEN_S` are allowed.
     """
 
     seconds: float

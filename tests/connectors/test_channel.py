@@ -15,8 +15,7 @@ from pd_connectors.channel import Channel, FromOwner, FromReader, Incoming, Owne
 from pd_connectors.curve import CurveKeys
 from pd_connectors.nixl.machine import listening_sockets
 from pd_connectors.protocol.errors import ConnectorUnavailable
-from pd_connectors.protocol.messages import LeaseState, Release, Renew, seal
-from pd_connectors.protocol.ticket import LeaseRef
+from pd_connectors.protocol.messages import LeaseRef, LeaseState, Release, Renew, seal
 from pd_connectors.zmq_channel import MAX_ANSWER_BYTES, MAX_QUESTION_BYTES, ZmqChannel
 from tests.connectors.layouts import runs
 

@@ -13,8 +13,7 @@ from pd_connectors import lease as lease_module
 from pd_connectors.base import LeaseEnded, PublishSpec
 from pd_connectors.lease import ABANDON_GRACE_S, LeaseTable
 from pd_connectors.protocol.errors import LeaseEnd
-from pd_connectors.protocol.messages import Confirm, LeaseState, SampledToken
-from pd_connectors.protocol.ticket import LeaseRef
+from pd_connectors.protocol.messages import Confirm, LeaseRef, LeaseState, SampledToken
 from tests.connectors.layouts import full_layout, runs
 from tests.connectors.simulation import VirtualClock
 

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from pd_connectors.base import FirstTokens, LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec, LoadSteps
 from pd_connectors.block_reads import PostRead
 from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
-from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseState, Release, Renew, SampledToken
-from pd_connectors.protocol.ticket import LeaseRef, Ticket
+from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseRef, LeaseState, Release, Renew, SampledToken
+from pd_connectors.protocol.ticket import Ticket
 from pd_connectors.pull import Action, Emit, Pull, Send
 from pd_connectors.pull_limits import LOST_GRACE_S, PullLimits
 from pd_connectors.transport import PeerKey

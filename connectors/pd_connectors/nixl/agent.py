@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pd_connectors.nixl.network import KvNetwork
-    from pd_connectors.protocol.layout import SliceRead
+    from pd_connectors.protocol.slices import SliceRead
     from pd_connectors.transport import GroupIds
 
 PROGRESS_DELAY_US = 1000

@@ -26,7 +26,7 @@ import msgspec
 
 from pd_connectors.nixl.agent import EndpointFailed, MayStillLand, NixlAgent, NixlError, Region, Remote
 from pd_connectors.protocol.errors import ConnectorUnavailable
-from pd_connectors.protocol.layout import plan_slices
+from pd_connectors.protocol.slices import plan_slices
 from pd_connectors.transport import Completion, Connected, ConnectFailed, PeerKey, ReadEnded, ReadId, Transport
 
 if TYPE_CHECKING:

@@ -10,12 +10,23 @@ Every message may be lost, repeated or reordered. P answers each `Renew` with a 
 from __future__ import annotations
 
 import hmac
+from hashlib import blake2b
 
 import msgspec
 
 from pd_connectors.protocol.errors import BadSignature, LeaseEnd, ProtocolMismatch
 from pd_connectors.protocol.layout import BlockLayout, BlockRun
-from pd_connectors.protocol.ticket import MAC_BYTES, PROTOCOL_VERSION, LeaseRef, mac
+
+PROTOCOL_VERSION = 2  # of tickets, offers, orders and control messages; both sides must have the same
+MAC_BYTES = 16
+
+
+class LeaseRef(msgspec.Struct, frozen=True):
+    """Names one lease for ever: ids never repeat, and a restarted engine has another epoch."""
+
+    engine_id: str
+    epoch: int  # drawn at each boot of the engine process
+    lease_id: str
 
 
 class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -112,6 +123,11 @@ ToReader = HelloReply | LeaseState | ConfirmReply
 
 _VERSION = PROTOCOL_VERSION.to_bytes(2, "big")
 _DECODER = msgspec.msgpack.Decoder(ToOwner | ToReader)
+
+
+def mac(key: bytes, payload: bytes) -> bytes:
+    """Keyed blake2b (RFC 7693) over `payload`. `key` is at most 64 bytes."""
+    return blake2b(payload, key=key, digest_size=MAC_BYTES, person=b"pd-cluster-mac").digest()
 
 
 def seal(key: bytes, message: ToOwner | ToReader) -> bytes:

@@ -9,25 +9,15 @@ from __future__ import annotations
 
 import hmac
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from hashlib import blake2b
 from typing import Literal, TypeVar
 
 import msgspec
 
 from pd_connectors.protocol.errors import BadSignature, ProtocolMismatch, TicketError, TicketExpired
 from pd_connectors.protocol.layout import BlockLayout
+from pd_connectors.protocol.messages import MAC_BYTES, PROTOCOL_VERSION, LeaseRef, mac
 
-PROTOCOL_VERSION = 2  # of tickets, offers, orders and control messages; both sides must have the same
-MAC_BYTES = 16
 TICKET_LIFETIME_S = 600.0  # far above any clock skew between nodes
-
-
-class LeaseRef(msgspec.Struct, frozen=True):
-    """Names one lease for ever: ids never repeat, and a restarted engine has another epoch."""
-
-    engine_id: str
-    epoch: int  # drawn at each boot of the engine process
-    lease_id: str
 
 
 class Ticket(msgspec.Struct, frozen=True, tag=True):
@@ -75,11 +65,6 @@ class _Versioned(msgspec.Struct):
     """What every version of every paper has."""
 
     version: int
-
-
-def mac(key: bytes, payload: bytes) -> bytes:
-    """Keyed blake2b (RFC 7693) over `payload`. `key` is at most 64 bytes."""
-    return blake2b(payload, key=key, digest_size=MAC_BYTES, person=b"pd-cluster-mac").digest()
 
 
 def sign(key: bytes, paper: Ticket | Offer | NodeOrder) -> str:
