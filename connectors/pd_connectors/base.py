@@ -64,7 +64,9 @@ class LoadSpec:
     """Read what `runs` name of the first `num_tokens` tokens of a prompt. The runs may have no blocks."""
 
     load_id: str
-    runs: tuple[BlockRun, ...]  # D's blocks by group, up to the last; those before a run are cached and never sent
+    runs: tuple[
+        BlockRun, ...
+    ]  # D's blocks by group, to the prompt's last; blocks before a run are cached at D and never sent
     num_tokens: int  # the whole prompt's length (the last block may be partial), or a prefix's, in whole blocks
 
 
@@ -72,9 +74,9 @@ class LoadSpec:
 class PublishSpec:
     """Tokens [0, num_tokens) of the lease are complete in `runs`.
 
-    Without tokens it says that the lease's prompt is being computed, in blocks that P has: D may reserve its own
-    meanwhile. Where the step that computed the last of them has sampled, too, the first tokens are in it, and no
-    `finish_lease` follows. They hold whatever becomes of the generation.
+    With `num_tokens` 0 it says that P computes the prompt in blocks that P has, so D may reserve its blocks now.
+    If the step that computed the last prompt token also sampled, `first_tokens` has the first tokens, and no
+    `finish_lease` follows. First tokens stay valid when the generation is raised.
     """
 
     lease_id: str
@@ -146,7 +148,7 @@ class LoadFailed:
 
 @dataclass(frozen=True, slots=True)
 class LoadDrained:
-    """After LoadFailed: nothing can land in the load's blocks any more. Terminal."""
+    """Follows LoadFailed when nothing can land in the load's blocks any more. Terminal."""
 
     load_id: str
 
@@ -231,14 +233,14 @@ class SchedulerHalf(ABC):
 
     @abstractmethod
     def poll(self) -> list[Event]:
-        """What happened since the last call, oldest first. Never blocks."""
+        """Returns the events since the last call, oldest first. Never blocks."""
 
     @abstractmethod
     def set_waker(self, wake: Callable[[], None]) -> None:
         """`wake` is called from any thread after an event becomes available to `poll`."""
 
     def allow_silence(self, allowed_s: float) -> None:  # noqa: B027 - most connectors tell no peer
-        """From now on the step loop may go `allowed_s` seconds without a call of `poll` before it counts as frozen.
+        """Set how many seconds the step loop may go without a call of `poll` before it counts as frozen.
 
         Otherwise it calls `poll` at least once a second. A connector with peers that wait for this engine's steps tells
         them.
@@ -260,7 +262,10 @@ class WorkerHalf(ABC):
 
     @abstractmethod
     def send_after(self, publishes: Sequence[PublishSpec]) -> None:
-        """After a step's work on the device has retired: let others read these blocks, and know first tokens."""
+        """Let others read these blocks and know their first tokens.
+
+        Called when the step's work on the device has retired.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -293,7 +298,7 @@ class Pool(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ConnectorContext:
-    """All that a connector is told about the engine it serves."""
+    """The engine's identity, addresses, key and deadlines, for its connector."""
 
     engine_id: str
     epoch: int

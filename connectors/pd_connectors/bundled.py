@@ -16,7 +16,10 @@ NEEDED = ("libnuma.so.1", "libibverbs.so.1")
 
 
 class BundledLibraries:
-    """Those of NEEDED that the system lacks and NIXL's wheel has. Open until `close`, or for a `with` statement."""
+    """The libraries of NEEDED that the system lacks and NIXL's wheel has.
+
+    Open until `close`, or for a `with` statement.
+    """
 
     def __init__(self) -> None:
         self._folder = _bundle()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FromReader:
-    """To the owner half; `reply` to `reader`."""
+    """A message to the owner half. Answers go to `reader`, with `reply`."""
 
     reader: bytes
     message: ToOwner
@@ -25,7 +25,7 @@ class FromReader:
 
 @dataclass(frozen=True, slots=True)
 class FromOwner:
-    """To the reader half."""
+    """A message to the reader half."""
 
     owner: Address
     message: ToReader
@@ -60,7 +60,7 @@ class Channel(ABC):
 
     @abstractmethod
     def receive(self) -> list[Incoming]:
-        """What has arrived. Empty: nothing is left for now."""
+        """Returns messages that have arrived. Empty: there are no more for now."""
 
     @abstractmethod
     def forget(self, owner: Address) -> None:

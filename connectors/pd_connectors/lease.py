@@ -62,7 +62,7 @@ class _Lease:
 
 
 class LeaseTable:
-    """All leases of one engine. Every method may be called from any thread and returns at once.
+    """The leases of one engine. Every method may be called from any thread and returns at once.
 
     clock: monotonic seconds. ttl_s: life of a lease after its last renewal. wall_clock: Unix time, for measuring.
     """

@@ -104,7 +104,7 @@ class LoopbackNetwork:
 
 
 class LoopbackNode:
-    """What one node's channel and transport share: an inbox, and the copies that its reads still have to make."""
+    """State that one node's channel and transport share: an inbox, and copies that its reads have not made yet."""
 
     def __init__(self, network: LoopbackNetwork, address: Address, serial: int) -> None:
         self.network = network
@@ -135,7 +135,7 @@ class LoopbackNode:
         self.awake.set()
 
     def take_due_messages(self) -> list[Incoming]:
-        """What has arrived by now."""
+        """Returns the messages that have arrived by now."""
         messages = []
         with self.network.lock:
             while self._inbox and self._inbox[0][0] <= self.network.clock():
@@ -143,7 +143,7 @@ class LoopbackNode:
         return messages
 
     def run_due_tasks(self) -> None:
-        """What has happened on the data plane by now."""
+        """Run the copies and completions of the data plane that are due by now."""
         while True:
             with self.network.lock:
                 if not self._tasks or self._tasks[0][0] > self.network.clock():
@@ -186,7 +186,7 @@ class LoopbackChannel(Channel):
         return self._node.take_due_messages()
 
     def forget(self, owner: Address) -> None:
-        """There is no connection to close."""
+        """Does nothing: the loopback has no connections."""
 
     def wait(self, timeout_s: float) -> None:
         until_due_s = self._node.next_due() - self._node.network.clock()

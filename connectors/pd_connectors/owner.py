@@ -43,7 +43,7 @@ class Owner:
         self._attached: dict[str, set[bytes]] = {}  # lease id -> the readers that renew it
 
     def open(self, description: bytes) -> None:
-        """From now on greetings are answered. `description`: the transport's own."""
+        """Answer greetings from now on. `description`: how peers reach the transport."""
         self._description = description
 
     def on_message(self, reader: bytes, message: ToOwner) -> None:

@@ -46,5 +46,5 @@ class Peer:
 
     @property
     def is_wanted(self) -> bool:
-        """Something may still be asked there."""
+        """True if a message to this peer may still be needed."""
         return self.greeting is not None or any(pull.is_live for pull in self.pulls.values())

@@ -177,7 +177,7 @@ class StorePool(Pool):
             staging.settle()
 
     def take_events(self) -> list[Event]:
-        """What happened since the last call."""
+        """Returns the events since the last call."""
         events = []
         while self._events:
             events.append(self._events.popleft())

@@ -10,14 +10,17 @@
     DRAINING    LoadFailed is out, the lease left              the last read is terminal
     DRAINED     LoadDrained is out                             -
 
-Inputs may be lost, repeated or late; `now` is any monotonic clock. A higher generation (P took its blocks back) voids
-what was read before. A load that holds blocks of ours then fails, rather than sit on them until P has computed them
-again; one that holds none follows, if P has begun anew by the time of `reserve`.
+Inputs may be lost, repeated or late; `now` is any monotonic clock. When P takes its blocks back, it raises the
+generation, and blocks that were read before are void. If the load holds blocks of ours, it fails then, because P may
+need long to compute the prompt again. A load without blocks goes on, if P computes again by the time of `reserve`.
 
-Deadlines, by name: `deadline_s` (the whole load), `silence_s` (a Renew without any answer: P is frozen, or unreachable
-where the connection to it broke before), `read_s` (reads in flight
-and none of this peer ends: time in the queue behind others is not counted), `confirm_s` (the last read to the
-confirmation).
+Deadlines:
+
+    deadline_s   for the whole load
+    silence_s    from a Renew to any answer. After it P counts as frozen, or as unreachable if the connection broke
+    read_s       from one ended read of this peer to the next, while reads of this load are in flight. Reads of other
+                 loads of the peer count, so that time in the queue behind them is not held against this load
+    confirm_s    from the last read to the confirmation
 """
 
 from __future__ import annotations
@@ -86,7 +89,7 @@ class _Marks:
     confirmed_at: float = 0.0
 
     def steps(self) -> LoadSteps:
-        """All but `wake_s`, which is not over."""
+        """The steps of the load. `wake_s` is 0: that step has not ended."""
         if self.heard_at is None or not self.read_at:
             return LoadSteps()  # nothing was read
         asked_at = max(self.asked_at, self.heard_at)
@@ -139,7 +142,7 @@ class Pull:
         return self.phase in (LoadPhase.DONE, LoadPhase.DRAINED)
 
     def take_actions(self) -> list[Action]:
-        """What to do now, in order."""
+        """Returns the actions to carry out now, in order."""
         actions, self._actions = self._actions, []
         return actions
 

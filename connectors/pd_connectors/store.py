@@ -37,7 +37,7 @@ class StoreUnavailable(HandoffError):
 
 @dataclass(frozen=True, slots=True)
 class ObjectName:
-    """What one group's part of one block is stored under."""
+    """The name of one group's part of one block in the store."""
 
     scope: str  # hex; different for any two nodes with KV of another meaning, layout or key
     hash: bytes  # of the prompt up to the block's end

@@ -68,7 +68,7 @@ class Transport(ABC):
 
     @abstractmethod
     def describe(self) -> bytes:
-        """What a peer needs to read from here. Opaque to all but the peer's transport."""
+        """The description that a peer needs to read from here. Only the peer's transport understands it."""
 
     @abstractmethod
     def connect(self, peer: PeerKey, description: bytes) -> None:
@@ -88,7 +88,7 @@ class Transport(ABC):
 
     @abstractmethod
     def poll(self) -> list[Completion]:
-        """What happened since the last call."""
+        """Returns the completions since the last call."""
 
     @abstractmethod
     def set_waker(self, wake: Callable[[], None]) -> None:

@@ -61,7 +61,7 @@ class Admission:
             raise InvalidRequest(f"{subject} token ids outside the vocabulary 0..{self._vocab_size - 1}", name)
 
     def _check_lengths(self, message: AddRequest) -> None:
-        """Each of n sequences must fit the cache alone: they share it by preemption if they do not fit together.
+        """Raises InvalidRequest unless each of the n sequences fits the cache alone. Preemption shares it.
 
         The KV of the last token is never computed.
         """

@@ -44,14 +44,14 @@ RequestMessage = TicketOpened | TokensOut | NeedsPrefill | RequestFailed
 
 
 class EngineClient(Protocol):
-    """What the HTTP side needs of an engine. `ZmqEngineClient` is the real one."""
+    """The interface of an engine for the HTTP side. `ZmqEngineClient` implements it."""
 
     @property
     def ready(self) -> EngineReady | None: ...
 
     @property
     def stats(self) -> EngineStats | None:
-        """The latest; None before the first."""
+        """The newest statistics; None before the first."""
 
     @property
     def alive(self) -> bool:
@@ -237,7 +237,7 @@ class ZmqEngineClient:
                 self._thaw()
 
     def _judge(self) -> None:
-        """Nothing has arrived for `LISTEN_S`."""
+        """Judge an engine that has sent nothing for `LISTEN_S`: it may be frozen or dead."""
         if self._liveness is None:
             return
         now = self._clock()
@@ -248,7 +248,7 @@ class ZmqEngineClient:
             self._freeze(self._liveness.reason(now))
 
     def _freeze(self, why: str) -> None:
-        """Requests that still wait for their ticket fail: another node can do all of their work."""
+        """Fail the requests that still wait for their ticket: another node can do all of their work."""
         logger.warning("the engine is frozen: %s", why)
         self._frozen = why
         self._num_freezes += 1

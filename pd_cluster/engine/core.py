@@ -166,7 +166,7 @@ class EngineCore:
         self._mailbox.flush()
 
     def _await_step(self) -> None:
-        """Wait for messages and events while the oldest step surely runs; once it may have ended, wait for its end."""
+        """Wait for messages and events until the oldest step may have ended, then wait for its end and retire it."""
         if rest_s := self._pipeline.rest_s:
             self._mailbox.wait(rest_s)
         else:
@@ -226,7 +226,7 @@ class EngineCore:
     # replies
 
     def _report(self, update: Update) -> None:
-        """Send what happened to a request; let go of it when that was all."""
+        """Send an update to the API process. Forget the request if it has ended."""
         request = update.request
         if update.finished:
             self._transfers.forget(request)
@@ -242,10 +242,11 @@ class EngineCore:
             )
         )
         if update.finished:
-            request.sequences = []  # they refer to the request: without this both would wait for a garbage collection
+            # sequences and request refer to each other: without this only a garbage collection frees them
+            request.sequences = []
 
     def settle(self) -> None:
-        """When nothing happens: check that no block is lost, and send statistics."""
+        """Check that no block is lost, and send statistics. Called when the engine has nothing to do."""
         if self._scheduler.idle and not self._requests:
             self._blocks.check()
         self._send_stats()

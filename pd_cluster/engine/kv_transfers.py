@@ -127,7 +127,7 @@ class KvTransfers:
 
     @property
     def num_orphans(self) -> int:
-        """Loads that no request waits for any more, and that may still write into their blocks."""
+        """The number of loads without a request, which may still write into their blocks."""
         return sum(intake is None for intake in self._loads.values()) + self._searches.num_orphans
 
     def admit(self, request: Request) -> None:
@@ -168,7 +168,7 @@ class KvTransfers:
         self._reply(TicketOpened(request.request_id, ticket))
 
     def announce(self, publishes: Iterable[PublishSpec], prefilled: Iterable[Update]) -> list[PublishSpec]:
-        """What a retired step has for readers: its publishes, and the first tokens of PREFILLs that it sampled.
+        """Returns what a retired step announces: its publishes, with the first tokens of the PREFILLs that it sampled.
 
         A lease's first tokens go into its publish, so that its reader hears of the last KV and of them in one message.
         """
@@ -198,7 +198,7 @@ class KvTransfers:
             self._connector.end_lease(request.lease_id, LeaseEnd.REVOKED)
 
     def release(self, lease_id: str) -> None:
-        """The router says that no D will read the lease."""
+        """End a lease: the router has said that no D will read it."""
         self._connector.end_lease(lease_id, LeaseEnd.RELEASED)
         self._end_lease(lease_id)
 
@@ -230,13 +230,13 @@ class KvTransfers:
             self._reply(NeedsPrefill(request.request_id, num_cached))
 
     def use_ticket(self, request_id: str, ticket: Ticket, deadline_s: float) -> None:
-        """The API process found a P. Ignored when the request is gone meanwhile."""
+        """Load what this ticket promises, which the API process has got from a P. Ignored for an ended request."""
         intake = self._intakes.get(request_id)
         if intake is not None and intake.load_id is None:
             self._load(intake, ticket, deadline_s)
 
     def prefill_locally(self, request_id: str) -> None:
-        """Compute the prompt here. Ignored when the request is gone meanwhile, or a load is under way."""
+        """Compute the prompt here. Ignored for an ended request, and while a load is under way."""
         intake = self._intakes.get(request_id)
         if intake is not None and intake.load_id is None:
             del self._intakes[request_id]
@@ -266,7 +266,7 @@ class KvTransfers:
         self._reply(NeedsPrefill(request.request_id, request.num_cached_tokens, text))
 
     def reserve(self) -> None:
-        """Blocks for the loads that wait for them, best claim first. Called before each step."""
+        """Reserve blocks for the loads that wait for them, best claim first. Called before each step."""
         wanting = [intake for intake in self._intakes.values() if intake.is_ready]
         for intake in sorted(wanting, key=lambda intake: intake.request.claim):
             if self._scheduler.reserve(intake.request) is not None:
@@ -275,7 +275,10 @@ class KvTransfers:
             self._searches.reserve()
 
     def forget(self, request: Request) -> None:
-        """The request has ended. Its load, if there is one, is cancelled and becomes an orphan. Idempotent."""
+        """Forget a request that has ended. Its load, if there is one, is cancelled and becomes an orphan.
+
+        Idempotent.
+        """
         self._searches.forget(request)
         intake = self._intakes.pop(request.request_id, None)
         if intake is not None and intake.load_id is not None:

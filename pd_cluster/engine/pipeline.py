@@ -76,19 +76,19 @@ class Pipeline:
         return len(self._flights) >= self.depth
 
     def spare_s(self, *, prompts_wait: bool) -> float:
-        """How long planning the next step may wait for more requests; 0: not at all."""
+        """Seconds for which planning the next step may wait for more requests; 0: plan now."""
         if len(self._flights) != 1 or self.depth == 1:
             return 0.0
         return self._timing.spare_s(*self._running, prompts_wait=prompts_wait)
 
     @property
     def rest_s(self) -> float:
-        """How long the oldest step will surely go on; 0: it may have ended."""
+        """Seconds for which the oldest step cannot end; 0: it may have ended."""
         return 0.0 if self.depth == 1 else self._timing.rest_s(*self._running)
 
     @property
     def _running(self) -> tuple[Batch, float]:
-        """The oldest step, and for how long it has run on the device."""
+        """The oldest step, and the seconds for which it has run on the device."""
         flight = self._flights[0]
         return flight.batch, self._clock() - max(flight.launched_s, self._retired_s)
 
@@ -127,7 +127,7 @@ class Pipeline:
         return flight.batch, result
 
     def rest(self) -> None:
-        """No step runs: the usual silence is allowed again."""
+        """Allow only the usual silence again. Call it when no step runs."""
         assert not self._flights
         self._allow(FROZEN_S)
 

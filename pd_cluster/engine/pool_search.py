@@ -39,7 +39,7 @@ class PoolSearch:
 
 
 class PoolSearches:
-    """All searches of one engine. Without a pool no request is searched for."""
+    """The searches of one engine. Without a pool there are none."""
 
     def __init__(self, pool: Pool | None, scheduler: Scheduler) -> None:
         self._pool = pool
@@ -51,7 +51,7 @@ class PoolSearches:
 
     @property
     def num_orphans(self) -> int:
-        """Searches that no request waits for any more."""
+        """The number of searches without a request."""
         return len(self._by_load) - len(self._by_request)
 
     def admit(self, request: Request) -> None:
@@ -103,7 +103,7 @@ class PoolSearches:
         search.go_on(search.request)
 
     def forget(self, request: Request) -> None:
-        """The request has ended. Idempotent."""
+        """Cancel the search of a request that has ended. Idempotent."""
         search = self._by_request.pop(request, None)
         if search is not None:
             assert self._pool is not None

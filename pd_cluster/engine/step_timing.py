@@ -33,14 +33,14 @@ SURE_SHARE = 0.95  # of the predicted time of a step; the rest is for what makes
 LATE_SHARE = 0.8  # what is left of a prediction that was too long
 GROWTH = 1.05  # of a prediction in one step: where long and short steps alternate, it follows the short ones
 FLOOR = 0.5  # a prediction is at least this share of what the shorter of the last two steps took
-ALIKE = 0.2  # decode steps with numbers of sequences that differ by less take about as long
+ALIKE = 0.2  # decode steps take about equally long if their numbers of sequences differ by a smaller share
 MEMORY = 0.95  # a slow planning is remembered for some tens of steps
-TRUST = 0.34  # won with each step with prompts that outlasted its prediction; all of it is 1
+TRUST = 0.34  # gained with each step with prompts that outlasted its prediction; at most 1 in all
 
 
 @dataclass(slots=True)
 class StepTiming:
-    """Of one pipeline. Times are in seconds, of any one clock.
+    """Predicts how long the steps of one pipeline take at least. Times are in seconds, of any one clock.
 
     One long step predicts nothing, because this process may have been stopped. A decode step is predicted from the
     shorter of the last two; steps with prompts are predicted as far as earlier predictions held (`_trust`).
@@ -88,7 +88,7 @@ class StepTiming:
         return abs(num_decodes - self._num_decodes) <= ALIKE * self._num_decodes
 
     def rest_s(self, batch: Batch, running_s: float) -> float:
-        """How long a step that has run for `running_s` will surely go on; 0: it may end any moment."""
+        """Seconds for which a step that has run for `running_s` will not end; 0: it may end at any moment."""
         num_decodes = _num_decodes(batch)
         sure_s = self._sure_s(num_decodes)
         if num_decodes < len(batch.chunks):
@@ -96,10 +96,11 @@ class StepTiming:
         return _until(sure_s, running_s)
 
     def spare_s(self, batch: Batch, running_s: float, *, prompts_wait: bool = False) -> float:
-        """How long planning may wait when the device has only `batch`, for `running_s` so far. 0: not at all.
+        """Seconds for which planning the next step may wait without leaving the device idle. 0: plan now.
 
-        `prompts_wait`: the next step will have prompts and takes longer to launch. Only the decodes' share of the
-        running step is waited for: two prompts in one step are not faster than in two.
+        `batch` is the only step on the device and has run for `running_s`. `prompts_wait`: the next step will have
+        prompts, so its launch takes longer. Planning waits for the decodes' share of the running step only, because two
+        prompts in one step are not faster than in two.
         """
         num_decodes = _num_decodes(batch)
         with_prompts = prompts_wait or num_decodes < len(batch.chunks)
@@ -108,7 +109,7 @@ class StepTiming:
         return spare_s if spare_s > SLACK_S else 0.0
 
     def _sure_s(self, num_decodes: int) -> float:
-        """How long a step with so many decodes takes at least; 0: unknown."""
+        """The least seconds of a step with `num_decodes` decodes; 0: unknown."""
         return self._decode_s if num_decodes and self._is_alike(num_decodes) else 0.0
 
 

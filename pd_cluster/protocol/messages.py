@@ -22,7 +22,7 @@ HEARTBEAT_S = 1.0  # a healthy engine sends a message at least this often
 
 
 class Work(StrEnum):
-    """What this engine is to do for a request."""
+    """The work that this engine does for a request."""
 
     GENERATE = "generate"  # prefill here, generate here
     PREFILL = "prefill"  # prefill, sample the first token, hold the KV under a lease
@@ -58,7 +58,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def max_output_tokens(self) -> int:
-        """Of each sequence. A PREFILL samples one token, whatever `max_tokens` says."""
+        """The most tokens of each sequence. A PREFILL samples one token, whatever `max_tokens` says."""
         return 1 if self.work is Work.PREFILL else self.sampling.max_tokens
 
 
@@ -120,7 +120,10 @@ class TicketOpened(msgspec.Struct, frozen=True, tag=True):
 
 
 class Timeline(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a request waited for, in seconds. Sums to the engine's share of its TTFT (or, on D, of its second token)."""
+    """The seconds that a request spent in each phase.
+
+    Their sum is the engine's share of its TTFT (on D: of its second token).
+    """
 
     queue_s: float = 0.0  # received to first scheduled (prefill) or to blocks reserved (take over)
     prefill_s: float = 0.0  # first scheduled to first token sampled here

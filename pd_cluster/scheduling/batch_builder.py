@@ -22,8 +22,9 @@ class BatchBuilder:
 
     step: int
     budget: int  # tokens left
-    prompts: PrefillBudget = field(default_factory=PrefillBudget)  # of these, for chunks of prompts
-    # Of logits, left for the first tokens of requests with n > 1: as many as sequences may run, besides one for each
+    prompts: PrefillBudget = field(default_factory=PrefillBudget)  # the share of `budget` for chunks of prompts
+    # Rows of logits left for the first tokens of requests with n > 1. In all, a step has as many extra rows as
+    # there are slots
     rows: int = 0
     portions: Portions | None = None  # None: no group is limited
     starts: list[SequenceStart] = field(default_factory=list)
@@ -34,7 +35,9 @@ class BatchBuilder:
     begun: list[PublishSpec] = field(default_factory=list)
     publishes: list[PublishSpec] = field(default_factory=list)
     preempted: bool = False
-    held: set[int] = field(default_factory=set)  # sequences that yield their blocks when no running step touches them
+    held: set[int] = field(
+        default_factory=set
+    )  # sequences that give their blocks up as soon as no running step touches them
 
     def batch(self, departures: tuple[int, ...], loads: list[LoadSpec]) -> Batch:
         """The finished batch, decodes first."""

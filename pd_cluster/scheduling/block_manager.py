@@ -220,7 +220,7 @@ class BlockManager:
     # leases, quarantine
 
     def hold(self, lease_id: str, table: BlockTable) -> None:
-        """From now on the table belongs to the lease. The caller forgets it."""
+        """Give the table to the lease. The caller must not use it any more."""
         assert lease_id not in self._leases, f"lease {lease_id} holds blocks already"
         self._leases[lease_id] = table
         self._leased.update(table.ids)
@@ -245,7 +245,7 @@ class BlockManager:
         table.capacity = 0
 
     def drain(self, load_id: str) -> None:
-        """Nothing can land in the load's blocks any more. Unknown ids are ignored."""
+        """Free the quarantined blocks of a load that cannot write any more. Unknown ids are ignored."""
         for block_id in self._quarantines.pop(load_id, ()):
             self._drop(block_id)
 

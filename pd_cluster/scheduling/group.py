@@ -29,7 +29,7 @@ class Group(Generic[Item]):
         return self.num_slots >= other.num_slots + LEAST_EXCESS
 
     def claim(self, rank: tuple[int, ...]) -> Claim:
-        """Of a waiting sequence, or of a request, with this rank."""
+        """The claim of a waiting sequence, or of a request, with this rank. Smaller goes first."""
         priority, arrival = rank[0], rank[1]
         if not self.is_shared:
             return (priority, 0, arrival, 0, arrival)

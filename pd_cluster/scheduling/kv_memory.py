@@ -222,7 +222,7 @@ class KvMemory:
         lead.num_cached_tokens = 0  # counted when it is scheduled, or loaded
 
     def keep_prompt(self, request: Request) -> None:
-        """The load has ended and is confirmed: cache what is kept of the prompt."""
+        """Cache the kept part of a prompt. Its load is confirmed."""
         assert request.table is not None
         lead, size, num_kept = request.sequences[0], self._blocks.block_size, request.num_kept_tokens
         self._blocks.publish(request.table, lead.hash_blocks(num_kept // size, size))
@@ -232,7 +232,7 @@ class KvMemory:
             seq.num_external_tokens = num_kept - lead.num_cached_tokens
 
     def quarantine(self, request: Request) -> None:
-        """The load has failed and may still write: its blocks are out of use until `BlockManager.drain`."""
+        """Take the blocks of a failed load, which may still write, out of use until `BlockManager.drain`."""
         assert request.load_id is not None
         assert request.table is not None
         first_block = request.sequences[0].num_cached_tokens // self._blocks.block_size

@@ -90,7 +90,7 @@ class Planner:
         return builder.batch(self._queues.take_departures(), loads)
 
     def _prefill_budget(self, builder: BatchBuilder) -> PrefillBudget:
-        """What prompts may take of this step. Its decodes, and loaded sequences that may enter, come first."""
+        """The share of this step for prompts: what its decodes, and loaded sequences that may enter, leave."""
         config, queues = self._config, self._queues
         num_entering = min(len(queues.loaded), queues.num_free_slots)
         num_decodes = config.max_num_batched_tokens - builder.budget + num_entering

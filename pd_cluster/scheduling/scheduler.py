@@ -168,7 +168,7 @@ class Scheduler:
         return self._memory.pin(request) * self._blocks.block_size
 
     def missing(self, request: Request) -> tuple[list[bytes], int]:
-        """What to ask a pool for: the hashes of a parked prompt's whole blocks, and how many of them are here.
+        """The hashes of a parked prompt's whole blocks, to search a pool for, and how many of them are cached here.
 
         The block of the last token is left out, because it must be computed for its logits. ([], 0): ask for nothing.
         """
@@ -213,7 +213,7 @@ class Scheduler:
             self._memory.quarantine(request)
 
     def drain(self, load_id: str) -> None:
-        """Nothing can land in the blocks of a dropped load any more. Unknown ids are ignored."""
+        """Free the blocks of a dropped load, in which nothing can land any more. Unknown ids are ignored."""
         self._blocks.drain(load_id)
 
     def set_first_tokens(self, request: Request, tokens: tuple[SampledToken, ...]) -> Update | None:
@@ -247,7 +247,7 @@ class Scheduler:
             self._unpark_loaded(request)
 
     def _unpark_loaded(self, request: Request) -> None:
-        """Each sequence that goes on gets the prompt's blocks and waits for its slot."""
+        """Give each sequence that goes on the prompt's blocks and let it wait for a slot."""
         assert request.table is not None
         for seq in request.heads:
             seq.table = self._blocks.fork(request.table)
@@ -269,7 +269,7 @@ class Scheduler:
             self._queues.add(seq)
 
     def _unpark(self, request: Request) -> None:
-        """Release the request's own hold on blocks; those that a load writes are quarantined. Idempotent."""
+        """Release the blocks that the request itself holds. Blocks that a load writes are quarantined. Idempotent."""
         self.drop_load(request)
         self._queues.unpark(request)
         self._memory.close(request)

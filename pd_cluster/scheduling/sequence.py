@@ -124,7 +124,10 @@ class Request:
 
     @property
     def claim(self) -> tuple[int, ...]:
-        """To memory, while it waits for that: smaller goes first. Changes as its group has its turns."""
+        """The request's place in the order of those that wait for memory: smaller goes first.
+
+        Each turn of its group changes it.
+        """
         return self.group.claim(self.rank)
 
     @property
@@ -199,12 +202,12 @@ class Request:
 
     @property
     def prefill_s(self) -> float:
-        """From its arrival to its first token, when that was sampled here; 0: not yet."""
+        """Seconds from the request's arrival to its first token, if that was sampled here; 0: not yet."""
         marks = self.marks
         return 0.0 if marks.first_token_s is None else marks.first_token_s - marks.arrived_s
 
     def timeline(self) -> Timeline:
-        """What the request waited for so far."""
+        """The seconds that the request has spent in each phase so far."""
         m = self.marks
         if m.loaded_s is not None and m.reserved_s is not None and m.scheduled_s is None:
             decode = m.loaded_s if m.decode_scheduled_s is None else m.decode_scheduled_s
@@ -254,7 +257,9 @@ class Sequence:
     num_external_tokens: int = 0
     num_samples: int = 1  # sampled when a chunk reaches the last token; n for a lead before the sequences part
     in_worker: bool = False  # the worker has a row for it
-    awaits_first_decode: bool = False  # behind KV or a first token from elsewhere; for the timeline
+    awaits_first_decode: bool = (
+        False  # its KV or first token came from another node, and no decode step followed; for the timeline
+    )
     planned_step: int = -1  # the last step that has a chunk of it
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the EOS or stop token that ended it

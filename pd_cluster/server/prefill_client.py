@@ -113,7 +113,7 @@ async def _post(
 
 
 async def _heard(url: object, work: Coroutine[None, None, T]) -> T:
-    """What P sends next. Raises PeerError if P is silent."""
+    """The result of `work`, which waits for P. Raises PeerError if P sends nothing for PEER_SILENCE_S."""
     try:
         return await patiently(work, PEER_SILENCE_S)
     except TimeoutError as error:

@@ -52,7 +52,7 @@ def usage_of(streams: Sequence[GenerationStream]) -> dict[str, Any]:
 
 
 def timings_of(streams: Sequence[GenerationStream]) -> dict[str, float]:
-    """What the request waited for, in ms by phase (`protocol.messages.Timeline`).
+    """Milliseconds that the request spent in each phase (`protocol.messages.Timeline`).
 
     Empty for several prompts, because their timelines differ, and before the engine's last reply: a stop string ends
     the answer earlier.

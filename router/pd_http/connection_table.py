@@ -14,7 +14,7 @@ Key = TypeVar("Key", bound="Hashable")
 
 
 class ConnectionTable(Generic[Key]):
-    """At most `max_connections`, at most `max_per_address` of one address.
+    """The open connections: at most `max_connections`, and at most `max_per_address` of one address.
 
     A full table ends the connection that has waited longest for its client. If the new connection's address has its
     share, the ended connection is one of that address. HTTP lets a server close idle connections; clients reopen them.
@@ -81,7 +81,9 @@ class ConnectionTable(Generic[Key]):
 
 
 def network_of(host: str) -> str:
-    """What counts as one client: an IPv4 address, or an IPv6 address's /64: a host may use all of one."""
+    """The network that counts as one client: an IPv4 address, or an IPv6 address's /64, because one host may use
+    all of it.
+    """
     if ":" not in host:
         return host
     try:

@@ -108,7 +108,7 @@ class HttpGate:
                 connection.go_on()
 
     def received(self, connection: BoundedProtocol) -> None:
-        """The connection has taken what arrived; part of it may belong to an incomplete request."""
+        """Note that a connection has taken what arrived. Part of it may belong to an incomplete request."""
         if not connection.limits.is_waiting:
             self._table.works(connection)
         was_crowded = self._unfinished.is_crowded

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Casualties:
-    """Of one request. `limit`: number of deaths after which the request fails for good."""
+    """The nodes that died while they served one request. `limit`: number of deaths after which the request fails."""
 
     __slots__ = ("_dead", "_limit", "_met")
 

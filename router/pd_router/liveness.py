@@ -33,7 +33,7 @@ class DownListener(Protocol):
 
 
 class NodeLiveness:
-    """Of one node. The health poller judges; guarded waits end then."""
+    """Judgements of one node. When the health poller judges it to be down, guarded waits for it end."""
 
     __slots__ = ("_guards", "down")
 

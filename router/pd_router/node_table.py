@@ -125,7 +125,7 @@ class Charge:
             self._timer = asyncio.get_running_loop().call_later(expected_s, self.prefill_over)
 
     def prefill_done(self) -> None:
-        """The node has just prefilled the prompt: note its speed. Ignored after `hide_prefill`."""
+        """Note that the node has just prefilled the prompt, and its speed. Ignored after `hide_prefill`."""
         if self._is_hidden:
             return
         if self._prefill_bytes:
@@ -133,7 +133,7 @@ class Charge:
         self.prefill_over()
 
     def prefill_over(self) -> None:
-        """The prefill has ended, or is assumed to have ended."""
+        """Note that the prefill has ended, or is assumed to have ended."""
         self._node.prefill_bytes -= self._prefill_bytes
         self._prefill_bytes = 0
         if self._timer is not None:
@@ -154,7 +154,7 @@ class Charge:
 
 
 class NodeTable:
-    """All nodes that a source names, those of the flags first. `clock`: monotonic seconds."""
+    """The nodes that a source names, those of the flags first. `clock`: monotonic seconds."""
 
     def __init__(self, config: RouterConfig, clock: Callable[[], float]) -> None:
         self._eject_after = config.eject_after

@@ -48,7 +48,7 @@ _NO_CASUALTY = frozenset({FailureKind.CONNECT, FailureKind.REFUSED, FailureKind.
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What all requests share. Built once by the app."""
+    """The objects that all requests share. Built once by the app."""
 
     config: RouterConfig
     table: NodeTable

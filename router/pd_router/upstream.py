@@ -56,7 +56,7 @@ LEG_ERRORS = (TimeoutError, aiohttp.ClientError, OSError)
 
 
 def leg_failure(node: Node, error: Exception, wait: str, timeout: str) -> LegFailed:
-    """What `error`, one of LEG_ERRORS, means for a leg. `wait`, `timeout`: name and message if its deadline passed."""
+    """The LegFailed for `error`, one of LEG_ERRORS. `wait`, `timeout`: name and message if a deadline passed."""
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
         return LegFailed(node, FailureKind.CONNECT, str(error))
     if isinstance(error, TimeoutError):

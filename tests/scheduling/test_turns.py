@@ -160,7 +160,7 @@ def batches_of(seed: int, *, plain: bool, rests: bool, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         if plain:
             patch.setattr(Turns, "in_turn", lambda _, ranked: iter(ranked))
-            patch.setattr(Turns, "anyone_is_rich", False)
+            patch.setattr(Turns, "has_rich", False)
             patch.setattr(Turns, "has_shared", False)
             patch.setattr(Group, "owes", lambda *_: False)
         rng = random.Random(seed)

@@ -115,7 +115,7 @@ class NixlAgent:
             raise ConnectorUnavailable(f"NIXL did not start: {type(error).__name__}: {error}") from error
 
     def metadata(self) -> bytes:
-        """What `connect` on another agent needs, beside the regions."""
+        """The metadata that `connect` on another agent needs, beside the regions."""
         return bytes(self._agent.getLocalMD())
 
     def connect(self, metadata: bytes, regions: tuple[Region, ...]) -> Remote:
@@ -223,12 +223,12 @@ class NixlAgent:
         return handle
 
     def _failure(self, call: str, handle: int, error: Exception) -> NixlError:
-        """What the failure of a read that was, or may have been, posted means."""
+        """Classify the failure of a read that was, or may have been, posted."""
         refusal = self._refusal(call, error)
         return refusal if isinstance(refusal, EndpointFailed) else MayStillLand(str(refusal), handle)
 
     def _refusal(self, call: str, error: Exception) -> NixlError:
-        """What an error means when nothing was posted.
+        """Classify an error of a call that posted nothing.
 
         The first read that is looked at says that the peer has disconnected. NIXL then forgets the peer by itself, and
         says of the endpoint's other reads that it was not found. (We never make it forget a peer that is read.)

@@ -46,7 +46,7 @@ class RdmaPort:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this machine has."""
+    """The network interfaces and devices of this machine."""
 
     interfaces: tuple[Interface, ...]
     rdma_ports: tuple[RdmaPort, ...] = ()
@@ -63,11 +63,11 @@ class KvNetwork:
 
     @property
     def is_loopback(self) -> bool:
-        """Only processes of this machine reach it."""
+        """True if only processes of this machine reach the address."""
         return bool(self.address) and ip_address(self.address).is_loopback
 
     def notes(self) -> list[str]:
-        """What an operator should know."""
+        """Warnings for the operator, one a line."""
         found = []
         if not self.is_loopback:
             found.append(f"{self}: close that network to everything but the cluster's nodes, UCX has no authentication")

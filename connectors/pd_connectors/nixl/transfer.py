@@ -82,7 +82,7 @@ class _Peer:
 
     @property
     def is_busy(self) -> bool:
-        """Something of it may still land."""
+        """True while bytes of the read may still land."""
         return self.is_polled or bool(self.doubtful)
 
     @property
@@ -309,7 +309,7 @@ class NixlTransport(Transport):
             _attempt(agent.release, fence.handle)
 
     def _settle(self, agent: NixlAgent, peer: _Peer, read_ids: tuple[ReadId, ...]) -> None:
-        """Nothing of these can land any more."""
+        """Report reads of which nothing can land any more."""
         for read_id in read_ids:
             doubt = peer.doubtful.pop(read_id)
             _attempt(agent.release, doubt.handle)
@@ -339,4 +339,4 @@ def _no_waker() -> None:
 
 
 def _nothing(agent: NixlAgent) -> None:
-    """Only time has passed."""
+    """The command of a turn in which only time has passed."""

@@ -19,7 +19,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class KVKind(StrEnum):
-    """What a group's blocks hold."""
+    """The kind of content of a group's blocks."""
 
     FULL = "full"  # keys and values of every token
     WINDOW = "window"  # keys and values of which a token sees the last `window`
@@ -40,7 +40,7 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def block_bytes(self) -> int:
-        """Of one block over all ranks."""
+        """The size of one block, over all ranks."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def first_block(self, num_tokens: int) -> int:
@@ -104,7 +104,7 @@ class BlockLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def block_bytes(self) -> int:
-        """Of one block in all groups, over all ranks."""
+        """The size of one block in all groups, over all ranks."""
         return sum(group.block_bytes for group in self.groups)
 
     def digest(self) -> bytes:

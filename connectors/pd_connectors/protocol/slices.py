@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SliceRead(msgspec.Struct, frozen=True):
-    """Of every block that is read: copy `num_bytes` from a remote rank's block into a local rank's block."""
+    """One copy, made for every block that is read: `num_bytes` of a remote rank's block into a local rank's block."""
 
     remote_rank: int
     local_rank: int

@@ -49,7 +49,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 
 
 class NodeOrder(msgspec.Struct, frozen=True, tag=True):
-    """What a supervisor or operator wants a router to do with one node. To obey it twice is to obey it once."""
+    """An order of a supervisor or operator to a router about one node. Idempotent."""
 
     action: Literal["add", "remove", "drain", "resume"]
     node: str  # the base URL for "add", else the node's id or its host:port
@@ -62,7 +62,7 @@ Paper = TypeVar("Paper", Ticket, Offer, NodeOrder)
 
 
 class _Versioned(msgspec.Struct):
-    """What every version of every paper has."""
+    """The field that every version of every paper has."""
 
     version: int
 
