@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PostRead:
-    """Read P's blocks `remote` into our blocks `local`, both by group and pair by pair; answer with
+    """Read P's blocks `remote` into our blocks `local`, by group and pair by pair. Report the end with
     `read_ended(number, ...)`."""
 
     number: int
@@ -38,17 +38,17 @@ class BlockReads:
 
     @property
     def is_busy(self) -> bool:
-        """A posted read has not ended."""
+        """True while a posted read has not ended."""
         return bool(self._in_flight)
 
     @property
     def is_done(self) -> bool:
-        """Every block that `start` named is in."""
+        """True when every block that `start` named has been read."""
         return not self._in_flight and self._next == [run.span.stop for run in self._runs]
 
     @property
     def has_read(self) -> bool:
-        """Some blocks are in."""
+        """True when some blocks have been read."""
         return any(self._num_read)
 
     @property

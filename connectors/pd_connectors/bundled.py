@@ -33,7 +33,7 @@ class BundledLibraries:
             raise
 
     def load(self) -> None:
-        """Into this process: what is loaded from now on finds them. Raises OSError."""
+        """Load them into this process, for libraries that are loaded later. Raises OSError."""
         for file, fd in zip(self._found, self.fds, strict=True):
             if _is_mapped(file):
                 continue
@@ -41,7 +41,7 @@ class BundledLibraries:
             ctypes.CDLL(_path(fd))
 
     def environment(self) -> dict[str, str]:
-        """For a program that needs them; start it with `pass_fds=fds`."""
+        """The environment of a program that needs them. Start the program with `pass_fds=fds`."""
         if not self.fds:
             return {}
         preload = [*map(_path, self.fds), os.environ.get("LD_PRELOAD", "")]
@@ -52,7 +52,7 @@ class BundledLibraries:
         }
 
     def close(self) -> None:
-        """Idempotent. What was loaded stays."""
+        """Close the copies. Idempotent. Loaded libraries stay loaded."""
         while self.fds:
             os.close(self.fds.pop())
 

@@ -64,7 +64,7 @@ class Channel(ABC):
 
     @abstractmethod
     def forget(self, owner: Address) -> None:
-        """Close the way there: nothing is asked there for now."""
+        """Close the connection to an owner. The next `ask` opens it again."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> None:
@@ -76,7 +76,7 @@ class Channel(ABC):
 
     @abstractmethod
     def stats(self) -> dict[str, float]:
-        """Counters, see Connector.stats."""
+        """Counters; see Connector.stats."""
 
     @abstractmethod
     def close(self) -> None:

@@ -58,7 +58,7 @@ class Faults:
 
 
 class LoopbackNetwork:
-    """The wires. Nodes attach to it; it owns the randomness."""
+    """The network between nodes of one process, with its faults. It owns the random numbers."""
 
     def __init__(
         self, faults: Faults | None = None, seed: int = 0, clock: Callable[[], float] = time.monotonic
@@ -72,7 +72,7 @@ class LoopbackNetwork:
         self._by_serial: dict[int, LoopbackNode] = {}
 
     def attach(self, host: str, port: int) -> LoopbackNode:
-        """A node under an address. Raises ConnectorUnavailable when one lives there already."""
+        """Add a node under an address. Raises ConnectorUnavailable when the address has one."""
         with self.lock:
             serial = next(self._serials)
             address = (host, port or FIRST_PORT + serial)
@@ -83,7 +83,7 @@ class LoopbackNetwork:
             return node
 
     def detach(self, node: LoopbackNode) -> None:
-        """The node is gone: closed or crashed. Idempotent. What it sent may still arrive; it sends nothing more."""
+        """Remove a node that was closed or has crashed. Messages that it has sent may still arrive. Idempotent."""
         with self.lock:
             node.is_alive = False
             if self._nodes.get(node.address) is node:
@@ -99,7 +99,7 @@ class LoopbackNetwork:
         return self._by_serial.get(serial)
 
     def draw_delay_s(self) -> float:
-        """How long the next thing takes."""
+        """The delay of the next message or copy."""
         return self.random.uniform(0.0, self.faults.max_delay_s) if self.faults.max_delay_s else 0.0
 
 
@@ -118,7 +118,7 @@ class LoopbackNode:
         self._tasks: list[tuple[float, int, Callable[[], None]]] = []
 
     def deliver(self, make: Callable[[], Incoming]) -> None:
-        """A message is on its way here."""
+        """Schedule the arrival of a message."""
         network = self.network
         with network.lock:
             copies = 1 + (network.random.random() < network.faults.duplicate)
@@ -152,7 +152,7 @@ class LoopbackNode:
             task()
 
     def next_due(self) -> float:
-        """When something is due next. inf: nothing is on its way."""
+        """When the next message, copy or completion is due. inf: there is none."""
         with self.network.lock:
             return min((heap[0][0] for heap in (self._inbox, self._tasks) if heap), default=float("inf"))
 

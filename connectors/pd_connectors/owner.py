@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class Owner:
-    """Owned by the control thread. reply: sends a message to a reader. is_frozen: whether this engine's steps are."""
+    """Owned by the control thread. reply: sends a message to a reader.
+
+    is_frozen: True if no step of the engine ends.
+    """
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class Owner:
                 self._detach(lease, reader)
 
     def push(self) -> None:
-        """Tell attached readers what has changed."""
+        """Send the changed leases to their attached readers."""
         for state in self._leases.take_changed():
             lease_id = state.lease.lease_id
             for reader in self._attached.get(lease_id, ()):

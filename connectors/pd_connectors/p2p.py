@@ -52,15 +52,18 @@ logger = logging.getLogger(__name__)
 
 
 class StepLoopWatch:
-    """Whether the engine's step loop still turns, as seen from the control thread, which lives on when it does not."""
+    """Whether the engine's step loop still turns.
+
+    Used by the control thread, which runs on when the step loop hangs.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._turned_at: float | None = None  # None: it has not begun
+        self._turned_at: float | None = None  # None: the step loop has not begun
         self._allowed_s = SILENCE_S
 
     def turned(self) -> None:
-        """The step loop has called."""
+        """Note that the step loop has called `poll`."""
         self._turned_at = self._clock()
 
     def allow_silence(self, allowed_s: float) -> None:
@@ -79,11 +82,11 @@ class LoadCounters:
     def __init__(self, num_groups: int) -> None:
         self.failed = dict.fromkeys(LoadFailure, 0)
         self.done = 0
-        self.group_bytes = (0,) * num_groups  # that were read, by group of the layout
+        self.group_bytes = (0,) * num_groups  # bytes read, by group of the layout
         self.transfer_s = 0.0
 
     def count(self, event: Event) -> None:
-        """Take note of a load's end; other events change nothing."""
+        """Count a load's end. Other events change nothing."""
         match event:
             case LoadFailed(_, reason, _):
                 self.failed[reason] += 1
@@ -294,7 +297,7 @@ class PeerToPeerConnector(Connector):
         return sleep_s
 
     def _hear(self) -> bool:
-        """Handle what has arrived. True: a flood of messages was cut off, so that the timers get their turn."""
+        """Handle the messages that have arrived. True: some are left, so that the timers get their turn."""
         for _ in range(MAX_ROUNDS):
             incoming = self._channel.receive()
             if not incoming:

@@ -104,7 +104,7 @@ class StorePool(Pool):
         self._start_thread("pd-pool-store", partial(self._run_storer, self._open_store()))
 
     def close(self) -> None:
-        """End every search, drop what was not sent, join the threads. Idempotent."""
+        """End every search, drop blocks that were not sent, join the threads. Idempotent."""
         if self._closing.is_set():
             return
         with self._changed:
@@ -134,7 +134,7 @@ class StorePool(Pool):
             self._jobs.put(search)
 
     def load(self, spec: LoadSpec) -> bool:
-        """Read what was found into reserved blocks. False when this is no search of ours, or one that is over."""
+        """Read found blocks into reserved ones. False when the search is over, or is not one of this pool."""
         with self._changed:
             search = self._searches.get(spec.load_id)
             if search is None:

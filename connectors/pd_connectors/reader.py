@@ -110,7 +110,7 @@ class Reader:
                 self.cancel(load_id, now)
             self._disconnect(peer)
 
-    # from the peers
+    # from peers and transport
 
     def on_message(self, owner: Address, message: ToReader, now: float) -> None:
         """A message from `owner`, in any order, possibly repeated."""
@@ -140,7 +140,7 @@ class Reader:
             self._carry_out(peer, pull, now)
 
     def on_completion(self, completion: Completion, now: float) -> None:
-        """The transport's word."""
+        """Take a completion of the transport."""
         match completion:
             case Connected(key):
                 peer = self._peers.get(key.address)
@@ -155,7 +155,7 @@ class Reader:
                 self._on_read_ended(completion, now)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Do what is due at `now`, for every peer and load."""
         for peer in list(self._peers.values()):
             for pull in list(peer.pulls.values()):
                 pull.tick(now)
@@ -164,7 +164,8 @@ class Reader:
             self._tick_endpoint(peer, now)
             if peer.is_lost and not peer.is_wanted:
                 peer.is_lost = False
-                self._forget(peer.address)  # else the way to a dead node is tried again until PEER_IDLE_S is over
+                # else ZeroMQ would connect to a dead node again and again until PEER_IDLE_S is over
+                self._forget(peer.address)
             if not peer.pulls and now - peer.idle_since >= PEER_IDLE_S:
                 self._drop(peer)
 
@@ -189,22 +190,22 @@ class Reader:
 
     @property
     def num_loads(self) -> int:
-        """Live and draining."""
+        """The number of live and draining loads."""
         return len(self._home)
 
     @property
     def num_reading(self) -> int:
-        """Live loads of which blocks have come."""
+        """The number of live loads with some blocks read."""
         return sum(pull.is_live and pull.reads.has_read for pull in self._pulls())
 
     @property
     def num_quarantined_blocks(self) -> int:
-        """Blocks of failed loads that a read may still write."""
+        """The number of blocks of failed loads that a read may still write."""
         return sum(pull.reads.num_blocks_in_flight for pull in self._pulls() if not pull.is_live)
 
     @property
     def num_quarantined_loads(self) -> int:
-        """Failed loads that have not drained."""
+        """The number of failed loads that have not drained."""
         return sum(not pull.is_live for pull in self._pulls())
 
     # inside
@@ -246,7 +247,7 @@ class Reader:
                 del self._by_lease[pull.ticket.lease.lease_id]
 
     def _is_wanted(self, lease: LeaseRef) -> bool:
-        """A live load of ours reads it. The last one releases it."""
+        """Whether a live load of ours reads the lease. The last such load releases it."""
         return any(pull.is_live and pull.ticket.lease == lease for pull in self._by_lease.get(lease.lease_id, ()))
 
     def _fail(self, peer: Peer, reason: LoadFailure, detail: str, now: float, which: Callable[[Pull], bool]) -> None:
@@ -282,7 +283,7 @@ class Reader:
     def _on_hello_reply(self, peer: Peer, reply: HelloReply, now: float) -> None:
         greeting = peer.greeting
         if greeting is None or reply.nonce != greeting.nonce:
-            # Unasked, it is only a hint (it may be old) that another epoch lives there now: ask.
+            # Not an answer to a greeting of ours. It may be old, so it only hints at another epoch there: greet.
             lives_there = (reply.engine_id, reply.epoch)
             if any(lives_there != _owner(pull) for pull in peer.pulls.values() if pull.is_live):
                 self._greet(peer, now)

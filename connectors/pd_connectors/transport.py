@@ -21,7 +21,7 @@ GroupIds = tuple[tuple[int, ...], ...]  # block ids by group of the layout
 
 @dataclass(frozen=True, slots=True)
 class PeerKey:
-    """One endpoint. A restarted peer, or a second attempt at the same peer, has another key."""
+    """The key of one endpoint. A restarted peer, or a second connection to the same peer, has another key."""
 
     address: Address
     engine_id: str

@@ -84,8 +84,8 @@ class Remote:
 class NixlAgent:
     """One agent over the tensors of one cache. Not thread-safe: one thread at a time.
 
-    name: unique among all agents that ever meet. slices: what is read of each block, one entry a group (`plan_slices`
-    of one rank and one rank). network: where UCX may listen.
+    name: unique among all agents that can connect. slices: the part of each block that is read, one entry a group
+    (`plan_slices` for one rank on both sides). network: where UCX may listen.
     Raises ConnectorUnavailable when NIXL is missing or does not start, or no port of the network is free.
     """
 
@@ -194,7 +194,7 @@ class NixlAgent:
         return self._post(int(handle))
 
     def is_done(self, handle: int) -> bool:
-        """Whether every byte is in. Raises EndpointFailed, which is as terminal, or MayStillLand."""
+        """Whether every byte is in. Raises EndpointFailed, after which the read is terminal too, or MayStillLand."""
         try:
             status = self._agent.getXferStatus(handle)
         except Exception as error:
@@ -243,7 +243,7 @@ class NixlAgent:
     def _list_blocks(self, agent: str, regions: Sequence[Region], places: Sequence[tuple[int, int]]) -> int:
         """One list over all groups, group after group, so that one read, with one handle and one end, covers them all.
 
-        places: offset and length in bytes of what is read of a block, by group.
+        places: offset and length in bytes of the part of a block that is read, by group.
         """
         rows = np.zeros((sum(region.num_blocks for region in regions), 3), np.uint64)
         start = 0

@@ -54,7 +54,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class KvNetwork:
-    """The answer. `settings` go into UCX's environment; what the operator has set is not among them."""
+    """The network chosen for KV.
+
+    `settings` go into UCX's environment; they leave out variables that the operator set.
+    """
 
     settings: tuple[tuple[str, str], ...]
     address: str  # UCX listens here; "": the operator's UCX_NET_DEVICES decides

@@ -66,7 +66,7 @@ class HelloReply(msgspec.Struct, frozen=True, tag=True):
     layout: BlockLayout
     transport: bytes  # opaque to the protocol: the transport's own endpoint description
     checksum: bytes  # blake2b of `transport`: NIXL accepts metadata with a flipped byte
-    nonce: bytes = b""  # the Hello's
+    nonce: bytes = b""  # of the Hello that it answers
 
 
 class Renew(msgspec.Struct, frozen=True, tag=True):
@@ -88,8 +88,8 @@ class LeaseState(msgspec.Struct, frozen=True, tag=True):
     ttl_s: float = 0.0  # the lease lives this long after a Renew; 0: it needs none yet
     is_begun: bool = False  # P computes and has all the blocks it needs: it will finish
     announced_at: float = 0.0  # Unix time of the last announcement; for measuring only
-    prefill_s: float = 0.0  # the request came to P so long before its first tokens; 0: none yet, or not said
-    is_frozen: bool = False  # P's steps make no progress: more than this snapshot shows is not to be expected soon
+    prefill_s: float = 0.0  # seconds from the request's arrival at P to its first tokens; 0: none yet, or unknown
+    is_frozen: bool = False  # no step of P ends, so no newer snapshot is to be expected soon
 
 
 class Confirm(msgspec.Struct, frozen=True, tag=True):
@@ -112,7 +112,7 @@ class ConfirmReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """This reader does not need the lease any more. `done`: it can end; else another D may still come for it."""
+    """This reader does not need the lease any more. `done`: the lease can end; else another D may still read it."""
 
     lease: LeaseRef
     done: bool

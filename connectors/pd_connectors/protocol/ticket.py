@@ -26,17 +26,17 @@ class Ticket(msgspec.Struct, frozen=True, tag=True):
     request_id: str
     lease: LeaseRef
     generation: int
-    expires_at_s: float  # wall clock; bounds a leaked ticket's worth in minutes. The lease's own life is P's business
+    expires_at_s: float  # wall clock; a leaked ticket is of use for minutes only. The lease itself expires much sooner
     fingerprint: str
     layout: BlockLayout
     prompt_digest: bytes
     num_tokens: int  # prompt tokens, all of which P computes
-    num_samples: int  # first tokens that P samples (the request's n); compared by a D that knows no sampling_digest
+    num_samples: int  # first tokens that P samples (the request's n); read by a D that knows no sampling_digest
     host: str  # P's control address
     port: int
     version: int = PROTOCOL_VERSION
-    # Of the parameters that decide P's first tokens. D computes its own and adopts the tokens only when the two are
-    # equal; the KV does not depend on them. b"": P does not say (it is older), which is equal to nothing.
+    # Digest of the parameters that decide P's first tokens. D adopts the tokens only if its own digest is equal. The KV
+    # does not depend on them. b"": of an older P, which sends none; equal to no digest.
     sampling_digest: bytes = b""
 
 
