@@ -63,7 +63,7 @@ class EngineClient(Protocol):
 
     @property
     def num_freezes(self) -> int:
-        """How often it was judged frozen."""
+        """How often the engine was judged frozen."""
 
     def open(self, request: AddRequest) -> RequestStream:
         """Admit a request. Raises EngineUnavailable, also as EngineFrozen."""
@@ -114,7 +114,7 @@ class RequestStream:
         return message
 
     def drain_ready(self) -> list[RequestMessage]:
-        """The messages that have arrived, without waiting, so that chunks are coalesced under backlog."""
+        """Returns the messages that have arrived, without waiting, so that a backlog becomes one chunk."""
         ready: list[RequestMessage] = []
         while not self._ended and not self._messages.empty():
             message = self._messages.get_nowait()
@@ -153,7 +153,7 @@ class ZmqEngineClient:
         self._frozen_s = frozen_s
         self._stall_s = stall_s
         self._clock = PatientClock(clock, patience_s=LISTEN_S)
-        self._liveness: EngineLiveness | None = None  # from the ready message on
+        self._liveness: EngineLiveness | None = None  # None until the ready message
         self._frozen = ""
         self._num_freezes = 0
         self._is_ready = asyncio.Event()
@@ -195,7 +195,7 @@ class ZmqEngineClient:
             raise AssertionError(f"request id {request.request_id} is in use")
         awaits_ticket = request.work is Work.PREFILL
         stream = RequestStream(request.request_id, self.send, self._forget, awaits_ticket=awaits_ticket)
-        self.send(request)  # first: what cannot be encoded must not leave a stream behind
+        self.send(request)  # first, so that a message that cannot be encoded leaves no stream behind
         self._streams[request.request_id] = stream
         return stream
 

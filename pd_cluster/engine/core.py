@@ -125,7 +125,7 @@ class EngineCore:
         is_settled = False
         while not self._stopping:
             if self.turn():
-                is_settled = False  # a message that arrives as the wait times out does not end it
+                is_settled = False  # even if the next wait times out: this turn may have left something to check
                 continue
             self._send_stats()
             if self._mailbox.wait(IDLE_WAIT_S):
@@ -140,7 +140,10 @@ class EngineCore:
         logger.info("stopping with %d requests", len(self._requests))
 
     def turn(self) -> bool:
-        """One turn. False when there was nothing to compute: only a message or an event can change that."""
+        """Make one turn.
+
+        Returns False if there was nothing to compute, so the loop can wait for a message or an event.
+        """
         scheduler, pipeline = self._scheduler, self._pipeline
         for message in self._mailbox.receive():
             self._take(message)
@@ -160,7 +163,7 @@ class EngineCore:
         return True
 
     def _allow_silence(self, allowed_s: float) -> None:
-        """Tell the API process and the nodes that read from here that the step loop may not turn for so long."""
+        """Announce to the API process and to reading nodes that the step loop may not turn for `allowed_s`."""
         self._connector.allow_silence(allowed_s)
         self._mailbox.send(SilenceAllowed(allowed_s))
         self._mailbox.flush()

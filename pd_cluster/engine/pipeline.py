@@ -93,7 +93,7 @@ class Pipeline:
         return flight.batch, self._clock() - max(flight.launched_s, self._retired_s)
 
     def launch(self, plan: Callable[[], Batch]) -> bool:
-        """Plan a step and start it. False when it has nothing for the worker."""
+        """Plan a step and start it. Returns False if the step has no work for the worker."""
         started_s = self._clock()
         batch = plan()
         if self._flights:

@@ -64,7 +64,7 @@ class PoolSearches:
             self._scheduler.fall_back_to_local(request)
 
     def start(self, request: Request, go_on: Callable[[Request], None]) -> bool:
-        """Search for a parked prompt. False, and `go_on` is not called: nothing to search for, or no pool."""
+        """Search for a parked prompt. Returns False, and never calls `go_on`, without a pool or missing blocks."""
         if self._pool is None:
             return False
         hashes, num_here = self._scheduler.missing(request)

@@ -27,12 +27,12 @@ FROZEN_S = 3.0  # silence that every engine is allowed: three heartbeats
 STEP_FACTOR = 4.0  # of the predicted step
 WARM_UP_S = 60.0  # a first step with the compilation of its kernels is shorter
 
-SLACK_S = 0.0005  # how much longer a wait may be than it was meant to
-LEAD_FACTOR = 1.5  # of the host's own time for a step, which it must not exceed
-SURE_SHARE = 0.95  # of the predicted time of a step; the rest is for what makes one shorter than the last
-LATE_SHARE = 0.8  # what is left of a prediction that was too long
-GROWTH = 1.05  # of a prediction in one step: where long and short steps alternate, it follows the short ones
-FLOOR = 0.5  # a prediction is at least this share of what the shorter of the last two steps took
+SLACK_S = 0.0005  # by which a wait may exceed its timeout
+LEAD_FACTOR = 1.5  # planning begins this many times the host's time for a step before the running step ends
+SURE_SHARE = 0.95  # of the predicted time of a step; a step may be shorter than the last one by the rest
+LATE_SHARE = 0.8  # a prediction that was too long is multiplied by this
+GROWTH = 1.05  # most growth of a prediction in one step, so that it follows the shorter of alternating steps
+FLOOR = 0.5  # a prediction is at least this share of the shorter of the last two steps
 ALIKE = 0.2  # decode steps take about equally long if their numbers of sequences differ by a smaller share
 MEMORY = 0.95  # a slow planning is remembered for some tens of steps
 TRUST = 0.34  # gained with each step with prompts that outlasted its prediction; at most 1 in all
@@ -47,23 +47,26 @@ class StepTiming:
     """
 
     _host_s: float = 0.0  # planning and launching a step of decodes
-    _prompt_host_s: float = 0.0  # the same with prompts: that may not be one replay
+    _prompt_host_s: float = 0.0  # planning and launching a step with prompts, which may not be one graph
     _decode_s: float = 0.0  # predicted duration of the next pure decode step; 0: none
     _last_decode_s: float = 0.0  # duration of the last one
     _num_decodes: int = 0  # sequences in it
     _token_s: float = 0.0  # per token, of the fastest step with prompts so far
     _num_tokens: int = 0  # in it; not extrapolated to larger steps, because a step has a fixed cost too
-    _trust: float = 0.0  # in the two above
+    _trust: float = 0.0  # in `_token_s` and `_num_tokens`: 0 to 1
 
     def note_launch(self, batch: Batch, host_s: float) -> None:
-        """Planning and launching a step took `host_s`."""
+        """Note that planning and launching a step took `host_s`."""
         if batch.num_tokens == len(batch.chunks):
             self._host_s = max(host_s, self._host_s * MEMORY)
         else:
             self._prompt_host_s = max(host_s, self._prompt_host_s * MEMORY)
 
     def note_step(self, batch: Batch, duration_s: float, *, was_over: bool) -> None:
-        """A step took at most `duration_s` on the device. `was_over`: it had ended before the host waited for it."""
+        """Note that a step took at most `duration_s` on the device.
+
+        `was_over`: it ended before the host waited for it.
+        """
         if not batch.chunks:
             return
         num_decodes = _num_decodes(batch)
@@ -114,7 +117,10 @@ class StepTiming:
 
 
 class StepForecast:
-    """Predicts one pipeline's steps. `is_compiled_lazily`: the first step of a kind compiles or captures something."""
+    """Bounds the steps of one pipeline.
+
+    `is_compiled_lazily`: the first step of a kind compiles or captures something.
+    """
 
     def __init__(self, *, keys_per_token: int = 0, is_compiled_lazily: bool) -> None:
         self._keys_per_token = keys_per_token
@@ -134,7 +140,7 @@ class StepForecast:
         return WARM_UP_S if predicted_s is None else max(FROZEN_S, STEP_FACTOR * predicted_s)
 
     def note_step(self, kind: int, duration_s: float) -> None:
-        """A step of this kind has ended."""
+        """Note the duration of a step of this kind, which has ended."""
         _, last_s = self._durations.get(kind, (duration_s, duration_s))
         self._durations[kind] = (last_s, duration_s)
 

@@ -27,7 +27,8 @@ class SequenceStart:
     block_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int  # resolved: the request's, or drawn at admission; differs per index of n
-    num_sample_seeds: tuple[int, ...] = ()  # n > 1 before the fork: of all n first tokens; the row keeps the first
+    # n > 1 before the fork: seeds of all n first tokens; the row keeps the first
+    num_sample_seeds: tuple[int, ...] = ()
 
 
 class SequenceChunk(msgspec.Struct, frozen=True, gc=False):

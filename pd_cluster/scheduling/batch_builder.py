@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class BatchBuilder:
-    """One step's parts, and what is left of its token budget."""
+    """The parts of one step, and the rest of its token budget."""
 
     step: int
     budget: int  # tokens left
@@ -41,7 +41,7 @@ class BatchBuilder:
 
     def batch(self, departures: tuple[int, ...], loads: list[LoadSpec]) -> Batch:
         """The finished batch, decodes first."""
-        if self.starts:  # what entered last may be a decode
+        if self.starts:  # a sequence that entered last may have a decode
             self.chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
         return Batch(
             step=self.step,
@@ -82,7 +82,10 @@ class BatchBuilder:
         return num_tokens
 
     def add_chunk(self, seq: Sequence, blocks: BlockManager) -> None:
-        """Add one token if one is left, else as many as the prompts' share admits. Its blocks exist or can be had."""
+        """Add a chunk: the last token, or as many as the prompts' share admits.
+
+        Its blocks exist or can be allocated.
+        """
         table, start, num_remaining = seq.table, seq.num_scheduled_tokens, seq.num_remaining_tokens
         assert table is not None
         num_tokens = self._take(seq)
@@ -95,7 +98,7 @@ class BatchBuilder:
                 self.copy_on_write.append(growth.copy)
             first_block, new_block_ids = growth.first_block, growth.block_ids
         if not seq.in_worker:
-            first_block, new_block_ids = 0, ()  # the start names them all
+            first_block, new_block_ids = 0, ()  # SequenceStart names all blocks
             self._add_start(seq, table)
         num_samples = 0
         if num_tokens == num_remaining:

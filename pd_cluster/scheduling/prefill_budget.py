@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Self
 
-LEAST_PROMPT_TOKENS = 32  # of a step, however many decode: no prompt starves
+LEAST_PROMPT_TOKENS = 32  # prompt tokens of a step beside any number of decodes, so that no prompt starves
 STEP_MULTIPLE = 64  # captured steps have whole ones; prompts get one, if it fits, whatever they cost
 MANY_DECODES = 48  # beside more the limit is one STEP_MULTIPLE less
-PADDING_PRICE = 4  # a cut prompt puts one token off, to avoid a padded step, if at least so many tokens stay
+PADDING_PRICE = 4  # a prompt is cut by one more token, to avoid padding, if it keeps at least this many for it
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,10 +27,10 @@ class PrefillBudget:
 
     tokens_left: int = 0
     cost_left: int = 0
-    least_left: int = 0  # tokens that are given whatever they cost; 0 as well where costs are not limited
+    least_left: int = 0  # tokens that prompts get whatever they cost; 0 too if costs are not limited
     keys_per_token: int = 0  # 0: position costs nothing
-    num_planned: int = 0  # tokens in the step, with those that are sure to come
-    num_given: int = 0  # of them, those of prompts
+    num_planned: int = 0  # tokens in the step, including decodes that are about to enter
+    num_given: int = 0  # tokens of prompts among them
     is_limited: bool = False
 
     @classmethod

@@ -39,7 +39,7 @@ def sequence_seed(seed: int, index: int) -> int:
 class SequenceStatus(Enum):
     """Where a sequence is."""
 
-    WAITING = auto()  # for KV from elsewhere, a slot or memory, or (not the lead) for the first tokens; never ran
+    WAITING = auto()  # never ran: waits for KV, a slot, memory, or (not the lead) the first tokens
     RUNNING = auto()
     PREEMPTED = auto()  # waiting; its KV is gone and will be computed again
     SWAPPED = auto()  # waiting; its KV is in host memory
@@ -56,16 +56,16 @@ class KvArrival(Enum):
 
 @dataclass(slots=True)
 class Marks:
-    """When things happened to a request (the scheduler's clock, seconds); None: not yet."""
+    """When events of a request happened, in seconds of the scheduler's clock; None: not yet."""
 
     arrived_s: float = 0.0
     scheduled_s: float | None = None  # its prefill entered a step
-    first_token_s: float | None = None  # sampled here
+    first_token_s: float | None = None  # its first token was sampled here
     reserved_s: float | None = None
     loaded_s: float | None = None
     decode_scheduled_s: float | None = None  # first decode step after a load
     decode_retired_s: float | None = None
-    prefill_leg_s: float = 0.0  # what another node's prefill took
+    prefill_leg_s: float = 0.0  # seconds that another node's prefill took
     load_steps: LoadSteps = field(default_factory=LoadSteps)
 
 
@@ -75,15 +75,15 @@ class Request:
 
     message: AddRequest
     seed: int  # the request's own, or drawn at admission
-    lease_id: str | None = None  # PREFILL: under which its blocks are promised
+    lease_id: str | None = None  # PREFILL: the lease under which its blocks are promised
     lease_generation: int = 0  # for PublishSpec; `retract` raises it
     load_id: str | None = None  # TAKE_OVER: the load in progress; set it before `Scheduler.reserve`
     arrival: int = -1
     sequences: list[Sequence] = field(default_factory=list)
     num_live: int = 0  # sequences that have not ended
     is_parted: bool = False  # each sequence has its own tokens
-    # TAKE_OVER: P samples under other parameters than this request's. Its tokens are dropped; the prompt's last token
-    # is computed here, on the KV of those before it, and the first tokens are drawn from that
+    # TAKE_OVER: P samples under parameters other than this request's. P's first tokens are dropped. The prompt's last
+    # token is computed here, on the loaded KV of the tokens before it, and the first tokens are drawn from its logits
     redraws: bool = False
     table: BlockTable | None = None  # TAKE_OVER: the pinned prefix, then the blocks being loaded
     kv: KvArrival = KvArrival.ABSENT
@@ -193,7 +193,7 @@ class Request:
             lead.num_samples = sampling.n
 
     def mark_first_decode(self, now_s: float) -> None:
-        """The first token was sampled behind what came from elsewhere: KV, mostly with a first token."""
+        """Note the first decode step of a request with KV from another node."""
         marks = self.marks
         if marks.loaded_s is None:
             marks.first_token_s = marks.first_token_s or now_s
@@ -250,9 +250,9 @@ class Sequence:
     host_block_ids: list[int] = field(default_factory=list)  # while SWAPPED
     num_computed_tokens: int = 0  # tokens with KV in the table, by steps that have retired
     num_scheduled_tokens: int = 0  # the same, counting steps that still run
-    num_pending: int = 0  # tokens that running steps sample: values unknown, one per step, so positions are certain
+    num_pending: int = 0  # tokens that running steps sample, one per step: their positions are known, their values not
     num_in_flight: int = 0  # steps that still run and touch this sequence
-    num_announced_tokens: int = 0  # PREFILL: told to the lease's reader
+    num_announced_tokens: int = 0  # PREFILL: announced to the lease's reader
     num_cached_tokens: int = 0
     num_external_tokens: int = 0
     num_samples: int = 1  # sampled when a chunk reaches the last token; n for a lead before the sequences part
@@ -307,7 +307,7 @@ class Sequence:
         return run[:num_added]
 
     def part_from(self, lead: Sequence) -> None:
-        """Become a copy of the lead's prompt, about to receive its own first token. The block table is the caller's."""
+        """Copy the lead's prompt, before the sequence gets its own first token. The caller sets the block table."""
         self.token_ids = list(self.request.prompt_token_ids)
         self.block_hashes = lead.block_hashes[:]
         self.num_cached_tokens = lead.num_cached_tokens

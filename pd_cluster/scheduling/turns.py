@@ -50,15 +50,16 @@ class Turns:
         self.num_queued = 0  # requests of which nothing has run yet
         self._groups: dict[str, Group[Sequence]] = {}
         self._shared: set[Group[Sequence]] = set()
-        self._num_rich = 0  # groups that another may take a slot from
+        self._num_rich = 0  # groups from which another may take a slot
         self._last_arrival = -1
         self._serial = 0
 
     # requests
 
     def may_queue(self, name: str, limit: int) -> bool:
-        """Whether a request of this group may wait, where `limit` may in all. A group's first may always take the last
-        place; its others leave a share of the queue to groups that have nothing in it."""
+        """Whether a request of this group may queue, in a queue of `limit` requests. The first request of a
+        group may take
+        the last place; others leave a share of the queue to groups without a queued request."""
         group = self._groups.get(name)
         return self.num_queued < (limit if group is None or not group.num_queued else crowd_limit(limit))
 

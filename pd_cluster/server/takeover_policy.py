@@ -142,7 +142,7 @@ class PrefillSearch:
             self._fell_back(cause, reason)
             if await self._has_died(cause):
                 self._bury(self.prefill_node or "")
-        await self.close()  # hang up on the node of the failed load
+        await self.close()  # close the connection to the node of the failed load
         while self._urls and (not reason or policy in ("any", "remote")):
             left_s = self._ends_s - time.monotonic()
             if left_s <= 0:
@@ -177,7 +177,7 @@ class PrefillSearch:
     async def _has_died(self, cause: str) -> bool:
         """Whether the node of the failed load has died.
 
-        A node that cannot be reached for its KV and answers /health has not: a closed port or a broken network between
+        A node that answers /health is alive even if its KV cannot be reached: a closed port or a broken network between
         the nodes must not turn every request into a final error. A node that issued the request's ticket counts as
         dead when it cannot be reached: its HTTP address is not known here.
         """

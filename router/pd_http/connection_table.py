@@ -66,7 +66,7 @@ class ConnectionTable(Generic[Key]):
             del self._count[address], self._waiting_of[address]
 
     def waits(self, key: Key) -> None:
-        """`key` waits for its client from now on; a wait that had begun starts again."""
+        """Note that `key` waits for its client from now on. A wait that had begun starts again."""
         address = self._address_of.get(key)
         if address is not None:
             self.works(key)
@@ -74,7 +74,7 @@ class ConnectionTable(Generic[Key]):
             self._waiting_of[address][key] = None
 
     def works(self, key: Key) -> None:
-        """A complete request of `key` is under way."""
+        """Note that a complete request of `key` is under way."""
         if key in self._waiting:
             del self._waiting[key]
             del self._waiting_of[self._address_of[key]][key]

@@ -98,7 +98,7 @@ class HttpGate:
         self._forget(connection)
 
     def moved(self, connection: BoundedProtocol) -> None:
-        """The headers of a request, or an answer, are complete."""
+        """Note that the headers of a request, or an answer, are complete."""
         if connection.limits.is_waiting:
             self._table.waits(connection)
         if connection.limits.discards:  # the rest of the body is not kept
@@ -120,7 +120,7 @@ class HttpGate:
                     one.hold()
 
     def refused(self, connection: BoundedProtocol, refusal: Refusal) -> None:
-        """The connection ends, and holds no place and no memory from now on."""
+        """Free the place and the memory of a connection that ends."""
         self._forget(connection)
         self._count(refusal.word)
         if not refusal.is_logged:

@@ -91,7 +91,7 @@ class HealthPoller:
             log.info("node %s (%s, %s) is healthy", node.node_id, node.role.value, node.url)
 
     def _set_ill(self, node: Node, answer: Answer) -> None:
-        """The node answered with a status other than 200."""
+        """Handle an answer of the node with a status other than 200."""
         report = object_in(answer.body)
         status, reason = report.get("status"), report.get("reason")
         kind = {"frozen": FailureKind.FROZEN, "dead": FailureKind.DIED}.get(str(status))

@@ -29,7 +29,7 @@ class DownListener(Protocol):
     """A wait that a judgement may end."""
 
     def hear(self, down: Down) -> None:
-        """The node was judged down."""
+        """Take a judgement that the node is down."""
 
 
 class NodeLiveness:
@@ -50,7 +50,7 @@ class NodeLiveness:
                 guard.hear(down)
 
     def restarted(self, why: str) -> None:
-        """The node is up, but has lost the requests that it had."""
+        """Note that the node is up but has lost the requests that it had."""
         self.judge(Down(FailureKind.DIED, why))
         self.judge(None)
 

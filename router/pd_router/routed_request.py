@@ -285,7 +285,7 @@ class RoutedRequest:
             self._casualties.check()
 
     async def _look_for_others(self) -> None:
-        """A node died with the request: probe the others that had it. D-first, only D knows which P it asked."""
+        """Probe the other nodes that had the request, after one died. D-first, only D knows which P it asked."""
         suspects, has_died = self._casualties.suspects, self._s.upstream.has_died
         asked = (has_died(node, epoch, is_silence_death=False) for node, epoch in suspects)
         for (node, _), died in zip(suspects, await asyncio.gather(*asked), strict=True):
@@ -293,7 +293,7 @@ class RoutedRequest:
                 self._casualties.add(node)
 
     def _charge(self, node: Node, prefill_bytes: int, sequences: int = 0) -> Charge:
-        """A charge for a prefill; if its end shows at all, then in a decode node's answer."""
+        """A charge for a prefill. If its end is visible, then by the decode node's first byte."""
         clock = self._s.table.clock
         charge = Charge(node, clock, prefill_bytes=prefill_bytes, sequences=sequences)
         if prefill_bytes and not self._body.shows_reading:

@@ -65,7 +65,7 @@ def leg_failure(node: Node, error: Exception, wait: str, timeout: str) -> LegFai
 
 
 class Refused(Exception):
-    """The node says that the request itself is wrong (4xx): every node would answer the same."""
+    """The request itself is wrong, by a node's 4xx: every node would answer the same."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(f"status {answer.status}")
