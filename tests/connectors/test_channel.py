@@ -306,7 +306,7 @@ def test_a_peer_without_a_usable_address_is_counted_not_raised(make: Callable[..
 
 
 @pytest.mark.parametrize("host", [*BAD_HOSTS, "", "0.0.0.0", "::", "[::]"])
-def test_an_advertised_host_that_nobody_can_reach_is_refused_at_start(host: str) -> None:
+def test_an_advertised_host_that_no_peer_can_reach_is_refused_at_start(host: str) -> None:
     with pytest.raises(ConnectorUnavailable, match="no address under which peers can reach this node"):
         ZmqChannel(KEY, host, 0)
 

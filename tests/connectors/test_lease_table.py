@@ -267,7 +267,7 @@ def test_an_announcement_that_cannot_be_true_is_a_bug_of_the_engine(table: Lease
         table.announce(replace(wrong, lease_id=ref.lease_id))
 
 
-def test_an_abandoned_lease_ends_soon_unless_somebody_comes(table: LeaseTable, clock: VirtualClock) -> None:
+def test_an_abandoned_lease_ends_soon_unless_a_reader_attaches(table: LeaseTable, clock: VirtualClock) -> None:
     left, rescued = table.open(16, hold=False), table.open(16, hold=False)
     table.abandon(left)
     table.abandon(rescued)

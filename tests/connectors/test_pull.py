@@ -307,7 +307,7 @@ def test_silence_is_measured_from_an_unanswered_question() -> None:
     assert cut_off.failure is LoadFailure.UNREACHABLE
 
 
-def test_a_prefill_node_whose_steps_are_frozen_is_left() -> None:
+def test_a_prefill_node_with_frozen_steps_is_left() -> None:
     """Its control thread answers on. What has been computed can still be read; what has not is awaited no longer."""
     waiting, complete = reading(16), reading(40, tokens=True)
     for pull, version, num_tokens in ((waiting, 1, 16), (complete, 1, 40)):

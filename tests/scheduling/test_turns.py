@@ -205,9 +205,9 @@ class Checked(Turns):
     """Compares each order with the plain definition of claims."""
 
     def in_turn(self, ranked: Iterable[Sequence]) -> Iterator[Sequence]:
-        everyone = list(ranked)
-        ordered = super().in_turn(everyone)
-        left = dict.fromkeys(everyone)
+        waiting = list(ranked)
+        ordered = super().in_turn(waiting)
+        left = dict.fromkeys(waiting)
         while left:
             best = min(left, key=lambda seq: (seq.request.group.claim(seq.rank), seq.rank))
             seq = next(ordered)
