@@ -178,7 +178,7 @@ class LMCacheStore(KVStore):
                     raise ConnectionResetError("not connected")
                 num_received = self._socket.recv_into(view)
                 if not num_received:
-                    raise ConnectionResetError("the server hung up")
+                    raise ConnectionResetError("the server closed the connection")
                 view = view[num_received:]
         except OSError as error:
             raise self._failed(error) from error

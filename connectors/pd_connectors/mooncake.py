@@ -99,7 +99,7 @@ class MooncakeClient:
             self._is_closed = True
             is_idle = self._idle.wait_for(lambda: self._num_calls == 0, CLOSE_DEADLINE_S)
         if not is_idle:
-            logger.error("a call of Mooncake's hangs: its segment is left for the master to notice")
+            logger.error("a call of Mooncake hangs: its segment stays until the master notices that this node is gone")
         elif self._store is not None:
             self._store.close()
             self._store = None

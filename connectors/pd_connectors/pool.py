@@ -317,8 +317,8 @@ class StorePool(Pool):
                         self._num_backlog_bytes -= parcel.num_bytes
 
     def _send(self, parcel: _Parcel, store: KVStore) -> None:
-        """Send the blocks that the store lacks. A known name has known content, unless a loading thread found it
-        damaged."""
+        """Send the blocks that the store lacks, and those that a loading thread found damaged: the same name always
+        means the same content."""
         if self._is_down():
             self._count("pool_blocks_dropped_total|reason=unavailable", len(parcel.blocks))
             return

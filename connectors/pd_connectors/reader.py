@@ -351,7 +351,7 @@ class Reader:
                 return
 
     def _tear_down(self, peer: Peer, endpoint: Endpoint, reason: LoadFailure, detail: str, now: float) -> None:
-        """Give the endpoint up and fail what uses or waits for it. Its reads end when the transport says so."""
+        """Give the endpoint up and fail the loads that need it. The transport reports when its reads end."""
         self._fail(peer, reason, detail, now, lambda pull: endpoint.serves(pull.ticket.lease))
         self._disconnect(peer)
 

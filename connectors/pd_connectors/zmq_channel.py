@@ -244,7 +244,7 @@ class ZmqChannel(Channel):
         if now >= self._report_at.get(counter, 0.0):
             self._report_at[counter] = now + REPORT_EVERY_S
             total = self._counters[counter]
-            logger.warning("%s (%d so far; said at most once in %g s)", reason, total, REPORT_EVERY_S)
+            logger.warning("%s (%d so far; logged at most once in %g s)", reason, total, REPORT_EVERY_S)
 
     def _configure(self, sock: zmq.Socket[bytes]) -> None:
         sock.setsockopt(zmq.LINGER, 0)

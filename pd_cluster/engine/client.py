@@ -259,7 +259,7 @@ class ZmqEngineClient:
 
     def _thaw(self) -> None:
         if self._frozen:
-            logger.warning("the engine goes on")
+            logger.warning("the engine makes progress again")
             self._frozen = ""
 
     def _deliver(self, message: FromEngine) -> None:

@@ -295,7 +295,7 @@ def _environment(settings: Sequence[tuple[str, str]]) -> Iterator[None]:
 
 
 def _bindings() -> Any:
-    """NIXL's compiled module. Its logs go to stderr; a peer's death is our error value, not their log line."""
+    """NIXL's compiled module. Its log is reduced: a peer's death is reported as our error value."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     try:
