@@ -263,10 +263,7 @@ class WorkerHalf(ABC):
 
     @abstractmethod
     def send_after(self, publishes: Sequence[PublishSpec]) -> None:
-        """Let others read these blocks and know their first tokens.
-
-        Called when the step's work on the device has retired.
-        """
+        """Let others read these blocks and know first tokens. The step's work on the device has retired."""
 
     @abstractmethod
     def close(self) -> None:

@@ -87,10 +87,7 @@ class BlockReads:
         return posts
 
     def ended(self, number: int, *, is_good: bool) -> bool:
-        """Note that a read is terminal; with `is_good` its bytes are in.
-
-        Returns False if no such read was in flight.
-        """
+        """Note the end of a read; with `is_good` its bytes are in. Returns False if no such read was in flight."""
         blocks = self._in_flight.pop(number, None)
         if blocks is not None and is_good:
             for group, count in enumerate(blocks):

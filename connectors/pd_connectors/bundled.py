@@ -16,10 +16,7 @@ NEEDED = ("libnuma.so.1", "libibverbs.so.1")
 
 
 class BundledLibraries:
-    """The libraries of NEEDED that the system lacks and NIXL's wheel has.
-
-    Open until `close`, or for a `with` statement.
-    """
+    """Libraries of NEEDED that the system lacks and NIXL's wheel has. A context manager; open until `close`."""
 
     def __init__(self) -> None:
         self._folder = _bundle()

@@ -47,10 +47,7 @@ class ConnectionLimit:
 
 
 class Gate:
-    """The listening socket of the control port, shut while it has `limit` connections.
-
-    ZeroMQ accepts and closes them on a descriptor of the same socket and reports both here.
-    """
+    """The control port's socket, shut while it has `limit` connections. ZeroMQ accepts and closes them."""
 
     def __init__(self, limit: int) -> None:
         self._limit = ConnectionLimit(min(limit, _spare_descriptors()))

@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 
 
 class Owner:
-    """Owned by the control thread. reply: sends a message to a reader.
-
-    is_frozen: True if no step of the engine ends.
-    """
+    """Owned by the control thread. reply: sends to a reader. is_frozen: True if no step of the engine ends."""
 
     def __init__(
         self,

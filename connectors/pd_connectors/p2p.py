@@ -52,10 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepLoopWatch:
-    """Whether the engine's step loop still turns.
-
-    Used by the control thread, which runs on when the step loop hangs.
-    """
+    """Whether the engine's step loop still turns, for the control thread, which runs on when it hangs."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -234,9 +234,7 @@ class Pull:
         self._advance(now)
 
     def progress(self, now: float) -> None:
-        """Note that a read of this peer has ended, of this load or another: the link works, so `read_s`
-        starts again.
-        """
+        """Note that a read of this peer, of any load, has ended: the link works, so `read_s` starts again."""
         self._read_deadline = now + self._limits.read_s
 
     def confirm_reply(self, reply: ConfirmReply, now: float) -> None:

@@ -60,10 +60,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def get(self, names: Sequence[ObjectName]) -> Generator[bytearray | None, None, None]:
-        """Yields the objects in this order; None for one that is not stored.
-
-        Close the generator if it is left early.
-        """
+        """Yields the objects in this order; None for one that is not stored. Close it if it is left early."""
 
     @abstractmethod
     def put(self, objects: Sequence[tuple[ObjectName, bytes]]) -> int:

@@ -140,10 +140,7 @@ class EngineCore:
         logger.info("stopping with %d requests", len(self._requests))
 
     def turn(self) -> bool:
-        """Make one turn.
-
-        Returns False if there was nothing to compute, so the loop can wait for a message or an event.
-        """
+        """Make one turn. Returns False if there was nothing to compute: then wait for a message or an event."""
         scheduler, pipeline = self._scheduler, self._pipeline
         for message in self._mailbox.receive():
             self._take(message)

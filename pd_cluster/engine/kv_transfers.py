@@ -275,10 +275,7 @@ class KvTransfers:
             self._searches.reserve()
 
     def forget(self, request: Request) -> None:
-        """Forget a request that has ended. Its load, if there is one, is cancelled and becomes an orphan.
-
-        Idempotent.
-        """
+        """Forget an ended request. Its load, if there is one, is cancelled and becomes an orphan. Idempotent."""
         self._searches.forget(request)
         intake = self._intakes.pop(request.request_id, None)
         if intake is not None and intake.load_id is not None:

@@ -63,10 +63,7 @@ class StepTiming:
             self._prompt_host_s = max(host_s, self._prompt_host_s * MEMORY)
 
     def note_step(self, batch: Batch, duration_s: float, *, was_over: bool) -> None:
-        """Note that a step took at most `duration_s` on the device.
-
-        `was_over`: it ended before the host waited for it.
-        """
+        """Note a step of at most `duration_s` on the device. `was_over`: it ended before the host waited for it."""
         if not batch.chunks:
             return
         num_decodes = _num_decodes(batch)
@@ -117,10 +114,7 @@ class StepTiming:
 
 
 class StepForecast:
-    """Bounds the steps of one pipeline.
-
-    `is_compiled_lazily`: the first step of a kind compiles or captures something.
-    """
+    """Bounds the duration of steps. `is_compiled_lazily`: the first step of a kind compiles or captures."""
 
     def __init__(self, *, keys_per_token: int = 0, is_compiled_lazily: bool) -> None:
         self._keys_per_token = keys_per_token

@@ -120,10 +120,7 @@ class TicketOpened(msgspec.Struct, frozen=True, tag=True):
 
 
 class Timeline(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The seconds that a request spent in each phase.
-
-    Their sum is the engine's share of its TTFT (on D: of its second token).
-    """
+    """Seconds of a request by phase. Their sum is the engine's share of its TTFT (on D: of its second token)."""
 
     queue_s: float = 0.0  # received to first scheduled (prefill) or to blocks reserved (take over)
     prefill_s: float = 0.0  # first scheduled to first token sampled here

@@ -82,10 +82,7 @@ class BatchBuilder:
         return num_tokens
 
     def add_chunk(self, seq: Sequence, blocks: BlockManager) -> None:
-        """Add a chunk: the last token, or as many as the prompts' share admits.
-
-        Its blocks exist or can be allocated.
-        """
+        """Add a chunk: the last token, or as many as prompts may have. Its blocks exist or can be allocated."""
         table, start, num_remaining = seq.table, seq.num_scheduled_tokens, seq.num_remaining_tokens
         assert table is not None
         num_tokens = self._take(seq)

@@ -97,10 +97,7 @@ class BlockManager:
         return table
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """A second table of the same blocks.
-
-        The first of the two that writes the shared last block gets a copy of it.
-        """
+        """A second table of the same blocks. The first that writes the shared last block gets a copy of it."""
         for block_id in table.ids:
             self._refs[block_id] += 1
         for own, cached in zip(table.ids, table.path, strict=False):

@@ -75,10 +75,7 @@ class Lifecycle:
         return Update(request, tuple(reports), request.finished)
 
     def end(self, seq: Sequence) -> None:
-        """End a sequence that has its finish reason.
-
-        A lead goes on while others wait for the tokens that it samples.
-        """
+        """End a sequence that has its finish reason. A lead goes on while others wait for their first tokens."""
         request = seq.request
         request.num_live -= 1
         if request.is_parted:

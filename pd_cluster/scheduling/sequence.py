@@ -124,10 +124,7 @@ class Request:
 
     @property
     def claim(self) -> tuple[int, ...]:
-        """The request's place in the order of those that wait for memory: smaller goes first.
-
-        Each turn of its group changes it.
-        """
+        """Order of requests that wait for memory: smaller goes first. Each turn of its group changes it."""
         return self.group.claim(self.rank)
 
     @property

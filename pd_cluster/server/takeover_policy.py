@@ -167,10 +167,7 @@ class PrefillSearch:
         raise PrefillUnavailable(f"no prefill node could serve the request ({reason}), and {forbidden}")
 
     def has_tokens(self) -> None:
-        """Note that the engine has generated a token.
-
-        If it never sent NeedsPrefill, this node has prefilled the prompt.
-        """
+        """Note that the engine has generated. If it never sent NeedsPrefill, this node has prefilled."""
         if self.prefill_node is None:
             self.prefill_node = self._state.node_id
 

@@ -80,10 +80,7 @@ class ConnectionLimits:
         return end, False
 
     def head_ended(self, body_bytes: int | None, now_s: float) -> None:
-        """Note that the parser has read a request's head.
-
-        `body_bytes`: length of the body; None: it comes in chunks.
-        """
+        """Note that a request's head was read. `body_bytes`: length of the body; None: it comes in chunks."""
         self._unanswered += 1
         if body_bytes == 0:
             self._framing.begin()

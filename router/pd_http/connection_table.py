@@ -81,9 +81,7 @@ class ConnectionTable(Generic[Key]):
 
 
 def network_of(host: str) -> str:
-    """The network that counts as one client: an IPv4 address, or an IPv6 address's /64, because one host may use
-    all of it.
-    """
+    """The network that counts as one client: an IPv4 address, or an IPv6 /64, all of which a host may use."""
     if ":" not in host:
         return host
     try:

@@ -37,9 +37,7 @@ class Casualties:
         return self._met.get(node, node.epoch)
 
     def spare(self, node: Node) -> None:
-        """Ignore later deaths of `node`, which refused, froze, or took no connection: the request does not
-        cause them.
-        """
+        """Ignore later deaths of `node`: it refused, froze or took no connection, so the request is no cause."""
         self._met.pop(node, None)
 
     def add(self, node: Node) -> None:

@@ -54,10 +54,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class KvNetwork:
-    """The network chosen for KV.
-
-    `settings` go into UCX's environment; they leave out variables that the operator set.
-    """
+    """The network chosen for KV. `settings`: for UCX's environment, without what the operator has set."""
 
     settings: tuple[tuple[str, str], ...]
     address: str  # UCX listens here; "": the operator's UCX_NET_DEVICES decides

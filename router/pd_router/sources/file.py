@@ -65,10 +65,7 @@ class NodesFile:
 
 
 def parse_nodes(content: bytes | str) -> tuple[NodeSpec, ...]:
-    """The nodes in a file's bytes. `content` may be an error instead: the reason why the file cannot be read.
-
-    Raises ValueError.
-    """
+    """The nodes in a file. `content`: its bytes, or why it cannot be read. Raises ValueError."""
     if isinstance(content, str):
         raise ValueError(content)
     try:

@@ -135,10 +135,7 @@ def node_of(pod: Pod) -> NodeSpec | None:
 
 
 def config_from_environment() -> SingleConfig:
-    """The client's configuration, from the pod's service account, else $KUBECONFIG, else ~/.kube/config.
-
-    Raises StartupError.
-    """
+    """From the pod's service account, else $KUBECONFIG, else ~/.kube/config. Raises StartupError."""
     try:
         config = KubeConfig.from_env().get()
     except (ConfigError, OSError) as error:
