@@ -155,40 +155,23 @@ class ZmqEngineClient:
         self._clock = PatientClock(clock, patience_s=LISTEN_S)
         self._liveness: EngineLiveness | None = None  # None until the ready message
         self._frozen = ""
-        self._num_freezes = 0
+        self.num_freezes = 0
         self._is_ready = asyncio.Event()
-        self._ready: EngineReady | None = None
-        self._stats: EngineStats | None = None
-        self._death = ""
-
-    @property
-    def ready(self) -> EngineReady | None:
-        return self._ready
-
-    @property
-    def stats(self) -> EngineStats | None:
-        return self._stats
+        self.ready: EngineReady | None = None
+        self.stats: EngineStats | None = None
+        self.death = ""  # why the engine is gone; "" while it lives
 
     @property
     def alive(self) -> bool:
-        return self._ready is not None and not self._death
+        return self.ready is not None and not self.death
 
     @property
     def frozen(self) -> str:
-        return "" if self._death else self._frozen
-
-    @property
-    def num_freezes(self) -> int:
-        return self._num_freezes
-
-    @property
-    def death(self) -> str:
-        """Why the engine is gone; "" while it lives."""
-        return self._death
+        return "" if self.death else self._frozen
 
     def open(self, request: AddRequest) -> RequestStream:
         if not self.alive:
-            raise EngineUnavailable(self._death or "the engine is still starting")
+            raise EngineUnavailable(self.death or "the engine is still starting")
         if self._frozen:
             raise EngineFrozen(self._frozen)
         if request.request_id in self._streams:
@@ -203,7 +186,7 @@ class ZmqEngineClient:
         self._streams.pop(request_id, None)
 
     def send(self, message: ToEngine) -> None:
-        if self._death:
+        if self.death:
             return
         # Cannot block without a high-water mark; fails if no engine is connected
         sent = asyncio.ensure_future(self._to_engine.send(self._encoder.encode(message), zmq.NOBLOCK))
@@ -213,9 +196,9 @@ class ZmqEngineClient:
         """Raises EngineUnavailable when the engine dies first, TimeoutError after `deadline_s`."""
         async with asyncio.timeout(deadline_s):
             await self._is_ready.wait()
-        if self._ready is None or self._death:
-            raise EngineUnavailable(self._death)
-        return self._ready
+        if self.ready is None or self.death:
+            raise EngineUnavailable(self.death)
+        return self.ready
 
     async def watch(self) -> None:
         """Deliver messages until the engine reports its death or is declared dead; judge it when nothing has arrived.
@@ -223,7 +206,7 @@ class ZmqEngineClient:
         Time in which this process did not run does not count (`PatientClock`), so after a stop of both processes, or of
         the machine, the engine can report before it is judged.
         """
-        while not self._death:
+        while not self.death:
             self._clock.sleep(LISTEN_S)
             has_mail = await self._from_engine.poll(int(LISTEN_S * 1000))
             self._clock.resume()
@@ -251,7 +234,7 @@ class ZmqEngineClient:
         """Fail the requests that still wait for their ticket: another node can do all of their work."""
         logger.warning("the engine is frozen: %s", why)
         self._frozen = why
-        self._num_freezes += 1
+        self.num_freezes += 1
         for stream in list(self._streams.values()):
             if stream.awaits_ticket:
                 self.send(Abort(stream.request_id))
@@ -265,12 +248,12 @@ class ZmqEngineClient:
     def _deliver(self, message: FromEngine) -> None:
         match message:
             case EngineStats():
-                self._stats = message
+                self.stats = message
             case SilenceAllowed(seconds):
                 if self._liveness is not None:
                     self._liveness.allow(seconds)
             case EngineReady():
-                self._ready = message
+                self.ready = message
                 self._liveness = EngineLiveness(self._clock(), frozen_s=self._frozen_s, stall_s=self._stall_s)
                 self._is_ready.set()
             case StartupProgress():
@@ -284,9 +267,9 @@ class ZmqEngineClient:
 
     def declare_dead(self, why: str, error: type[EngineUnavailable] = EngineLost) -> None:
         """Fail every open request with `error`. Also called by the task that watches the process. Idempotent."""
-        if self._death:
+        if self.death:
             return
-        self._death = why
+        self.death = why
         self._is_ready.set()
         for stream in list(self._streams.values()):
             stream.push(RequestFailed(stream.request_id, error.__name__, why))
