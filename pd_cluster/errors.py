@@ -1,17 +1,4 @@
-"""Errors that a client or an operator can cause at a node. The first six are shared with the router (`pd_http.errors`).
-
-PdError
-├── InvalidRequest      400
-├── ModelNotFound       404
-├── BodyTooLarge        413
-├── NodesDied           500
-├── StartupError
-├── Overloaded          503  try again later, or on another node
-├── EngineUnavailable   503  the engine process is starting or shutting down
-│   ├── EngineLost      503  the engine process has died
-│   └── EngineFrozen    503  the engine makes no progress; it may continue
-└── PrefillUnavailable  502  no prefill node could serve the request, and local prefill is not allowed
-"""
+"""Errors that a client or an operator can cause at a node. The router shares those of `pd_http.errors`."""
 
 from __future__ import annotations
 
@@ -41,38 +28,24 @@ __all__ = [
 ]
 
 
-class Overloaded(PdError):
+class Overloaded(PdError, status=503, kind="overloaded_error", code="overloaded"):
     """The queue is full."""
 
-    status = 503
-    kind = "overloaded_error"
-    code = "overloaded"
 
-
-class EngineUnavailable(PdError):
+class EngineUnavailable(PdError, status=503, code="engine_unavailable"):
     """The engine process is starting or shutting down."""
 
-    status = 503
-    code = "engine_unavailable"
 
-
-class EngineLost(EngineUnavailable):
+class EngineLost(EngineUnavailable, code=ENGINE_DIED):
     """The engine process has died, perhaps because of this request."""
 
-    code = ENGINE_DIED
 
-
-class EngineFrozen(EngineUnavailable):
+class EngineFrozen(EngineUnavailable, code="engine_frozen"):
     """No step of the engine has ended for longer than a step may take."""
 
-    code = "engine_frozen"
 
-
-class PrefillUnavailable(PdError):
+class PrefillUnavailable(PdError, status=502, code="prefill_unavailable"):
     """Every allowed way to prefill the request has failed."""
-
-    status = 502
-    code = "prefill_unavailable"
 
 
 def error_named(name: str, message: str, param: str | None = None, code: str = "") -> PdError:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.ticket import Ticket
 
 
-API_VERSION = 2  # of this interface: raised when a connector written for it would not work any more
+API_VERSION = 2  # of this interface; raised when connectors written for the version before no longer work
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class CacheDescription:
 
     tensors: tuple[torch.Tensor, ...]  # one a group of the layout, [num_blocks, *group.shape], contiguous
     layout: BlockLayout
-    num_blocks: int  # of each tensor: a block id is valid in all of them
+    num_blocks: int  # in each tensor; a block id is valid in all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,9 @@ class LoadSpec:
     """Read what `runs` name of the first `num_tokens` tokens of a prompt. The runs may have no blocks."""
 
     load_id: str
-    runs: tuple[BlockRun, ...]  # D's blocks by group, up to the last; those before a run are cached and never sent
+    runs: tuple[
+        BlockRun, ...
+    ]  # D's blocks by group, to the prompt's last; blocks before a run are cached at D and never sent
     num_tokens: int  # the whole prompt's length (the last block may be partial), or a prefix's, in whole blocks
 
 
@@ -72,14 +74,14 @@ class LoadSpec:
 class PublishSpec:
     """Tokens [0, num_tokens) of the lease are complete in `runs`.
 
-    Without tokens it says that the lease's prompt is being computed, in blocks that P has: D may reserve its own
-    meanwhile. Where the step that computed the last of them has sampled, too, the first tokens are in it, and no
-    `finish_lease` follows. They hold whatever becomes of the generation.
+    With `num_tokens` 0 it says that P computes the prompt in blocks that P has, so D may reserve its blocks now.
+    If the step that computed the last prompt token also sampled, `first_tokens` has the first tokens, and no
+    `finish_lease` follows. First tokens stay valid when the generation is raised.
     """
 
     lease_id: str
-    runs: tuple[BlockRun, ...]  # by group, what `KVGroup.handed_over` names; () without tokens
-    num_tokens: int  # a multiple of the block size, 0 too, or the whole prompt
+    runs: tuple[BlockRun, ...]  # by group, the blocks that `KVGroup.handed_over` names; () if `num_tokens` is 0
+    num_tokens: int  # 0, a multiple of the block size, or the whole prompt
     generation: int  # of the lease when the step was planned; void when the lease has been retracted since
     first_tokens: tuple[SampledToken, ...] = ()  # one per sample; () : they are not known yet
     prefill_s: float = 0.0  # see `finish_lease`
@@ -109,16 +111,16 @@ class FirstTokens:
 
     load_id: str
     tokens: tuple[SampledToken, ...]
-    prefill_s: float = field(default=0.0, compare=False)  # since the request came to P, as P says; 0: it does not
+    prefill_s: float = field(default=0.0, compare=False)  # from the request's arrival at P, by P's clock; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSteps:
-    """A load's way from the announcement of the prompt's end to the engine, in seconds. The steps follow each other."""
+    """Seconds that a load spent in each step, from the announcement of the whole prompt until the engine knew."""
 
-    announce_s: float = 0.0  # until our control thread heard it: P's clock and ours, as far as they agree
-    reserve_s: float = 0.0  # until the last read was handed to the transport: most of it is the engine's
-    post_s: float = 0.0  # until that read was posted; 0 where the transport does not say
+    announce_s: float = 0.0  # until our control thread had the announcement; from P's wall clock to ours
+    reserve_s: float = 0.0  # until the last read was handed to the transport; mostly the engine reserving blocks
+    post_s: float = 0.0  # until that read was posted; 0: the transport does not report it
     link_s: float = 0.0  # until every read had ended
     confirm_s: float = 0.0  # until P had confirmed
     wake_s: float = 0.0  # until the engine polled
@@ -129,7 +131,7 @@ class LoadDone:
     """Every byte is in, P has confirmed it, and FirstTokens came before: publish the blocks, compute on. Terminal."""
 
     load_id: str
-    group_bytes: tuple[int, ...]  # that were read, by group
+    group_bytes: tuple[int, ...]  # bytes read, by group
     transfer_s: float  # first read posted to confirmation
     steps: LoadSteps = field(default_factory=LoadSteps, compare=False)
     done_at: float = field(default=0.0, compare=False)  # the connector's clock
@@ -146,7 +148,7 @@ class LoadFailed:
 
 @dataclass(frozen=True, slots=True)
 class LoadDrained:
-    """After LoadFailed: nothing can land in the load's blocks any more. Terminal."""
+    """Follows LoadFailed when nothing can land in the load's blocks any more. Terminal."""
 
     load_id: str
 
@@ -181,7 +183,7 @@ Event = LoadReady | FirstTokens | LoadDone | LoadFailed | LoadDrained | LeaseEnd
 
 
 class SchedulerHalf(ABC):
-    """Called from the step loop. Nothing here waits for a peer."""
+    """The half that the step loop calls with tokens and block ids. No method waits for a peer."""
 
     # P: this engine's blocks, read by others
 
@@ -203,14 +205,14 @@ class SchedulerHalf(ABC):
 
     @abstractmethod
     def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill_s: float = 0.0) -> None:
-        """The first tokens are sampled, and were in no PublishSpec. The whole prompt has been published.
+        """Make the first tokens known, if no PublishSpec had them. The whole prompt has been published.
 
-        prefill_s: what it took since the request came, for the reader to know; 0: not said."""
+        prefill_s: seconds from the request's arrival to the first tokens, for the reader; 0: unknown."""
 
     @abstractmethod
     def retract(self, lease_id: str) -> int | None:
-        """Take the lease's blocks back but keep the lease: forgets what was announced. After it returns no read of them
-        can be confirmed. Returns the new generation, for later PublishSpecs; None when the lease has ended already."""
+        """Take the lease's blocks back but keep the lease: its announcements are void. When this returns, no read of
+        the blocks can be confirmed. Returns the new generation, for later PublishSpecs; None for an ended lease."""
 
     @abstractmethod
     def end_lease(self, lease_id: str, reason: LeaseEnd) -> None:
@@ -231,14 +233,14 @@ class SchedulerHalf(ABC):
 
     @abstractmethod
     def poll(self) -> list[Event]:
-        """What happened since the last call, oldest first. Never blocks."""
+        """Returns the events since the last call, oldest first. Never blocks."""
 
     @abstractmethod
     def set_waker(self, wake: Callable[[], None]) -> None:
         """`wake` is called from any thread after an event becomes available to `poll`."""
 
     def allow_silence(self, allowed_s: float) -> None:  # noqa: B027 - most connectors tell no peer
-        """From now on the step loop may go `allowed_s` seconds without a call of `poll` before it counts as frozen.
+        """Set how many seconds the step loop may go without a call of `poll` before it counts as frozen.
 
         Otherwise it calls `poll` at least once a second. A connector with peers that wait for this engine's steps tells
         them.
@@ -246,7 +248,7 @@ class SchedulerHalf(ABC):
 
 
 class WorkerHalf(ABC):
-    """Sees tensors. One per tensor-parallel rank."""
+    """The half that sees the cache tensors. One per tensor-parallel rank."""
 
     @abstractmethod
     def register_kv_cache(self, cache: CacheDescription) -> None:
@@ -254,13 +256,14 @@ class WorkerHalf(ABC):
 
     @abstractmethod
     def recv_before(self, loads: Sequence[LoadSpec]) -> None:
-        """Start these loads. Every step that may touch their blocks has retired; a later one may be running. A load
-        that has failed meanwhile is skipped: its LoadFailed is on the way, or was polled, and its blocks stay
-        untouched."""
+        """Start these loads. Every step that may touch their blocks has retired; a later step may be running.
+
+        Loads that have failed meanwhile are skipped: their LoadFailed was polled or will be, and no byte is written
+        into their blocks."""
 
     @abstractmethod
     def send_after(self, publishes: Sequence[PublishSpec]) -> None:
-        """After a step's work on the device has retired: let others read these blocks, and know first tokens."""
+        """Let others read these blocks and know first tokens. The step's work on the device has retired."""
 
     @abstractmethod
     def close(self) -> None:
@@ -270,30 +273,30 @@ class WorkerHalf(ABC):
 class Pool(ABC):
     """Blocks by content, shared by all nodes. Called from the step loop; nothing here waits for a server.
 
-    What was found is loaded by `Connector.recv_before`, and events come out of its `poll`.
+    `Connector.recv_before` loads the blocks that were found. Events come from `Connector.poll`.
     """
 
     @abstractmethod
     def find(self, load_id: str, block_hashes: Sequence[bytes], first_block: int) -> None:
         """Search for the blocks of a prompt from `first_block` on; `block_hashes` name them all, from its start.
 
-        PrefixFound may, PrefixLoaded will follow, within a deadline of the pool's own, not counting the engine's time
-        from PrefixFound to `recv_before`. `load_id` is never reused, not for loads either.
+        PrefixFound may follow, PrefixLoaded always follows. The pool has its own deadline, which does not count the
+        engine's time from PrefixFound to `recv_before`. A `load_id` is never reused, not even for a load from P.
         """
 
     @abstractmethod
     def cancel(self, load_id: str) -> None:
-        """Give a search up. Its PrefixLoaded comes soon, unless it has come already."""
+        """Give a search up. Its PrefixLoaded follows soon, unless it was reported already."""
 
     @abstractmethod
     def store(self, blocks: Sequence[CachedBlock]) -> None:
-        """Offer blocks that steps computed which have retired. Their content is copied before anything that is ordered
-        with the device's later steps, or begins with a later `recv_before`, can change it."""
+        """Offer blocks of retired steps. Their content is copied before a later step on the device, or a load that a
+        later `recv_before` starts, can change it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorContext:
-    """All that a connector is told about the engine it serves."""
+    """The engine's identity, addresses, key and deadlines, for its connector."""
 
     engine_id: str
     epoch: int
@@ -307,8 +310,8 @@ class ConnectorContext:
     lease_ttl_s: float = 10.0  # P frees a lease's blocks this long after the last renewal
     connect_deadline_s: float = 5.0  # D gives a peer this long to answer a handshake
     renew_every_s: float = 1.0  # D asks P at least this often about a lease
-    silence_s: float = 2.5  # and gives it this long to answer: a frozen P is noticed within 3.5 s
-    read_deadline_s: float = 10.0  # reads are in flight and none of the peer ends for so long: the load fails
+    silence_s: float = 2.5  # D gives P this long to answer, so a frozen P is noticed within 3.5 s
+    read_deadline_s: float = 10.0  # a load fails if reads are in flight and none of the peer's ends for this long
     confirm_deadline_s: float = 5.0
     drain_deadline_s: float = 10.0  # a read that hangs this long after its load failed costs the peer its endpoint
     close_deadline_s: float = 5.0

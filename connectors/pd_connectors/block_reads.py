@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PostRead:
-    """Read P's blocks `remote` into our blocks `local`, both by group and pair by pair; answer with
+    """Read P's blocks `remote` into our blocks `local`, by group and pair by pair. Report the end with
     `read_ended(number, ...)`."""
 
     number: int
@@ -38,22 +38,22 @@ class BlockReads:
 
     @property
     def is_busy(self) -> bool:
-        """A posted read has not ended."""
+        """True while a posted read has not ended."""
         return bool(self._in_flight)
 
     @property
     def is_done(self) -> bool:
-        """Every block that `start` named is in."""
+        """True when every block that `start` named has been read."""
         return not self._in_flight and self._next == [run.span.stop for run in self._runs]
 
     @property
     def has_read(self) -> bool:
-        """Some blocks are in."""
+        """True when some blocks have been read."""
         return any(self._num_read)
 
     @property
     def group_bytes(self) -> tuple[int, ...]:
-        """That are in, by group."""
+        """The bytes that have been read, by group."""
         return tuple(count * group.block_bytes for count, group in zip(self._num_read, self._groups, strict=True))
 
     @property
@@ -62,7 +62,7 @@ class BlockReads:
         return sum(map(max, list(self._in_flight.values())))  # a copy: stats come from other threads
 
     def start(self, spec: LoadSpec) -> None:
-        """Our blocks are reserved."""
+        """Set our blocks, which are reserved."""
         self._runs, self._num_tokens = spec.runs, spec.num_tokens
         self._next = [run.first_block for run in spec.runs]
 
@@ -87,7 +87,7 @@ class BlockReads:
         return posts
 
     def ended(self, number: int, *, is_good: bool) -> bool:
-        """A read is terminal; with `is_good` its bytes are in. False: there is no such read in flight."""
+        """Note the end of a read; with `is_good` its bytes are in. Returns False if no such read was in flight."""
         blocks = self._in_flight.pop(number, None)
         if blocks is not None and is_good:
             for group, count in enumerate(blocks):
@@ -95,7 +95,7 @@ class BlockReads:
         return blocks is not None
 
     def _readable(self, state: LeaseState) -> list[int]:
-        """By group, the prompt block before which everything can be read. Raises ValueError as `post` does."""
+        """The first prompt block that cannot be read yet, by group. Raises ValueError as `post` does."""
         if len(state.runs) != len(self._groups):
             raise ValueError(f"the prefill node announced blocks of {len(state.runs)} groups, not {len(self._groups)}")
         num_computed = min(self._num_tokens, state.num_tokens_readable)

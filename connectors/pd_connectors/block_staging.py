@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Gathered:
-    """A copy of some blocks."""
+    """A copy of some cache blocks in host memory."""
 
     def __init__(self, host: torch.Tensor, landed: torch.cuda.Event | None) -> None:
         self._host = host  # [n, *group.shape]
@@ -35,7 +35,7 @@ class Gathered:
 
 
 class BlockStaging:
-    """The step loop's side."""
+    """Copies blocks out of the cache, for the step loop."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._cache = tensor
@@ -43,7 +43,7 @@ class BlockStaging:
         self._last: Gathered | None = None
 
     def gather(self, block_ids: Sequence[int]) -> Gathered:
-        """Copy blocks that no step will write before it has been handed to the device after this call."""
+        """Copy blocks. No step that is on the device at this call writes them; later steps may."""
         ids = torch.tensor(block_ids, dtype=torch.int64).to(self._cache.device, non_blocking=True)  # waits for no step
         blocks = self._cache.index_select(0, ids)
         if self._stream is None:
@@ -57,14 +57,14 @@ class BlockStaging:
         return self._last
 
     def settle(self) -> None:
-        """Wait until every copy so far is complete. Then other writers, which no stream orders, may have the blocks."""
+        """Wait until every copy so far is complete. After that, writers that no stream orders may write the blocks."""
         if self._last is not None:
             self._last.wait()
             self._last = None
 
 
 class Inlet:
-    """One loading thread's side."""
+    """Writes blocks into the cache, for one loading thread."""
 
     def __init__(self, cache: CacheDescription) -> None:
         self._tensors = cache.tensors

@@ -16,7 +16,7 @@ NEEDED = ("libnuma.so.1", "libibverbs.so.1")
 
 
 class BundledLibraries:
-    """Those of NEEDED that the system lacks and NIXL's wheel has. Open until `close`, or for a `with` statement."""
+    """Libraries of NEEDED that the system lacks and NIXL's wheel has. A context manager; open until `close`."""
 
     def __init__(self) -> None:
         self._folder = _bundle()
@@ -30,7 +30,7 @@ class BundledLibraries:
             raise
 
     def load(self) -> None:
-        """Into this process: what is loaded from now on finds them. Raises OSError."""
+        """Load them into this process, for libraries that are loaded later. Raises OSError."""
         for file, fd in zip(self._found, self.fds, strict=True):
             if _is_mapped(file):
                 continue
@@ -38,7 +38,7 @@ class BundledLibraries:
             ctypes.CDLL(_path(fd))
 
     def environment(self) -> dict[str, str]:
-        """For a program that needs them; start it with `pass_fds=fds`."""
+        """The environment of a program that needs them. Start the program with `pass_fds=fds`."""
         if not self.fds:
             return {}
         preload = [*map(_path, self.fds), os.environ.get("LD_PRELOAD", "")]
@@ -49,7 +49,7 @@ class BundledLibraries:
         }
 
     def close(self) -> None:
-        """Idempotent. What was loaded stays."""
+        """Close the copies. Idempotent. Loaded libraries stay loaded."""
         while self.fds:
             os.close(self.fds.pop())
 

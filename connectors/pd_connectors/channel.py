@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FromReader:
-    """To the owner half; `reply` to `reader`."""
+    """A message to the owner half. Answers go to `reader`, with `reply`."""
 
     reader: bytes
     message: ToOwner
@@ -25,7 +25,7 @@ class FromReader:
 
 @dataclass(frozen=True, slots=True)
 class FromOwner:
-    """To the reader half."""
+    """A message to the reader half."""
 
     owner: Address
     message: ToReader
@@ -60,11 +60,11 @@ class Channel(ABC):
 
     @abstractmethod
     def receive(self) -> list[Incoming]:
-        """What has arrived. Empty: nothing is left for now."""
+        """Returns messages that have arrived. Empty: there are no more for now."""
 
     @abstractmethod
     def forget(self, owner: Address) -> None:
-        """Close the way there: nothing is asked there for now."""
+        """Close the connection to an owner. The next `ask` opens it again."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> None:
@@ -76,7 +76,7 @@ class Channel(ABC):
 
     @abstractmethod
     def stats(self) -> dict[str, float]:
-        """Counters, see Connector.stats."""
+        """Counters; see Connector.stats."""
 
     @abstractmethod
     def close(self) -> None:

@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 BACKLOG = 256
 
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # socket(7); Python's socket module does not name them
-_DROP_ALL = struct.pack("=HBBI", 0x06, 0, 0, 0)  # one BPF instruction: return 0, keep nothing of the packet
+_DROP_ALL = struct.pack("=HBBI", 0x06, 0, 0, 0)  # one BPF instruction: return 0, which drops the packet
 
 
 class ConnectionLimit:
-    """Pure: fed with what is accepted and closed, says whether the gate is open."""
+    """Counts connections that are accepted and closed, and decides whether the gate is open. Pure."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -34,20 +34,20 @@ class ConnectionLimit:
         self.is_shut = False
 
     def accepted(self) -> None:
-        """A connection was accepted."""
+        """Note that a connection was accepted."""
         self.num_open += 1
         if self.num_open >= self.limit:
             self.is_shut = True
 
     def closed(self) -> None:
-        """A connection has ended."""
+        """Note that a connection has ended."""
         self.num_open -= 1
         if self.num_open <= self.limit - max(1, self.limit // 8):
             self.is_shut = False
 
 
 class Gate:
-    """Fed with what is accepted and closed elsewhere, on descriptors of the same socket. limit: connections at once."""
+    """The control port's socket, shut while it has `limit` connections. ZeroMQ accepts and closes them."""
 
     def __init__(self, limit: int) -> None:
         self._limit = ConnectionLimit(min(limit, _spare_descriptors()))
@@ -60,12 +60,12 @@ class Gate:
 
     @property
     def port(self) -> int:
-        """The one that it listens on."""
+        """The port that the socket listens on."""
         port: int = self._socket.getsockname()[1]
         return port
 
     def descriptor(self) -> int:
-        """A new descriptor of the socket, the caller's to close."""
+        """A new descriptor of the socket. The caller closes it."""
         return os.dup(self._socket.fileno())
 
     def close(self) -> None:
@@ -80,16 +80,16 @@ class Gate:
 
     @property
     def num_open(self) -> int:
-        """Connections."""
+        """The number of open connections."""
         return self._limit.num_open
 
     def accepted(self) -> None:
-        """A connection was accepted."""
+        """Note that a connection was accepted."""
         self._limit.accepted()
         self._follow()
 
     def closed(self) -> None:
-        """A connection has ended."""
+        """Note that a connection has ended."""
         self._limit.closed()
         self._follow()
 
@@ -114,7 +114,7 @@ class Gate:
 
 
 def _spare_descriptors() -> int:
-    """Half of what this process may open: the engine needs the rest."""
+    """Half of the files that this process may open. The engine needs the other half."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft // 2 if soft != resource.RLIM_INFINITY else 1 << 20
 

@@ -11,11 +11,12 @@ from pd_connectors.protocol.errors import (
     LayoutMismatch,
     ProtocolMismatch,
 )
-from pd_connectors.protocol.ticket import PROTOCOL_VERSION, Ticket
+from pd_connectors.protocol.messages import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from pd_connectors.protocol.layout import BlockLayout
     from pd_connectors.protocol.messages import HelloReply
+    from pd_connectors.protocol.ticket import Ticket
 
 
 def transport_checksum(transport: bytes) -> bytes:

@@ -35,8 +35,7 @@ from typing import TYPE_CHECKING
 
 from pd_connectors.base import LeaseEnded, PublishSpec
 from pd_connectors.protocol.errors import LeaseEnd
-from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseState, SampledToken
-from pd_connectors.protocol.ticket import LeaseRef
+from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseRef, LeaseState, SampledToken
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +62,7 @@ class _Lease:
 
 
 class LeaseTable:
-    """All leases of one engine. Every method may be called from any thread and returns at once.
+    """The leases of one engine. Every method may be called from any thread and returns at once.
 
     clock: monotonic seconds. ttl_s: life of a lease after its last renewal. wall_clock: Unix time, for measuring.
     """
@@ -117,7 +116,7 @@ class LeaseTable:
             self._touch(lease)
 
     def finish(self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill_s: float = 0.0) -> None:
-        """The first tokens are known, after `prefill_s`. Ignored when the lease has ended meanwhile."""
+        """Make the first tokens known, which took `prefill_s`. Ignored when the lease has ended meanwhile."""
         with self._lock:
             lease = self._leases.get(lease_id)
             if lease is not None:
@@ -125,7 +124,7 @@ class LeaseTable:
                 self._touch(lease)
 
     def retract(self, lease_id: str) -> int | None:
-        """Void everything announced. The new generation, or None when the lease has ended."""
+        """Void all announcements. Returns the new generation, or None when the lease has ended."""
         with self._lock:
             lease = self._leases.get(lease_id)
             if lease is None:
@@ -138,7 +137,7 @@ class LeaseTable:
             return lease.generation
 
     def end(self, lease_id: str, reason: LeaseEnd) -> None:
-        """End a lease at the engine's own wish: no LeaseEnded of it comes out of `take_ended` any more."""
+        """End a lease for the engine. `take_ended` does not report it."""
         with self._lock:
             lease = self._leases.get(lease_id)
             if lease is not None:
@@ -146,13 +145,13 @@ class LeaseTable:
             self._ended = [event for event in self._ended if event.lease_id != lease_id]
 
     def end_all(self, reason: LeaseEnd) -> None:
-        """Shutdown."""
+        """End all leases, at shutdown."""
         with self._lock:
             for lease in list(self._leases.values()):
                 self._bury(lease, reason)
 
     def take_ended(self) -> list[LeaseEnded]:
-        """Leases that readers or the clock ended since the last call."""
+        """Returns the leases that readers or the clock ended since the last call."""
         with self._lock:
             ended, self._ended = self._ended, []
             return ended
@@ -160,7 +159,7 @@ class LeaseTable:
     # the control thread's side
 
     def renew(self, ref: LeaseRef) -> LeaseState:
-        """Prolong the lease and tell its state. Unknown leases have EXPIRED."""
+        """Prolong the lease. Returns its state. Unknown leases count as EXPIRED."""
         with self._lock:
             lease = self._live(ref)
             if lease is None:
@@ -181,7 +180,7 @@ class LeaseTable:
             return ConfirmReply(asked.lease, asked.generation, asked.num_tokens, asked.nonce, ok)
 
     def abandon(self, ref: LeaseRef) -> None:
-        """The last reader has left without having what it came for."""
+        """Note that the last reader has left before it had the whole prompt."""
         with self._lock:
             lease = self._live(ref)
             if lease is not None:
@@ -190,7 +189,7 @@ class LeaseTable:
                 )
 
     def release(self, ref: LeaseRef) -> None:
-        """No reader needs the lease any more."""
+        """End the lease: no reader needs it any more."""
         with self._lock:
             lease = self._live(ref)
             if lease is not None:
@@ -208,7 +207,7 @@ class LeaseTable:
             return min((at for x in self._leases.values() if (at := x.expires_at) is not None), default=math.inf)
 
     def take_changed(self) -> list[LeaseState]:
-        """Snapshots of the leases that changed since the last call."""
+        """Returns snapshots of the leases that changed since the last call."""
         with self._lock:
             changed, self._changed = self._changed, {}
             states = []
@@ -220,7 +219,7 @@ class LeaseTable:
             return states
 
     def __len__(self) -> int:
-        """Live leases."""
+        """The number of live leases."""
         return len(self._leases)
 
     @property

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pd_connectors.base import ConnectorContext
 
 DEFAULT_URL = DEFAULT_URLS["lmcache"]
-WINDOW = 32  # messages under way: enough to hide the network, and what they ask for is read soon
+WINDOW = 32  # messages under way at most: enough to hide the network's latency
 MAX_OBJECT_BYTES = 1 << 30
 
 
@@ -68,7 +68,7 @@ class LMCacheProtocol:
         return self._ask(self._wire.ClientCommand.EXIST, name, 0)
 
     def read_answer(self, header: bytearray) -> int | None:
-        """How many bytes follow; None for "there is none". Raises ValueError or struct.error for nonsense."""
+        """The number of bytes that follow; None if there is no such object. Raises ValueError or struct.error."""
         answer = self._wire.ServerMetaMessage.deserialize(header)
         if answer.code != self._wire.ServerReturnCode.SUCCESS:
             return None
@@ -89,7 +89,7 @@ class LMCacheProtocol:
 class LMCacheStore(KVStore):
     """A client of LMCache's server.
 
-    connect_deadline_s: to be connected.  io_deadline_s: without a byte sent or received.
+    connect_deadline_s: for connecting.  io_deadline_s: longest time in which no byte is sent or received.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class LMCacheStore(KVStore):
             raise self._failed(error) from error
 
     def _answer(self) -> int | None:
-        """The next answer's header: how many bytes follow, None when there is no such object."""
+        """Read the next answer's header. Returns the number of bytes that follow; None if there is no such object."""
         header = self._receive(self._protocol.answer_bytes)
         try:
             return self._protocol.read_answer(header)
@@ -178,7 +178,7 @@ class LMCacheStore(KVStore):
                     raise ConnectionResetError("not connected")
                 num_received = self._socket.recv_into(view)
                 if not num_received:
-                    raise ConnectionResetError("the server hung up")
+                    raise ConnectionResetError("the server closed the connection")
                 view = view[num_received:]
         except OSError as error:
             raise self._failed(error) from error

@@ -23,7 +23,7 @@ DEFAULT_PORT = 6500
 
 
 def serve(host: str, port: int, max_bytes: int, on_ready: Callable[[str, int], None]) -> None:
-    """Serve for ever. `port` 0: chosen by the OS. `on_ready` hears the address.
+    """Serve until the process ends. `port` 0: the OS chooses. `on_ready` gets the address.
 
     Raises ConnectorUnavailable when LMCache is not installed, OSError when the port is taken.
     """
@@ -74,7 +74,8 @@ def serve(host: str, port: int, max_bytes: int, on_ready: Callable[[str, int], N
         def handle_client(self, client_socket: socket.socket) -> None:
             try:
                 client_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a lost machine says no goodbye
+                # a machine that was lost does not close its connections
+                client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 super().handle_client(client_socket)
             except OSError as error:  # the client is gone; its thread ends
                 sys.stderr.write(f"a client left: {error}\n")

@@ -58,7 +58,7 @@ class Faults:
 
 
 class LoopbackNetwork:
-    """The wires. Nodes attach to it; it owns the randomness."""
+    """The network between nodes of one process, with its faults. It owns the random numbers."""
 
     def __init__(
         self, faults: Faults | None = None, seed: int = 0, clock: Callable[[], float] = time.monotonic
@@ -72,7 +72,7 @@ class LoopbackNetwork:
         self._by_serial: dict[int, LoopbackNode] = {}
 
     def attach(self, host: str, port: int) -> LoopbackNode:
-        """A node under an address. Raises ConnectorUnavailable when one lives there already."""
+        """Add a node under an address. Raises ConnectorUnavailable when the address has one."""
         with self.lock:
             serial = next(self._serials)
             address = (host, port or FIRST_PORT + serial)
@@ -83,7 +83,7 @@ class LoopbackNetwork:
             return node
 
     def detach(self, node: LoopbackNode) -> None:
-        """The node is gone: closed or crashed. Idempotent. What it sent may still arrive; it sends nothing more."""
+        """Remove a node that was closed or has crashed. Messages that it has sent may still arrive. Idempotent."""
         with self.lock:
             node.is_alive = False
             if self._nodes.get(node.address) is node:
@@ -99,12 +99,12 @@ class LoopbackNetwork:
         return self._by_serial.get(serial)
 
     def draw_delay_s(self) -> float:
-        """How long the next thing takes."""
+        """The delay of the next message or copy."""
         return self.random.uniform(0.0, self.faults.max_delay_s) if self.faults.max_delay_s else 0.0
 
 
 class LoopbackNode:
-    """What one node's channel and transport share: an inbox, and the copies that its reads still have to make."""
+    """State that one node's channel and transport share: an inbox, and copies that its reads have not made yet."""
 
     def __init__(self, network: LoopbackNetwork, address: Address, serial: int) -> None:
         self.network = network
@@ -118,7 +118,7 @@ class LoopbackNode:
         self._tasks: list[tuple[float, int, Callable[[], None]]] = []
 
     def deliver(self, make: Callable[[], Incoming]) -> None:
-        """A message is on its way here."""
+        """Schedule the arrival of a message."""
         network = self.network
         with network.lock:
             copies = 1 + (network.random.random() < network.faults.duplicate)
@@ -135,7 +135,7 @@ class LoopbackNode:
         self.awake.set()
 
     def take_due_messages(self) -> list[Incoming]:
-        """What has arrived by now."""
+        """Returns the messages that have arrived by now."""
         messages = []
         with self.network.lock:
             while self._inbox and self._inbox[0][0] <= self.network.clock():
@@ -143,7 +143,7 @@ class LoopbackNode:
         return messages
 
     def run_due_tasks(self) -> None:
-        """What has happened on the data plane by now."""
+        """Run the copies and completions of the data plane that are due by now."""
         while True:
             with self.network.lock:
                 if not self._tasks or self._tasks[0][0] > self.network.clock():
@@ -152,7 +152,7 @@ class LoopbackNode:
             task()
 
     def next_due(self) -> float:
-        """When something is due next. inf: nothing is on its way."""
+        """When the next message, copy or completion is due. inf: there is none."""
         with self.network.lock:
             return min((heap[0][0] for heap in (self._inbox, self._tasks) if heap), default=float("inf"))
 
@@ -186,7 +186,7 @@ class LoopbackChannel(Channel):
         return self._node.take_due_messages()
 
     def forget(self, owner: Address) -> None:
-        """There is no connection to close."""
+        """Does nothing: the loopback has no connections."""
 
     def wait(self, timeout_s: float) -> None:
         until_due_s = self._node.next_due() - self._node.network.clock()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pd_connectors.base import ConnectorContext
 
 DEFAULT_URL = DEFAULT_URLS["mooncake"]
-LOCAL_BUFFER_BYTES = 64 << 20  # Mooncake's own, for what is on its way
+LOCAL_BUFFER_BYTES = 64 << 20  # Mooncake's own buffer for objects in transfer
 PORT_DEADLINE_S = 0.5
 CLOSE_DEADLINE_S = 1.0
 RPC_DEADLINE_MS = 2000  # Mooncake's own: 30 s, for which a master that stands still would hold a request
@@ -59,7 +59,7 @@ class MooncakeClient:
 
     @contextmanager
     def call(self) -> Iterator[Any]:
-        """Mooncake's store, for one call of it. Raises StoreUnavailable."""
+        """A context with Mooncake's store, for one call of it. Raises StoreUnavailable."""
         with self._idle:
             if self._is_closed:
                 raise StoreUnavailable("this node's client is closed")
@@ -89,7 +89,7 @@ class MooncakeClient:
             return self._store
 
     def failed(self, status: int) -> StoreUnavailable:
-        """A call returned this negative status. The segment stays: its objects are others' too."""
+        """Note that a call returned this negative status. The segment stays: other nodes use its objects too."""
         self._failed = True
         return StoreUnavailable(f"mooncake_master {self._address}: status {status}")
 
@@ -99,7 +99,7 @@ class MooncakeClient:
             self._is_closed = True
             is_idle = self._idle.wait_for(lambda: self._num_calls == 0, CLOSE_DEADLINE_S)
         if not is_idle:
-            logger.error("a call of Mooncake's hangs: its segment is left for the master to notice")
+            logger.error("a call of Mooncake hangs: its segment stays until the master notices that this node is gone")
         elif self._store is not None:
             self._store.close()
             self._store = None
@@ -112,7 +112,7 @@ class MooncakeClient:
 
 
 class MooncakeStore(KVStore):
-    """One thread's way to the client."""
+    """The store of one thread, over the shared client."""
 
     def __init__(self, client: MooncakeClient) -> None:
         self._client = client
@@ -139,7 +139,7 @@ class MooncakeStore(KVStore):
         return num_stored
 
     def close(self) -> None:
-        """The client is the connector's."""
+        """Does nothing: the connector closes the client."""
 
 
 class MooncakeConnector(PooledConnector):

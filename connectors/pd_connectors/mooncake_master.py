@@ -35,7 +35,7 @@ if os.getppid() == int(sys.argv[1]):
 
 
 def serve(host: str, port: int, on_ready: Callable[[str, int], None]) -> int:
-    """Run a master until it ends; returns its exit status. `port` 0: chosen by the OS. `on_ready` hears the address.
+    """Run a master until it ends. Returns its exit status. `port` 0: the OS chooses. `on_ready` gets the address.
 
     Raises ConnectorUnavailable when Mooncake is not installed, OSError when the master does not start.
     """
@@ -61,7 +61,7 @@ def start_master(host: str, port: int, *flags: str) -> subprocess.Popen[bytes]:
     if spec is None or spec.origin is None:
         raise ConnectorUnavailable("the pool needs Mooncake Store: pip install 'pd-cluster[mooncake]'")
     binary = str(Path(spec.origin).parent / "mooncake_master")
-    free_port(host, port)  # it would start beside another listener, and never be heard
+    free_port(host, port)  # the master would start beside another listener, and get no connection
     own = (f"--rpc_address={host}", f"--rpc_port={port}", "--metrics_host=127.0.0.1", "--metrics_port=0",
            "--enable_metric_reporting=false")  # fmt: skip
     with BundledLibraries() as libraries:
@@ -80,7 +80,7 @@ def start_master(host: str, port: int, *flags: str) -> subprocess.Popen[bytes]:
 
 
 def free_port(host: str, port: int = 0) -> int:
-    """A port without a listener: any, or this one. Raises OSError when it is taken."""
+    """`port` if it is free; 0: any free port. Raises OSError when it is taken."""
     with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         chosen: int = listener.getsockname()[1]
         return chosen

@@ -48,13 +48,13 @@ class NullConnector(Connector):
         raise ConnectorUnavailable("this node runs with connector 'none': it hands no KV out")
 
     def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill_s: float = 0.0) -> None:
-        """There is no lease."""
+        """Does nothing: this connector has no leases."""
 
     def retract(self, lease_id: str) -> int | None:
         return None
 
     def end_lease(self, lease_id: str, reason: LeaseEnd) -> None:
-        """There is no lease."""
+        """Does nothing: this connector has no leases."""
 
     def begin_load(self, load_id: str, ticket: Ticket, deadline_s: float) -> None:
         detail = "this node runs with connector 'none': it takes no KV over"
@@ -63,7 +63,7 @@ class NullConnector(Connector):
         self._wake()
 
     def cancel_load(self, load_id: str) -> None:
-        """It has failed already."""
+        """Does nothing: the load has failed already."""
 
     def poll(self) -> list[Event]:
         events, self._events = self._events, []
@@ -82,7 +82,7 @@ class NullConnector(Connector):
         assert not publishes, "there is no lease"
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Does nothing: this connector holds no resources."""
 
     def stats(self) -> dict[str, float]:
         return {f"loads_failed_total|reason={LoadFailure.REJECTED}": float(self._num_rejected)}

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     from pd_connectors.base import ConnectorContext
     from pd_connectors.lease import LeaseTable
-    from pd_connectors.protocol.ticket import LeaseRef
+    from pd_connectors.protocol.messages import LeaseRef
 
 
 class Owner:
-    """Owned by the control thread. reply: sends a message to a reader. is_frozen: whether this engine's steps are."""
+    """Owned by the control thread. reply: sends to a reader. is_frozen: True if no step of the engine ends."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Owner:
         self._attached: dict[str, set[bytes]] = {}  # lease id -> the readers that renew it
 
     def open(self, description: bytes) -> None:
-        """From now on greetings are answered. `description`: the transport's own."""
+        """Answer greetings from now on. `description`: how peers reach the transport."""
         self._description = description
 
     def on_message(self, reader: bytes, message: ToOwner) -> None:
@@ -66,7 +66,7 @@ class Owner:
                 self._detach(lease, reader)
 
     def push(self) -> None:
-        """Tell attached readers what has changed."""
+        """Send the changed leases to their attached readers."""
         for state in self._leases.take_changed():
             lease_id = state.lease.lease_id
             for reader in self._attached.get(lease_id, ()):

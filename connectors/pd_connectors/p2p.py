@@ -1,8 +1,10 @@
-"""The peer-to-peer connector: an `ProtocolLoop` with a control thread and the real clock.
+"""The peer-to-peer connector: leases as P, loads as D, over any Transport and Channel.
 
 Three threads touch it. The engine's step loop calls the two halves: lease changes take effect under the lease table's
 lock before the call returns, everything about loads is queued. The control thread owns all sockets and the state of
 loads, answers Confirm, and sleeps when nothing is due. The transport has a thread of its own for calls that may block.
+
+`register_kv_cache` starts the control thread. The simulation in the tests calls `open` and `turn` instead.
 """
 
 from __future__ import annotations
@@ -10,30 +12,99 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pd_connectors.base import API_VERSION, CacheDescription, Connector, ConnectorContext, Event, LoadSpec, PublishSpec
-from pd_connectors.protocol.errors import ConnectorUnavailable, LeaseEnd
+from pd_connectors.base import (
+    API_VERSION,
+    CacheDescription,
+    Connector,
+    ConnectorContext,
+    Event,
+    LoadDone,
+    LoadFailed,
+    LoadSpec,
+    PublishSpec,
+)
+from pd_connectors.channel import Channel, FromOwner, FromReader, OwnerLost
+from pd_connectors.lease import LeaseTable
+from pd_connectors.owner import Owner
+from pd_connectors.protocol.clock import PatientClock
+from pd_connectors.protocol.errors import ConnectorUnavailable, LeaseEnd, LoadFailure
 from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.ticket import TICKET_LIFETIME_S, Ticket
-from pd_connectors.protocol_loop import ProtocolLoop
 from pd_connectors.pull_limits import RENEWALS_PER_TTL, PullLimits
+from pd_connectors.reader import Reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pd_connectors.channel import Channel
     from pd_connectors.protocol.messages import SampledToken
-    from pd_connectors.reader import Reader
     from pd_connectors.transport import Transport
 
 READ_BYTES = 64 << 20  # large enough for full bandwidth (32 MiB is), small enough to share the link fairly
+MAX_SLEEP_S = 60.0
+SILENCE_S = 3.0  # a step loop that does not turn for so long is frozen, unless it allowed itself more
+MAX_ROUNDS = 64  # of reading all sockets, before timers get their turn
 
 logger = logging.getLogger(__name__)
 
 
+class StepLoopWatch:
+    """Whether the engine's step loop still turns, for the control thread, which runs on when it hangs."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._turned_at: float | None = None  # None: the step loop has not begun
+        self._allowed_s = SILENCE_S
+
+    def turned(self) -> None:
+        """Note that the step loop has called `poll`."""
+        self._turned_at = self._clock()
+
+    def allow_silence(self, allowed_s: float) -> None:
+        """See SchedulerHalf.allow_silence."""
+        self._allowed_s = max(SILENCE_S, allowed_s)
+        self.turned()
+
+    @property
+    def is_frozen(self) -> bool:
+        return self._turned_at is not None and self._clock() - self._turned_at >= self._allowed_s
+
+
+class LoadCounters:
+    """How the loads of one connector ended. Counted by the control thread, read by any."""
+
+    def __init__(self, num_groups: int) -> None:
+        self.failed = dict.fromkeys(LoadFailure, 0)
+        self.done = 0
+        self.group_bytes = (0,) * num_groups  # bytes read, by group of the layout
+        self.transfer_s = 0.0
+
+    def count(self, event: Event) -> None:
+        """Count a load's end. Other events change nothing."""
+        match event:
+            case LoadFailed(_, reason, _):
+                self.failed[reason] += 1
+            case LoadDone():
+                self.done += 1
+                self.group_bytes = tuple(a + b for a, b in zip(self.group_bytes, event.group_bytes, strict=True))
+                self.transfer_s += event.transfer_s
+
+    def stats(self) -> dict[str, float]:
+        """See Connector.stats. The sum over all groups has a name of its own, so that no query counts bytes twice."""
+        return {
+            "kv_transfer_bytes_total": float(sum(self.group_bytes)),
+            **{f"kv_group_transfer_bytes_total|group={i}": float(n) for i, n in enumerate(self.group_bytes)},
+            "kv_transfer_seconds_total": self.transfer_s,
+            "loads_done_total": float(self.done),
+            **{f"loads_failed_total|reason={reason}": float(n) for reason, n in self.failed.items()},
+        }
+
+
 class PeerToPeerConnector(Connector):
-    """Pull over any Transport and Channel, both of which it owns."""
+    """Owns its transport and its channel. `limits`: None takes those of the context."""
 
     api_version = API_VERSION
     name = "p2p"
@@ -45,22 +116,25 @@ class PeerToPeerConnector(Connector):
         channel: Channel,
         *,
         clock: Callable[[], float] = time.monotonic,
+        limits: PullLimits | None = None,
     ) -> None:
         self._context = context
         self._transport = transport
         self._channel = channel
-        limits = PullLimits(
-            renew_every_s=min(context.renew_every_s, context.lease_ttl_s / RENEWALS_PER_TTL),
-            silence_s=context.silence_s,
-            read_s=context.read_deadline_s,
-            confirm_s=context.confirm_deadline_s,
-            max_blocks_per_read=max(1, READ_BYTES // context.layout.block_bytes),
-        )
-        self._exchange = ProtocolLoop(context, transport, channel, clock, limits)
+        self._clock = PatientClock(clock, context.lease_ttl_s / RENEWALS_PER_TTL)
+        self.leases = LeaseTable(context.engine_id, context.epoch, context.layout, context.lease_ttl_s, self._clock)
+        self._commands: deque[Callable[[Reader, float], None]] = deque()
+        self._events: deque[Event] = deque()
+        self._counters = LoadCounters(len(context.layout.groups))
+        self._step_loop = StepLoopWatch(self._clock)
+        self._owner = Owner(context, self.leases, channel.reply, lambda: self._step_loop.is_frozen)
+        self._reader = Reader(context, limits or _limits(context), transport, channel.ask, self._emit, channel.forget)
+        self._wake_engine: Callable[[], None] = _no_waker
         self._num_blocks = 0
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._death = ""
+        transport.set_waker(channel.wake)
 
     @property
     def control_port(self) -> int:
@@ -79,8 +153,8 @@ class PeerToPeerConnector(Connector):
         sampling_digest: bytes = b"",
     ) -> Ticket:
         context = self._context
-        lease = self._exchange.leases.open(len(prompt_token_ids), hold=hold)
-        self._exchange.nudge()  # it may be the next to expire
+        lease = self.leases.open(len(prompt_token_ids), hold=hold)
+        self._channel.wake()  # it may be the next to expire
         return Ticket(
             request_id=request_id,
             lease=lease,
@@ -97,43 +171,49 @@ class PeerToPeerConnector(Connector):
         )
 
     def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill_s: float = 0.0) -> None:
-        self._exchange.leases.finish(lease_id, first_tokens, prefill_s)
-        self._exchange.nudge()
+        self.leases.finish(lease_id, first_tokens, prefill_s)
+        self._channel.wake()
 
     def retract(self, lease_id: str) -> int | None:
-        generation = self._exchange.leases.retract(lease_id)
-        self._exchange.nudge()
+        generation = self.leases.retract(lease_id)
+        self._channel.wake()
         return generation
 
     def end_lease(self, lease_id: str, reason: LeaseEnd) -> None:
-        self._exchange.leases.end(lease_id, reason)
-        self._exchange.nudge()
+        self.leases.end(lease_id, reason)
+        self._channel.wake()
 
     # scheduler half, as D
 
     def begin_load(self, load_id: str, ticket: Ticket, deadline_s: float) -> None:
-        def begin(reader: Reader, now: float) -> None:
-            reader.begin(load_id, ticket, deadline_s, now)
-
-        self._exchange.submit([begin])
+        self.submit(lambda reader, now: reader.begin(load_id, ticket, deadline_s, now))
 
     def cancel_load(self, load_id: str) -> None:
-        def cancel(reader: Reader, now: float) -> None:
-            reader.cancel(load_id, now)
-
-        self._exchange.submit([cancel])
+        self.submit(lambda reader, now: reader.cancel(load_id, now))
 
     def poll(self) -> list[Event]:
         """Raises ConnectorUnavailable when the control thread failed (our own bug): no load would ever end."""
         if self._death:
             raise ConnectorUnavailable(f"the connector's control thread failed: {self._death}")
-        return self._exchange.take_events()
+        self._step_loop.turned()
+        events: list[Event] = list(self.leases.take_ended())
+        while self._events:
+            event = self._events.popleft()
+            if isinstance(event, LoadDone):
+                event = replace(event, steps=replace(event.steps, wake_s=self._clock() - event.done_at))
+            events.append(event)
+        return events
 
     def allow_silence(self, allowed_s: float) -> None:
-        self._exchange.allow_silence(allowed_s)
+        self._step_loop.allow_silence(allowed_s)
 
     def set_waker(self, wake: Callable[[], None]) -> None:
-        self._exchange.set_waker(wake)
+        self._wake_engine = wake
+
+    def submit(self, *commands: Callable[[Reader, float], None]) -> None:
+        """Have the control thread apply these to the reader's half."""
+        self._commands.extend(commands)
+        self._channel.wake()
 
     # worker half
 
@@ -141,9 +221,7 @@ class PeerToPeerConnector(Connector):
         """Raises ConnectorUnavailable when the transport does not start."""
         assert self._thread is None, "the cache is registered once"
         assert cache.layout == self._context.layout, (cache.layout, self._context.layout)
-        self._num_blocks = cache.num_blocks
-        self._transport.register(cache)
-        self._exchange.open()
+        self.open(cache)
         self._thread = threading.Thread(target=self._run, name=f"pd-{self.name}-control", daemon=True)
         self._thread.start()
 
@@ -153,20 +231,20 @@ class PeerToPeerConnector(Connector):
                 assert run.span.stop == group.handed_over(load.num_tokens).stop, load
                 assert all(0 <= block_id < self._num_blocks for block_id in run.block_ids), load
         if loads:
-            self._exchange.submit([_reserve(load) for load in loads])
+            self.submit(*(_reserve(load) for load in loads))
 
     def send_after(self, publishes: Sequence[PublishSpec]) -> None:
         for publish in publishes:
-            self._exchange.leases.announce(publish)
+            self.leases.announce(publish)
         if publishes:
-            self._exchange.nudge()
+            self._channel.wake()
 
     def close(self) -> None:
         if self._closing.is_set():
             return
         self._closing.set()
         if self._thread is None:
-            self._exchange.shut_down(self._context.close_deadline_s)
+            self._shut_down(self._context.close_deadline_s)
             return
         self._channel.wake()
         self._thread.join(self._context.close_deadline_s)
@@ -174,20 +252,99 @@ class PeerToPeerConnector(Connector):
             logger.error("the control thread did not end within %g s", self._context.close_deadline_s)
 
     def stats(self) -> dict[str, float]:
-        return self._exchange.stats()
+        reader = self._reader
+        return {
+            **self._counters.stats(),
+            "loads_open": float(reader.num_loads),
+            "loads_reading": float(reader.num_reading),
+            "leases_open": float(len(self.leases)),
+            "quarantined_loads": float(reader.num_quarantined_loads),
+            "quarantined_blocks": float(reader.num_quarantined_blocks),
+            **self._channel.stats(),
+        }
 
     # the control thread
+
+    def open(self, cache: CacheDescription) -> None:
+        """Make the cache readable and answer greetings from now on. Raises ConnectorUnavailable."""
+        self._num_blocks = cache.num_blocks
+        self._transport.register(cache)
+        self._owner.open(self._transport.describe())
+
+    def turn(self) -> float:
+        """Do all that can be done now. Returns how many seconds to sleep at most before the next turn.
+
+        Everything that has arrived is heard before anything expires.
+        """
+        self._clock.resume()
+        reader = self._reader
+        while self._commands:
+            self._commands.popleft()(reader, self._clock())
+        for completion in self._transport.poll():
+            reader.on_completion(completion, self._clock())
+        has_more = self._hear()
+        reader.tick(self._clock())
+        next_expiry = self.leases.expire()
+        self._owner.push()
+        if self._events or self.leases.has_ended:
+            self._wake_engine()
+        next_turn = min(next_expiry, reader.next_timer(), self._clock() + MAX_SLEEP_S)
+        sleep_s = 0.0 if has_more or self._commands else max(0.0, next_turn - self._clock())
+        self._clock.sleep(sleep_s)
+        return sleep_s
+
+    def _hear(self) -> bool:
+        """Handle the messages that have arrived. True: some are left, so that the timers get their turn."""
+        for _ in range(MAX_ROUNDS):
+            incoming = self._channel.receive()
+            if not incoming:
+                return False
+            for item in incoming:
+                match item:
+                    case FromReader(reader, message):
+                        self._owner.on_message(reader, message)
+                    case FromOwner(owner, reply):
+                        self._reader.on_message(owner, reply, self._clock())
+                    case OwnerLost(owner):
+                        self._reader.on_lost(owner, self._clock())
+        return True
+
+    def _emit(self, event: Event) -> None:
+        self._counters.count(event)
+        self._events.append(event)
+
+    def _shut_down(self, deadline_s: float) -> None:
+        """End every lease and load, tell the peers, and free transport and channel."""
+        self.leases.end_all(LeaseEnd.REVOKED)
+        self._reader.cancel_all(self._clock())
+        self._owner.push()
+        self._channel.close()
+        self._transport.close(deadline_s)
 
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
-                self._channel.wait(self._exchange.turn())
+                self._channel.wait(self.turn())
         except Exception as error:
             logger.exception("the control thread failed; every lease and load ends")
             self._death = repr(error)
         finally:
-            self._exchange.shut_down(self._context.close_deadline_s / 2)
+            self._shut_down(self._context.close_deadline_s / 2)
+
+
+def _limits(context: ConnectorContext) -> PullLimits:
+    return PullLimits(
+        renew_every_s=min(context.renew_every_s, context.lease_ttl_s / RENEWALS_PER_TTL),
+        silence_s=context.silence_s,
+        read_s=context.read_deadline_s,
+        confirm_s=context.confirm_deadline_s,
+        max_blocks_per_read=max(1, READ_BYTES // context.layout.block_bytes),
+    )
 
 
 def _reserve(load: LoadSpec) -> Callable[[Reader, float], None]:
     return lambda reader, now: reader.reserve(load, now)
+
+
+def _no_waker() -> None:
+    """The waker until the engine sets its own: its step loop does not sleep yet."""

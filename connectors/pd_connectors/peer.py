@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pd_connectors.protocol.ticket import LeaseRef
+    from pd_connectors.protocol.messages import LeaseRef
     from pd_connectors.pull import Pull
     from pd_connectors.transport import Address, PeerKey
 
 
 @dataclass(slots=True)
 class Greeting:
-    """A Hello that is repeated until it is answered. Times are the clock's."""
+    """A Hello that is repeated until it is answered. Times are of the control thread's clock."""
 
     nonce: bytes
     hello_at: float
@@ -25,7 +25,7 @@ class Endpoint:
     """The transport's connection to one boot epoch of a peer."""
 
     key: PeerKey
-    deadline: float  # to be ready
+    deadline: float  # until which it must be ready
     ready: bool = False
 
     def serves(self, lease: LeaseRef) -> bool:
@@ -35,16 +35,16 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Peer:
-    """An address that tickets name, and all that is under way there."""
+    """An address that tickets name, with its greeting, endpoint and loads."""
 
     address: Address
-    idle_since: float  # when its last load ended; means nothing while there is one
+    idle_since: float  # when its last load ended; not valid while it has loads
     greeting: Greeting | None = None
     endpoint: Endpoint | None = None
     pulls: dict[str, Pull] = field(default_factory=dict)  # live and draining
-    is_lost: bool = False  # the way there broke, and nothing has come from it since
+    is_lost: bool = False  # the connection broke, and no message has arrived since
 
     @property
     def is_wanted(self) -> bool:
-        """Something may still be asked there."""
+        """True if a message to this peer may still be needed."""
         return self.greeting is not None or any(pull.is_live for pull in self.pulls.values())

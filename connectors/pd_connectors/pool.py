@@ -104,7 +104,7 @@ class StorePool(Pool):
         self._start_thread("pd-pool-store", partial(self._run_storer, self._open_store()))
 
     def close(self) -> None:
-        """End every search, drop what was not sent, join the threads. Idempotent."""
+        """End every search, drop blocks that were not sent, join the threads. Idempotent."""
         if self._closing.is_set():
             return
         with self._changed:
@@ -134,7 +134,7 @@ class StorePool(Pool):
             self._jobs.put(search)
 
     def load(self, spec: LoadSpec) -> bool:
-        """Read what was found into reserved blocks. False when this is no search of ours, or one that is over."""
+        """Read found blocks into reserved ones. False when the search is over, or is not one of this pool."""
         with self._changed:
             search = self._searches.get(spec.load_id)
             if search is None:
@@ -177,7 +177,7 @@ class StorePool(Pool):
             staging.settle()
 
     def take_events(self) -> list[Event]:
-        """What happened since the last call."""
+        """Returns the events since the last call."""
         events = []
         while self._events:
             events.append(self._events.popleft())
@@ -317,8 +317,8 @@ class StorePool(Pool):
                         self._num_backlog_bytes -= parcel.num_bytes
 
     def _send(self, parcel: _Parcel, store: KVStore) -> None:
-        """Send the blocks that the store lacks. A known name has known content, unless a loading thread found it
-        damaged."""
+        """Send the blocks that the store lacks, and those that a loading thread found damaged: the same name always
+        means the same content."""
         if self._is_down():
             self._count("pool_blocks_dropped_total|reason=unavailable", len(parcel.blocks))
             return

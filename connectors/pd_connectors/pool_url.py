@@ -1,4 +1,4 @@
-"""Where a pool's server is. Needs neither torch nor the pool's package: a bad URL is known before they are loaded."""
+"""The address of a pool's server. Imports neither torch nor the pool's package, so a bad URL is refused at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DEFAULT_URLS = {"lmcache": "lm://127.0.0.1:6500", "mooncake": "mooncake://127.0.
 def read_pool_url(url: str, default_url: str) -> tuple[str, int]:
     """Host and port in `url`, or in `default_url` when it is empty. Both have the same scheme.
 
-    An IPv6 address is written in brackets and returned without. Raises ConnectorUnavailable for what is no such URL.
+    An IPv6 address is written in brackets and returned without them. Raises ConnectorUnavailable for other URLs.
     """
     url = url or default_url
     scheme, _, rest = url.partition("://")

@@ -120,7 +120,7 @@ class PooledConnector(Connector):
             self._pool.settle()  # no stream orders what the handoff or a loading thread will write
             for load in loads:
                 if load.load_id not in self._loads:
-                    self._pool.load(load)  # a search may be over by now: the handoff has never heard of it
+                    self._pool.load(load)  # the search may have ended, but the load is the pool's and not the handoff's
             self._handoff.recv_before([load for load in loads if load.load_id in self._loads])
 
     def close(self) -> None:

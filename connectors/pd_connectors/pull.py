@@ -10,14 +10,17 @@
     DRAINING    LoadFailed is out, the lease left              the last read is terminal
     DRAINED     LoadDrained is out                             -
 
-Inputs may be lost, repeated or late; `now` is any monotonic clock. A higher generation (P took its blocks back) voids
-what was read before. A load that holds blocks of ours then fails, rather than sit on them until P has computed them
-again; one that holds none follows, if P has begun anew by the time of `reserve`.
+Inputs may be lost, repeated or late; `now` is any monotonic clock. When P takes its blocks back, it raises the
+generation, and blocks that were read before are void. If the load holds blocks of ours, it fails then, because P may
+need long to compute the prompt again. A load without blocks goes on, if P computes again by the time of `reserve`.
 
-Deadlines, by name: `deadline_s` (the whole load), `silence_s` (a Renew without any answer: P is frozen, or unreachable
-where the connection to it broke before), `read_s` (reads in flight
-and none of this peer ends: time in the queue behind others is not counted), `confirm_s` (the last read to the
-confirmation).
+Deadlines:
+
+    deadline_s   for the whole load
+    silence_s    from a Renew to any answer. After it P counts as frozen, or as unreachable if the connection broke
+    read_s       from one ended read of this peer to the next, while reads of this load are in flight. Reads of other
+                 loads of the peer count, so that time in the queue behind them is not held against this load
+    confirm_s    from the last read to the confirmation
 """
 
 from __future__ import annotations
@@ -76,17 +79,17 @@ _LIVE = frozenset(
 
 @dataclass(slots=True)
 class _Marks:
-    """When the last of something happened, for LoadSteps."""
+    """When each of these last happened, for LoadSteps. Times are of the control thread's clock."""
 
     announce_s: float = 0.0
-    heard_at: float | None = None  # that the whole prompt is readable
-    asked_at: float = 0.0  # a read handed out
+    heard_at: float | None = None  # an announcement that the whole prompt is readable arrived
+    asked_at: float = 0.0  # a read was handed to the transport
     post_s: float = 0.0
     read_at: float = 0.0  # a read ended
     confirmed_at: float = 0.0
 
     def steps(self) -> LoadSteps:
-        """All but `wake_s`, which is not over."""
+        """The steps of the load. `wake_s` is 0: that step has not ended."""
         if self.heard_at is None or not self.read_at:
             return LoadSteps()  # nothing was read
         asked_at = max(self.asked_at, self.heard_at)
@@ -118,7 +121,7 @@ class Pull:
         self._first_tokens_out = False
         self._renew_every_s = limits.renew_every_s
         self._renew_at = now
-        self._answer_due: float | None = None  # None: nothing is unanswered
+        self._answer_due: float | None = None  # None: every Renew is answered
         self._is_lost = False  # the connection broke, and nothing was heard since
         self._nonce = 0
         self._confirm_at = 0.0
@@ -130,16 +133,16 @@ class Pull:
 
     @property
     def is_live(self) -> bool:
-        """Neither done nor failed."""
+        """True while the load is neither done nor failed."""
         return self.phase in _LIVE
 
     @property
     def is_over(self) -> bool:
-        """Terminal: nothing more will come out of it."""
+        """True in a terminal phase: no action follows any more."""
         return self.phase in (LoadPhase.DONE, LoadPhase.DRAINED)
 
     def take_actions(self) -> list[Action]:
-        """What to do now, in order."""
+        """Returns the actions to carry out now, in order."""
         actions, self._actions = self._actions, []
         return actions
 
@@ -159,17 +162,17 @@ class Pull:
     # inputs
 
     def accepted(self, now: float) -> None:
-        """The owner of the lease answered our greeting, and matches. Nothing of P is believed before that."""
+        """Note that the lease's owner answered our greeting and matches. Before that its first tokens are not used."""
         self._is_accepted = True
         self._advance(now)
 
     def connected(self, endpoint: PeerKey, now: float) -> None:
-        """The endpoint of the lease's owner is up. Once; a load does not outlive its endpoint."""
+        """Set the endpoint of the lease's owner, which is up. Called once: a load does not outlive its endpoint."""
         self.endpoint = endpoint
         self._advance(now)
 
     def lease_state(self, state: LeaseState, now: float, age_s: float = 0.0) -> None:
-        """A snapshot arrived. age_s: since the last announcement in it."""
+        """Take a snapshot that arrived. age_s: seconds since the last announcement in it."""
         self._heard()
         if not self.is_live:
             return
@@ -196,9 +199,9 @@ class Pull:
         self._advance(now)
 
     def reserve(self, spec: LoadSpec, now: float) -> None:
-        """Our blocks. Ignored when the load has failed meanwhile.
+        """Set our blocks. Ignored when the load has failed meanwhile.
 
-        Fails at once when P has taken its blocks back since LoadReady: ours would wait for P to find room again.
+        The load fails at once if P has taken its blocks back since LoadReady: ours would wait until P has room again.
         """
         if self.phase is not LoadPhase.ANNOUNCED:
             assert not self.is_live, f"{self.load_id} was not ready, or has its blocks already"
@@ -217,7 +220,7 @@ class Pull:
         self._advance(now)
 
     def read_ended(self, number: int, error: str, now: float, post_s: float = 0.0) -> None:
-        """A read is terminal. post_s: what it took to post it."""
+        """Note that a read is terminal. post_s: the seconds that posting it took."""
         if not self.reads.ended(number, is_good=not error and self.is_live):
             return
         self.progress(now)
@@ -231,11 +234,11 @@ class Pull:
         self._advance(now)
 
     def progress(self, now: float) -> None:
-        """A read of this peer, of whichever load, has ended: the link works, ours have their turn."""
+        """Note that a read of this peer, of any load, has ended: the link works, so `read_s` starts again."""
         self._read_deadline = now + self._limits.read_s
 
     def confirm_reply(self, reply: ConfirmReply, now: float) -> None:
-        """P vouches for the bytes, or does not."""
+        """Take P's answer to a Confirm."""
         self._heard()
         if self.phase is not LoadPhase.CONFIRMING or reply.nonce != self._nonce:
             return
@@ -248,7 +251,7 @@ class Pull:
             self._confirm_at = self._confirm_deadline
 
     def lost(self, now: float) -> None:
-        """The way to P broke. Ask at once whether it is still there."""
+        """The connection to P broke: send a Renew at once, and wait LOST_GRACE_S for its answer."""
         if self.is_live:
             self._is_lost = True
             self._answer_due = min(self._answer_due or now + LOST_GRACE_S, now + LOST_GRACE_S)
@@ -256,7 +259,7 @@ class Pull:
             self.tick(now)
 
     def fail(self, reason: LoadFailure, detail: str, now: float) -> None:
-        """Give up. LoadDrained follows as soon as nothing can land any more."""
+        """Fail the load. LoadDrained follows as soon as nothing can land any more."""
         if not self.is_live:
             return
         self.failure = reason
@@ -268,7 +271,7 @@ class Pull:
             self._drained()
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Do what is due at `now`: fail at a passed deadline, renew, confirm again."""
         if not self.is_live:
             return
         if now >= self._deadline:
@@ -292,16 +295,16 @@ class Pull:
     # steps
 
     def _heard(self) -> None:
-        """P has answered."""
+        """Note that P has answered."""
         self._answer_due = None
         self._is_lost = False
 
     def _has_all(self, state: LeaseState) -> bool:
-        """P's steps have done all that this load waits for; its control thread does the rest."""
+        """True if the load needs no further step of P: the prompt is readable and the first tokens are known."""
         return state.num_tokens_readable >= self.ticket.num_tokens and bool(state.first_tokens)
 
     def _advance(self, now: float) -> None:
-        """Go as far as what is known allows."""
+        """Take every step of the phase table that the known state allows."""
         state, spec = self._state, self._spec
         if not self.is_live or state is None:
             return
@@ -318,12 +321,12 @@ class Pull:
 
     def _read_on(self, state: LeaseState, spec: LoadSpec, now: float) -> None:
         if not _wants_blocks(spec):
-            self.phase = LoadPhase.CONFIRMED  # nothing is read, so there is nothing to vouch for
+            self.phase = LoadPhase.CONFIRMED  # no bytes are read, so there is nothing to confirm
             return
         self._post_reads(state, now)
         if self.phase is LoadPhase.READING and self.reads.is_done:
             self.phase = LoadPhase.CONFIRMING
-            self._nonce = secrets.randbits(63)  # after the last read: an answer to it vouches for every read
+            self._nonce = secrets.randbits(63)  # drawn after the last read, so an answer to it confirms every read
             self._confirm_deadline = now + self._limits.confirm_s
             self._send_confirm(now)
 
@@ -374,5 +377,5 @@ def _wants_blocks(spec: LoadSpec) -> bool:
 
 
 def _will_finish(state: LeaseState) -> bool:
-    """P has all the blocks that the prompt needs, so it waits for no request that may wait for ours."""
+    """True if P has all blocks that the prompt needs. So P waits for no request that may wait for our blocks."""
     return state.is_begun or state.num_tokens_readable > 0

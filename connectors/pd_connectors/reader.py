@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 from pd_connectors.base import ConnectorContext, Event, LoadDrained, LoadFailed, LoadSpec
 from pd_connectors.block_reads import PostRead
 from pd_connectors.handshake import check_reply, check_ticket
-from pd_connectors.load_counters import LoadCounters
 from pd_connectors.peer import Endpoint, Greeting, Peer
 from pd_connectors.protocol.errors import HandshakeError, LoadFailure
 from pd_connectors.protocol.messages import ConfirmReply, Hello, HelloReply, LeaseState, Release, ToOwner, ToReader
@@ -34,7 +33,8 @@ from pd_connectors.transport import Address, Completion, Connected, ConnectFaile
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_connectors.protocol.ticket import LeaseRef, Ticket
+    from pd_connectors.protocol.messages import LeaseRef
+    from pd_connectors.protocol.ticket import Ticket
 
 HELLO_EVERY_S = 0.5
 PEER_IDLE_S = 300.0  # an endpoint without a load for so long is torn down
@@ -69,7 +69,6 @@ class Reader:
         self._home: dict[str, Peer] = {}  # load id -> its peer
         self._by_lease: dict[str, list[Pull]] = {}
         self._num_attempts = 0
-        self.counters = LoadCounters(len(context.layout.groups))
 
     # from the engine
 
@@ -78,8 +77,8 @@ class Reader:
         try:
             check_ticket(ticket, self._context.fingerprint, self._context.layout)
         except HandshakeError as error:
-            self._tell(LoadFailed(load_id, LoadFailure.REJECTED, f"{type(error).__name__}: {error}"))
-            self._tell(LoadDrained(load_id))
+            self._emit(LoadFailed(load_id, LoadFailure.REJECTED, f"{type(error).__name__}: {error}"))
+            self._emit(LoadDrained(load_id))
             return
         address = (ticket.host, ticket.port)
         peer = self._peers.setdefault(address, Peer(address, now))
@@ -111,7 +110,7 @@ class Reader:
                 self.cancel(load_id, now)
             self._disconnect(peer)
 
-    # from the peers
+    # from peers and transport
 
     def on_message(self, owner: Address, message: ToReader, now: float) -> None:
         """A message from `owner`, in any order, possibly repeated."""
@@ -141,7 +140,7 @@ class Reader:
             self._carry_out(peer, pull, now)
 
     def on_completion(self, completion: Completion, now: float) -> None:
-        """The transport's word."""
+        """Take a completion of the transport."""
         match completion:
             case Connected(key):
                 peer = self._peers.get(key.address)
@@ -156,7 +155,7 @@ class Reader:
                 self._on_read_ended(completion, now)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Do what is due at `now`, for every peer and load."""
         for peer in list(self._peers.values()):
             for pull in list(peer.pulls.values()):
                 pull.tick(now)
@@ -165,7 +164,8 @@ class Reader:
             self._tick_endpoint(peer, now)
             if peer.is_lost and not peer.is_wanted:
                 peer.is_lost = False
-                self._forget(peer.address)  # else the way to a dead node is tried again until PEER_IDLE_S is over
+                # else ZeroMQ would connect to a dead node again and again until PEER_IDLE_S is over
+                self._forget(peer.address)
             if not peer.pulls and now - peer.idle_since >= PEER_IDLE_S:
                 self._drop(peer)
 
@@ -190,22 +190,22 @@ class Reader:
 
     @property
     def num_loads(self) -> int:
-        """Live and draining."""
+        """The number of live and draining loads."""
         return len(self._home)
 
     @property
     def num_reading(self) -> int:
-        """Live loads of which blocks have come."""
+        """The number of live loads with some blocks read."""
         return sum(pull.is_live and pull.reads.has_read for pull in self._pulls())
 
     @property
     def num_quarantined_blocks(self) -> int:
-        """Blocks of failed loads that a read may still write."""
+        """The number of blocks of failed loads that a read may still write."""
         return sum(pull.reads.num_blocks_in_flight for pull in self._pulls() if not pull.is_live)
 
     @property
     def num_quarantined_loads(self) -> int:
-        """Failed loads that have not drained."""
+        """The number of failed loads that have not drained."""
         return sum(not pull.is_live for pull in self._pulls())
 
     # inside
@@ -237,7 +237,7 @@ class Reader:
                     assert pull.endpoint is not None, "a pull reads only once it is connected"
                     self._transport.read(pull.endpoint, (pull.load_id, number), remote, local)
                 case Emit(event):
-                    self._tell(event)
+                    self._emit(event)
         if pull.is_over and peer.pulls.pop(pull.load_id, None) is not None:
             peer.idle_since = now
             del self._home[pull.load_id]
@@ -247,12 +247,8 @@ class Reader:
                 del self._by_lease[pull.ticket.lease.lease_id]
 
     def _is_wanted(self, lease: LeaseRef) -> bool:
-        """A live load of ours reads it. The last one releases it."""
+        """Whether a live load of ours reads the lease. The last such load releases it."""
         return any(pull.is_live and pull.ticket.lease == lease for pull in self._by_lease.get(lease.lease_id, ()))
-
-    def _tell(self, event: Event) -> None:
-        self.counters.count(event)
-        self._emit(event)
 
     def _fail(self, peer: Peer, reason: LoadFailure, detail: str, now: float, which: Callable[[Pull], bool]) -> None:
         for pull in [pull for pull in peer.pulls.values() if which(pull)]:
@@ -287,7 +283,7 @@ class Reader:
     def _on_hello_reply(self, peer: Peer, reply: HelloReply, now: float) -> None:
         greeting = peer.greeting
         if greeting is None or reply.nonce != greeting.nonce:
-            # Unasked, it is only a hint (it may be old) that another epoch lives there now: ask.
+            # Not an answer to a greeting of ours. It may be old, so it only hints at another epoch there: greet.
             lives_there = (reply.engine_id, reply.epoch)
             if any(lives_there != _owner(pull) for pull in peer.pulls.values() if pull.is_live):
                 self._greet(peer, now)
@@ -355,7 +351,7 @@ class Reader:
                 return
 
     def _tear_down(self, peer: Peer, endpoint: Endpoint, reason: LoadFailure, detail: str, now: float) -> None:
-        """Give the endpoint up and fail what uses or waits for it. Its reads end when the transport says so."""
+        """Give the endpoint up and fail the loads that need it. The transport reports when its reads end."""
         self._fail(peer, reason, detail, now, lambda pull: endpoint.serves(pull.ticket.lease))
         self._disconnect(peer)
 

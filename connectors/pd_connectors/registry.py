@@ -20,12 +20,12 @@ CONNECTORS = {
 }
 
 
-# The package that a connector cannot do without, also the name of the extra that installs it: module, extra.
+# The package that a connector requires: its module, and the extra that installs it.
 PACKAGES = {"nixl": ("nixl_cu13", "nixl"), "lmcache": ("lmcache", "lmcache"), "mooncake": ("mooncake", "mooncake")}
 
 
 def check_connector(name: str, has_module: Callable[[str], bool]) -> None:
-    """Raises ConnectorUnavailable when `create_connector` certainly would. Imports no connector, so it costs no time.
+    """Raises ConnectorUnavailable for a connector that cannot be created. Imports none, so it costs no time.
 
     has_module: whether a module can be found, by its full name.
     """
@@ -59,7 +59,7 @@ def create_connector(name: str, context: ConnectorContext) -> Connector:
 
 
 def _place_of(name: str) -> tuple[str, str]:
-    """Module and class of a connector. Raises ConnectorUnavailable for what names none."""
+    """Module and class of a connector. Raises ConnectorUnavailable for an unknown name."""
     module_name, colon, class_name = CONNECTORS.get(name, name).partition(":")
     if not (colon and module_name and class_name):
         known = ", ".join(CONNECTORS)

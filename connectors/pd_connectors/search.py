@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Miss(StrEnum):
-    """Why a search found less than it was asked for. Each such search is counted under one of these."""
+    """Why a search loaded fewer blocks than it was asked for. Each such search is counted under one reason."""
 
     ABSENT = "absent"  # the next block was never stored, or was evicted before the search
     LOST = "lost"  # it was there at the probe and gone at the read
@@ -43,7 +43,7 @@ class Search:
 
     load_id: str
     blocks: list[list[ObjectName]]  # the prompt's, from its start; each has an object a group
-    first_block: int  # the engine has the blocks before this one
+    first_block: int  # blocks before this one are in the engine's cache
     due_s: float
     spec: LoadSpec | None = None  # None until `load`
     miss: Miss | None = None  # why it will bring less than all
@@ -64,7 +64,7 @@ class Search:
             return not self.is_over
 
     def finish(self) -> bool:
-        """Now it is over: what was written has landed, and nothing else will. False when it was over already."""
+        """End the search: all writes have landed, and no other follows. False when it had ended already."""
         with self._landing:
             if self.is_over:
                 return False
@@ -74,7 +74,7 @@ class Search:
             return True
 
     def why_end(self, now_s: float) -> Miss | None:
-        """Why the watch must end it now."""
+        """The reason for which the watch must end the search now; None: none."""
         if self.is_cancelled:
             return Miss.CANCELLED
         return Miss.LATE if not self.is_found and now_s >= self.due_s else None

@@ -37,7 +37,7 @@ class StoreUnavailable(HandoffError):
 
 @dataclass(frozen=True, slots=True)
 class ObjectName:
-    """What one group's part of one block is stored under."""
+    """The name of one group's part of one block in the store."""
 
     scope: str  # hex; different for any two nodes with KV of another meaning, layout or key
     hash: bytes  # of the prompt up to the block's end
@@ -48,7 +48,7 @@ class ObjectName:
 
 
 class KVStore(ABC):
-    """One client's way to the store. Not thread-safe; each thread opens its own.
+    """A client of the store. Not thread-safe; each thread opens its own.
 
     Connects when it is first used, and again after it has failed. Every method may raise StoreUnavailable, within a
     deadline of the implementation's; a longer one than a search's is bridged by the pool.
@@ -56,11 +56,11 @@ class KVStore(ABC):
 
     @abstractmethod
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        """Whether each is stored now. One that is may be evicted at any time."""
+        """Whether each object is stored now. A stored object may be evicted at any time."""
 
     @abstractmethod
     def get(self, names: Sequence[ObjectName]) -> Generator[bytearray | None, None, None]:
-        """The objects, in this order, as they come; None for one that is not stored. Close it if it is left early."""
+        """Yields the objects in this order; None for one that is not stored. Close it if it is left early."""
 
     @abstractmethod
     def put(self, objects: Sequence[tuple[ObjectName, bytes]]) -> int:
@@ -93,7 +93,7 @@ class Sealer:
         return b"".join((OBJECT_MAGIC, self._digest(name, block), block))
 
     def open(self, name: ObjectName, sealed: bytearray) -> memoryview | None:
-        """The block's bytes; None unless this is, to the last bit, what some node of this cluster sealed as `name`."""
+        """The block's bytes; None unless a node of this cluster sealed exactly this object as `name`."""
         view = memoryview(sealed)
         if len(view) != HEADER_BYTES + self._group_bytes[name.group] or view[: len(OBJECT_MAGIC)] != OBJECT_MAGIC:
             return None

@@ -21,7 +21,7 @@ GroupIds = tuple[tuple[int, ...], ...]  # block ids by group of the layout
 
 @dataclass(frozen=True, slots=True)
 class PeerKey:
-    """One endpoint. A restarted peer, or a second attempt at the same peer, has another key."""
+    """The key of one endpoint. A restarted peer, or a second connection to the same peer, has another key."""
 
     address: Address
     engine_id: str
@@ -68,7 +68,7 @@ class Transport(ABC):
 
     @abstractmethod
     def describe(self) -> bytes:
-        """What a peer needs to read from here. Opaque to all but the peer's transport."""
+        """The description that a peer needs to read from here. Only the peer's transport understands it."""
 
     @abstractmethod
     def connect(self, peer: PeerKey, description: bytes) -> None:
@@ -88,7 +88,7 @@ class Transport(ABC):
 
     @abstractmethod
     def poll(self) -> list[Completion]:
-        """What happened since the last call."""
+        """Returns the completions since the last call."""
 
     @abstractmethod
     def set_waker(self, wake: Callable[[], None]) -> None:

@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 MAX_QUESTION_BYTES = 16 << 10  # reader to owner; the longest, a Hello, has some 300 bytes
 MAX_ANSWER_BYTES = 8 << 20  # owner to reader; a snapshot of a 1M-token lease with 16-token blocks has 0.3 MB
 MAX_PER_TURN = 256  # frames taken from one socket before timers get their turn
-QUEUE_FRAMES = 1024  # of one connection and direction
+QUEUE_FRAMES = 1024  # longest queue of one connection and direction
 HEARTBEAT_MS = 2000
 HANDSHAKE_MS = 3000
 DISCARD_PORT = 9
-REPORT_EVERY_S = 60.0  # of each kind of refusal; all are counted
+REPORT_EVERY_S = 60.0  # between two log lines of one kind of refusal; each refusal is counted
 
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -98,7 +98,7 @@ class ZmqChannel(Channel):
             if dealer is None:
                 dealer = self._connect(owner)
             dealer.send(seal(self._key, message), zmq.NOBLOCK)
-        except zmq.ZMQError:  # Again: its queue is full; EINVAL: a ticket with an address that is none
+        except zmq.ZMQError:  # Again: its queue is full; EINVAL: the ticket has an invalid address
             self._counters["frames_dropped_total"] += 1
 
     def reply(self, reader: bytes, message: ToReader) -> None:
@@ -238,13 +238,13 @@ class ZmqChannel(Channel):
         self._refuse("handshakes_failed_total", f"{peer} failed the handshake: {reasons}")
 
     def _refuse(self, counter: str, reason: str) -> None:
-        """Count what was refused, and log the reason from time to time."""
+        """Count a refused frame, and log the reason from time to time."""
         self._counters[counter] += 1
         now = time.monotonic()
         if now >= self._report_at.get(counter, 0.0):
             self._report_at[counter] = now + REPORT_EVERY_S
             total = self._counters[counter]
-            logger.warning("%s (%d so far; said at most once in %g s)", reason, total, REPORT_EVERY_S)
+            logger.warning("%s (%d so far; logged at most once in %g s)", reason, total, REPORT_EVERY_S)
 
     def _configure(self, sock: zmq.Socket[bytes]) -> None:
         sock.setsockopt(zmq.LINGER, 0)
@@ -275,7 +275,7 @@ class ZmqChannel(Channel):
             return
 
     def _take(self, frames: list[bytes], num_frames: int) -> ToOwner | ToReader | None:
-        """The message, or None: counted and dropped."""
+        """The message in a frame; None if the frame was refused, which is counted."""
         if len(frames) == num_frames:
             try:
                 return open_sealed(self._key, frames[-1])

@@ -59,7 +59,7 @@ class RequestRecord:
 
     @property
     def leg_s(self) -> float | None:
-        """From admission by the prefilling node to its first token; None if the server does not report it."""
+        """Seconds from admission by the prefilling node to its first token; None if the server does not report it."""
         told = self.timings_ms
         if "prefill_leg" in told:
             return told["prefill_leg"] / 1e3
@@ -67,13 +67,13 @@ class RequestRecord:
 
     @property
     def handover_s(self) -> float | None:
-        """From the announcement of the prompt's end to schedulable on D; None without a handover or a report."""
+        """Seconds from the announcement of the prompt's end until D can schedule; None without such a report."""
         told = self.timings_ms
         return sum(told.get(step, 0.0) for step in HANDOVER_STEPS) / 1e3 if "link" in told else None
 
     @property
     def join_s(self) -> float | None:
-        """From schedulable on D to the end of its first decode step: the wait and the step."""
+        """Seconds from when D can schedule to the end of its first decode step: the wait and the step."""
         told = self.timings_ms
         return (told["admit"] + told["first_decode"]) / 1e3 if "admit" in told and "first_decode" in told else None
 

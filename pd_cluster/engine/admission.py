@@ -48,7 +48,7 @@ class Admission:
         return Request.from_message(message, drawn_seed=self._random.getrandbits(63))
 
     def validate(self, message: AddRequest) -> None:
-        """Raises InvalidRequest when the request could never be served here, however long it waited."""
+        """Raises InvalidRequest for a request that this engine can never serve."""
         message.sampling.validate(self._vocab_size)
         self._check_sampling(message.sampling)
         self._check_ids("prompt", "the prompt has", message.prompt_token_ids)
@@ -61,7 +61,7 @@ class Admission:
             raise InvalidRequest(f"{subject} token ids outside the vocabulary 0..{self._vocab_size - 1}", name)
 
     def _check_lengths(self, message: AddRequest) -> None:
-        """Each of n sequences must fit the cache alone: they share it by preemption if they do not fit together.
+        """Raises InvalidRequest unless each of the n sequences fits the cache alone. Preemption shares it.
 
         The KV of the last token is never computed.
         """
@@ -85,7 +85,7 @@ class Admission:
             )
 
     def _check_known(self, message: AddRequest) -> None:
-        """An answer must be able to go on behind its known tokens, on this node."""
+        """Raises InvalidRequest unless this node can continue the answer after its known tokens."""
         known, n, num_output = message.known, message.sampling.n, message.max_output_tokens
         if message.work is not Work.GENERATE:
             raise InvalidRequest(f"known tokens are for generate requests, not for {message.work}", "known")

@@ -12,8 +12,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from pd_cluster.engine.forecast import FROZEN_S
 from pd_cluster.engine.liveness import STALL_S, EngineLiveness, EngineState
+from pd_cluster.engine.step_timing import FROZEN_S
 from pd_cluster.errors import EngineFrozen, EngineLost, EngineUnavailable
 from pd_cluster.protocol.messages import (
     Abort,
@@ -44,14 +44,14 @@ RequestMessage = TicketOpened | TokensOut | NeedsPrefill | RequestFailed
 
 
 class EngineClient(Protocol):
-    """What the HTTP side needs of an engine. `ZmqEngineClient` is the real one."""
+    """The interface of an engine for the HTTP side. `ZmqEngineClient` implements it."""
 
     @property
     def ready(self) -> EngineReady | None: ...
 
     @property
     def stats(self) -> EngineStats | None:
-        """The latest; None before the first."""
+        """The newest statistics; None before the first."""
 
     @property
     def alive(self) -> bool:
@@ -63,7 +63,7 @@ class EngineClient(Protocol):
 
     @property
     def num_freezes(self) -> int:
-        """How often it was judged frozen."""
+        """How often the engine was judged frozen."""
 
     def open(self, request: AddRequest) -> RequestStream:
         """Admit a request. Raises EngineUnavailable, also as EngineFrozen."""
@@ -114,7 +114,7 @@ class RequestStream:
         return message
 
     def drain_ready(self) -> list[RequestMessage]:
-        """The messages that have arrived, without waiting, so that chunks are coalesced under backlog."""
+        """Returns the messages that have arrived, without waiting, so that a backlog becomes one chunk."""
         ready: list[RequestMessage] = []
         while not self._ended and not self._messages.empty():
             message = self._messages.get_nowait()
@@ -153,49 +153,32 @@ class ZmqEngineClient:
         self._frozen_s = frozen_s
         self._stall_s = stall_s
         self._clock = PatientClock(clock, patience_s=LISTEN_S)
-        self._liveness: EngineLiveness | None = None  # from the ready message on
+        self._liveness: EngineLiveness | None = None  # None until the ready message
         self._frozen = ""
-        self._num_freezes = 0
+        self.num_freezes = 0
         self._is_ready = asyncio.Event()
-        self._ready: EngineReady | None = None
-        self._stats: EngineStats | None = None
-        self._death = ""
-
-    @property
-    def ready(self) -> EngineReady | None:
-        return self._ready
-
-    @property
-    def stats(self) -> EngineStats | None:
-        return self._stats
+        self.ready: EngineReady | None = None
+        self.stats: EngineStats | None = None
+        self.death = ""  # why the engine is gone; "" while it lives
 
     @property
     def alive(self) -> bool:
-        return self._ready is not None and not self._death
+        return self.ready is not None and not self.death
 
     @property
     def frozen(self) -> str:
-        return "" if self._death else self._frozen
-
-    @property
-    def num_freezes(self) -> int:
-        return self._num_freezes
-
-    @property
-    def death(self) -> str:
-        """Why the engine is gone; "" while it lives."""
-        return self._death
+        return "" if self.death else self._frozen
 
     def open(self, request: AddRequest) -> RequestStream:
         if not self.alive:
-            raise EngineUnavailable(self._death or "the engine is still starting")
+            raise EngineUnavailable(self.death or "the engine is still starting")
         if self._frozen:
             raise EngineFrozen(self._frozen)
         if request.request_id in self._streams:
             raise AssertionError(f"request id {request.request_id} is in use")
         awaits_ticket = request.work is Work.PREFILL
         stream = RequestStream(request.request_id, self.send, self._forget, awaits_ticket=awaits_ticket)
-        self.send(request)  # first: what cannot be encoded must not leave a stream behind
+        self.send(request)  # first, so that a message that cannot be encoded leaves no stream behind
         self._streams[request.request_id] = stream
         return stream
 
@@ -203,7 +186,7 @@ class ZmqEngineClient:
         self._streams.pop(request_id, None)
 
     def send(self, message: ToEngine) -> None:
-        if self._death:
+        if self.death:
             return
         # Cannot block without a high-water mark; fails if no engine is connected
         sent = asyncio.ensure_future(self._to_engine.send(self._encoder.encode(message), zmq.NOBLOCK))
@@ -213,9 +196,9 @@ class ZmqEngineClient:
         """Raises EngineUnavailable when the engine dies first, TimeoutError after `deadline_s`."""
         async with asyncio.timeout(deadline_s):
             await self._is_ready.wait()
-        if self._ready is None or self._death:
-            raise EngineUnavailable(self._death)
-        return self._ready
+        if self.ready is None or self.death:
+            raise EngineUnavailable(self.death)
+        return self.ready
 
     async def watch(self) -> None:
         """Deliver messages until the engine reports its death or is declared dead; judge it when nothing has arrived.
@@ -223,7 +206,7 @@ class ZmqEngineClient:
         Time in which this process did not run does not count (`PatientClock`), so after a stop of both processes, or of
         the machine, the engine can report before it is judged.
         """
-        while not self._death:
+        while not self.death:
             self._clock.sleep(LISTEN_S)
             has_mail = await self._from_engine.poll(int(LISTEN_S * 1000))
             self._clock.resume()
@@ -237,7 +220,7 @@ class ZmqEngineClient:
                 self._thaw()
 
     def _judge(self) -> None:
-        """Nothing has arrived for `LISTEN_S`."""
+        """Judge an engine that has sent nothing for `LISTEN_S`: it may be frozen or dead."""
         if self._liveness is None:
             return
         now = self._clock()
@@ -248,10 +231,10 @@ class ZmqEngineClient:
             self._freeze(self._liveness.reason(now))
 
     def _freeze(self, why: str) -> None:
-        """Requests that still wait for their ticket fail: another node can do all of their work."""
+        """Fail the requests that still wait for their ticket: another node can do all of their work."""
         logger.warning("the engine is frozen: %s", why)
         self._frozen = why
-        self._num_freezes += 1
+        self.num_freezes += 1
         for stream in list(self._streams.values()):
             if stream.awaits_ticket:
                 self.send(Abort(stream.request_id))
@@ -259,18 +242,18 @@ class ZmqEngineClient:
 
     def _thaw(self) -> None:
         if self._frozen:
-            logger.warning("the engine goes on")
+            logger.warning("the engine makes progress again")
             self._frozen = ""
 
     def _deliver(self, message: FromEngine) -> None:
         match message:
             case EngineStats():
-                self._stats = message
+                self.stats = message
             case SilenceAllowed(seconds):
                 if self._liveness is not None:
                     self._liveness.allow(seconds)
             case EngineReady():
-                self._ready = message
+                self.ready = message
                 self._liveness = EngineLiveness(self._clock(), frozen_s=self._frozen_s, stall_s=self._stall_s)
                 self._is_ready.set()
             case StartupProgress():
@@ -284,9 +267,9 @@ class ZmqEngineClient:
 
     def declare_dead(self, why: str, error: type[EngineUnavailable] = EngineLost) -> None:
         """Fail every open request with `error`. Also called by the task that watches the process. Idempotent."""
-        if self._death:
+        if self.death:
             return
-        self._death = why
+        self.death = why
         self._is_ready.set()
         for stream in list(self._streams.values()):
             stream.push(RequestFailed(stream.request_id, error.__name__, why))

@@ -18,9 +18,9 @@ import time
 from typing import TYPE_CHECKING
 
 from pd_cluster.engine.admission import Admission, refusal
-from pd_cluster.engine.forecast import StepForecast
 from pd_cluster.engine.kv_transfers import KvTransfers
 from pd_cluster.engine.pipeline import Pipeline
+from pd_cluster.engine.step_timing import StepForecast
 from pd_cluster.errors import PdError
 from pd_cluster.protocol.messages import (
     HEARTBEAT_S,
@@ -125,7 +125,7 @@ class EngineCore:
         is_settled = False
         while not self._stopping:
             if self.turn():
-                is_settled = False  # a message that arrives as the wait times out does not end it
+                is_settled = False  # even if the next wait times out: this turn may have left something to check
                 continue
             self._send_stats()
             if self._mailbox.wait(IDLE_WAIT_S):
@@ -140,7 +140,7 @@ class EngineCore:
         logger.info("stopping with %d requests", len(self._requests))
 
     def turn(self) -> bool:
-        """One turn. False when there was nothing to compute: only a message or an event can change that."""
+        """Make one turn. Returns False if there was nothing to compute: then wait for a message or an event."""
         scheduler, pipeline = self._scheduler, self._pipeline
         for message in self._mailbox.receive():
             self._take(message)
@@ -160,13 +160,13 @@ class EngineCore:
         return True
 
     def _allow_silence(self, allowed_s: float) -> None:
-        """Tell the API process and the nodes that read from here that the step loop may not turn for so long."""
+        """Announce to the API process and to reading nodes that the step loop may not turn for `allowed_s`."""
         self._connector.allow_silence(allowed_s)
         self._mailbox.send(SilenceAllowed(allowed_s))
         self._mailbox.flush()
 
     def _await_step(self) -> None:
-        """Wait for messages and events while the oldest step surely runs; once it may have ended, wait for its end."""
+        """Wait for messages and events until the oldest step may have ended, then wait for its end and retire it."""
         if rest_s := self._pipeline.rest_s:
             self._mailbox.wait(rest_s)
         else:
@@ -226,7 +226,7 @@ class EngineCore:
     # replies
 
     def _report(self, update: Update) -> None:
-        """Send what happened to a request; let go of it when that was all."""
+        """Send an update to the API process. Forget the request if it has ended."""
         request = update.request
         if update.finished:
             self._transfers.forget(request)
@@ -242,10 +242,11 @@ class EngineCore:
             )
         )
         if update.finished:
-            request.sequences = []  # they refer to the request: without this both would wait for a garbage collection
+            # sequences and request refer to each other: without this only a garbage collection frees them
+            request.sequences = []
 
     def settle(self) -> None:
-        """When nothing happens: check that no block is lost, and send statistics."""
+        """Check that no block is lost, and send statistics. Called when the engine has nothing to do."""
         if self._scheduler.idle and not self._requests:
             self._blocks.check()
         self._send_stats()

@@ -37,7 +37,7 @@ class EngineSockets:
             os.eventfd_write(self._bell, 1)
 
     def wait(self, timeout_s: float) -> bool:
-        """Send what there is; return when there is something to `receive`, when woken, or after `timeout_s`: False.
+        """Flush, then wait for a message or a `wake`. Returns False after `timeout_s` without one.
 
         Uses select, because poll rounds to whole milliseconds and a step takes five. ZMQ's descriptor signals changes
         only, so the socket is polled first. Both descriptors are below select's limit: the process opens them early.
@@ -50,7 +50,7 @@ class EngineSockets:
         return has_mail or bool(ready)
 
     def receive(self) -> list[ToEngine]:
-        """Everything that has arrived. Never blocks."""
+        """Returns the messages that have arrived. Never blocks."""
         messages: list[ToEngine] = []
         while True:
             try:
@@ -69,7 +69,7 @@ class EngineSockets:
             self._out.send(self._encoder.encode(unsent), zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Sends what is left. Idempotent."""
+        """Send the queued messages and close the sockets. Idempotent."""
         if not self._closed:
             self.flush()
             self._closed = True

@@ -58,10 +58,10 @@ REDRAWS = "first_token_redraws_total"  # by reason
 
 
 class Redraw(StrEnum):
-    """Why the KV of a ticket is taken and its first tokens are not: they are drawn here. Counted under this name."""
+    """Why D loads the KV of a ticket but samples the first tokens itself. Counted under this name."""
 
     MISMATCH = "sampling_mismatch"  # P samples under other parameters
-    UNKNOWN = "no_digest"  # P does not say under which: it runs an older version
+    UNKNOWN = "no_digest"  # P, of an older version, sends no digest of its parameters
 
     @property
     def counter(self) -> str:
@@ -69,7 +69,7 @@ class Redraw(StrEnum):
 
     @classmethod
     def due(cls, ticket: Ticket, own_digest: bytes) -> Redraw | None:
-        """None: P's first tokens are what this node would sample itself. `own_digest`: see `sampling_digest`."""
+        """None if P's first tokens are those that this node would sample. `own_digest`: see `sampling_digest`."""
         if ticket.sampling_digest == own_digest:
             return None
         return cls.MISMATCH if ticket.sampling_digest else cls.UNKNOWN
@@ -95,7 +95,7 @@ class Intake:
     num_attempts: int = 0
     has_searched: bool = False  # the pool was asked
     load_id: str | None = None  # None: asking
-    is_ready: bool = False  # P has announced blocks; ours are reserved as soon as there are any
+    is_ready: bool = False  # P has announced blocks; ours are reserved as soon as memory allows
     redraw: Redraw | None = None  # None: the load's first tokens are adopted
 
 
@@ -127,11 +127,11 @@ class KvTransfers:
 
     @property
     def num_orphans(self) -> int:
-        """Loads that no request waits for any more, and that may still write into their blocks."""
+        """The number of loads without a request, which may still write into their blocks."""
         return sum(intake is None for intake in self._loads.values()) + self._searches.num_orphans
 
     def admit(self, request: Request) -> None:
-        """Put a valid request on its way: queued, or parked until its KV is here.
+        """Queue a valid request, or park it until its KV is here.
 
         Raises Overloaded, or PrefillUnavailable for a PREFILL that gets no lease; nothing is left of it then.
         """
@@ -168,9 +168,9 @@ class KvTransfers:
         self._reply(TicketOpened(request.request_id, ticket))
 
     def announce(self, publishes: Iterable[PublishSpec], prefilled: Iterable[Update]) -> list[PublishSpec]:
-        """What a retired step has for readers: its publishes, and the first tokens of PREFILLs that it sampled.
+        """Returns what a retired step announces: its publishes, with the first tokens of the PREFILLs that it sampled.
 
-        A lease's first tokens go into its publish, so that its reader hears of the last KV and of them in one message.
+        A lease's first tokens go into its publish, so that one message announces them with the last KV.
         """
         sampled: dict[str, tuple[tuple[SampledToken, ...], float]] = {}
         for update in prefilled:
@@ -198,7 +198,7 @@ class KvTransfers:
             self._connector.end_lease(request.lease_id, LeaseEnd.REVOKED)
 
     def release(self, lease_id: str) -> None:
-        """The router says that no D will read the lease."""
+        """End a lease: the router has said that no D will read it."""
         self._connector.end_lease(lease_id, LeaseEnd.RELEASED)
         self._end_lease(lease_id)
 
@@ -221,7 +221,7 @@ class KvTransfers:
             self._choose(intake)
 
     def _choose(self, intake: Intake) -> None:
-        """Ask for a P that computes what is missing, or compute it here if it is too little for that."""
+        """Ask the API process for a P if much of the prompt lacks KV; else compute the prompt here."""
         request = intake.request
         num_cached = self._scheduler.pin(request)
         if len(request.prompt_token_ids) - num_cached < max(1, request.message.min_remote_tokens):
@@ -230,13 +230,13 @@ class KvTransfers:
             self._reply(NeedsPrefill(request.request_id, num_cached))
 
     def use_ticket(self, request_id: str, ticket: Ticket, deadline_s: float) -> None:
-        """The API process found a P. Ignored when the request is gone meanwhile."""
+        """Load what this ticket promises, which the API process has got from a P. Ignored for an ended request."""
         intake = self._intakes.get(request_id)
         if intake is not None and intake.load_id is None:
             self._load(intake, ticket, deadline_s)
 
     def prefill_locally(self, request_id: str) -> None:
-        """Compute the prompt here. Ignored when the request is gone meanwhile, or a load is under way."""
+        """Compute the prompt here. Ignored for an ended request, and while a load is under way."""
         intake = self._intakes.get(request_id)
         if intake is not None and intake.load_id is None:
             del self._intakes[request_id]
@@ -266,15 +266,16 @@ class KvTransfers:
         self._reply(NeedsPrefill(request.request_id, request.num_cached_tokens, text))
 
     def reserve(self) -> None:
-        """Blocks for the loads that wait for them, best claim first. Called before each step."""
+        """Reserve blocks for the loads that wait for them, best claim first. Called before each step."""
         wanting = [intake for intake in self._intakes.values() if intake.is_ready]
         for intake in sorted(wanting, key=lambda intake: intake.request.claim):
             if self._scheduler.reserve(intake.request) is not None:
                 intake.is_ready = False
-        self._searches.reserve()
+        if self._searches.wants_blocks:
+            self._searches.reserve()
 
     def forget(self, request: Request) -> None:
-        """The request has ended. Its load, if there is one, is cancelled and becomes an orphan. Idempotent."""
+        """Forget an ended request. Its load, if there is one, is cancelled and becomes an orphan. Idempotent."""
         self._searches.forget(request)
         intake = self._intakes.pop(request.request_id, None)
         if intake is not None and intake.load_id is not None:
@@ -303,7 +304,7 @@ class KvTransfers:
             case LoadDone():
                 self._loads.pop(event.load_id, None)
                 if intake is None:
-                    self._scheduler.drain(event.load_id)  # it was cancelled too late to fail
+                    self._scheduler.drain(event.load_id)  # the load was done before it could be cancelled
                 else:
                     del self._intakes[intake.request.request_id]
                     intake.request.marks.load_steps = event.steps
@@ -324,7 +325,7 @@ class KvTransfers:
 
     def _take_first_tokens(self, intake: Intake, event: FirstTokens) -> None:
         if intake.redraw is not None or intake.request.is_parted:
-            return  # they are not this request's, or come from a second P
+            return  # drawn under other parameters, or sent by a second P
         if len(event.tokens) != intake.request.sampling.n:  # a P that breaks its ticket's promise
             self._connector.cancel_load(event.load_id)
             self._handle(LoadFailed(event.load_id, LoadFailure.REJECTED, "wrong number of first tokens"))

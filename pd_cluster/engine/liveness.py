@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from enum import StrEnum, auto
 
-from pd_cluster.engine.forecast import FROZEN_S
+from pd_cluster.engine.step_timing import FROZEN_S
 
 STALL_S = 60.0  # a frozen engine that sends nothing for so long is dead
 
@@ -28,7 +28,7 @@ class EngineState(StrEnum):
 
 
 class EngineLiveness:
-    """Of one engine process, from its ready message on. `now`: seconds of a PatientClock."""
+    """The state of one engine process, from its ready message on. `now`: seconds of a PatientClock."""
 
     def __init__(self, now: float, *, frozen_s: float = FROZEN_S, stall_s: float = STALL_S) -> None:
         self._frozen_s = frozen_s
@@ -37,11 +37,11 @@ class EngineLiveness:
         self._heard_at = now
 
     def heard(self, now: float) -> None:
-        """A message has come."""
+        """Note that the engine has sent a message."""
         self._heard_at = now
 
     def allow(self, allowed_s: float) -> None:
-        """The engine has announced for how long it may be silent from now on."""
+        """Set how long the engine may be silent from now on, as it has announced."""
         self._allowed_s = max(self._frozen_s, allowed_s)
 
     def state(self, now: float) -> EngineState:

@@ -16,8 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pd_cluster.engine.forecast import FROZEN_S, StepForecast
-from pd_cluster.engine.step_timing import StepTiming
+from pd_cluster.engine.step_timing import FROZEN_S, StepForecast, StepTiming
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +33,7 @@ class Flight:
     batch: Batch
     pending: Pending
     launched_s: float
-    kind: int  # see `forecast`
+    kind: int  # see `StepForecast`
     allowed_s: float
     loads_behind: list[LoadSpec] = field(default_factory=list)  # they start when this step has retired
 
@@ -77,24 +76,24 @@ class Pipeline:
         return len(self._flights) >= self.depth
 
     def spare_s(self, *, prompts_wait: bool) -> float:
-        """How long planning the next step may wait for more requests; 0: not at all."""
+        """Seconds for which planning the next step may wait for more requests; 0: plan now."""
         if len(self._flights) != 1 or self.depth == 1:
             return 0.0
         return self._timing.spare_s(*self._running, prompts_wait=prompts_wait)
 
     @property
     def rest_s(self) -> float:
-        """How long the oldest step will surely go on; 0: it may have ended."""
+        """Seconds for which the oldest step cannot end; 0: it may have ended."""
         return 0.0 if self.depth == 1 else self._timing.rest_s(*self._running)
 
     @property
     def _running(self) -> tuple[Batch, float]:
-        """The oldest step, and for how long it has run on the device."""
+        """The oldest step, and the seconds for which it has run on the device."""
         flight = self._flights[0]
         return flight.batch, self._clock() - max(flight.launched_s, self._retired_s)
 
     def launch(self, plan: Callable[[], Batch]) -> bool:
-        """Plan a step and start it. False when it has nothing for the worker."""
+        """Plan a step and start it. Returns False if the step has no work for the worker."""
         started_s = self._clock()
         batch = plan()
         if self._flights:
@@ -128,7 +127,7 @@ class Pipeline:
         return flight.batch, result
 
     def rest(self) -> None:
-        """No step runs: the usual silence is allowed again."""
+        """Allow only the usual silence again. Call it when no step runs."""
         assert not self._flights
         self._allow(FROZEN_S)
 

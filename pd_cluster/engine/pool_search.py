@@ -39,7 +39,7 @@ class PoolSearch:
 
 
 class PoolSearches:
-    """All searches of one engine. Without a pool no request is searched for."""
+    """The searches of one engine. Without a pool there are none."""
 
     def __init__(self, pool: Pool | None, scheduler: Scheduler) -> None:
         self._pool = pool
@@ -47,10 +47,11 @@ class PoolSearches:
         self._serials = count(1)
         self._by_load: dict[str, PoolSearch | None] = {}  # None: an orphan
         self._by_request: dict[Request, PoolSearch] = {}
+        self.wants_blocks = False  # some search has found tokens and has no blocks for them: call `reserve`
 
     @property
     def num_orphans(self) -> int:
-        """Searches that no request waits for any more."""
+        """The number of searches without a request."""
         return len(self._by_load) - len(self._by_request)
 
     def admit(self, request: Request) -> None:
@@ -63,7 +64,7 @@ class PoolSearches:
             self._scheduler.fall_back_to_local(request)
 
     def start(self, request: Request, go_on: Callable[[Request], None]) -> bool:
-        """Search for a parked prompt. False, and `go_on` is not called: nothing to search for, or no pool."""
+        """Search for a parked prompt. Returns False, and never calls `go_on`, without a pool or missing blocks."""
         if self._pool is None:
             return False
         hashes, num_here = self._scheduler.missing(request)
@@ -75,11 +76,14 @@ class PoolSearches:
         return True
 
     def reserve(self) -> None:
-        """Blocks for what was found, best claim first. Called before each step."""
+        """Reserve blocks for found tokens, best claim first. Called before each step in which `wants_blocks`."""
+        self.wants_blocks = False
         wanting = [search for search in self._by_request.values() if search.num_wanted]
         for search in sorted(wanting, key=lambda search: search.request.claim):
             search.request.load_id = search.load_id
-            if self._scheduler.reserve(search.request, search.num_wanted) is not None:
+            if self._scheduler.reserve(search.request, search.num_wanted) is None:
+                self.wants_blocks = True
+            else:
                 search.num_wanted = 0
 
     def take(self, event: PrefixFound | PrefixLoaded) -> None:
@@ -88,6 +92,7 @@ class PoolSearches:
         if isinstance(event, PrefixFound):
             if search is not None:
                 search.num_wanted = event.num_tokens
+                self.wants_blocks = True
             return
         self._by_load.pop(event.load_id, None)
         if search is None:
@@ -98,7 +103,7 @@ class PoolSearches:
         search.go_on(search.request)
 
     def forget(self, request: Request) -> None:
-        """The request has ended. Idempotent."""
+        """Cancel the search of a request that has ended. Idempotent."""
         search = self._by_request.pop(request, None)
         if search is not None:
             assert self._pool is not None

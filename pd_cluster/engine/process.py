@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pd_cluster.engine")
 
 ORPHAN_EXIT_CODE = 3
-STOP_GRACE_S = 8.0  # to end leases and loads once told to stop; then by force
+STOP_GRACE_S = 8.0  # for ending leases and loads after an order to stop; then the process exits at once
 EPOCH_BITS = 52  # JSON readers that use doubles keep such numbers exactly
 # On a CPU torch and oneDNN each keep the programs of 1,024 shapes, and each number of tokens in a step is one: 1.2 GB
 # after 3,000 steps of varied length, 0.12 GB with 64 of each. A program that is made again costs 0.6 ms.
@@ -87,7 +87,7 @@ def spawn_engine(config: NodeConfig, address: str) -> subprocess.Popen[bytes]:
 
 
 class ParentWatch:
-    """A thread that reads standard input to its end, then stops the engine: the parent asks for it, or is gone."""
+    """A thread that reads standard input to its end, then stops the engine: the parent has closed it, or is gone."""
 
     def __init__(self) -> None:
         self.core: EngineCore | None = None  # None: there is nothing to stop in order

@@ -1,10 +1,18 @@
-"""When to plan the next step: as late as the device allows.
+"""How long steps take: when to plan the next one, and when the engine counts as frozen. Pure: fed steps and times.
 
-A step that is planned as soon as the device has begun the one before it leaves out all that arrives meanwhile: a
-request that was handed over then waits one and a half steps on average before its first decode. Planned just before the
-device runs dry, it waits half a step. So the end of the running step is predicted from the last step like it. When a
-prediction was too long (the device was idle when we looked), the next ones are shortened: the device comes first.
-A step of decodes and prompts takes at least as long as its decodes alone do.
+**StepTiming** plans as late as the device allows. A step that is planned as soon as the device has begun the one before
+it leaves out all requests that arrive meanwhile: a request that was handed over then waits one and a half steps on
+average before its first decode. Planned just before the device runs dry, it waits half a step. So the end of the
+running step is predicted from the last step like it. When a prediction was too long (the device was idle when the host
+looked), the next ones are shortened, because an idle device costs more. A step of decodes and prompts takes at least
+as long as its decodes alone do.
+
+**StepForecast** bounds a step from above. A step's *work* is its tokens, each counted once more for every
+`keys_per_token` tokens before its chunk. Steps of equal work, by the integer part of its binary logarithm, are of one
+kind. The next step of a kind is predicted from the shorter of its last two durations: one long step proves nothing,
+because this process may have been stopped meanwhile. The factor of 4 covers differences within a kind (at most 2 times
+the work) and a busy host. The first step of a kind is warm-up where kernels are compiled or graphs captured on first
+use, and cannot be predicted. Elsewhere it is predicted from the nearest kind that has run.
 """
 
 from __future__ import annotations
@@ -15,43 +23,47 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch
 
-SLACK_S = 0.0005  # how much longer a wait may be than it was meant to
-LEAD_FACTOR = 1.5  # of the host's own time for a step, which it must not exceed
-SURE_SHARE = 0.95  # of the predicted time of a step; the rest is for what makes one shorter than the last
-LATE_SHARE = 0.8  # what is left of a prediction that was too long
-GROWTH = 1.05  # of a prediction in one step: where long and short steps alternate, it follows the short ones
-FLOOR = 0.5  # a prediction is at least this share of what the shorter of the last two steps took
-ALIKE = 0.2  # decode steps with numbers of sequences that differ by less take about as long
+FROZEN_S = 3.0  # silence that every engine is allowed: three heartbeats
+STEP_FACTOR = 4.0  # of the predicted step
+WARM_UP_S = 60.0  # a first step with the compilation of its kernels is shorter
+
+SLACK_S = 0.0005  # by which a wait may exceed its timeout
+LEAD_FACTOR = 1.5  # planning begins this many times the host's time for a step before the running step ends
+SURE_SHARE = 0.95  # of the predicted time of a step; a step may be shorter than the last one by the rest
+LATE_SHARE = 0.8  # a prediction that was too long is multiplied by this
+GROWTH = 1.05  # most growth of a prediction in one step, so that it follows the shorter of alternating steps
+FLOOR = 0.5  # a prediction is at least this share of the shorter of the last two steps
+ALIKE = 0.2  # decode steps take about equally long if their numbers of sequences differ by a smaller share
 MEMORY = 0.95  # a slow planning is remembered for some tens of steps
-TRUST = 0.34  # won with each step with prompts that outlasted its prediction; all of it is 1
+TRUST = 0.34  # gained with each step with prompts that outlasted its prediction; at most 1 in all
 
 
 @dataclass(slots=True)
 class StepTiming:
-    """Of one pipeline. Times are in seconds, of any one clock.
+    """Predicts how long the steps of one pipeline take at least. Times are in seconds, of any one clock.
 
     One long step predicts nothing, because this process may have been stopped. A decode step is predicted from the
     shorter of the last two; steps with prompts are predicted as far as earlier predictions held (`_trust`).
     """
 
     _host_s: float = 0.0  # planning and launching a step of decodes
-    _prompt_host_s: float = 0.0  # the same with prompts: that may not be one replay
+    _prompt_host_s: float = 0.0  # planning and launching a step with prompts, which may not be one graph
     _decode_s: float = 0.0  # predicted duration of the next pure decode step; 0: none
     _last_decode_s: float = 0.0  # duration of the last one
     _num_decodes: int = 0  # sequences in it
     _token_s: float = 0.0  # per token, of the fastest step with prompts so far
     _num_tokens: int = 0  # in it; not extrapolated to larger steps, because a step has a fixed cost too
-    _trust: float = 0.0  # in the two above
+    _trust: float = 0.0  # in `_token_s` and `_num_tokens`: 0 to 1
 
     def note_launch(self, batch: Batch, host_s: float) -> None:
-        """Planning and launching a step took `host_s`."""
+        """Note that planning and launching a step took `host_s`."""
         if batch.num_tokens == len(batch.chunks):
             self._host_s = max(host_s, self._host_s * MEMORY)
         else:
             self._prompt_host_s = max(host_s, self._prompt_host_s * MEMORY)
 
     def note_step(self, batch: Batch, duration_s: float, *, was_over: bool) -> None:
-        """A step took at most `duration_s` on the device. `was_over`: it had ended before the host waited for it."""
+        """Note a step of at most `duration_s` on the device. `was_over`: it ended before the host waited for it."""
         if not batch.chunks:
             return
         num_decodes = _num_decodes(batch)
@@ -76,7 +88,7 @@ class StepTiming:
         return abs(num_decodes - self._num_decodes) <= ALIKE * self._num_decodes
 
     def rest_s(self, batch: Batch, running_s: float) -> float:
-        """How long a step that has run for `running_s` will surely go on; 0: it may end any moment."""
+        """Seconds for which a step that has run for `running_s` will not end; 0: it may end at any moment."""
         num_decodes = _num_decodes(batch)
         sure_s = self._sure_s(num_decodes)
         if num_decodes < len(batch.chunks):
@@ -84,10 +96,11 @@ class StepTiming:
         return _until(sure_s, running_s)
 
     def spare_s(self, batch: Batch, running_s: float, *, prompts_wait: bool = False) -> float:
-        """How long planning may wait when the device has only `batch`, for `running_s` so far. 0: not at all.
+        """Seconds for which planning the next step may wait without leaving the device idle. 0: plan now.
 
-        `prompts_wait`: the next step will have prompts and takes longer to launch. Only the decodes' share of the
-        running step is waited for: two prompts in one step are not faster than in two.
+        `batch` is the only step on the device and has run for `running_s`. `prompts_wait`: the next step will have
+        prompts, so its launch takes longer. Planning waits for the decodes' share of the running step only, because two
+        prompts in one step are not faster than in two.
         """
         num_decodes = _num_decodes(batch)
         with_prompts = prompts_wait or num_decodes < len(batch.chunks)
@@ -96,8 +109,44 @@ class StepTiming:
         return spare_s if spare_s > SLACK_S else 0.0
 
     def _sure_s(self, num_decodes: int) -> float:
-        """How long a step with so many decodes takes at least; 0: unknown."""
+        """The least seconds of a step with `num_decodes` decodes; 0: unknown."""
         return self._decode_s if num_decodes and self._is_alike(num_decodes) else 0.0
+
+
+class StepForecast:
+    """Bounds the duration of steps. `is_compiled_lazily`: the first step of a kind compiles or captures."""
+
+    def __init__(self, *, keys_per_token: int = 0, is_compiled_lazily: bool) -> None:
+        self._keys_per_token = keys_per_token
+        self._is_compiled_lazily = is_compiled_lazily
+        self._durations: dict[int, tuple[float, float]] = {}  # kind -> of its last two steps
+
+    def kind_of(self, batch: Batch) -> int:
+        """The kind of a step: steps of one kind take about as long."""
+        work = batch.num_tokens
+        if self._keys_per_token:
+            work += sum(chunk.start * chunk.num_tokens for chunk in batch.chunks) // self._keys_per_token
+        return work.bit_length()
+
+    def allowed_s(self, kind: int) -> float:
+        """Seconds after which the engine is frozen if a step of this kind has not ended."""
+        predicted_s = self._predicted_s(kind)
+        return WARM_UP_S if predicted_s is None else max(FROZEN_S, STEP_FACTOR * predicted_s)
+
+    def note_step(self, kind: int, duration_s: float) -> None:
+        """Note the duration of a step of this kind, which has ended."""
+        _, last_s = self._durations.get(kind, (duration_s, duration_s))
+        self._durations[kind] = (last_s, duration_s)
+
+    def _predicted_s(self, kind: int) -> float | None:
+        """None: a step of this kind is warm-up."""
+        if (last := self._durations.get(kind)) is not None:
+            return min(last)
+        if self._is_compiled_lazily or not self._durations:
+            return None
+        nearest = min(self._durations, key=lambda known: (abs(known - kind), -known))
+        growth = 2.0 ** max(0, kind - nearest)  # a smaller step takes no longer than a larger one
+        return min(min(self._durations[nearest]) * growth, WARM_UP_S / STEP_FACTOR)
 
 
 def _until(sure_s: float, running_s: float) -> float:

@@ -129,7 +129,7 @@ class Supervisor:
         await asyncio.wait({child.pump}, timeout=OUTPUT_TAIL_S)
 
     async def clear(self, name: str) -> None:
-        """After a child's exit, wait for the processes that it left running, so that its successor has room.
+        """Wait until the processes that an ended child left running have ended, so that its successor has room.
 
         When a node's API process was killed, its engine holds GPU memory and serves leases until it ends. Processes
         that still run after REMAINS_S are killed.

@@ -24,7 +24,7 @@ from pd_cluster.config import HandoffConfig
 from pd_connectors.nixl.agent import NixlAgent, Region
 from pd_connectors.nixl.machine import listening_sockets, local_network
 from pd_connectors.protocol.errors import HandoffError
-from pd_connectors.protocol.layout import SliceRead
+from pd_connectors.protocol.slices import SliceRead
 
 if TYPE_CHECKING:
     from pd_connectors.nixl.agent import Remote

@@ -22,11 +22,11 @@ HEARTBEAT_S = 1.0  # a healthy engine sends a message at least this often
 
 
 class Work(StrEnum):
-    """What this engine is to do for a request."""
+    """The work that this engine does for a request."""
 
     GENERATE = "generate"  # prefill here, generate here
     PREFILL = "prefill"  # prefill, sample the first token, hold the KV under a lease
-    TAKE_OVER = "take_over"  # the KV comes from elsewhere: from `ticket`, or from wherever UseTicket says
+    TAKE_OVER = "take_over"  # the KV comes from another node: that of `ticket`, or of a later UseTicket
 
 
 class FinishReason(StrEnum):
@@ -50,7 +50,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     salt: str = ""
     min_remote_tokens: int = 0  # TAKE_OVER without ticket: prefill here when fewer tokens than this lack KV
     load_deadline_s: float = 30.0
-    received_s: float = 0.0  # when the API process had it: the host's monotonic clock; 0: not said
+    received_s: float = 0.0  # when the API process had it, by the host's monotonic clock; 0: unknown
     # GENERATE: output tokens that each of the n sequences has already, from another engine: the answer goes on behind
     # them, as if they had been sampled here. Limits, penalties and seeds count them; they are not sent again
     known: tuple[tuple[int, ...], ...] = ()
@@ -58,7 +58,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def max_output_tokens(self) -> int:
-        """Of each sequence. A PREFILL samples one token, whatever `max_tokens` says."""
+        """The most tokens of each sequence. A PREFILL samples one token, whatever `max_tokens` says."""
         return 1 if self.work is Work.PREFILL else self.sampling.max_tokens
 
 
@@ -85,7 +85,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReleaseLease(msgspec.Struct, frozen=True, tag=True):
-    """The router says that no D will come for this lease."""
+    """End this lease: the router says that no D will read it."""
 
     lease_id: str
 
@@ -121,7 +121,7 @@ class TicketOpened(msgspec.Struct, frozen=True, tag=True):
 
 
 class Timeline(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a request waited for, in seconds. Sums to the engine's share of its TTFT (or, on D, of its second token)."""
+    """Seconds of a request by phase. Their sum is the engine's share of its TTFT (on D: of its second token)."""
 
     queue_s: float = 0.0  # received to first scheduled (prefill) or to blocks reserved (take over)
     prefill_s: float = 0.0  # first scheduled to first token sampled here
@@ -135,7 +135,7 @@ class Timeline(msgspec.Struct, frozen=True, array_like=True, gc=False):
     post_s: float = 0.0
     link_s: float = 0.0
     confirm_s: float = 0.0
-    schedule_s: float = 0.0  # the confirmation's way into the scheduler's queue
+    schedule_s: float = 0.0  # from the confirmation until the sequence is in the scheduler's queue
 
     def phases(self) -> dict[str, float]:
         """Seconds by name, of the phases that the request went through."""
@@ -215,7 +215,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
 class SilenceAllowed(msgspec.Struct, frozen=True, tag=True):
     """Sent before a step that may take long, or is warm-up: an engine that is silent for so long is not frozen yet.
 
-    Stands until the next one. At first `forecast.FROZEN_S` are allowed.
+    Stands until the next one. At first `step_timing.FROZEN_S` are allowed.
     """
 
     seconds: float

@@ -27,7 +27,8 @@ class SequenceStart:
     block_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int  # resolved: the request's, or drawn at admission; differs per index of n
-    num_sample_seeds: tuple[int, ...] = ()  # n > 1 before the fork: of all n first tokens; the row keeps the first
+    # n > 1 before the fork: seeds of all n first tokens; the row keeps the first
+    num_sample_seeds: tuple[int, ...] = ()
 
 
 class SequenceChunk(msgspec.Struct, frozen=True, gc=False):
@@ -60,7 +61,9 @@ class Batch:
     departures: tuple[int, ...] = ()  # seq_ids of rows that end (finished or preempted); applied before starts
     copies: BlockCopies = field(default_factory=BlockCopies)
     loads: tuple[LoadSpec, ...] = ()  # for recv_before, once every step before this one has retired
-    begun: tuple[PublishSpec, ...] = ()  # for send_after, at once, of no tokens: the prompts of these leases enter here
+    begun: tuple[
+        PublishSpec, ...
+    ] = ()  # for send_after, at launch; no tokens yet: this step is the first of these leases' prompts
     publishes: tuple[PublishSpec, ...] = ()  # for send_after, once the step has retired
 
     @property
@@ -76,10 +79,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step sampled, by seq_id. Each chunk with `num_samples` > 0 has one entry."""
+    """The tokens that a step sampled, by seq_id. Each chunk with `num_samples` > 0 has one entry."""
 
     step: int
-    # The run of tokens that the sequence goes on with, in order: one or more. Of all but the last the KV is computed
+    # The new tokens of the sequence, in order: one or more. The KV of all but the last is computed
     samples: dict[int, tuple[SampledToken, ...]]
-    # Of chunks with `num_samples` > 1: the first tokens of the request's n sequences, by index
+    # For chunks with `num_samples` > 1: the first tokens of the request's n sequences, by index
     first_samples: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class BatchBuilder:
-    """One step's parts, and what is left of its token budget."""
+    """The parts of one step, and the rest of its token budget."""
 
     step: int
     budget: int  # tokens left
-    prompts: PrefillBudget = field(default_factory=PrefillBudget)  # of these, for chunks of prompts
-    # Of logits, left for the first tokens of requests with n > 1: as many as sequences may run, besides one for each
+    prompts: PrefillBudget = field(default_factory=PrefillBudget)  # the share of `budget` for chunks of prompts
+    # Rows of logits left for the first tokens of requests with n > 1. In all, a step has as many extra rows as
+    # there are slots
     rows: int = 0
     portions: Portions | None = None  # None: no group is limited
     starts: list[SequenceStart] = field(default_factory=list)
@@ -34,11 +35,13 @@ class BatchBuilder:
     begun: list[PublishSpec] = field(default_factory=list)
     publishes: list[PublishSpec] = field(default_factory=list)
     preempted: bool = False
-    held: set[int] = field(default_factory=set)  # sequences that yield their blocks when no running step touches them
+    held: set[int] = field(
+        default_factory=set
+    )  # sequences that give their blocks up as soon as no running step touches them
 
     def batch(self, departures: tuple[int, ...], loads: list[LoadSpec]) -> Batch:
         """The finished batch, decodes first."""
-        if self.starts:  # what entered last may be a decode
+        if self.starts:  # a sequence that entered last may have a decode
             self.chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
         return Batch(
             step=self.step,
@@ -79,7 +82,7 @@ class BatchBuilder:
         return num_tokens
 
     def add_chunk(self, seq: Sequence, blocks: BlockManager) -> None:
-        """Add one token if one is left, else as many as the prompts' share admits. Its blocks exist or can be had."""
+        """Add a chunk: the last token, or as many as prompts may have. Its blocks exist or can be allocated."""
         table, start, num_remaining = seq.table, seq.num_scheduled_tokens, seq.num_remaining_tokens
         assert table is not None
         num_tokens = self._take(seq)
@@ -92,7 +95,7 @@ class BatchBuilder:
                 self.copy_on_write.append(growth.copy)
             first_block, new_block_ids = growth.first_block, growth.block_ids
         if not seq.in_worker:
-            first_block, new_block_ids = 0, ()  # the start names them all
+            first_block, new_block_ids = 0, ()  # SequenceStart names all blocks
             self._add_start(seq, table)
         num_samples = 0
         if num_tokens == num_remaining:

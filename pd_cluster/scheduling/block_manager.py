@@ -27,7 +27,7 @@ class BlockTable:
 
     ids: list[int] = field(default_factory=list)  # ids[i] holds tokens [i * block_size, (i + 1) * block_size)
     path: list[int] = field(default_factory=list)  # cached blocks of the same content as ids[: len(path)]
-    capacity: int = 0  # positions below this can be written without asking
+    capacity: int = 0  # positions below this can be written without `grow`
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Growth:
 
     first_block: int
     block_ids: tuple[int, ...]
-    copy: tuple[int, int] | None  # (from, to): the first of them replaces a shared block and needs its content
+    copy: tuple[int, int] | None  # (from, to): the first new block replaces a shared block and needs its content
 
 
 class BlockManager:
@@ -97,19 +97,19 @@ class BlockManager:
         return table
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """A second holder of the same blocks. The first to write into the shared last block gets a copy."""
+        """A second table of the same blocks. The first that writes the shared last block gets a copy of it."""
         for block_id in table.ids:
             self._refs[block_id] += 1
         for own, cached in zip(table.ids, table.path, strict=False):
             if own != cached:
                 self._refs[cached] += 1
-        table.capacity = 0  # both must ask again before they write
+        table.capacity = 0  # both tables must `grow` before they are written
         twin = BlockTable(table.ids[:], table.path[:])
         self._tables.add(twin)
         return twin
 
     def close(self, table: BlockTable) -> None:
-        """Let go of everything the table holds. Closing twice is harmless."""
+        """Release all blocks of the table. Idempotent."""
         self._tables.discard(table)
         self.truncate(table, 0)
 
@@ -121,7 +121,7 @@ class BlockManager:
     def grow(self, table: BlockTable, start: int, end: int) -> Growth:
         """Make positions [start, end) writable. The caller has asked `can_grow`.
 
-        Everything before `start` is computed, so of the blocks that exist only the one of `start` can be shared.
+        All tokens before `start` are computed, so of the table's blocks only the one of `start` can be shared.
         """
         assert self.can_grow(table, start, end)
         ids, first = table.ids, start // self.block_size
@@ -147,7 +147,7 @@ class BlockManager:
         return (BlockRun(first_block, tuple(table.ids[first_block:end_block])),) * self._num_groups
 
     def truncate(self, table: BlockTable, num_blocks: int) -> None:
-        """Let go of all but the table's first blocks. Tail first: that is what keeps eviction at the leaves."""
+        """Release all but the table's first blocks, the last one first, so that only leaves are evicted."""
         ids, path = table.ids, table.path
         for index in range(len(ids) - 1, num_blocks - 1, -1):
             self._drop(ids[index])
@@ -187,7 +187,7 @@ class BlockManager:
     def match(self, table: BlockTable, hashes: list[bytes]) -> int:
         """Extend a table that holds nothing but cached blocks by the longest cached run of `hashes[len(table.ids):]`.
 
-        Finding and pinning are one act: nothing that this reports can be evicted. Returns the blocks now held.
+        The blocks are pinned when they are found, so none of them can be evicted. Returns the number of blocks held.
         """
         assert len(table.ids) == len(table.path), "only a table of nothing but cached blocks can be matched further"
         if self.prefix_caching:
@@ -220,13 +220,13 @@ class BlockManager:
     # leases, quarantine
 
     def hold(self, lease_id: str, table: BlockTable) -> None:
-        """From now on the table belongs to the lease. The caller forgets it."""
+        """Give the table to the lease. The caller must not use it any more."""
         assert lease_id not in self._leases, f"lease {lease_id} holds blocks already"
         self._leases[lease_id] = table
         self._leased.update(table.ids)
 
     def end_lease(self, lease_id: str) -> bool:
-        """Free what the lease holds. False when it holds nothing (any more)."""
+        """Free the blocks of a lease. Returns False if it holds none."""
         table = self._leases.pop(lease_id, None)
         if table is None:
             return False
@@ -245,7 +245,7 @@ class BlockManager:
         table.capacity = 0
 
     def drain(self, load_id: str) -> None:
-        """Nothing can land in the load's blocks any more. Unknown ids are ignored."""
+        """Free the quarantined blocks of a load that cannot write any more. Unknown ids are ignored."""
         for block_id in self._quarantines.pop(load_id, ()):
             self._drop(block_id)
 
@@ -263,7 +263,7 @@ class BlockManager:
         return pairs
 
     def swap_in(self, table: BlockTable, host_block_ids: list[int]) -> list[tuple[int, int]]:
-        """Add to what the table holds already the rest of what was swapped out, and free the host blocks.
+        """Add the swapped-out blocks that the table lacks, and free the host blocks.
 
         Returns (host, device) pairs to copy. The caller has made sure that there are enough, and swaps nothing out in
         the same step (a step copies out before it copies in: a host block freed here must not be written by it).

@@ -9,7 +9,7 @@ from pd_cluster.scheduling.ranked_queue import Item, RankedQueue
 
 Claim = tuple[int, int, int, int, int]
 
-LEAST_EXCESS = 2  # slots that a group must hold more than another to yield one to it
+LEAST_EXCESS = 2  # a group yields a slot to another if it holds at least this many more
 
 
 @dataclass(slots=True, eq=False)
@@ -18,18 +18,18 @@ class Group(Generic[Item]):
 
     name: str
     num_requests: int = 0
-    num_queued: int = 0  # of them, those of which nothing has run yet
+    num_queued: int = 0  # requests of which nothing has run yet
     num_slots: int = 0  # held by its running sequences
     is_shared: bool = False  # it has, or had, more than one sequence
     last_turn: tuple[int, int] = (-1, 0)  # (the last arrival before it, its serial number)
-    waiting: RankedQueue[Item] = field(default_factory=RankedQueue)  # for a slot
+    waiting: RankedQueue[Item] = field(default_factory=RankedQueue)  # sequences that wait for a slot
 
     def owes(self, other: Group[Item]) -> bool:
-        """Whether it must yield a slot to the other group."""
+        """Whether this group must yield a slot to the other group."""
         return self.num_slots >= other.num_slots + LEAST_EXCESS
 
     def claim(self, rank: tuple[int, ...]) -> Claim:
-        """Of a waiting sequence, or of a request, with this rank."""
+        """The claim of a waiting sequence, or of a request, with this rank. Smaller goes first."""
         priority, arrival = rank[0], rank[1]
         if not self.is_shared:
             return (priority, 0, arrival, 0, arrival)

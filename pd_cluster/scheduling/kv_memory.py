@@ -63,7 +63,7 @@ class KvMemory:
     def drop_pin(self, keep: Request | None = None) -> bool:
         """Make the pinned prefix of the worst-ranked parked request evictable. False: there is none but `keep`'s.
 
-        `reserve` pins again what is left of it.
+        `reserve` pins again the blocks that are still cached.
         """
         for request in reversed(self._queues.parked):
             table = request.table
@@ -112,7 +112,7 @@ class KvMemory:
         return seq if seq is not None and seq in self._queues.waiting else None
 
     def num_missing(self, seq: Sequence) -> int:
-        """Blocks to be freed until a waiting sequence can enter beside the running ones and their next tokens."""
+        """The number of blocks to free until a waiting sequence can enter beside the running ones' next tokens."""
         blocks = self._blocks
         num_growing = sum(
             one.num_scheduled_tokens >= len(one.block_ids) * blocks.block_size for one in self._queues.running
@@ -121,7 +121,7 @@ class KvMemory:
         return num_wanted - blocks.num_available
 
     def admit(self, seq: Sequence) -> Copies | None:
-        """Give a waiting sequence blocks for all of its tokens, so that no prompt is preempted for want of its own end.
+        """Give a waiting sequence blocks for all of its tokens, so that no prompt is preempted before its end.
 
         At least one token is left to compute, for its logits. Returns the copies that swap it in, or None: refused.
         """
@@ -154,7 +154,7 @@ class KvMemory:
         return copies
 
     def _count_hit(self, seq: Sequence) -> None:
-        """A request's hit is what its first admission found; what it finds after a preemption is its own KV."""
+        """Count the prefix-cache hit of a request's first admission. After a preemption it finds its own KV."""
         marks = seq.request.marks
         if marks.scheduled_s is None and marks.loaded_s is None:
             marks.scheduled_s = self._clock()
@@ -192,7 +192,7 @@ class KvMemory:
         num_tokens = len(request.prompt_token_ids) if prefix is None else prefix
         first_block = self.pin(request)
         num_cached = first_block * blocks.block_size
-        if prefix is not None:  # the cache may have got more of it since the search found `prefix`
+        if prefix is not None:  # more of the prompt may be cached since the search found `prefix`
             num_tokens = max(prefix, num_cached)
         self._queues.stop_reserving(request)
         num_new = blocks.blocks_for(num_tokens) - first_block
@@ -212,7 +212,7 @@ class KvMemory:
         return refused is None or claim < refused.request.group.claim(refused.rank)
 
     def keep_prefix(self, request: Request, num_tokens: int) -> None:
-        """The load of a prefix has ended: cache its first `num_tokens`, free the rest of its blocks."""
+        """Cache the first `num_tokens` of a loaded prefix, and free the rest of its blocks."""
         assert request.table is not None
         lead, size = request.sequences[0], self._blocks.block_size
         num_blocks = max(lead.num_cached_tokens, num_tokens) // size
@@ -222,7 +222,7 @@ class KvMemory:
         lead.num_cached_tokens = 0  # counted when it is scheduled, or loaded
 
     def keep_prompt(self, request: Request) -> None:
-        """The load has ended and is confirmed: cache what is kept of the prompt."""
+        """Cache the kept part of a prompt. Its load is confirmed."""
         assert request.table is not None
         lead, size, num_kept = request.sequences[0], self._blocks.block_size, request.num_kept_tokens
         self._blocks.publish(request.table, lead.hash_blocks(num_kept // size, size))
@@ -232,7 +232,7 @@ class KvMemory:
             seq.num_external_tokens = num_kept - lead.num_cached_tokens
 
     def quarantine(self, request: Request) -> None:
-        """The load has failed and may still write: its blocks are out of use until `BlockManager.drain`."""
+        """Take the blocks of a failed load, which may still write, out of use until `BlockManager.drain`."""
         assert request.load_id is not None
         assert request.table is not None
         first_block = request.sequences[0].num_cached_tokens // self._blocks.block_size
@@ -240,7 +240,7 @@ class KvMemory:
         request.kv = KvArrival.ABSENT
 
     def close(self, request: Request) -> None:
-        """The request is parked no longer: let go of its table. Idempotent."""
+        """Release the table of a request that is not parked any more. Idempotent."""
         if request.table is not None:
             self._blocks.close(request.table)
             request.table = None

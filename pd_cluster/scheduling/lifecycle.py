@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Update(msgspec.Struct, frozen=True, gc=False):
-    """What happened to one request: new tokens per sequence, and whether all of it has ended."""
+    """New tokens of one request per sequence, and whether all of its sequences have ended."""
 
     request: Request
     sequences: tuple[SequenceTokens, ...]
@@ -38,7 +38,7 @@ class Lifecycle:
         self._clock = clock
 
     def part(self, request: Request) -> None:
-        """The lead has sampled: the sequences part, and those that live share the prompt's blocks.
+        """Part the sequences of a request when its lead has sampled. Those that live share the prompt's blocks.
 
         The blocks of a PREFILL now belong to its lease.
         """
@@ -57,7 +57,7 @@ class Lifecycle:
                 self._queues.enter(seq)
 
     def give_first_tokens(self, request: Request, tokens: tuple[SampledToken, ...]) -> Update:
-        """Append the first token of each live sequence. Those that it ends have ended."""
+        """Append the first token of each live sequence, and end the sequences that it completes."""
         request.is_parted = True
         lead = request.sequences[0]
         lead.num_samples = 1
@@ -75,7 +75,7 @@ class Lifecycle:
         return Update(request, tuple(reports), request.finished)
 
     def end(self, seq: Sequence) -> None:
-        """The sequence has its finish reason. A lead goes on alone while others wait for the tokens that it samples."""
+        """End a sequence that has its finish reason. A lead goes on while others wait for their first tokens."""
         request = seq.request
         request.num_live -= 1
         if request.is_parted:

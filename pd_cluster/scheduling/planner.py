@@ -85,12 +85,12 @@ class Planner:
                 builder.add_chunk(seq, self._blocks)
         if not builder.preempted and not builder.held and self._queues.has_waiting:
             self._admit(builder)
-        if resting is not None and not builder.chunks:  # it would rest for nothing
+        if resting is not None and not builder.chunks:  # no other group has work: the group need not rest
             self._plan_decodes(builder, None)
         return builder.batch(self._queues.take_departures(), loads)
 
     def _prefill_budget(self, builder: BatchBuilder) -> PrefillBudget:
-        """What prompts may take of this step. Its decodes, and loaded sequences that may enter, come first."""
+        """The share of this step for prompts: what its decodes, and loaded sequences that may enter, leave."""
         config, queues = self._config, self._queues
         num_entering = min(len(queues.loaded), queues.num_free_slots)
         num_decodes = config.max_num_batched_tokens - builder.budget + num_entering
@@ -114,7 +114,7 @@ class Planner:
             if num_known - start > 1:
                 prefills.append(seq)
             elif num_known >= seq.max_len or (seq.num_samples > 1 and seq.num_pending) or seq.status is not RUNNING:
-                continue  # its last token, or its first ones, are being sampled; or it was preempted just now
+                continue  # a running step samples its last token or its first ones, or it was just preempted
             elif portions is not None and not portions.has_row(seq):
                 continue
             elif start < seq.table.capacity and seq.in_worker and start >= seq.num_prompt_tokens:  # type: ignore[union-attr]
@@ -138,7 +138,8 @@ class Planner:
             victim = self._victim(builder)
             if victim is None or not self._may_take(seq, victim):
                 return False
-            if victim.num_in_flight:  # a running step touches its blocks: left out of this step, it yields in the next
+            # a running step touches its blocks: it is left out of this step and yields in the next
+            if victim.num_in_flight:
                 builder.held.add(victim.seq_id)
                 return False
             self._preempt(victim, builder)
@@ -174,9 +175,9 @@ class Planner:
     # sequences that wait
 
     def _admit(self, builder: BatchBuilder) -> None:
-        """Let sequences enter in turn. Short of slots, none passes another.
+        """Let sequences enter in turn. Without a free slot, none passes another.
 
-        Short of memory, or of the prompts' share of the budget, only sequences that hold their blocks already pass.
+        Without memory, or prompts' share of the budget, only sequences that hold their blocks pass others.
         A sequence that was refused blocks stays first in line for them until it asks again, which takes some budget.
         """
         is_short = False

@@ -24,7 +24,7 @@ LEAST_PRICE = 4  # prompt tokens that a chunk counts as at least, because of its
 
 @dataclass(slots=True)
 class Portions:
-    """Of one step: what is left for each shared group. Groups of one sequence are not limited."""
+    """What one step has left for each shared group. Groups of one sequence are not limited."""
 
     _rows: dict[Group[Sequence], int] = field(default_factory=dict)  # left; a group that is absent has all of them
     _tokens: dict[Group[Sequence], int] = field(default_factory=dict)

@@ -15,29 +15,32 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Self
 
-LEAST_PROMPT_TOKENS = 32  # of a step, however many decode: no prompt starves
+LEAST_PROMPT_TOKENS = 32  # prompt tokens of a step beside any number of decodes, so that no prompt starves
 STEP_MULTIPLE = 64  # captured steps have whole ones; prompts get one, if it fits, whatever they cost
 MANY_DECODES = 48  # beside more the limit is one STEP_MULTIPLE less
-PADDING_PRICE = 4  # a cut prompt puts one token off, to avoid a padded step, if at least so many tokens stay
+PADDING_PRICE = 4  # a prompt is cut by one more token, to avoid padding, if it keeps at least this many for it
 
 
 @dataclass(slots=True, kw_only=True)
 class PrefillBudget:
-    """What is left for prompts, in the order in which they come. None passes a prompt that was cut."""
+    """The share of one step for prompts, given out in order. After a prompt that was cut, none gets any more."""
 
     tokens_left: int = 0
     cost_left: int = 0
-    least_left: int = 0  # tokens that are given whatever they cost; 0 as well where costs are not limited
+    least_left: int = 0  # tokens that prompts get whatever they cost; 0 too if costs are not limited
     keys_per_token: int = 0  # 0: position costs nothing
-    num_planned: int = 0  # tokens in the step, with those that are sure to come
-    num_given: int = 0  # of them, those of prompts
+    num_planned: int = 0  # tokens in the step, including decodes that are about to enter
+    num_given: int = 0  # tokens of prompts among them
     is_limited: bool = False
 
     @classmethod
     def beside(cls, num_decodes: int, max_num_tokens: int, limit: int = 0, keys_per_token: int = 0) -> Self:
-        """Of a step of at most `max_num_tokens`. `limit`: what its tokens may cost, 0: anything; it is lowered beside
-        many decodes, then raised to a multiple of STEP_MULTIPLE if it leaves prompts less than LEAST_PROMPT_TOKENS, but
-        not beyond itself if it left them as much."""
+        """The budget of a step of at most `max_num_tokens` tokens with `num_decodes` decodes.
+
+        limit: the highest cost of the step's tokens; 0: no limit. It is lowered beside many decodes. If it then leaves
+        prompts less than LEAST_PROMPT_TOKENS, it is raised to a multiple of STEP_MULTIPLE, but not above the `limit`
+        that was passed if that one leaves them enough.
+        """
         room = max_num_tokens - num_decodes
         if not limit:
             return cls(tokens_left=room, cost_left=room)
@@ -64,10 +67,10 @@ class PrefillBudget:
         return self.tokens_left > 0
 
     def take(self, start: int, num_remaining: int) -> int:
-        """As many of a prompt's `num_remaining` tokens behind `start` others as it may have; at least one if admitted.
+        """Take tokens for a prompt with `num_remaining` ones behind `start` others; at least one if admitted.
 
-        One that is cut ends where a captured step does, if it reaches little beyond that: more would be padding. It
-        does not if that left the step's prompts less than LEAST_PROMPT_TOKENS.
+        A prompt that is cut ends where a captured step ends, if it reaches little beyond that: the rest would cause
+        padding. It is not shortened if that leaves the step's prompts less than LEAST_PROMPT_TOKENS.
         """
         num_tokens = min(num_remaining, self._room(start))
         if num_tokens < num_remaining:
@@ -89,7 +92,7 @@ class PrefillBudget:
 
 
 def cost_of(num_tokens: int, start: int, keys_per_token: int) -> int:
-    """Of a chunk behind `start` tokens, rounded up. Its i-th token sees start + i + 1 keys."""
+    """The cost of a chunk behind `start` tokens, rounded up. Its i-th token sees start + i + 1 keys."""
     if not keys_per_token:
         return num_tokens
     return num_tokens + -(-num_tokens * (2 * start + num_tokens + 1) // (2 * keys_per_token))

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class PrefixNode(msgspec.Struct, eq=False, gc=False):
-    """One cached block. There are tens of thousands, in no cycle: no search for garbage looks at them.
+    """One cached block. There are tens of thousands, without reference cycles, so the garbage collector skips them.
 
-    They know each other by number alone: what no search looks at is freed recursively, and 100,000 in a row are too
-    deep for that.
+    Nodes refer to each other by block number. Objects outside the garbage collector are freed recursively, and a chain
+    of 100,000 references is too deep for that.
     """
 
     hash: bytes
@@ -79,11 +79,11 @@ class PrefixCache:
         self._by_block[block_id] = node
 
     def let_go(self, block_id: int) -> None:
-        """The node's last reference is gone: it is now the most recently used evictable one."""
+        """Make a node without references the most recently used evictable one."""
         self._evictable[block_id] = self._by_block[block_id]
 
     def take_up(self, block_id: int) -> None:
-        """The node got its first reference."""
+        """Note that the node got its first reference, so it cannot be evicted."""
         del self._evictable[block_id]
 
     def evict(self) -> int:

@@ -78,13 +78,13 @@ class Queues:
             self.prefills[request.lease_id] = request
 
     def leave(self, request: Request) -> None:
-        """The request has ended. Its sequences stay registered until `forget`."""
+        """Remove a request that has ended. Its sequences stay registered until `forget`."""
         if request.lease_id is not None:
             self.prefills.pop(request.lease_id, None)
         self._turns.leave(request)
 
     def forget(self, seq: Sequence) -> None:
-        """The sequence has ended and no running step touches it."""
+        """Remove a sequence that has ended and that no running step touches."""
         del self.sequences[seq.seq_id]
 
     def park(self, request: Request) -> None:
@@ -96,11 +96,11 @@ class Queues:
         self.parked.discard(request)
 
     def refuse(self, request: Request) -> None:
-        """A parked request was refused blocks and will ask again."""
+        """Note that a parked request was refused blocks and will ask again."""
         self.reserving.add(request)
 
     def stop_reserving(self, request: Request) -> None:
-        """The request was given blocks, or does not ask any more. Idempotent."""
+        """Note that a request was given blocks, or does not ask any more. Idempotent."""
         self.reserving.discard(request)
 
     # sequences

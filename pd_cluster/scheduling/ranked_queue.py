@@ -50,7 +50,7 @@ class RankedQueue(Generic[Item]):
         insort(self._items, item, key=_rank)
 
     def discard(self, item: Item) -> bool:
-        """Whether it was there."""
+        """Remove the item. Returns whether it was in the queue."""
         index = bisect_left(self._items, item.rank, key=_rank)
         if index < len(self._items) and self._items[index] is item:
             del self._items[index]

@@ -51,7 +51,7 @@ FINISHED = SequenceStatus.FINISHED
 class Scheduler:
     """Takes in requests that `Admission` let pass, decides steps, takes their results, and ends requests.
 
-    `retract`: called with a lease before a preemption frees its blocks; takes back what was announced of them and
+    `retract`: called with a lease before a preemption frees its blocks; takes their announcements back and
     returns the lease's new generation, or None if the lease has ended. `max_tokens_beside_decodes`: limit of a step
     with decodes, 0: none. `keys_per_token`: in such steps a prompt's token counts once more per so many tokens before
     it, 0: it does not. `rests`: see `Yielding` and `Portions`. `clock`: seconds.
@@ -102,17 +102,17 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without a slot, whether or not they hold blocks."""
+        """The number of sequences without a slot, with or without blocks."""
         return len(self._queues.waiting) + len(self._queues.loaded)
 
     @property
     def num_queued(self) -> int:
-        """Requests of which nothing has run yet: what `max_waiting` bounds."""
+        """The number of requests of which nothing has run yet. `max_waiting` bounds it."""
         return self._turns.num_queued
 
     @property
     def num_waiting_for_remote_kv(self) -> int:
-        """Requests."""
+        """The number of parked requests."""
         return len(self._queues.parked)
 
     @property
@@ -127,7 +127,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """No request is anywhere; only leases and quarantines may still hold blocks."""
+        """True if there is no request. Leases and quarantines may still hold blocks."""
         return not (self.has_work or self._queues.sequences)
 
     @property
@@ -163,14 +163,14 @@ class Scheduler:
     def pin(self, request: Request) -> int:
         """Pin what this engine's cache holds of a parked prompt. Returns the number of tokens.
 
-        When memory runs short before `reserve`, the pin is given up, and `reserve` takes what is left of it.
+        If memory runs short before `reserve`, the pin is dropped, and `reserve` pins the blocks that are still cached.
         """
         return self._memory.pin(request) * self._blocks.block_size
 
     def missing(self, request: Request) -> tuple[list[bytes], int]:
-        """What to ask a pool for: the hashes of a parked prompt's whole blocks, and how many of them are here.
+        """The hashes of a parked prompt's whole blocks, to search a pool for, and how many of them are cached here.
 
-        The block of the last token is left out, because it must be computed for its logits. ([], 0): ask for nothing.
+        The block of the last token is left out, because it must be computed for its logits. ([], 0): do not search.
         """
         size = self._blocks.block_size
         num_whole = (len(request.prompt_token_ids) - 1) // size
@@ -197,31 +197,31 @@ class Scheduler:
         return load
 
     def admit_prefix(self, request: Request, num_tokens: int) -> None:
-        """The load of a prefix is over: its first `num_tokens` are here and cached, the rest of its blocks are free.
+        """End the load of a prefix: cache its first `num_tokens`, and free the rest of its blocks.
 
-        The request stays parked. Harmless when nothing was reserved.
+        The request stays parked. Does nothing if no blocks were reserved.
         """
         self._queues.stop_reserving(request)
         if request.kv is KvArrival.WRITING:
             self._memory.keep_prefix(request, num_tokens)
 
     def drop_load(self, request: Request) -> None:
-        """The load failed. Its blocks are quarantined until `drain(load_id)`; the request stays parked."""
+        """Quarantine the blocks of a failed load until `drain(load_id)`. The request stays parked."""
         self._queues.stop_reserving(request)
         if request.kv is KvArrival.WRITING:
             self._loads = [load for load in self._loads if load.load_id != request.load_id]
             self._memory.quarantine(request)
 
     def drain(self, load_id: str) -> None:
-        """Nothing can land in the blocks of a dropped load any more. Unknown ids are ignored."""
+        """Free the blocks of a dropped load, in which nothing can land any more. Unknown ids are ignored."""
         self._blocks.drain(load_id)
 
     def set_first_tokens(self, request: Request, tokens: tuple[SampledToken, ...]) -> Update | None:
-        """P's first tokens, one per sequence, at any time after `park`. None when they are known already, or too late.
-        Not for a request that redraws them.
+        """Take P's first tokens, one per sequence, at any time after `park`. Not for a request that redraws them.
 
-        A sequence that they end has ended. When that is all of them the blocks are released, or quarantined if a load
-        writes them: the caller cancels it, and calls `drain` when it has drained.
+        Returns None when the tokens are known already, or the request has ended. When the tokens end all sequences, the
+        blocks are released, or quarantined if a load writes them: the caller cancels the load, and calls `drain` when
+        it has drained.
         """
         if request not in self._queues.parked or request.is_parted:
             return None
@@ -235,7 +235,7 @@ class Scheduler:
         return update
 
     def admit_loaded(self, request: Request) -> None:
-        """Every byte is in and confirmed. What is kept of the prompt is published.
+        """Publish the kept part of a loaded prompt. Every byte is in and confirmed.
 
         The request runs as soon as its first tokens are known too, or at once when it redraws them.
         """
@@ -247,7 +247,7 @@ class Scheduler:
             self._unpark_loaded(request)
 
     def _unpark_loaded(self, request: Request) -> None:
-        """Each sequence that goes on gets the prompt's blocks and waits for its slot."""
+        """Give each sequence that goes on the prompt's blocks and let it wait for a slot."""
         assert request.table is not None
         for seq in request.heads:
             seq.table = self._blocks.fork(request.table)
@@ -269,7 +269,7 @@ class Scheduler:
             self._queues.add(seq)
 
     def _unpark(self, request: Request) -> None:
-        """Release the request's own hold on blocks; those that a load writes are quarantined. Idempotent."""
+        """Release the blocks that the request itself holds. Blocks that a load writes are quarantined. Idempotent."""
         self.drop_load(request)
         self._queues.unpark(request)
         self._memory.close(request)
@@ -285,7 +285,7 @@ class Scheduler:
         return self._planner.plan(loads)
 
     def update(self, batch: Batch, result: StepResult) -> list[Update]:
-        """Take a step's result: cache what it computed, append what it sampled, end what ended."""
+        """Take a step's result: cache its computed blocks, append its sampled tokens, end the sequences that ended."""
         updates: list[Update] = []
         shared: dict[Request, list[SequenceTokens]] = {}  # of requests with several sequences
         samples = result.samples
@@ -339,8 +339,8 @@ class Scheduler:
         self._news += self._blocks.publish(seq.table, seq.hash_blocks(seq.num_computed_tokens // size, size))
 
     def take_news(self) -> list[CachedBlock]:
-        """Blocks that steps have computed and the cache did not know, since the last call. What they hold is certain
-        only until the next `schedule` or `reserve`."""
+        """Returns the computed blocks that were new to the cache since the last call. Their content is certain only
+        until the next `schedule` or `reserve`."""
         news, self._news = self._news, []
         return news
 
@@ -365,9 +365,9 @@ class Scheduler:
         return Update(request, tuple(reports), request.finished) if reports else None
 
     def end_lease(self, lease_id: str) -> Update | None:
-        """No read of the lease can be confirmed any more: free its blocks. Unknown ids are ignored.
+        """Free the blocks of a lease that has ended. Unknown ids are ignored.
 
-        When its prompt is still being computed, that is aborted, and the Update says so.
+        If its prompt is still being computed, the request is aborted, and the returned Update says so.
         """
         request = self._queues.prefills.get(lease_id)
         if request is not None:

@@ -39,7 +39,7 @@ def sequence_seed(seed: int, index: int) -> int:
 class SequenceStatus(Enum):
     """Where a sequence is."""
 
-    WAITING = auto()  # for KV from elsewhere, a slot or memory, or (not the lead) for the first tokens; never ran
+    WAITING = auto()  # never ran: waits for KV, a slot, memory, or (not the lead) the first tokens
     RUNNING = auto()
     PREEMPTED = auto()  # waiting; its KV is gone and will be computed again
     SWAPPED = auto()  # waiting; its KV is in host memory
@@ -56,16 +56,16 @@ class KvArrival(Enum):
 
 @dataclass(slots=True)
 class Marks:
-    """When things happened to a request (the scheduler's clock, seconds); None: not yet."""
+    """When events of a request happened, in seconds of the scheduler's clock; None: not yet."""
 
     arrived_s: float = 0.0
     scheduled_s: float | None = None  # its prefill entered a step
-    first_token_s: float | None = None  # sampled here
+    first_token_s: float | None = None  # its first token was sampled here
     reserved_s: float | None = None
     loaded_s: float | None = None
     decode_scheduled_s: float | None = None  # first decode step after a load
     decode_retired_s: float | None = None
-    prefill_leg_s: float = 0.0  # what another node's prefill took
+    prefill_leg_s: float = 0.0  # seconds that another node's prefill took
     load_steps: LoadSteps = field(default_factory=LoadSteps)
 
 
@@ -75,15 +75,15 @@ class Request:
 
     message: AddRequest
     seed: int  # the request's own, or drawn at admission
-    lease_id: str | None = None  # PREFILL: under which its blocks are promised
+    lease_id: str | None = None  # PREFILL: the lease under which its blocks are promised
     lease_generation: int = 0  # for PublishSpec; `retract` raises it
     load_id: str | None = None  # TAKE_OVER: the load in progress; set it before `Scheduler.reserve`
     arrival: int = -1
     sequences: list[Sequence] = field(default_factory=list)
     num_live: int = 0  # sequences that have not ended
     is_parted: bool = False  # each sequence has its own tokens
-    # TAKE_OVER: P samples under other parameters than this request's. Its tokens are dropped; the prompt's last token
-    # is computed here, on the KV of those before it, and the first tokens are drawn from that
+    # TAKE_OVER: P samples under parameters other than this request's. P's first tokens are dropped. The prompt's last
+    # token is computed here, on the loaded KV of the tokens before it, and the first tokens are drawn from its logits
     redraws: bool = False
     table: BlockTable | None = None  # TAKE_OVER: the pinned prefix, then the blocks being loaded
     kv: KvArrival = KvArrival.ABSENT
@@ -124,7 +124,7 @@ class Request:
 
     @property
     def claim(self) -> tuple[int, ...]:
-        """To memory, while it waits for that: smaller goes first. Changes as its group has its turns."""
+        """Order of requests that wait for memory: smaller goes first. Each turn of its group changes it."""
         return self.group.claim(self.rank)
 
     @property
@@ -190,7 +190,7 @@ class Request:
             lead.num_samples = sampling.n
 
     def mark_first_decode(self, now_s: float) -> None:
-        """The first token was sampled behind what came from elsewhere: KV, mostly with a first token."""
+        """Note the first decode step of a request with KV from another node."""
         marks = self.marks
         if marks.loaded_s is None:
             marks.first_token_s = marks.first_token_s or now_s
@@ -199,12 +199,12 @@ class Request:
 
     @property
     def prefill_s(self) -> float:
-        """From its arrival to its first token, when that was sampled here; 0: not yet."""
+        """Seconds from the request's arrival to its first token, if that was sampled here; 0: not yet."""
         marks = self.marks
         return 0.0 if marks.first_token_s is None else marks.first_token_s - marks.arrived_s
 
     def timeline(self) -> Timeline:
-        """What the request waited for so far."""
+        """The seconds that the request has spent in each phase so far."""
         m = self.marks
         if m.loaded_s is not None and m.reserved_s is not None and m.scheduled_s is None:
             decode = m.loaded_s if m.decode_scheduled_s is None else m.decode_scheduled_s
@@ -247,14 +247,16 @@ class Sequence:
     host_block_ids: list[int] = field(default_factory=list)  # while SWAPPED
     num_computed_tokens: int = 0  # tokens with KV in the table, by steps that have retired
     num_scheduled_tokens: int = 0  # the same, counting steps that still run
-    num_pending: int = 0  # tokens that running steps sample: values unknown, one per step, so positions are certain
+    num_pending: int = 0  # tokens that running steps sample, one per step: their positions are known, their values not
     num_in_flight: int = 0  # steps that still run and touch this sequence
-    num_announced_tokens: int = 0  # PREFILL: told to the lease's reader
+    num_announced_tokens: int = 0  # PREFILL: announced to the lease's reader
     num_cached_tokens: int = 0
     num_external_tokens: int = 0
     num_samples: int = 1  # sampled when a chunk reaches the last token; n for a lead before the sequences part
     in_worker: bool = False  # the worker has a row for it
-    awaits_first_decode: bool = False  # behind KV or a first token from elsewhere; for the timeline
+    awaits_first_decode: bool = (
+        False  # its KV or first token came from another node, and no decode step followed; for the timeline
+    )
     planned_step: int = -1  # the last step that has a chunk of it
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the EOS or stop token that ended it
@@ -302,7 +304,7 @@ class Sequence:
         return run[:num_added]
 
     def part_from(self, lead: Sequence) -> None:
-        """Become a copy of the lead's prompt, about to receive its own first token. The block table is the caller's."""
+        """Copy the lead's prompt, before the sequence gets its own first token. The caller sets the block table."""
         self.token_ids = list(self.request.prompt_token_ids)
         self.block_hashes = lead.block_hashes[:]
         self.num_cached_tokens = lead.num_cached_tokens

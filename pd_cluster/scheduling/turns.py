@@ -44,26 +44,27 @@ def crowd_limit(limit: int) -> int:
 
 
 class Turns:
-    """All groups of one engine. Costs of an ordinary request, one prompt and n = 1: as of a plain queue."""
+    """All groups of one engine. An ordinary request, with one prompt and n = 1, costs as much as in a plain queue."""
 
     def __init__(self) -> None:
         self.num_queued = 0  # requests of which nothing has run yet
         self._groups: dict[str, Group[Sequence]] = {}
         self._shared: set[Group[Sequence]] = set()
-        self._num_rich = 0  # groups that another may take a slot from
+        self._num_rich = 0  # groups from which another may take a slot
         self._last_arrival = -1
         self._serial = 0
 
     # requests
 
     def may_queue(self, name: str, limit: int) -> bool:
-        """Whether a request of this group may wait, where `limit` may in all. A group's first may always take the last
-        place; its others leave a share of the queue to groups that have nothing in it."""
+        """Whether a request of this group may queue, in a queue of `limit` requests. The first request of a
+        group may take
+        the last place; others leave a share of the queue to groups without a queued request."""
         group = self._groups.get(name)
         return self.num_queued < (limit if group is None or not group.num_queued else crowd_limit(limit))
 
     def join(self, request: Request, name: str) -> Group[Sequence]:
-        """A request has arrived; it is queued."""
+        """Add a request that has arrived, as queued. Returns its group."""
         group = self._groups.get(name)
         if group is None:
             group = self._groups[name] = Group(name)
@@ -77,7 +78,7 @@ class Turns:
         return group
 
     def leave(self, request: Request) -> None:
-        """It has ended."""
+        """Remove a request that has ended."""
         group = request.group
         self.begin(request)
         group.num_requests -= 1
@@ -86,14 +87,14 @@ class Turns:
             self._shared.discard(group)
 
     def begin(self, request: Request) -> None:
-        """It is queued no longer. Idempotent."""
+        """Note that the request is not queued any more. Idempotent."""
         if request.is_queued:
             request.is_queued = False
             request.group.num_queued -= 1
             self.num_queued -= 1
 
     def note_turn(self, request: Request) -> None:
-        """Its group has been given a slot, or memory."""
+        """Note that the request's group was given a slot, or memory."""
         group = request.group
         if group.is_shared:
             self._serial += 1
@@ -102,7 +103,7 @@ class Turns:
     # slots
 
     def take_slot(self, request: Request) -> None:
-        """One of its sequences runs."""
+        """Note that one of the request's sequences has a slot."""
         group = request.group
         self.begin(request)
         group.num_slots += 1
@@ -110,13 +111,13 @@ class Turns:
         self.note_turn(request)
 
     def return_slot(self, request: Request) -> None:
-        """One of its sequences runs no longer."""
+        """Note that one of the request's sequences has given its slot back."""
         group = request.group
         self._num_rich -= group.num_slots == LEAST_EXCESS
         group.num_slots -= 1
 
     @property
-    def anyone_is_rich(self) -> bool:
+    def has_rich(self) -> bool:
         """Whether some group holds so many slots that one without any may take one from it. O(1)."""
         return self._num_rich > 0
 

@@ -34,7 +34,7 @@ class Yielding:
     @property
     def _is_due(self) -> bool:
         """Whether a sequence waits and some group may have to yield to it. O(1)."""
-        return self._turns.anyone_is_rich and self._queues.has_waiting
+        return self._turns.has_rich and self._queues.has_waiting
 
     def portions(self) -> Portions | None:
         """Limits of the next step for each shared group. None: there are none."""
@@ -95,7 +95,7 @@ class Yielding:
 
         A PREFILL with a lease is never taken: it ends soon, and its reader would have to start again.
         """
-        group = self._turns.richest() if self._turns.anyone_is_rich else None
+        group = self._turns.richest() if self._turns.has_rich else None
         if group is None or not group.owes(seq.request.group):
             return None
         for other in reversed(self._queues.running):

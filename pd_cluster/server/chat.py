@@ -104,7 +104,7 @@ def _part_text(part: Any, place: str) -> str:
 
 
 def _normal_calls(calls: Any, place: str) -> list[dict[str, Any]]:
-    """Clients send the arguments of a call as JSON text; templates expect an object."""
+    """The tool calls with their arguments, which clients send as JSON text, as objects, which templates expect."""
     if not isinstance(calls, list) or not all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
     ):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ChoiceOutput:
-    """What a choice has produced: in one step, in the steps of a backlog, or in all."""
+    """The output of a choice: of one step, of the steps of a backlog, or of the whole choice."""
 
     index: int
     parts: list[Part] = field(default_factory=list)

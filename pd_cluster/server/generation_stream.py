@@ -120,7 +120,7 @@ class GenerationStream:
         raise StopAsyncIteration
 
     async def settle(self) -> None:
-        """After the client has its answer: wait for the engine's terminal reply, which has the timeline."""
+        """Wait for the engine's terminal reply, which has the timeline. Call it when the client has its answer."""
         try:
             async with asyncio.timeout(SETTLE_DEADLINE_S):
                 async for message in self._admitted:

@@ -87,7 +87,7 @@ class NodeMetrics:
         self.registry.register(EngineCollector(latest, info, num_freezes))
 
     def observe_timeline(self, timeline: Timeline) -> None:
-        """Record what one request waited for."""
+        """Record the seconds that one request spent in each phase."""
         for name, seconds in timeline.phases().items():
             self.phases[name].observe(seconds)
 
@@ -110,7 +110,7 @@ class EngineCollector:
         self._num_freezes = num_freezes
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the names are not known before the engine's first stats."""
+        """Returns no metrics: their names are not known before the engine's first stats."""
         return ()
 
     def collect(self) -> Iterator[Metric]:

@@ -42,7 +42,7 @@ Part = Content | Reasoning | ToolCall
 
 @dataclass(frozen=True, slots=True)
 class ParserContext:
-    """What a parser is constructed with: one parser for each choice of a request."""
+    """The argument of a parser's constructor. Each choice of a request has a parser of its own."""
 
     vocabulary: Vocabulary
     prompt: Sequence[int]  # token ids; a chat template may have opened the reasoning

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
@@ -20,7 +19,7 @@ import orjson
 
 from pd_connectors.protocol.clock import patiently
 from pd_http.errors import ENGINE_DIED
-from pd_http.node_answers import PrefillEvents, code_of, has_lost_requests, object_in
+from pd_http.node_answers import FailureKind, PrefillEvents, code_of, has_lost_requests, object_in
 from pd_http.sse import EVENT_STREAM
 
 if TYPE_CHECKING:
@@ -34,23 +33,12 @@ PEER_SILENCE_S = 3.0  # three of P's keep-alives
 PROBE_S = 1.0  # for a P that broke its connection to answer /health
 
 
-class PeerFault(StrEnum):
-    """Why a prefill node gave no usable ticket. The value is its name in metrics."""
-
-    UNREACHABLE = "peer_unreachable"
-    REFUSED = "peer_refused"
-    TIMEOUT = "peer_timeout"
-    FROZEN = "peer_frozen"
-    DIED = "peer_died"
-    BAD_ANSWER = "peer_bad_answer"
-
-
 class PeerError(Exception):
     """This prefill node gave no usable ticket."""
 
-    def __init__(self, fault: PeerFault, detail: str) -> None:
-        super().__init__(f"{fault}: {detail}")
-        self.fault = fault
+    def __init__(self, kind: FailureKind, detail: str) -> None:
+        super().__init__(f"peer_{kind}: {detail}")
+        self.kind = kind
 
 
 class PrefillClient:
@@ -86,12 +74,12 @@ class PrefillClient:
                 on_failure.pop_all()
                 return cls(session, url, response, ticket, events)
         except TimeoutError as error:
-            raise PeerError(PeerFault.TIMEOUT, f"{url} gave no ticket within {deadline_s:.1f} s") from error
+            raise PeerError(FailureKind.TIMEOUT, f"{url} gave no ticket within {deadline_s:.1f} s") from error
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, ConnectionResetError) as error:
-            fault = PeerFault.UNREACHABLE if await _lives(session, url) else PeerFault.DIED
-            raise PeerError(fault, f"{url}: {error!r}") from error
+            kind = FailureKind.UNREACHABLE if await _lives(session, url) else FailureKind.DIED
+            raise PeerError(kind, f"{url}: {error!r}") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: not a URL
-            raise PeerError(PeerFault.UNREACHABLE, f"{url}: {error!r}") from error
+            raise PeerError(FailureKind.UNREACHABLE, f"{url}: {error!r}") from error
 
     async def lives(self) -> bool:
         """Whether P and its engine are alive, as far as P knows."""
@@ -125,11 +113,11 @@ async def _post(
 
 
 async def _heard(url: object, work: Coroutine[None, None, T]) -> T:
-    """What P sends next. Raises PeerError if P is silent."""
+    """The result of `work`, which waits for P. Raises PeerError if P sends nothing for PEER_SILENCE_S."""
     try:
         return await patiently(work, PEER_SILENCE_S)
     except TimeoutError as error:
-        raise PeerError(PeerFault.FROZEN, f"{url} has sent nothing for {PEER_SILENCE_S:g} s") from error
+        raise PeerError(FailureKind.FROZEN, f"{url} has sent nothing for {PEER_SILENCE_S:g} s") from error
 
 
 async def _lives(session: aiohttp.ClientSession, url: str) -> bool:
@@ -151,20 +139,20 @@ async def _first_ticket(response: aiohttp.ClientResponse, events: PrefillEvents)
     try:
         event = await events.ticket(lambda: _heard(url, response.content.readany()))
     except ValueError as error:
-        raise PeerError(PeerFault.BAD_ANSWER, f"{url}: {error}") from error
+        raise PeerError(FailureKind.BAD_ANSWER, f"{url}: {error}") from error
     if event is None:
-        raise PeerError(PeerFault.BAD_ANSWER, f"{url}: the answer ended before its first event")
+        raise PeerError(FailureKind.BAD_ANSWER, f"{url}: the answer ended before its first event")
     if event.name == "error":
         raise _refusal(url, "error", event.data)
     try:
         ticket = orjson.loads(event.data)["kv_transfer_params"]["ticket"]
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-        raise PeerError(PeerFault.BAD_ANSWER, f"{url}: the event has no ticket") from error
+        raise PeerError(FailureKind.BAD_ANSWER, f"{url}: the event has no ticket") from error
     if not isinstance(ticket, str):
-        raise PeerError(PeerFault.BAD_ANSWER, f"{url}: the ticket is not a string")
+        raise PeerError(FailureKind.BAD_ANSWER, f"{url}: the ticket is not a string")
     return ticket
 
 
 def _refusal(url: object, answered: str, body: bytes) -> PeerError:
-    fault = PeerFault.DIED if code_of(body) == ENGINE_DIED else PeerFault.REFUSED
-    return PeerError(fault, f"{url} answered {answered}: {body[:2000].decode(errors='replace')}")
+    kind = FailureKind.DIED if code_of(body) == ENGINE_DIED else FailureKind.REFUSED
+    return PeerError(kind, f"{url} answered {answered}: {body[:2000].decode(errors='replace')}")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ResponseShape(Protocol):
-    """How one API writes its answers. One object for each request: it holds what the stream has already said.
+    """How one API writes its answers. One object for each request: it holds the state of the stream.
 
     That state depends on the outputs, not on how they were cut into chunks. To continue a stream of another node, pass
     the output of `Choice.replay` to `chunk` and drop the bytes.
@@ -52,7 +52,7 @@ def usage_of(streams: Sequence[GenerationStream]) -> dict[str, Any]:
 
 
 def timings_of(streams: Sequence[GenerationStream]) -> dict[str, float]:
-    """What the request waited for, in ms by phase (`protocol.messages.Timeline`).
+    """Milliseconds that the request spent in each phase (`protocol.messages.Timeline`).
 
     Empty for several prompts, because their timelines differ, and before the engine's last reply: a stop string ends
     the answer earlier.

@@ -40,7 +40,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """Only the type `text` is supported."""
+    """The format of the answer. The type must be `text`."""
 
     type: str
 

@@ -20,11 +20,9 @@ class Stopwatch:
         self._second_s: float | None = None
         self._last_s = started_s
         self._gaps_s: list[float] = []
-        self.num_deliveries = 0
 
     def delivered(self, deltas: Collection[object], num_lead_tokens: int) -> None:
         """Note that the client got new output. `num_lead_tokens`: tokens of the first of the n sequences so far."""
-        self.num_deliveries += 1
         if not deltas:
             return
         now_s = time.monotonic()

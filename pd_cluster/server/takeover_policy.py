@@ -4,6 +4,7 @@ kv_transfer_params of the request         source of the prompt's KV
 do_remote_decode                          this node, for another node (the prefill leg)
 ticket, verified                          that ticket's lease (P-first)
 do_remote_prefill and an offer            this engine's cache, else the offer's nodes, best first (D-first)
+a ticket of another protocol version      this node: during an upgrade the offer's nodes would answer with such tickets
 none, or none that can be trusted         this node
 
 after a failed load, `on_load_failure`:   any: the offer's next node, else this one   remote: the next node, else error
@@ -20,12 +21,12 @@ from typing import TYPE_CHECKING
 from pd_cluster.errors import NodesDied, PrefillUnavailable
 from pd_cluster.protocol.messages import NeedsPrefill, PrefillLocally, UseTicket, Work
 from pd_cluster.server.generation_request import GenerationRequest, KvSource
-from pd_cluster.server.prefill_client import PeerError, PeerFault, PrefillClient
+from pd_cluster.server.prefill_client import PeerError, PrefillClient
 from pd_cluster.server.sampling import encode_sampling
 from pd_connectors.protocol.errors import BadSignature, LoadFailure, ProtocolMismatch, TicketError, TicketExpired
 from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.ticket import Offer, Paper, Ticket, verify
-from pd_http.node_answers import ASK_TICKET
+from pd_http.node_answers import ASK_TICKET, FailureKind
 
 if TYPE_CHECKING:
     from pd_cluster.server.schema import KvTransferParams
@@ -68,7 +69,7 @@ def _verified(state: NodeState, token: str, kind: type[Paper]) -> Paper:
         raise Untrusted("expired") from error
     except ProtocolMismatch as error:
         logger.info("%s", error)
-        raise Untrusted("protocol_mismatch") from error
+        raise Untrusted(FailureKind.PROTOCOL_MISMATCH) from error
     except TicketError as error:
         raise Untrusted("malformed") from error
 
@@ -101,7 +102,8 @@ async def choose_kv_source(
     for fault in faults:
         state.metrics.fallbacks.labels(fault).inc()
     policy = state.config.handoff.on_load_failure
-    if urls and (not params.ticket or policy in ("any", "remote")):
+    may_ask = ("remote",) if f"ticket_{FailureKind.PROTOCOL_MISMATCH}" in faults else ("any", "remote")
+    if urls and (not params.ticket or policy in may_ask):
         return await tokenize(), KvSource(Work.TAKE_OVER, None, urls)
     if policy in ("remote", "fail"):
         raise PrefillUnavailable(
@@ -140,7 +142,7 @@ class PrefillSearch:
             self._fell_back(cause, reason)
             if await self._has_died(cause):
                 self._bury(self.prefill_node or "")
-        await self.close()  # hang up on the node of the failed load
+        await self.close()  # close the connection to the node of the failed load
         while self._urls and (not reason or policy in ("any", "remote")):
             left_s = self._ends_s - time.monotonic()
             if left_s <= 0:
@@ -151,9 +153,9 @@ class PrefillSearch:
             try:
                 ticket = await self._ask(url, left_s)
             except PeerError as error:
-                reason = error.fault
+                reason = f"peer_{error.kind}"
                 self._fell_back(reason, str(error))
-                if error.fault is PeerFault.DIED:
+                if error.kind is FailureKind.DIED:
                     self._bury(url)
                 continue
             self.prefill_node = ticket.lease.engine_id
@@ -165,14 +167,14 @@ class PrefillSearch:
         raise PrefillUnavailable(f"no prefill node could serve the request ({reason}), and {forbidden}")
 
     def has_tokens(self) -> None:
-        """The engine has generated. If it never sent NeedsPrefill, it has prefilled locally."""
+        """Note that the engine has generated. If it never sent NeedsPrefill, this node has prefilled."""
         if self.prefill_node is None:
             self.prefill_node = self._state.node_id
 
     async def _has_died(self, cause: str) -> bool:
         """Whether the node of the failed load has died.
 
-        A node that cannot be reached for its KV and answers /health has not: a closed port or a broken network between
+        A node that answers /health is alive even if its KV cannot be reached: a closed port or a broken network between
         the nodes must not turn every request into a final error. A node that issued the request's ticket counts as
         dead when it cannot be reached: its HTTP address is not known here.
         """
@@ -212,7 +214,9 @@ class PrefillSearch:
             return trusted_ticket(self._state, leg.ticket, request.prompt, request.salt)
         except Untrusted as error:
             await self.close()
-            raise PeerError(PeerFault.BAD_ANSWER, f"{url}: {error.reason}") from error
+            is_other_version = error.reason == FailureKind.PROTOCOL_MISMATCH
+            kind = FailureKind.PROTOCOL_MISMATCH if is_other_version else FailureKind.BAD_ANSWER
+            raise PeerError(kind, f"{url}: {error.reason}") from error
 
     def _fell_back(self, reason: str, detail: str = "") -> None:
         self._state.metrics.fallbacks.labels(reason).inc()

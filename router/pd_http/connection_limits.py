@@ -80,7 +80,7 @@ class ConnectionLimits:
         return end, False
 
     def head_ended(self, body_bytes: int | None, now_s: float) -> None:
-        """The parser has read a head. `body_bytes`: length of its body; None: it comes in chunks."""
+        """Note that a request's head was read. `body_bytes`: length of the body; None: it comes in chunks."""
         self._unanswered += 1
         if body_bytes == 0:
             self._framing.begin()
@@ -89,23 +89,23 @@ class ConnectionLimits:
         self._set_read_deadline(now_s)
 
     def answered(self, now_s: float) -> None:
-        """The answer to the oldest request is complete."""
+        """Note that the answer to the oldest request is complete."""
         self._unanswered -= 1
         self._set_read_deadline(now_s)
 
     def hold(self) -> None:
-        """The server stops reading, to save memory."""
+        """Note that the server stops reading, to save memory."""
         self._is_held = True
         self._read_by_s = inf
         self.deadline_s = self._write_by_s
 
     def go_on(self, now_s: float) -> None:
-        """Reading resumes after `hold`."""
+        """Note that reading resumes after `hold`."""
         self._is_held = False
         self._set_read_deadline(now_s)
 
     def write_paused(self, now_s: float) -> None:
-        """The transport's buffer is full."""
+        """Note that the transport's buffer is full."""
         self._write_by_s = now_s + self._limits.write_timeout_s
         self.deadline_s = min(self._read_by_s, self._write_by_s)
 

@@ -14,7 +14,7 @@ Key = TypeVar("Key", bound="Hashable")
 
 
 class ConnectionTable(Generic[Key]):
-    """At most `max_connections`, at most `max_per_address` of one address.
+    """The open connections: at most `max_connections`, and at most `max_per_address` of one address.
 
     A full table ends the connection that has waited longest for its client. If the new connection's address has its
     share, the ended connection is one of that address. HTTP lets a server close idle connections; clients reopen them.
@@ -66,7 +66,7 @@ class ConnectionTable(Generic[Key]):
             del self._count[address], self._waiting_of[address]
 
     def waits(self, key: Key) -> None:
-        """`key` waits for its client from now on; a wait that had begun starts again."""
+        """Note that `key` waits for its client from now on. A wait that had begun starts again."""
         address = self._address_of.get(key)
         if address is not None:
             self.works(key)
@@ -74,14 +74,14 @@ class ConnectionTable(Generic[Key]):
             self._waiting_of[address][key] = None
 
     def works(self, key: Key) -> None:
-        """A complete request of `key` is under way."""
+        """Note that a complete request of `key` is under way."""
         if key in self._waiting:
             del self._waiting[key]
             del self._waiting_of[self._address_of[key]][key]
 
 
 def network_of(host: str) -> str:
-    """What counts as one client: an IPv4 address, or an IPv6 address's /64: a host may use all of one."""
+    """The network that counts as one client: an IPv4 address, or an IPv6 /64, all of which a host may use."""
     if ":" not in host:
         return host
     try:

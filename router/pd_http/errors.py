@@ -1,12 +1,5 @@
 """The errors that both the router and a node answer with, and their body in OpenAI's shape.
 
-PdError
-├── InvalidRequest   400  the request can never be served
-├── ModelNotFound    404
-├── BodyTooLarge     413
-├── NodesDied        500  several nodes died while they served the request; it must not be tried again
-└── StartupError          a flag, file, port or device that must be changed before the process can start
-
 The node's own errors are in `pd_cluster.errors`, the router's own in `pd_router.errors`. Bugs are assertions instead.
 """
 
@@ -20,12 +13,17 @@ ENGINE_DIED = "engine_died"  # `code` of a node's answer when its engine process
 class PdError(Exception):
     """Base. `status`: HTTP status; `kind`: OpenAI's `error.type`; `code`: a stable word for programs to read.
 
-    `param` names the field of the request that is wrong. `code` and `status` of an instance override the class's.
+    A subclass names those that differ from its base's. `code` and `status` of an instance override the class's.
+    `param` names the field of the request that is wrong.
     """
 
     status = 500
     kind = "server_error"
     code = "internal_error"
+
+    def __init_subclass__(cls, *, status: int = 0, kind: str = "", code: str = "") -> None:
+        super().__init_subclass__()
+        cls.status, cls.kind, cls.code = status or cls.status, kind or cls.kind, code or cls.code
 
     def __init__(self, message: str, param: str | None = None, code: str = "", *, status: int = 0) -> None:
         super().__init__(message)
@@ -40,40 +38,24 @@ class PdError(Exception):
         return error_body(str(self), self.kind, self.code, self.param)
 
 
-class InvalidRequest(PdError):
+class InvalidRequest(PdError, status=400, kind="invalid_request_error", code="invalid_value"):
     """The request can never be served."""
 
-    status = 400
-    kind = "invalid_request_error"
-    code = "invalid_value"
 
-
-class ModelNotFound(PdError):
+class ModelNotFound(PdError, status=404, kind="invalid_request_error", code="model_not_found"):
     """The requested model is not served here."""
 
-    status = 404
-    kind = "invalid_request_error"
-    code = "model_not_found"
 
-
-class BodyTooLarge(PdError):
+class BodyTooLarge(PdError, status=413, kind="invalid_request_error", code="body_too_large"):
     """The request body is longer than this process accepts."""
 
-    status = 413
-    kind = "invalid_request_error"
-    code = "body_too_large"
 
-
-class NodesDied(PdError):
+class NodesDied(PdError, code="nodes_died"):
     """Several nodes died while they served the request, perhaps because of it: it must not be tried again."""
 
-    code = "nodes_died"
 
-
-class StartupError(PdError):
-    """The process cannot start as configured; the message says what to change."""
-
-    code = "startup"
+class StartupError(PdError, code="startup"):
+    """The process cannot start as configured; the message says which flag, file, port or device to change."""
 
 
 def error_body(message: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class RequestFraming:
         self.begin()
 
     def begin(self) -> None:
-        """The next byte is the first of a request."""
+        """Begin a request: the next byte is its first."""
         self.in_body = False
         self._chunked = False
         self.head_bytes = 0  # with trailers

@@ -98,7 +98,7 @@ class HttpGate:
         self._forget(connection)
 
     def moved(self, connection: BoundedProtocol) -> None:
-        """The headers of a request, or an answer, are complete."""
+        """Note that the headers of a request, or an answer, are complete."""
         if connection.limits.is_waiting:
             self._table.waits(connection)
         if connection.limits.discards:  # the rest of the body is not kept
@@ -108,7 +108,7 @@ class HttpGate:
                 connection.go_on()
 
     def received(self, connection: BoundedProtocol) -> None:
-        """The connection has taken what arrived; part of it may belong to an incomplete request."""
+        """Note that a connection has taken what arrived. Part of it may belong to an incomplete request."""
         if not connection.limits.is_waiting:
             self._table.works(connection)
         was_crowded = self._unfinished.is_crowded
@@ -120,7 +120,7 @@ class HttpGate:
                     one.hold()
 
     def refused(self, connection: BoundedProtocol, refusal: Refusal) -> None:
-        """The connection ends, and holds no place and no memory from now on."""
+        """Free the place and the memory of a connection that ends."""
         self._forget(connection)
         self._count(refusal.word)
         if not refusal.is_logged:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -20,6 +21,20 @@ ASK_TICKET: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
+
+
+class FailureKind(StrEnum):
+    """Why a request to a node failed. The value is its name in metrics; a decode node writes `peer_` before it."""
+
+    CONNECT = "connect"  # no process listens there, or no route
+    BROKEN = "broken"  # the connection ended before the answer did
+    UNREACHABLE = "unreachable"  # a decode node's name for the two above
+    TIMEOUT = "timeout"  # a named deadline passed
+    FROZEN = "frozen"  # the node makes no progress: by its health checks, or it sends nothing
+    DIED = "died"  # the node, or its engine, died after the request was sent
+    REFUSED = "refused"  # the node answered 429 or 5xx
+    BAD_ANSWER = "bad_answer"  # the answer does not follow the protocol
+    PROTOCOL_MISMATCH = "protocol_mismatch"  # the ticket is of another protocol version
 
 
 class PrefillEvents:

@@ -34,7 +34,7 @@ class HeldFlow(FlowControl):
 
 
 class ConnectionGate(Protocol):
-    """What a connection tells, and asks, the server's gate."""
+    """The server's gate as one connection sees it."""
 
     limits: HttpLimits
     clock: Callable[[], float]

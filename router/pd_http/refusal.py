@@ -31,7 +31,7 @@ class Refusal(Enum):
 
     @property
     def is_logged(self) -> bool:
-        """Whether it is logged: the end of an idle connection is ordinary."""
+        """Whether the refusal is logged. The end of an idle connection is not."""
         return self is not Refusal.IDLE
 
     @property

@@ -55,7 +55,7 @@ def url_of(listener: socket.socket, host: str = "") -> str:
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> StartupError:
-    """What to change when `bind` or `listen` failed with `error`."""
+    """The error for a failed `bind` or `listen`, with advice on what to change."""
     match error.errno:
         case errno.EADDRINUSE:
             advice = "the port is taken: stop its process, or choose another --port (0: any free one)"

@@ -33,7 +33,7 @@ class UnfinishedRequests(Generic[Key]):
         self.num_bytes = 0
 
     def hold(self, key: Key, num_bytes: int) -> None:
-        """The incomplete request of `key` has `num_bytes` now. 0: there is none."""
+        """Set the bytes of the incomplete request of `key`. 0: there is none."""
         before = self._held.pop(key, 0) if not num_bytes else self._held.get(key, 0)
         if num_bytes:
             self._held[key] = num_bytes

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Casualties:
-    """Of one request. `limit`: number of deaths after which the request fails for good."""
+    """The nodes that died while they served one request. `limit`: number of deaths after which the request fails."""
 
     __slots__ = ("_dead", "_limit", "_met")
 
@@ -24,7 +24,7 @@ class Casualties:
         self._dead: list[Node] = []
 
     def meet(self, node: Node) -> None:
-        """The request is about to go to `node`, or to a node that may pass it on to `node`."""
+        """Note that the request goes to `node`, or to a node that may pass it on to `node`."""
         self._met.setdefault(node, node.epoch)
 
     @property
@@ -37,11 +37,11 @@ class Casualties:
         return self._met.get(node, node.epoch)
 
     def spare(self, node: Node) -> None:
-        """`node` refused, froze, or took no connection: its later death has nothing to do with the request."""
+        """Ignore later deaths of `node`: it refused, froze or took no connection, so the request is no cause."""
         self._met.pop(node, None)
 
     def add(self, node: Node) -> None:
-        """`node` has died since it met the request. Counted once."""
+        """Count `node`, which has died since it met the request, once."""
         if node not in self._dead:
             self._dead.append(node)
 

@@ -37,7 +37,7 @@ class FirstByteGuard:
         self._node.liveness.enter(self)
 
     def hear(self, down: Down) -> None:
-        """The node was judged down."""
+        """Take a judgement that the node is down."""
         if self._down is None and self._can_move():
             self._down = down
             self._task.cancel()

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from pd_connectors.protocol.clock import patiently
-from pd_http.node_answers import object_in
-from pd_router.failure_kind import FailureKind
+from pd_http.node_answers import FailureKind, object_in
 from pd_router.liveness import Down
 from pd_router.upstream import LegFailed, Upstream
 
@@ -92,7 +91,7 @@ class HealthPoller:
             log.info("node %s (%s, %s) is healthy", node.node_id, node.role.value, node.url)
 
     def _set_ill(self, node: Node, answer: Answer) -> None:
-        """The node answered with a status other than 200."""
+        """Handle an answer of the node with a status other than 200."""
         report = object_in(answer.body)
         status, reason = report.get("status"), report.get("reason")
         kind = {"frozen": FailureKind.FROZEN, "dead": FailureKind.DIED}.get(str(status))

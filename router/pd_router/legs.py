@@ -11,10 +11,9 @@ import aiohttp
 import msgspec
 
 from pd_http.errors import ENGINE_DIED
-from pd_http.node_answers import PrefillEvents, code_of, object_in
+from pd_http.node_answers import FailureKind, PrefillEvents, code_of, object_in
 from pd_http.sse import EVENT_STREAM
 from pd_router.body import raw_object
-from pd_router.failure_kind import FailureKind
 from pd_router.headers import PREFILL_BY
 from pd_router.upstream import LEG_ERRORS, Answer, LegFailed, Refused, Upstream, leg_failure
 
@@ -176,9 +175,9 @@ class DecodeLeg:
 
     @property
     def prefilled_by(self) -> str:
-        """The node that prefilled the prompt, by the headers of a stream that has just begun; else ""."""
+        """The node that prefilled the prompt, by the answer's headers; "" if they do not name it."""
         assert self._response is not None
-        return self._response.headers.get(PREFILL_BY, "") if self.whole is None else ""
+        return self._response.headers.get(PREFILL_BY, "")
 
     async def read(self) -> bytes:
         """The next bytes of the stream, unchanged; empty at its end. Raises LegFailed if it broke off."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from pd_router.failure_kind import FailureKind
+from pd_http.node_answers import FailureKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ class DownListener(Protocol):
     """A wait that a judgement may end."""
 
     def hear(self, down: Down) -> None:
-        """The node was judged down."""
+        """Take a judgement that the node is down."""
 
 
 class NodeLiveness:
-    """Of one node. The health poller judges; guarded waits end then."""
+    """Judgements of one node. When the health poller judges it to be down, guarded waits for it end."""
 
     __slots__ = ("_guards", "down")
 
@@ -50,7 +50,7 @@ class NodeLiveness:
                 guard.hear(down)
 
     def restarted(self, why: str) -> None:
-        """The node is up, but has lost the requests that it had."""
+        """Note that the node is up but has lost the requests that it had."""
         self.judge(Down(FailureKind.DIED, why))
         self.judge(None)
 

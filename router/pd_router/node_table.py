@@ -116,7 +116,7 @@ class Charge:
         self._timer: asyncio.TimerHandle | None = None
 
     def hide_prefill(self, expected_s: float | None) -> None:
-        """The answer will not show when the prefill ends: assume that it ends `expected_s` from now.
+        """Assume that the prefill ends `expected_s` from now, because the answer will not show when.
 
         None: no estimate, so the charge stays until `prefill_over`.
         """
@@ -125,7 +125,7 @@ class Charge:
             self._timer = asyncio.get_running_loop().call_later(expected_s, self.prefill_over)
 
     def prefill_done(self) -> None:
-        """The node has just prefilled the prompt: note its speed. Ignored after `hide_prefill`."""
+        """Note that the node has just prefilled the prompt, and its speed. Ignored after `hide_prefill`."""
         if self._is_hidden:
             return
         if self._prefill_bytes:
@@ -133,7 +133,7 @@ class Charge:
         self.prefill_over()
 
     def prefill_over(self) -> None:
-        """The prefill has ended, or is assumed to have ended."""
+        """Note that the prefill has ended, or is assumed to have ended."""
         self._node.prefill_bytes -= self._prefill_bytes
         self._prefill_bytes = 0
         if self._timer is not None:
@@ -154,7 +154,7 @@ class Charge:
 
 
 class NodeTable:
-    """All nodes that a source names, those of the flags first. `clock`: monotonic seconds."""
+    """The nodes that a source names, those of the flags first. `clock`: monotonic seconds."""
 
     def __init__(self, config: RouterConfig, clock: Callable[[], float]) -> None:
         self._eject_after = config.eject_after
@@ -195,7 +195,7 @@ class NodeTable:
     def _enter(self, node: Node, source: str) -> None:
         if source != FLAGS:
             log.info("node %s (%s, %s) was added by source %s", node.node_id, node.role.value, node.url, source)
-        if node.gone:  # it came back before its last request ended: only its load is still known
+        if node.gone:  # a source names it again before its last request ended: of its state only the load is valid
             self._leaving.remove(node)
             node.gone = node.draining = node.reachable = node.polled = False
             node.models = None
@@ -231,7 +231,7 @@ class NodeTable:
         node.failures_in_row = 0
 
     def failed(self, node: Node, *, unreachable: bool) -> None:
-        """A leg to `node` got no proper HTTP answer.
+        """Note that a leg to `node` got no proper HTTP answer.
 
         `unreachable`: the node gets no requests until /health is good again. Other failures add up to an ejection.
         """
@@ -243,7 +243,7 @@ class NodeTable:
             node.failures_in_row = 0
 
     def set_down(self, node: Node) -> None:
-        """The node does not answer: it gets no requests until /health is good again."""
+        """Send the node, which does not answer, no requests until /health is good again."""
         node.reachable = False
         if node.down_since_s is None:
             node.down_since_s = self.clock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,13 @@ import orjson
 
 from pd_connectors.protocol.ticket import Offer, sign
 from pd_http.errors import NodesDied, PdError
+from pd_http.node_answers import FailureKind
 from pd_http.reply import JSON_TYPE
 from pd_router import policy, spill
 from pd_router.candidates import Candidates, Choose
 from pd_router.casualties import Casualties
 from pd_router.config import HandoffOrder, RouterConfig
 from pd_router.errors import NodeFailed, NoNode
-from pd_router.failure_kind import FailureKind
 from pd_router.first_byte_guard import FirstByteGuard
 from pd_router.headers import ROUTE, TICKET, Headers
 from pd_router.legs import DecodeLeg, Handoff, PrefillLeg
@@ -47,7 +48,7 @@ _NO_CASUALTY = frozenset({FailureKind.CONNECT, FailureKind.REFUSED, FailureKind.
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What all requests share. Built once by the app."""
+    """The objects that all requests share. Built once by the app."""
 
     config: RouterConfig
     table: NodeTable
@@ -138,21 +139,24 @@ class RoutedRequest:
             return
         # If D's answer fails, P's leg is closed too: nothing needs the rest of the prefill.
         draining = self._s.background.spawn(self._drain(leg))
-        taken = served = False
-        try:
+        with ExitStack() as unless_served, ExitStack() as unless_taken:
+            unless_served.callback(leg.close)  # a task that is cancelled before its first step does not do it
+            unless_served.callback(draining.cancel)
+            unless_taken.callback(self._release, handoff)
             params = dict(handoff.params)
             if spare := self._offer(without=leg.node):
                 params["offer"] = spare
             decode = await self._open_decode(self._body.with_transfer(params), policy.best_decode)
-            if decode is not None:
-                taken = True
-                served = await self._answer(decode, prefill_by=leg.node)
-        finally:
-            if not served:
-                draining.cancel()
-                leg.close()  # a task that is cancelled before its first step does not do it
-            if not taken:
-                self._release(handoff)
+            if decode is None:
+                return
+            if (
+                decode.prefilled_by == decode.node.node_id != leg.node.node_id
+            ):  # D refused the ticket, or its load failed
+                unless_served.close()
+                unless_taken.close()
+            unless_taken.pop_all()
+            if await self._answer(decode, prefill_by=leg.node):
+                unless_served.pop_all()
 
     async def _d_first(self) -> None:
         offered = policy.offer_order(self.plan.prefills, self._s.table.clock())
@@ -163,7 +167,7 @@ class RoutedRequest:
         # D asks the first node of the offer, if it asks for a prefill at all
         with self._charge(offered[0], self._body.num_bytes) as charge:
             decode = await self._open_decode(body, policy.best_decode)
-            if decode is not None and decode.prefilled_by == offered[0].node_id:
+            if decode is not None and decode.whole is None and decode.prefilled_by == offered[0].node_id:
                 charge.prefill_done()
         if decode is not None:
             await self._answer(decode, prefill_by=None)
@@ -281,7 +285,7 @@ class RoutedRequest:
             self._casualties.check()
 
     async def _look_for_others(self) -> None:
-        """A node died with the request: probe the others that had it. D-first, only D knows which P it asked."""
+        """Probe the other nodes that had the request, after one died. D-first, only D knows which P it asked."""
         suspects, has_died = self._casualties.suspects, self._s.upstream.has_died
         asked = (has_died(node, epoch, is_silence_death=False) for node, epoch in suspects)
         for (node, _), died in zip(suspects, await asyncio.gather(*asked), strict=True):
@@ -289,7 +293,7 @@ class RoutedRequest:
                 self._casualties.add(node)
 
     def _charge(self, node: Node, prefill_bytes: int, sequences: int = 0) -> Charge:
-        """A charge for a prefill; if its end shows at all, then in a decode node's answer."""
+        """A charge for a prefill. If its end is visible, then by the decode node's first byte."""
         clock = self._s.table.clock
         charge = Charge(node, clock, prefill_bytes=prefill_bytes, sequences=sequences)
         if prefill_bytes and not self._body.shows_reading:

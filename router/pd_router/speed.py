@@ -27,7 +27,7 @@ class ReadingSpeed:
         self._last_s = -math.inf  # end of the last prompt
 
     def note(self, num_bytes: int, begun_s: float, now_s: float) -> None:
-        """A prompt that was given to the node at `begun_s` was prefilled at `now_s`."""
+        """Note that a prompt that the node got at `begun_s` was prefilled at `now_s`."""
         start_s = max(begun_s, self._last_s)
         took_s = now_s - start_s
         if self._seconds * self._fade(start_s) > FORGOTTEN_S:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from pd_http.body import ClientGone
 from pd_http.errors import PdError
+from pd_http.node_answers import FailureKind
 from pd_http.sse import error_event, event_bytes
-from pd_router.failure_kind import FailureKind
 from pd_router.headers import DECODE_BY, PREFILL_BY, RawHeaders, answered
 from pd_router.upstream import LegFailed
 

@@ -31,12 +31,12 @@ MAX_HERITAGE_BYTES = 1 << 24
 
 
 class SuccessionFailed(Exception):
-    """There is no successor; the message names the reason."""
+    """No successor serves. The message names the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heritage:
-    """What orders have changed. Loads and speeds are not handed over: they are learned again in seconds."""
+    """The changes that orders have made. Loads and speeds are not handed over: they are learned again in seconds."""
 
     posted: tuple[tuple[str, str], ...] = ()  # (URL, role) of nodes that were added
     drained: dict[str, int | None] = field(default_factory=dict)  # URL -> epoch of nodes that were drained

@@ -11,8 +11,7 @@ import aiohttp
 
 from pd_connectors.protocol.clock import patiently
 from pd_http.errors import ENGINE_DIED, NodesDied
-from pd_http.node_answers import code_of, has_lost_requests, object_in
-from pd_router.failure_kind import FailureKind
+from pd_http.node_answers import FailureKind, code_of, has_lost_requests, object_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,7 +56,7 @@ LEG_ERRORS = (TimeoutError, aiohttp.ClientError, OSError)
 
 
 def leg_failure(node: Node, error: Exception, wait: str, timeout: str) -> LegFailed:
-    """What `error`, one of LEG_ERRORS, means for a leg. `wait`, `timeout`: name and message if its deadline passed."""
+    """The LegFailed for `error`, one of LEG_ERRORS. `wait`, `timeout`: name and message if a deadline passed."""
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
         return LegFailed(node, FailureKind.CONNECT, str(error))
     if isinstance(error, TimeoutError):
@@ -66,7 +65,7 @@ def leg_failure(node: Node, error: Exception, wait: str, timeout: str) -> LegFai
 
 
 class Refused(Exception):
-    """The node says that the request itself is wrong (4xx): every node would answer the same."""
+    """The request itself is wrong, by a node's 4xx: every node would answer the same."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(f"status {answer.status}")

@@ -130,7 +130,7 @@ class LocalNode(DrivenNode):
 
 
 class LoopbackHandoff(HandoffHarness):
-    """Everybody is in this process, on one network."""
+    """All nodes are in this process, on one network."""
 
     connector: ClassVar[str] = "loopback"
     source: LocalNode

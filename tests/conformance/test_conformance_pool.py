@@ -101,7 +101,7 @@ def test_tenants_share_nothing(harness: PoolHarness, reader: Reader) -> None:
     ],
     ids=["fingerprint", "layout", "key"],
 )
-def test_nodes_whose_kv_differs_share_nothing(harness: PoolHarness, changes: dict[str, Any]) -> None:
+def test_nodes_with_different_kv_share_nothing(harness: PoolHarness, changes: dict[str, Any]) -> None:
     prompt = harness.prompt(2 * SIZE)
     harness.offer(prompt)
     settings = context("stranger", options=harness.options(), **changes)

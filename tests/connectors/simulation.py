@@ -22,11 +22,11 @@ from pd_connectors.base import (
     PublishSpec,
 )
 from pd_connectors.loopback import LoopbackChannel, LoopbackNetwork, LoopbackNode, LoopbackTransport
+from pd_connectors.p2p import PeerToPeerConnector
 from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
 from pd_connectors.protocol.hashing import prompt_digest
-from pd_connectors.protocol.messages import SampledToken
-from pd_connectors.protocol.ticket import LeaseRef, Ticket
-from pd_connectors.protocol_loop import ProtocolLoop
+from pd_connectors.protocol.messages import LeaseRef, SampledToken
+from pd_connectors.protocol.ticket import Ticket
 from pd_connectors.pull_limits import PullLimits
 from tests.connectors.layouts import full_layout, make_cache, runs, two_groups
 
@@ -108,7 +108,7 @@ class Load:
 
 
 class Engine:
-    """One node: an ProtocolLoop and the model of an engine around it."""
+    """One node: a connector without its thread, and the model of an engine around it."""
 
     def __init__(self, network: LoopbackNetwork, clock: VirtualClock, port: int, epoch: int) -> None:
         self.clock = clock
@@ -119,12 +119,12 @@ class Engine:
         for block in range(NUM_BLOCKS):
             self.fill(block, FREE)
         transport = LoopbackTransport(self.node)
-        transport.register(self.cache)
         limits = PullLimits(
             renew_every_s=0.5, silence_s=1.5, read_s=2.0, confirm_s=1.0, confirm_every_s=0.2, max_blocks_per_read=2
         )
-        self.exchange = ProtocolLoop(self.context, transport, LoopbackChannel(self.node), clock, limits)
-        self.exchange.open()
+        channel = LoopbackChannel(self.node)
+        self.connector = PeerToPeerConnector(self.context, transport, channel, clock=clock, limits=limits)
+        self.connector.open(self.cache)
         self.free = list(range(NUM_BLOCKS))
         self.prefills: dict[str, Prefill] = {}
         self.loads: dict[str, Load] = {}
@@ -163,7 +163,7 @@ class Engine:
     def admit(self, prompt: Prompt, *, hold: bool) -> Ticket | None:
         if len(self.free) < prompt.num_blocks:
             return None
-        lease = self.exchange.leases.open(prompt.num_tokens, hold=hold)
+        lease = self.connector.leases.open(prompt.num_tokens, hold=hold)
         self.prefills[lease.lease_id] = Prefill(prompt, lease, self.take(prompt.num_blocks))
         return Ticket(
             request_id="r",
@@ -187,7 +187,7 @@ class Engine:
             return
         if not request.is_begun:
             request.is_begun = True
-            self.exchange.leases.announce(PublishSpec(request.lease.lease_id, (), 0, request.generation))
+            self.connector.leases.announce(PublishSpec(request.lease.lease_id, (), 0, request.generation))
             return
         prompt, start = request.prompt, request.num_computed // LAYOUT.block_size
         stop = min(prompt.num_blocks, start + num_blocks)
@@ -199,9 +199,9 @@ class Engine:
         first_tokens = (SampledToken(prompt.number),)
         request.is_finished = stop == prompt.num_blocks and (start == stop or sample)
         is_one = request.is_finished and start < stop and prompt.number % 2 == 0
-        self.exchange.leases.announce(replace(publish, first_tokens=first_tokens) if is_one else publish)
+        self.connector.leases.announce(replace(publish, first_tokens=first_tokens) if is_one else publish)
         if request.is_finished and not is_one:
-            self.exchange.leases.finish(request.lease.lease_id, first_tokens)
+            self.connector.leases.finish(request.lease.lease_id, first_tokens)
 
     def preempt(self) -> None:
         """Take the blocks of the oldest unfinished prefill back, and others for it."""
@@ -210,8 +210,8 @@ class Engine:
             return
         readable = runs(0, request.blocks, NUM_GROUPS)
         stale = PublishSpec(request.lease.lease_id, readable, request.prompt.num_tokens, request.generation)
-        generation = self.exchange.leases.retract(request.lease.lease_id)
-        self.exchange.leases.announce(stale)  # of a step that was in flight: must be void
+        generation = self.connector.leases.retract(request.lease.lease_id)
+        self.connector.leases.announce(stale)  # of a step that was in flight: must be void
         self.give(request.blocks)
         request.blocks = self.take(request.prompt.num_blocks)
         request.num_computed = 0
@@ -223,7 +223,7 @@ class Engine:
         """End the oldest prefill's lease and reuse its blocks."""
         if self.prefills:
             lease_id = next(iter(self.prefills))
-            self.exchange.leases.end(lease_id, LeaseEnd.REVOKED)
+            self.connector.leases.end(lease_id, LeaseEnd.REVOKED)
             self.give(self.prefills.pop(lease_id).blocks)
 
     # as D
@@ -240,14 +240,14 @@ class Engine:
 
     def submit(self, command: object) -> None:
         assert callable(command)
-        self.exchange.submit([command])
+        self.connector.submit(command)
         self.next_turn = self.clock.now
 
     # turns
 
     def turn(self) -> None:
-        self.next_turn = self.clock.now + self.exchange.turn()
-        for event in self.exchange.take_events():
+        self.next_turn = self.clock.now + self.connector.turn()
+        for event in self.connector.poll():
             self.on_event(event)
         for load_id, load in self.loads.items():
             if load.waits_for_blocks and not load.is_over:
@@ -367,9 +367,9 @@ class Simulation:
             left = [load for load in engine.loads.values() if not load.is_over]
             assert not left, f"loads that never ended: {left}"
             assert not engine.prefills, f"leases that never ended: {engine.prefills}"
-            assert len(engine.exchange.leases) == 0
+            assert len(engine.connector.leases) == 0
             assert sorted(engine.free) == list(range(NUM_BLOCKS)), "blocks are missing"
-            stats = engine.exchange.stats()
+            stats = engine.connector.stats()
             assert stats["loads_open"] == stats["quarantined_blocks"] == 0
             self._count(engine)
 

@@ -7,8 +7,7 @@ import pytest
 from pd_connectors.base import LoadSpec
 from pd_connectors.block_reads import BlockReads, PostRead
 from pd_connectors.protocol.layout import BlockLayout, BlockRun, KVGroup, KVKind
-from pd_connectors.protocol.messages import LeaseState
-from pd_connectors.protocol.ticket import LeaseRef
+from pd_connectors.protocol.messages import LeaseRef, LeaseState
 from pd_connectors.pull_limits import PullLimits
 
 FULL = KVGroup(KVKind.FULL, (0,), (1, 1, 2, 16, 1), "float32", 16)

@@ -15,8 +15,7 @@ from pd_connectors.channel import Channel, FromOwner, FromReader, Incoming, Owne
 from pd_connectors.curve import CurveKeys
 from pd_connectors.nixl.machine import listening_sockets
 from pd_connectors.protocol.errors import ConnectorUnavailable
-from pd_connectors.protocol.messages import LeaseState, Release, Renew, seal
-from pd_connectors.protocol.ticket import LeaseRef
+from pd_connectors.protocol.messages import LeaseRef, LeaseState, Release, Renew, seal
 from pd_connectors.zmq_channel import MAX_ANSWER_BYTES, MAX_QUESTION_BYTES, ZmqChannel
 from tests.connectors.layouts import runs
 
@@ -307,7 +306,7 @@ def test_a_peer_without_a_usable_address_is_counted_not_raised(make: Callable[..
 
 
 @pytest.mark.parametrize("host", [*BAD_HOSTS, "", "0.0.0.0", "::", "[::]"])
-def test_an_advertised_host_that_nobody_can_reach_is_refused_at_start(host: str) -> None:
+def test_an_advertised_host_that_no_peer_can_reach_is_refused_at_start(host: str) -> None:
     with pytest.raises(ConnectorUnavailable, match="no address under which peers can reach this node"):
         ZmqChannel(KEY, host, 0)
 

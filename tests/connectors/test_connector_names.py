@@ -14,8 +14,8 @@ from pd_connectors.base import LoadDone, LoadDrained, LoadFailed, LoadReady, Loa
 from pd_connectors.loopback import LoopbackNetwork
 from pd_connectors.protocol.clock import PatientClock
 from pd_connectors.protocol.errors import ConnectorUnavailable, LoadFailure
-from pd_connectors.protocol.messages import SampledToken
-from pd_connectors.protocol.ticket import LeaseRef, Ticket
+from pd_connectors.protocol.messages import LeaseRef, SampledToken
+from pd_connectors.protocol.ticket import Ticket
 from pd_connectors.registry import create_connector
 from tests.connectors.remote_node import LAYOUT, Node, context, is_stamped, runs, stamp
 from tests.connectors.simulation import VirtualClock

@@ -39,17 +39,17 @@ def test_what_has_arrived_is_heard_before_anything_expires(
 ) -> None:
     """A turn that comes late finds the renewal that came in time beside the lease that has expired by now."""
     owner = Engine(network, clock, 1, epoch=1)
-    lease = owner.exchange.leases.open(16, hold=False)
-    assert owner.exchange.turn() == CONTEXT.lease_ttl_s
+    lease = owner.connector.leases.open(16, hold=False)
+    assert owner.connector.turn() == CONTEXT.lease_ttl_s
     clock.now += CONTEXT.lease_ttl_s - 0.1
     reader.ask(("sim", 1), Renew(lease))
     clock.now += 0.2
-    assert owner.exchange.turn() == CONTEXT.lease_ttl_s
-    assert owner.exchange.take_events() == []
+    assert owner.connector.turn() == CONTEXT.lease_ttl_s
+    assert owner.connector.poll() == []
     assert [state.ended for state in told(reader)] == [None]
     clock.now += CONTEXT.lease_ttl_s
-    owner.exchange.turn()
-    assert owner.exchange.take_events() == [LeaseEnded(lease.lease_id, LeaseEnd.EXPIRED)]
+    owner.connector.turn()
+    assert owner.connector.poll() == [LeaseEnded(lease.lease_id, LeaseEnd.EXPIRED)]
     assert [state.ended for state in told(reader)] == [LeaseEnd.EXPIRED], "in the same turn"
 
 
@@ -58,15 +58,15 @@ def test_the_last_blocks_and_the_first_token_are_one_message(
 ) -> None:
     """A prompt of two chunks is told in three messages: it has begun, its first block, all the rest with the token."""
     owner = Engine(network, clock, 1, epoch=1)
-    lease = owner.exchange.leases.open(40, hold=False)
+    lease = owner.connector.leases.open(40, hold=False)
     reader.ask(("sim", 1), Renew(lease))
-    owner.exchange.turn()
+    owner.connector.turn()
     assert len(told(reader)) == 1, "the answer to the renewal"
     heard = []
     for num_tokens, block_ids, tokens in ((0, (), ()), (16, (4,), ()), (40, (4, 5, 6), (SampledToken(7),))):
         blocks = runs(0, block_ids, NUM_GROUPS) if num_tokens else ()
-        owner.exchange.leases.announce(PublishSpec(lease.lease_id, blocks, num_tokens, 0, tokens, 0.25))
-        owner.exchange.turn()
+        owner.connector.leases.announce(PublishSpec(lease.lease_id, blocks, num_tokens, 0, tokens, 0.25))
+        owner.connector.turn()
         heard.append([(state.num_tokens_readable, state.first_tokens, state.prefill_s) for state in told(reader)])
     assert heard == [[(0, (), 0.0)], [(16, (), 0.0)], [(40, (SampledToken(7),), 0.25)]]
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_connectors.protocol.errors import LayoutMismatch
-from pd_connectors.protocol.layout import BlockLayout, BlockRun, KVGroup, KVKind, SliceRead, plan_slices
+from pd_connectors.protocol.layout import BlockLayout, BlockRun, KVGroup, KVKind
+from pd_connectors.protocol.slices import SliceRead, plan_slices
 
 FULL = KVGroup(KVKind.FULL, (0, 2), (8, 2, 2, 16, 4), "bfloat16", 16)
 WINDOW = KVGroup(KVKind.WINDOW, (1,), (2, 1, 2, 16, 4), "bfloat16", 16, window=20)

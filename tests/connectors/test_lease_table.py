@@ -13,8 +13,7 @@ from pd_connectors import lease as lease_module
 from pd_connectors.base import LeaseEnded, PublishSpec
 from pd_connectors.lease import ABANDON_GRACE_S, LeaseTable
 from pd_connectors.protocol.errors import LeaseEnd
-from pd_connectors.protocol.messages import Confirm, LeaseState, SampledToken
-from pd_connectors.protocol.ticket import LeaseRef
+from pd_connectors.protocol.messages import Confirm, LeaseRef, LeaseState, SampledToken
 from tests.connectors.layouts import full_layout, runs
 from tests.connectors.simulation import VirtualClock
 
@@ -268,7 +267,7 @@ def test_an_announcement_that_cannot_be_true_is_a_bug_of_the_engine(table: Lease
         table.announce(replace(wrong, lease_id=ref.lease_id))
 
 
-def test_an_abandoned_lease_ends_soon_unless_somebody_comes(table: LeaseTable, clock: VirtualClock) -> None:
+def test_an_abandoned_lease_ends_soon_unless_a_reader_attaches(table: LeaseTable, clock: VirtualClock) -> None:
     left, rescued = table.open(16, hold=False), table.open(16, hold=False)
     table.abandon(left)
     table.abandon(rescued)

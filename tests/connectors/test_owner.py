@@ -16,13 +16,13 @@ from pd_connectors.protocol.messages import (
     ConfirmReply,
     Hello,
     HelloReply,
+    LeaseRef,
     LeaseState,
     Release,
     Renew,
     SampledToken,
     ToReader,
 )
-from pd_connectors.protocol.ticket import LeaseRef
 from tests.connectors.layouts import full_layout, runs
 from tests.connectors.simulation import CONTEXT, LAYOUT, VirtualClock
 

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from pd_connectors.base import FirstTokens, LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec, LoadSteps
 from pd_connectors.block_reads import PostRead
 from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
-from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseState, Release, Renew, SampledToken
-from pd_connectors.protocol.ticket import LeaseRef, Ticket
+from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseRef, LeaseState, Release, Renew, SampledToken
+from pd_connectors.protocol.ticket import Ticket
 from pd_connectors.pull import Action, Emit, Pull, Send
 from pd_connectors.pull_limits import LOST_GRACE_S, PullLimits
 from pd_connectors.transport import PeerKey
@@ -307,7 +307,7 @@ def test_silence_is_measured_from_an_unanswered_question() -> None:
     assert cut_off.failure is LoadFailure.UNREACHABLE
 
 
-def test_a_prefill_node_whose_steps_are_frozen_is_left() -> None:
+def test_a_prefill_node_with_frozen_steps_is_left() -> None:
     """Its control thread answers on. What has been computed can still be read; what has not is awaited no longer."""
     waiting, complete = reading(16), reading(40, tokens=True)
     for pull, version, num_tokens in ((waiting, 1, 16), (complete, 1, 40)):

@@ -117,7 +117,7 @@ def test_a_server_that_answers_nonsense_or_nothing_is_unavailable(protocol: LMCa
 
 
 @needs_lmcache
-def test_nobody_there_is_known_at_once(protocol: LMCacheProtocol) -> None:
+def test_a_missing_server_is_reported_at_once(protocol: LMCacheProtocol) -> None:
     with pytest.raises(StoreUnavailable, match="refused"):
         LMCacheStore(("127.0.0.1", closed_port()), protocol).contains(NAMES)
 

@@ -57,7 +57,7 @@ def test_a_master_that_comes_back_is_found_again() -> None:
 
 
 @needs_mooncake
-def test_nobody_there_is_known_at_once() -> None:
+def test_a_missing_server_is_reported_at_once() -> None:
     client = MooncakeClient(("127.0.0.1", closed_port()), "127.0.0.1", 32 << 20)
     began_s = time.monotonic()
     for _ in range(2):

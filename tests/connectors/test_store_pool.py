@@ -15,7 +15,8 @@ from pd_connectors.base import CachedBlock, Event, LoadSpec, PrefixFound, Prefix
 from pd_connectors.null import NullConnector
 from pd_connectors.pool import PoolLimits
 from pd_connectors.pooled import PooledConnector, pool_address
-from pd_connectors.protocol.ticket import LeaseRef, Ticket
+from pd_connectors.protocol.messages import LeaseRef
+from pd_connectors.protocol.ticket import Ticket
 from pd_connectors.search import Search
 from pd_connectors.store import HEADER_BYTES, ObjectName, Sealer
 from tests.connectors.layouts import make_cache, runs, two_groups

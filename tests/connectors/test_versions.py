@@ -11,8 +11,8 @@ import pytest
 from pd_connectors import zmq_channel
 from pd_connectors.channel import FromReader
 from pd_connectors.protocol.errors import ProtocolMismatch
-from pd_connectors.protocol.messages import Hello, HelloReply, open_sealed, seal
-from pd_connectors.protocol.ticket import LeaseRef, NodeOrder, Offer, Ticket, sign, verify
+from pd_connectors.protocol.messages import Hello, HelloReply, LeaseRef, open_sealed, seal
+from pd_connectors.protocol.ticket import NodeOrder, Offer, Ticket, sign, verify
 from pd_connectors.zmq_channel import ZmqChannel
 from tests.connectors import version_one
 from tests.connectors.layouts import full_layout

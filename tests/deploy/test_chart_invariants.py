@@ -130,7 +130,7 @@ POOL_FAULTS: list[tuple[str, Callable[[list[Object]], list[str]], Callable[[list
      lambda o: argument(o, "decode", POOL_URL, POOL_URL + "1"), "does not listen on 65001"),
     ("pool's memory", invariants.nodes_know_pool,
      lambda o: argument(o, "pool", "--max-gb=128", "--max-gb=160"), "killed before it is full"),
-    ("pool for everybody", invariants.nodes_know_pool,
+    ("pool for all nodes", invariants.nodes_know_pool,
      lambda o: spec(o, "NetworkPolicy", "pool")["ingress"][0].pop("from"), "reached by [None]"),
     ("pool's probe", invariants.ports,
      lambda o: container(o, "pool")["livenessProbe"]["tcpSocket"].update(port=6500), "livenessProbe"),

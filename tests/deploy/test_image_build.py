@@ -126,13 +126,13 @@ def free_port() -> int:
         return port
 
 
-def test_image_says_who_runs_it_and_how_it_is_asked(buildah: Buildah) -> None:
+def test_image_names_its_user_and_its_health_check(buildah: Buildah) -> None:
     config = json.loads(buildah("inspect", "--type=image", IMAGE))["Docker"]["config"]
     assert (config["User"], config["Entrypoint"], config["StopSignal"]) == ("10001:10001", ["pd-cluster"], "SIGTERM")
     assert "PD_HEALTH_URL" in config["Healthcheck"]["Test"][-1]
 
 
-def test_it_runs_as_nobody_who_can_change_nothing(buildah: Buildah, container: str) -> None:
+def test_it_runs_as_an_unprivileged_user_without_write_access(buildah: Buildah, container: str) -> None:
     assert buildah("run", container, "--", "id", "-u") == "10001"
     script = "touch /opt/pd-cluster/x 2>/dev/null || touch /models/x; ls /src /models /opt/pd-cluster/x 2>/dev/null"
     assert buildah("run", container, "--", "sh", "-c", f"{script} || true").split() == ["/models:", "x"]

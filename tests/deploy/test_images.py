@@ -36,7 +36,7 @@ def test_hadolint_would_object(tmp_path: Path) -> None:
     assert "DL3007" in hadolint(worse).stdout
 
 
-def test_both_targets_run_as_nobody_and_cpu_is_what_no_target_means() -> None:
+def test_both_targets_run_unprivileged_and_cpu_is_the_default_target() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     stages = {stage.split()[2]: stage for stage in text.split("\nFROM ")[1:]}
     assert list(stages)[-1] == "cpu"

@@ -30,7 +30,7 @@ def test_every_metric_that_is_read_is_exported(expressions: dict[str, str], expo
     assert unknown == {}
 
 
-def test_a_metric_that_nobody_exports_would_be_found(exported: set[str]) -> None:
+def test_a_metric_that_no_process_exports_is_found(exported: set[str]) -> None:
     assert metric_names.names_in("rate(pd_router_requests[5m]) / pd_num_waitin") - exported == {
         "pd_router_requests", "pd_num_waitin",
     }  # fmt: skip

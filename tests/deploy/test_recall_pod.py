@@ -51,13 +51,13 @@ def test_script_and_metrics_of_a_live_cluster(launcher: Launcher) -> None:
     assert "pd_kv_transfer_bytes_total" in live
 
 
-def test_nobody_there() -> None:
+def test_no_server() -> None:
     done = ask("http://127.0.0.1:1")
     assert done.returncode == 1
     assert "did not answer" in done.stderr
 
 
-def test_somebody_else_there() -> None:
+def test_a_server_without_the_model() -> None:
     with api_server({"/v1/models": {"data": []}}, []) as url:
         done = ask(url)
     assert done.returncode == 1

@@ -120,7 +120,7 @@ class Bench:
         self.mailbox.inbox.append(message)
 
     def run(self, on_turn: Callable[[], None] = lambda: None) -> None:
-        """Until everybody has a terminal reply, and the engine found all its blocks again."""
+        """Run until every request has its terminal reply and the engine has all its blocks again."""
         deadline = time.monotonic() + DEADLINE_S
         while True:
             busy = self.core.turn()
@@ -404,7 +404,7 @@ def test_stop_retires_what_is_under_way(
     bench.run()
 
 
-def test_blocks_are_counted_when_nobody_has_come_for_a_while_and_at_the_end(
+def test_blocks_are_checked_when_idle_and_at_the_end(
     executor: Executor, connector: Connector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not as soon as there is nothing to do: counting takes milliseconds, and the next request may be under way."""

@@ -25,7 +25,8 @@ from pd_cluster.protocol.messages import (
     Work,
 )
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_connectors.protocol.ticket import LeaseRef, Ticket
+from pd_connectors.protocol.messages import LeaseRef
+from pd_connectors.protocol.ticket import Ticket
 from tests.connectors.layouts import full_layout
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cluster.engine.forecast import FROZEN_S, STEP_FACTOR, WARM_UP_S, StepForecast
 from pd_cluster.engine.liveness import STALL_S, EngineLiveness, EngineState
+from pd_cluster.engine.step_timing import FROZEN_S, STEP_FACTOR, WARM_UP_S, StepForecast
 from pd_cluster.scheduling.batch import Batch, SequenceChunk
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from pd_cluster.engine.forecast import StepForecast
 from pd_cluster.engine.pipeline import Pipeline
+from pd_cluster.engine.step_timing import StepForecast
 from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, StepResult
 from pd_connectors.base import LoadSpec, PublishSpec
 from tests.connectors.layouts import runs

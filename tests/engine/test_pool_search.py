@@ -344,7 +344,7 @@ def test_after_half_a_prefix_the_rest_can_still_be_loaded_from_a_prefill_node() 
     world.check_empty()
 
 
-def test_a_search_that_ends_before_it_got_memory_leaves_nobody_waiting_behind_it() -> None:
+def test_a_search_that_ends_before_it_got_memory_blocks_no_later_request() -> None:
     node = DecodeNode(10)
     world = node.world
     world.pool.know(prompt(120, 1), "")

@@ -89,7 +89,7 @@ async def test_d_told_to_stop_finishes_what_it_reads(cluster: FaultCluster) -> N
     assert await cluster.check_clean(cluster.p0) < LEASE_TTL_S + SLACK_S  # it gave its lease back
 
 
-async def test_a_lease_that_nobody_reads_yet_is_kept_for_its_ttl_and_no_longer(cluster: FaultCluster) -> None:
+async def test_a_lease_without_a_reader_is_kept_for_its_ttl_and_no_longer(cluster: FaultCluster) -> None:
     """Its prompt is still being computed when the node is told to stop: the lease outlives the answer."""
     body = cluster.body(LONG) | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
     async with httpx.AsyncClient(timeout=DRAIN_S, trust_env=False) as client:

@@ -163,7 +163,7 @@ async def test_router_without_decode_nodes(stream: bool, cluster: FaultCluster) 
     assert await cluster.p0.metric("pd_prompt_tokens_total") == admitted
 
 
-async def test_the_router_counts_who_left(cluster: FaultCluster) -> None:
+async def test_the_router_counts_clients_that_left(cluster: FaultCluster) -> None:
     call = cluster.call(LONG, P_FIRST)
     await until(cluster.d0.is_reading, "d0 reads")
     name = 'pd_router_client_disconnects_total{phase="decode"}'

@@ -182,7 +182,7 @@ async def test_bytes_that_come_late(goes_on: bool, cluster: FaultCluster) -> Non
         logger.info("d0 clean %.2f s after p1 died", await cluster.check_clean(d0))
 
 
-async def test_tickets_that_nobody_took_in_time(cluster: FaultCluster) -> None:
+async def test_tickets_that_no_node_took_in_time(cluster: FaultCluster) -> None:
     """As with a router that is not ours: P's blocks are free after the ttl, and the old ticket leads nowhere wrong."""
     short = await cluster.expected(SHORT)
     expired, outlived = cluster.body(SHORT), cluster.body(SHORT)

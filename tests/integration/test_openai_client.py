@@ -252,11 +252,11 @@ def test_many_at_once(clients: Clients) -> None:
             return "".join([chunk.choices[0].text async for chunk in answer])
         return str(answer.choices[0].text)
 
-    async def everyone() -> list[str]:
+    async def all_clients() -> list[str]:
         http = openai.DefaultAsyncHttpxClient(trust_env=False)
         async with openai.AsyncOpenAI(
             base_url=f"{clients.system.router_url}/v1", api_key="-", max_retries=0, timeout=TIMEOUT_S, http_client=http
         ) as client:
             return await asyncio.gather(*(one(client, index) for index in range(24)))
 
-    assert asyncio.run(everyone()) == [expected] * 24
+    assert asyncio.run(all_clients()) == [expected] * 24

@@ -35,7 +35,7 @@ SHORT = 300  # longest prompt of the parity run that is not slow
 
 @dataclass(frozen=True)
 class PoolCluster:
-    """`plain` has no pool and no part in the cluster: what it says is what everybody must say."""
+    """`plain` has no pool and no part in the cluster: its answers are what every other node must answer."""
 
     server: StoreServer | MooncakeMaster
     p1: Launched
@@ -142,7 +142,7 @@ def test_a_second_prefill_node_computes_only_the_suffix(cluster: PoolCluster) ->
         assert second["tokens"] == first["tokens"] == cluster.ask(cluster.plain, prompt)["tokens"]
 
 
-def test_a_decode_node_takes_a_prompt_from_the_pool_and_troubles_nobody(cluster: PoolCluster) -> None:
+def test_a_decode_node_takes_a_prompt_from_the_pool_without_a_prefill_node(cluster: PoolCluster) -> None:
     for prompt in make_prompts(2):
         before_1, before_2, before_d = (cluster.computed(node) for node in (cluster.p1, cluster.p2, cluster.d))
         cluster.ask(cluster.p1, prompt)

@@ -57,7 +57,7 @@ def outstanding(system: System) -> list[int]:
 
 
 async def ask_all(url: str) -> dict[str, Outcome]:
-    """About everybody at once, streamed and not."""
+    """Ask about all people of the demo model, every second time streamed."""
     calls = {
         name: Call(url, body(name, stream=bool(index % 2), salt=f"burst {name}")) for index, name in enumerate(PEOPLE)
     }

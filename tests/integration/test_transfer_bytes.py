@@ -64,8 +64,8 @@ def test_wholly_cached_on_d(length: int, num_blocks: int, path: Path, system: Sy
     """Nothing is moved but a block that is not full: such blocks are not cached."""
     prompt = draw(demo_model, 200_000 + length * 2 + (path is Path.P_FIRST), length)
     assert moved_blocks(system, path, prompt) == -(-length // 16)
-    asks_nobody = path is Path.D_FIRST and num_blocks == 0
-    assert moved_blocks(system, path, prompt, num_loads=0 if asks_nobody else 1) == num_blocks
+    asks_no_node = path is Path.D_FIRST and num_blocks == 0
+    assert moved_blocks(system, path, prompt, num_loads=0 if asks_no_node else 1) == num_blocks
 
 
 @pytest.mark.parametrize("path", ROUTES)

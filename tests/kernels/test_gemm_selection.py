@@ -112,7 +112,7 @@ def test_a_shape_without_proposals_is_left_to_torch() -> None:
     assert choose_product(2, [torch.zeros(4, 3)], refuse, lambda run: 1.0) is None
 
 
-def test_parts_are_proposed_where_somebody_sums_them() -> None:
+def test_parts_are_proposed_where_a_kernel_sums_them() -> None:
     """And where rows are few: of many, the outputs are enough tiles."""
     asked: list[tuple[int, int]] = []
 

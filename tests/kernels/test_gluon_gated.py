@@ -98,7 +98,7 @@ def test_it_compiles_for_a_hopper_gpu_and_keeps_its_sums_in_registers(compiled: 
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in compiled
 
 
-def test_nobody_overwrites_what_is_still_read(compiled: str) -> None:
+def test_no_warp_overwrites_a_tile_that_is_still_read(compiled: str) -> None:
     """What the kernel must do in this order, in both groups; a missing wait would rarely show in its results."""
     names = "|".join(re.escape(name) for name in EVENTS)
     events = [EVENTS[name] for name in re.findall(names, compiled)]

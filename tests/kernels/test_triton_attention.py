@@ -157,7 +157,7 @@ def test_tiles_by_pointer_and_by_descriptor(window: int, descriptors: bool) -> N
     check(paged, window, None, replace(SMALL_PREFILL, keys=32, descriptors=descriptors))
 
 
-def test_nobodys_memory_does_not_matter() -> None:
+def test_content_of_unused_memory_does_not_matter() -> None:
     """NaN in every slot that no sequence fills, those of its own last block too."""
     paged = on_device(make_paged(SHAPES["gqa-80"], torch.float32))
     before = expected(paged, 0)

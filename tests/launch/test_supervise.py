@@ -101,7 +101,7 @@ def test_what_does_not_stop_is_killed(in_a_hurry: bool) -> None:
     run(test())
 
 
-def test_leaving_the_block_ends_everybody() -> None:
+def test_leaving_the_block_ends_all_processes() -> None:
     pids: list[int] = []
 
     async def fail() -> None:

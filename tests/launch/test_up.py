@@ -192,7 +192,7 @@ def test_what_cannot_start_the_first_time_ends_up_at_once(launcher: Launcher) ->
 
 
 @pytest.mark.integration
-def test_nobody_outlives_a_killed_up(launcher: Launcher) -> None:
+def test_no_process_outlives_a_killed_up(launcher: Launcher) -> None:
     cluster = up(launcher)
     cluster.send(signal.SIGKILL)
     assert cluster.wait() == -signal.SIGKILL

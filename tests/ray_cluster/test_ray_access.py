@@ -70,7 +70,7 @@ def test_an_address_that_cannot_be_one_is_named(address: str) -> None:
         check_address(address)
 
 
-def test_an_address_where_nobody_listens_is_known_at_once() -> None:
+def test_an_address_without_a_listener_is_refused_at_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         with pytest.raises(StartupError, match=r"no Ray cluster answers at 127\.0\.0\.1"):

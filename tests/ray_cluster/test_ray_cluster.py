@@ -162,7 +162,7 @@ def test_nodes_are_spread_and_answer(cluster: Cluster) -> None:
     assert ask(url_of(told)).startswith("Oskar 2210")
 
 
-def test_nobody_comes_in_with_another_token(cluster: Cluster) -> None:
+def test_another_token_is_refused(cluster: Cluster) -> None:
     here = f"--address={cluster.machines.address}"
     stranger = cluster.machines.ray("status", "--name=three", here, environment={"RAY_AUTH_TOKEN": "0" * 64})
     assert stranger.wait(COMMAND_DEADLINE_S) == 2
@@ -242,7 +242,7 @@ def test_scaling_fails_no_request_even_when_the_controller_has_died(cluster: Clu
     assert not load.failed
 
 
-def test_a_router_whose_actor_dies_ends_and_the_next_one_learns_all(cluster: Cluster) -> None:
+def test_a_router_ends_with_its_actor_and_the_next_one_learns_all(cluster: Cluster) -> None:
     told = cluster.status()
     (router,) = of_role(told, "router")
     process = psutil.Process(router["pid"])

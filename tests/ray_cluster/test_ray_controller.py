@@ -290,7 +290,7 @@ async def test_a_unit_that_answers_again_in_time_stays(stage: Stage) -> None:
     assert not stage.world.discarded
 
 
-async def test_a_pause_of_the_controller_is_nobodys_silence(stage: Stage) -> None:
+async def test_a_pause_of_the_controller_counts_as_silence_of_no_unit(stage: Stage) -> None:
     await stage.whole()
     stage.now_s += 600
     stage.world.silent = set(stage.world.units)
@@ -359,7 +359,7 @@ async def test_a_new_controller_knows_its_units_before_it_has_heard_them(stage: 
     assert not stage.controller.status().problems
 
 
-async def test_a_router_whose_machine_is_gone_holds_up_no_round(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_router_on_a_lost_machine_delays_no_round(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     await stage.whole()
     asked: list[str] = []
     read = stage.routers.read
@@ -394,7 +394,7 @@ async def test_a_unit_that_ray_refuses_to_make_is_tried_again(stage: Stage, monk
     await stage.whole()
 
 
-async def test_an_answer_that_nobody_expected_is_silence_and_told(stage: Stage) -> None:
+async def test_an_unexpected_answer_counts_as_silence_and_is_logged(stage: Stage) -> None:
     await stage.whole()
     answer = stage.world.report
 

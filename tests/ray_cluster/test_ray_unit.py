@@ -106,7 +106,7 @@ async def test_without_a_controller_it_gives_up_its_place() -> None:
     assert unit.report().detail.startswith("no controller asked for its state")
 
 
-async def test_one_that_ended_gives_up_its_place_too_when_nobody_takes_it_away() -> None:
+async def test_an_ended_unit_gives_up_its_place_without_being_removed() -> None:
     abandoned = asyncio.Event()
     unit = make("--nodes-file=/none.json", orphan_s=4.0, abandon=abandoned.set)
     await reach(unit, UnitPhase.ENDED)

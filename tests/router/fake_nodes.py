@@ -278,18 +278,25 @@ async def decode_with_headers(node: FakeNode, request: web.Request, seen: Seen) 
     return web.json_response({"by": node.node_id}, headers=NODE_HEADERS)
 
 
-async def decode_until_told(node: FakeNode, request: web.Request, seen: Seen) -> web.StreamResponse:
+async def decode_until_told(
+    node: FakeNode, request: web.Request, seen: Seen, headers: dict[str, str] | None = None
+) -> web.StreamResponse:
     """The first piece at once, the rest when `go_on` is set."""
     if not seen.body.get("stream"):
         await node.go_on.wait()
         return await decode(node, request, seen)
-    response = await _open_stream(request)
+    response = await _open_stream(request, headers)
     await response.write(chunk("a"))
     await node.go_on.wait()
     await response.write(chunk("b"))
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
+
+
+async def prefill_and_decode_until_told(node: FakeNode, request: web.Request, seen: Seen) -> web.StreamResponse:
+    """As `decode_until_told`. Its headers say that the node prefilled the prompt itself."""
+    return await decode_until_told(node, request, seen, {"x-pd-prefill": node.node_id})
 
 
 async def decode_dies(node: FakeNode, request: web.Request, seen: Seen) -> web.StreamResponse:

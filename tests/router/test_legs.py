@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 import pytest
 
-from pd_router.failure_kind import FailureKind
+from pd_http.node_answers import FailureKind
 from pd_router.legs import DecodeLeg, Handoff, PrefillLeg
 from pd_router.node_table import Role
 from pd_router.upstream import Answer, LegFailed, Refused
@@ -222,7 +222,7 @@ async def test_a_whole_answer_is_open_when_all_of_it_is_there() -> None:
     leg = await decode.open()
     assert leg.whole == Answer(201, headers, b'{"a": 1}')
     assert leg.first_chunk == b""
-    assert leg.prefilled_by == "", "a stream alone begins by telling"
+    assert leg.prefilled_by == "p-9"
     assert decode.node.speed.at(1.0) is None, "the prompt was read long ago"
     assert (decode.node.prefill_bytes, decode.node.decode_sequences) == (0, 2)
     leg.close()

@@ -26,7 +26,7 @@ def test_a_speed_is_learned_from_what_was_read() -> None:
     assert reader((0.0, 0.5)).at(0.5) == pytest.approx(2000)
 
 
-def test_who_waits_for_another_is_not_slow() -> None:
+def test_a_prompt_that_waits_for_another_does_not_slow_its_node() -> None:
     """Three at once, read one after the other; and three that end together."""
     assert reader((0.0, 0.1), (0.0, 0.2), (0.0, 0.3)).at(0.3) == pytest.approx(10_000, rel=0.01)
     assert reader((0.0, 0.3), (0.0, 0.3), (0.0, 0.3)).at(0.3) == pytest.approx(10_000, rel=0.4)

@@ -151,6 +151,20 @@ async def test_a_ticket_that_no_d_takes_is_released_once(answer: int, status: in
         assert router.count("pd_router_ticket_releases_total", result="ok") == 1
 
 
+async def test_a_ticket_that_d_does_not_use_is_released_while_d_answers() -> None:
+    p, d = FakeNode("prefill", fakes.prefill_until_told), FakeNode("decode", fakes.prefill_and_decode_until_told)
+    async with running(p, d), serving([p], [d]) as router:
+        answer = asyncio.create_task(post(router, stream=True))
+        await p.wait_released(1)
+        await asyncio.wait_for(p.seen[0].gone.wait(), fakes.WAIT_S)
+        assert not answer.done()
+        d.go_on.set()
+        status, headers, _ = await answer
+        assert (status, headers["x-pd-prefill"]) == (200, d.node_id)
+        await router.idle()
+        assert p.released == ["ticket-1"]
+
+
 async def test_d_gone_between_the_legs_gives_502_and_releases() -> None:
     p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode)
     async with running(p, d), serving([p], [d]) as router:

@@ -146,7 +146,7 @@ def plan(
 
 
 @given(loads=st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=6), turn=st.integers(0, 20))
-def test_the_best_node_is_healthy_and_nobody_has_less_to_do(loads: list[tuple[int, bool]], turn: int) -> None:
+def test_the_best_node_is_healthy_and_has_the_least_load(loads: list[tuple[int, bool]], turn: int) -> None:
     nodes = [Node(url="", role=Role.DECODE, node_id="d", reachable=up, decode_sequences=n) for n, up in loads]
     best = policy.best_decode(policy.rotate(nodes, turn), 0.0)
     healthy = [node.decode_sequences for node in nodes if node.reachable]

@@ -10,8 +10,8 @@ import orjson
 import pytest
 
 from pd_http.body import ClientGone
+from pd_http.node_answers import FailureKind
 from pd_http.reply import Reply
-from pd_router.failure_kind import FailureKind
 from pd_router.node_table import Role
 from pd_router.splice import send_answer
 from pd_router.upstream import Answer, LegFailed

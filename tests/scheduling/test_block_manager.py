@@ -71,7 +71,7 @@ def test_what_is_matched_cannot_be_evicted() -> None:
     blocks.check()
 
 
-def test_a_block_whose_content_is_cached_already_stays_private() -> None:
+def test_a_block_with_content_that_is_cached_already_stays_private() -> None:
     blocks = BlockManager(8, SIZE)
     first = full_table(blocks, 1, 2, publish=False)
     second = full_table(blocks, 1, 2, 3, publish=False)

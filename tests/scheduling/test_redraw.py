@@ -12,8 +12,8 @@ from pd_cluster.protocol.messages import FromEngine, NeedsPrefill, Work
 from pd_connectors.base import Event, FirstTokens, LoadDone, LoadDrained, LoadFailed, LoadReady
 from pd_connectors.null import NullConnector
 from pd_connectors.protocol.errors import LoadFailure
-from pd_connectors.protocol.messages import SampledToken
-from pd_connectors.protocol.ticket import LeaseRef, Ticket
+from pd_connectors.protocol.messages import LeaseRef, SampledToken
+from pd_connectors.protocol.ticket import Ticket
 from tests.connectors.layouts import full_layout
 from tests.scheduling.simulation import BLOCK_SIZE, VOCAB_SIZE, message, prompt
 from tests.scheduling.world import Client, World

@@ -234,7 +234,7 @@ def test_the_worst_ranked_is_preempted_and_comes_back(num_host_blocks: int, dept
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_priority_decides_who_is_preempted(depth: int) -> None:
+def test_the_worst_priority_is_preempted(depth: int) -> None:
     world = World(num_blocks=6, depth=depth)
     late = world.submit(message("a", prompt(30), max_tokens=40, priority=1))
     world.start_step()

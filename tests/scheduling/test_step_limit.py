@@ -124,7 +124,7 @@ def test_without_decodes_a_step_is_full() -> None:
     world.run_until_idle()
 
 
-def test_who_will_decode_soon_counts_already() -> None:
+def test_a_sequence_that_will_decode_soon_counts_as_a_decode() -> None:
     """A parked request is handed over any moment: it must not find a long step under way."""
     world = busy_world(0)
     parked = world.submit(message("from afar", prompt(20), work=Work.TAKE_OVER))

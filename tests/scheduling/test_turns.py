@@ -160,7 +160,7 @@ def batches_of(seed: int, *, plain: bool, rests: bool, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         if plain:
             patch.setattr(Turns, "in_turn", lambda _, ranked: iter(ranked))
-            patch.setattr(Turns, "anyone_is_rich", False)
+            patch.setattr(Turns, "has_rich", False)
             patch.setattr(Turns, "has_shared", False)
             patch.setattr(Group, "owes", lambda *_: False)
         rng = random.Random(seed)
@@ -205,9 +205,9 @@ class Checked(Turns):
     """Compares each order with the plain definition of claims."""
 
     def in_turn(self, ranked: Iterable[Sequence]) -> Iterator[Sequence]:
-        everyone = list(ranked)
-        ordered = super().in_turn(everyone)
-        left = dict.fromkeys(everyone)
+        waiting = list(ranked)
+        ordered = super().in_turn(waiting)
+        left = dict.fromkeys(waiting)
         while left:
             best = min(left, key=lambda seq: (seq.request.group.claim(seq.rank), seq.rank))
             seq = next(ordered)

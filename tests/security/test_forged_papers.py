@@ -15,7 +15,8 @@ import pytest
 from msgspec.structs import replace
 
 from pd_connectors.protocol.keys import derive_key
-from pd_connectors.protocol.ticket import MAC_BYTES, NodeOrder, Offer, Ticket, sign, verify
+from pd_connectors.protocol.messages import MAC_BYTES
+from pd_connectors.protocol.ticket import NodeOrder, Offer, Ticket, sign, verify
 from tests.cluster import TEST_KEY
 from tests.security.live_cluster import LiveCluster, other_key, text_of
 

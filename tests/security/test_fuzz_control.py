@@ -26,20 +26,23 @@ from pd_connectors.lease import LeaseTable
 from pd_connectors.owner import Owner
 from pd_connectors.protocol.errors import BadSignature, ProtocolMismatch, TicketError
 from pd_connectors.protocol.messages import (
+    MAC_BYTES,
     Confirm,
     ConfirmReply,
     Hello,
     HelloReply,
+    LeaseRef,
     LeaseState,
     Release,
     Renew,
     SampledToken,
     ToOwner,
     ToReader,
+    mac,
     open_sealed,
     seal,
 )
-from pd_connectors.protocol.ticket import MAC_BYTES, LeaseRef, NodeOrder, Offer, Ticket, mac, sign, verify
+from pd_connectors.protocol.ticket import NodeOrder, Offer, Ticket, sign, verify
 from pd_connectors.transport import Connected, ReadEnded
 from pd_connectors.zmq_channel import ZmqChannel
 from tests.connectors.layouts import full_layout, runs

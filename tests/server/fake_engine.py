@@ -25,8 +25,8 @@ from pd_cluster.protocol.messages import (
     Work,
 )
 from pd_connectors.protocol.hashing import prompt_digest
-from pd_connectors.protocol.messages import SampledToken, TopLogprob
-from pd_connectors.protocol.ticket import LeaseRef, Ticket
+from pd_connectors.protocol.messages import LeaseRef, SampledToken, TopLogprob
+from pd_connectors.protocol.ticket import Ticket
 from tests.connectors.layouts import full_layout
 
 WAIT_S = 10.0

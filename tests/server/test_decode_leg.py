@@ -223,8 +223,18 @@ async def test_policy_decides_what_follows_a_node_that_refuses(policy: str, num_
             assert isinstance(d.engine.sent[0], Abort)
 
 
-@pytest.mark.parametrize("answer", ["no events", "another event", "no ticket", "foreign ticket", "other prompt"])
-async def test_answers_that_are_no_ticket(answer: str) -> None:
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("no events", "peer_bad_answer"),
+        ("another event", "peer_refused"),
+        ("no ticket", "peer_bad_answer"),
+        ("foreign ticket", "peer_bad_answer"),
+        ("other version", "peer_protocol_mismatch"),
+        ("other prompt", "peer_bad_answer"),
+    ],
+)
+async def test_answers_that_are_no_ticket(answer: str, reason: str) -> None:
     p = engine_of_p()
     app = FastAPI()
 
@@ -236,6 +246,7 @@ async def test_answers_that_are_no_ticket(answer: str) -> None:
             "another event": 'event: error\ndata: {"status": 503}\n\n',
             "no ticket": 'event: ticket\ndata: {"kv_transfer_params": {}}\n\n',
             "foreign ticket": ticket_event(sign(b"y" * 32, p.make_ticket(ids))),
+            "other version": ticket_event(version_one.sign(KEY, version_one.TICKET)),
             "other prompt": ticket_event(sign(KEY, p.make_ticket([1]))),
         }[answer]
         return Response(text, media_type="text/event-stream")
@@ -243,7 +254,7 @@ async def test_answers_that_are_no_ticket(answer: str) -> None:
     async with serving(app) as url, decode_node() as d:
         status, _, headers = await complete(d, {"offer": make_offer(url)})
         assert (status, headers["x-pd-prefill"]) == (200, "d")
-        assert fallbacks(d, "peer_refused" if answer == "another event" else "peer_bad_answer") == 1
+        assert fallbacks(d, reason) == 1
 
 
 def ticket_event(ticket: str) -> str:
@@ -294,6 +305,16 @@ async def test_bad_ticket_with_a_good_offer_goes_to_the_offer() -> None:
         status, _, headers = await complete(d, {"ticket": "rubbish", "offer": make_offer(p.url)})
         assert (status, headers["x-pd-prefill"]) == (200, "engine-of-p")
         assert fallbacks(d, "ticket_malformed") == 1
+
+
+@pytest.mark.parametrize(("policy", "prefill"), [("any", "d"), ("remote", "engine-of-p")])
+async def test_a_ticket_of_another_version_asks_the_offer_only_if_it_must(policy: str, prefill: str) -> None:
+    async with running(engine_of_p(), node_id="p") as p, decode_node(on_load_failure=policy) as d:
+        params = {"ticket": version_one.sign(KEY, version_one.TICKET), "offer": make_offer(p.url)}
+        status, _, headers = await complete(d, params)
+        assert (status, headers["x-pd-prefill"]) == (200, prefill)
+        assert len(p.engine.requests) == (prefill != "d")
+        assert fallbacks(d, "ticket_protocol_mismatch") == 1
 
 
 async def test_several_prompts_ask_one_ticket_each() -> None:

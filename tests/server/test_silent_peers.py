@@ -162,7 +162,7 @@ async def test_prefill_nodes_that_live_and_cannot_be_reached_for_kv_have_not_die
         assert (fallbacks(d, "unreachable"), fallbacks(d, "nodes_died")) == (2, 0)
 
 
-async def test_loads_whose_prefill_node_died_count_too() -> None:
+async def test_loads_of_a_prefill_node_that_died_count_too() -> None:
     nodes: list[Node]
     async with (
         running(FakeEngine(opens_only, engine_id="one"), node_id="one") as one,

@@ -112,7 +112,7 @@ class Driver:
         self._departures = [generation.seq_id for generation in live if generation.done]
 
     def run(self) -> list[list[int]]:
-        """Step until everybody is done. -> each sequence's output ids."""
+        """Step until every sequence is done. -> each sequence's output ids."""
         while not all(generation.done for generation in self.sequences):
             self.step()
         self.leave()

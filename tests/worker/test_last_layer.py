@@ -89,7 +89,7 @@ def test_logits_equal_those_of_all_rows(
     executor.close()
 
 
-def test_rows_whose_token_is_on_the_device_only(executor: DeviceExecutor) -> None:
+def test_rows_with_a_token_on_the_device_only(executor: DeviceExecutor) -> None:
     """A sequence decodes between another's chunks; each step is launched before the one before it is read."""
     first, second = random_prompts([20, 50], VOCAB_SIZE)
     driver = Driver(executor)

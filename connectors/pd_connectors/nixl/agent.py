@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pd_connectors.nixl.network import KvNetwork
-    from pd_connectors.protocol.layout import SliceRead
+    from pd_connectors.protocol.slices import SliceRead
     from pd_connectors.transport import GroupIds
 
 PROGRESS_DELAY_US = 1000
@@ -84,8 +84,8 @@ class Remote:
 class NixlAgent:
     """One agent over the tensors of one cache. Not thread-safe: one thread at a time.
 
-    name: unique among all agents that ever meet. slices: what is read of each block, one entry a group (`plan_slices`
-    of one rank and one rank). network: where UCX may listen.
+    name: unique among all agents that can connect. slices: the part of each block that is read, one entry a group
+    (`plan_slices` for one rank on both sides). network: where UCX may listen.
     Raises ConnectorUnavailable when NIXL is missing or does not start, or no port of the network is free.
     """
 
@@ -115,7 +115,7 @@ class NixlAgent:
             raise ConnectorUnavailable(f"NIXL did not start: {type(error).__name__}: {error}") from error
 
     def metadata(self) -> bytes:
-        """What `connect` on another agent needs, beside the regions."""
+        """The metadata that `connect` on another agent needs, beside the regions."""
         return bytes(self._agent.getLocalMD())
 
     def connect(self, metadata: bytes, regions: tuple[Region, ...]) -> Remote:
@@ -194,7 +194,7 @@ class NixlAgent:
         return self._post(int(handle))
 
     def is_done(self, handle: int) -> bool:
-        """Whether every byte is in. Raises EndpointFailed, which is as terminal, or MayStillLand."""
+        """Whether every byte is in. Raises EndpointFailed, after which the read is terminal too, or MayStillLand."""
         try:
             status = self._agent.getXferStatus(handle)
         except Exception as error:
@@ -223,12 +223,12 @@ class NixlAgent:
         return handle
 
     def _failure(self, call: str, handle: int, error: Exception) -> NixlError:
-        """What the failure of a read that was, or may have been, posted means."""
+        """Classify the failure of a read that was, or may have been, posted."""
         refusal = self._refusal(call, error)
         return refusal if isinstance(refusal, EndpointFailed) else MayStillLand(str(refusal), handle)
 
     def _refusal(self, call: str, error: Exception) -> NixlError:
-        """What an error means when nothing was posted.
+        """Classify an error of a call that posted nothing.
 
         The first read that is looked at says that the peer has disconnected. NIXL then forgets the peer by itself, and
         says of the endpoint's other reads that it was not found. (We never make it forget a peer that is read.)
@@ -243,7 +243,7 @@ class NixlAgent:
     def _list_blocks(self, agent: str, regions: Sequence[Region], places: Sequence[tuple[int, int]]) -> int:
         """One list over all groups, group after group, so that one read, with one handle and one end, covers them all.
 
-        places: offset and length in bytes of what is read of a block, by group.
+        places: offset and length in bytes of the part of a block that is read, by group.
         """
         rows = np.zeros((sum(region.num_blocks for region in regions), 3), np.uint64)
         start = 0
@@ -295,7 +295,7 @@ def _environment(settings: Sequence[tuple[str, str]]) -> Iterator[None]:
 
 
 def _bindings() -> Any:
-    """NIXL's compiled module. Its logs go to stderr; a peer's death is our error value, not their log line."""
+    """NIXL's compiled module. Its log is reduced: a peer's death is reported as our error value."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     try:

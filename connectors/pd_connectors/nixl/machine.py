@@ -33,7 +33,7 @@ def local_network(host: str, ports: PortRange | None) -> KvNetwork:
 
 
 def resolve(host: str) -> tuple[str, ...]:
-    """The IP addresses that a name or an address means, IPv4 first as UCX does; none when it is unknown."""
+    """The IP addresses of a host name or address, IPv4 first as UCX does. Empty when the name is unknown."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

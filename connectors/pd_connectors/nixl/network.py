@@ -46,7 +46,7 @@ class RdmaPort:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this machine has."""
+    """The network interfaces and devices of this machine."""
 
     interfaces: tuple[Interface, ...]
     rdma_ports: tuple[RdmaPort, ...] = ()
@@ -54,7 +54,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class KvNetwork:
-    """The answer. `settings` go into UCX's environment; what the operator has set is not among them."""
+    """The network chosen for KV. `settings`: for UCX's environment, without what the operator has set."""
 
     settings: tuple[tuple[str, str], ...]
     address: str  # UCX listens here; "": the operator's UCX_NET_DEVICES decides
@@ -63,11 +63,11 @@ class KvNetwork:
 
     @property
     def is_loopback(self) -> bool:
-        """Only processes of this machine reach it."""
+        """True if only processes of this machine reach the address."""
         return bool(self.address) and ip_address(self.address).is_loopback
 
     def notes(self) -> list[str]:
-        """What an operator should know."""
+        """Warnings for the operator, one a line."""
         found = []
         if not self.is_loopback:
             found.append(f"{self}: close that network to everything but the cluster's nodes, UCX has no authentication")

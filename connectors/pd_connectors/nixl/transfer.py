@@ -26,7 +26,7 @@ import msgspec
 
 from pd_connectors.nixl.agent import EndpointFailed, MayStillLand, NixlAgent, NixlError, Region, Remote
 from pd_connectors.protocol.errors import ConnectorUnavailable
-from pd_connectors.protocol.layout import plan_slices
+from pd_connectors.protocol.slices import plan_slices
 from pd_connectors.transport import Completion, Connected, ConnectFailed, PeerKey, ReadEnded, ReadId, Transport
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from pd_connectors.transport import GroupIds
 
 POLL_S = 0.0005
-RETIRED_POLL_S = 0.02  # of reads that only free quarantined blocks: no load waits for them
-FENCE_EVERY_S = 0.5  # after one that failed
+RETIRED_POLL_S = 0.02  # between polls of reads that only hold quarantined blocks: no load waits for them
+FENCE_EVERY_S = 0.5  # until the next fence after a failed one
 START_DEADLINE_S = 120.0  # registering a GPU's whole memory takes seconds
 
 logger = logging.getLogger(__name__)
@@ -82,12 +82,12 @@ class _Peer:
 
     @property
     def is_busy(self) -> bool:
-        """Something of it may still land."""
+        """True while bytes of the read may still land."""
         return self.is_polled or bool(self.doubtful)
 
     @property
     def is_polled(self) -> bool:
-        """NIXL will soon say something new about it."""
+        """True if NIXL may soon report a change of the read."""
         return bool(self.reads) or self.warm_up is not None or self.fence is not None
 
 
@@ -246,7 +246,7 @@ class NixlTransport(Transport):
         _attempt(agent.forget_blocks, peer.remote)
 
     def _check(self, agent: NixlAgent) -> None:
-        """Look at everything in flight once."""
+        """Ask NIXL once for the state of each read and warm-up in flight."""
         for peer in [*self._peers.values(), *self._retired]:
             self._check_warm_up(agent, peer)
             self._check_reads(agent, peer)
@@ -309,7 +309,7 @@ class NixlTransport(Transport):
             _attempt(agent.release, fence.handle)
 
     def _settle(self, agent: NixlAgent, peer: _Peer, read_ids: tuple[ReadId, ...]) -> None:
-        """Nothing of these can land any more."""
+        """Report reads of which nothing can land any more."""
         for read_id in read_ids:
             doubt = peer.doubtful.pop(read_id)
             _attempt(agent.release, doubt.handle)
@@ -327,7 +327,7 @@ class NixlTransport(Transport):
 
 
 def _attempt(call: Callable[..., None], *args: object) -> None:
-    """Clean-up that may fail because the peer is gone already."""
+    """Run a clean-up that may fail because the peer is gone already."""
     try:
         call(*args)
     except NixlError as error:
@@ -339,4 +339,4 @@ def _no_waker() -> None:
 
 
 def _nothing(agent: NixlAgent) -> None:
-    """Only time has passed."""
+    """The command of a turn in which only time has passed."""

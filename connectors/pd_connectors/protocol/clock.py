@@ -31,11 +31,11 @@ class PatientClock:
         return self._clock() - self._lost_s
 
     def sleep(self, duration_s: float) -> None:
-        """The observer means to run again after `duration_s`."""
+        """Note that the observer sleeps for `duration_s` from now on."""
         self._due = self._clock() + duration_s
 
     def resume(self) -> None:
-        """The observer runs again."""
+        """Note that the observer runs again."""
         late_s = self._clock() - self._due
         if late_s > self._patience_s:
             self._lost_s += late_s

@@ -41,7 +41,7 @@ class ProtocolMismatch(HandshakeError):
 
 
 class FingerprintMismatch(HandshakeError):
-    """The peer's KV means something else: other weights, RoPE or layout version."""
+    """The peer's KV was computed with other weights, RoPE or layout version."""
 
 
 class LayoutMismatch(HandshakeError):

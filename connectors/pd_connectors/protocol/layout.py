@@ -1,8 +1,8 @@
-"""The layout of KV blocks as a value, and which rank reads which bytes of a block from which rank.
+"""The layout of KV blocks as a value.
 
 A cache is made of *groups*. The layers of one group have blocks of one shape, which lie in one tensor. Two engines can
 exchange KV when their groups are equal. Into how many tensor-parallel ranks each engine splits its blocks may differ:
-`plan_slices` pairs the parts.
+`slices.plan_slices` pairs the parts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class KVKind(StrEnum):
-    """What a group's blocks hold."""
+    """The kind of content of a group's blocks."""
 
     FULL = "full"  # keys and values of every token
     WINDOW = "window"  # keys and values of which a token sees the last `window`
@@ -40,7 +40,7 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def block_bytes(self) -> int:
-        """Of one block over all ranks."""
+        """The size of one block, over all ranks."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def first_block(self, num_tokens: int) -> int:
@@ -104,7 +104,7 @@ class BlockLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def block_bytes(self) -> int:
-        """Of one block in all groups, over all ranks."""
+        """The size of one block in all groups, over all ranks."""
         return sum(group.block_bytes for group in self.groups)
 
     def digest(self) -> bytes:
@@ -120,50 +120,6 @@ class BlockLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if theirs.groups != self.groups:
             raise LayoutMismatch(f"the peer's KV groups are {theirs.groups}, ours {self.groups}")
-
-
-class SliceRead(msgspec.Struct, frozen=True):
-    """Of every block that is read: copy `num_bytes` from a remote rank's block into a local rank's block."""
-
-    remote_rank: int
-    local_rank: int
-    group: int  # index into `BlockLayout.groups`
-    remote_offset: int  # bytes from the start of the remote rank's block
-    local_offset: int  # bytes from the start of the local rank's block
-    num_bytes: int
-
-
-def plan_slices(theirs: BlockLayout, ours: BlockLayout) -> tuple[SliceRead, ...]:
-    """The reads that fill one block of every rank of ours. Ordered by our rank, then by group, then by offset.
-
-    Every byte of our ranks' blocks is covered once, by a rank of theirs that holds it. Where several ranks hold the
-    same heads, our ranks spread over them. With one rank on both sides there is one slice a group, the whole block.
-
-    Raises LayoutMismatch when the groups differ, or the heads cannot be split over either side's ranks.
-    """
-    ours.check_same_groups(theirs)
-    return tuple(
-        part
-        for rank in range(ours.tp_size)
-        for index in range(len(ours.groups))
-        for part in _plan_group(index, rank, theirs, ours)
-    )
-
-
-def _plan_group(index: int, rank: int, theirs: BlockLayout, ours: BlockLayout) -> list[SliceRead]:
-    group = ours.groups[index]
-    head_bytes = group.block_bytes // group.shape[0]
-    held = [group.heads_of(remote, theirs.tp_size) for remote in range(theirs.tp_size)]
-    wanted = group.heads_of(rank, ours.tp_size)
-    parts, head = [], wanted.start
-    while head < wanted.stop:
-        holders = [remote for remote, heads in enumerate(held) if head in heads]
-        source = holders[rank % len(holders)]
-        stop = min(wanted.stop, held[source].stop)
-        remote_offset, local_offset = (head - held[source].start) * head_bytes, (head - wanted.start) * head_bytes
-        parts.append(SliceRead(source, rank, index, remote_offset, local_offset, (stop - head) * head_bytes))
-        head = stop
-    return parts
 
 
 def _sizes(layout: BlockLayout) -> str:

@@ -10,12 +10,23 @@ Every message may be lost, repeated or reordered. P answers each `Renew` with a 
 from __future__ import annotations
 
 import hmac
+from hashlib import blake2b
 
 import msgspec
 
 from pd_connectors.protocol.errors import BadSignature, LeaseEnd, ProtocolMismatch
 from pd_connectors.protocol.layout import BlockLayout, BlockRun
-from pd_connectors.protocol.ticket import MAC_BYTES, PROTOCOL_VERSION, LeaseRef, mac
+
+PROTOCOL_VERSION = 2  # of tickets, offers, orders and control messages; both sides must have the same
+MAC_BYTES = 16
+
+
+class LeaseRef(msgspec.Struct, frozen=True):
+    """Names one lease for ever: ids never repeat, and a restarted engine has another epoch."""
+
+    engine_id: str
+    epoch: int  # drawn at each boot of the engine process
+    lease_id: str
 
 
 class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -55,7 +66,7 @@ class HelloReply(msgspec.Struct, frozen=True, tag=True):
     layout: BlockLayout
     transport: bytes  # opaque to the protocol: the transport's own endpoint description
     checksum: bytes  # blake2b of `transport`: NIXL accepts metadata with a flipped byte
-    nonce: bytes = b""  # the Hello's
+    nonce: bytes = b""  # of the Hello that it answers
 
 
 class Renew(msgspec.Struct, frozen=True, tag=True):
@@ -77,8 +88,8 @@ class LeaseState(msgspec.Struct, frozen=True, tag=True):
     ttl_s: float = 0.0  # the lease lives this long after a Renew; 0: it needs none yet
     is_begun: bool = False  # P computes and has all the blocks it needs: it will finish
     announced_at: float = 0.0  # Unix time of the last announcement; for measuring only
-    prefill_s: float = 0.0  # the request came to P so long before its first tokens; 0: none yet, or not said
-    is_frozen: bool = False  # P's steps make no progress: more than this snapshot shows is not to be expected soon
+    prefill_s: float = 0.0  # seconds from the request's arrival at P to its first tokens; 0: none yet, or unknown
+    is_frozen: bool = False  # no step of P ends, so no newer snapshot is to be expected soon
 
 
 class Confirm(msgspec.Struct, frozen=True, tag=True):
@@ -101,7 +112,7 @@ class ConfirmReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """This reader does not need the lease any more. `done`: it can end; else another D may still come for it."""
+    """This reader does not need the lease any more. `done`: the lease can end; else another D may still read it."""
 
     lease: LeaseRef
     done: bool
@@ -112,6 +123,11 @@ ToReader = HelloReply | LeaseState | ConfirmReply
 
 _VERSION = PROTOCOL_VERSION.to_bytes(2, "big")
 _DECODER = msgspec.msgpack.Decoder(ToOwner | ToReader)
+
+
+def mac(key: bytes, payload: bytes) -> bytes:
+    """Keyed blake2b (RFC 7693) over `payload`. `key` is at most 64 bytes."""
+    return blake2b(payload, key=key, digest_size=MAC_BYTES, person=b"pd-cluster-mac").digest()
 
 
 def seal(key: bytes, message: ToOwner | ToReader) -> bytes:

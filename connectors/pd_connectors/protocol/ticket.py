@@ -9,25 +9,15 @@ from __future__ import annotations
 
 import hmac
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from hashlib import blake2b
 from typing import Literal, TypeVar
 
 import msgspec
 
 from pd_connectors.protocol.errors import BadSignature, ProtocolMismatch, TicketError, TicketExpired
 from pd_connectors.protocol.layout import BlockLayout
+from pd_connectors.protocol.messages import MAC_BYTES, PROTOCOL_VERSION, LeaseRef, mac
 
-PROTOCOL_VERSION = 2  # of tickets, offers, orders and control messages; both sides must have the same
-MAC_BYTES = 16
 TICKET_LIFETIME_S = 600.0  # far above any clock skew between nodes
-
-
-class LeaseRef(msgspec.Struct, frozen=True):
-    """Names one lease for ever: ids never repeat, and a restarted engine has another epoch."""
-
-    engine_id: str
-    epoch: int  # drawn at each boot of the engine process
-    lease_id: str
 
 
 class Ticket(msgspec.Struct, frozen=True, tag=True):
@@ -36,17 +26,17 @@ class Ticket(msgspec.Struct, frozen=True, tag=True):
     request_id: str
     lease: LeaseRef
     generation: int
-    expires_at_s: float  # wall clock; bounds a leaked ticket's worth in minutes. The lease's own life is P's business
+    expires_at_s: float  # wall clock; a leaked ticket is of use for minutes only. The lease itself expires much sooner
     fingerprint: str
     layout: BlockLayout
     prompt_digest: bytes
     num_tokens: int  # prompt tokens, all of which P computes
-    num_samples: int  # first tokens that P samples (the request's n); compared by a D that knows no sampling_digest
+    num_samples: int  # first tokens that P samples (the request's n); read by a D that knows no sampling_digest
     host: str  # P's control address
     port: int
     version: int = PROTOCOL_VERSION
-    # Of the parameters that decide P's first tokens. D computes its own and adopts the tokens only when the two are
-    # equal; the KV does not depend on them. b"": P does not say (it is older), which is equal to nothing.
+    # Digest of the parameters that decide P's first tokens. D adopts the tokens only if its own digest is equal. The KV
+    # does not depend on them. b"": of an older P, which sends none; equal to no digest.
     sampling_digest: bytes = b""
 
 
@@ -59,7 +49,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 
 
 class NodeOrder(msgspec.Struct, frozen=True, tag=True):
-    """What a supervisor or operator wants a router to do with one node. To obey it twice is to obey it once."""
+    """An order of a supervisor or operator to a router about one node. Idempotent."""
 
     action: Literal["add", "remove", "drain", "resume"]
     node: str  # the base URL for "add", else the node's id or its host:port
@@ -72,14 +62,9 @@ Paper = TypeVar("Paper", Ticket, Offer, NodeOrder)
 
 
 class _Versioned(msgspec.Struct):
-    """What every version of every paper has."""
+    """The field that every version of every paper has."""
 
     version: int
-
-
-def mac(key: bytes, payload: bytes) -> bytes:
-    """Keyed blake2b (RFC 7693) over `payload`. `key` is at most 64 bytes."""
-    return blake2b(payload, key=key, digest_size=MAC_BYTES, person=b"pd-cluster-mac").digest()
 
 
 def sign(key: bytes, paper: Ticket | Offer | NodeOrder) -> str:

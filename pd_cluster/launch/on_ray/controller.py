@@ -119,7 +119,7 @@ class _Record:
 
 @dataclass(slots=True)
 class _Backoff:
-    """By role: units in a row that never became ready, and when the next one may be created."""
+    """The failures of one role: consecutive units that never became ready, and when the next one may be created."""
 
     failures: dict[str, int] = field(default_factory=dict)
     until_s: dict[str, float] = field(default_factory=dict)

@@ -49,7 +49,7 @@ class Routers:
         await self._client.aclose()
 
     async def read(self, urls: Iterable[str]) -> dict[str, tuple[RoutedNode, ...]]:
-        """By URL, the nodes that each router knows. Routers that do not answer are left out."""
+        """The nodes that each router knows, by the router's URL. Routers that do not answer are left out."""
         asked = list(urls)
         tables = await asyncio.gather(*(self._read_one(url) for url in asked))
         return {url: table for url, table in zip(asked, tables, strict=True) if table is not None}

@@ -156,7 +156,7 @@ class Unit:
         except (StartupError, OSError) as error:
             detail = str(error)
         except Exception as error:
-            logger.exception("the life of %s", self._plan.name)
+            logger.exception("unit %s failed", self._plan.name)
             detail = f"{type(error).__name__}: {error}"
         finally:
             # in every case: a unit that reports a dead process as running would never be replaced

@@ -65,7 +65,7 @@ class NodesFile:
 
 
 def parse_nodes(content: bytes | str) -> tuple[NodeSpec, ...]:
-    """`content`: the file's bytes, or the reason why there are none. Raises ValueError."""
+    """The nodes in a file. `content`: its bytes, or why it cannot be read. Raises ValueError."""
     if isinstance(content, str):
         raise ValueError(content)
     try:

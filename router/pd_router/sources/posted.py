@@ -65,7 +65,7 @@ class PostedNodes:
         return next(node for node in self._table.nodes if node.url == spec.url), True
 
     def heritage(self) -> Heritage:
-        """What orders have changed, for a successor."""
+        """The changes that orders have made, for a successor."""
         posted = tuple((spec.url, spec.role.value) for spec in self._specs.values())
         return Heritage(posted, {node.url: node.epoch for node in self._table.nodes if node.draining})
 
