@@ -15,6 +15,7 @@ from pd_cluster.server.fields import REFUSED
 from pd_cluster.server.openapi import OPERATIONS
 from pd_cluster.server.schema import ChatBody, CompletionBody
 from pd_http.errors import PdError, StartupError
+from pd_http.refusal import Refusal
 from pd_router.app import create_app
 from pd_router.config import RouterConfig
 
@@ -130,11 +131,15 @@ def errors() -> Iterator[type[PdError]]:
 
 def _errors() -> str:
     rows = []
-    for kind in sorted(errors(), key=lambda kind: (kind.status, kind.code)):
+    for kind in errors():
         place = {"pd_cluster": "node", "pd_router": "router"}.get(kind.__module__.partition(".")[0], "both")
         what = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
         rows.append([str(kind.status), code(kind.code), place, what])
-    return table(["status", "code", "from", "meaning"], rows)
+    for refusal in Refusal:
+        if refusal.status:
+            text = f"{refusal.message[0].upper()}{refusal.message[1:]}."
+            rows.append([str(refusal.status), code(refusal.word), "both", text])
+    return table(["status", "code", "from", "meaning"], sorted(rows))
 
 
 PARTS = {"endpoints": _endpoints, "read-fields": _read_fields, "refused-fields": _refused_fields, "errors": _errors}
