@@ -46,34 +46,57 @@ class Feature(NamedTuple):
         return PATHS.issuperset(self.paths) and BODY_FIELDS.issuperset(self.fields)
 
 
-SERVED = (
-    Feature("chat", ("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
-            ("/v1/chat/completions",)),
-    Feature("completions", ("prompt", "add_special_tokens"), ("/v1/completions",)),
-    Feature("streaming", ("stream", "stream_options")),
-    Feature("`n`", ("n",)),
-    Feature("logprobs", ("logprobs", "top_logprobs")),
-    Feature("temperature, top-p, top-k, min-p", ("temperature", "top_p", "top_k", "min_p")),
-    Feature("seeds", ("seed",)),
-    Feature("penalties", ("repetition_penalty", "presence_penalty", "frequency_penalty")),
-    Feature("`logit_bias`", ("logit_bias",)),
-    Feature("limits and stops", (
-        "max_tokens", "max_completion_tokens", "min_tokens", "ignore_eos",
-        "stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens",
-    )),
-    Feature("cache salt", ("cache_salt",)),
-    Feature("models, tokenize, detokenize", ("model",), ("/v1/models", "/tokenize", "/detokenize")),
-)  # fmt: skip
-PARTLY = (
-    Feature("`priority` (nodes with `--priorities`)", ("priority",)),
-    Feature("logits stages and output parsers (classes of your own)", ("logits_args",)),
-    Feature("`best_of` (equal to `n`)", ("best_of",)),
-)
-PLANNED = (
-    Feature("structured output", ("structured_outputs",)),
-    Feature("logprobs of prompts", ("prompt_logprobs",)),
-    Feature("embeddings", paths=("/v1/embeddings",)),
-    Feature("Responses and Messages", paths=("/v1/responses", "/v1/messages")),
+class Area(NamedTuple):
+    """Features of the HTTP API, by how far nodes support them."""
+
+    name: str
+    yes: tuple[Feature, ...]
+    partly: tuple[Feature, ...]
+    planned: tuple[Feature, ...]
+
+
+AREAS = (
+    Area(
+        "API",
+        (
+            Feature(
+                "chat",
+                ("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+                ("/v1/chat/completions",),
+            ),
+            Feature("completions", ("prompt", "add_special_tokens"), ("/v1/completions",)),
+            Feature("streaming", ("stream", "stream_options")),
+            Feature("`n`", ("n",)),
+            Feature("logprobs", ("logprobs", "top_logprobs")),
+            Feature("cache salt", ("cache_salt",)),
+            Feature("models, tokenize, detokenize", ("model",), ("/v1/models", "/tokenize", "/detokenize")),
+        ),
+        (
+            Feature("priorities (where nodes allow them)", ("priority",)),
+            Feature("`best_of` (equal to `n`)", ("best_of",)),
+        ),
+        (
+            Feature("logprobs of prompts", ("prompt_logprobs",)),
+            Feature("embeddings", paths=("/v1/embeddings",)),
+            Feature("Responses and Messages", paths=("/v1/responses", "/v1/messages")),
+        ),
+    ),
+    Area(
+        "sampling",
+        (
+            Feature("temperature, top-p, top-k, min-p", ("temperature", "top_p", "top_k", "min_p")),
+            Feature("seeds", ("seed",)),
+            Feature("penalties", ("repetition_penalty", "presence_penalty", "frequency_penalty")),
+            Feature("`logit_bias`", ("logit_bias",)),
+            Feature("limits", ("max_tokens", "max_completion_tokens", "min_tokens", "ignore_eos")),
+            Feature(
+                "stop strings and tokens",
+                ("stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
+            ),
+        ),
+        (Feature("further changes of the logits (a class of your own)", ("logits_args",)),),
+        (Feature("structured output", ("structured_outputs",)), Feature("beam search", ("use_beam_search",))),
+    ),
 )
 NO_FEATURES = frozenset({"response_format", "tools", "tool_choice", "kv_transfer_params"})
 """Body fields that are read to refuse most of their values, or that nodes send each other."""
@@ -90,7 +113,7 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """The matrix. Raises ValueError when a list of this module contradicts the code."""
-    return [_models(), _dtypes(), _gpus(), _parallelism(), _connectors(), _api()]
+    return [_models(), _dtypes(), _gpus(), _parallelism(), _connectors(), *_areas(), _tools()]
 
 
 def _models() -> Row:
@@ -123,15 +146,27 @@ def _connectors() -> Row:
     return Row("connectors", [*names, "a class of your own"], [], [])
 
 
-def _api() -> Row:
-    missing = BODY_FIELDS - NO_FEATURES - {name for feature in (*SERVED, *PARTLY) for name in feature.fields}
-    if missing:
+def _tools() -> Row:
+    parsers = ["reasoning and tool calls in answers (a parser class of your own)"]
+    return Row("tools", [], parsers, _planned({"`tools` in requests": _takes_tools()}))
+
+
+def _areas() -> list[Row]:
+    served = [feature for area in AREAS for feature in (*area.yes, *area.partly)]
+    if missing := BODY_FIELDS - NO_FEATURES - {name for feature in served for name in feature.fields}:
         raise ValueError(f"body fields that belong to no feature of docs/generate/matrix.py: {sorted(missing)}")
-    for feature in (*SERVED, *PARTLY):
+    for feature in served:
         if not feature.is_served or REFUSED.keys() & set(feature.fields):
             raise ValueError(f"nodes do not serve {feature.title}: correct docs/generate/matrix.py")
-    planned = {"tools": _takes_tools(), **{feature.title: feature.is_served for feature in PLANNED}}
-    return Row("API", [one.title for one in SERVED], [one.title for one in PARTLY], _planned(planned))
+    return [
+        Row(
+            area.name,
+            [feature.title for feature in area.yes],
+            [feature.title for feature in area.partly],
+            _planned({feature.title: feature.is_served for feature in area.planned}),
+        )
+        for area in AREAS
+    ]
 
 
 def _choices(kind: type, name: str) -> list[str]:
