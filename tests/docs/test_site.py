@@ -43,7 +43,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_builds_without_a_warning(site: Path) -> None:
     """Links, anchors and the navigation are checked by the build."""
     for name in TEXTS:
-        path = name.removeprefix("docs/").removesuffix("index.md").removesuffix(".md")
+        path = re.sub(r"(README|index)?\.md$", "", name.removeprefix("docs/"))
         assert (site / path / "index.html").is_file(), name
     assert not (site / "generate").exists()
 
