@@ -90,7 +90,7 @@ def _registered(registry: CollectorRegistry) -> str:
     rows = []
     for family in registry.collect():
         name = f"{family.name}_total" if family.type == "counter" else family.name
-        found: tuple[str, ...] = labels.get(family.name) or getattr(family, "_labelnames", ())
+        found = labels.get(family.name) or tuple(getattr(family, "_labelnames", ()))
         rows.append([code(name), family.type, ", ".join(map(code, found)), family.documentation])
     return table(["metric", "type", "labels", "meaning"], sorted(rows))
 

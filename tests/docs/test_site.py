@@ -6,10 +6,12 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from typing import TYPE_CHECKING
 
 import pytest
 
+from benchmarks.__main__ import BENCHMARKS
 from docs.generate.configuration import COMMANDS, parsers
 from docs.generate.repository_links import replaced
 from pd_cluster.launch.cli import build_parser
@@ -97,11 +99,15 @@ def test_every_command_has_its_flags_on_the_page() -> None:
     assert listed == {name for name, _ in parsers()}
 
 
-def test_make_targets_exist() -> None:
+def test_targets_extras_and_benchmarks_exist() -> None:
+    text = "\n".join(TEXTS.values())
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {words[0] for text in TEXTS.values() for words in commands(text, "make") if words}
-    assert named <= targets
-    assert named
+    assert {words[0] for page in TEXTS.values() for words in commands(page, "make") if words} <= targets
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    installed = set(",".join(re.findall(r"'\.\[([a-z,]+)\]'", text)).split(","))
+    assert {"nixl", "ray"} <= installed <= extras.keys()
+    modules = re.findall(r"python -m benchmarks (\w+)", text)
+    assert {"tables", "disagg"} <= set(modules) <= BENCHMARKS.keys()
 
 
 def test_links_out_of_the_pages_are_checked() -> None:
