@@ -2,7 +2,7 @@
 
 On GitHub such a link works as it is written. MkDocs knows only files under `docs/`, so it would call the link broken.
 Here the link is checked against the working tree. It becomes a link into the repository where `repo_url` is set in
-`mkdocs.yml`; elsewhere only its text stays.
+`mkdocs.yml`, else its text and the file's path.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def replaced(markdown: str, uri: str, repo_url: str) -> tuple[str, list[str]]:
         if path.startswith("..") or not (ROOT / path).exists():
             missing.append(match["target"])
             return match["text"]
-        return (
-            f"[{match['text']}]({repo_url}/blob/main/{path}{'#' * bool(anchor)}{anchor})" if repo_url else match["text"]
-        )
+        text = match["text"].strip("`")
+        if not repo_url:
+            return f"`{path}`" if path.endswith(text) else f"{match['text']}, `{path}`"
+        return f"[{match['text']}]({repo_url}/blob/main/{path}{'#' * bool(anchor)}{anchor})"
 
     return _LINK.sub(replace, markdown), missing

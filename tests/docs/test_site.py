@@ -50,6 +50,16 @@ def test_it_builds_without_a_warning(site: Path) -> None:
     assert not (site / "generate").exists()
 
 
+def test_places_that_other_documents_link_to_exist(site: Path) -> None:
+    """MkDocs checks the links within `docs/`. README and its neighbours link to places in pages, too."""
+    links = [
+        link for path in ROOT.glob("*.md") for link in re.findall(r"\]\(docs/([^)#]+)\.md#([^)]+)\)", path.read_text())
+    ]
+    assert links
+    for page, place in links:
+        assert f'id="{place}"' in (site / page / "index.html").read_text(), (page, place)
+
+
 def test_it_loads_nothing_from_elsewhere(site: Path) -> None:
     loaded = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href|srcset)=[\"']?(?:https?:)?//[^>]+")
     found = {match[0] for page in site.rglob("*.html") for match in loaded.finditer(page.read_text())}
@@ -111,9 +121,9 @@ def test_targets_extras_and_benchmarks_exist() -> None:
 
 
 def test_links_out_of_the_pages_are_checked() -> None:
-    text = "[log](../benchmarks/LOG.md) [a](other.md) [gone](../no/such.md#x) [up](../../x)"
+    text = "[log](../benchmarks/LOG.md) [a](other.md) [LICENSE](../LICENSE) [gone](../no/such.md#x) [up](../../x)"
     found, missing = replaced(text, "page.md", "")
-    assert found == "log [a](other.md) gone up"
+    assert found == "log, `benchmarks/LOG.md` [a](other.md) `LICENSE` gone up"
     assert missing == ["../no/such.md#x", "../../x"]
     linked, _ = replaced("[log](../../benchmarks/LOG.md#a)", "decisions/page.md", "https://host/repo")
     assert linked == "[log](https://host/repo/blob/main/benchmarks/LOG.md#a)"
