@@ -10,11 +10,14 @@ import tomllib
 from typing import TYPE_CHECKING
 
 import pytest
+import yaml
 
 from benchmarks.__main__ import BENCHMARKS
 from docs.generate.configuration import COMMANDS, parsers
+from docs.generate.metrics import ENGINE
 from docs.generate.repository_links import replaced
 from pd_cluster.launch.cli import build_parser
+from tests.deploy import metric_names
 from tests.docs.pages import PAGES, ROOT, blocks, commands, name_of, prose
 
 if TYPE_CHECKING:
@@ -118,6 +121,28 @@ def test_targets_extras_and_benchmarks_exist() -> None:
     assert {"nixl", "ray"} <= installed <= extras.keys()
     modules = re.findall(r"python -m benchmarks (\w+)", text)
     assert {"tables", "disagg"} <= set(modules) <= BENCHMARKS.keys()
+
+
+def test_metrics_and_alerts_that_are_named_exist() -> None:
+    exported = metric_names.exported() | {f"pd_{name}" for name in ENGINE}
+    histograms = {name.removesuffix("_bucket") for name in exported if name.endswith("_bucket")}
+    packages = {path.name for path in ROOT.glob("*/pd_*")} | {"pd_cluster"}
+    named = {word for text in TEXTS.values() for word in re.findall(r"\bpd_[a-z0-9_]*[a-z0-9]\b", text)}
+    assert named - exported - histograms - packages == set()
+    alerts = {word for text in TEXTS.values() for word in re.findall(r"\bPd[A-Z][A-Za-z]+\b", text)}
+    assert alerts <= metric_names.alert_expressions().keys()
+
+
+def test_values_of_the_chart_exist() -> None:
+    values = yaml.safe_load((ROOT / "helm" / "pd-cluster" / "values.yaml").read_text())
+    named = re.findall(r"`((?:[a-z]\w*\.)+[a-zA-Z]+)(?:: [^`]*)?`", TEXTS["docs/kubernetes.md"])
+    paths = {name for name in named if name.partition(".")[0] in values}
+    assert {"router.replicas", "nodeDefaults.rdma.rootWithIpcLock", "clusterKey.existingSecret"} <= paths
+    for path in paths:
+        found = values
+        for key in path.split("."):
+            assert key in found, path
+            found = found[key]
 
 
 def test_links_out_of_the_pages_are_checked() -> None:
