@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PAGES = {
+    "models": "the architectures in docs/models.md, from the registry",
+    "configuration": "the flags in docs/configuration.md, from the command line's parsers",
+    "api": "endpoints, fields and errors in docs/api.md, from the routes and the request bodies",
+    "metrics": "metrics and alerts in docs/operations.md, from the registries and the chart",
     "matrix": "the support matrix in README.md, from the registries and the request bodies",
 }
 """Modules of this package, and what each one writes."""

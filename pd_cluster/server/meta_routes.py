@@ -111,7 +111,7 @@ def _health(state: NodeState) -> dict[str, Any]:
 
 
 def _status(state: NodeState) -> str:
-    """One word; ARCHITECTURE.md has the table of what each means."""
+    """One word; docs/internals.md says what each means (What counts as down)."""
     engine = state.engine
     if engine.ready is None:
         return "starting"

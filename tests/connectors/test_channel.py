@@ -168,6 +168,7 @@ def test_an_owner_without_the_clusters_key_is_lost_and_counted(make: Callable[..
     assert isinstance(receive(owner, FromReader), FromReader)
 
 
+@pytest.mark.long
 def test_silent_connections_do_not_keep_readers_out(
     make: Callable[..., ZmqChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +216,7 @@ def test_a_question_that_is_too_long_is_cut_off_and_an_answer_of_a_million_token
     assert receive(reader, FromOwner) == FromOwner(address, state)
 
 
+@pytest.mark.long
 def test_an_idle_connection_outlives_its_heartbeats(
     make: Callable[..., ZmqChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,7 @@ def test_half_an_object_is_never_visible(server: StoreServer, protocol: LMCacheP
     store.close()
 
 
+@pytest.mark.long
 @needs_lmcache
 def test_a_server_that_answers_nonsense_or_nothing_is_unavailable(protocol: LMCacheProtocol) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:

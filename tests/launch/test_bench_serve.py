@@ -173,6 +173,7 @@ def test_arrival_times_are_kept() -> None:
     assert [record.scheduled_s for record in records] == gaps
 
 
+@pytest.mark.long
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "deep" / "out.json", tmp_path / "plot.png"
     with serving() as server:

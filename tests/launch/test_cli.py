@@ -90,6 +90,7 @@ def test_a_directory_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"{tmp_path} is not a model directory: it has no config.json" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_help_and_router_start_without_torch() -> None:
     block = "import sys; sys.modules.update({'torch': None, 'transformers': None}); "
     run = "from pd_cluster.launch.cli import main; sys.exit(main(sys.argv[1:]))"

@@ -77,6 +77,7 @@ class _Greets(socketserver.StreamRequestHandler):
         self.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")
 
 
+@pytest.mark.long
 def test_something_else_on_that_port_is_no_router() -> None:
     with socketserver.TCPServer(("127.0.0.1", 0), _Greets) as server:
         serving = threading.Thread(target=server.serve_forever)

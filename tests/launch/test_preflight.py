@@ -194,6 +194,7 @@ def test_no_command_takes_a_port_that_is_none(command: str, port: int, capsys: p
     assert "--port" in error.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_no_torch_is_imported() -> None:
     """It costs seconds."""
     code = (

@@ -85,6 +85,7 @@ def test_the_first_death_is_reported() -> None:
     run(test())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("in_a_hurry", [False, True])
 def test_what_does_not_stop_is_killed(in_a_hurry: bool) -> None:
     async def test() -> None:
@@ -115,6 +116,7 @@ def test_leaving_the_block_ends_all_processes() -> None:
     assert not psutil.pid_exists(pids[0])
 
 
+@pytest.mark.long
 def test_leaving_the_block_ends_what_a_dead_child_has_left_running() -> None:
     """An API process that was killed, and its engine, which hangs."""
     sleeper = "import os, sys, subprocess; one = subprocess.Popen(['sleep', '600'], stdin=subprocess.DEVNULL); "

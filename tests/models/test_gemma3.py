@@ -95,6 +95,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
     return ModelStore(tmp_path_factory.mktemp("models")).get("gemma3")
 
 
+@pytest.mark.long
 def test_a_config_in_the_hub_spelling_gives_the_same_tokens(saved: SavedModel, tmp_path: Path) -> None:
     config = json.loads((saved.directory / "config.json").read_text())
     ropes = config.pop("rope_parameters")
@@ -110,6 +111,7 @@ def test_a_config_in_the_hub_spelling_gives_the_same_tokens(saved: SavedModel, t
     assert driver.run() == [saved.generate(prompt, 12)]
 
 
+@pytest.mark.long
 def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(saved: SavedModel) -> None:
     """As a root mean square over the vocabulary, summed over prompts: roundings are at the same places."""
     executor = make_executor(saved.directory, dtype="bfloat16")

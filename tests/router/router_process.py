@@ -16,6 +16,7 @@ from pd_router.app import create_app
 from pd_router.cli import FILES_PER_REQUEST
 from pd_router.config import RouterConfig
 from pd_router.sources.make import make_sources
+from tests.in_loop_server import in_loop
 from tests.router.fake_nodes import WAIT_S
 
 if TYPE_CHECKING:
@@ -92,16 +93,7 @@ async def serving(
     app = create_app(config, KEY, make_sources(config) if sources is None else sources)
     listener = bound("127.0.0.1", 0)
     gate = app.state.services.metrics.http.make_gate(config, NUM_FILES, FILES_PER_REQUEST)
-    server = uvicorn.Server(
-        uvicorn.Config(app, http=gate.protocol, log_config=None, access_log=False, timeout_graceful_shutdown=1)
-    )
-    serving_task = asyncio.ensure_future(server.serve(sockets=[listener]))
-    try:
-        await until(lambda: server.started or serving_task.done())
-        assert server.started, "the router did not start"
-        async with aiohttp.ClientSession() as session:
-            yield Router(f"http://127.0.0.1:{listener.getsockname()[1]}", app.state.services, session)
-    finally:
-        server.should_exit = True
-        await serving_task
-        listener.close()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    served = uvicorn.Config(app, http=gate.protocol, log_config=None, access_log=False, timeout_graceful_shutdown=1)
+    async with in_loop(served, listener), aiohttp.ClientSession() as session:
+        yield Router(url, app.state.services, session)

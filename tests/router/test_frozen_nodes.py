@@ -18,7 +18,7 @@ from tests.router.router_process import Router, serving, until
 if TYPE_CHECKING:
     from aiohttp import web
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.long]
 BODY: dict[str, Any] = {"model": "demo", "prompt": "x"}
 QUICK: dict[str, Any] = {"health_interval_s": 0.05, "health_timeout_s": 0.5, "probe_timeout_s": 0.5}
 

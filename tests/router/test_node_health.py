@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pd_router.node_table import Node
     from pd_router.upstream import Answer
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.long]
 
 GONE_S = 1.0  # the promise
 INTERVAL_S, TIMEOUT_S = 0.2, 0.4  # of the health check here

@@ -166,6 +166,7 @@ async def test_d_is_called_before_p_is_done_and_its_bytes_come_at_once() -> None
         assert not p.seen[0].gone.is_set()
 
 
+@pytest.mark.long
 async def test_a_burst_of_64_spreads_over_the_nodes() -> None:
     ps = [FakeNode("prefill", fakes.prefill, node_id=f"p{i}") for i in range(2)]
     ds = [FakeNode("decode", fakes.decode_until_told, node_id=f"d{i}") for i in range(4)]

@@ -44,6 +44,7 @@ def test_a_token_costs_what_it_and_its_keys_do(start: int, num_tokens: int) -> N
     assert seen == pytest.approx(162, rel=0.02)
 
 
+@pytest.mark.long
 @given(
     DECODES, st.lists(st.tuples(STARTS, LENGTHS), min_size=1, max_size=5), st.integers(1, 512), KEYS_PER_TOKEN,
     st.integers(0, 2048),

@@ -48,6 +48,7 @@ def bound(num_decodes: int, limit: int) -> int:
     return min(raised, limit) if limit >= least else raised
 
 
+@pytest.mark.long
 @settings(max_examples=30, deadline=None)
 @example(num_decodes=60, lengths=[LONG] * 3, limit=192, depth=1, keys_per_token=0)
 @given(

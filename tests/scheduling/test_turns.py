@@ -52,6 +52,7 @@ ABUSES: dict[str, dict[str, int]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("abuse", ABUSES)
 @pytest.mark.parametrize(("num_blocks", "rests"), [(400, False), (400, True), (40, False)])
@@ -191,6 +192,7 @@ def batches_of(seed: int, *, plain: bool, rests: bool, monkeypatch: pytest.Monke
         return batches
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rests", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_ordinary_traffic_is_scheduled_as_by_a_plain_queue(
@@ -217,6 +219,7 @@ class Checked(Turns):
         assert next(ordered, None) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(12))
 def test_random_groups_are_served_by_their_claims(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And in the end, where nothing but slots is short, no group holds two slots more than one that waits."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import socket
@@ -22,9 +21,11 @@ from pd_cluster.server.metrics import NodeMetrics
 from pd_cluster.server.state import NodeState
 from pd_cluster.server.tokenizer import Tokenizer
 from pd_http.limits import HttpLimits
+from tests.in_loop_server import in_loop
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    import asyncio
+    from collections.abc import AsyncIterator
 
     from fastapi import FastAPI
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 KEY = b"k" * 32
 MODEL_DIR = Path(pd_cluster.__file__).parent / "demo_model"
-START_S = 10.0
 NUM_FILES = 4096
 
 
@@ -60,22 +60,6 @@ def make_state(
         handoff=handoff or HandoffConfig(),
     )
     return NodeState(config=config, engine=engine, tokenizer=demo_tokenizer(), key=KEY)
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals alone and says when it listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.up = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.up.set()
 
 
 @dataclass(frozen=True)
@@ -121,16 +105,9 @@ async def _served(app: FastAPI, metrics: NodeMetrics, limits: HttpLimits) -> Asy
     )  # inherited; asyncio sets it only when proto is given
     port = listener.getsockname()[1]
     gate = metrics.http.make_gate(limits, NUM_FILES, FILES_PER_REQUEST).protocol
-    server = _Server(uvicorn.Config(app, http=gate, log_config=None, lifespan="on", timeout_graceful_shutdown=5))
-    task = asyncio.create_task(server.serve([listener]))
-    try:
-        async with asyncio.timeout(START_S):
-            await server.up.wait()
+    config = uvicorn.Config(app, http=gate, log_config=None, lifespan="on", timeout_graceful_shutdown=5)
+    async with in_loop(config, listener) as server:
         yield Served(f"http://127.0.0.1:{port}", server)
-    finally:
-        server.should_exit = True
-        async with asyncio.timeout(START_S):
-            await task
 
 
 @contextlib.asynccontextmanager

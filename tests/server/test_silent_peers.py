@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tests.server.live_server import Node
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.long]
 QUICK_S = 0.1
 
 
