@@ -113,6 +113,10 @@ class Launched:
         """Signal it, wait, and return its exit status. Killed when it does not end in time (and LaunchFailed)."""
         if self.returncode is None:
             self.send(signum)
+        return self.end(deadline_s)
+
+    def end(self, deadline_s: float = STOP_DEADLINE_S) -> int:
+        """Wait for the end of what was told to stop, and return the exit status. Killed after `deadline_s`."""
         try:
             return self.wait(deadline_s)
         except LaunchFailed:
@@ -184,12 +188,15 @@ class Launcher:
         return router
 
     def close(self) -> None:
-        """Idempotent. The last started is stopped first."""
+        """Idempotent. All are told to stop, the last started first, and then waited for: each takes a second."""
         failures: list[str] = []
+        for launched in reversed(self._launched):
+            if launched.returncode is None:
+                launched.send(signal.SIGTERM)
         while self._launched:
             launched = self._launched.pop()
             try:
-                launched.stop()
+                launched.end()
             except LaunchFailed as error:
                 failures.append(str(error))
             for process in launched.leftovers():

@@ -11,9 +11,20 @@ from tests.cluster import Launcher
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.integration.system import System
+
 
 @pytest.fixture
 def launcher() -> Iterator[Launcher]:
     """Starts `pd-cluster` processes; they are stopped after the test, which fails when one leaves a process behind."""
     with Launcher() as launcher:
         yield launcher
+
+
+@pytest.fixture(scope="session")
+def shared_system() -> Iterator[System]:
+    """A prefill node, a decode node and a router, for tests that leave no trace and count by differences only."""
+    from tests.integration.system import running_system
+
+    with running_system("--kv-cache-gb=0.1") as system:
+        yield system

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import AsyncIterator, Iterator
 
 START_S = 10.0
@@ -59,6 +59,8 @@ class InLoopServer(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def in_loop(config: uvicorn.Config, listener: socket.socket) -> AsyncIterator[InLoopServer]:
     """The server, which listens, until the block is left. Closes `listener`."""
+    # uvloop sets this for each connection, asyncio does not: an answer in two parts would wait 40 ms for its second
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     server = InLoopServer(config)
     task = asyncio.create_task(server.serve([listener]))
     up = asyncio.create_task(server.up.wait())

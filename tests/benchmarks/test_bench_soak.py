@@ -21,7 +21,8 @@ def test_a_short_soak_holds() -> None:
     """Steps overlap, as they do on a GPU."""
     lines: list[str] = []
     options = Options(
-        seconds=6, round_s=3, seed=1, device="cpu", num_blocks=48, max_num_seqs=8, swap_gb=0.001, async_scheduling="on"
+        seconds=3, round_s=1.5, seed=1, device="cpu", num_blocks=48, max_num_seqs=8, swap_gb=0.001,
+        async_scheduling="on",
     )  # fmt: skip
     soak(options, lines.append)
     found = re.search(r"(\d+) requests, (\d+) tokens, .* (\d+) swaps, (\d+) recomputations", lines[-1])

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cluster import ROOT, SOURCES
-from tests.integration.system import System, running_system
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from tests.integration.system import System
 
 pytestmark = pytest.mark.integration
 
@@ -24,10 +23,9 @@ EXAMPLES = ROOT / "docs" / "examples"
 DEADLINE_S = 100.0
 
 
-@pytest.fixture(scope="module")
-def system() -> Iterator[System]:
-    with running_system("--kv-cache-gb=0.05") as system:
-        yield system
+@pytest.fixture
+def system(shared_system: System) -> System:
+    return shared_system
 
 
 def output(*command: str | Path, **environment: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
-from tests.integration.system import Path, System, running_system
+from tests.integration.system import Path, System
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,11 +85,10 @@ def _client(url: str, headers: dict[str, str]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def clients() -> Iterator[Clients]:
-    with running_system("--kv-cache-gb=0.1") as system:
-        clients = Clients(system)
-        yield clients
-        clients.close()
+def clients(shared_system: System) -> Iterator[Clients]:
+    clients = Clients(shared_system)
+    yield clients
+    clients.close()
 
 
 def completion(arguments: Arguments) -> Arguments:
@@ -232,10 +231,11 @@ def test_models_are_listed(clients: Clients) -> None:
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_stream_that_is_closed_early_ends_everywhere(path: Path, clients: Clients) -> None:
     arguments = completion({"max_tokens": 3000, "stream": True, "extra_body": {"ignore_eos": True}})
+    before = clients.system.metric("decode", "pd_generation_tokens_total")
     with ask(clients[path], "completions", arguments) as stream:
         assert next(iter(stream)).choices[0].text is not None
     clients.system.settle()
-    generated = clients.system.metric("decode", "pd_generation_tokens_total")
+    generated = clients.system.metric("decode", "pd_generation_tokens_total") - before
     assert clients.system.metric("decode", "pd_num_running") == 0
     assert generated < 3000
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.integration.reference import DemoModel, random_prompt
-from tests.integration.system import BLOCK_BYTES, Path, System, running_system, wait_until
+from tests.integration.system import BLOCK_BYTES, Path, System, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -19,10 +19,9 @@ COMPLETIONS = "/v1/completions"
 ROUTES = (Path.P_FIRST, Path.D_FIRST)
 
 
-@pytest.fixture(scope="module")
-def system() -> Iterator[System]:
-    with running_system("--kv-cache-gb=0.1") as system:
-        yield system
+@pytest.fixture
+def system(shared_system: System) -> System:
+    return shared_system
 
 
 def moved_blocks(system: System, path: Path, prompt: Sequence[int], *, num_loads: int = 1) -> float:

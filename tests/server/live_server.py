@@ -100,9 +100,6 @@ async def serving(app: FastAPI) -> AsyncIterator[str]:
 @contextlib.asynccontextmanager
 async def _served(app: FastAPI, metrics: NodeMetrics, limits: HttpLimits) -> AsyncIterator[Served]:
     listener = socket.create_server(("127.0.0.1", 0))
-    listener.setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-    )  # inherited; asyncio sets it only when proto is given
     port = listener.getsockname()[1]
     gate = metrics.http.make_gate(limits, NUM_FILES, FILES_PER_REQUEST).protocol
     config = uvicorn.Config(app, http=gate, log_config=None, lifespan="on", timeout_graceful_shutdown=5)
