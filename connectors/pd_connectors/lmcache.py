@@ -4,7 +4,7 @@ Not through LMCache's engine: that hashes tokens itself (with Python's `hash` un
 and reports a failed store in its log alone. The messages are LMCache's classes, so they follow the installed version.
 
     message   server's answer
-    PUT       none: what was stored is asked afterwards, on the same connection
+    PUT       none: a later question on the same connection tells which objects were stored
     GET       a header, then the object
     EXIST     a header
 

@@ -76,7 +76,7 @@ class NullConnector(Connector):
         """The cache is never read by a peer."""
 
     def recv_before(self, loads: Sequence[LoadSpec]) -> None:
-        assert not loads, "no load gets as far as that"
+        assert not loads, "every load has failed before"
 
     def send_after(self, publishes: Sequence[PublishSpec]) -> None:
         assert not publishes, "there is no lease"

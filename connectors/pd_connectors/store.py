@@ -1,4 +1,4 @@
-"""The key-value store under a pool, and what is stored in it.
+"""The key-value store under a pool, and the objects in it.
 
 One object is one group's part of one whole KV block. Its *name* is its content's: fingerprint and layout (together the
 scope), the chained hash of all tokens up to the block's end (`protocol.hashing`, the tenant's salt in the root) and the

@@ -48,11 +48,10 @@ _EVENT = struct.Struct("=hi")  # of a monitor: event, value
 class ZmqChannel(Channel):
     """One ROUTER for our own leases, one DEALER per owner that we read from, over TCP and CURVE.
 
-    ZeroMQ reconnects by itself, so a peer that restarts under the same address is reached again; heartbeats find
-    connections with another end that vanished without a FIN.
+    ZeroMQ reconnects by itself, so a peer that restarts under the same address is reached again. Heartbeats find
+    connections with a peer that vanished without a FIN.
     max_readers: connections to the port at once.
-    Raises ConnectorUnavailable when the port is taken, or `host` is nothing that a reader could connect to, or ZeroMQ
-    has no CURVE.
+    Raises ConnectorUnavailable when the port is taken, a reader cannot connect to `host`, or ZeroMQ has no CURVE.
     """
 
     def __init__(self, key: bytes, host: str, port: int, max_readers: int = 1024) -> None:
@@ -172,7 +171,10 @@ class ZmqChannel(Channel):
         self._waker.close()
 
     def _try_address(self, host: str) -> None:
-        """Refuse an address that ZeroMQ cannot connect to, on any port: our own would count the attempt."""
+        """Refuse an address that ZeroMQ cannot connect to.
+
+        Tries another port than ours, which would count the attempt.
+        """
         with self._context.socket(zmq.DEALER) as dealer:
             self._configure(dealer)
             try:
@@ -210,10 +212,13 @@ class ZmqChannel(Channel):
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reader that left is counted, not ignored
         router.setsockopt(zmq.MAXMSGSIZE, MAX_QUESTION_BYTES)
         router.setsockopt(zmq.USE_FD, self._gate.descriptor())
-        router.bind("tcp://127.0.0.1:*")  # the address is not looked at: the descriptor has one
+        router.bind("tcp://127.0.0.1:*")  # ZeroMQ ignores this address: the descriptor is bound already
 
     def _monitor(self, sock: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
-        """The socket's events. Its queue has no limit: ZeroMQ's IO thread would wait for us at it."""
+        """A socket with the events of `sock`.
+
+        Its queue has no limit, because ZeroMQ's IO thread would wait for room.
+        """
         address = f"inproc://events-{next(self._serials)}"
         sock.monitor(address, events)
         receiver = self._context.socket(zmq.PAIR)

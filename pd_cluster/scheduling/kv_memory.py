@@ -175,7 +175,7 @@ class KvMemory:
     def pin(self, request: Request) -> int:
         """Pin what the cache holds of a parked prompt. Returns the number of whole blocks.
 
-        Only what is kept of the prompt counts: all of it when no logits of it are needed. A redraw, which may be known
+        Only the kept part of the prompt counts: all of it when no logits of it are needed. A redraw, which may be known
         only after the first pin, writes into the last token's block, which must not be a cached one.
         """
         assert request.table is not None

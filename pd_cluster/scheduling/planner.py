@@ -1,4 +1,4 @@
-"""What the next step computes. There is no prefill phase and no decode phase: every sequence has tokens left.
+"""Plans the next step. There is no prefill phase and no decode phase: every sequence has tokens left to compute.
 
     1  running sequences with one token left (decodes), best rank first; short of memory, the worst rank is preempted
     2  running sequences with more (prefill chunks), while the prompts' share of the token budget lasts

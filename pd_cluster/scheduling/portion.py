@@ -1,4 +1,4 @@
-"""What one shared group gets of one step, where a step with much work keeps all others waiting: on a CPU.
+"""The share of one step for each shared group, on a CPU, where a step with much work delays all other groups.
 
 On one core a step of the demo model takes 4.5 ms for one decode, 7 for 8 and 22 for 64; a prompt's token adds 0.12 ms.
 A request that arrives waits for the step that runs, on P and on D. A group of 64 decodes is therefore stepped in

@@ -1,4 +1,4 @@
-"""What groups that hold many slots yield to groups that wait with fewer (`turns`): slots, blocks, and some steps."""
+"""Groups that hold many slots yield slots, blocks and some steps to groups that wait with fewer (`turns`)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Yielding:
             served.add(seq.request.group.name)
 
     def _yield_to(self, seq: Sequence, builder: BatchBuilder, *, wants_slot: bool) -> bool:
-        """Take the slot and the blocks that other groups owe the sequence's, as far as it lacks them. False: none.
+        """Take the slot and blocks that the sequence lacks from groups that owe its group. False: there are none.
 
         A victim that a running step touches is left out of this step, and yields in the next.
         """

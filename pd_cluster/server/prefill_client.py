@@ -82,7 +82,7 @@ class PrefillClient:
             raise PeerError(FailureKind.UNREACHABLE, f"{url}: {error!r}") from error
 
     async def lives(self) -> bool:
-        """Whether P and its engine are alive, as far as P knows."""
+        """Whether P and its engine are alive, by P's /health and its last event."""
         return await _lives(self._session, self._node_url) and not self.has_died
 
     async def close(self) -> None:

@@ -132,7 +132,7 @@ class BoundedProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             self.end(Refusal.BAD_REQUEST)
         else:
-            if head_ends and not self._has_head:  # parser and framing disagree about what was sent
+            if head_ends and not self._has_head:  # parser and framing found different ends of the head
                 self.end(Refusal.BAD_REQUEST)
         return self._abort_at_s is None and not self.transport.is_closing()
 

@@ -18,7 +18,7 @@ class NodeUnknown(PdError, status=404, kind="invalid_request_error", code="node_
 
 
 class NodeConflict(PdError, status=409, kind="invalid_request_error", code="node_conflict"):
-    """The order contradicts the node's source or state; the message says what is possible."""
+    """The order contradicts the node's source or state. The message names the orders that are possible."""
 
 
 class HandingOver(PdError, status=503, code="handing_over"):

@@ -39,7 +39,7 @@ CLOSE_ANSWER_S = 15.0  # the same while closing: a controller that does not answ
 POLL_S = 0.5
 WATCH_S = 2.0  # period at which `up` checks that its cluster exists
 MAX_FAILURES = 3  # units of a role in a row that never became ready, until `up` and `scale` stop waiting
-DOWN_MARGIN_S = 60.0  # after the time for requests, until `down` removes what is left
+DOWN_MARGIN_S = 60.0  # after the time for requests, until `down` removes the remaining units
 
 
 def run_ray(namespace: argparse.Namespace) -> int:
