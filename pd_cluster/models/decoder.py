@@ -133,7 +133,8 @@ class Decoder(ABC, Generic[FamilyLayer]):
 
     def _use_few_rows(self) -> None:
         """Let steps of few tokens use the kernels' products of few rows, if there is one for every weight."""
-        linears = [linear for linears in self._linears.values() for linear in linears]
+        *of_layers, head = self._linears.values()  # a kind has a linear in each layer
+        linears = [*(linear for layer in zip(*of_layers, strict=True) for linear in layer), *head]
         products = []
         for linear in linears:
             product = linear.few_rows_product()
