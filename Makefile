@@ -29,7 +29,7 @@ INPUTS := pyproject.toml $(wildcard $(CONSTRAINTS))
 # The tests run small tensors in several processes at once: one thread each is fastest and repeatable.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: up test test-fast fast-rules fast-http test-slow mutants lint format clean
+.PHONY: up test test-fast fast-rules fast-http test-slow mutants lint format docs docs-serve clean
 .DELETE_ON_ERROR:
 
 up: $(VENV)/.installed $(POOL:%=$(VENV)/.installed-%)
@@ -67,6 +67,13 @@ lint: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+# NO_MKDOCS_2_WARNING: no advertisement of another generator among the build's lines
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

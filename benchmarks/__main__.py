@@ -20,6 +20,7 @@ BENCHMARKS = {
     "disagg": "the five workloads of the disaggregation table, on a running cluster",
     "handover": "the steps of a handoff from a prefill to a decode node, on a running cluster",
     "soak": "the engine core under random requests, aborts and preemptions, with its invariants checked",
+    "chart": "draw the README's chart from the records",
     "tables": "write a document's performance tables from the records",
     "files_to_open": 'source files behind "P samples the first token and D emits it"',
     "model": "write a model directory of a known shape, for nodes with --load-format dummy",

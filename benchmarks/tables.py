@@ -23,18 +23,19 @@ from pd_cluster.errors import StartupError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+DOCUMENT = Path("docs") / "benchmarks.md"
 Record = dict[str, Any]
 
 _DISAGG_INTRO = """\
 Two H200s over NVLink, the same shape, one prefill and one decode node (1P1D) beside two mixed replicas (2M), everything
 as the HTTP client sees it: ms as p50/p90/p99 or p50/p99, "leg" what the prefill node itself took to its first token,
 and the share of requests within a TTFT and a TPOT
-([records](benchmarks/results/disagg_gpu.jsonl)):
+([records](../benchmarks/results/disagg_gpu.jsonl)):
 
 """
 _HANDOVER_INTRO = """\
 One handover, from the announcement of the prompt's last blocks to the decode node's queue
-([records](benchmarks/results/handover_gpu.jsonl)):
+([records](../benchmarks/results/handover_gpu.jsonl)):
 
 """
 _PLACE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -43,7 +44,7 @@ _PLACE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re
 def main(arguments: Sequence[str]) -> int:
     """Returns 0. Raises StartupError."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks tables", allow_abbrev=False)
-    parser.add_argument("document", type=Path, nargs="?", default=Path("README.md"), help="Default: README.md.")
+    parser.add_argument("document", type=Path, nargs="?", default=DOCUMENT, help="Default: %(default)s.")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="Default: %(default)s.")
     namespace = parser.parse_args(arguments)
     try:
@@ -129,11 +130,17 @@ def _row_name(rows: list[Record]) -> str:
     return f"{rows[0]['count']} mixed sequences, output tok/s"
 
 
-def _disagg(results: Path) -> str:
+def latest_runs(results: Path) -> dict[tuple[str, str], Record]:
+    """The last whole run of each workload and setting of the disaggregation table."""
     latest: dict[tuple[str, str], Record] = {}
     for record in _records(results, "disagg_gpu.jsonl"):
         if record["scale"] == 1.0 and len(record["requests"]) == PRESETS[record["workload"]].num_requests:
             latest[record["workload"], record["setting"]] = record
+    return latest
+
+
+def _disagg(results: Path) -> str:
+    latest = latest_runs(results)
     rows = []
     for name, preset in PRESETS.items():
         ours = [

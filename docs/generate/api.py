@@ -1,0 +1,145 @@
+"""The tables of `docs/api.md`: endpoints, request fields, refused fields and errors.
+
+`tests/docs/test_api_page.py` sends every field of `READ` to a node and compares all tables with the routes and bodies.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pd_cluster.errors  # noqa: F401 - their subclasses are listed
+import pd_router.errors  # noqa: F401
+from docs.generate.document import code, table
+from pd_cluster.server.fields import REFUSED
+from pd_cluster.server.openapi import OPERATIONS
+from pd_cluster.server.schema import ChatBody, CompletionBody
+from pd_http.errors import PdError, StartupError
+from pd_http.refusal import Refusal
+from pd_router.app import create_app
+from pd_router.config import RouterConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DOCUMENT = "docs/api.md"
+ROUTER_ONLY = {
+    ("GET", "/nodes"): "The nodes that the router knows, with their load, health and restarts",
+    ("POST", "/nodes"): "Add a node (signed order)",
+    ("DELETE", "/nodes/{id}"): "Remove a node that was added (signed order)",
+    ("POST", "/nodes/{id}/drain"): "Send a node no new requests (signed order)",
+    ("DELETE", "/nodes/{id}/drain"): "Send a drained node requests again (signed order)",
+}
+
+
+class Read(NamedTuple):
+    """A field that a node reads. `example` is accepted beside a plain body."""
+
+    example: Any
+    meaning: str
+
+
+READ: dict[str, Read] = {
+    "messages": Read([{"role": "user", "content": "hi"}], "Text content, as a string or as parts of type `text`."),
+    "prompt": Read("hi", "A string, token ids, or a list of either (up to 256 prompts)."),
+    "model": Read("demo", "Must be the served name. Without it the only model answers."),
+    "n": Read(2, "1 to 128. The prompt is computed once."),
+    "best_of": Read(1, "Only when it equals `n`."),
+    "max_tokens": Read(4, "Default: 16 for completions; for chat, what fits."),
+    "max_completion_tokens": Read(4, "Wins over `max_tokens`."),
+    "temperature": Read(0.5, "0 to 2. The default is the one in `generation_config.json`, else 1."),
+    "top_p": Read(0.9, "Above 0, at most 1. The default is the model's, as for `temperature`."),
+    "top_k": Read(20, "vLLM's field. 0 and -1: all."),
+    "min_p": Read(0.1, "vLLM's field, 0 to 1."),
+    "repetition_penalty": Read(1.1, "vLLM's field, above 0, at most 10; over prompt and output."),
+    "presence_penalty": Read(0.5, "-2 to 2, over the output."),
+    "frequency_penalty": Read(0.5, "-2 to 2, over the output."),
+    "seed": Read(7, "Equal seeds give equal tokens, on any node and in any batch, as far as logits are equal."),
+    "logit_bias": Read({"5": 1}, "-100 to 100 for each token id."),
+    "min_tokens": Read(1, "vLLM's field: no end before so many tokens."),
+    "stop": Read(["x"], "Up to 16 strings of at most 1,024 characters."),
+    "stop_token_ids": Read([7], "vLLM's field."),
+    "ignore_eos": Read(True, "vLLM's field."),
+    "include_stop_str_in_output": Read(True, "vLLM's field."),
+    "skip_special_tokens": Read(False, "vLLM's field. Default: true."),
+    "logits_args": Read({}, "Arguments of the node's own logits stages (`--logits-stage`), at most 64 KiB."),
+    "stream": Read(True, "Server-sent events."),
+    "stream_options": Read(
+        {"include_usage": True, "continuous_usage_stats": True, "include_timings": True},
+        "`include_usage`; vLLM's `continuous_usage_stats`; `include_timings`, see below.",
+    ),
+    "response_format": Read({"type": "text"}, "Only the type `text`."),
+    "priority": Read(1, "Ignored unless the node is started with `--priorities`. Lower is served first."),
+    "cache_salt": Read("tenant", "vLLM's field: requests with another salt share no cached blocks with these."),
+    "add_special_tokens": Read(True, "vLLM's field. Default: true for completions, false for chat."),
+    "kv_transfer_params": Read({"do_remote_decode": False}, "vLLM's connector fields, for routers."),
+    "logprobs": Read(1, "Chat: true or false. Completions: 0 to 20 alternatives."),
+    "top_logprobs": Read(2, "0 to 20 alternatives for each token; needs `logprobs`."),
+    "tools": Read([], 'Only with `tool_choice` "none": no parser of tool calls is part of the package.'),
+    "tool_choice": Read("none", 'Only "none", or "auto" with a node that can parse calls.'),
+    "add_generation_prompt": Read(True, "vLLM's field. Default: true."),
+    "continue_final_message": Read(False, "vLLM's field."),
+    "chat_template_kwargs": Read({"enable_thinking": False}, "Arguments of the model's chat template."),
+}
+
+
+def router_routes() -> set[tuple[str, str]]:
+    """Method and path of every route of the router."""
+    app: Any = create_app(RouterConfig(start_empty=True), b"k" * 32, ())
+    while not hasattr(app, "routes"):
+        app = app.app
+    found = {(method, route.path.replace(":path", "")) for route in app.routes for method in route.methods}
+    return {(method, path) for method, path in found if method != "HEAD"}
+
+
+def _endpoints() -> str:
+    on_router = router_routes()
+    rows = []
+    for one in OPERATIONS:
+        place = "router, nodes" if (one.method.upper(), one.path) in on_router else "nodes"
+        rows.append([code(f"{one.method.upper()} {one.path}"), place, one.summary + "."])
+    rows.append([code("GET /openapi.json"), "nodes", "OpenAPI 3.1 of this list."])
+    rows += [[code(f"{method} {path}"), "router", f"{text}."] for (method, path), text in ROUTER_ONLY.items()]
+    return table(["endpoint", "on", "what it does"], rows)
+
+
+def _read_fields() -> str:
+    rows = []
+    for name, field in READ.items():
+        chat, completions = (name in kind.__struct_fields__ for kind in (ChatBody, CompletionBody))
+        rows.append([code(name), "yes" if chat else "", "yes" if completions else "", field.meaning])
+    return table(["field", "chat", "completions", "meaning and limits"], rows)
+
+
+def _refused_fields() -> str:
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, refusal in REFUSED.items():
+        harmless = ", ".join(code(json.dumps(value)) for value in refusal.harmless)
+        names.setdefault((refusal.why, harmless), []).append(code(name))
+    rows = [[", ".join(fields), f"{why[0].upper()}{why[1:]}.", harmless] for (why, harmless), fields in names.items()]
+    return table(["field", "why it is refused", "values that are accepted all the same"], rows)
+
+
+def errors() -> Iterator[type[PdError]]:
+    """Every error that an HTTP answer can carry by its class."""
+    kinds: list[type[PdError]] = [PdError]
+    for kind in kinds:
+        kinds.extend(kind.__subclasses__())
+        if kind is not StartupError and kind is not PdError and kind.__module__.partition(".")[0].startswith("pd_"):
+            yield kind
+
+
+def _errors() -> str:
+    rows = []
+    for kind in errors():
+        place = {"pd_cluster": "node", "pd_router": "router"}.get(kind.__module__.partition(".")[0], "both")
+        what = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
+        rows.append([str(kind.status), code(kind.code), place, what])
+    for refusal in Refusal:
+        if refusal.status:
+            text = f"{refusal.message[0].upper()}{refusal.message[1:]}."
+            rows.append([str(refusal.status), code(refusal.word), "both", text])
+    return table(["status", "code", "from", "meaning"], sorted(rows))
+
+
+PARTS = {"endpoints": _endpoints, "read-fields": _read_fields, "refused-fields": _refused_fields, "errors": _errors}

@@ -1,0 +1,113 @@
+"""The tables of `docs/configuration.md`, from the parsers of the command line."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING
+
+from docs.generate.document import code, table
+from pd_cluster.launch.cli import build_parser
+from pd_cluster.launch.up_flags import PER_NODE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+DOCUMENT = "docs/configuration.md"
+_DEFAULT = re.compile(r"\s*\(default: (?P<value>[^()]*)\)(?P<end>\.?)$")
+_NODE_SECTIONS = {
+    "model": "Which model, and how it is held",
+    "cache": "The paged KV cache",
+    "scheduler": "What one step may hold",
+    "handoff": "How KV moves between nodes",
+    "server": "The node's HTTP side",
+    "http": "Bounds on HTTP clients",
+}
+
+
+def parsers(
+    parser: argparse.ArgumentParser | None = None, name: str = ""
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Each command that runs something, by its words behind `pd-cluster`."""
+    parser = parser or build_parser()
+    nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not nested:
+        yield name, parser
+    for action in nested:
+        shown = {choice.dest for choice in action._choices_actions}
+        for word, child in action.choices.items():
+            if word in shown:
+                yield from parsers(child, f"{name} {word}".strip())
+
+
+def node_flags() -> set[str]:
+    """The flags that every node has."""
+    prefill = dict(parsers())["prefill"]
+    return {flag for action in prefill._actions for flag in action.option_strings}
+
+
+def _rows(actions: list[argparse.Action]) -> Iterator[list[str]]:
+    for action in actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        text = (action.help or "") % {"default": action.default, "prog": "pd-cluster"}
+        default = ""
+        if match := _DEFAULT.search(text):
+            default, text = match["value"], text[: match.start()]
+            text += "" if text.endswith(".") else "."
+        if action.choices:
+            text += f" One of: {', '.join(map(str, action.choices))}."
+        yield [_usage(action), code(default), text.replace("<", "&lt;").replace("*", "\\*")]
+
+
+def _usage(action: argparse.Action) -> str:
+    if not action.option_strings:
+        return code(str(action.metavar or action.dest))
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return " ".join(map(code, action.option_strings))
+    if action.nargs == 0 or action.choices:
+        return code(action.option_strings[0])
+    return code(f"{action.option_strings[0]} {action.metavar or action.dest.upper()}")
+
+
+def _table(actions: list[argparse.Action]) -> str:
+    rows = list(_rows(actions))
+    return table(["flag", "default", "meaning"], rows) if rows else ""
+
+
+def _nodes() -> str:
+    """The flags of `prefill`, `decode` and `mixed`, which are the same, by section."""
+    groups = {group.title: group._group_actions for group in dict(parsers())["prefill"]._action_groups}
+    return "\n".join(f"### {title}\n\n{_table(groups[name])}" for name, title in _NODE_SECTIONS.items())
+
+
+def _up() -> str:
+    (cluster,) = [group for group in dict(parsers())["up"]._action_groups if group.title == "cluster"]
+    decided = ", ".join(code(f"--{name.replace('_', '-')}") for name in sorted(PER_NODE))
+    return f"{_table(cluster._group_actions)}\n`up` decides these flags of a node by itself:\n{decided}."
+
+
+def _of(*names: str) -> Callable[[], str]:
+    """The flags of these commands, with a heading for each if there are several."""
+
+    def make() -> str:
+        known = dict(parsers())
+        texts = []
+        for name in names:
+            heading = f"### pd-cluster {name}\n\n" if len(names) > 1 else ""
+            texts.append(f"{heading}{known[name].description}\n\n{_table(known[name]._actions)}")
+        return "\n".join(texts)
+
+    return make
+
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "router": ("router",),
+    "nodes": ("nodes list", "nodes add", "nodes remove", "nodes drain", "nodes undrain"),
+    "pool": ("pool",),
+    "ray": ("ray up", "ray status", "ray scale", "ray down"),
+    "check": ("check",),
+    "bench": ("bench serve",),
+}
+PARTS: dict[str, Callable[[], str]] = {"up": _up, "node-flags": _nodes}
+PARTS |= {name: _of(*commands) for name, commands in COMMANDS.items()}

@@ -1,0 +1,43 @@
+"""The tables of `docs/models.md`, from the registry of architectures."""
+
+from __future__ import annotations
+
+from docs.generate.document import code, table
+from pd_cluster.models.hf_config import ROPE_TYPES, Windows
+from pd_cluster.models.registry import ARCHITECTURES
+
+DOCUMENT = "docs/models.md"
+_WINDOWS = {
+    Windows.NONE: "none",
+    Windows.ALL: "every layer, if `sliding_window` is set",
+    Windows.SOME: "with `use_sliding_window`, in the layers that the config names",
+    Windows.PATTERN: "in the layers that the config names, or by its pattern",
+}
+_BIAS = {None: "as `attention_bias` says", True: "yes", False: "no"}
+
+
+def _architectures() -> str:
+    rows = []
+    for name, architecture in ARCHITECTURES.items():
+        rules = architecture.rules
+        family = architecture.family()
+        file = str(getattr(family, "__module__", "")).replace(".", "/") + ".py"
+        rows.append(
+            [
+                code(name),
+                code(file),
+                _BIAS[rules.qkv_bias],
+                "yes" if rules.qk_norm else "no",
+                _WINDOWS[rules.windows],
+                code(rules.activation[1]),
+            ]
+        )
+    headers = ["architecture", "family", "bias of Q, K, V", "norm of Q and K", "sliding windows", "activation"]
+    return table(headers, rows)
+
+
+def _rope() -> str:
+    return "RoPE types that are served: " + ", ".join(map(code, ROPE_TYPES)) + "."
+
+
+PARTS = {"architectures": _architectures, "rope": _rope}
