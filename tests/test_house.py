@@ -7,6 +7,8 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
     "pd_cluster", "router/pd_router", "router/pd_http", "connectors/pd_connectors", "kernels/pd_kernels", "benchmarks",
@@ -79,6 +81,15 @@ def test_documents_name_files_that_exist() -> None:
     assert {
         (document, path) for document, path in named if not any(file.endswith(f"/{path}") for file in files)
     } == set()
+
+
+@pytest.mark.parametrize(
+    ("document", "most"), [("ARCHITECTURE.md", 150), ("CONTRIBUTING.md", 150), ("CHANGELOG.md", 1000)]
+)
+def test_documents_are_short_and_narrow(document: str, most: int) -> None:
+    lines = (ROOT / document).read_text().splitlines()
+    assert len(lines) <= most
+    assert [line for line in lines if len(line) > 120] == []
 
 
 # A thing is named, not spoken of as a person. Quotations, data and names that are not ours are left out.
