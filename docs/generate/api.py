@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DOCUMENT = "docs/api.md"
+_ERROR_FILES = {"pd_http.errors", "pd_cluster.errors", "pd_router.errors"}
 ROUTER_ONLY = {
     ("GET", "/nodes"): "The nodes that the router knows, with their load, health and restarts",
     ("POST", "/nodes"): "Add a node (signed order)",
@@ -121,11 +122,11 @@ def _refused_fields() -> str:
 
 
 def errors() -> Iterator[type[PdError]]:
-    """Every error that an HTTP answer can carry by its class."""
+    """Every error that an HTTP answer can carry by its class. Those of the command line are in other files."""
     kinds: list[type[PdError]] = [PdError]
     for kind in kinds:
         kinds.extend(kind.__subclasses__())
-        if kind is not StartupError and kind is not PdError and kind.__module__.partition(".")[0].startswith("pd_"):
+        if kind.__module__ in _ERROR_FILES and kind is not StartupError and kind is not PdError:
             yield kind
 
 

@@ -205,13 +205,15 @@ def check_capacity(model: Path) -> Iterator[Finding]:
         from pd_cluster.worker.capacity import decide_capacity
         from pd_cluster.worker.kv_cache import DTYPES
         from pd_cluster.worker.memory_measurement import gpu_bytes
+        from pd_cluster.worker.model_loading import resolve_dtype
     except (ImportError, OSError):
         return  # check_torch reports it
-    spec = resolve_spec(model, read_json(model / "config.json"))
+    config, spec = NodeConfig(), resolve_spec(model, read_json(model / "config.json"))
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
     for device in devices:
         try:
-            capacity = decide_capacity(NodeConfig(), spec, DTYPES[spec.dtype].itemsize, gpu_bytes(device))
+            dtype = DTYPES[resolve_dtype(config.model.dtype, spec.dtype, device)]
+            capacity = decide_capacity(config, spec, dtype.itemsize, gpu_bytes(device))
         except StartupError as error:
             yield Finding(f"node on {device}", Verdict.FAIL, str(error))
         else:

@@ -95,11 +95,16 @@ def run_up(namespace: argparse.Namespace) -> int:
 
 
 def plan_nodes(counts: Mapping[str, int], flags: Sequence[str], gpus: Sequence[str], num_cores: int) -> list[NodePlan]:
-    """The nodes to start. They get GPUs in turn, and divide a GPU that several get; without GPUs, the cores."""
+    """The nodes to start. They get GPUs in turn; without GPUs, they divide the cores.
+
+    Every node gets the share of a node on the GPU with most nodes, so that a request fits all nodes or none.
+    """
     num_nodes = sum(counts.values())
-    dealt = [gpus[index % len(gpus)] if gpus else None for index in range(num_nodes)]
     given = {flag.split("=")[0] for flag in flags}
     shared: list[str] = []
+    nodes_per_gpu = -(-num_nodes // len(gpus)) if gpus else 0
+    if nodes_per_gpu > 1 and "--gpu-share" not in given:
+        shared.append(f"--gpu-share={1 / nodes_per_gpu:.3g}")
     if not gpus and "--num-threads" not in given:
         shared.append(f"--num-threads={max(1, num_cores // num_nodes)}")
     if "--drain-s" not in given:
@@ -107,11 +112,8 @@ def plan_nodes(counts: Mapping[str, int], flags: Sequence[str], gpus: Sequence[s
     plans: list[NodePlan] = []
     for role in ROLES:
         for index in range(counts[role]):
-            name, devices = f"{role}-{index}", dealt[len(plans)]
-            own = [f"--node-id={name}"]
-            if devices is not None and "--gpu-share" not in given and (nodes_on_it := dealt.count(devices)) > 1:
-                own.append(f"--gpu-share={1 / nodes_on_it:.3g}")
-            plans.append(NodePlan(name, role, (*flags, *shared, *own), devices))
+            name, devices = f"{role}-{index}", gpus[len(plans) % len(gpus)] if gpus else None
+            plans.append(NodePlan(name, role, (*flags, *shared, f"--node-id={name}"), devices))
     return plans
 
 

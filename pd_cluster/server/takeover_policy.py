@@ -157,6 +157,8 @@ class PrefillSearch:
                 self._fell_back(reason, str(error))
                 if error.kind is FailureKind.DIED:
                     self._bury(url)
+                if error.kind is FailureKind.PROTOCOL_MISMATCH and policy == "any":
+                    break  # during an upgrade the other nodes would answer with such tickets too
                 continue
             self.prefill_node = ticket.lease.engine_id
             return UseTicket(self._request.request_id, ticket, max(self._ends_s - time.monotonic(), 0.001))

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # 256 decodes of 1k tokens take 16 ms a step (8B, one H200), and no larger step of decodes is captured
 MOST_SEQS = 256
 CPU_SEQS = 64
+LEAST_SEQS = (
+    16  # also where memory is short: most sequences are shorter than TOKENS_PER_SEQ, and one may ask for n answers
+)
 # Prompt and half of the answer in conversations (the Azure trace). Sequences that turn out longer are preempted
 TOKENS_PER_SEQ = 1024
 # The largest captured step. Larger ones compute prompts no faster (8B on an H200: products of 2,048 rows take 0.61 us a
@@ -135,10 +138,13 @@ class MemoryEstimate:
     def most_seqs(self, length: int) -> int:
         """The largest captured number of sequences of `length` tokens for which there is room, at least 1.
 
-        Each of them needs a token of a step's budget.
+        Up to LEAST_SEQS room for one is enough. Each sequence needs a token of a step's budget.
         """
         sizes = bucket_sizes(min(MOST_SEQS, self._limits.max_num_batched_tokens or MOST_SEQS))
-        return max((seqs for seqs in sizes if self.cache_tokens(seqs) >= seqs * length), default=1)
+        return max((seqs for seqs in sizes if self.cache_tokens(seqs) >= self._needed(seqs, length)), default=1)
+
+    def _needed(self, seqs: int, length: int) -> int:
+        return length * (seqs if seqs > LEAST_SEQS else 1)
 
 
 def _utilization(gpu_share: float, gpu_bytes: int) -> float:

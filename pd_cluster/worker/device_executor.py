@@ -122,8 +122,7 @@ class DeviceExecutor:
         return max(0, int(free))
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> tuple[CacheDescription, ...]:
-        if not self._config.cache.num_blocks:
-            self._fit_sequences(num_blocks * self.block_size)
+        self._fit_sequences(num_blocks * self.block_size)
         self._cache = KVCache.allocate(self.layout, num_blocks, num_host_blocks, self._device)
         return (self.cache,)
 

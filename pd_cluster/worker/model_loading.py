@@ -28,7 +28,7 @@ def describe_model(config: ModelConfig, device: torch.device) -> ModelDescriptio
     directory = model_directory(config.model)
     raw = read_json(directory / "config.json")
     spec = resolve_spec(directory, raw)
-    dtype = _resolve_dtype(config.dtype, spec.dtype, device)
+    dtype = resolve_dtype(config.dtype, spec.dtype, device)
     dummy_name = f"dummy seed={config.seed} {device.type} {dtype}"
     return ModelDescription(
         spec=spec,
@@ -61,7 +61,8 @@ def load_model(
     return model
 
 
-def _resolve_dtype(name: str, checkpoint: str, device: torch.device) -> str:
+def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> str:
+    """The dtype of weights and cache. `name`: --dtype; `checkpoint`: of the model's config. Raises StartupError."""
     if name == "auto":
         name = "float32" if device.type == "cpu" else checkpoint
     if name not in DTYPES:

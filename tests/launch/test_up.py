@@ -48,7 +48,9 @@ def test_what_the_user_gave_stays() -> None:
 def test_gpus_are_dealt_and_shared() -> None:
     plans = plan_nodes(COUNTS, ["--drain-s=1"], ["GPU-a", "GPU-b"], 8)
     assert [plan.devices for plan in plans] == ["GPU-a", "GPU-b", "GPU-a"]
-    assert [plan.flags[2:] for plan in plans] == [("--gpu-share=0.5",), (), ("--gpu-share=0.5",)]
+    assert all("--gpu-share=0.5" in plan.flags for plan in plans), "a request fits all nodes or none"
+    alone = plan_nodes({**COUNTS, "prefill": 1}, [], ["GPU-a", "GPU-b"], 8)
+    assert not any("gpu-share" in flag for plan in alone for flag in plan.flags)
     given = plan_nodes(COUNTS, ["--gpu-share=0.3"], ["GPU-a"], 8)
     assert [[flag for flag in plan.flags if "gpu" in flag] for plan in given] == [["--gpu-share=0.3"]] * 3
 

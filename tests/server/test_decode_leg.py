@@ -252,9 +252,10 @@ async def test_answers_that_are_no_ticket(answer: str, reason: str) -> None:
         return Response(text, media_type="text/event-stream")
 
     async with serving(app) as url, decode_node() as d:
-        status, _, headers = await complete(d, {"offer": make_offer(url)})
+        status, _, headers = await complete(d, {"offer": make_offer(url, url)})
         assert (status, headers["x-pd-prefill"]) == (200, "d")
-        assert fallbacks(d, reason) == 1
+        # During an upgrade the other nodes would answer with such tickets too
+        assert fallbacks(d, reason) == (1 if answer == "other version" else 2)
 
 
 def ticket_event(ticket: str) -> str:

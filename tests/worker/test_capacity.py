@@ -37,6 +37,7 @@ def decided(shape: str, gpu_bytes: float, config: NodeConfig) -> tuple[int, int,
         ("0.6b", SMALL, 1, (144, 2048, 0.9)),
         ("0.6b", SMALL, 0.5, (64, 2048, 0.45)),
         ("0.6b", SMALL, 0.25, (16, 2048, 0.225)),
+        ("0.6b", 8e9, 0.5, (16, 2048, 0.45)),  # room for 5 of 1,024 tokens: short ones are served together
         ("0.6b", 8e9, 0.4, (1, 2048, 0.36)),  # hardly any room: it starts all the same
         ("8b", 0, 1, (64, 2048, 0)),  # a CPU
     ],

@@ -52,8 +52,9 @@ def test_the_cache_is_block_first_and_as_large_as_asked(models: ModelStore) -> N
     executor.close()
 
 
-def test_no_sequence_is_offered_that_the_cache_cannot_hold(models: ModelStore) -> None:
-    executor, lines = build(models.get("qwen3").directory, CacheConfig(kv_cache_gb=0.0002))
+@pytest.mark.parametrize("cache", [CacheConfig(kv_cache_gb=0.0002), CacheConfig(num_blocks=16)])
+def test_no_sequence_is_offered_that_the_cache_cannot_hold(models: ModelStore, cache: CacheConfig) -> None:
+    executor, lines = build(models.get("qwen3").directory, cache)
     assert executor.model.max_model_len == executor.num_blocks * 16 == 256
     assert "max_model_len 256 (the KV cache has no room for the model's 512 tokens)" in lines
     executor.close()
