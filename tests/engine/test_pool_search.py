@@ -406,9 +406,7 @@ def test_whatever_the_pool_does_every_request_gets_its_own_tokens(seed: int, dep
         world.pool.know(prompt(120, family), salt)
     requests: list[Request] = []
     for number in range(80):
-        match draw.choice(
-            ("submit", "abort", "found", "found", "over", "over", "forget", "lease", "step", "step", "step")
-        ):
+        match draw.choice(ACTIONS):
             case "submit":
                 work = draw.choice((Work.GENERATE, Work.GENERATE, Work.PREFILL))
                 tokens = prompt(draw.randint(1, 120), draw.randrange(4))
