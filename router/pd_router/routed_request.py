@@ -149,9 +149,7 @@ class RoutedRequest:
             decode = await self._open_decode(self._body.with_transfer(params), policy.best_decode)
             if decode is None:
                 return
-            if (
-                decode.prefilled_by == decode.node.node_id != leg.node.node_id
-            ):  # D refused the ticket, or its load failed
+            if decode.prefilled_by == decode.node.node_id:  # D refused the ticket, or its load failed
                 unless_served.close()
                 unless_taken.close()
             unless_taken.pop_all()

@@ -84,6 +84,7 @@ class PooledWorld(World):
         super().__post_init__()
         self.pool = FakePool()
         self.searches = PoolSearches(self.pool, self.scheduler)
+        self.reserve_found = self.searches.reserve  # called before each step
 
     def submit(self, message: AddRequest) -> Request:
         self.admission.validate(message)
@@ -101,7 +102,7 @@ class PooledWorld(World):
                 self.searches.forget(update.request)
 
     def start_step(self) -> Batch:
-        self.searches.reserve()
+        self.reserve_found()
         batch = super().start_step()
         for load in batch.loads:
             assert load.runs[0].span.stop == self.blocks.blocks_for(load.num_tokens), load  # as every connector asserts
@@ -157,7 +158,7 @@ class PooledWorld(World):
         """Until no request is left."""
         for _ in range(limit):
             self.answer_all()
-            self.searches.reserve()
+            self.reserve_found()
             if self.scheduler.has_work:
                 self.start_step()
             else:
@@ -273,7 +274,7 @@ class DecodeNode:
         self.transfers = KvTransfers(
             connector, self.world.scheduler, self.replies.append, self.world.take, self.world.pool
         )
-        self.world.searches = self.transfers._searches
+        self.world.searches, self.world.reserve_found = self.transfers._searches, self.transfers.reserve
 
     def take_over(self, name: str, tokens: Sequence[int], min_remote_tokens: int = 1) -> Request:
         added = msgspec.structs.replace(message(name, tokens, work=Work.TAKE_OVER), min_remote_tokens=min_remote_tokens)
@@ -281,6 +282,15 @@ class DecodeNode:
         self.transfers.admit(request)
         self.world.clients[name] = Client(request, [[] for _ in request.sequences], [None])
         return request
+
+    def fill_memory(self) -> None:
+        """Start a request that leaves no memory for another prompt until it ends."""
+        world = self.world
+        world.searches.admit(runner := world.request(message("runner", prompt(100), max_tokens=40)))
+        world.clients["runner"] = Client(runner, [[]], [None])
+        while not runner.is_parted:
+            world.answer_all()
+            world.start_step()
 
 
 def test_d_asks_its_pool_before_it_asks_a_prefill_node() -> None:
@@ -348,11 +358,7 @@ def test_a_search_that_ends_before_it_got_memory_blocks_no_later_request() -> No
     node = DecodeNode(10)
     world = node.world
     world.pool.know(prompt(120, 1), "")
-    world.searches.admit(runner := world.request(message("runner", prompt(100), max_tokens=40)))
-    world.clients["runner"] = Client(runner, [[]], [None])
-    while not runner.is_parted:
-        world.answer_all()
-        world.start_step()
+    node.fill_memory()
     node.take_over("r", prompt(120, 1))
     (load_id,) = world.pool.searches
     world.found(load_id)
@@ -365,6 +371,21 @@ def test_a_search_that_ends_before_it_got_memory_blocks_no_later_request() -> No
     assert small.finished
     node.transfers.prefill_locally("r")
     world.finish()
+    world.check_empty()
+
+
+def test_a_search_that_finds_no_memory_gets_some_later() -> None:
+    node = DecodeNode(10)
+    world = node.world
+    world.pool.know(prompt(120, 1), "")
+    node.fill_memory()
+    node.take_over("r", prompt(120, 1), min_remote_tokens=20)
+    (load_id,) = world.pool.searches
+    world.found(load_id)
+    world.start_step()
+    assert world.pool.searches[load_id].load is None, "there is memory for the runner alone"
+    world.finish(100)
+    assert world.pool.num_loaded_blocks == 7
     world.check_empty()
 
 
@@ -385,9 +406,7 @@ def test_whatever_the_pool_does_every_request_gets_its_own_tokens(seed: int, dep
         world.pool.know(prompt(120, family), salt)
     requests: list[Request] = []
     for number in range(80):
-        match draw.choice(
-            ("submit", "abort", "found", "found", "over", "over", "forget", "lease", "step", "step", "step")
-        ):
+        match draw.choice(ACTIONS):
             case "submit":
                 work = draw.choice((Work.GENERATE, Work.GENERATE, Work.PREFILL))
                 tokens = prompt(draw.randint(1, 120), draw.randrange(4))

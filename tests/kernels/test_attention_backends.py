@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="some backends need triton")
 from pd_kernels import attention_backends
 from pd_kernels.attention import AttentionShape
 from pd_kernels.attention_backends import ATTENTION_BACKENDS, choose_attention
-from pd_kernels.hopper_attention import refusal
+from pd_kernels.hopper_attention import HopperBackend, refusal
 from pd_kernels.torch_attention import TorchAttention, TorchBackend
 from pd_kernels.triton_attention import TritonBackend
 from tests.kernels.paged import attention_shape, make_paged
@@ -60,11 +60,24 @@ def test_names_differ() -> None:
     assert len({backend.name for backend in ATTENTION_BACKENDS}) == len(ATTENTION_BACKENDS)
 
 
-def test_each_backend_has_decided_on_each_field() -> None:
-    """A new field, such as a soft cap, needs a reason in every backend that does not compute it; then its name here."""
-    assert [field.name for field in fields(AttentionShape)] == [
-        "num_heads", "num_kv_heads", "head_dim", "block_size", "num_layers", "dtype", "window"
-    ]  # fmt: skip
+def test_each_backend_has_decided_on_each_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new field, such as a soft cap, needs a reason in every backend that does not compute it; then a row here."""
+    monkeypatch.setattr("pd_kernels.hopper_attention._is_hopper", lambda device: True)
+    monkeypatch.setattr(HopperBackend, "_compiler_refusal", lambda backend, shape: "")
+    serving: dict[str, tuple[Any, str]] = {  # a value that is unlike that of SHAPE, and the backends that compute it
+        "num_heads": (8 * 65, "torch"),
+        "num_kv_heads": (16, "hopper triton torch"),
+        "head_dim": (256, "triton torch"),
+        "block_size": (16, "triton torch"),
+        "num_layers": (1, "hopper triton torch"),
+        "dtype": (torch.float32, "triton torch"),
+        "window": (20, "triton torch"),
+    }
+    assert serving.keys() == {field.name for field in fields(AttentionShape)}
+    for name, (value, names) in serving.items():
+        shape = replace(SHAPE, **{name: value})
+        found = [backend.name for backend in ATTENTION_BACKENDS if not backend.why_not(shape, CUDA)]
+        assert found == names.split(), name
 
 
 @pytest.mark.parametrize(

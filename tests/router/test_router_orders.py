@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 import pytest
+from aiohttp import web
 
 from pd_connectors.protocol.ticket import Offer, verify
 from tests.router import fake_nodes as fakes
@@ -76,6 +77,27 @@ async def test_d_first_offers_prefill_nodes(stream: bool) -> None:
         assert params.keys() == {"do_remote_prefill", "offer"}
         assert params["do_remote_prefill"] is True
         assert verify(KEY, params["offer"], Offer, time.time()).prefill_urls == (p.url,)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+async def test_d_first_only_a_streamed_answer_tells_the_speed_of_p(is_whole: bool) -> None:
+    """An engine may answer whole though a stream was asked for."""
+
+    async def script(node: FakeNode, request: web.Request, seen: fakes.Seen) -> web.StreamResponse:
+        headers = {"x-pd-prefill": p.node_id}
+        if is_whole:
+            return web.json_response({}, headers=headers)
+        return await fakes.decode_until_told(node, request, seen, headers)
+
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", script)
+    d.go_on.set()
+    async with running(p, d), serving([p], [d], route="d-first") as router:
+        async with router.session.post(router.url + CHAT, json=BODY | {"stream": True}) as answer:
+            assert answer.headers["x-pd-prefill"] == p.node_id
+            await answer.read()
+        table = router.services.table
+        assert (table.nodes[0].speed.at(table.clock()) is None) == is_whole
+        await router.idle()
 
 
 async def test_a_request_chooses_its_order_by_header() -> None:

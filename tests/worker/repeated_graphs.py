@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReferenceAttention:
-    """A GroupAttention that can be captured. `differs`: sizes of far steps are worth a capture."""
+    """A GroupAttention that can be captured. `differs`: sizes of far steps are worth a capture.
+
+    Groups with a window have twice as many tiles as others, so a group that gets the tiles of another one is noticed.
+    """
 
     inner: TorchAttention
     differs: bool = True
@@ -40,27 +43,29 @@ class ReferenceAttention:
     def captured(self, size: StepSize) -> ReferenceReplayable | None:
         if size.is_far and not self.differs:
             return None
-        return ReferenceReplayable(self.inner.shape.window, ChunkTiles(1 << 20, size.num_chunks))
+        window = self.inner.shape.window
+        return ReferenceReplayable(window, ChunkTiles(1 << 20, size.num_chunks * (2 if window else 1)))
 
 
-def reference_attentions(executor: DeviceExecutor, *, differs: bool = True) -> list[ReferenceAttention]:
+def reference_attentions(executor: DeviceExecutor) -> list[ReferenceAttention]:
     """By KV group."""
-    return [captured_as_reference(attention, differs=differs) for attention in executor._attentions]
+    return [captured_as_reference(attention) for attention in executor._attentions]
 
 
-def captured_as_reference(attention: GroupAttention, *, differs: bool = True) -> ReferenceAttention:
+def captured_as_reference(attention: GroupAttention) -> ReferenceAttention:
     assert isinstance(attention, TorchAttention)
-    return ReferenceAttention(attention, differs)
+    return ReferenceAttention(attention)
 
 
 @dataclass(frozen=True)
 class ReferenceReplayable:
-    """A Replayable. It has no tiles: a chunk is one."""
+    """A Replayable. Its kernels read no tiles."""
 
     window: int
     tiles: ChunkTiles
 
     def plan(self, step: StepOnDevice) -> AttentionPlan:
+        assert step.tiles.shape == (2, self.tiles.count), "tiles of another group"
         return StepPlan(step, self.window) if self.tiles.count else DecodesPlan(step, self.window)
 
 

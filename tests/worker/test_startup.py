@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -197,6 +198,20 @@ def test_steps_are_captured_if_attention_of_every_group_can_be() -> None:
     assert not captures_steps(limits, [able, plain], cuda)
     assert not captures_steps(limits, [able], torch.device("cpu"))
     assert not captures_steps(replace(limits, cuda_graphs=False), [able], cuda)
+
+
+@pytest.mark.parametrize(("free", "captures", "left"), [(9e9, False, 9e9), (9e9, True, 7e9), (1e9, True, 0.0)])
+def test_captured_steps_leave_less_for_the_cache(
+    monkeypatch: pytest.MonkeyPatch, free: float, captures: bool, left: float
+) -> None:
+    """By a GB and 2,000 rows of logits in float32: 80 of seven decode graphs, and twice max_num_seqs."""
+    limits = SchedulerConfig(max_num_seqs=960, max_num_batched_tokens=2000, max_graph_batch=25)
+    executor = DeviceExecutor(NodeConfig(model=ModelConfig(device="cpu"), scheduler=limits), lambda _: None)
+    executor._device, executor.layout, executor._attentions = torch.device("cuda"), Phases.layout, ()
+    executor.model = cast("Any", SimpleNamespace(vocab_size=125_000, dtype="float32"))
+    monkeypatch.setattr("pd_cluster.worker.device_executor.measure_free_bytes", lambda *arguments: free)
+    monkeypatch.setattr("pd_cluster.worker.device_executor.captures_steps", lambda *arguments: captures)
+    assert executor.free_kv_bytes() == left
 
 
 def test_what_weights_and_the_largest_step_leave_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

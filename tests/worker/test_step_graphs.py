@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -197,13 +198,14 @@ def test_only_graphs_of_decodes_keep_logits_of_their_own(models: ModelStore) -> 
     executor.close()
 
 
-def test_far_sizes_are_captured_where_they_differ(models: ModelStore) -> None:
-    executor = make_executor(models.get("qwen3").directory)
+def test_far_sizes_are_captured_where_they_differ_in_every_group(models: ModelStore) -> None:
+    executor = make_executor(models.get("qwen3-some-windows").directory)
     sizes = step_sizes(16, 4)
     assert {size.is_far for size in sizes} == {False, True}
     lines = list[str]()
-    for differs, count in ((True, 4), (False, 2)):
-        steps = step_graphs(executor, reference_attentions(executor, differs=differs))
+    for differ, count in (((True, True), 4), ((True, False), 2), ((False, True), 2), ((False, False), 2)):
+        groups = zip(reference_attentions(executor), differ, strict=True)
+        steps = step_graphs(executor, [replace(attention, differs=differs) for attention, differs in groups])
         steps.capture(sizes, Repeater(100), lines.append)
         assert len(steps.sizes) == count
         assert f" {count} of steps with prompts" in lines[-1]
