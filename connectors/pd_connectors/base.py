@@ -286,7 +286,7 @@ class Pool(ABC):
 
     @abstractmethod
     def cancel(self, load_id: str) -> None:
-        """Give a search up. Its PrefixLoaded follows soon, unless it was reported already."""
+        """Cancel the search of `load_id`. Its PrefixLoaded follows soon, unless it was reported already."""
 
     @abstractmethod
     def store(self, blocks: Sequence[CachedBlock]) -> None:
@@ -319,10 +319,10 @@ class ConnectorContext:
 
 
 class Connector(SchedulerHalf, WorkerHalf):
-    """Both halves in one process (rank 0).
+    """A whole connector: the scheduler's half and the worker's half, in one process (rank 0).
 
-    A connector names the version of this interface that it was written for, `api_version = 2`: a start with one of
-    another version is refused, because its loads would only stall.
+    `api_version` names the version of this interface for which the connector was written. The version is now 2. A node
+    refuses to start with a connector of another version, because the loads of such a connector would stall.
     """
 
     name: str

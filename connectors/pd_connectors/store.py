@@ -60,12 +60,17 @@ class KVStore(ABC):
 
     @abstractmethod
     def get(self, names: Sequence[ObjectName]) -> Generator[bytearray | None, None, None]:
-        """Yields the objects in this order; None for one that is not stored. Close it if it is left early."""
+        """Yield each object in the order of `names`; None for an object that is not stored.
+
+        A caller that stops before the last object must close the generator.
+        """
 
     @abstractmethod
     def put(self, objects: Sequence[tuple[ObjectName, bytes]]) -> int:
-        """Store these, in the place of what has their names; each becomes visible when it is whole. Returns how many
-        are visible now."""
+        """Store the objects. An object replaces the stored one of the same name.
+
+        An object becomes visible when it is whole. Returns how many of the objects are visible now.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -1,14 +1,15 @@
-"""Kernels of the forward pass, each beside a plain torch function that defines it.
+"""Kernels of the forward pass. A plain torch function defines the result of each kernel.
 
-reference       the definitions: readable, slow, correct in any dtype
-torch_ops       the same on any device with library calls, tuned for CPU
-sampling        from logits to tokens
-triton_*        the same in Triton for GPUs, one family a file; `python -m benchmarks kernels` times them
-gluon_*         the same in Gluon for Hopper GPUs
-gemm_selection  which library algorithm multiplies many rows, by measurement; few rows are `triton_matmul`'s
-values          what kernels take and return
-attention       what a backend of attention is asked; `torch_attention`, `triton_attention`, `hopper_attention` are some
-attention_backends  their order, and which of them serves a group of layers
-backends        the table of the other functions that an implementation fills, and torch's row
-selection       which row a device runs
+reference           the definitions: readable, slow, correct in any dtype
+torch_ops           torch library calls for any device, tuned for CPU
+sampling            the choice of tokens from logits: definitions, and torch functions tuned for CPU
+triton_*            Triton kernels for GPUs, one family a file; `python -m benchmarks kernels` times them
+gluon_*             Gluon kernels for Hopper GPUs
+gemm_selection      measures which library algorithm multiplies many rows fastest; `triton_matmul` multiplies few rows
+values              values that kernels take and return
+attention           the interface of attention backends
+*_attention         the attention backends: `torch_attention`, `triton_attention`, `hopper_attention`
+attention_backends  the order of the attention backends, and the choice of one for a group of layers
+backends            the table of all other kernels, one row per implementation, and torch's row
+selection           the choice of a row for a device
 """

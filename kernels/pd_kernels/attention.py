@@ -1,4 +1,7 @@
-"""Attention of a group of layers: what a backend is asked, and what it makes for a group and for a step."""
+"""The interface of attention backends.
+
+An AttentionBackend makes a GroupAttention for a group of layers. A GroupAttention makes an AttentionPlan for a step.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What the layers of one KV group have in common.
+    """The properties that all layers of one KV group share.
 
-    Their cache is [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim] of `dtype`, as the queries are. A
-    backend that does not compute what a field asks for must refuse it.
+    The cache of the group is [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim] of `dtype`. Queries have
+    the same dtype. A backend must refuse a group if it does not support the value of one field.
     """
 
     num_heads: int
@@ -35,7 +38,7 @@ class AttentionShape:
 
 
 class AttentionPlan(Protocol):
-    """The attention of one step, for every layer of a group."""
+    """A plan for the attention of one step. All layers of a group use it."""
 
     def run(
         self,
@@ -45,31 +48,38 @@ class AttentionPlan(Protocol):
         scale: float,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`query` [T, H, D] over one layer's cache views [N, G, B, D] -> [T, H, D]: contiguous `out`, or a new one.
+        """Attend with `query` [T, H, D] over one layer's cache views [N, G, B, D]. Returns [T, H, D].
 
-        Raises ValueError for tensors of another shape, dtype or layout.
+        The result is in `out`, which must be contiguous, or in a new tensor. Raises ValueError for tensors of another
+        shape, dtype or layout.
         """
 
 
 class Replayable(Protocol):
-    """Attention of captured steps of one size, for one group."""
+    """Attention of one group in captured steps of one size."""
 
     @property
     def tiles(self) -> ChunkTiles:
-        """How the host cuts the chunks of such a step."""
+        """How the host cuts the chunks of such a step into tiles."""
 
     def plan(self, step: StepOnDevice) -> AttentionPlan:
-        """A plan that is captured together with its runs. A replay reads the step's numbers on the device."""
+        """Plan a captured step. The graph captures the planning together with the runs of the plan.
+
+        A replay reads the lengths and block tables of its step on the device.
+        """
 
 
 class GroupAttention(Protocol):
-    """Attention of one group on one device."""
+    """Attention of one group of layers on one device."""
 
     def plan(self, packed: PackedSequences) -> AttentionPlan:
-        """Plan a step. Does not wait for the device."""
+        """Plan the attention of a step. Does not wait for the device."""
 
     def captured(self, size: StepSize) -> Replayable | None:
-        """Attention of captured steps of `size`. None: it cannot be captured, or a near size is as fast as this one."""
+        """Attention of captured steps of `size`.
+
+        None when such steps cannot be captured, or when `size.is_far` and the same size without `is_far` is as fast.
+        """
 
 
 class AttentionBackend(Protocol):
@@ -77,10 +87,10 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages and for the setting that demands a backend."""
+        """The backend's name in messages and in the setting that demands a backend."""
 
     def why_not(self, shape: AttentionShape, device: torch.device) -> str:
-        """Why it cannot serve a group, in a few words that follow its name; "" if it can. May compile a kernel."""
+        """Why the backend cannot serve a group, in a few words after its name; "" if it can. May compile a kernel."""
 
     def attention(self, shape: AttentionShape, device: torch.device) -> GroupAttention:
-        """Attention of a group that it can serve."""
+        """Make the attention of a group for which `why_not` returned ""."""

@@ -22,20 +22,21 @@ ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = (HopperBackend(), TritonBacke
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """The first backend that serves a group."""
+    """The backend of a group: the first one that can serve the group."""
 
     backend: AttentionBackend
-    refusals: Mapping[str, str]  # name -> reason of those before it
+    refusals: Mapping[str, str]  # name -> reason, of the backends before it
 
     def __str__(self) -> str:
-        """`triton (hopper: has no windows)`."""
+        """For example `triton (hopper: has no windows)`."""
         return f"{self.backend.name} ({_text(self.refusals)})" if self.refusals else self.backend.name
 
 
 def choose_attention(shape: AttentionShape, device: torch.device, wanted: str = ANY) -> AttentionChoice:
-    """The backend of a group. `wanted`: the name of the only one to ask, or ANY.
+    """Choose the backend of a group. `wanted`: the name of the only backend to ask, or ANY.
 
-    Raises ValueError, which gives the reasons, when none of those asked serves the group.
+    Raises ValueError with the reasons when no backend that was asked can serve the group, or none has the name
+    `wanted`.
     """
     refusals: dict[str, str] = {}
     for backend in ATTENTION_BACKENDS:

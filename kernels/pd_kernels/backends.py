@@ -1,7 +1,7 @@
-"""The table of kernels but attention's: one row of functions per implementation, and torch's row.
+"""The table of all kernels except attention: one row of functions per implementation, and torch's row.
 
-A new backend adds a row: a `Kernels` with its own functions, and the others from `TORCH` by `replace`. `selection.py`
-maps devices to rows.
+To add a backend, add a row: a `Kernels` with its own functions, and the others from `TORCH` by `replace`.
+`selection.py` maps devices to rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class NormRopeWrite(Protocol):
-    """The work between the QKV product and attention; see `reference.norm_rope_write`."""
+    """The work between the QKV product and attention: norms, RoPE and the write to the cache.
+
+    `reference.norm_rope_write` defines the arguments and the result.
+    """
 
     def __call__(
         self,
@@ -36,34 +39,42 @@ class NormRopeWrite(Protocol):
 
 
 class FewRows(Protocol):
-    """The product with one weight for steps of few tokens, fused with the work before and after it."""
+    """The product of at most `max_rows` rows with one weight W and bias b, fused with the work before and after it."""
 
     @property
     def max_rows(self) -> int: ...
 
     def __call__(self, x: torch.Tensor | HalfNormed) -> torch.Tensor:
-        """`x` [T, in] -> x W^T + b [T, out]; if the weight is gated, silu_and_mul of that [T, out / 2]."""
+        """`x` [T, in] -> x W^T + b [T, out], or for a gated weight silu_and_mul of that, [T, out / 2].
+
+        For a HalfNormed the product also divides each row by its root mean square.
+        """
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float) -> HalfNormed:
-        """`residual` [T, out] += x W^T + b; returns the norm of the sum, with the weight `norm` [out]."""
+        """Add x W^T + b to `residual` [T, out] in place. Returns the norm of the sum, with the weight `norm` [out]."""
 
 
 class MakeFewRows(Protocol):
-    """Makes the product for a weight [out, in] and its bias. `gated`: it is [gate | up]. None: not supported."""
+    """Makes the FewRows of a weight [out, in] and its bias. Returns None if the kernels do not support them.
+
+    `gated`: the weight is [gate | up] along its rows.
+    """
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> FewRows | None: ...
 
 
 class ProposeGated(Protocol):
-    """Products that compute silu_and_mul of x weight^T at once, for `num_rows` rows and more. `weight` [N, K]: gates,
-    then ups. The caller measures whether they are faster."""
+    """Proposes products that also compute silu_and_mul of x weight^T, for `num_rows` rows and more.
+
+    `weight` [N, K] has the gates, then the ups. The caller measures whether the products are faster.
+    """
 
     def __call__(self, num_rows: int, weight: torch.Tensor) -> Sequence[Product]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """An implementation of every function but attention; `reference` and `sampling` define them."""
+    """One implementation of every function except attention. `reference` and `sampling` define the functions."""
 
     name: str
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -78,11 +89,11 @@ class Kernels:
 
 
 def no_few_rows(weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> None:
-    """No special product for steps of few tokens."""
+    """The MakeFewRows of an implementation without such a product: returns None."""
 
 
 def no_gated_products(num_rows: int, weight: torch.Tensor) -> tuple[()]:
-    """No product that also activates."""
+    """The ProposeGated of an implementation without such products."""
     return ()
 
 

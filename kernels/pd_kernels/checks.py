@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 def check_cache_views(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-    """Both must be one layer's views `[num_blocks, num_kv_heads, block_size, head_dim]` of one block-first cache.
+    """Check that both are one layer's views `[num_blocks, num_kv_heads, block_size, head_dim]` of a block-first cache.
 
-    A (block, head) tile must be contiguous, and stepping one block must equal stepping `num_kv_heads` heads.
-    Raises ValueError.
+    A (block, head) tile must be contiguous, and stepping one block must equal stepping `num_kv_heads` heads. Raises
+    ValueError.
     """
     if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
         raise ValueError(f"cache views must be 4-D and equal in shape, not {key_cache.shape} and {value_cache.shape}")
@@ -28,7 +28,10 @@ def check_cache_views(key_cache: torch.Tensor, value_cache: torch.Tensor) -> Non
 
 
 def check_query(query: torch.Tensor, key_cache: torch.Tensor, num_tokens: int) -> None:
-    """`query` must be `[num_tokens, num_heads, head_dim]` of the cache's dtype, heads a multiple of its KV heads."""
+    """Check that `query` is `[num_tokens, num_heads, head_dim]` of the cache's dtype. Raises ValueError.
+
+    num_heads must be a multiple of the cache's KV heads, and the last stride must be 1.
+    """
     num_kv_heads, head_dim = key_cache.shape[1], key_cache.shape[3]
     if query.dim() != 3 or query.shape[0] != num_tokens or query.shape[2] != head_dim or query.stride(2) != 1:
         raise ValueError(
@@ -41,7 +44,10 @@ def check_query(query: torch.Tensor, key_cache: torch.Tensor, num_tokens: int) -
 
 
 def output(out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """`out`, or a new tensor for None. `out` must be contiguous, of this shape, and with device and dtype of `like`."""
+    """Returns `out`, or a new tensor of `shape` like `like` if `out` is None.
+
+    Raises ValueError unless `out` is contiguous, of this shape, and with the device and dtype of `like`.
+    """
     if out is None:
         return like.new_empty(shape)
     if out.shape != shape or out.dtype != like.dtype or out.device != like.device or not out.is_contiguous():
@@ -56,7 +62,10 @@ def check_write(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """`key`, `value`: `[T, num_kv_heads, head_dim]`; `slot_mapping`: int64 `[T]`. Raises ValueError."""
+    """Check the arguments of `reference.write_cache`. Raises ValueError.
+
+    `key`, `value`: `[T, num_kv_heads, head_dim]` of the cache's dtype; `slot_mapping`: int64 `[T]`.
+    """
     check_cache_views(key_cache, value_cache)
     expected = (slot_mapping.shape[0], key_cache.shape[1], key_cache.shape[3])
     if tuple(key.shape) != expected or tuple(value.shape) != expected:

@@ -19,7 +19,10 @@ class ChunkTiles:
     count: int  # as many as a step of this size may need
 
     def cut(self, query_lens: Ints, seq_lens: Ints, num_decodes: int, padding_seq: int) -> Ints:
-        """[2, count] for a step's StepOnDevice.tiles, from its S' lengths [S']; unused tiles get `padding_seq`."""
+        """Cut the chunks of a step of n sequences into tiles: [2, count], for StepOnDevice.tiles.
+
+        `query_lens`, `seq_lens`: [n]. Unused tiles belong to `padding_seq`.
+        """
         found = cut_chunks(query_lens, seq_lens, num_decodes, self.num_tokens)
         tiles = np.zeros((2, self.count), np.int64)
         tiles[0, found.shape[1] :] = padding_seq
@@ -30,7 +33,8 @@ class ChunkTiles:
 def cut_chunks(query_lens: Ints, seq_lens: Ints, num_decodes: int, num_tokens: int) -> Ints:
     """Cut the chunks, which follow the decodes, into tiles of `num_tokens` tokens.
 
-    [2, n]: each tile's sequence and its first token in the chunk; the tiles with the most keys first.
+    Returns [2, n]: the sequence of each tile, and the tile's first token in the chunk. Tiles with the most keys come
+    first.
     """
     lens = query_lens[num_decodes:]
     counts = -(-lens // num_tokens)

@@ -1,9 +1,10 @@
 """Matrix products by a chosen algorithm of cuBLASLt.
 
-cuBLAS chooses an algorithm by rules from the shape, and the choice is often not the fastest: for the products of
+cuBLAS chooses an algorithm by rules from the shape, and the choice is often not the fastest. For the products of
 Llama-3.1-8B with 40 to 224 rows on an H200, the best of cuBLASLt's first eight proposals saves 2 to 6 percent of the
-time, and another order of tiles, which cuBLASLt never proposes, 1 to 4 more. Called through ctypes on the library that
-torch has loaded.
+time. Another order of tiles, which cuBLASLt never proposes, saves 1 to 4 percent more. The functions are called through
+ctypes in the library that torch has loaded.
+
 Source: NVIDIA cuBLAS documentation, "Using the cuBLASLt API".
 """
 
@@ -53,9 +54,9 @@ class Algorithm:
     launch: Callable[[int, int, int], None]  # arguments: addresses of x, the weight and the product
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """`x` [M, K] and `weight` [N, K], both contiguous and of the proposed type -> [M, N], or its parts.
+        """Multiply `x` [M, K] by `weight` [N, K], both contiguous and of the proposed dtype -> [M, N], or its parts.
 
-        Raises RuntimeError.
+        Raises RuntimeError when cuBLASLt reports an error.
         """
         size, parts = (x.shape[0], weight.shape[0]), self.parts
         out = x.new_empty(size) if parts == 1 else x.new_empty((parts, *size), dtype=torch.float32)
@@ -74,7 +75,10 @@ class _Shape:
 
 
 class CublasLt:
-    """The cuBLASLt that torch loaded, on torch's handle. Use one stream at a time: all products share a workspace."""
+    """The cuBLASLt library that torch loaded, on torch's handle.
+
+    Use one stream at a time, because all products share a workspace.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Raises OSError when torch has loaded no cuBLASLt."""
@@ -89,13 +93,19 @@ class CublasLt:
         self._created = contextlib.ExitStack()
 
     def close(self) -> None:
-        """End the use of its algorithms; graphs that captured them stay valid. Idempotent."""
+        """Destroy the descriptions that the algorithms use. Idempotent.
+
+        The algorithms must not be called any more. Graphs that captured them stay valid.
+        """
         self._created.close()
 
     def propose(self, num_rows: int, weight: torch.Tensor, parts: int = 1) -> list[Algorithm]:
-        """Algorithms for `num_rows` rows times `weight` [N, K]: cuBLASLt's, best guess first, then the first of them
-        with another order of tiles. Each part has an equal range of inputs. Empty for float32, because torch decides
-        there between TensorFloat-32 and full precision. Raises RuntimeError."""
+        """Algorithms for `num_rows` rows times `weight` [N, K], each in `parts` parts with an equal range of inputs.
+
+        cuBLASLt's proposals come first, its best guess before the others. The first of them follow with another order
+        of tiles. Empty for float32, because torch decides there between TensorFloat-32 and full precision. Raises
+        RuntimeError.
+        """
         if weight.dtype not in _TYPES or weight.shape[1] % (8 * parts):  # 8: whole 16 bytes
             return []
         shape = self._describe(num_rows, weight.shape[0], weight.shape[1], _TYPES[weight.dtype], parts)

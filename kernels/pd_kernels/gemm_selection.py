@@ -1,6 +1,7 @@
 """Choose the algorithm of a matrix product for each number of rows, by measurement.
 
-Products are timed as a step runs them: replayed as a graph, each with another layer's weights, none in the cache.
+Products are timed as a step runs them: in a replayed graph, each product with the weights of another layer, so that the
+GPU's cache holds none of the weights.
 """
 
 from __future__ import annotations
@@ -20,40 +21,43 @@ logger = logging.getLogger(__name__)
 
 COLD_BYTES = 200e6  # weights that do not fit into any GPU's cache together
 MARGIN = 0.985  # relative to the usual time: a smaller saving may be noise
-PARTS = 2  # for products with fewer tiles of outputs than multiprocessors; with 4, summing costs what is gained
+PARTS = 2  # for products with fewer tiles of outputs than multiprocessors; the sum of 4 parts costs what they gain
 MANY_ROWS = 512  # from here on a product is bound by multiplications, and its time depends on the GPU's clock
-ROUNDS = 4  # of products of many rows, in turn: the power limit slows down the later ones of a round
+ROUNDS = 4  # products of many rows are timed in turn: the power limit slows down the later products of a round
 BETTER = 1.04  # relative to the best time of the first round: slower products are not measured again
 FAVOUR = 0.95  # factor on the time of products that include the activation: they gain more under the power limit
 AGREEMENT = 0.01  # relative to the norm; two roundings to bfloat16 are a third of it
 
 
 class Product(Protocol):
-    """x [M, K], weight [N, K] -> x weight^T [M, N], or an activation of that, or float32 parts [parts, M, N] of it."""
+    """A function of x [M, K] and weight [N, K] that returns x weight^T [M, N].
+
+    Or it returns an activation of x weight^T, or float32 parts [parts, M, N] of which x weight^T is the sum.
+    """
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
 
 
 class ProposeProducts(Protocol):
-    """Products of `num_rows` rows with weights of this shape and dtype, in `parts` parts."""
+    """Proposes products of `num_rows` rows with weights of this shape and dtype. The products leave `parts` parts."""
 
     def __call__(self, num_rows: int, weight: torch.Tensor, parts: int = 1) -> Sequence[Product]: ...
 
 
 class Measure(Protocol):
-    """The shortest time of a function's work on the device, in any unit."""
+    """Measures the shortest time of a function's work on the device, in any unit."""
 
     def __call__(self, run: Callable[[], None]) -> float: ...
 
 
 def usual_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Torch's own product."""
+    """Returns x weight^T, as torch computes it."""
     return F.linear(x, weight)
 
 
 @dataclass(frozen=True, slots=True)
 class Activated:
-    """A product and then its activation, to compare with products that include it."""
+    """A product that applies the activation after it, to be compared with products that include the activation."""
 
     product: Product
     activate: Callable[[torch.Tensor], torch.Tensor]
@@ -74,9 +78,10 @@ def choose_product(
 ) -> Product | None:
     """The fastest product of `num_rows` rows with weights of one shape [N, K]; None if that is the `usual` one.
 
-    `finish` does what the model does with the product, whole or in parts; its time counts. Without it, parts are not
-    proposed. The times of `favoured` proposals for many rows are multiplied with FAVOUR. Raises RuntimeError when the
-    usual product fails. A proposal that fails or gives a wrong result is logged and not chosen.
+    `finish` is the model's work after the product, which may come in parts. The time of this work counts. Without
+    `finish` no products in parts are proposed. The times of `favoured` proposals for many rows are multiplied with
+    FAVOUR. A proposal that fails or gives a wrong result is logged and not chosen. Raises RuntimeError when the usual
+    product fails.
     """
     many = num_rows >= MANY_ROWS
     some = weights[: 1 if many else max(1, round(COLD_BYTES / weights[0].nbytes))]
@@ -121,9 +126,10 @@ def _time_in_turn(
     rounds: int,
     weigh: Mapping[int, float],
 ) -> tuple[list[float], list[tuple[Product, list[float]]]]:
-    """Time each product once, and those near the best `rounds` times more. -> times of the usual product, of others.
+    """Time each product once, and those near the best `rounds` times more.
 
-    Products that fail are left out. `weigh`: by the id of a product, a factor on its time in comparisons.
+    Returns the times of the usual product, and each other product with its times. Products that fail are left out.
+    `weigh`: by the id of a product, a factor on its time in comparisons.
     """
     usual_times, ways = [time(usual)], list[tuple[Product, list[float]]]()
     for product in proposals:
@@ -149,10 +155,11 @@ class From:
 
 
 def winner_from(found: Mapping[int, Product | None], general: Sequence[Product]) -> From | None:
-    """The product in `general` that is best for the largest number of rows measured; None if another one is.
+    """The product that is fastest for the largest measured number of rows, and the least number of rows to use it for.
 
-    `general`: products for any number of rows. `found`: the best product by number of rows. `least` is just above
-    halfway between the smallest of the sizes from which on it is the best, and the next smaller size.
+    `found`: number of rows -> fastest product. `general`: products for any number of rows. None if the product is not
+    one of `general`. Let s be the smallest size such that the product is fastest for s and for all larger sizes.
+    `least` is just above halfway between s and the next smaller size, or s if there is no smaller size.
     """
     winner, least = None, 0
     for size in sorted(found, reverse=True):
@@ -164,7 +171,7 @@ def winner_from(found: Mapping[int, Product | None], general: Sequence[Product])
 
 
 def _agrees(product: Product, usual: Product, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """True if it gives what the usual product gives, to rounding."""
+    """Whether the result of `product` equals that of the usual product, up to rounding."""
     expected, found = usual(x, weight).float(), product(x, weight).float()
     found = found.sum(0) if found.dim() == 3 else found
     return bool((found - expected).norm() <= AGREEMENT * expected.norm())

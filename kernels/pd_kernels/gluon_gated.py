@@ -1,12 +1,12 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-"""SwiGLU fused with its product, for many rows on Hopper GPUs: gates and ups are never in global memory.
+"""SwiGLU fused with its product, for many rows on Hopper GPUs. Gates and ups never reach global memory.
 
 With many rows a product runs at the power limit, and every other movement of data takes power from the multiplication.
 A program goes from tile to tile. One warp copies the rows and the weights of gates and ups for the next tiles into a
-ring of shared memory. Two groups of four warps multiply them, each half of the tile's rows by all of its outputs, and
-store their results while the operands of the next tile arrive.
+ring of shared memory. Two groups of four warps multiply them: each group multiplies half of the tile's rows by all of
+its outputs, and stores its results while the operands of the next tile arrive.
 
-Needs Triton's Gluon, which makes the synchronization of warps explicit and does not run in the interpreter.
+The kernel needs Triton's Gluon. Gluon makes the synchronization of warps explicit and does not run in the interpreter.
 """
 
 from __future__ import annotations
@@ -138,10 +138,16 @@ def _gated_kernel(
 
 @dataclass(frozen=True, slots=True)
 class GatedProduct:
-    """See gemm_selection.Product: silu_and_mul of it, [M, N / 2]. For any number of rows; tuned for hundreds."""
+    """A gemm_selection.Product that returns silu_and_mul of x weight^T, [M, N / 2].
+
+    It takes any number of rows and is tuned for hundreds.
+    """
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """`x` [M, K], `weight` [N, K]: gates, then ups; contiguous, bfloat16 or float16. Raises RuntimeError."""
+        """`x` [M, K]; `weight` [N, K]: gates, then ups. Both are contiguous, bfloat16 or float16.
+
+        Raises RuntimeError when the kernel does not compile or cannot be launched.
+        """
         (num_rows, num_inputs), num_outputs = x.shape, len(weight) // 2
         out = x.new_empty((num_rows, num_outputs))
         num_tiles = triton.cdiv(num_rows, ROWS) * triton.cdiv(num_outputs, OUTPUTS)
@@ -159,7 +165,10 @@ class GatedProduct:
 
 
 def propose_gated(num_rows: int, weight: torch.Tensor) -> list[GatedProduct]:
-    """The product for a weight [N, K] and rows for more than half a tile; empty if the GPU does not support it."""
+    """The GatedProduct for `weight` [N, K], if `num_rows` is more than half a tile.
+
+    Empty if the GPU or the weight does not support the kernel.
+    """
     fits = weight.dtype in (torch.bfloat16, torch.float16) and weight.is_contiguous()
     fits = fits and weight.shape[1] % 8 == 0 and len(weight) % 16 == 0  # multiples of 16 bytes, also in halves
     return [GatedProduct()] if fits and num_rows > ROWS // 2 and _runs_on(weight.device) else []
@@ -167,7 +176,11 @@ def propose_gated(num_rows: int, weight: torch.Tensor) -> list[GatedProduct]:
 
 @cache
 def _runs_on(device: torch.device) -> bool:
-    """Cached, because each number of rows asks, and a failed compilation takes as long each time."""
+    """Whether the kernel compiles and runs on the device.
+
+    The answer is cached: `propose_gated` asks for each number of rows, and a failed compilation takes as long each
+    time.
+    """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     try:

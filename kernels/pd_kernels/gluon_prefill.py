@@ -143,7 +143,10 @@ def _multiply_keys(q, k_ring, stage):
 
 @gluon.jit
 def _add_values(weights, shrink, sums, v_ring, stage):
-    """Returns the left operand too: its registers must not be reused before the product is done."""
+    """Start adding the weighted values to the sums.
+
+    Returns the left operand too, because its registers must not be reused before the product is done.
+    """
     shrink = gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))
     weights = gl.convert_layout(weights.to(v_ring.dtype), gl.DotOperandLayout(0, sums.type.layout, 2))
     return warpgroup_mma(weights, v_ring.index(stage), sums * shrink[:, None], is_async=True), weights
@@ -160,7 +163,10 @@ def _walk(
     q, k_ring, v_ring, barriers, weights, shrink, top, total, sums, position, scale, at, start, stop,
     WARPGROUP: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Steps [start, stop), the last first. `weights` belong to the previous step; its values are not yet added."""
+    """Attend to steps [start, stop), the last first.
+
+    `weights` belong to the previous step; the values of that step are not yet added.
+    """
     _, _, k_full, k_empty, v_full, v_empty, turns, _ = barriers
     for i in range(stop - start):
         before, phase_before = at % STAGES, at // STAGES & 1
@@ -262,7 +268,10 @@ def gluon_prefill_kernel(
     scale, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Four warps, and eight more that it starts. `scale` is for scores to the base 2; the rest is as in Triton's."""
+    """Prefill attention of large tiles. The kernel is launched with four warps and starts eight more.
+
+    `scale` is for scores to the base 2. The other arguments are those of Triton's kernel.
+    """
     dtype: gl.constexpr = out.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     buffers = (

@@ -1,4 +1,4 @@
-"""The attention backend for Hopper GPUs: Triton's, with a Gluon kernel for the large tiles of prompts."""
+"""The attention backend for Hopper GPUs: Triton's kernels, and a Gluon kernel for large tiles of prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _ROWS = 64  # of a warpgroup; also the keys of one copy
 
 @dataclass(frozen=True, slots=True)
 class HopperBackend:
-    """An AttentionBackend: as TritonBackend, and faster where a step's chunks occupy the GPU."""
+    """The AttentionBackend for Hopper GPUs.
+
+    It does what TritonBackend does, and is faster for steps with enough chunks to occupy the GPU.
+    """
 
     name: ClassVar[str] = "hopper"
 
@@ -44,7 +47,7 @@ class HopperBackend:
 
 
 def refusal(shape: AttentionShape) -> str:
-    """Why the kernel does not compute a group; "" if it does."""
+    """Why the Gluon kernel does not support the shape of a group; "" if it does."""
     if shape.window:
         return "has no windows"
     if shape.dtype not in _DTYPES:

@@ -1,4 +1,4 @@
-"""Large tiles of prefill attention by the Gluon kernel for Hopper GPUs: its compilation and its launch."""
+"""Compiles and launches the Gluon kernel that computes large tiles of prefill attention on Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @dataclass(frozen=True, slots=True)
 class HopperPrefill:
-    """The kernel for one shape, as LargeTiles. The fields are what a compiled kernel is specialized on."""
+    """The LargeTiles for Hopper GPUs: the Gluon kernel for one shape.
+
+    The compiled kernel is specialized on the fields.
+    """
 
     num_kv_heads: int
     group: int  # query heads per KV head
@@ -41,12 +44,15 @@ class HopperPrefill:
         return cls(shape.num_kv_heads, shape.heads_per_kv_head, shape.head_dim, shape.block_size, shape.dtype)
 
     def takes(self, query: torch.Tensor, tiling: PrefillTiling) -> bool:
-        """True for large unshared tiles, with queries aligned for the memory accelerator."""
+        """Whether the tiles are large and unshared, and the queries aligned for the tensor memory accelerator."""
         is_aligned = (query.stride(0) % 8, query.data_ptr() % 16) == (0, 0)
         return is_aligned and (tiling.rows, tiling.parts) == (_ROWS, 1)
 
     def compile(self) -> Any:
-        """Compile for a Hopper GPU; this needs no GPU. Raises what Triton raises: Gluon differs between versions."""
+        """Compile the kernel for a Hopper GPU. The compilation needs no GPU.
+
+        Raises any exception of Triton's compiler, because Gluon differs between versions.
+        """
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon._runtime import GluonASTSource
 

@@ -30,9 +30,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual). A kernel leaves the sum in `residual` and may overwrite `x`.
+    """Returns (norm(x + residual), x + residual). A kernel leaves the sum in `residual` and may overwrite `x`.
 
-    `residual` [T, size]; `x` [T, size], or float32 [parts, T, size], which are to be summed and rounded first.
+    `residual` [T, size]; `x` [T, size], or float32 parts [parts, T, size]. Parts are summed, then rounded, before the
+    addition.
     """
     total = (x if x.dim() == 2 else x.sum(0).to(residual.dtype)) + residual
     return rms_norm(total, weight, eps), total
@@ -77,10 +78,10 @@ def norm_rope_write(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """From `heads` [T, H + 2G, D] (queries, keys, values) to the rotated queries [T, H, D].
+    """Rotate the queries of `heads` [T, H + 2G, D] (queries, keys, values), and store its keys and values.
 
-    Queries and keys are normed where the model has `norms`, then rotated (`cos`, `sin`: [T, D/2]); keys and values are
-    stored at `slot_mapping` (int64 [T]).
+    Returns the rotated queries [T, H, D]. With `norms`, queries and keys are normed first. Queries and keys are rotated
+    by `cos`, `sin` [T, D/2]. Keys and values are stored at `slot_mapping` (int64 [T]).
     """
     num_kv_heads = key_cache.shape[1]
     num_heads = heads.shape[1] - 2 * num_kv_heads
@@ -151,7 +152,7 @@ def decode_attention(
     scale: float,
     window: int = 0,
 ) -> torch.Tensor:
-    """One query token per sequence: `query` [S, H, D] -> [S, H, D]."""
+    """Attention of one query token per sequence: `query` [S, H, D] -> [S, H, D]."""
     starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=query.device)
     return prefill_attention(query, key_cache, value_cache, block_tables, starts, seq_lens, scale, window)
 
@@ -165,7 +166,7 @@ def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
-    """`x` [T, in] times `weight` [out, in] transposed, plus `bias` [out]; `gated`: silu_and_mul of that."""
+    """Returns `x` [T, in] times `weight` [out, in] transposed, plus `bias` [out]; `gated`: silu_and_mul of that."""
     product = torch.nn.functional.linear(x, weight, bias)
     return silu_and_mul(product) if gated else product
 
@@ -178,6 +179,9 @@ def add_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> HalfNormed:
-    """`residual` [T, out] += linear(x, weight, bias), in place; the norm of the sum with the weight `norm` [out]."""
+    """Add linear(x, weight, bias) to `residual` [T, out] in place. Returns the norm of the sum.
+
+    `norm` [out]: the weight of the norm.
+    """
     residual += linear(x, weight, bias, False)
     return HalfNormed(residual * norm, residual.pow(2).sum(-1)[None], eps)

@@ -1,8 +1,8 @@
-"""From logits to tokens: penalties, truncation, and a draw that depends on its own row only.
+"""Choose tokens from logits: penalties, truncation, and a draw that depends on its own row only.
 
-All in float32. R rows, V tokens. The draw is Gumbel-max: argmax(logits + noise) samples from softmax(logits), and the
-noise is an integer hash of (seed, position, token id). So a row's token does not depend on the rest of the batch, and
-prefill node, decode node and a rerun draw the same bits.
+R rows, V tokens; all arithmetic is in float32. The draw is Gumbel-max: argmax(logits + noise) samples from
+softmax(logits), and the noise is an integer hash of (seed, position, token id). So a row's token does not depend on the
+rest of the batch, and prefill node, decode node and a rerun draw the same bits.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ _PIECE = 1 << 18  # elements drawn at a time on CPU: noise for 32 x 32000 takes 
 
 
 def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -> None:
-    """In place: `logits` [R, V] of `seen` (bool [R, V]) tokens divided, or multiplied below 0, by `penalty` [R].
+    """Divide the logits of `seen` tokens by `penalty` [R] where they are positive, multiply them where not. In place.
 
-    arXiv 1909.05858. Prompt and output tokens are seen.
+    `logits` [R, V]; `seen` bool [R, V]: tokens of the prompt and of the output. The definition is that of arXiv
+    1909.05858.
     """
     factor = torch.where(seen, penalty[:, None], 1.0)
     logits.copy_(torch.where(logits > 0, logits / factor, logits * factor))
@@ -30,25 +31,27 @@ def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: torch
 def penalize_counts(
     logits: torch.Tensor, counts: torch.Tensor, presence: torch.Tensor, frequency: torch.Tensor
 ) -> None:
-    """In place: `logits` [R, V] lowered by `presence` [R] once and by `frequency` [R] per occurrence in the output.
+    """Lower `logits` [R, V] of each token in the output, in place.
 
-    `counts`: int32 [R, V]. OpenAI's definition.
+    The token's logit falls by `presence` [R], and by `frequency` [R] per occurrence. `counts` int32 [R, V]: occurrences
+    in the output. The definition is OpenAI's.
     """
     logits.sub_(counts * frequency[:, None]).sub_((counts > 0) * presence[:, None])
 
 
 def truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """`logits` [R, V] (already divided by temperature) with everything outside the three limits at -inf.
+    """A copy of `logits` [R, V] (already divided by temperature) with -inf for every token outside the three limits.
 
-    `top_k` int64 [R], V for all; `top_p` float32 [R], the smallest set of the top k with at least this share; `min_p`
-    float32 [R], a share of the best token's probability. Tokens that tie with the last one kept are kept: the result
-    does not depend on how a sort breaks ties.
+    `top_k` int64 [R]: the number of best tokens to keep; V: all. `top_p` float32 [R]: of these the smallest set of best
+    tokens with at least this share of their probability is kept. `min_p` float32 [R]: least probability, as a share of
+    the best token's. Tokens that tie with the last one kept are kept, so the result does not depend on how a sort
+    breaks ties.
     """
     return logits.masked_fill(logits < lowest_kept(logits, top_k, top_p, min_p)[:, None], -torch.inf)
 
 
 def lowest_kept(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """The lowest of `logits` [R, V] that each row keeps within the limits of `truncate`. -> [R]."""
+    """The lowest logit that each row of `logits` [R, V] keeps within the limits of `truncate`. -> [R]."""
     return _floor(logits, logits.sort(-1, descending=True).values, top_k, top_p, min_p)
 
 
@@ -90,7 +93,10 @@ def truncated_sample(
 def _floor(
     logits: torch.Tensor, best: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """The lowest logit [R] to keep, from `best` (descending, [R, W]): exact if it is above the last of them."""
+    """The lowest logit [R] to keep, from the W best logits `best` (descending, [R, W]).
+
+    The result is exact if it is above the last of `best`.
+    """
     inside = torch.arange(best.shape[1], device=best.device) < top_k[:, None]
     total = best.masked_fill(~inside, -torch.inf).logsumexp(-1)
     if best.shape[1] < logits.shape[1]:
@@ -103,7 +109,7 @@ def _floor(
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Per row of `logits` [R, V], the first of the greatest. -> int64 [R].
+    """The token with the greatest logit in each row of `logits` [R, V], the first one of equals. -> int64 [R].
 
     On CPU numpy's version is vectorised: 0.06 ms for 32 x 32000, torch's takes 0.58 ms.
     """
@@ -115,7 +121,8 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
 def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     """One token per row of `logits` [R, V], drawn from the softmax of float32(logits) / temperature. -> int64 [R].
 
-    Does not change `logits`. Waits for the device; Triton's version does not.
+    A row of temperature 0 takes its greatest logit. Does not change `logits`. Waits for the device; Triton's version
+    does not.
     """
     token_ids = argmax(logits)
     is_free, limits = draws.temperature > 0, draws.limits

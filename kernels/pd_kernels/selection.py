@@ -1,4 +1,7 @@
-"""Which implementation of the kernels a device runs. Nothing in this package imports it, so that there is no circle."""
+"""Which implementation of the kernels a device runs.
+
+No other file of this package imports this one, so the imports have no circle.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Paged attention in library calls: gather a layer's blocks into dense K and V, then scaled-dot-product attention.
 
 A (block, head) tile of a layer is contiguous, so the gather is one `index_select` of rows of `block_size * head_dim`
-numbers: near memcpy speed on CPU (14 GB/s with tiles of 4 KiB in fp32; fancy indexing reaches 9). The index tensors
-are the same in every layer; a plan holds them for one step.
+numbers: near memcpy speed on CPU (14 GB/s with tiles of 4 KiB in fp32; fancy indexing reaches 9). The index tensors are
+the same in every layer. A plan holds them for one step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PrefillGroup:
 
 @dataclass(frozen=True, slots=True)
 class TorchAttentionPlan:
-    """An AttentionPlan."""
+    """The AttentionPlan of TorchAttention: how to gather the blocks of one step."""
 
     num_tokens: int
     shape: AttentionShape
@@ -81,7 +81,7 @@ class TorchAttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class TorchAttention:
-    """A GroupAttention."""
+    """The GroupAttention of TorchBackend."""
 
     shape: AttentionShape
 
@@ -93,7 +93,7 @@ class TorchAttention:
         )
 
     def captured(self, size: StepSize) -> None:
-        """See GroupAttention. None: the shapes of what a plan gathers depend on lengths."""
+        """See GroupAttention. Always None, because the shapes of the gathered tensors depend on lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,10 @@ class TorchBackend:
 
 
 def tile_view(cache: torch.Tensor) -> torch.Tensor:
-    """One layer's K or V view as rows of one contiguous tile each; `_tile_index` gives the row numbers."""
+    """View one layer's K or V [N, G, B, D] as rows of B * D numbers, each row one contiguous (block, head) tile.
+
+    `_tile_index` gives the row numbers.
+    """
     num_blocks, num_kv_heads, block_size, head_dim = cache.shape
     tile = block_size * head_dim
     num_rows = (num_blocks * num_kv_heads - 1) * (cache.stride(1) // tile) + 1
@@ -126,9 +129,10 @@ def _tile_index(blocks: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
 
 
 def bucket_rows(num_blocks: Ints, tile_row_bytes: int) -> list[Ints]:
-    """Row indices grouped so that padding to the longest of a group costs less than 2x, or less than MERGE_BYTES.
+    """Group row indices so that padding each row to the longest of its group costs little.
 
-    `num_blocks`: blocks to read for each row; `tile_row_bytes`: bytes of K and V in one block of a layer.
+    Padding costs less than 2x in each group, or less than MERGE_BYTES. `num_blocks`: blocks to read for each row;
+    `tile_row_bytes`: bytes of K and V in one block of a layer.
     """
     order = np.argsort(num_blocks, kind="stable")
     groups: list[Ints] = []
@@ -193,7 +197,7 @@ def _plan_prefills(packed: PackedSequences, shape: AttentionShape) -> tuple[Pref
 
 
 def _gather(tiles: torch.Tensor, index: torch.Tensor, num_rows: int, cache_shape: torch.Size) -> torch.Tensor:
-    """Dense [num_rows, num_kv_heads, tokens, head_dim]."""
+    """Gather tiles into a dense tensor [num_rows, num_kv_heads, tokens, head_dim]."""
     return tiles.index_select(0, index).view(num_rows, cache_shape[1], -1, cache_shape[3])
 
 

@@ -1,6 +1,6 @@
-"""The forward pass's functions in library calls: any device, any dtype, tuned for CPU.
+"""The functions of the forward pass as torch library calls: any device, any dtype, tuned for CPU.
 
-Same meaning and arguments as `reference`; attention takes a plan that is made once a step and shared by all layers.
+The functions have the meaning and the arguments of `reference`. Attention is in `torch_attention`.
 """
 
 from __future__ import annotations

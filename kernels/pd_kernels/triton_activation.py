@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-"""SwiGLU's elementwise half: two reads, one write."""
+"""The elementwise part of SwiGLU, with two reads and one write per output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _silu_and_mul_kernel(x, out, size, x_stride, BLOCK: tl.constexpr, EARLY: tl.
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """See reference.silu_and_mul. `x` [T, 2 * size], unit last stride -> [T, size]."""
+    """See reference.silu_and_mul. `x` [T, 2 * size], unit last stride -> [T, size]. Raises ValueError."""
     if x.dim() != 2 or x.stride(1) != 1 or x.shape[1] % 2:
         raise ValueError(f"x must be [T, 2 * size] with unit last stride, not {tuple(x.shape)}")
     num_rows, size = x.shape[0], x.shape[1] // 2

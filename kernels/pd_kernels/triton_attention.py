@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TritonBackend:
-    """An AttentionBackend: decodes, chunks of any size, windows, captured steps."""
+    """The AttentionBackend for GPUs. It serves decodes, chunks of any size, windows and captured steps."""
 
     name: ClassVar[str] = "triton"
 

@@ -1,4 +1,4 @@
-"""The Triton kernels but attention's, as one row of the table. The import needs triton."""
+"""Triton's row in the table of kernels: all kernels except attention. The import needs the package triton."""
 
 from __future__ import annotations
 

@@ -20,9 +20,10 @@ def _copy_kernel(source, target, pairs, source_stride, target_stride, num_words,
 
 
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
-    """See reference.copy_blocks. Blocks are contiguous and a multiple of 8 bytes. No wait if `pairs` is on the CPU.
+    """See reference.copy_blocks. Does not wait if `pairs` is on the CPU.
 
-    Copies to and from the host are queued: read host memory only after the stream has completed them.
+    Copies to and from the host are queued: read host memory only after the stream has completed them. Raises ValueError
+    unless each block on the device is contiguous and a multiple of 8 bytes.
     """
     if source.device != target.device:
         for read, write in pairs.tolist():
@@ -48,7 +49,7 @@ def _chained(pairs: list[list[int]]) -> bool:
 
 
 def _words(blocks: torch.Tensor) -> torch.Tensor:
-    """[num_blocks, words of a block], int64."""
+    """The blocks as int64 words, [num_blocks, words of a block]. Raises ValueError."""
     flat = blocks.flatten(1)
     if flat.stride(1) != 1 or flat.data_ptr() != blocks.data_ptr() or flat.shape[1] * flat.element_size() % 8:
         raise ValueError(f"blocks {tuple(blocks.shape)} of {blocks.dtype} are not contiguous words of 8 bytes")

@@ -1,15 +1,16 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 """Paged decode attention: the KV of a step is divided evenly among a fixed number of programs.
 
-The unit of work is one tile of TILE tokens of one (sequence, KV head). All units of a step form one sequence (by
-sequence, head, tile), and program p of P takes the p-th equal share, as stream-K does for matrix products
-(arXiv 2301.03598). So no mix of lengths leaves a multiprocessor idle, and the grid does not depend on lengths: kernels
-read them on the device, nothing waits for the host, and a CUDA graph can replay a launch with other lengths. The start
-of a pair takes time too: SETUP units without tokens follow each pair, so that no program gets all the short ones.
+The unit of work is one tile of TILE tokens of one (sequence, KV head) pair. All units of a step form one sequence (by
+sequence, head, tile), and program p of P takes the p-th equal share, as stream-K does for matrix products (arXiv
+2301.03598). So no mix of lengths leaves a multiprocessor idle, and the grid does not depend on lengths: kernels read
+them on the device, nothing waits for the host, and a CUDA graph can replay a launch with other lengths. The start of a
+pair takes time too. So SETUP units without tokens follow each pair; without them one program could get many short
+pairs.
 
-A share may begin and end within a (sequence, head) pair. Such parts go to a workspace, each with the logarithm of its
-sum of exponentials; the last program that writes a part of a pair merges all of them. A program writes at most two
-parts: to slot 0 that of a pair that an earlier program began, to slot 1 that of the pair that it began and did not end.
+A share may begin and end within a pair. The parts of such a pair go to a workspace, each with the logarithm of its sum
+of exponentials. The last program that writes a part of a pair merges all its parts. A program writes at most two parts.
+Slot 0 is for the pair that an earlier program began. Slot 1 is for the pair that this program began and did not end.
 
 The query heads that share a KV head are the rows of one matrix product. Maxima, sums and the workspace are float32.
 """
@@ -26,7 +27,7 @@ from pd_kernels.triton_dependent_launch import early_options, launches_early, ot
 
 _LOG2_E = 1.4426950408889634
 _MERGED = 8192  # most numbers of parts that a merging program holds at a time
-_PARTS = 15  # of a pair, if every multiprocessor still gets a program; merging more costs more than it saves
+_PARTS = 15  # most parts of a pair, if every multiprocessor still gets a program; a merge of more costs more time
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def _plan_kernel(
     SETUP: tl.constexpr, LEAST: tl.constexpr, PARTS: tl.constexpr, PROGRAMS: tl.constexpr, PROCESSORS: tl.constexpr,
     SEQS: tl.constexpr,
 ):  # fmt: skip
-    """ends[i]: units of one head of the sequences 0..i; after the last: a program's share of all units."""
+    """Write ends[i]: units of one head of the sequences 0..i; after the last: a program's share of all units."""
     seq = tl.arange(0, SEQS)
     length = tl.load(seq_lens + seq, mask=seq < num_seqs, other=0)
     units = (length + TILE - 1) // TILE + tl.where(length > 0, SETUP, 0)
@@ -101,7 +102,7 @@ def _merge_parts(
     parts, part_logs, target, first, last, GROUP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
     MEMBERS: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """One (sequence, KV head) from the parts of programs [first, last] into `target` [GROUP, SIZE]."""
+    """Merge the parts that programs [first, last] wrote for one (sequence, KV head) into `target` [GROUP, SIZE]."""
     member, column = tl.arange(0, MEMBERS), tl.arange(0, COLUMNS)
     inside = (member < GROUP)[:, None] & (column < SIZE)[None, :]
     top = tl.full([MEMBERS], -1e30, tl.float32)
@@ -133,7 +134,10 @@ def _attend_pair(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, MEMBERS: tl.constexpr, MERGED: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Tiles [first, first + count) of one (sequence, KV head), which programs [first_program, last_program] share."""
+    """Attend tiles [first, first + count) of one (sequence, KV head).
+
+    Programs [first_program, last_program] share the pair.
+    """
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     at = row[:, None] * SIZE + column[None, :]
     inside = (row < GROUP)[:, None] & (column < SIZE)[None, :]
@@ -208,7 +212,7 @@ def _decode_kernel(
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Data that the layers of one step share. Use it on one stream at a time."""
+    """The data that the layers of one step share. Use it on one stream at a time."""
 
     tiling: DecodeTiling
     window: int
@@ -217,7 +221,7 @@ class DecodePlan:
 
 
 def plan_decode(seq_lens: torch.Tensor, num_kv_heads: int, window: int, tiling: DecodeTiling) -> DecodePlan:
-    """Plan from `seq_lens` int32 [S]. Two launches; does not wait."""
+    """Plan the attention of decodes with lengths `seq_lens` int32 [S]. Two launches; does not wait for the device."""
     num_seqs, processors = len(seq_lens), num_processors(seq_lens.device)
     ends = torch.empty(num_seqs + 1, dtype=torch.int32, device=seq_lens.device)
     _plan_kernel[(1,)](
@@ -246,7 +250,7 @@ def decode_attention(
     out: torch.Tensor,
     scale: float,
 ) -> None:
-    """See reference.decode_attention; into contiguous `out`. A sequence of length 0 (padding) gives zeros."""
+    """Compute reference.decode_attention into contiguous `out`. A sequence of length 0 (padding) gives zeros."""
     num_seqs, num_heads, size = query.shape
     num_kv_heads, block_size = key_cache.shape[1:3]
     group, tiling = num_heads // num_kv_heads, plan.tiling

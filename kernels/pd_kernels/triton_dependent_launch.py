@@ -1,10 +1,11 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-"""Programmatic dependent launch: a kernel is set up while the kernels before it still run, also within CUDA graphs.
+"""Programmatic dependent launch: a kernel starts while the kernels before it still run, also within CUDA graphs.
 
-An early kernel first calls `others_may_start`. Every program calls `wait_for_others` before it reads what another early
-kernel may have written, and before it writes anything. So when a kernel has ended, all kernels before it have ended.
-What it reads before it waits must be older than the last ordinary launch: weights, and data that is set up once a step,
-because every step looks up its embeddings with an ordinary launch.
+An early kernel first calls `others_may_start`. Every program calls `wait_for_others` before it reads data that another
+early kernel may have written, and before it writes anything. So when a kernel has ended, all kernels before it have
+ended. Data that a program reads before this call must be older than the last ordinary launch: weights, and data that is
+set up once a step, because every step looks up its embeddings with an ordinary launch.
+
 Source: NVIDIA CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 
@@ -20,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def others_may_start(EARLY: tl.constexpr):
-    """Let the next kernel's programs start as soon as all of this kernel's run."""
+    """Let the next kernel's programs start as soon as all programs of this kernel have called this."""
     if EARLY:
         gdc_launch_dependents()
 
@@ -34,10 +35,13 @@ def wait_for_others(EARLY: tl.constexpr):
 
 @cache
 def launches_early(device: torch.device) -> bool:
-    """Whether the device supports it (Hopper and later). Cached: every launch asks, and torch takes microseconds."""
+    """Whether the device supports programmatic dependent launch (Hopper and later).
+
+    The answer is cached: every launch asks, and torch takes microseconds.
+    """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def early_options(early: bool) -> dict[str, bool]:
-    """Options of an early launch."""
+    """The launch options that start a kernel early, if `early`."""
     return {"launch_pdl": True} if early else {}

@@ -1,14 +1,14 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-"""Matrix products of few rows. Their time is that of reading the weights once.
+"""Matrix products of few rows. Such a product takes as long as reading its weight once.
 
-A program computes OUTPUTS outputs of all rows, from a part of the inputs if there would be too few programs. The
-weights are the left operand: their tiles go from the tensor memory accelerator to the matrix unit without passing
-through registers, and the few rows are the unit's narrow side.
+A program computes OUTPUTS outputs of all rows. If there would be too few programs, several programs share the inputs of
+these outputs. The weights are the left operand: their tiles go from the tensor memory accelerator to the matrix unit
+without passing through registers, and the few rows are the unit's narrow side.
 
-Time is lost while no weights move, from the end of one kernel to the first tile of the next. So
+No weights move from the end of one kernel to the first tile of the next, and that time is lost. So
 
 - a program is launched early and holds the first HEAD columns of its weights in registers before it waits for the
-  kernels ahead of it; it multiplies them last;
+  kernels ahead of it; it multiplies these columns last;
 - the work between two products is done at the end of the first or of the second: gate and up halves share a tile
   (GATED); a product adds itself to the residual (ADDS) and leaves the norm of the sum half done, without the division
   by the root mean square; the next product divides its result (DIVIDES).
@@ -34,7 +34,7 @@ class MatmulTiling:
 
     outputs: int  # of a program; gates and ups each count
     inputs: int  # of a tile
-    head: int  # inputs, a multiple of a tile's; 0: none
+    head: int  # inputs that a program reads ahead, a multiple of `inputs`; 0: none
     split: int  # programs that share the inputs
     num_warps: int
     num_stages: int
@@ -42,21 +42,30 @@ class MatmulTiling:
 
 @triton.jit
 def _bits(pointer):
-    """The bits as integers, so that loaded values wait in registers. Values that a product takes unchanged would wait
-    in shared memory, which has room for them or for the next kernel's programs, not for both."""
+    """The values as integers, so that they wait in registers after the load.
+
+    Values that a product takes unchanged would wait in shared memory. Shared memory has room for them or for the next
+    kernel's programs, not for both.
+    """
     return pointer.to(tl.pointer_type(tl.int16), bitcast=True)
 
 
 @triton.jit
 def _awaited(sums, num_rows):
-    """`sums` unchanged. Two tiles joined go through registers, and Triton 3.6 loads the next pair into them while the
-    matrix unit may still read them, unless other code uses its sums. This does, in a way that Triton cannot remove."""
+    """Returns `sums` unchanged, and makes the program wait for them.
+
+    Two joined tiles go through registers. Triton 3.6 loads the next pair into these registers while the matrix unit may
+    still read them, unless other code uses the sums. This function uses the sums in a way that Triton cannot remove.
+    """
     return tl.where(num_rows > 0, sums, 0.0)
 
 
 @triton.jit
 def _sum_parts(parts, tile_at, split, SIZE: tl.constexpr):
-    """The sum over all programs of a tile, in the order of their inputs, so that it does not depend on their timing."""
+    """The sum of a tile's parts over all programs.
+
+    The parts are added in the order of their inputs, so that the programs' timing does not change the sum.
+    """
     total = tl.load(parts + tile_at, cache_modifier=".cg")
     for part in range(1, split):
         total += tl.load(parts + part * SIZE + tile_at, cache_modifier=".cg")
@@ -186,7 +195,7 @@ def matmul_tiling(num_outputs: int, num_inputs: int, num_rows: int, num_processo
 
 @dataclass(frozen=True, slots=True)
 class FewRowsLinear:
-    """See backends.FewRows. Use it on one stream at a time."""
+    """The FewRows of Triton. Use it on one stream at a time."""
 
     weight: torch.Tensor  # [out, in], contiguous; gated: gates, then ups
     bias: torch.Tensor | None
@@ -210,7 +219,7 @@ class FewRowsLinear:
         return cls(weight, bias, gated, arrived, 64 if weight.shape[1] < 4096 else 32)
 
     def __call__(self, x: torch.Tensor | HalfNormed) -> torch.Tensor:
-        """Raises ValueError."""
+        """See FewRows. Raises ValueError if the size, dtype or alignment of `x` is not supported."""
         normed, rows = (x, x.x) if isinstance(x, HalfNormed) else (None, x)
         num_outputs = len(self.weight) // (2 if self.gated else 1)
         out = torch.empty((len(rows), num_outputs), dtype=rows.dtype, device=rows.device)
@@ -218,7 +227,7 @@ class FewRowsLinear:
         return out
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float) -> HalfNormed:
-        """Raises ValueError."""
+        """See FewRows. Raises ValueError as a call does, and for a gated weight or a residual of another shape."""
         if residual.shape != (len(x), len(self.weight)) or not residual.is_contiguous() or self.gated:
             raise ValueError(f"a product of {len(self.weight)} outputs cannot be added to {tuple(residual.shape)}")
         num_tiles = triton.cdiv(len(self.weight), self._tiling_of(len(x)).outputs)

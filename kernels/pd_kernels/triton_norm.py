@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-"""RMSNorm, alone and fused with the residual sum before it. One read and one write of each tensor.
+"""RMSNorm, alone and fused with the residual sum before it. A kernel reads and writes each tensor once.
 
 Rounding follows `reference`: the normed value is rounded to the weight's dtype before the weight multiplies it.
 """
@@ -60,7 +60,7 @@ def _add_rms_norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See reference.rms_norm. `x` [T, size] or [T, heads, size], unit last stride. -> contiguous."""
+    """See reference.rms_norm. `x` [T, size] or [T, heads, size], unit last stride. -> contiguous. Raises ValueError."""
     if x.dim() not in (2, 3) or x.stride(-1) != 1:
         raise ValueError(f"x must be [T, size] or [T, heads, size] with unit last stride, not {tuple(x.shape)}")
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -80,7 +80,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See reference.add_rms_norm. Unit last strides. Overwrites and returns both arguments, but not parts."""
+    """See reference.add_rms_norm. Last strides must be 1. Raises ValueError.
+
+    The sum overwrites `residual`. The norm overwrites `x`, except for `x` in parts: then the norm is a new tensor.
+    """
     if x.shape[-2:] != residual.shape or x.stride(-1) != 1 or residual.stride(1) != 1 or x.dim() not in (2, 3):
         raise ValueError(f"x and residual must be [T, size] with unit last stride, not {x.shape} and {residual.shape}")
     if x.dtype != (residual.dtype if x.dim() == 2 else torch.float32):

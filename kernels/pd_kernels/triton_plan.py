@@ -1,8 +1,8 @@
-"""A step's attention in Triton: decodes in one launch, prefill chunks in another; launched, or captured.
+"""Attention of a step in Triton: one launch for decodes, another for prefill chunks, in plain and in captured steps.
 
-A plan of decodes reads lengths on the device. Chunks are cut into tiles on the host. Captured steps get the tiles with
-their other numbers, as many as a step of their size may need; the unused ones belong to an empty padding sequence, and
-a kernel stops at once at a tile without tokens. So replays follow other lengths.
+The device plans decodes from lengths in its memory. The host cuts chunks into tiles. A captured step gets its tiles
+with its other inputs, as many as a step of its size may need. Unused tiles belong to an empty padding sequence, and the
+kernel ends at once for a tile without tokens. So a replay may have other lengths than the capture.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ if TYPE_CHECKING:
     from pd_kernels.attention import AttentionShape
     from pd_kernels.values import StepOnDevice, StepSize
 
-_FAR_KEYS = 4096  # far steps are tiled for so many
+_FAR_KEYS = 4096  # keys of a sequence for which far steps are tiled
 _VOID = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class TritonAttention:
-    """A GroupAttention. The tilings can be replaced for measurements."""
+    """The GroupAttention of TritonBackend and HopperBackend. A measurement may replace the tilings."""
 
     shape: AttentionShape
     device: torch.device
     decode: DecodeTiling
-    large_tiles: LargeTiles | None  # the kernel for them, if not Triton's
+    large_tiles: LargeTiles | None  # the kernel for large tiles, if it is not Triton's
     prefill: PrefillTiling | None = None  # None: chosen for each step
 
     @classmethod
     def of(cls, shape: AttentionShape, device: torch.device, large_tiles: LargeTiles | None = None) -> Self:
-        """With tilings for a GPU with 228 KiB of shared memory per multiprocessor."""
+        """A TritonAttention with the tilings for a GPU with 228 KiB of shared memory per multiprocessor."""
         return cls(shape, device, decode_tiling(shape.dtype, shape.head_dim), large_tiles)
 
     def plan(self, packed: PackedSequences) -> TritonAttentionPlan:
@@ -81,7 +81,7 @@ class TritonAttention:
         )
 
     def plan_captured(self, step: StepOnDevice, num_tokens: int, tiling: PrefillTiling | None) -> TritonAttentionPlan:
-        """A plan that does not depend on lengths. `tiling`: of chunks; None: the step has none."""
+        """A plan that does not depend on lengths. `tiling`: how chunks are tiled; None: the step has no chunks."""
         packed = PackedSequences(0, step.query_starts, step.seq_lens, step.block_tables, _VOID, _VOID)
         prefill = None
         if tiling is not None:
@@ -112,7 +112,7 @@ class TritonAttention:
 
 @dataclass(frozen=True, slots=True)
 class TritonReplayable:
-    """A Replayable."""
+    """The Replayable of TritonAttention."""
 
     attention: TritonAttention
     size: StepSize
@@ -120,17 +120,17 @@ class TritonReplayable:
     tiling: PrefillTiling | None  # None without chunks
 
     def plan(self, step: StepOnDevice) -> TritonAttentionPlan:
-        """See Replayable. Rows without a sequence keep their values or become 0."""
+        """See Replayable. Output rows without a sequence keep their values or become 0."""
         return self.attention.plan_captured(step, self.size.num_tokens, self.tiling)
 
 
 @dataclass(frozen=True, slots=True)
 class TritonAttentionPlan:
-    """An AttentionPlan."""
+    """The AttentionPlan of TritonAttention."""
 
     num_tokens: int
     packed: PackedSequences
-    decode_lens: torch.Tensor  # int32 [n]: of the first n sequences, which attend as decodes
+    decode_lens: torch.Tensor  # int32 [n]: lengths of the first n sequences, which attend as decodes
     window: int
     decode: DecodePlan | None  # None without decodes
     prefill: PrefillPlan | None  # None without chunks

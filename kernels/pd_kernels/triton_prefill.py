@@ -82,7 +82,10 @@ def _attend_tiles(
 def _store_part(
     parts, top, total, sums, present, num_tiles, NUM_KV_HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Store a part for `_merge_kernel`: the sums of all programs, then the highest scores, then the sums of weights."""
+    """Store a program's part for `_merge_kernel`.
+
+    `parts` has the sums of all programs, then the highest scores of all, then the sums of weights of all.
+    """
     head, tile, part, num_parts = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     at_row = ((tile * num_parts + part) * NUM_KV_HEADS + head) * ROWS + row
@@ -189,10 +192,10 @@ def _merge_kernel(
 
 
 class LargeTiles(Protocol):
-    """Another kernel, for tiles of 128 rows that are not shared, of a group without a window."""
+    """Another kernel for large tiles: 128 rows, not shared, in a group without a window."""
 
     def takes(self, query: torch.Tensor, tiling: PrefillTiling) -> bool:
-        """True if it computes tiles of this kind, for queries that lie like this."""
+        """Whether the kernel computes tiles of this tiling, for queries with this alignment and these strides."""
 
     def launch(
         self,
@@ -209,7 +212,7 @@ class LargeTiles(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """Data that the layers of one step share."""
+    """The data that the layers of one step share."""
 
     tiling: PrefillTiling
     tiles: torch.Tensor  # int32 [2, n]: each program's sequence and first token of its chunk, most keys first
@@ -225,7 +228,10 @@ def plan_prefill(
     device: torch.device,
     large_tiles: LargeTiles | None,
 ) -> PrefillPlan:
-    """Cut the chunks of a step into tiles. A tile must have a row for each query head of a KV head."""
+    """Cut the chunks of a step into tiles, and move the tiles to the device without waiting.
+
+    A tile must have a row for each query head of a KV head.
+    """
     num_tokens = tiling.rows // shape.heads_per_kv_head
     tiles = cut_chunks(packed.host_query_lens, packed.host_seq_lens, packed.num_decodes, num_tokens)
     on_device = torch.from_numpy(tiles.astype(np.int32)).to(device, non_blocking=True)
@@ -233,7 +239,10 @@ def plan_prefill(
 
 
 def room_for_parts(shape: AttentionShape, tiling: PrefillTiling, num_tiles: int, device: torch.device) -> torch.Tensor:
-    """Workspace for the parts of shared tiles, reused by each layer: float32, empty without such tiles."""
+    """An uninitialized workspace for the parts of shared tiles, float32 [n]; empty if no tile is shared.
+
+    Each layer of the step reuses the workspace.
+    """
     num_rows = num_tiles * tiling.parts * shape.num_kv_heads * tiling.rows if tiling.parts > 1 else 0
     return torch.empty(num_rows * (_columns(shape.head_dim) + 2), dtype=torch.float32, device=device)
 
@@ -241,10 +250,10 @@ def room_for_parts(shape: AttentionShape, tiling: PrefillTiling, num_tiles: int,
 def prefill_tiling(
     dtype: torch.dtype, head_dim: int, num_rows: int, num_keys: int, num_processors: int, has_large: bool = False
 ) -> PrefillTiling:
-    """Tiling for a GPU with 228 KiB of shared memory per multiprocessor.
+    """The tiling for a GPU with 228 KiB of shared memory per multiprocessor.
 
-    `num_rows`: query tokens times query heads; `num_keys`: of the longest sequence, 0 under a window; `has_large`: a
-    LargeTiles computes large tiles that are not shared; one program per multiprocessor is enough for it.
+    `num_rows`: query tokens times query heads. `num_keys`: keys of the longest sequence, 0 under a window. `has_large`:
+    a LargeTiles computes large tiles that are not shared; one program per multiprocessor is enough for it.
     """
     if dtype is torch.float32:
         return PrefillTiling(rows=32, keys=16, num_warps=4, num_stages=1, descriptors=False)
@@ -275,7 +284,11 @@ def prefill_tiling(
 def unshared_if_many(
     tiling: PrefillTiling, packed: PackedSequences, shape: AttentionShape, num_processors: int
 ) -> PrefillTiling:
-    """Do not share tiles of many short chunks: mostly empty tiles fill the GPU already, and sharing costs memory."""
+    """Returns the tiling without shared tiles if the step has a tile for every multiprocessor, else `tiling`.
+
+    Many short chunks have many tiles, most of them nearly empty. They fill the GPU without sharing, and sharing costs
+    memory.
+    """
     if tiling.parts == 1:
         return tiling
     tokens = tiling.rows // shape.heads_per_kv_head
@@ -293,9 +306,9 @@ def prefill_attention(
     scale: float,
     window: int,
 ) -> None:
-    """See reference.prefill_attention: the sequences from `packed.num_decodes` on, into their rows of `out`.
+    """Compute reference.prefill_attention for the sequences from `packed.num_decodes` on, into their rows of `out`.
 
-    `query`, `out` [T, H, D] of the whole step; `plan`: of `plan_prefill` for as many heads and the same window.
+    `query`, `out`: [T, H, D] of the whole step. `plan`: of `plan_prefill` for as many heads and the same window.
     """
     tiling, tiles = plan.tiling, plan.tiles
     if plan.large_tiles is not None and plan.large_tiles.takes(query, tiling):
@@ -339,8 +352,8 @@ def _launch(
 ) -> None:
     """Launch each kernel on its grid. `launches`: kernels compiled for another layer; only pointers differ.
 
-    To find the compiled kernel from the arguments costs the host 15 us per launch. The pointers of all layers have the
-    same alignment, so the compiled kernel is the same.
+    The search for the compiled kernel from the arguments costs the host 15 us per launch. The pointers of all layers
+    have the same alignment, so the compiled kernel is the same.
     """
     if launches:
         for compiled, (_, grid, arguments, _) in zip(launches, calls, strict=True):

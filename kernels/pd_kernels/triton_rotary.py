@@ -1,7 +1,8 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-"""The work between the QKV product and attention in one launch: QK norm, RoPE, the write to the KV cache.
+"""One kernel for the work between the QKV product and attention: QK norm, RoPE, and the write to the KV cache.
 
-Reads the product once. Writes the rotated queries once, and each key and value once, directly to its cache block.
+The kernel reads the product once. It writes the rotated queries once, and each key and value once, directly to its
+cache block.
 """
 
 from __future__ import annotations
@@ -94,7 +95,10 @@ def norm_rope_write(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """See reference.norm_rope_write. A token with a negative slot (padding of a CUDA graph) is not stored."""
+    """See reference.norm_rope_write. Raises ValueError.
+
+    A token with a negative slot (padding of a CUDA graph) is not stored.
+    """
     check_cache_views(key_cache, value_cache)
     _, num_kv_heads, block_size, size = key_cache.shape
     num_tokens, num_heads = heads.shape[0], heads.shape[1] - 2 * num_kv_heads

@@ -36,7 +36,11 @@ def _mix_64(x):
 
 @triton.jit
 def draw_key(seed, position):
-    """Initial state of a row's hash: two uint32, the second in the form of the second round."""
+    """The key of a row's hash, for `hash_token`: its low 32 bits, and its high 32 bits h as h ^ (h >> 15).
+
+    The second round of sampling.random_bits xors h and then shifts the result. In this form of h, that shift is done
+    once per row and not once per token.
+    """
     key = _mix_64(_mix_64(seed.to(tl.uint64)) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
     high = (key >> 32).to(tl.uint32)
     return key.to(tl.uint32), high ^ (high >> 15)
@@ -52,7 +56,7 @@ def _log2(x, FAST: tl.constexpr):
 
 @triton.jit
 def hash_token(low, high, token):
-    """31 of the bits of sampling.random_bits. `token` int32 [W] -> int32 [W]."""
+    """The low 31 bits of sampling.random_bits. `low`, `high`: of draw_key; `token` int32 [W] -> int32 [W]."""
     bits = token.to(tl.uint32) * 0x9E3779B1 + low
     bits = (bits ^ (bits >> 16)) * 0x21F0AAAD
     bits = (bits ^ (bits >> 15) ^ high) * 0x735A2D97
@@ -61,10 +65,11 @@ def hash_token(low, high, token):
 
 @triton.jit
 def noise_of(bits, FAST: tl.constexpr):
-    """log2(sampling._exponential(bits) * log2(e)), to 1.2e-6, or 1.2e-6 of it: minus this is Gumbel noise.
+    """log2(sampling._exponential(bits) * log2(e)), with an absolute or relative error of 1.2e-6.
 
-    -log2(1 - u) is a polynomial for u < 1/4, to 4e-8 of it (a weighted least-squares fit): small u, which decide the
-    draw, keep their precision, while a logarithm of 1 - u would lose it.
+    Its negative is Gumbel noise in units of log2, up to a constant. -log2(1 - u) is a polynomial for u < 1/4, to 4e-8
+    of it (a weighted least-squares fit). So small u, which decide the draw, keep their precision; a logarithm of 1 - u
+    would lose it.
     """
     uniform = tl.fma(bits.to(tl.float32), 4.656612873077393e-10, 2.3283064365386963e-10)  # 2 ** -31, 2 ** -32
     near = tl.fma(uniform, 0.4902183413505554, 0.20762422680854797)
@@ -129,12 +134,15 @@ def _best_of_row_kernel(best, best_token, out, num_pieces, PIECES: tl.constexpr,
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Per row of `logits` [R, V], the first of the greatest. -> int64 [R], always in [0, V): NaN ranks last."""
+    """The token with the greatest logit in each row of `logits` [R, V], the first one of equals. -> int64 [R].
+
+    The result is always in [0, V): NaN ranks last. Raises ValueError unless the last stride of `logits` is 1.
+    """
     return _best(logits, None)
 
 
 def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """See sampling.draw. Logits of rows without limits are read once, in their own dtype."""
+    """See sampling.draw. Logits of rows without limits are read once, in their own dtype. Raises ValueError."""
     if len(draws.temperature) != len(logits):
         raise ValueError(f"{len(logits)} rows of logits, {len(draws.temperature)} rows of draws")
     return _best(logits, draws)

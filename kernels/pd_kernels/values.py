@@ -18,10 +18,11 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
-    """Which rows of the batch belong to which sequence, and where its KV is.
+    """Which query rows of a packed batch belong to each sequence, and where the KV of the sequence is.
 
-    Sequences `[0, num_decodes)` have one query token each, so their query rows are `[0, num_decodes)`; the rest are
-    prefill chunks. With the copies in host memory a backend plans without reading the device.
+    Sequences `[0, num_decodes)` have one query token each, so their query rows are `[0, num_decodes)`. The other
+    sequences are prefill chunks. The copies of the lengths in host memory let a backend plan without reading the
+    device.
     """
 
     num_decodes: int
@@ -37,7 +38,7 @@ class PackedSequences:
 
 
 def leading_ones(lens: Ints) -> int:
-    """Chunks of one token at the front: they attend as decodes."""
+    """The number of chunks of one token at the front of `lens` [n]. These chunks attend as decodes."""
     longer = np.flatnonzero(lens > 1)
     return int(longer[0]) if len(longer) else len(lens)
 
@@ -48,16 +49,16 @@ class StepSize:
 
     num_tokens: int
     num_seqs: int  # at most num_tokens
-    num_chunks: int  # of the sequences, those that attend as prefill chunks
+    num_chunks: int  # most sequences that attend as prefill chunks
     has_decodes: bool  # whether sequences may attend as decodes
     is_far: bool = False  # tuned for chunks that follow many keys; correct for all chunks
 
 
 @dataclass(frozen=True, slots=True)
 class StepOnDevice:
-    """A step of a StepSize. A replay reads its numbers from the device; the host does not know them at capture.
+    """The lengths and tables of a captured step, on the device. The host does not know their values at capture.
 
-    S = num_seqs. Sequences are numbered as in PackedSequences; those after the last real one are empty.
+    S = num_seqs of the StepSize. Sequences are numbered as in PackedSequences. Those after the last real one are empty.
     """
 
     decode_lens: torch.Tensor  # int32 [S], [0] without decodes: tokens in the cache of those that attend as decodes
@@ -85,7 +86,7 @@ class PrefillTiling:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """P rows that draw from their best tokens only."""
+    """The limits of P rows, which draw only from their best tokens."""
 
     rows: torch.Tensor  # int64 [P], indices into R; none of them has temperature 0
     top_k: torch.Tensor  # int64 [P]; V: all
@@ -95,11 +96,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Parameters of R rows of logits."""
+    """How each of R rows of logits chooses its token."""
 
-    temperature: torch.Tensor  # float32 [R]; 0: the first of the greatest, nothing is drawn
+    temperature: torch.Tensor  # float32 [R]; 0: the first of the greatest logits is chosen, without a draw
     seeds: torch.Tensor  # int64 [R]: any bits
-    positions: torch.Tensor  # int64 [R]: number of the sequence's tokens before the one to choose
+    positions: torch.Tensor  # int64 [R]: number of the sequence's tokens before the token to choose
     limits: Limits | None
 
 

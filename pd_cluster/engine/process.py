@@ -47,7 +47,11 @@ SWITCH_INTERVAL_S = 0.0001  # with CPython's 5 ms the step loop would delay a co
 
 
 def bound_programs(environment: MutableMapping[str, str]) -> None:
-    """Call before torch is imported, which reads these variables. Values that the operator has set stay."""
+    """Limit in `environment` how many compiled programs torch and oneDNN keep: see KEPT_PROGRAMS.
+
+    Call it before torch is imported, because torch reads these variables then. A variable that the operator has set
+    stays.
+    """
     for name, number in KEPT_PROGRAMS.items():
         environment.setdefault(name, number)
 

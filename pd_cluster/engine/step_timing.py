@@ -99,8 +99,8 @@ class StepTiming:
         """Seconds for which planning the next step may wait without leaving the device idle. 0: plan now.
 
         `batch` is the only step on the device and has run for `running_s`. `prompts_wait`: the next step will have
-        prompts, so its launch takes longer. Planning waits for the decodes' share of the running step only, because two
-        prompts in one step are not faster than in two.
+        prompts, so its launch takes longer. Planning never waits for the prompts of the running step. A longer wait
+        could only put two prompts into one step, and two prompts take as long in one step as in two.
         """
         num_decodes = _num_decodes(batch)
         with_prompts = prompts_wait or num_decodes < len(batch.chunks)

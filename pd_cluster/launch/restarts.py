@@ -24,7 +24,7 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The cluster can no longer do its work."""
+    """End the cluster, because it can no longer do its work. `reason`: the cause, in words."""
 
     reason: str
 

@@ -56,7 +56,11 @@ ROLES = ("prefill", "decode", "mixed")
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """A node to start. `devices`: its CUDA_VISIBLE_DEVICES; None leaves the variable alone. `port`: of NODE_HOST."""
+    """A node to start.
+
+    `devices`: its CUDA_VISIBLE_DEVICES; None: the node inherits the variable. `port`: the node's HTTP port on
+    NODE_HOST.
+    """
 
     name: str
     role: str

@@ -54,13 +54,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def first_token_digest(self) -> bytes:
-        """16 bytes that are equal on P and D when P's first tokens are what D itself would have sampled.
+        """A digest of the fields that decide the first tokens, 16 bytes. With equal digests D uses P's first tokens.
 
-        It covers what a field says, not what it amounts to: `min_tokens` 1 and 2 both ban the end from the first token
-        and differ here, which costs D one token's computation and never an answer. Two requests without a seed are
-        equal: each node draws a seed of its own, and either's draw is one of the distribution asked for.
-        Fields at their default are left out. So a node agrees with an older one that lacks a field, as long as no
-        request uses it.
+        P's first tokens are then distributed as D's own would be. The digest covers the values of the fields, not their
+        effect: `min_tokens` 1 and 2 both ban the end from the first token, but give different digests. Such a
+        difference costs D the computation of one token and changes no answer. Two requests without a seed have equal
+        digests. Each node draws its own seed for them, and the tokens of either seed follow the requested distribution.
+        The digest leaves out fields with their default value. So a node agrees with an older node that lacks a field,
+        as long as no request uses that field.
         """
         said = [
             (name, sorted(value.items()) if isinstance(value, dict) else value)

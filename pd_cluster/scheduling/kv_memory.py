@@ -27,14 +27,14 @@ Copies = list[tuple[int, int]]  # block pairs (from, to) for a BlockCopies
 
 
 class KvMemory:
-    """Block tables of sequences and parked requests, from the block manager.
+    """Gives KV blocks to sequences and parked requests, and takes the blocks back.
 
     Invariants:
 
     - a sequence in `waiting` has no table, one in `loaded` or `running` has one;
     - a parked request has a table: its pinned prefix, and while `kv` is not ABSENT the blocks of its load;
     - `retract` is called with a lease before the blocks of its sequence are freed by a preemption;
-    - no request or sequence gets blocks for its prompt while one with a better claim is refused them.
+    - after a refusal, no request or sequence with a worse claim than the refused one gets blocks for its prompt.
     """
 
     def __init__(
@@ -74,10 +74,11 @@ class KvMemory:
         return False
 
     def preempt(self, seq: Sequence) -> Copies:
-        """Take the blocks of a sequence that no running step touches; it waits. Returns the copies that swap it out.
+        """Take all blocks of a sequence that no running step touches, and make it wait. Returns the copies to run.
 
-        It is swapped to host memory if that has room, else computed again. The reader of its lease, if it has one,
-        hears of it first.
+        The reader of the sequence's lease, if there is a lease, hears of the preemption first. The blocks of a sequence
+        without a lease are swapped to host memory if host memory has room: the copies do that. Any other sequence is
+        computed again.
         """
         request, table, blocks = seq.request, seq.table, self._blocks
         assert table is not None
@@ -107,7 +108,10 @@ class KvMemory:
 
     @property
     def refused(self) -> Sequence | None:
-        """The last waiting sequence that was refused blocks. No claim behind its own gets any before it asks again."""
+        """The last waiting sequence that was refused blocks; None: it waits no more.
+
+        Until it asks again, no sequence or request with a worse claim gets blocks.
+        """
         seq = self._refused
         return seq if seq is not None and seq in self._queues.waiting else None
 

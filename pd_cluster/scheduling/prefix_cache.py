@@ -79,11 +79,11 @@ class PrefixCache:
         self._by_block[block_id] = node
 
     def let_go(self, block_id: int) -> None:
-        """Make a node without references the most recently used evictable one."""
+        """Make the node of this block evictable, as the most recently used one. The block must have no reference."""
         self._evictable[block_id] = self._by_block[block_id]
 
     def take_up(self, block_id: int) -> None:
-        """Note that the node got its first reference, so it cannot be evicted."""
+        """Make the node of this block not evictable, because the block got its first reference."""
         del self._evictable[block_id]
 
     def evict(self) -> int:

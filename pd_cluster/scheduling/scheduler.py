@@ -161,7 +161,7 @@ class Scheduler:
     # parked requests
 
     def pin(self, request: Request) -> int:
-        """Pin what this engine's cache holds of a parked prompt. Returns the number of tokens.
+        """Pin the cached prefix of a parked prompt. Returns the number of pinned tokens.
 
         If memory runs short before `reserve`, the pin is dropped, and `reserve` pins the blocks that are still cached.
         """

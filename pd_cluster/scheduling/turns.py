@@ -57,9 +57,11 @@ class Turns:
     # requests
 
     def may_queue(self, name: str, limit: int) -> bool:
-        """Whether a request of this group may queue, in a queue of `limit` requests. The first request of a
-        group may take
-        the last place; others leave a share of the queue to groups without a queued request."""
+        """Whether a request of the group `name` may join the queue, which holds at most `limit` requests.
+
+        A group's first queued request may take the last place. The later ones may fill the queue only up to
+        `crowd_limit`, so that places are left for groups without a queued request.
+        """
         group = self._groups.get(name)
         return self.num_queued < (limit if group is None or not group.num_queued else crowd_limit(limit))
 

@@ -83,7 +83,7 @@ class _Call:
 
 
 async def chat_completions(state: NodeState, caller: Caller, reply: CountedReply, raw: bytes) -> None:
-    """Raises PdError."""
+    """Serve `POST /v1/chat/completions`: generate for the body `raw`, and answer through `reply`. Raises PdError."""
     body = _decoded(state, reply, raw, ChatBody)
     logprobs = chat_num_logprobs(body)
     check_tools(body)
@@ -111,7 +111,7 @@ async def chat_completions(state: NodeState, caller: Caller, reply: CountedReply
 
 
 async def completions(state: NodeState, caller: Caller, reply: CountedReply, raw: bytes) -> None:
-    """Raises PdError."""
+    """Serve `POST /v1/completions`: generate for the body `raw`, and answer through `reply`. Raises PdError."""
     body = _decoded(state, reply, raw, CompletionBody)
     prompts = prompts_of(body, state.tokenizer.vocab_size, state.ready.max_model_len)
 

@@ -58,10 +58,13 @@ class OutputParser(Protocol):
     reads_special_tokens: bool  # True: special tokens are in `text`, and the parser removes them from the content
 
     def push(self, text: str, token_ids: Sequence[int]) -> Sequence[Part]:
-        """The parts that became certain. `text` may lag behind `token_ids`: stop strings and characters are held."""
+        """Add new text and new tokens. Returns the parts that have become certain.
+
+        `text` may lag behind `token_ids`, because possible stop strings and unfinished characters are held back.
+        """
 
     def flush(self) -> Sequence[Part]:
-        """The rest, when no more text comes. Called once."""
+        """Returns the remaining parts, when no more text comes. Called once."""
 
 
 ParserFactory = Callable[[ParserContext], OutputParser]

@@ -1,4 +1,4 @@
-"""From generation streams to the client's bytes. Chat and completions differ only in their `ResponseShape`."""
+"""Turns generation streams into the bytes of an answer. Chat and completions differ only in their `ResponseShape`."""
 
 from __future__ import annotations
 

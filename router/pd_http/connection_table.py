@@ -55,7 +55,7 @@ class ConnectionTable(Generic[Key]):
         return given_way
 
     def leave(self, key: Key) -> None:
-        """`key` is closed. Does nothing for a key that is not in the table."""
+        """Remove the connection `key`, which has closed. Does nothing for a key that is not in the table."""
         address = self._address_of.get(key)
         if address is None:
             return

@@ -77,11 +77,14 @@ class RequestBody:
         return self.wants_stream and not self.has_several_prompts
 
     def plain(self) -> bytes:
-        """For a node that prefills and decodes."""
+        """The body for a node that prefills and decodes: the client's fields, without any handoff."""
         return msgspec.json.encode(self._fields)
 
     def for_prefill(self) -> bytes:
-        """For P's leg. The token limit is for engines without tickets; our nodes ignore it and sample one token."""
+        """The body for P's leg: a request for a ticket.
+
+        The token limit is for engines without tickets. Our nodes ignore it and sample one token.
+        """
         fields: dict[str, Any] = {name: raw for name, raw in self._fields.items() if name not in _NO_TOKENS}
         fields["stream"] = False
         fields["max_tokens"] = 1
@@ -91,5 +94,5 @@ class RequestBody:
         return msgspec.json.encode(fields)
 
     def with_transfer(self, params: dict[str, Any]) -> bytes:
-        """For D's leg: the client's fields and `params` of the handoff."""
+        """The body for D's leg: the client's fields and `params` of the handoff."""
         return msgspec.json.encode({**self._fields, _KV: params})

@@ -30,10 +30,11 @@ LINGER_S = 1.0
 
 
 class RouterServer(uvicorn.Server):
-    """Prints its URL on stdout when it serves. An orderly end after a signal exits with status 0.
+    """The router's HTTP server. It prints its URL on stdout when it serves, and exits with status 0 after a signal.
 
-    SIGINT, SIGTERM: no new connections; running requests get drain_s. SIGHUP: the same once a successor serves, or at
-    once without a `succession`. SIGHUP stays ignored if it was ignored when this process started (nohup).
+    After SIGINT or SIGTERM the server accepts no new connection, and running requests get drain_s seconds to end. After
+    SIGHUP the server does the same once a successor serves, or at once if `succession` is None. SIGHUP stays ignored if
+    it was ignored when this process started (nohup).
     """
 
     def __init__(

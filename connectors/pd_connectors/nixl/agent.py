@@ -42,8 +42,8 @@ class EndpointFailed(NixlError):
 class MayStillLand(NixlError):
     """A read failed, but parts of it may still be written into our memory: keep `handle`, and see `post_warm_up`.
 
-    NIXL keeps an error for ever, never looking at the read again, and after a post that failed half way it has no
-    trace of the descriptors that it posted. So of all errors only that of the whole endpoint is terminal.
+    NIXL keeps the first error of a read and never looks at that read again. After a post that failed half way, NIXL has
+    no record of the descriptors that it did post. So of all errors only the failure of the whole endpoint is terminal.
     """
 
     def __init__(self, text: str, handle: int) -> None:
@@ -170,9 +170,10 @@ class NixlAgent:
         return self._post(int(handle))
 
     def post_read(self, remote: Remote, theirs: GroupIds, ours: GroupIds) -> int:
-        """Start reading blocks `theirs` into blocks `ours`, of all groups at once. Returns a handle.
+        """Start reading blocks `theirs` of the remote cache into our blocks `ours`, in every group. Returns a handle.
 
-        Raises MayStillLand, or NixlError (EndpointFailed is one) when nothing was posted, or all of it has ended.
+        Raises MayStillLand when a part of the read may be under way. Raises another NixlError when no part is: NIXL
+        posted nothing, or the endpoint has failed (EndpointFailed).
 
         Between processes of one host UCX copies inside this call (CMA), with the GIL released. NIXL joins neighbours:
         256 blocks that are consecutive on both sides are one descriptor.

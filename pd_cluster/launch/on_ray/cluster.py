@@ -160,7 +160,10 @@ class RayCluster:
         return [name for name in names if name not in self._handles]
 
     async def report(self, name: str) -> UnitReport:
-        """Wait for the actor's report, without a limit. Raises UnitDied; TimeoutError when Ray cannot reach it."""
+        """Wait until the unit's actor reports. The wait has no deadline here; the caller sets one.
+
+        Raises UnitDied when the actor has died, TimeoutError when Ray cannot reach the actor now.
+        """
         from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
         handle = self._handles.get(name)
