@@ -47,11 +47,15 @@ class Routers:
 
     def __init__(self, output: Path, *flags: str) -> None:
         self._output = output
-        with output.open("wb") as stream:
-            self.first = subprocess.Popen(
-                [sys.executable, "-m", "pd_router", "--port", "0", "--drain-s", "20", *flags],
-                stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=os.environ | {"PD_CLUSTER_KEY": KEY},
-            )  # fmt: skip
+        inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and then by routers too
+        try:
+            with output.open("wb") as stream:
+                self.first = subprocess.Popen(
+                    [sys.executable, "-m", "pd_router", "--port", "0", "--drain-s", "20", *flags],
+                    stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=os.environ | {"PD_CLUSTER_KEY": KEY},
+                )  # fmt: skip
+        finally:
+            signal.signal(signal.SIGHUP, inherited)
         self.processes = [psutil.Process(self.first.pid)]
         self.url = ""
 
