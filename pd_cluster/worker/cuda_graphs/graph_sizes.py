@@ -84,9 +84,10 @@ def bucket_sizes(limit: int) -> list[int]:
 
 
 def step_sizes(limit: int, max_seqs: int) -> list[StepSize]:
-    """Sizes of steps with chunks, for each of `token_buckets`: no decodes; few sequences; `max_seqs` sequences.
+    """Sizes of steps with chunks. Each of `token_buckets` has six sizes; equal ones are dropped.
 
-    Each of these exists for chunks near the start of their sequences, and for chunks behind many keys.
+    One size has no decodes, one has room for FEW_SEQS sequences, and one has room for `max_seqs`. Each of these exists
+    for chunks near the start of their sequences, and for chunks behind many keys.
     """
     sizes = set()
     for num_tokens in token_buckets(limit):
