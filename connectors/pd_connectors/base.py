@@ -61,7 +61,7 @@ class CacheDescription:
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """Read what `runs` name of the first `num_tokens` tokens of a prompt. The runs may have no blocks."""
+    """A load: read the blocks in `runs`, of the first `num_tokens` tokens of a prompt. The runs may have no blocks."""
 
     load_id: str
     runs: tuple[

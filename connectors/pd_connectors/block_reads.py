@@ -67,7 +67,7 @@ class BlockReads:
         self._next = [run.first_block for run in spec.runs]
 
     def post(self, state: LeaseState) -> list[PostRead]:
-        """The reads that are possible now, within the limits. Call `start` first.
+        """Returns the reads that are possible now, within the limits, and counts them as in flight. Call `start` first.
 
         Raises ValueError when P announced more tokens than blocks.
         """

@@ -57,7 +57,10 @@ class BlockStaging:
         return self._last
 
     def settle(self) -> None:
-        """Wait until every copy so far is complete. After that, writers that no stream orders may write the blocks."""
+        """Wait until every copy so far is complete.
+
+        After that a writer outside the order of the GPU's streams may write the copied blocks.
+        """
         if self._last is not None:
             self._last.wait()
             self._last = None

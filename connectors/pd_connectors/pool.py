@@ -45,7 +45,10 @@ STORE_BATCH_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """`deadline_s`: bounds the time that the pool spends on one search, hence what a miss costs a request."""
+    """The limits of a pool's client.
+
+    `deadline_s` bounds the time that the pool spends on one search, and so the time that a miss costs a request.
+    """
 
     deadline_s: float = 5.0
     retry_s: float = 1.0

@@ -96,7 +96,7 @@ class Reader:
         self._carry_out(peer, pull, now)
 
     def reserve(self, spec: LoadSpec, now: float) -> None:
-        """See WorkerHalf.recv_before. A load that failed meanwhile is left alone: its events are out."""
+        """See WorkerHalf.recv_before. Skips a load that has failed meanwhile: its events were reported already."""
         self._with_pull(spec.load_id, lambda pull: pull.reserve(spec, now), now)
 
     def cancel(self, load_id: str, now: float) -> None:

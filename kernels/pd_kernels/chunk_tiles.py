@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class ChunkTiles:
     """The tiles of captured steps of one size. KV groups with equal values share them."""
 
-    num_tokens: int  # of a tile, at least 1
-    count: int  # as many as a step of this size may need
+    num_tokens: int  # tokens of a tile, at least 1
+    count: int  # most tiles that a step of this size may need
 
     def cut(self, query_lens: Ints, seq_lens: Ints, num_decodes: int, padding_seq: int) -> Ints:
         """Cut the chunks of a step of n sequences into tiles: [2, count], for StepOnDevice.tiles.

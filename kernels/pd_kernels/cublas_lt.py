@@ -50,7 +50,7 @@ class Algorithm:
     """An algorithm for x [M, K] times weight^T [K, N] that a graph can capture. Valid until its library is closed."""
 
     library: CublasLt  # owns the descriptions and the workspace
-    parts: int  # of the product, each over an equal, consecutive range of inputs
+    parts: int  # parts of the product; each covers an equal, consecutive range of inputs
     launch: Callable[[int, int, int], None]  # arguments: addresses of x, the weight and the product
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

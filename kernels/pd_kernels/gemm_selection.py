@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-COLD_BYTES = 200e6  # weights that do not fit into any GPU's cache together
+COLD_BYTES = 200e6  # weights of this size together fit into no GPU's cache
 MARGIN = 0.985  # relative to the usual time: a smaller saving may be noise
 PARTS = 2  # for products with fewer tiles of outputs than multiprocessors; the sum of 4 parts costs what they gain
 MANY_ROWS = 512  # from here on a product is bound by multiplications, and its time depends on the GPU's clock
 ROUNDS = 4  # products of many rows are timed in turn: the power limit slows down the later products of a round
 BETTER = 1.04  # relative to the best time of the first round: slower products are not measured again
 FAVOUR = 0.95  # factor on the time of products that include the activation: they gain more under the power limit
-AGREEMENT = 0.01  # relative to the norm; two roundings to bfloat16 are a third of it
+AGREEMENT = 0.01  # largest difference, relative to the norm; two roundings to bfloat16 differ by a third of it
 
 
 class Product(Protocol):

@@ -31,8 +31,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from pd_kernels.triton_decode import num_processors
 
 logger = logging.getLogger(__name__)
-ROWS, OUTPUTS, INPUTS = 128, 128, 64  # of a tile: rows; gates, and as many ups; inputs, 128 bytes of each
-STAGES = 4  # of the ring: 192 KiB
+ROWS, OUTPUTS, INPUTS = 128, 128, 64  # of a tile: rows; gates, and as many ups; inputs (128 bytes of a row)
+STAGES = 4  # stages of the ring: 192 KiB in all
 DOWN = 16  # tiles of a column before the next column, so that their weights are still in the L2 cache
 _MULTIPLIERS = 2  # groups of warps
 
@@ -131,8 +131,8 @@ def _gated_kernel(
                 DOWN, STAGES, ROWS, OUTPUTS, INPUTS,
             )),
         ],
-        [4, 1],  # warps of the second and third; the first has those of the launch
-        [240, 24],  # and their registers
+        [4, 1],  # warps of the second and the third function; the first function has the warps of the launch
+        [240, 24],  # registers of a thread in the second and the third function
     )  # fmt: skip
 
 

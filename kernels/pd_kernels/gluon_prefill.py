@@ -21,12 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-ROWS = gl.constexpr(128)  # of a tile
-KEYS = gl.constexpr(128)  # of a step
-STAGES = gl.constexpr(2)  # of the ring
+ROWS = gl.constexpr(128)  # rows of a tile
+KEYS = gl.constexpr(128)  # keys of a step
+STAGES = gl.constexpr(2)  # stages of the ring
 _ROWS = gl.constexpr(64)  # of a warpgroup
 _HIDDEN = gl.constexpr(-1e30)  # score of a key that a row does not see
-_LOWEST = gl.constexpr(-1e15)  # of scores; above _HIDDEN, so that hidden keys weigh 0 even in rows that see none
+_LOWEST = gl.constexpr(-1e15)  # least maximum of scores; above _HIDDEN, so that hidden keys weigh 0 in every row
 _PIECE = gl.constexpr(64)  # keys in one cache block, and columns that the accelerator swizzles together
 
 

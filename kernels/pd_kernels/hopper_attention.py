@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS = (64, 128)
-_ROWS = 64  # of a warpgroup; also the keys of one copy
+_ROWS = 64  # rows of a warpgroup, and keys of one copy
 
 
 @dataclass(frozen=True, slots=True)

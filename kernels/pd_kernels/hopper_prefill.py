@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _LOG2_E = 1.4426950408889634
-_ROWS = 128  # of a tile
+_ROWS = 128  # rows of a tile
 _PIECE = 64  # rows of a warpgroup; keys and columns of one copy
-_MAX_REGISTERS = 168  # of a thread at the start of the twelve warps; then most of the producer's move to the others
+_MAX_REGISTERS = 168  # of each thread at the start; then the producer warps give most of theirs to the other warps
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 

@@ -26,7 +26,7 @@ import triton.language as tl
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 
 _LOG2_E = 1.4426950408889634
-_MERGED = 8192  # most numbers of parts that a merging program holds at a time
+_MERGED = 8192  # most elements of parts that a merging program holds at a time
 _PARTS = 15  # most parts of a pair, if every multiprocessor still gets a program; a merge of more costs more time
 
 
@@ -202,7 +202,7 @@ def _decode_kernel(
                 GROUP, SIZE, BLOCK_SIZE, WINDOW, TILE, ROWS, COLUMNS, MEMBERS, MERGED, PRECISION, STAGES,
             )  # fmt: skip
         unit = start + units
-    for seq in range(program, num_seqs, PROGRAMS):  # the empty ones become 0
+    for seq in range(program, num_seqs, PROGRAMS):  # the output of an empty sequence becomes 0
         before = tl.load(ends + seq - 1, mask=seq > 0, other=0)
         if tl.load(ends + seq) == before:
             rows = out + seq * (NUM_KV_HEADS * GROUP * SIZE)

@@ -32,8 +32,8 @@ from pd_kernels.values import HalfNormed
 class MatmulTiling:
     """Sizes of the kernel's tiles; the defaults of `matmul_tiling` were chosen by measurement."""
 
-    outputs: int  # of a program; gates and ups each count
-    inputs: int  # of a tile
+    outputs: int  # outputs of a program; gates and ups both count
+    inputs: int  # inputs of a tile
     head: int  # inputs that a program reads ahead, a multiple of `inputs`; 0: none
     split: int  # programs that share the inputs
     num_warps: int

@@ -32,7 +32,7 @@ _LOG2_E = 1.4426950408889634
 _SHARED_KEYS = 1024  # a tile with fewer keys belongs to one program
 _FAR_KEYS = 4096  # from here on a chunk's tiles have nearly equal numbers of keys
 _MOST_PARTS = 16  # the merge reads parts one after the other
-_MERGED_ROWS = 16  # by one program
+_MERGED_ROWS = 16  # rows that one program merges
 
 
 @triton.jit

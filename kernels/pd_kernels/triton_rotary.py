@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pd_kernels.values import HeadNorms
 
-_HEADS = 16  # of one program at most
+_HEADS = 16  # most heads of one program
 
 
 @triton.jit

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pd_kernels.values import Draws
 
 _PIECE, _TILE = 4096, 2048  # tokens of a program; tokens at a time
-_ROUNDING = 2.0**-22  # by so much the kernel's quotient of the lowest kept logit may be smaller than torch's
+_ROUNDING = 2.0**-22  # the kernel's quotient of the lowest kept logit may be smaller than torch's by this factor
 
 
 @triton.jit

@@ -27,7 +27,7 @@ class PackedSequences:
 
     num_decodes: int
     query_starts: torch.Tensor  # int32 [num_seqs + 1]: sequence i has query rows [starts[i], starts[i + 1])
-    seq_lens: torch.Tensor  # int32 [num_seqs]: tokens in the cache once this step's are written
+    seq_lens: torch.Tensor  # int32 [num_seqs]: tokens in the cache once the tokens of this step are written
     block_tables: torch.Tensor  # int32 [num_seqs, max_blocks]; entries past a sequence's last block are ignored
     host_query_lens: Ints  # int64 [num_seqs], in host memory
     host_seq_lens: Ints  # int64 [num_seqs], in host memory
@@ -61,7 +61,7 @@ class StepOnDevice:
     S = num_seqs of the StepSize. Sequences are numbered as in PackedSequences. Those after the last real one are empty.
     """
 
-    decode_lens: torch.Tensor  # int32 [S], [0] without decodes: tokens in the cache of those that attend as decodes
+    decode_lens: torch.Tensor  # int32 [S], [0] without decodes: cached tokens of sequences that attend as decodes
     seq_lens: torch.Tensor  # int32 [S + 1]
     query_starts: torch.Tensor  # int32 [S + 2]
     block_tables: torch.Tensor  # int32 [S + 1, max_blocks]
@@ -76,7 +76,7 @@ class PrefillTiling:
     keys: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = None  # of a thread; None: the compiler decides
+    max_registers: int | None = None  # registers of a thread; None: the compiler decides
     parts: int = 1  # programs that share a tile's keys; 1 under a window
     descriptors: bool = True  # use the tensor memory accelerator where the layout allows it
 

@@ -25,7 +25,7 @@ ALPHABET = "The quick brown fox jumps over the lazy dog while 0123456789 people 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The endpoint, and what all requests have in common."""
+    """The endpoint, and the settings that all requests share."""
 
     url: str
     model: str

@@ -1,4 +1,4 @@
-"""From an AddRequest to a request that this engine can serve, or to the reply that refuses it."""
+"""Turns an AddRequest into a request that this engine can serve, or into the reply that refuses it."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class EngineClient(Protocol):
         """How often the engine was judged frozen."""
 
     def open(self, request: AddRequest) -> RequestStream:
-        """Admit a request. Raises EngineUnavailable, also as EngineFrozen."""
+        """Admit a request. Raises EngineUnavailable when the engine cannot take it; EngineFrozen is one."""
 
     def send(self, message: ToEngine) -> None:
         """Send any message but AddRequest. Never blocks. Ignored when the engine is gone: its requests have failed."""

@@ -39,9 +39,10 @@ class Lifeline:
 
 
 def hold_lifeline(environ: Mapping[str, str] = os.environ) -> threading.Event:
-    """Call it once in a child. When the launcher dies, it sends itself SIGTERM, and exits by force if that hangs.
+    """Make this process end when its launcher dies. Call it once in a child of the launcher.
 
-    The event is set before the signal. A process without a launcher is left alone.
+    After the launcher's death this process sends itself SIGTERM, and exits by force if it hangs. The returned event is
+    set before the signal. A process without a launcher is left alone.
     """
     orphaned = threading.Event()
     fd = environ.get(LIFELINE_ENV, "")

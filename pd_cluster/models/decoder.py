@@ -1,4 +1,4 @@
-"""What families of decoders share: embedding and head, the end of loading, the choice of products."""
+"""The base class of all model families: embedding and head, the end of loading, the choice of products."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 
 class Layer(Protocol):
-    """The weights of one layer. Its fields are the family's own, but for the norm that comes first."""
+    """The weights of one layer. A family declares its own fields, and `input_norm` for the layer's first norm."""
 
     @property
     def input_norm(self) -> torch.Tensor:
-        """[hidden_size]."""
+        """The weight of the first norm, [hidden_size]."""
 
 
 FamilyLayer = TypeVar("FamilyLayer", bound=Layer)
 
 
 class Decoder(ABC, Generic[FamilyLayer]):
-    """A Model. A family makes a layer in `_make_layer`, and computes all layers in `hidden`."""
+    """A Model. A family makes one layer in `_make_layer`, and computes all layers in `hidden`."""
 
     def __init__(
         self,
@@ -68,14 +68,17 @@ class Decoder(ABC, Generic[FamilyLayer]):
 
     @abstractmethod
     def _make_layer(self, name: str, window: int) -> FamilyLayer:
-        """The layer `name` of the checkpoint. `window`: of its attention; 0: full."""
+        """Make the layer `name` of the checkpoint. `window`: tokens that its attention sees; 0: all."""
 
     @abstractmethod
     def hidden(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Normed:
-        """The final norm [R, hidden_size] of the tail's rows, or of all T. See `forward`."""
+        """Compute all layers and the final norm: [R, hidden_size] for the tail's rows, [T, hidden_size] without a tail.
+
+        `Model.forward` describes the arguments.
+        """
 
     def logits(self, hidden: Normed) -> torch.Tensor:
-        """[R, hidden_size] -> [R, vocab_size]."""
+        """Multiply `hidden` [R, hidden_size] with the head. -> logits [R, vocab_size]."""
         if isinstance(hidden, torch.Tensor) and not len(hidden):  # chunks in the middle of prompts
             return hidden.new_empty(0, self.spec.vocab_size)
         return self._head(hidden)
@@ -106,7 +109,7 @@ class Decoder(ABC, Generic[FamilyLayer]):
         )
 
     def _make_qkv(self, name: str) -> Linear:
-        """[(H + 2 G) * head_dim, hidden]: queries, keys, values."""
+        """Make the product for queries, keys and values: [(H + 2 G) * head_dim, hidden]."""
         query_size, key_size = self.spec.num_heads * self.spec.head_dim, self.spec.num_kv_heads * self.spec.head_dim
         parts = {f"{name}.q_proj": query_size, f"{name}.k_proj": key_size, f"{name}.v_proj": key_size}
         return self._parameters.linear("qkv", parts, self.spec.hidden_size, bias=self.spec.qkv_bias)
@@ -120,7 +123,7 @@ class Decoder(ABC, Generic[FamilyLayer]):
         return PagedAttention(self._kernels, spec.head_dim, group, spec.attention_scale, norms)
 
     def _make_gate_up(self, name: str, activate: Callable[[torch.Tensor], torch.Tensor]) -> Linear:
-        """[2 * intermediate, hidden], of which `activate` makes [T, intermediate]."""
+        """Make the product for gates and ups: [2 * intermediate, hidden]. `activate` makes [T, intermediate] of it."""
         parts = {f"{name}.{part}_proj": self.spec.intermediate_size for part in ("gate", "up")}
         return self._parameters.linear(
             "gate_up", parts, self.spec.hidden_size, bias=self.spec.mlp_bias, activate=activate
@@ -128,7 +131,7 @@ class Decoder(ABC, Generic[FamilyLayer]):
 
     @property
     def _linears(self) -> dict[str, list[Linear]]:
-        """By kind, in the order in which a step uses them."""
+        """The linears by kind, in the order in which a step uses them."""
         return dict(sorted(self._parameters.linears.items(), key=lambda item: item[0] == "head"))
 
     def _use_few_rows(self) -> None:

@@ -15,7 +15,7 @@ _FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 def model_directory(model: str) -> Path:
     """The directory of `model`: a path, a hub id (downloaded when not cached), or "" for the demo model.
 
-    Raises StartupError.
+    Raises StartupError when `model` is none of these, or cannot be downloaded.
     """
     if not model:
         return Path(pd_cluster.__file__).parent / "demo_model"

@@ -1,4 +1,4 @@
-"""What a model is given for one step, besides the cache."""
+"""The inputs of a model for one step, except the cache."""
 
 from __future__ import annotations
 
@@ -29,4 +29,4 @@ class ForwardInputs:
     positions: torch.Tensor  # int64 [T]
     slot_mapping: torch.Tensor  # int64 [T]
     plans: Sequence[AttentionPlan]  # by KV group
-    tail: Tail | None  # the rows of which logits are wanted; None: all T
+    tail: Tail | None  # the rows that get logits; None: all T

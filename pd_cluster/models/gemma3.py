@@ -1,4 +1,7 @@
-"""Gemma 3, text only: norms around each half of a layer, windows in most layers, each kind with its own RoPE."""
+"""Gemma 3, text only.
+
+Each half of a layer has a norm before and after it. Most layers have windows. Each kind of layer has its own RoPE.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class Gemma3Layer:
 
 
 class Gemma3(Decoder[Gemma3Layer]):
-    """Weights and forward pass of one decoder. What attention and the MLP produce is normed before it is added."""
+    """Weights and forward pass of one decoder. The outputs of attention and MLP are normed before they are added."""
 
     def __init__(
         self, spec: ModelSpec, kernels: Kernels, max_len: int, dtype: torch.dtype, device: torch.device

@@ -37,7 +37,10 @@ class Windows(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ConfigRules:
-    """How to read one architecture's config: defaults of settings that it leaves out, and what no setting changes."""
+    """How to read the configs of one architecture.
+
+    The fields are defaults for settings that a config leaves out, and properties that no setting changes.
+    """
 
     qkv_bias: bool | None = None  # None: as `attention_bias` says
     out_bias: bool | None = None
@@ -47,7 +50,7 @@ class ConfigRules:
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     windows: Windows = Windows.NONE
     tied_embeddings: bool = False  # default when the config does not say
-    activation: tuple[str, str] = ("hidden_act", "silu")  # the setting, and its only value that is served
+    activation: tuple[str, str] = ("hidden_act", "silu")  # name of the setting, and the only value that is served
     query_scalar: int | None = None  # default of `query_pre_attn_scalar`; None: scores are scaled by head_dim
     rope_theta: float = 10000.0  # default
     window_rope_theta: float | None = None  # default for layers with a window; None: all layers have the same RoPE
@@ -95,7 +98,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
 
 
 def read_eos_token_ids(directory: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """EOS ids of `config.json` and `generation_config.json` together."""
+    """The EOS ids of `config.json` and `generation_config.json` together. Raises StartupError."""
     sources = [config]
     if (directory / "generation_config.json").exists():
         sources.append(read_json(directory / "generation_config.json"))

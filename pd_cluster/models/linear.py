@@ -1,6 +1,7 @@
 """Products with a weight.
 
-No `nn.Module`: nothing is trained or hooked, and the Python overhead of a step is most of a small model's decode time.
+The package uses no `nn.Module`: nothing is trained or hooked, and the Python overhead of a step is most of a small
+model's decode time.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
     from pd_kernels.backends import FewRows, Kernels
     from pd_kernels.gemm_selection import From, Product
 
-Normed: TypeAlias = torch.Tensor | HalfNormed  # rows [T, size] after a norm, or one division short of it
+Normed: TypeAlias = torch.Tensor | HalfNormed  # rows [T, size] after a norm, or before the norm's division
 
 
 class Linear:
-    """`activate(x W^T + b)`, W merged from one or more tensors of the checkpoint along its rows.
+    """`activate(x W^T + b)`, with W merged from one or more tensors of the checkpoint along its rows.
 
-    A model multiplies in two ways: it calls the Linear, or it calls `add_norm`. Which algorithm computes the product is
-    decided in here: by the number of rows (`use_few_rows`, `use`), or by the device (`pack`).
+    A model multiplies in two ways: it calls the Linear, or it calls `add_norm`. The Linear decides which algorithm
+    computes the product: by the number of rows (`use_few_rows`, `use`), or by the device (`pack`).
     """
 
     def __init__(
@@ -48,7 +49,10 @@ class Linear:
         self._multiply: Callable[[torch.Tensor], torch.Tensor] = self._plain
 
     def __call__(self, x: Normed) -> torch.Tensor:
-        """`x` [T, in] -> [T, out], or what `activate` makes of that. `add_norm` of few rows returns a HalfNormed."""
+        """`x` [T, in] -> activate(x W^T + b), [T, out] without an activation.
+
+        `x` may be the HalfNormed that `add_norm` of another Linear returned.
+        """
         if isinstance(x, HalfNormed):
             assert self._few_rows is not None
             return self._few_rows(x)
@@ -64,7 +68,8 @@ class Linear:
     ) -> Normed:
         """Add the product with `x` [T, in] to `residual` [T, out], in place. -> the sum's RMSNorm with weight `norm`.
 
-        `before`: weight of an RMSNorm of the product, before it is added.
+        `before`: weight of an RMSNorm of the product, before it is added. Without `before` the result is a HalfNormed
+        for up to `max_few_rows` rows.
         """
         if before is not None:
             product = self._kernels.rms_norm(self._multiply(x), before, eps)
@@ -76,9 +81,10 @@ class Linear:
         return self._kernels.add_rms_norm(product, residual, norm, eps)[0]
 
     def use(self, products: Mapping[int, Product], others: From | None = None) -> None:
-        """Choose by the number of rows: `products`, which activate as well; `others` from its least number of rows on.
+        """From now on choose the product by the number of rows: first from `products`, then `others`.
 
-        Other numbers of rows are multiplied as before. Not for a Linear with a bias.
+        `products`: number of rows -> product; the products include the activation. `others` serves its least number of
+        rows and more. All other numbers of rows are multiplied as before. The Linear must not have a bias.
         """
         assert self.bias is None
         weight, plain = self.weight, self._multiply
@@ -93,24 +99,24 @@ class Linear:
         self._multiply = multiply
 
     def use_few_rows(self, product: FewRows, max_rows: int) -> None:
-        """Let `product` compute `add_norm` of up to `max_rows` rows, and what is called with a HalfNormed."""
+        """Use `product` from now on for `add_norm` of at most `max_rows` rows, and for calls with a HalfNormed."""
         self._few_rows, self.max_few_rows = product, max_rows
 
     def few_rows_product(self) -> FewRows | None:
-        """The kernels' product of few rows, which includes bias and activation; None if they have none."""
+        """Make the kernels' product of few rows for this weight, bias and activation; None if the kernels have none."""
         if self.activate is not None and not self._is_swiglu:
             return None
         return self._kernels.few_rows(self.weight, self.bias, self._is_swiglu)
 
     def gated_products(self, num_rows: int) -> Sequence[Product]:
-        """Products that include the activation, for `num_rows` rows and more."""
+        """Products for `num_rows` rows and more that include the activation."""
         return self._kernels.gated_products(num_rows, self.weight) if self._is_swiglu else ()
 
     def pack(self, keep_weight: bool = False) -> None:
-        """On CPU, hand the weight to oneDNN in its own blocked layout, once.
+        """On CPU, hand the weight to oneDNN in oneDNN's own blocked layout, once.
 
-        Its product of 32 rows by [32000, 256] in fp32 takes 2.9 ms on one Zen 5 core where F.linear (MKL) takes 7.6.
-        Without `keep_weight` (tied embeddings) the plain copy is dropped.
+        oneDNN's product of 32 rows by [32000, 256] in fp32 takes 2.9 ms on one Zen 5 core, F.linear (MKL) takes 7.6.
+        Without `keep_weight` (tied embeddings) the plain copy of the weight is dropped.
         """
         if self.weight.device.type != "cpu" or not _packs(self.weight.dtype):
             return
@@ -127,7 +133,7 @@ class Linear:
 
     @property
     def _is_swiglu(self) -> bool:
-        """The one activation that kernels compute together with the product."""
+        """Whether the activation is silu_and_mul, the only one that kernels compute together with the product."""
         return self.activate is self._kernels.silu_and_mul
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:

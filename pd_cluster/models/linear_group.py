@@ -1,4 +1,4 @@
-"""Linears of one shape, one of each layer. They multiply in the same ways, which are chosen by measurement."""
+"""Linears of one kind, one of each layer. They have one shape and use the same products, chosen by measurement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class LinearGroup:
-    """All linears of one kind. `add_norm` does to a product and a residual [T, out] what the model does to them."""
+    """All linears of one kind.
+
+    `add_norm` gets a product and a residual [T, out], and does the model's work after such a product.
+    """
 
     def __init__(self, linears: Sequence[Linear], add_norm: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
         self._linears = linears
@@ -24,10 +27,10 @@ class LinearGroup:
         self._add_norm = add_norm
 
     def choose(self, sizes: Iterable[int], propose: ProposeProducts, measure: Measure) -> int:
-        """Use the fastest product proposed for each number of rows in `sizes`. Returns how many are not torch's.
+        """Measure the proposed products for each number of rows in `sizes`, and use the fastest from now on.
 
-        Nothing is chosen for a weight with a bias, nor for the few rows that have a kernel of their own.
-        Raises RuntimeError when the device fails.
+        Returns for how many of `sizes` the product is not torch's. Nothing is chosen for a weight with a bias, nor for
+        the few rows that have a kernel of their own. Raises RuntimeError when the device fails.
         """
         sizes = sorted({size for size in sizes if size > self._first.max_few_rows})
         if self._first.bias is not None or not sizes:
@@ -53,7 +56,7 @@ class LinearGroup:
         return choose_product(num_rows, weights, propose_activated, measure, usual=usual, favoured=gated)
 
     def _finish(self, num_rows: int) -> Callable[[torch.Tensor], object]:
-        """The work that follows the product: a way that leaves its result in parts has them summed here."""
+        """The work that follows the product, for measurements. It also sums a product that comes in parts."""
         weight = self._first.weight
         residual = torch.zeros(num_rows, weight.shape[0], dtype=weight.dtype, device=weight.device)
         return lambda product: self._add_norm(product, residual)

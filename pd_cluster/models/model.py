@@ -1,4 +1,4 @@
-"""What a worker needs of a model."""
+"""The interface between a worker and a model."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Model(Protocol):
 
     @property
     def slots(self) -> Mapping[str, Slot]:
-        """Where each tensor of the checkpoint goes. All are to be filled once, before `finish_loading`."""
+        """The slot of each tensor of the checkpoint, by the tensor's name. Fill each once, before `finish_loading`."""
 
     def finish_loading(self) -> None:
-        """Prepare the weights for use. The slots are void afterwards."""
+        """Prepare the weights for use, after all slots are filled. The slots must not be used afterwards."""
 
     def choose_products(
         self, decodes: Sequence[int], prompts: Sequence[int], propose: ProposeProducts, measure: Measure
     ) -> int:
-        """Multiply in the fastest ways proposed; returns how many of them are not torch's.
+        """Measure the proposed products and use the fastest. Returns how many of those in use are not torch's.
 
         `decodes`: sizes of steps of decodes, all rows of which sample. `prompts`: sizes of steps with prompts, few rows
         of which sample. Raises RuntimeError when the device fails.

@@ -19,8 +19,8 @@ class PagedAttention:
 
     kernels: Kernels
     head_dim: int
-    group: int  # of KV: which of the plans is the layer's
-    scale: float  # of the scores
+    group: int  # the layer's KV group: index into ForwardInputs.plans
+    scale: float  # factor on the scores
     norms: HeadNorms | None
 
     def __call__(

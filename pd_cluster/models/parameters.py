@@ -1,4 +1,4 @@
-"""A decoder's weights while they are made: tensors, the slots that fill them, and the linears over them."""
+"""Makes a decoder's weights: tensors, the slots that fill them, and the linears that multiply with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ class Parameters:
     def __init__(
         self, kernels: Kernels, dtype: torch.dtype, device: torch.device, *, offset_norms: bool = False
     ) -> None:
-        """`offset_norms`: the checkpoint has the weights of norms less 1. Here they are whole, in float32 or more."""
+        """`offset_norms`: the checkpoint stores the weight of each norm minus 1.
+
+        The slots add 1, and these weights are float32 or wider.
+        """
         self.slots: dict[str, Slot] = {}  # by the name of the checkpoint's tensor
         self.linears: dict[str, list[Linear]] = {}  # by kind; those of one kind have one shape
         self._kernels = kernels
@@ -29,13 +32,13 @@ class Parameters:
         self._offset_norms = offset_norms
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """A weight that is a tensor of the checkpoint."""
+        """Allocate a weight of `shape` that the checkpoint's tensor `name` fills."""
         tensor = self._empty(*shape)
         self.slots[name] = Slot(tensor, shape)
         return tensor
 
     def norm(self, name: str, size: int) -> torch.Tensor:
-        """The weight of a norm, [size]."""
+        """Allocate the weight [size] of the norm `name`."""
         if not self._offset_norms:
             return self.tensor(name, size)
         dtype = torch.promote_types(self._dtype, torch.float32)
@@ -53,7 +56,10 @@ class Parameters:
         activate: Callable[[torch.Tensor], torch.Tensor] | None = None,
         adds: bool = False,
     ) -> Linear:
-        """A product merged from the checkpoint's `parts` (name without ".weight" -> rows), in this order."""
+        """Allocate a Linear merged from the checkpoint's `parts` (name without ".weight" -> rows), in this order.
+
+        `kind`: a name for the linears of this shape, one in each layer. `activate`, `adds`: see Linear.
+        """
         num_rows = sum(parts.values())
         weight = self._empty(num_rows, num_inputs)
         offsets = self._empty(num_rows) if bias else None
@@ -66,7 +72,7 @@ class Parameters:
         return self._add(kind, Linear(weight, offsets, self._kernels, activate, adds=adds))
 
     def tied_linear(self, kind: str, weight: torch.Tensor) -> Linear:
-        """A product with a weight that another part of the model has made."""
+        """Make a Linear with a weight that another part of the model has allocated."""
         return self._add(kind, Linear(weight, None, self._kernels))
 
     def _add(self, kind: str, linear: Linear) -> Linear:

@@ -1,4 +1,4 @@
-"""Which architectures are served: how their config is read, and which class computes them."""
+"""The architectures that are served: the rules to read their configs, and the classes that compute them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One architecture, by the name that configs use.
+    """How to read and to compute one architecture.
 
-    `family` imports and returns the class: the API process reads configs without importing torch.
+    `family` imports and returns the class, so that the API process reads configs without importing torch.
     """
 
     rules: ConfigRules
@@ -67,7 +67,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def resolve_spec(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a `config.json` describes. Raises StartupError for one that cannot be served."""
+    """The spec of the model that a `config.json` describes. Raises StartupError if the model cannot be served."""
     architectures = config.get("architectures") or []
     if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
         named = ", ".join(map(str, architectures)) or "none named"

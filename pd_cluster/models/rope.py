@@ -25,7 +25,10 @@ class RopeTable:
 
 
 def make_rope_table(spec: RopeSpec, head_dim: int, max_len: int, dtype: torch.dtype, device: torch.device) -> RopeTable:
-    """Computed on the CPU in float32 and then moved, so that every device has the same numbers."""
+    """Make the table of `max_len` positions on the device, in `dtype`.
+
+    The angles are computed on the CPU in float32 and then moved, so that every device has the same numbers.
+    """
     angles = torch.outer(torch.arange(max_len, dtype=torch.float32), rope_frequencies(spec, head_dim))
     return RopeTable(angles.cos().to(device, dtype), angles.sin().to(device, dtype))
 

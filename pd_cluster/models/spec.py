@@ -1,4 +1,4 @@
-"""What a dense decoder is made of."""
+"""The description of a dense decoder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ ATTENTION_SHARE = 0.225  # FLOP/s of attention of short chunks, relative to thos
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding. `factor`: of `linear` and `llama3`; the last three: of `llama3`."""
+    """Rotary position embedding.
+
+    `factor` is used by the kinds `linear` and `llama3`, the last three fields by `llama3`.
+    """
 
     theta: float
     kind: str = "default"
@@ -43,13 +46,13 @@ class ModelSpec:
     mlp_bias: bool
     qk_norm: bool
     tied_embeddings: bool
-    dtype: str  # of the checkpoint: "float32", "bfloat16", "float16"
-    window_rope: RopeSpec | None = None  # of layers with a window, where it differs
-    score_scale: float | None = None  # of attention's scores; None: head_dim ** -0.5
+    dtype: str  # dtype of the checkpoint: "float32", "bfloat16", "float16"
+    window_rope: RopeSpec | None = None  # RoPE of layers with a window; None: as `rope`
+    score_scale: float | None = None  # factor on attention's scores; None: head_dim ** -0.5
 
     @property
     def attention_scale(self) -> float:
-        """What attention's scores are multiplied with."""
+        """The factor on attention's scores."""
         return self.head_dim**-0.5 if self.score_scale is None else self.score_scale
 
     @property
@@ -86,7 +89,7 @@ class ModelSpec:
         return tuple(groups)
 
     def semantic(self) -> dict[str, Any]:
-        """As plain values, for the fingerprint. `max_len` and `dtype` do not change what KV means.
+        """The fields that change the meaning of KV, as plain values for the fingerprint: all but `max_len` and `dtype`.
 
         Fields that have their default are left out: a new field must not change the fingerprint of a model without it.
         """

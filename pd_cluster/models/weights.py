@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers in old checkpoints; computed from the config here
 _DUMMY_STD = 0.02
-_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})  # safetensors' names of what a weight may be stored in
+_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})  # safetensors' names of the dtypes that a weight may have
 
 
 def load_weights(model: Model, directory: Path, tied_embeddings: bool, progress: Callable[[str], None]) -> None:
@@ -50,7 +50,10 @@ def load_weights(model: Model, directory: Path, tied_embeddings: bool, progress:
 
 
 def fill_at_random(model: Model, seed: int) -> None:
-    """Dummy weights: matrices and biases N(0, 0.02), norms 1. A seed gives the same weights on one kind of device."""
+    """Fill the slots with dummy weights: matrices and biases N(0, 0.02), norms 1.
+
+    A seed gives the same weights on one kind of device.
+    """
     generators: dict[torch.device, torch.Generator] = {}
     for name in sorted(model.slots):
         tensor = model.slots[name].tensor
@@ -79,7 +82,10 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """A safetensors file's header: name -> {dtype, shape, data_offsets (relative to the end of the header)}."""
+    """A safetensors file's header: name -> {dtype, shape, data_offsets (relative to the end of the header)}.
+
+    Raises StartupError when the file is no whole safetensors file.
+    """
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         if size > file.stat().st_size:
@@ -93,7 +99,7 @@ def read_header(file: Path) -> dict[str, Any]:
 
 
 def _fill(file: Path, name: str, slot: Slot, tensors: Any) -> None:
-    """`tensors`: an open safetensors file, of which the slot's part is read and no more."""
+    """Fill a slot from an open safetensors file, of which only the slot's part is read."""
     part = tensors.get_slice(name)
     shape, dtype = part.get_shape(), part.get_dtype()
     if tuple(shape) != slot.shape:

@@ -14,7 +14,7 @@ LEAST_EXCESS = 2  # a group yields a slot to another if it holds at least this m
 
 @dataclass(slots=True, eq=False)
 class Group(Generic[Item]):
-    """The requests of one client's request that have not ended."""
+    """A group: the engine's requests that come from one HTTP request and have not ended."""
 
     name: str
     num_requests: int = 0

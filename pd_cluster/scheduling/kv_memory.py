@@ -177,7 +177,7 @@ class KvMemory:
     # parked requests
 
     def pin(self, request: Request) -> int:
-        """Pin what the cache holds of a parked prompt. Returns the number of whole blocks.
+        """Pin the cached prefix of a parked prompt. Returns the number of whole blocks.
 
         Only the kept part of the prompt counts: all of it when no logits of it are needed. A redraw, which may be known
         only after the first pin, writes into the last token's block, which must not be a cached one.
@@ -189,7 +189,10 @@ class KvMemory:
         return self._blocks.match(request.table, request.sequences[0].hash_blocks(num_whole, size))
 
     def reserve(self, request: Request, prefix: int | None) -> LoadSpec | None:
-        """Blocks for what the cache lacks of a parked prompt, or of its first `prefix` tokens. None: refused."""
+        """Reserve blocks for the part of a parked prompt that is not cached. Returns None when they are refused.
+
+        `prefix`: reserve for the first `prefix` tokens only.
+        """
         blocks, table = self._blocks, request.table
         assert request.load_id is not None
         assert table is not None

@@ -24,7 +24,10 @@ LEAST_PRICE = 4  # prompt tokens that a chunk counts as at least, because of its
 
 @dataclass(slots=True)
 class Portions:
-    """What one step has left for each shared group. Groups of one sequence are not limited."""
+    """The rows and prompt tokens that one step has left for each shared group.
+
+    A group of one sequence is not limited.
+    """
 
     _rows: dict[Group[Sequence], int] = field(default_factory=dict)  # left; a group that is absent has all of them
     _tokens: dict[Group[Sequence], int] = field(default_factory=dict)
@@ -51,7 +54,10 @@ class Portions:
 
 
 def in_rotation(running: Iterable[Sequence]) -> list[Sequence]:
-    """`running` with each large group's sequences in the order of their last steps, in the places of that group."""
+    """Returns `running` with the sequences of each large group reordered: the longest without a step comes first.
+
+    Each large group keeps the places that its sequences have in `running`.
+    """
     order = list(running)
     places: dict[Group[Sequence], list[int]] = {}
     for place, seq in enumerate(order):

@@ -180,7 +180,7 @@ class Scheduler:
         return request.sequences[0].hash_blocks(num_whole, size)[:], num_here
 
     def reserve(self, request: Request, prefix: int | None = None) -> LoadSpec | None:
-        """Reserve blocks for the load `request.load_id`: for what the cache lacks of a parked prompt.
+        """Reserve blocks for the load `request.load_id`: for the part of a parked prompt that is not cached.
 
         `prefix`: of its first so many tokens only (whole blocks). The LoadSpec is part of the next Batch. None: memory
         is short, or a request of better rank waits for it; ask again after the next step. Until then no request of

@@ -41,10 +41,10 @@ class Yielding:
         return Portions() if self._rests and self._turns.has_shared else None
 
     def resting(self) -> Group[Sequence] | None:
-        """The group that is left out of the next step, so that it does not delay what waits with fewer slots.
+        """The group that the next step leaves out, so that it does not delay a group that waits with fewer slots.
 
-        A step of 64 sequences takes 40 ms on a CPU core, one with a short prompt alone 5. At most every other step has
-        such a group, so its sequences progress whatever else arrives.
+        A step of 64 sequences takes 40 ms on a CPU core, a step with one short prompt 5 ms. At most every other step
+        leaves a group out, so the group's sequences progress whatever else arrives.
         """
         group = None
         if self._rests and not self._has_rested and self._is_due:

@@ -1,4 +1,4 @@
-"""From token ids to the text that may be shown: whole characters, without what may become a stop string."""
+"""Turns token ids into the text that may be shown: whole characters, without a tail that may begin a stop string."""
 
 from __future__ import annotations
 

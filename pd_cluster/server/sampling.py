@@ -1,4 +1,4 @@
-"""From the API's sampling fields to `SamplingParams`, and their encoding in the request that D sends to P."""
+"""Turns the API's sampling fields into `SamplingParams`, and encodes these in the request that D sends to P."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TextOptions:
 
 
 def text_options(body: GenerationBody, parser: ParserFactory | None) -> TextOptions:
-    """Raises InvalidRequest."""
+    """The TextOptions of a request. Raises InvalidRequest for stop strings that are too many, too long or empty."""
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if len(stop) > MAX_STOP_STRINGS:
         raise InvalidRequest(f"stop has {len(stop)} strings; {MAX_STOP_STRINGS} are allowed", "stop")
@@ -146,7 +146,7 @@ def sampling_params(
 
 
 def check_min_tokens(sampling: SamplingParams) -> None:
-    """Raises InvalidRequest. Not for a prefill leg, where max_tokens is always 1."""
+    """Raises InvalidRequest when min_tokens exceeds max_tokens. Not for a prefill leg, where max_tokens is always 1."""
     if sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequest(
             f"min_tokens is {sampling.min_tokens}, and the request may generate {sampling.max_tokens} tokens",

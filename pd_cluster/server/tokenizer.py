@@ -37,7 +37,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer:
-        """Raises StartupError."""
+        """Load the tokenizer of a model directory. Raises StartupError."""
         from transformers import AutoTokenizer  # its imports take two seconds, and only nodes need them
 
         try:

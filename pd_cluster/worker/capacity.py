@@ -1,8 +1,8 @@
-"""How many sequences and tokens a node serves at once, and of how much memory, where no flag says it.
+"""Decides how many sequences and tokens a node serves at once, and how much GPU memory it fills, where no flag does.
 
-Pure: the settings, the model's shape and the size of the GPU's memory in, the decided settings out, each with its
-reason. What the cache gets is measured later (`memory_measurement.py`); the estimate here decides how many sequences
-share it.
+Pure: it reads the settings, the model's shape and the size of the GPU's memory, and returns the decided settings with
+the reason for each. The size of the cache is measured later (`memory_measurement.py`). The estimate here decides how
+many sequences share the cache.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ if TYPE_CHECKING:
 # 256 decodes of 1k tokens take 16 ms a step (8B, one H200), and no larger step of decodes is captured
 MOST_SEQS = 256
 CPU_SEQS = 64
-LEAST_SEQS = (
-    16  # also where memory is short: most sequences are shorter than TOKENS_PER_SEQ, and one may ask for n answers
-)
-# Prompt and half of the answer in conversations (the Azure trace). Sequences that turn out longer are preempted
+# Also where memory is short: most sequences are shorter than TOKENS_PER_SEQ, and a request may ask for n answers
+LEAST_SEQS = 16
+# The prompt and half of the answer in conversations (the Azure trace). Longer sequences may be preempted
 TOKENS_PER_SEQ = 1024
 # The largest captured step. Larger ones compute prompts no faster (8B on an H200: products of 2,048 rows take 0.61 us a
 # token and layer, of 8,192 rows 0.64) and hold up the streams beside them: ITL p99 of mixed nodes 49 ms, with 4,096 73
 STEP_TOKENS = 2048
-# Left to what is not measured: memory that the allocator cannot reuse, modules of kernels, the transport. A capture of
-# graphs wants 1.1 GB free
+# Left for uses that are not measured: memory that the allocator cannot reuse, modules of kernels, the transport. The
+# capture of graphs needs 1.1 GB of free memory
 SPARE_SHARE, MOST_SPARE_BYTES = 0.1, 6e9
-CUDA_CONTEXT_BYTES = 0.7e9  # of the driver and the libraries, which no allocator statistic shows
-SAMPLING_BYTES_PER_LOGIT = 24  # of the float32 and int64 copies of logits when requests ask for all features
-SAMPLES_PER_SEQ = 2  # of a step at most
+CUDA_CONTEXT_BYTES = 0.7e9  # memory of the driver and the libraries, which no allocator statistic shows
+SAMPLING_BYTES_PER_LOGIT = 24  # for float32 and int64 copies of logits, when requests ask for all features
+SAMPLES_PER_SEQ = 2  # a step samples at most this many tokens for each sequence that may run
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +59,10 @@ class Capacity:
 
 
 def decide_capacity(config: NodeConfig, spec: ModelSpec, dtype_bytes: int, gpu_bytes: int) -> Capacity:
-    """What `config` says, and what it leaves to be decided. `gpu_bytes`: the GPU's whole memory; 0: a CPU.
+    """Decide the settings that `config` leaves open. The settings that `config` gives stay as they are.
 
-    `dtype_bytes`: of one weight or cached number. Raises StartupError when the weights alone do not fit.
+    `gpu_bytes`: the GPU's whole memory; 0: a CPU. `dtype_bytes`: bytes of one weight or one cached number. Raises
+    StartupError when the weights alone do not fit.
     """
     limits, cache = config.scheduler, config.cache
     told_seqs, told_budget = limits.max_num_seqs, limits.max_num_batched_tokens
@@ -94,9 +94,9 @@ def decide_capacity(config: NodeConfig, spec: ModelSpec, dtype_bytes: int, gpu_b
 def longest_sequence(wanted: int, limit: int, cache_tokens: int) -> int:
     """Tokens of the longest sequence that a node serves when its cache fills all memory that is left.
 
-    `wanted`: --max-model-len, 0 if not given. `limit`: that, or the model's own limit. Raises StartupError when the
-    cache has no room for the wanted length. The model's own limit is lowered instead: a node that offered more would
-    refuse every chat request without max_tokens.
+    `wanted`: --max-model-len, 0 if not given. `limit`: the given length, or the model's own limit. Raises StartupError
+    when the cache has no room for the wanted length. The model's own limit is lowered instead: a node that offered more
+    would refuse every chat request without max_tokens.
     """
     if wanted > cache_tokens:
         raise StartupError(
@@ -110,7 +110,7 @@ class MemoryEstimate:
     """Bytes that a model needs on a GPU, and the tokens of cache that are left."""
 
     def __init__(self, limits: SchedulerConfig, spec: ModelSpec, dtype_bytes: int, own_bytes: float) -> None:
-        """`own_bytes`: what the node may fill of the GPU's memory."""
+        """`own_bytes`: bytes of the GPU's memory that the node may fill."""
         self._limits = limits
         self._vocab_size, self._dtype_bytes = spec.vocab_size, dtype_bytes
         heads = spec.num_heads + 2 * spec.num_kv_heads
@@ -138,7 +138,8 @@ class MemoryEstimate:
     def most_seqs(self, length: int) -> int:
         """The largest captured number of sequences of `length` tokens for which there is room, at least 1.
 
-        Up to LEAST_SEQS room for one is enough. Each sequence needs a token of a step's budget.
+        For LEAST_SEQS sequences or fewer, room for one of them is enough. The number is at most the tokens of a step,
+        because each sequence needs one of these.
         """
         sizes = bucket_sizes(min(MOST_SEQS, self._limits.max_num_batched_tokens or MOST_SEQS))
         return max((seqs for seqs in sizes if self.cache_tokens(seqs) >= self._needed(seqs, length)), default=1)

@@ -38,11 +38,14 @@ if TYPE_CHECKING:
     from pd_kernels.backends import Kernels
     from pd_kernels.values import StepSize
 
-_BLOCK_SIZE_STEP = 16  # the hash unit: blocks are whole numbers of it
+_BLOCK_SIZE_STEP = 16  # tokens; a block holds a whole number of these units of hashing
 
 
 class DeviceExecutor:
-    """An Executor. See there for the phases; what a phase sets below exists from then on."""
+    """The Executor of one device. See Executor for the phases.
+
+    Each comment below names the phase that sets the attribute and those after it.
+    """
 
     model: ModelDescription  # load
     layout: BlockLayout
@@ -55,7 +58,7 @@ class DeviceExecutor:
     _graph_sizes: GraphSizes
 
     def __init__(self, config: NodeConfig, progress: Callable[[str], None]) -> None:
-        """`progress` receives lines about the weights, kernels and graphs. Raises StartupError without a device."""
+        """`progress` gets lines about the weights, kernels and graphs. Raises StartupError if there is no device."""
         self._config = config
         self._progress = progress
         self._device = _resolve_device(config.model.device)
@@ -63,14 +66,14 @@ class DeviceExecutor:
 
     @classmethod
     def started(cls, config: NodeConfig, progress: Callable[[str], None]) -> Self:
-        """An executor that has been through all its phases. Raises StartupError."""
+        """Make an executor and run all its phases. Raises StartupError."""
         executor = cls(config, progress)
         run_phases(executor, config.cache, progress)
         return executor
 
     @property
     def config(self) -> NodeConfig:
-        """The settings; from `load` on the node's capacity is decided in them."""
+        """The settings. From `load` on they include the decided capacity of the node."""
         return self._config
 
     @property
@@ -87,7 +90,7 @@ class DeviceExecutor:
 
     @property
     def cache(self) -> CacheDescription:
-        """The one rank's cache, for a connector."""
+        """The description of the cache, for a connector."""
         return self._cache.describe()
 
     def load(self) -> None:
@@ -154,8 +157,8 @@ class DeviceExecutor:
     def watch_logits(self, watcher: Callable[[torch.Tensor], None] | None) -> None:
         """Show `watcher` the logits [R, vocab_size] of every step's R samples, in the order of `launch`.
 
-        It sees them before they are adjusted and drawn from, on the device. A later step overwrites them: copy what is
-        needed. None removes the watcher.
+        The tensor is on the device. It holds the logits before any logits stage changes them and before the draw. A
+        later step overwrites the tensor, so the watcher must copy the values that it needs. None removes the watcher.
         """
         self._runner.watcher = watcher
 
@@ -167,7 +170,7 @@ class DeviceExecutor:
             self._cleanup.close()
 
     def _fit_sequences(self, cache_tokens: int) -> None:
-        """Serve no sequences that are longer than the cache."""
+        """Lower the longest length of a sequence to the size of the cache. Raises StartupError."""
         limit = self.model.max_model_len
         longest = longest_sequence(self._config.model.max_model_len, limit, cache_tokens)
         if longest < limit:
@@ -193,7 +196,7 @@ class DeviceExecutor:
         run_largest_step(runner, budget, limits.max_num_seqs, self.model.max_model_len, self.block_size)
 
     def _run_first_steps(self) -> None:
-        """Compile and load what steps need, on rows of their own. Leaves the cache zeroed."""
+        """Compile and load the kernels that steps need, by steps of a separate runner. Leaves the cache zeroed."""
         max_len = self.model.max_model_len
         runner = self._make_runner(self._cache, max_len)
         run_first_steps(runner, self.block_size, max_len)

@@ -27,7 +27,7 @@ MIN_BLOCKS = 2  # the first step copies a block
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """What the rest of the node knows about the model."""
+    """The properties of the model that the rest of the node uses."""
 
     spec: ModelSpec
     eos_token_ids: frozenset[int]
@@ -51,32 +51,34 @@ class Pending(Protocol):
     def result(self) -> StepResult:
         """Wait until every rank's work of the step has ended, then read the sampled tokens.
 
-        Call once per step, in the order of launches, also when nothing was sampled: after it the blocks that the step
-        wrote may be read by others. One rank's end is not enough, because another rank's blocks may be unwritten.
+        Call it once per step, in the order of launches, also when nothing was sampled. After the call others may read
+        the blocks that the step wrote. The end of one rank's work is not enough, because another rank's blocks may be
+        unwritten.
         """
 
 
 class Executor(Protocol):
-    """The model's ranks behind one door. Not thread-safe.
+    """Runs the model on its ranks. Not thread-safe.
 
     The phases run once, in this order; `run_phases` drives them:
 
         load            the weights are in place; `model` and `layout` are known
-        free_kv_bytes   left out when the number of blocks is configured
+        free_kv_bytes   not called when the number of blocks is configured
         allocate        the cache exists, zeroed
         warm_up         kernels are compiled, steps are captured, the cache is zero again
         launch          any number of times
         close           at any point, also after a phase that failed
 
-    A phase raises StartupError when it fails for a reason that the operator can change. Construction acquires nothing.
+    A phase raises StartupError when it fails for a reason that the operator can change. The constructor acquires
+    nothing.
 
-    Which captured size serves a step is decided once, by the executor on rank 0 (`GraphSizes.choose`), and given to
-    every rank with the batch. Ranks that chose for themselves could pad to different sizes, and their collectives
-    would hang.
+    The executor on rank 0 chooses the captured size that serves a step (`GraphSizes.choose`), and gives it to every
+    rank with the batch. If each rank chose, ranks could pad a step to different sizes, and their collectives would
+    hang.
     """
 
     model: ModelDescription
-    layout: BlockLayout  # of one rank's blocks
+    layout: BlockLayout  # layout of one rank's blocks
 
     @property
     def num_blocks(self) -> int:
@@ -106,12 +108,12 @@ class Executor(Protocol):
         """
 
     def check(self, sampling: SamplingParams) -> None:
-        """Raises InvalidRequest when a logits stage from outside cannot serve a request of these parameters."""
+        """Raises InvalidRequest when a logits stage from outside cannot serve a request with these parameters."""
 
     def launch(self, batch: Batch) -> Pending:
         """Apply the batch and start its work. Loads and publishes are the connector's part.
 
-        At most two steps may be under way: a step with rows of a late logits stage is drawn when the result of the step
+        At most two steps may be under way. A step with rows of a late logits stage is drawn when the result of the step
         before it is read.
         """
 

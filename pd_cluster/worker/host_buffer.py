@@ -32,11 +32,11 @@ class _Buffer:
 
     pinned: torch.Tensor  # uint8
     array: npt.NDArray[np.uint8]  # the same memory
-    copied: torch.cuda.Event  # the copy out of `pinned` has ended
+    copied: torch.cuda.Event  # happens when the copy out of `pinned` has ended
 
 
 class HostBuffer:
-    """Once per step: `begin`, any number of `move`s, `flush`. A CPU copies nothing.
+    """Moves a step's arrays to the device: `begin`, any number of `move`s, `flush`. On a CPU it copies nothing.
 
     Tensors that `move` returned may be read on the device from `flush` to the next step's `flush`, in stream order.
     """
@@ -56,14 +56,14 @@ class HostBuffer:
             self._array: npt.NDArray[np.uint8] = self._target.numpy()
 
     def begin(self) -> None:
-        """Start a step's packing."""
+        """Start to pack the arrays of a step."""
         self._used = self._flushed = 0
         if self._buffers:
             self._buffers.append(self._buffers.pop(0))
             self._buffers[-1].copied.synchronize()  # recorded three steps ago, so this does not wait
 
     def move(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        """The array's place on the device. Its values are there after `flush`."""
+        """Pack an array. Returns its tensor on the device, which has the values after `flush`."""
         if not self._buffers:
             return torch.from_numpy(array)
         start, size = self._used, array.nbytes
@@ -75,7 +75,7 @@ class HostBuffer:
         return self._target[start : start + size].view(dtype).view(array.shape)
 
     def flush(self) -> None:
-        """Copy to the device what was moved since `begin` or the last flush."""
+        """Copy to the device all arrays that were packed since `begin` or the last flush."""
         start, end = self._flushed, min(self._used, self._num_bytes)
         if self._buffers and end > start:
             buffer = self._buffers[-1]
@@ -95,7 +95,7 @@ class HostBuffer:
         return fields
 
     def first(self, length: int) -> torch.Tensor:
-        """The place of `take_first` on the device: the same for every step."""
+        """The tensor on the device for `take_first`. Its address is the same in every step."""
         return self._target[: 8 * length].view(torch.int64)
 
 

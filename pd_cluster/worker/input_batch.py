@@ -1,8 +1,8 @@
-"""Live sequences as rows of preallocated arrays, and a step's packed inputs made from them.
+"""Live sequences as rows of preallocated arrays, and the packed inputs of steps.
 
 A row belongs to one sequence from its SequenceStart to its departure. `num_tokens` counts a sampled token from the
-launch of its step. Its value reaches the host array when the step's result is read, which may be after the next step's
-launch. Until then the value is only in `last_tokens`, on the device.
+launch of its step. The token's value reaches the host array when the step's result is read, which may be after the next
+step's launch. Until then the value is only in `last_tokens`, on the device.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from pd_cluster.worker.host_buffer import HostBuffer
     from pd_cluster.worker.sampling_state import SamplingInputs, SamplingState
 
-LATE = -1  # in place of a token id that is only in `last_tokens` yet
+LATE = -1  # stands for a token id that is only in `last_tokens` yet
 
 
 @dataclass(frozen=True, slots=True)
 class TailInputs:
-    """The sequences of a step that sample, when the step has tokens of others too."""
+    """The N sequences that sample in a step, when not all tokens of the step sample."""
 
     rows: torch.Tensor  # int64 [N] into T: each sequence's last token, which gets logits
-    sequences: PackedSequences  # of that token alone
+    sequences: PackedSequences  # the sequences, each with its last token as the only query
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step, packed: T tokens, S sequences.
+    """The packed inputs of one step with T tokens of S sequences.
 
     The tensors hold their values once the host buffer was flushed, `token_ids` once `InputBatch.fill_late` ran too.
     """
 
     token_ids: torch.Tensor  # int64 [T]
-    late: tuple[torch.Tensor, torch.Tensor] | None  # int64: places in `token_ids`, rows of the tokens that go there
+    late: tuple[torch.Tensor, torch.Tensor] | None  # int64: places in `token_ids`, rows of `last_tokens` for them
     positions: torch.Tensor  # int64 [T]
     slot_mapping: torch.Tensor  # int64 [T]
     sequences: PackedSequences
@@ -53,10 +53,10 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class ReplayInputs:
-    """One step of S sequences for a graph. Its other inputs are in the host buffer's first array; see StepPlaces."""
+    """The inputs of a replay with S sequences, except those in the host buffer's first array (StepPlaces)."""
 
     block_tables: torch.Tensor  # int32 [S, width]
-    sampling: SamplingInputs | None  # or DEFERRED; None: the graph draws the tokens, by the fields
+    sampling: SamplingInputs | None  # or DEFERRED; None: the graph draws the tokens by the settings in StepPlaces
     samples: Samples
 
 
@@ -69,12 +69,12 @@ class Samples:
 
     seq_ids: tuple[int, ...]
     rows: Ints
-    positions: Ints  # of the sampled token
+    positions: Ints  # position of the sampled token
     serials: Ints  # tells the row's occupants apart
-    counts: tuple[int, ...]  # logits rows of each
+    counts: tuple[int, ...]  # logits rows of each sequence
     num_logprobs: Ints  # -1: none
     device_rows: torch.Tensor  # `rows` on the device
-    firsts: torch.Tensor | None  # int64 [N]: each sequence's first logits row; None: it has one each
+    firsts: torch.Tensor | None  # int64 [N]: each sequence's first logits row; None: each sequence has one row
     owners: torch.Tensor | None  # int64 [R]: the sequence of each logits row; None: as for `firsts`
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class Samples:
 
 
 class InputBatch:
-    """The rows."""
+    """Keeps a row for each live sequence, and packs the inputs of steps from the rows."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class InputBatch:
         self._tokens = np.zeros((num_rows, max_len + 1), np.int32)
         self._blocks = np.zeros((num_rows, table_width(max_len, block_size)), np.int32)
         self._num_tokens = np.zeros(num_rows, np.int64)
-        self._num_on_host = np.zeros(num_rows, np.int64)  # of num_tokens, those with a value in `_tokens`
+        self._num_on_host = np.zeros(num_rows, np.int64)  # tokens that have their value in `_tokens`
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)  # the last one for padding
 
     @property
@@ -113,11 +113,11 @@ class InputBatch:
 
     @property
     def max_blocks(self) -> int:
-        """The widest block table."""
+        """The most blocks of a row's block table."""
         return self._blocks.shape[1]
 
     def apply(self, batch: Batch) -> None:
-        """Departures, then starts, then the chunks' new blocks."""
+        """Apply a batch to the rows: departures, then starts, then the chunks' new blocks."""
         for seq_id in batch.departures:
             self._free.append(self._row_of.pop(seq_id))
         for start in batch.starts:
@@ -168,13 +168,13 @@ class InputBatch:
         return ReplayInputs(tables, self.prepare_sampling(samples) if drawn is None else None, samples)
 
     def fill_late(self, inputs: StepInputs) -> None:
-        """Copy tokens that are on the device only from `last_tokens` into the inputs."""
+        """Copy the tokens that are only on the device from `last_tokens` into the inputs."""
         if inputs.late is not None:
             places, rows = inputs.late
             inputs.token_ids[places] = self.last_tokens[rows]
 
     def note_launched(self, samples: Samples, token_ids: torch.Tensor, *, is_written: bool = False) -> None:
-        """The step will sample `token_ids` (int64 [R], on the device). Later steps may use them from now on.
+        """Note that the step will sample `token_ids` (int64 [R], on the device). Later steps may use them from now on.
 
         `is_written`: a captured step writes them into `last_tokens` itself.
         """
@@ -185,7 +185,10 @@ class InputBatch:
         self._num_tokens[samples.rows] += 1
 
     def note_result(self, samples: Samples, token_ids: Ints) -> None:
-        """The sampled tokens (int64 [len(samples)]) are on the host. Rows that changed their occupant are skipped."""
+        """Note the sampled tokens (int64 [len(samples)], on the host).
+
+        A row that has another sequence by now is skipped.
+        """
         same = np.flatnonzero(self._serials[samples.rows] == samples.serials)
         rows, positions = samples.rows[same], samples.positions[same]
         known = token_ids[same]
@@ -194,7 +197,7 @@ class InputBatch:
         self._sampling.note_read(rows, known)
 
     def prepare_sampling(self, samples: Samples) -> SamplingInputs:
-        """Inputs of the sampler; DEFERRED while a late stage needs tokens that are not on the host."""
+        """Make the sampler's inputs; DEFERRED while a late stage needs tokens that are not on the host."""
         rows, lengths = samples.rows, samples.positions
         is_late = self._sampling.are_late(rows)
         if is_late is not None and (is_late & (self._num_on_host[rows] < lengths)).any():
@@ -282,5 +285,8 @@ class InputBatch:
 
 
 def table_width(num_tokens: int, block_size: int) -> int:
-    """Columns of a block table for this many tokens. Rounded up: some kernels are compiled per divisor of a stride."""
+    """Columns of a block table for this many tokens.
+
+    The number is rounded up, because some kernels are compiled for each divisor of a stride.
+    """
     return -(-num_tokens // (16 * block_size)) * 16

@@ -1,4 +1,4 @@
-"""Which kernels attend, by KV group, and which multiply, by measurement at start."""
+"""Chooses the attention of each KV group, and the matrix products by measurement at start."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 def attention_by_group(
     spec: ModelSpec, layout: BlockLayout, wanted: str, device: torch.device, progress: Callable[[str], None]
 ) -> tuple[GroupAttention, ...]:
-    """The attention of each KV group. `wanted`: see ModelConfig.attention_backend.
+    """Choose the attention of each KV group. `wanted`: see ModelConfig.attention_backend.
 
-    Raises StartupError when no backend that may serve a group does.
+    Raises StartupError when no allowed backend can serve a group.
     """
     attentions = []
     for group in layout.groups:
@@ -55,7 +55,7 @@ def choose_products(
     cleanup: ExitStack,
     progress: Callable[[str], None],
 ) -> None:
-    """Measure how steps of `decodes` decodes and steps of `prompts` tokens multiply best, and keep the choices.
+    """Measure and use the fastest products for steps of `decodes` decodes and for steps of `prompts` tokens.
 
     `cleanup` closes the cuBLASLt handle, which the chosen products use until then.
     """

@@ -1,5 +1,7 @@
-"""The paged KV cache: one tensor a group of layers, block first, and a pool of the same blocks in host memory for
-preempted sequences."""
+"""The paged KV cache: one tensor for each group of layers, with the block as first dimension.
+
+A pool of the same blocks in host memory takes the blocks of preempted sequences.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ _NUM_PADDING_BLOCKS = 1
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """The tensors. The engine decides which sequence owns which block; a block id is valid in every group's tensor."""
+    """The tensors of the cache.
+
+    The engine decides which sequence owns which block. A block id is valid in every group's tensor.
+    """
 
     layout: BlockLayout
     tensors: tuple[torch.Tensor, ...]  # by group: [num_blocks + padding, *group.shape]
@@ -30,12 +35,15 @@ class KVCache:
     layer_views: tuple[
         tuple[torch.Tensor, torch.Tensor], ...
     ]  # K and V by layer, each [num_blocks + padding, num_kv_heads, block_size, head_dim]
-    num_blocks: int  # what the engine may use; a block behind them takes what padding writes
+    num_blocks: int  # blocks that the engine may use; padding writes to one more block behind them
     num_host_blocks: int
 
     @classmethod
     def allocate(cls, layout: BlockLayout, num_blocks: int, num_host_blocks: int, device: torch.device) -> KVCache:
-        """Zeroed: a masked slot multiplies its value by 0, and 0 times garbage may be NaN. Raises StartupError."""
+        """Allocate the cache, zeroed. Raises StartupError when memory is short.
+
+        Attention multiplies the value of a masked slot by 0, and 0 times uninitialized memory may be NaN.
+        """
         is_pinned = device.type == "cuda" and num_host_blocks > 0
         tensors, hosts = [], []
         views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -54,22 +62,22 @@ class KVCache:
 
     @property
     def padding_block(self) -> int:
-        """No sequence owns it, and it is never read."""
+        """The id of the block that padding writes to. No sequence owns it, and it is never read."""
         return self.num_blocks
 
     @property
     def num_bytes(self) -> int:
-        """On the device, padding included."""
+        """The size of the tensors on the device, padding included."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def describe(self) -> CacheDescription:
-        """For a connector."""
+        """Describe the cache for a connector, without the padding block."""
         return CacheDescription(
             tuple(tensor[: self.num_blocks] for tensor in self.tensors), self.layout, self.num_blocks
         )
 
     def run_copies(self, copies: BlockCopies, kernels: Kernels) -> None:
-        """Swap out, swap in, copy on write, in this order."""
+        """Run the copies of a batch: swap out, then swap in, then copy on write."""
         for pairs, sources, targets in (
             (copies.swap_out, self.tensors, self.hosts),
             (copies.swap_in, self.hosts, self.tensors),
@@ -81,11 +89,11 @@ class KVCache:
                     kernels.copy_blocks(source, target, ids)
 
     def clear(self, blocks: torch.Tensor) -> None:
-        """Zero blocks (int64 [n]) that are about to be filled in part, so that no read depends on what they held."""
+        """Zero blocks (int64 [n]) before they are filled in part, so that no read depends on their old content."""
         for tensor in self.tensors:
             tensor.index_fill_(0, blocks, 0)
 
 
 def blocks_in(num_bytes: float, layout: BlockLayout) -> int:
-    """How many blocks fit."""
+    """The number of blocks, over all groups, that fit into `num_bytes`."""
     return int(num_bytes // layout.block_bytes)

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory the KV cache may have: what the weights and the largest step leave."""
+"""Measures how much GPU memory the weights and the largest step leave for the KV cache."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def measure_free_bytes(
     utilization: float,
     device: torch.device,
 ) -> float:
-    """Bytes that `utilization` of the GPU leaves after the weights and the activations of a step of `budget` tokens.
+    """Bytes for the cache: `utilization` of the GPU's memory less the weights and the activations of the largest step.
 
-    The share is this process's own: nodes that share a GPU each get their share, whichever allocates first.
+    Negative when they do not fit. `run_largest_step` runs a step of `budget` tokens on a scratch cache. Only the memory
+    of this process counts. So nodes that share a GPU each get their share, whichever allocates first.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -49,7 +50,10 @@ def measure_free_bytes(
 
 
 def run_largest_step(runner: ModelRunner, budget: int, num_seqs: int, max_model_len: int, block_size: int) -> None:
-    """Run a step with the whole token budget in as many sequences as may run, each with our sampling features."""
+    """Run a step with the whole token budget, in as many sequences as may run.
+
+    Each sequence uses sampling features, which need memory too.
+    """
     params = SamplingParams(max_tokens=1, top_k=50, top_p=0.9, frequency_penalty=0.1, logprobs=1)
     share, rest = divmod(budget, num_seqs)
     sizes = [min(share + (i >= num_seqs - rest), max_model_len) for i in range(num_seqs)]

@@ -1,4 +1,4 @@
-"""From a model's files to its description and its weights on the device."""
+"""Reads a model's files: the description of the model, and its weights, onto the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 def describe_model(config: ModelConfig, device: torch.device) -> ModelDescription:
-    """What the model's files and the settings say. Reads no weights. Raises StartupError."""
+    """Describe the model from its files and the settings. Raises StartupError.
+
+    Of the weights it reads only the samples that the fingerprint needs.
+    """
     directory = model_directory(config.model)
     raw = read_json(directory / "config.json")
     spec = resolve_spec(directory, raw)
@@ -47,7 +50,10 @@ def load_model(
     device: torch.device,
     progress: Callable[[str], None],
 ) -> Model:
-    """The model with its weights, random ones for the load format "dummy". Raises StartupError."""
+    """Build the model on the device and fill its weights: from the files, or at random for the load format "dummy".
+
+    Raises StartupError when the weights do not fit on the device, or the files do not fit the model.
+    """
     spec = description.spec
     try:
         model = build_model(spec, kernels, description.max_model_len, DTYPES[description.dtype], device)

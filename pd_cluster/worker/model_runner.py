@@ -1,4 +1,4 @@
-"""One forward pass over a packed batch: inputs, attention plans, logits, samples."""
+"""Runs the steps of one device: packs inputs, plans attention, computes logits, samples."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class ModelRunner:
-    """Runs batches in the order given. Not thread-safe."""
+    """Runs batches in the order of `launch`. Not thread-safe."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch, graph: StepSize | None = None) -> PendingStep:
-        """Apply the batch's changes and start its work. `graph`: the captured size to replay; None: none."""
+        """Apply the batch's changes and start its work. `graph`: the captured size to replay; None: no graph."""
         assert self._deferred is None, "a step with late rows is drawn before the next one is launched"
         self.host_buffer.begin()
         self.rows.apply(batch)
@@ -97,7 +97,7 @@ class ModelRunner:
         return self._compute(batch) if graph is None else self._replay(batch, graph)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits [R, vocab_size] of the samples. Its inputs are on the device."""
+        """Compute the logits [R, vocab_size] of the samples. The inputs must be on the device."""
         plans, tail = [attention.plan(inputs.sequences) for attention in self._attentions], None
         if inputs.tail is not None:
             tail = Tail(inputs.tail.rows, self._last.plan(inputs.tail.sequences))
@@ -114,7 +114,10 @@ class ModelRunner:
         return self._sample(batch, inputs, self.forward(inputs))
 
     def _replay(self, batch: Batch, graph: StepSize) -> PendingStep:
-        """No blocks are cleared: kernels that can be captured use nothing past a sequence's length."""
+        """Run the step by the graph of size `graph`.
+
+        No blocks are cleared, because kernels that can be captured use nothing past a sequence's length.
+        """
         inputs = self.graphs.build(batch.chunks, graph)
         self.host_buffer.flush()
         outputs = self.graphs.replay(inputs, graph)
@@ -123,7 +126,10 @@ class ModelRunner:
     def _sample(
         self, batch: Batch, inputs: StepInputs | ReplayInputs, logits: torch.Tensor, drawn: torch.Tensor | None = None
     ) -> PendingStep:
-        """Draw a step's tokens from its logits [R, vocab_size]. `drawn`: what a graph drew, if that is all it needs."""
+        """Draw a step's tokens from its logits [R, vocab_size].
+
+        `drawn`: the tokens that a graph drew; they count if the step needs no other sampling.
+        """
         samples, sampling = inputs.samples, inputs.sampling
         pending = PendingStep(batch.step, samples, self._note_result)
         if not len(samples):
@@ -146,7 +152,7 @@ class ModelRunner:
         return self._launched(pending, sampled)
 
     def _launched(self, pending: PendingStep, sampled: Sampled | None) -> PendingStep:
-        """All of the step's work is on its way to the device."""
+        """Note that all of the step's work is on its way to the device."""
         if sampled is not None:
             pending.sampled = sampled.to_host()
         if self.cache.tensors[0].is_cuda:
@@ -156,7 +162,7 @@ class ModelRunner:
         return pending
 
     def _note_result(self, samples: Samples, token_ids: Ints) -> None:
-        """A step's tokens have been read. A step that waited for them is drawn."""
+        """Note that a step's tokens have been read. If a step waits for these tokens, draw its tokens now."""
         self.rows.note_result(samples, token_ids)
         if self._deferred is not None:
             deferred, self._deferred = self._deferred, None

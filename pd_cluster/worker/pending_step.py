@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PendingStep:
-    """A Pending of one device."""
+    """The Pending of a step on one device."""
 
     step: int
     samples: Samples | None
@@ -36,7 +36,7 @@ class PendingStep:
         return self.is_launched and (self.retired is None or bool(self.retired.query()))  # type: ignore[no-untyped-call]
 
     def result(self) -> StepResult:
-        """Waits even when nothing was sampled: others may read the step's blocks next."""
+        """See Pending. Waits even when nothing was sampled, because others may read the step's blocks next."""
         assert self.is_launched, "results are read in the order of launches"
         if self.retired is not None:
             self.retired.synchronize()

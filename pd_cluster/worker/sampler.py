@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a step sampled, on the device or on its way to the host."""
+    """The tokens that a step sampled from R logits rows, on the device or on their way to the host."""
 
     token_ids: torch.Tensor  # int64 [R]
     logprobs: torch.Tensor | None = None  # float32 [R]: of the chosen token
@@ -24,7 +24,7 @@ class Sampled:
     top_logprobs: torch.Tensor | None = None  # float32 [R, k]
 
     def to_host(self) -> Sampled:
-        """The same values in host memory, once the stream has reached this point. Does not wait."""
+        """Start to copy the values to host memory. They are there once the stream has reached this point."""
         if not self.token_ids.is_cuda:
             return self
         more = (part if part is None else _fetch(part) for part in (self.logprobs, self.top_ids, self.top_logprobs))

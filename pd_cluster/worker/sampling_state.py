@@ -23,24 +23,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """What the sampler needs for R logits rows."""
+    """The sampler's inputs for R logits rows."""
 
     num_logprobs: int  # -1: no row asks for logprobs
     changes: tuple[tuple[LogitsStage, Any], ...]  # stages that change the logits, in order, with their inputs
-    draws: Draws | None  # None in GREEDY alone
+    draws: Draws | None  # None only in GREEDY and DEFERRED
 
 
 GREEDY = SamplingInputs(-1, (), None)  # every row takes its best token, and nothing else is asked for
-DEFERRED = SamplingInputs(-1, (), None)  # in place of inputs that need the tokens of the step before
+DEFERRED = SamplingInputs(-1, (), None)  # stands for inputs that need the tokens of the step before
 
 
 class SamplingState:
-    """Arrays over rows. A row's entries are valid from `start` to the next `start` of the same row."""
+    """The sampling settings of the live sequences, as arrays over rows.
+
+    A row's entries are valid from `start` to the next `start` of the same row.
+    """
 
     def __init__(self, num_rows: int, vocab_size: int, stages: Sequence[LogitsStage], host_buffer: HostBuffer) -> None:
         self._vocab_size = vocab_size
         self._move = host_buffer.move
-        self._stages = [(stage, np.zeros(num_rows, bool)) for stage in stages]  # with the rows in which it is active
+        self._stages = [(stage, np.zeros(num_rows, bool)) for stage in stages]  # each with its active rows
         self._late_stages = [(stage, active) for stage, active in self._stages if stage.is_late]
         self._changed = np.zeros(num_rows, bool)  # any stage is active
         self._plain = np.ones(num_rows, bool)  # nothing but temperature and seed is asked for
@@ -54,7 +57,7 @@ class SamplingState:
         self.num_logprobs = np.full(num_rows, -1, np.int64)  # alternatives that the row wants; -1: no logprobs at all
 
     def start(self, row: int, start: SequenceStart) -> None:
-        """Set a row from scratch."""
+        """Set the entries of `row` for a new sequence."""
         params = start.sampling
         self._temperature[row] = 0 if params.greedy else params.temperature
         self._top_k[row] = min(params.top_k or self._vocab_size, self._vocab_size)
@@ -75,7 +78,7 @@ class SamplingState:
         return (self._temperature[rows], self._seeds[rows]) if self._plain[rows].all() else None
 
     def prepare(self, rows: Ints, lengths: Ints, num_samples: Sequence[int]) -> SamplingInputs:
-        """Inputs for logits of `rows`; `lengths`: tokens of each sequence before the sampled one.
+        """Make the sampler's inputs for logits of `rows`; `lengths`: tokens of each sequence before the sampled one.
 
         A row with several samples occurs once for each, in neighbouring places. The i-th uses the i-th sample seed.
         """
@@ -100,14 +103,17 @@ class SamplingState:
         return are_late
 
     def note_sampled(self, rows: Ints, token_ids: torch.Tensor) -> None:
-        """Each of `rows` (distinct) goes on with its token (int64 [len(rows)], on the device)."""
+        """Tell the stages that each of `rows` (distinct) continues with its token.
+
+        `token_ids`: int64 [len(rows)], on the device.
+        """
         if self._changed[rows].any():
             for stage, active in self._stages:
                 if not stage.is_late and active[rows].any():
                     stage.note(rows, token_ids)
 
     def note_read(self, rows: Ints, token_ids: Ints) -> None:
-        """The same tokens (int64 [len(rows)]) are in host memory."""
+        """Tell the late stages the same tokens (int64 [len(rows)]), when they are in host memory."""
         for stage, active in self._late_stages:
             if active[rows].any():
                 stage.note(rows, torch.from_numpy(token_ids))
@@ -132,6 +138,6 @@ class SamplingState:
 
 
 def _wrap_64(seed: int) -> int:
-    """Any integer's low 64 bits as a signed one."""
+    """The low 64 bits of any integer, as a signed number."""
     low = seed & ((1 << 64) - 1)
     return low - (1 << 64) if low >> 63 else low

@@ -1,7 +1,8 @@
 """The first steps of a worker, which compile and load the kernels before any request waits for them.
 
-Triton compiles a kernel again for each power of two of sequences or rows, for sizes that are 1, multiples of 16, or
-neither, and for each way to split it, which depends on the tokens of a step and those before them. Each takes a second.
+Triton compiles a kernel again for each power of two of sequences or rows, and for sizes that are 1, multiples of 16, or
+neither. It also compiles a kernel for each way to split it, which depends on the tokens of a step and on those before
+them. Each compilation takes a second.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.model_runner import ModelRunner
 
 GREEDY, DRAWN = (SamplingParams(max_tokens=1, temperature=temperature) for temperature in (0.0, 1.0))
-CHANGED = SamplingParams(max_tokens=1, logit_bias={0: 1.0})  # logits in float32, as sampling changes them
+CHANGED = SamplingParams(max_tokens=1, logit_bias={0: 1.0})  # the bias makes the sampler use logits in float32
 LONG_PREFIX = 4096  # tokens; a longer prefix changes no kernel's split
 NUM_BLOCKS = 2  # the first blocks of the cache, which these steps write; the caller zeroes them
 
@@ -26,7 +27,7 @@ Chunks = list[tuple[int, int]]  # per sequence: tokens before the chunk, tokens 
 
 
 def run_first_steps(runner: ModelRunner, block_size: int, max_len: int) -> None:
-    """A prefill, a decode and a copy."""
+    """Run a prefill, a decode and a copy of a block."""
     length = min(block_size, max_len - 1)
     for chunks in ([(0, length)], [(length, 1)]):
         _run(runner, block_size, chunks, (GREEDY,))
@@ -34,7 +35,7 @@ def run_first_steps(runner: ModelRunner, block_size: int, max_len: int) -> None:
 
 
 def run_steps_of_all_kinds(runner: ModelRunner, block_size: int, max_len: int, limits: SchedulerConfig) -> None:
-    """At least one step for each variant of a kernel that steps within the limits may need."""
+    """Run at least one step for each variant of a kernel that steps within the limits may need."""
     num_seqs, budget = limits.max_num_seqs, limits.max_num_batched_tokens
     for chunks in (*mixed_steps(num_seqs), *prompt_steps(num_seqs, budget, max_len)):
         _run(runner, block_size, chunks, (DRAWN, GREEDY))
@@ -42,7 +43,10 @@ def run_steps_of_all_kinds(runner: ModelRunner, block_size: int, max_len: int, l
 
 
 def mixed_steps(num_seqs: int) -> Iterator[Chunks]:
-    """Decodes, alone and before prompts of two tokens, all of which attend as decodes in the last layer."""
+    """Yield the chunks of steps of decodes, with and without prompts of two tokens behind them.
+
+    All sequences of these steps attend as decodes in the last layer.
+    """
     sizes = {2, num_seqs - 1, num_seqs, *(2**power - 1 for power in range(1, num_seqs.bit_length()))}
     mixes = {(size, min(count, num_seqs - size)) for size in sizes for count in (0, 1, 3, 16) if size <= num_seqs}
     for num_decodes, num_prompts in sorted(mixes - {(0, 0)}):
@@ -50,9 +54,10 @@ def mixed_steps(num_seqs: int) -> Iterator[Chunks]:
 
 
 def prompt_steps(num_seqs: int, budget: int, max_len: int) -> Iterator[Chunks]:
-    """Every power of two of tokens, and as many as fit into a step, without and with a prefix, in few sequences.
+    """Yield the chunks of steps of prompts, with every power of two of tokens and with as many as a step may have.
 
-    The split of a kernel changes at sizes that are at least a factor of 2 apart, or stays the same from one size on.
+    Each step has few sequences. Each size occurs without and with a prefix. The split of a kernel changes at sizes that
+    are at least a factor of 2 apart, or stays the same from one size on.
     """
     largest = min(budget, num_seqs * max_len)
     for size in sorted({largest, *(2**power for power in range(1, largest.bit_length()))}):
@@ -63,7 +68,7 @@ def prompt_steps(num_seqs: int, budget: int, max_len: int) -> Iterator[Chunks]:
 
 
 def _run(runner: ModelRunner, block_size: int, chunks: Chunks, params: Sequence[SamplingParams]) -> None:
-    """One step of chunks that all sample, with the parameters in turn, then the departure of their sequences."""
+    """Run one step of `chunks`, which all sample, with the parameters in turn. Then remove its sequences."""
     ends = [before + count for before, count in chunks]
     starts = tuple(
         SequenceStart(index, (0,) * end, end, (0,) * -(-end // block_size), params[index % len(params)], index)

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def config_from(args: argparse.Namespace) -> RouterConfig:
-    """Raises StartupError."""
+    """The configuration from the parsed flags and the environment. Raises StartupError."""
     return RouterConfig(**given_values(vars(args), RouterConfig, os.environ))
 
 

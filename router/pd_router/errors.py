@@ -30,7 +30,7 @@ class NodeFailed(PdError, status=502, code="node_failed"):
 
 
 class NoNode(PdError, status=503, code="no_healthy_node"):
-    """No healthy node of the needed role."""
+    """There is no healthy node of the needed role."""
 
 
 class Stopping(PdError, status=503, code="router_stopping"):

@@ -253,7 +253,7 @@ class NodeTable:
         node.down_since_s = None
 
     def report(self) -> list[dict[str, object]]:
-        """For `GET /nodes`: all nodes, and those that are leaving with requests under way."""
+        """The answer to `GET /nodes`: all nodes, and those that are leaving with requests under way."""
         leaving = (node for node in self._leaving if not node.is_idle)
         return [self.describe(node) for node in (*self.nodes, *leaving)]
 

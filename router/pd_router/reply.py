@@ -40,7 +40,10 @@ class RouterReply(Reply):
                 await self.fail(Stopping("the router is shutting down; try again"))
 
     async def crashed(self, error: Exception) -> None:
-        """For a bug. Raises `error` if an answer has begun: the server then logs it and closes the connection."""
+        """End the answer after a bug in the router.
+
+        Raises `error` if an answer has begun: the server then logs `error` and closes the connection.
+        """
         if self.started:
             raise error
         log.error("request %s: a bug", self._request_id, exc_info=error)

@@ -36,7 +36,10 @@ class SuccessionFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Heritage:
-    """The changes that orders have made. Loads and speeds are not handed over: they are learned again in seconds."""
+    """The changes to the node table that `POST /nodes` and drain orders have made.
+
+    Loads and speeds are not handed over: the successor learns them again in seconds.
+    """
 
     posted: tuple[tuple[str, str], ...] = ()  # (URL, role) of nodes that were added
     drained: dict[str, int | None] = field(default_factory=dict)  # URL -> epoch of nodes that were drained

@@ -17,8 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class NixlConnector(PeerToPeerConnector):
-    """Raises ConnectorUnavailable when the control port is taken, or the host is no address for peers or of no
-    interface here; `register_kv_cache` raises it when NIXL is missing, or no port is free for KV."""
+    """The connector that reads KV through NIXL.
+
+    Raises ConnectorUnavailable when the control port is taken, or `host` is no address for peers or of no interface of
+    this machine. `register_kv_cache` raises ConnectorUnavailable when NIXL is missing, or no port is free for KV.
+    """
 
     name = "nixl"
 

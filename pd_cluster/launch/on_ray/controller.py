@@ -196,10 +196,8 @@ class Controller:
         return Goal(self._ledger.counts, self._spec.grace_s, self._ledger.closing)
 
     async def scale(self, counts: Mapping[str, int]) -> None:
-        """Set the number of units of each role in `counts`; the other roles keep theirs.
-
-        Raises StartupError when a cluster of these numbers could serve no request, or when the cluster is closing.
-        """
+        """Set the number of units per role. Raises StartupError if such a cluster serves nothing, or while it
+        closes."""
         if self._ledger.closing:
             raise StartupError(f"the cluster {self._spec.name!r} is closing")
         wanted = {**self._ledger.counts, **counts}

@@ -1,1 +1,1 @@
-"""Captured steps: which are captured, how a step finds the one that fits it, and what is replayed."""
+"""Captured steps: the choice of sizes, the layout of inputs, the capture as CUDA graphs, and the replay."""

@@ -1,11 +1,11 @@
-"""What is particular to captured steps of one size: where inputs lie, how sequences attend, where outputs stay.
+"""Captured steps of one size: where their inputs lie, how their sequences attend, and where their outputs stay.
 
-`DecodeStep` serves steps of decodes alone. Every token samples, and attention needs lengths only. Its logits stay where
-the graph computes them, so each graph keeps its own and a replay copies nothing.
+`DecodeStep` serves steps with decodes only. Every token samples, and attention needs lengths only. The logits stay
+where the graph computes them, so each graph keeps its own logits and a replay copies nothing.
 
-`MixedStep` serves steps with chunks: room for some tokens, for some sequences, and for a few chunks among them. Sizes
-without decodes need no attention of decodes. Only the tokens that sample get logits. These are copied to a place that
-all mixed steps share, because there are many sizes.
+`MixedStep` serves steps with prefill chunks. It has room for a number of tokens, of sequences, and of chunks among the
+sequences. A size without decodes has no attention of decodes. Only the tokens that sample get logits. The graph copies
+the logits to a tensor that all mixed steps share, because there are many sizes.
 
 All calls of attention for captured steps are in this file.
 """
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 class StepPlaces(NamedTuple):
-    """Parts of the host buffer's first array: numpy views on the host, torch views on the device.
+    """The inputs of a captured step, as parts of the host buffer's first array.
 
-    T, S: the size's num_tokens and num_seqs.
+    The parts are numpy views on the host, torch views on the device. T, S: the size's num_tokens and num_seqs.
     """
 
     rows: Any  # [T]: each token's row in InputBatch
@@ -43,31 +43,31 @@ class StepPlaces(NamedTuple):
     positions: Any  # [T]
     slots: Any  # [T]
     owners: Any  # [S]: rows in InputBatch of the sequences that sample
-    temperatures: Any  # float32 in the first half of [S]; 0 where the row is drawn outside the graph
+    temperatures: Any  # float32 in the first half of [S]; 0 for a row that is drawn outside the graph
     seeds: Any  # [S]: see Draws, as for `lengths`
     lengths: Any  # [S]
     attention: Any  # MixedPlaces or None
 
 
 class MixedPlaces(NamedTuple):
-    """The parts that only mixed steps have. See StepOnDevice for all but the first."""
+    """The inputs that only mixed steps have. StepOnDevice describes all of them but `sampled`."""
 
     sampled: Any  # [S]: places of the sampling sequences' last tokens among the T
     decode_lens: Any  # [S], [0] without decodes
     seq_lens: Any  # [S + 1]
     query_starts: Any  # [S + 2]
-    tiles: Mapping[ChunkTiles, Any]  # [2, count] of each that some KV group has
+    tiles: Mapping[ChunkTiles, Any]  # [2, count] for each ChunkTiles of the KV groups
 
 
 class ReplayOutputs(NamedTuple):
-    """What a replay writes, for every row that its size has room for. The next replay overwrites it."""
+    """The outputs of a replay, for all R rows that its size has room for. The next replay overwrites them."""
 
     logits: torch.Tensor  # [R, vocab_size]
-    token_ids: torch.Tensor  # int64 [R]: drawn from them, or the greedy choice
+    token_ids: torch.Tensor  # int64 [R]: drawn from the logits, or the greedy choice
 
 
 class CapturedStep(Protocol):
-    """Steps of one size."""
+    """A captured step of one size."""
 
     @property
     def size(self) -> StepSize: ...
@@ -77,24 +77,27 @@ class CapturedStep(Protocol):
         """Length of the array that `places` divides."""
 
     def places(self, fields: Any) -> StepPlaces:
-        """Views into `fields` [length]."""
+        """Divide `fields` [length] into views, one for each input of the step."""
 
     def pad(self, places: StepPlaces, padding_row: int, padding_slot: int) -> None:
         """Turn zeroed places into a step of padding alone. Padding writes to `padding_slot` and reads no cache."""
 
     def fill(self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], lens: Ints, ends: Ints) -> None:
-        """Write what attention reads of a step besides `lengths`. `lens`, `ends`: the chunks' numbers as arrays."""
+        """Write the inputs of attention except `lengths`.
+
+        `lens`, `ends` [n]: the number of tokens of each chunk, and the position after its last token.
+        """
 
     def plan(self, places: StepPlaces, block_tables: torch.Tensor) -> tuple[list[AttentionPlan], Tail | None]:
-        """A plan for each KV group, and the rows that sample (None: all). Both are captured."""
+        """Plan the attention of each KV group, and name the rows that sample (None: all). The graph captures both."""
 
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
-        """The captured end of a step: the outputs, where a replay leaves them."""
+        """Put the outputs where a replay leaves them, and return them there. The graph captures this."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """Steps of decodes alone."""
+    """A captured step with decodes only."""
 
     size: StepSize
     query_starts: torch.Tensor  # int32 [num_seqs + 1]: 0, 1, ...
@@ -114,7 +117,7 @@ class DecodeStep:
         places.slots[:] = padding_slot
 
     def fill(self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], lens: Ints, ends: Ints) -> None:
-        """Nothing: padding has length 0."""
+        """Writes nothing, because padding has length 0."""
 
     def plan(self, places: StepPlaces, block_tables: torch.Tensor) -> tuple[list[AttentionPlan], None]:
         lens = places.lengths.to(torch.int32)
@@ -127,13 +130,13 @@ class DecodeStep:
 
 @dataclass(frozen=True, slots=True)
 class MixedStep:
-    """Steps with chunks. A padding sequence, the last one, owns unused tiles."""
+    """A captured step with prefill chunks. The last sequence is padding and owns the unused tiles."""
 
     size: StepSize
     attentions: tuple[Replayable, ...]  # by KV group
-    tiles: tuple[ChunkTiles, ...]  # those of the groups, each once
-    outputs: ReplayOutputs  # the place that all mixed steps share
-    bounds: tuple[tuple[int, int], ...]  # of the parts in the array
+    tiles: tuple[ChunkTiles, ...]  # the different tiles of the groups
+    outputs: ReplayOutputs  # tensors that all mixed steps share
+    bounds: tuple[tuple[int, int], ...]  # start and end of each part in the array
 
     @classmethod
     def of(cls, size: StepSize, attentions: tuple[Replayable, ...], outputs: ReplayOutputs) -> MixedStep:
@@ -199,9 +202,9 @@ class MixedStep:
 def make_captured_steps(
     sizes: Sequence[StepSize], model: Model, attentions: Sequence[GroupAttention]
 ) -> list[CapturedStep]:
-    """A step for each size that attention of every KV group can replay.
+    """Make a step for each size that the attention of every KV group can replay.
 
-    Decodes alone come first, the largest of each kind first.
+    Steps with decodes only come first. Of each kind the largest step comes first.
     """
     decodes = sorted((size for size in sizes if not size.num_chunks), key=lambda size: -size.num_seqs)
     mixed = sorted(

@@ -1,4 +1,4 @@
-"""Which sizes of steps are captured, and which captured size serves a step. Pure: chunks in, a size out."""
+"""Chooses the sizes of steps to capture, and the captured size that serves a step. Pure policy."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 FAR_KEYS = 1024  # a chunk that ends behind this many keys is faster in a size for far chunks
 FEW_SEQS = 64  # most steps have fewer; room for more costs time where only the sampling rows go on
-# A size has room for this many chunks, or for as many as fit at this many tokens each. Empty tiles cost 0.1 ms a step
-# of 192 tokens (8B, one H200) where programs share keys, else nothing
+# (least number of chunks, tokens each): a size has room for the larger of the first number and as many chunks of the
+# second number of tokens as fit. Where programs share keys, empty tiles cost 0.1 ms in a step of 192 tokens (8B, one
+# H200), elsewhere nothing
 NEAR_CHUNKS, FAR_CHUNKS = (8, 16), (4, 32)
 _MOST_PADDING = 256  # tokens; computing more takes the device longer than the host takes to launch the step unpadded
 
@@ -26,16 +27,16 @@ class GraphSizes:
     """
 
     def __init__(self, sizes: Iterable[StepSize]) -> None:
-        """`sizes`: what every rank has captured."""
+        """`sizes`: the sizes that every rank has captured."""
         self.sizes = tuple(sizes)
         self._decodes = sorted((size for size in self.sizes if not size.num_chunks), key=lambda size: size.num_seqs)
         self._steps = [size for size in self.sizes if size.num_chunks]
 
     def choose(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
-        """The size that serves a step of these chunks, as small as possible; None: launch it without a graph.
+        """The smallest size that serves a step of these chunks; None: launch the step without a graph.
 
-        Steps of decodes alone prefer a decode size. None also when all sizes are far too large, as for many chunks of
-        few tokens, or when no memory was left for smaller sizes.
+        Steps with decodes only prefer a size for decodes only. None also when all sizes are far too large, as for many
+        chunks of few tokens, or when no memory was left for smaller sizes.
         """
         if not chunks or not self.sizes:
             return None
@@ -72,7 +73,7 @@ class GraphSizes:
 
 
 def decode_sizes(limit: int) -> list[StepSize]:
-    """Steps of decodes alone, for each of `bucket_sizes`."""
+    """Sizes of steps with decodes only, one for each of `bucket_sizes`."""
     return [StepSize(size, size, 0, has_decodes=True) for size in bucket_sizes(limit)]
 
 
@@ -83,9 +84,10 @@ def bucket_sizes(limit: int) -> list[int]:
 
 
 def step_sizes(limit: int, max_seqs: int) -> list[StepSize]:
-    """Steps with chunks, for each of `token_buckets`: no decodes; few sequences; `max_seqs` sequences.
+    """Sizes of steps with chunks. Each of `token_buckets` has six sizes; equal ones are dropped.
 
-    Each of them for chunks near the start of their sequences, and for chunks behind many keys.
+    One size has no decodes, one has room for FEW_SEQS sequences, and one has room for `max_seqs`. Each of these exists
+    for chunks near the start of their sequences, and for chunks behind many keys.
     """
     sizes = set()
     for num_tokens in token_buckets(limit):
@@ -99,6 +101,9 @@ def step_sizes(limit: int, max_seqs: int) -> list[StepSize]:
 
 
 def token_buckets(limit: int) -> list[int]:
-    """Every 64th up to 512, every 128th from there, `limit` itself: products compute whole tiles of 64 or 128 rows."""
+    """Numbers of tokens: 16, 32, every 64th up to 512, every 128th from there, and `limit` itself.
+
+    Products compute whole tiles of 64 or 128 rows.
+    """
     sizes = [16, 32, *range(64, 512, 64), *range(512, limit, 128), limit]
     return sorted({size for size in sizes if size <= limit})

@@ -1,4 +1,4 @@
-"""Functions recorded as CUDA graphs, and timed as such."""
+"""Records functions as CUDA graphs, and measures the time of such graphs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SPARE_BYTES = 1 << 30  # left free when graphs are captured
-NUM_REPLAYS = 4  # of a graph that is timed
+NUM_REPLAYS = 4  # replays of a graph to measure its time
 Outputs = TypeVar("Outputs")
 
 
 class Recorder(Protocol):
-    """Turns a function into one that repeats what it did, on the same memory."""
+    """Records the device work of a function, so that the work can be repeated on the same memory."""
 
     @property
     def free_bytes(self) -> int:
@@ -46,7 +46,8 @@ class CudaRecorder:
     def __call__(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
         """Runs the function once before the capture, so that the capture compiles and loads nothing.
 
-        `torch.cuda.graph` collects garbage and empties the allocator's cache every time: too slow for hundreds.
+        `torch.cuda.graph` is not used: it collects garbage and empties the allocator's cache every time, which is too
+        slow for hundreds of graphs.
         """
         run()
         torch.cuda.synchronize(self._device)
@@ -61,7 +62,10 @@ class CudaRecorder:
 
 
 class GraphTimer:
-    """Times a function's work on the device, without the host's launches: it replays the function as a graph."""
+    """Measures the time of a function's work on the device: it replays the work as a graph.
+
+    So the time does not contain the host's launches.
+    """
 
     def __init__(self, recorder: CudaRecorder) -> None:
         self._recorder = recorder

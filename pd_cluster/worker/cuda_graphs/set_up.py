@@ -1,4 +1,4 @@
-"""Which steps a worker captures, what that costs in memory, and the capture itself."""
+"""Decides which steps a worker captures, bounds their memory, and captures them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ if TYPE_CHECKING:
     from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
     from pd_kernels.attention import GroupAttention
 
-GRAPH_BYTES = 1.0e9  # what captured steps take besides the logits: 0.8 GB (8B, 0.6B)
+GRAPH_BYTES = 1.0e9  # memory of captured steps besides the logits: 0.8 GB were measured (8B, 0.6B)
 
 
 def captures_steps(limits: SchedulerConfig, attentions: Sequence[GroupAttention], device: torch.device) -> bool:
-    """Whether steps are captured at all: only if attention of decodes can be, in every KV group."""
+    """Whether the worker captures steps: on a GPU, if the settings allow it and each KV group can capture decodes."""
     is_wanted, (smallest,) = device.type == "cuda" and limits.cuda_graphs, decode_sizes(1)
     return is_wanted and all(attention.captured(smallest) is not None for attention in attentions)
 
 
 def captured_bytes(limits: SchedulerConfig, bytes_per_row: int) -> float:
-    """What captured steps take at most; `bytes_per_row`: of one row of logits.
+    """The most bytes that captured steps take. `bytes_per_row`: bytes of one row of logits.
 
-    Each decode graph keeps its own logits. Graphs of steps with prompts share one place, and compute them in another.
+    Each decode graph keeps its own logits. Graphs of steps with prompts compute their logits in one shared tensor and
+    leave them in another.
     """
     num_rows = sum(bucket_sizes(_max_decodes(limits))) + 2 * limits.max_num_seqs
     return GRAPH_BYTES + num_rows * bytes_per_row

@@ -6,8 +6,8 @@ fixed places (`HostBuffer.take_first`, the block tables), takes last tokens from
 writes its own draws there. Requests that need more than temperature and seed are sampled outside the graph, from its
 logits.
 
-One memory pool serves all graphs, the largest first: their replays follow each other on one stream, and nothing that a
-graph leaves in the pool is needed once the next one has started.
+One memory pool serves all graphs. The largest graph is captured first. The graphs can share the pool because their
+replays follow each other on one stream, and no graph needs the content that an earlier one left in the pool.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Graph(NamedTuple):
 
 
 class StepGraphs:
-    """Graphs by size. Their replays follow each other on one stream."""
+    """The captured graphs, by size. Their replays follow each other on one stream."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class StepGraphs:
         kernels: Kernels,
         attentions: Sequence[GroupAttention],
     ) -> None:
-        """Without graphs until `capture`. `attentions`: by KV group."""
+        """There are no graphs until `capture`. `attentions`: by KV group."""
         self._model = model
         self._rows = rows
         self._host_buffer = host_buffer
@@ -72,9 +72,9 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[StepSize], recorder: Recorder, progress: Callable[[str], None]) -> None:
-        """Capture every size that attention can replay, or as many of the first as there is memory for.
+        """Capture every size that attention can replay, or as many of the first sizes as there is memory for.
 
-        Decodes alone come first, the largest of each kind first. Call it once.
+        Steps with decodes only come first. Of each kind the largest step comes first. Call it once.
         """
         started_s, free = time.perf_counter(), recorder.free_bytes
         shape = max(size.num_seqs for size in sizes) + 1, self._rows.max_blocks
@@ -90,13 +90,13 @@ class StepGraphs:
         progress(f"{_describe(self.sizes)} in {time.perf_counter() - started_s:.1f} s and {used_gb:.2f} GB")
 
     def build(self, chunks: tuple[SequenceChunk, ...], size: StepSize) -> ReplayInputs:
-        """The step's inputs, padded to `size`. They are in place once the host buffer was flushed."""
+        """Pack the step's inputs, padded to `size`. They are in place once the host buffer was flushed."""
         return self._rows.build_replay(chunks, self._graphs[size].step, self._padding_slot)
 
     def replay(self, inputs: ReplayInputs, size: StepSize) -> ReplayOutputs:
         """Run the step. Row i of the outputs belongs to the i-th sequence that samples.
 
-        `last_tokens` holds the drawn tokens already.
+        The replay also writes the drawn tokens to `InputBatch.last_tokens`.
         """
         num_seqs, width = inputs.block_tables.shape
         self._block_tables[:num_seqs, :width].copy_(inputs.block_tables)
@@ -106,14 +106,17 @@ class StepGraphs:
         return ReplayOutputs(outputs.logits[:count], outputs.token_ids[:count])
 
     def _write_padding(self, step: CapturedStep) -> None:
-        """A step of padding alone, for the run before the capture."""
+        """Write the inputs of a step of padding alone, for the run before the capture."""
         self._host_buffer.begin()
         places = step.places(self._host_buffer.take_first(step.length))
         step.pad(places, self._rows.padding_row, self._padding_slot)
         self._host_buffer.flush()
 
     def _run(self, step: CapturedStep) -> ReplayOutputs:
-        """What is captured. Its inputs are the host buffer's fields, `last_tokens`, the block tables and the cache."""
+        """The work that a graph captures.
+
+        Its inputs are the host buffer's fields, `last_tokens`, the block tables and the cache.
+        """
         last_tokens, places = self._rows.last_tokens, step.places(self._host_buffer.first(step.length))
         token_ids = torch.where(places.token_ids < 0, last_tokens[places.rows], places.token_ids)
         plans, tail = step.plan(places, self._block_tables)
@@ -126,7 +129,7 @@ class StepGraphs:
 
 
 def _describe(sizes: Sequence[StepSize]) -> str:
-    """What was captured, in words."""
+    """The numbers and largest sizes of the graphs, in words."""
     decodes = [size.num_seqs for size in sizes if not size.num_chunks]
     mixed = [size.num_tokens for size in sizes if size.num_chunks]
     return (

@@ -1,1 +1,1 @@
-"""What changes logits before a token is drawn from them: one file per stage, in the order that `order` declares."""
+"""Logits stages: changes to the logits before a token is drawn. `order` declares the order of the stages."""

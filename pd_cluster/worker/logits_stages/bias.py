@@ -1,4 +1,4 @@
-"""The bias that a request puts on some tokens (`logit_bias`)."""
+"""The logits stage for `logit_bias`: it adds a request's biases to the logits of some tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Bias(LogitsStage):
-    """Adds each request's biases."""
+    """Adds each request's biases to its logits."""
 
     def __init__(self, context: StageContext) -> None:
         self._lists = RowLists(context, lambda params: params.logit_bias)

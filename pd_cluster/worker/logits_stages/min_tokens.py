@@ -1,4 +1,4 @@
-"""The ban on a sequence's end before `min_tokens`."""
+"""The logits stage for `min_tokens`: it bans the tokens that would end a sequence too early."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class MinTokens(LogitsStage):
     """Bans EOS and the request's stop ids from the first `min_tokens` tokens."""
 
     def __init__(self, context: StageContext) -> None:
-        # No method: a cycle would keep the buffers of runners that only measured until a collection, on a GPU too
+        # A partial, because a method would make a cycle: the buffers of a runner that only measured would live until a
+        # garbage collection, on a GPU too
         self._lists = RowLists(context, partial(_banned, context.eos_token_ids))
         self._until = np.zeros(context.num_rows, np.int64)  # sequence length from which the row's list is allowed
 

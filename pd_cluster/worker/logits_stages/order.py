@@ -41,7 +41,10 @@ def find_stage(path: str) -> type[LogitsStage]:
 
 
 def make_stages(context: StageContext, import_paths: Sequence[str] = ()) -> tuple[LogitsStage, ...]:
-    """A worker's stages: the built-in ones, then those at `import_paths`. Raises StartupError."""
+    """Make a worker's stages: the built-in ones, then those at `import_paths`.
+
+    Raises StartupError when a stage cannot be imported or constructed.
+    """
     stages = [kind(context) for kind in ORDER]
     for path in import_paths:
         kind = find_stage(path)

@@ -1,6 +1,6 @@
-"""Penalties on tokens that a sequence has seen.
+"""The logits stage for penalties on tokens that a sequence has seen.
 
-The tables over rows and vocabulary are made when the first request with a penalty comes.
+The first request with a penalty allocates the tables over rows and vocabulary.
 """
 
 from __future__ import annotations

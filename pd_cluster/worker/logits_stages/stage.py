@@ -1,4 +1,4 @@
-"""What every logits stage does, and what it is made from."""
+"""The interface of a logits stage, and the context that its constructor gets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """The worker, as far as a stage needs to know it."""
+    """The properties of the worker that a stage needs."""
 
     num_rows: int  # sequences at once; each has a row of its own while it is in the worker
     vocab_size: int
@@ -31,17 +31,17 @@ class StageContext:
 class LogitsStage(Protocol):
     """One kind of change to the logits before a token is drawn. Subclass it, or write a class of the same shape.
 
-    A request names what it wants in its SamplingParams; stages from outside read `logits_args`. A stage is asked only
-    in steps in which it is active in a row. Steps without any active row skip all stages, and where a step asks for
-    temperature and seed alone, its graph draws the tokens. In a step with an active row, all tokens are drawn after the
-    forward pass, which may still be replayed.
+    A request names the changes that it wants in its SamplingParams. Stages from outside read `logits_args`. A stage's
+    methods are called only for steps in which the stage is active in a row. Steps without any active row skip all
+    stages, and the graph of a step draws the tokens if all requests ask for temperature and seed alone. In a step with
+    an active row, all tokens are drawn after the forward pass, which may still be replayed.
 
-    A stage allocates its memory on the device in `__init__`. The size of the KV cache is measured with that memory, and
-    without any that a stage from outside allocates for a request.
+    A stage allocates its memory on the device in `__init__`. The size of the KV cache is measured with that memory. It
+    is measured without any memory that a stage from outside allocates for a request.
 
     All methods run on the engine's thread. An exception ends the engine, except in `check`. A worker's start makes
-    several instances, also to measure memory. Every node of a cluster needs the same stages, because P samples the
-    first token.
+    several instances, some of them only to measure memory and to compile kernels. Every node of a cluster needs the
+    same stages, because P samples the first token.
     """
 
     is_late: bool = False
@@ -54,33 +54,35 @@ class LogitsStage(Protocol):
 
     @staticmethod
     def check(sampling: SamplingParams) -> None:
-        """Raise any exception, with the reason as text, for a request that the stage cannot serve: its client gets 400.
+        """Raise any exception if the stage cannot serve the request.
 
-        Called for every request when it is admitted, on the step loop: what takes long holds up all streams.
+        The client gets status 400 with the exception's text. Called for every request at its admission, on the step
+        loop. A slow check delays all streams.
         """
 
     def start(self, row: int, start: SequenceStart) -> bool:
-        """Set a row from scratch, from all that is known of its sequence. -> whether the stage is active in the row.
+        """Set `row` for a sequence, from all that is known of it. -> whether the stage is active in the row.
 
         Called when a sequence enters the worker, and again when it comes back after preemption.
         """
 
     def prepare(self, rows: Ints, lengths: Ints) -> Any | None:
-        """What `apply` needs for the logits of `rows` (int64 [R]); None: it changes nothing in this step.
+        """Prepare the inputs of `apply` for the logits of `rows` (int64 [R]). None: the stage changes none of them.
 
         At least one of the rows is active. `lengths` (int64 [R]): each sequence's tokens before the sampled one. A row
         that samples several first tokens occurs several times, in neighbouring places. A row may be past the end of its
-        sequence, because a step is launched before the end of the one before is known: accept it; its token is dropped.
-        Runs while the device is busy, so it must not wait for it. Tensors from `StageContext.move` have their values in
-        `apply`, not before.
+        sequence, because a step is launched before the end of the one before is known. Accept such a row; its token is
+        dropped. The device is busy during this call, and the call must not wait for the device. Tensors from
+        `StageContext.move` have their values in `apply`, not before.
         """
 
     def apply(self, logits: torch.Tensor, inputs: Any) -> None:
         """Change `logits` (float32 [R, vocab_size], on the device) in place. `inputs`: what `prepare` returned."""
 
     def note(self, rows: Ints, token_ids: torch.Tensor) -> None:
-        """Each of `rows` (distinct, at least one is active) continues with its token (int64 [len(rows)]).
+        """Note that each of `rows` (distinct, at least one is active) continues with its token (int64 [len(rows)]).
 
-        On the device, at the step's launch. For a late stage: in host memory, when the step's result is read.
+        The call comes at the step's launch, with `token_ids` on the device. For a late stage the call comes when the
+        step's result is read, with `token_ids` in host memory.
         """
         return

@@ -1,4 +1,4 @@
-"""Lists of tokens and what a request adds to their logits: its biases, and what it bans for a while.
+"""Lists of tokens with the amounts that a request adds to their logits: biases, or -inf for banned tokens.
 
 A list is converted once, when the first of the request's sequences enters a row, and the rows of that request share it:
 a list of a whole vocabulary took 120 ms of Python for each row and step. The short lists of a step go to the device as
@@ -44,13 +44,13 @@ class Shift:
     amounts: torch.Tensor
 
     def apply(self, logits: torch.Tensor) -> None:
-        """In place on `logits` float32 [R, V]."""
+        """Add the amounts to `logits` float32 [R, V], in place."""
         logits[self.rows] += self.amounts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenList:
-    """What one request adds to the logits of some tokens."""
+    """The tokens of one request's list, and the amounts to add to their logits."""
 
     tokens: Ints  # [N], each once
     amounts: Floats  # [N]
@@ -58,7 +58,7 @@ class TokenList:
 
     @classmethod
     def make(cls, tokens: Ints, amounts: Floats, vocab_size: int, device: torch.device) -> TokenList:
-        """A long list is copied to the device behind the steps under way. Nothing waits for the copy."""
+        """Make a list. A long list is copied to the device behind the steps under way; nothing waits for the copy."""
         vector = None
         if len(tokens) > LONG_LIST:
             dense = np.zeros(vocab_size, np.float32)
@@ -69,14 +69,14 @@ class TokenList:
 
 @dataclass(frozen=True, slots=True)
 class ListInputs:
-    """The lists of one step."""
+    """The lists that one step applies."""
 
     entries: Entries | None  # of the short lists
     shifts: tuple[Shift, ...]  # the long lists, one for all rows that share it
 
 
 class RowLists:
-    """A list per row. The rows of one request share theirs."""
+    """The token list of each row. The rows of one request share one list."""
 
     def __init__(self, context: StageContext, list_of: Callable[[SamplingParams], Mapping[int, float]]) -> None:
         """`list_of`: a request's tokens and the amounts that are added to their logits."""
@@ -88,7 +88,7 @@ class RowLists:
         self._lists: list[TokenList | None] = [None] * context.num_rows
 
     def start(self, row: int, params: SamplingParams, *, is_wanted: bool) -> bool:
-        """Set a row from scratch. -> whether it has a list."""
+        """Set a row for a new sequence. -> whether the row has a list."""
         self._params[row] = self._lists[row] = None
         if is_wanted:
             twin = next((other for other, known in enumerate(self._params) if known is params), None)
@@ -97,7 +97,7 @@ class RowLists:
         return self._lists[row] is not None
 
     def prepare(self, rows: Ints, places: Ints) -> ListInputs | None:
-        """The lists of `rows` at `places` (int64, ascending) of the step's logits rows. None: there are none."""
+        """The lists of `rows` at `places` (int64, ascending) of the step's logits rows; None if there are none."""
         lists = [(at, one) for at in places.tolist() if (one := self._lists[rows[at]]) is not None]
         if not lists:
             return None

@@ -135,7 +135,10 @@ def node_of(pod: Pod) -> NodeSpec | None:
 
 
 def config_from_environment() -> SingleConfig:
-    """From the pod's service account, else $KUBECONFIG, else ~/.kube/config. Raises StartupError."""
+    """The settings of the pod's service account, else those of $KUBECONFIG, else those of ~/.kube/config.
+
+    Raises StartupError.
+    """
     try:
         config = KubeConfig.from_env().get()
     except (ConfigError, OSError) as error:

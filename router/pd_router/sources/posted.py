@@ -91,7 +91,7 @@ class PostedNodes:
             self._apply()
 
     def find(self, name: str) -> Node:
-        """Raises NodeUnknown, NodeConflict."""
+        """The node with the id or host:port `name`. Raises NodeUnknown for none, NodeConflict for several."""
         found = self._table.find(name)
         if not found:
             raise NodeUnknown(f"no node is called {name!r}; GET /nodes lists the nodes")
