@@ -78,8 +78,11 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
-def read_header(file: Path) -> dict[str, Any]:
-    """A safetensors file's header: name -> {dtype, shape, data_offsets (relative to the end of the header)}."""
+def read_header(file: Path) -> tuple[int, dict[str, Any]]:
+    """The length of a safetensors file's header, and name -> {dtype, shape, data_offsets (from the header's end on)}.
+
+    Raises StartupError.
+    """
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         if size > file.stat().st_size:
@@ -89,7 +92,7 @@ def read_header(file: Path) -> dict[str, Any]:
         except ValueError as error:
             raise StartupError(f"{file} is not a safetensors file: {error}") from error
     header.pop("__metadata__", None)
-    return header
+    return 8 + size, header
 
 
 def _fill(file: Path, name: str, slot: Slot, tensors: Any) -> None:
