@@ -34,8 +34,8 @@ def text_config(directory: Path, config: Mapping[str, Any]) -> Mapping[str, Any]
 
     Raises StartupError for a wrapper without `text_config`.
     """
-    architectures = config.get("architectures") or [""]
-    wrapper = WRAPPERS.get(architectures[0])
+    architectures = config.get("architectures") or []
+    wrapper = WRAPPERS.get(architectures[0]) if len(architectures) == 1 else None
     if wrapper is None:
         return config
     nested = config.get("text_config")

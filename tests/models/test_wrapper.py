@@ -66,6 +66,8 @@ def test_wrappers_are_of_models_that_are_served() -> None:
     assert {wrapper.text_architecture for wrapper in WRAPPERS.values()} <= set(ARCHITECTURES)
     with pytest.raises(StartupError, match=r"Qwen2VL is not served; served are .*Gemma3ForConditionalGeneration"):
         spec_of(architectures=["Qwen2VL"])
+    with pytest.raises(StartupError, match="Gemma3ForConditionalGeneration, Qwen2VL is not served"):
+        spec_of(architectures=["Gemma3ForConditionalGeneration", "Qwen2VL"])
 
 
 @pytest.fixture(scope="module")
