@@ -1,10 +1,12 @@
-"""The tables of `docs/models.md`, from the registry of architectures."""
+"""The tables of `docs/models.md`, from the registry of architectures and the lists of wrappers and ignored tensors."""
 
 from __future__ import annotations
 
 from docs.generate.document import code, table
 from pd_cluster.models.hf_config import ROPE_TYPES, Windows
 from pd_cluster.models.registry import ARCHITECTURES
+from pd_cluster.models.tensor_names import IGNORED
+from pd_cluster.models.wrapper import WRAPPERS
 
 DOCUMENT = "docs/models.md"
 _WINDOWS = {
@@ -40,4 +42,14 @@ def _rope() -> str:
     return "RoPE types that are served: " + ", ".join(map(code, ROPE_TYPES)) + "."
 
 
-PARTS = {"architectures": _architectures, "rope": _rope}
+def _wrappers() -> str:
+    rows = [[code(name), code(wrapper.text_architecture)] for name, wrapper in WRAPPERS.items()]
+    return table(["wrapper", "architecture of its text model"], rows)
+
+
+def _ignored() -> str:
+    rows = [[what, ", ".join(map(code, patterns))] for what, patterns in IGNORED.items()]
+    return table(["what", "tensors"], rows)
+
+
+PARTS = {"architectures": _architectures, "wrappers": _wrappers, "rope": _rope, "ignored": _ignored}

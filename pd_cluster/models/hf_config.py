@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import read_json
 from pd_cluster.models.spec import ModelSpec, RopeSpec
+from pd_cluster.models.wrapper import text_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,8 +99,8 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
 
 
 def read_eos_token_ids(directory: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """The EOS ids of `config.json` and `generation_config.json` together. Raises StartupError."""
-    sources = [config]
+    """EOS ids of `config.json` and `generation_config.json` together."""
+    sources = [text_config(directory, config)]
     if (directory / "generation_config.json").exists():
         sources.append(read_json(directory / "generation_config.json"))
     found: set[int] = set()

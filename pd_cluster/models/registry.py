@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.hf_config import ConfigRules, Windows, read_spec
+from pd_cluster.models.wrapper import WRAPPERS, text_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -67,12 +68,14 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def resolve_spec(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
-    """The spec of the model that a `config.json` describes. Raises StartupError if the model cannot be served."""
+    """The model that a `config.json` describes. Raises StartupError for one that cannot be served."""
+    config = text_config(directory, config)
     architectures = config.get("architectures") or []
     if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
         named = ", ".join(map(str, architectures)) or "none named"
         raise StartupError(
-            f"{directory / 'config.json'}: architecture {named} is not served; served are {', '.join(ARCHITECTURES)}"
+            f"{directory / 'config.json'}: architecture {named} is not served; "
+            f"served are {', '.join([*ARCHITECTURES, *WRAPPERS])}"
         )
     return read_spec(directory, ARCHITECTURES[architectures[0]].rules, config)
 

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import read_json
+from pd_cluster.models.tensor_names import match_slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from pd_cluster.models.model import Model
     from pd_cluster.models.slot import Index, Slot
 
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers in old checkpoints; computed from the config here
 _DUMMY_STD = 0.02
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16"})  # safetensors' names of the dtypes that a weight may have
 
@@ -27,26 +27,22 @@ def load_weights(model: Model, directory: Path, tied_embeddings: bool, progress:
     """Copy every tensor of the checkpoint into its slot, converting dtype.
 
     `progress` is called with "weights 3/12" for each file. Raises StartupError naming tensors that are missing,
-    unknown, of another shape, or quantized.
+    unknown, stored twice, of another shape, or quantized.
     """
-    missing, unknown = set(model.slots), []
-    files = weight_files(directory)
-    for number, file in enumerate(files, 1):
+    stored = {file: list(read_header(file)[1]) for file in weight_files(directory)}
+    slots, problems = match_slots([name for names in stored.values() for name in names], model.slots, tied_embeddings)
+    if any(problems.values()):
+        named = "; ".join(f"{kind}: {_some(names)}" for kind, names in problems.items() if names)
+        raise StartupError(f"the weights in {directory} do not fit its config.json; {named}")
+    for number, (file, names) in enumerate(stored.items(), 1):
         try:
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                    slot = model.slots.get(name)
-                    if slot is not None:
-                        _fill(file, name, slot, tensors)
-                        missing.discard(name)
-                    elif not (name.endswith(_IGNORED_SUFFIXES) or (tied_embeddings and name == "lm_head.weight")):
-                        unknown.append(name)
+                for name in names:
+                    if name in slots:
+                        _fill(file, name, model.slots[slots[name]], tensors)
         except (SafetensorError, OSError) as error:
             raise StartupError(f"cannot read {file}: {error}") from error
-        progress(f"weights {number}/{len(files)}")
-    if missing or unknown:
-        problems = [f"{kind}: {_some(names)}" for kind, names in (("missing", missing), ("unknown", unknown)) if names]
-        raise StartupError(f"the weights in {directory} do not fit its config.json; {'; '.join(problems)}")
+        progress(f"weights {number}/{len(stored)}")
 
 
 def fill_at_random(model: Model, seed: int) -> None:
@@ -81,21 +77,23 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
-def read_header(file: Path) -> dict[str, Any]:
-    """A safetensors file's header: name -> {dtype, shape, data_offsets (relative to the end of the header)}.
+def read_header(file: Path) -> tuple[int, dict[str, Any]]:
+    """The length of a safetensors file's header, and name -> {dtype, shape, data_offsets (from the header's end on)}.
 
-    Raises StartupError when the file is no whole safetensors file.
+    Raises StartupError.
     """
-    with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        if size > file.stat().st_size:
-            raise StartupError(f"{file} is not a safetensors file, or only a part of one (a git-lfs pointer?)")
-        try:
+    try:
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if size > file.stat().st_size:
+                raise StartupError(f"{file} is not a safetensors file, or only a part of one (a git-lfs pointer?)")
             header: dict[str, Any] = json.loads(stream.read(size))
-        except ValueError as error:
-            raise StartupError(f"{file} is not a safetensors file: {error}") from error
+    except OSError as error:
+        raise StartupError(f"cannot read {file}: {error}") from error
+    except ValueError as error:
+        raise StartupError(f"{file} is not a safetensors file: {error}") from error
     header.pop("__metadata__", None)
-    return header
+    return 8 + size, header
 
 
 def _fill(file: Path, name: str, slot: Slot, tensors: Any) -> None:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pd_cluster.errors import InvalidRequest, StartupError
+from pd_cluster.models.wrapper import text_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,10 +44,10 @@ class Tokenizer:
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
             config = model_dir / "config.json"
-            vocab_size = int(json.loads(config.read_text()).get("vocab_size", 0)) if config.is_file() else 0
+            settings = text_config(model_dir, json.loads(config.read_text())) if config.is_file() else {}
         except (OSError, ValueError, KeyError) as error:
             raise StartupError(f"the tokenizer in {model_dir} cannot be loaded: {error}") from error
-        return cls(tokenizer, vocab_size)
+        return cls(tokenizer, int(settings.get("vocab_size", 0)))
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -87,3 +87,12 @@ def test_missing_tokenizer_is_a_startup_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 8}))
     with pytest.raises(StartupError, match="tokenizer"):
         Tokenizer.load(tmp_path)
+
+
+def test_the_vocabulary_of_a_wrapper_is_that_of_its_text_model(tmp_path: Path) -> None:
+    sentencepiece_like().save_pretrained(tmp_path)
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"vocab_size": 99}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer.close()
+    assert tokenizer.vocab_size == 99

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.shapes import CONFIGS
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import model_directory, read_json
-from pd_cluster.models.fingerprint import SAMPLE_BYTES, SAMPLES_PER_TENSOR, fingerprint, sample_offsets
+from pd_cluster.models.fingerprint import fingerprint
 from pd_cluster.models.hf_config import read_eos_token_ids
 from pd_cluster.models.registry import ARCHITECTURES, resolve_spec
 from pd_cluster.models.rope import rope_frequencies
 from pd_cluster.models.spec import ModelSpec, RopeSpec
 from tests.worker.conftest import MODELS, ModelStore
 from tests.worker.driver import Driver, make_executor
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
@@ -222,39 +223,6 @@ def test_fingerprint_sees_weights_and_meaning_but_not_lengths_and_paths(models: 
     save_file(tensors, tmp_path / "model.safetensors")
     assert fingerprint(spec, tmp_path) != original
     assert len({original, fingerprint(spec, "dummy 0"), fingerprint(spec, "dummy 1")}) == 3
-
-
-@pytest.mark.parametrize(
-    ("shape", "changes", "known"),
-    [
-        ("8b", {}, "fbfd0709abac3582ade0870240a0b945"),
-        ("0.6b", {}, "ff6de20d1315a2d976dbdb4f2e3b3e02"),
-        ("tiny", {}, "463cedd1ebbf44d07e4472661675a212"),
-        ("tiny", {"architectures": ["MistralForCausalLM"], "sliding_window": 24}, "e9a51f20cf9ac0627d8e51556c2829ea"),
-        (
-            "tiny",
-            {"architectures": ["Qwen2ForCausalLM"], "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-            "eb257f617b8714cd1bbbec9675b4d149",
-        ),
-    ],
-)
-def test_fingerprints_are_those_of_earlier_builds(shape: str, changes: dict[str, Any], known: str) -> None:
-    """Else nodes of two builds refuse each other, and a pool forgets all that it holds."""
-    assert fingerprint(resolve_spec(Path(), {**CONFIGS[shape], **changes}), "dummy") == known
-
-
-@pytest.mark.parametrize(
-    "num_bytes", [0, 1, SAMPLE_BYTES, 5 * SAMPLE_BYTES + 3, SAMPLES_PER_TENSOR * SAMPLE_BYTES + 1, 1 << 30]
-)
-def test_sample_offsets_cover_both_ends(num_bytes: int) -> None:
-    offsets = sample_offsets(num_bytes)
-    assert len(offsets) <= SAMPLES_PER_TENSOR
-    assert offsets == sorted(set(offsets))
-    if num_bytes:
-        assert offsets[0] == 0
-        assert offsets[-1] < num_bytes <= offsets[-1] + SAMPLE_BYTES
-    if num_bytes <= SAMPLES_PER_TENSOR * SAMPLE_BYTES:
-        assert sum(min(SAMPLE_BYTES, num_bytes - offset) for offset in offsets) == num_bytes
 
 
 def test_every_family_has_a_model_in_these_tests() -> None:

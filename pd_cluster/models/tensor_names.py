@@ -1,0 +1,70 @@
+"""Names of a checkpoint's tensors: which slot each one fills, and which may be left unread."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+IGNORED: Mapping[str, tuple[str, ...]] = {
+    "RoPE frequencies in old checkpoints; computed from the config": ("*.rotary_emb.inv_freq",),
+    "image encoders of multimodal wrappers; requests with images are refused": (
+        "vision_tower.*", "model.vision_tower.*", "visual.*", "model.visual.*",
+        "multi_modal_projector.*", "model.multi_modal_projector.*",
+    ),
+    "multi-token prediction; it drafts tokens and changes none": ("mtp.*",),
+}  # fmt: skip
+"""Tensors that may be left unread: what they are -> patterns of their names. No other one may lack a slot.
+
+Besides, a layer for multi-token prediction may follow the model's last layer; it has a tensor `eh_proj.weight`.
+"""
+_HEAD = "lm_head.weight"
+_MERGE = ".eh_proj.weight"  # merges a token's embedding with the hidden state before it
+_TEXT_PREFIXES = {  # of a wrapper's text model, and what its own checkpoint has instead
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+
+
+def match_slots(
+    stored: Sequence[str], slots: Collection[str], tied_embeddings: bool
+) -> tuple[dict[str, str], dict[str, set[str]]]:
+    """Stored name -> slot; and the names that do not fit, by "missing", "unknown" or "stored twice".
+
+    `stored`: names in all files. `tied_embeddings`: the checkpoint may have an output head, which is the embedding.
+    """
+    found: dict[str, str] = {}
+    problems: dict[str, set[str]] = {"missing": set(slots), "unknown": set(), "stored twice": set()}
+    prediction_layers = _prediction_layers(stored, slots)
+    for name in stored:
+        slot = slot_name(name)
+        if slot in problems["missing"]:
+            found[name] = slot
+            problems["missing"].remove(slot)
+        elif slot in slots:
+            problems["stored twice"].add(slot)
+        elif not (is_ignored(name) or slot.startswith(prediction_layers) or (tied_embeddings and slot == _HEAD)):
+            problems["unknown"].add(name)
+    return found, problems
+
+
+def slot_name(name: str) -> str:
+    """The name of a tensor in a checkpoint of the text model alone."""
+    for prefix, replacement in _TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    return name
+
+
+def is_ignored(name: str) -> bool:
+    """Whether a tensor is on the list IGNORED."""
+    return any(fnmatchcase(name, pattern) for patterns in IGNORED.values() for pattern in patterns)
+
+
+def _prediction_layers(stored: Iterable[str], slots: Iterable[str]) -> tuple[str, ...]:
+    """Prefixes of the layers for multi-token prediction that follow the model's own layers."""
+    layers = {slot_name(name.removesuffix(_MERGE)) + "." for name in stored if name.endswith(_MERGE)}
+    return tuple(layer for layer in layers if not any(slot.startswith(layer) for slot in slots))

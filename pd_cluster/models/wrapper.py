@@ -1,0 +1,45 @@
+"""Multimodal wrappers: their configs nest the settings of a text model in `text_config`, and only that is served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pd_cluster.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """How to read the text model of one wrapper."""
+
+    text_architecture: str
+    defaults: Mapping[str, int] = field(default_factory=dict)  # settings that `text_config` may leave out
+
+
+WRAPPERS = {
+    "Gemma3ForConditionalGeneration": Wrapper(
+        "Gemma3ForCausalLM", {"vocab_size": 262208, "num_attention_heads": 8}
+    ),  # the hub's 4B model leaves both out
+}
+_OF_BOTH = ("dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id", "quantization_config")
+"""Settings of the wrapper that hold for its text model."""
+
+
+def text_config(directory: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of a wrapper's text model, as if it were saved alone; any other `config` as it is.
+
+    Raises StartupError for a wrapper without `text_config`.
+    """
+    architectures = config.get("architectures") or []
+    wrapper = WRAPPERS.get(architectures[0]) if len(architectures) == 1 else None
+    if wrapper is None:
+        return config
+    nested = config.get("text_config")
+    if not isinstance(nested, dict):
+        raise StartupError(f"{directory / 'config.json'}: {architectures[0]} needs a text_config, not {nested!r}")
+    both = {name: config[name] for name in _OF_BOTH if config.get(name) is not None}
+    return {**wrapper.defaults, **nested, **both, "architectures": [wrapper.text_architecture]}

@@ -1,0 +1,144 @@
+"""Fingerprints: what they tell apart, what they cost, and that builds agree on them."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pd_cluster
+from benchmarks.shapes import CONFIGS
+from pd_cluster.models.directory import read_json
+from pd_cluster.models.fingerprint import PIECE_BYTES, TENSOR_BYTES, TOTAL_BYTES, bytes_per_tensor, fingerprint, pieces
+from pd_cluster.models.registry import resolve_spec
+
+SPEC = resolve_spec(Path(), CONFIGS["8b"])
+LIMIT = 64 << 20  # bytes that a fingerprint may read
+Shapes = dict[str, list[int]]
+
+
+def dense_8b() -> Shapes:
+    """The tensors of Llama 8B, with short names."""
+    layer = {
+        "q": [4096, 4096], "k": [1024, 4096], "v": [1024, 4096], "o": [4096, 4096], "gate": [14336, 4096],
+        "up": [14336, 4096], "down": [4096, 14336], "n1": [4096], "n2": [4096],
+    }  # fmt: skip
+    shapes = {f"model.layers.{number}.{name}.weight": shape for number in range(32) for name, shape in layer.items()}
+    return shapes | {"model.embed_tokens.weight": [128256, 4096], "lm_head.weight": [128256, 4096]}
+
+
+def qwen3_30b() -> Shapes:
+    """The 18,867 tensors of Qwen3-30B-A3B."""
+    experts = {
+        f"mlp.experts.{number}.{part}_proj": [2048, 768] if part == "down" else [768, 2048]
+        for number in range(128)
+        for part in ("gate", "up", "down")
+    }
+    layer = experts | {
+        "self_attn.q_proj": [4096, 2048], "self_attn.k_proj": [512, 2048], "self_attn.v_proj": [512, 2048],
+        "self_attn.o_proj": [2048, 4096], "self_attn.q_norm": [128], "self_attn.k_norm": [128], "mlp.gate": [128, 2048],
+        "input_layernorm": [2048], "post_attention_layernorm": [2048],
+    }  # fmt: skip
+    shapes = {f"model.layers.{number}.{name}.weight": shape for number in range(48) for name, shape in layer.items()}
+    return shapes | {
+        "model.embed_tokens.weight": [151936, 2048],
+        "lm_head.weight": [151936, 2048],
+        "model.norm": [2048],
+    }
+
+
+def write_sparse(directory: Path, shapes: Shapes, num_files: int) -> dict[str, tuple[Path, int, int]]:
+    """bfloat16 zeros that occupy no space. Returns each tensor's file, offset and size."""
+    places, names = {}, list(shapes)
+    files = [directory / f"model-{number}.safetensors" for number in range(num_files)]
+    for number, file in enumerate(files):
+        header: dict[str, dict[str, Any]] = {}
+        end = 0
+        for name in names[number::num_files]:
+            start, end = end, end + 2 * prod(shapes[name])
+            header[name] = {"dtype": "BF16", "shape": shapes[name], "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        base = 8 + len(text)
+        with file.open("wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            stream.truncate(base + end)
+        for name, entry in header.items():
+            start, stop = entry["data_offsets"]
+            places[name] = (file, base + start, stop - start)
+    weight_map = {name: file.name for name, (file, _, _) in places.items()}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return places
+
+
+def bytes_read_by_this_process() -> int:
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+def test_a_large_mixture_of_experts_is_told_apart_by_reading_64_mib(tmp_path: Path) -> None:
+    places = write_sparse(tmp_path, qwen3_30b(), 16)
+    assert len(places) == 18867
+    before = bytes_read_by_this_process()
+    original = fingerprint(SPEC, tmp_path)
+    assert bytes_read_by_this_process() - before <= LIMIT
+    for name in ("model.layers.30.mlp.experts.77.down_proj.weight", "model.layers.0.self_attn.q_norm.weight"):
+        file, offset, size = places[name]
+        with file.open("r+b") as stream:
+            stream.seek(offset)
+            stream.write(b"\1" * size)
+        changed, original = original, fingerprint(SPEC, tmp_path)
+        assert changed != original, f"another {name} is not seen"
+
+
+def test_files_of_a_dense_model_have_the_fingerprint_of_earlier_builds(tmp_path: Path) -> None:
+    write_sparse(tmp_path, dense_8b(), 3)
+    before = bytes_read_by_this_process()
+    assert fingerprint(SPEC, tmp_path) == "84e53f4236429085b7b13654e871027d"
+    assert bytes_read_by_this_process() - before <= 20 << 20
+    demo = Path(pd_cluster.__file__).parent / "demo_model"
+    spec = resolve_spec(demo, read_json(demo / "config.json"))
+    assert fingerprint(spec, demo) == "0444b9084cf9c531a9223fe961f18823"
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "known"),
+    [
+        ("8b", {}, "fbfd0709abac3582ade0870240a0b945"),
+        ("0.6b", {}, "ff6de20d1315a2d976dbdb4f2e3b3e02"),
+        ("tiny", {}, "463cedd1ebbf44d07e4472661675a212"),
+        ("tiny", {"architectures": ["MistralForCausalLM"], "sliding_window": 24}, "e9a51f20cf9ac0627d8e51556c2829ea"),
+        (
+            "tiny",
+            {"architectures": ["Qwen2ForCausalLM"], "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "eb257f617b8714cd1bbbec9675b4d149",
+        ),
+    ],
+)
+def test_fingerprints_are_those_of_earlier_builds(shape: str, changes: dict[str, Any], known: str) -> None:
+    """Else nodes of two builds refuse each other, and a pool forgets all that it holds."""
+    assert fingerprint(resolve_spec(Path(), {**CONFIGS[shape], **changes}), "dummy") == known
+
+
+@pytest.mark.parametrize("num_tensors", [1, 768, 769, 18_867, 90_000])
+def test_tensors_share_a_budget(num_tensors: int) -> None:
+    limit = bytes_per_tensor([1 << 30] * num_tensors)
+    assert limit == TENSOR_BYTES or limit * num_tensors <= TOTAL_BYTES < 2 * limit * num_tensors
+    assert limit in {TENSOR_BYTES >> power for power in range(17)}
+    assert bytes_per_tensor([100] * num_tensors) == TENSOR_BYTES, "small tensors are read whole"
+
+
+@pytest.mark.parametrize("limit", [TENSOR_BYTES, 2 * PIECE_BYTES, PIECE_BYTES, 512])
+@pytest.mark.parametrize("num_bytes", [0, 1, 512, 513, PIECE_BYTES, 5 * PIECE_BYTES + 3, TENSOR_BYTES + 1, 1 << 30])
+def test_pieces_are_spread_over_a_tensor_and_keep_to_the_limit(num_bytes: int, limit: int) -> None:
+    found = pieces(num_bytes, limit)
+    ends = [offset + length for offset, length in found]
+    assert sum(length for _, length in found) == min(num_bytes, limit)
+    assert found == sorted(set(found))
+    assert all(0 <= offset < end <= num_bytes for (offset, _), end in zip(found, ends, strict=True))
+    if len(found) > 1:
+        assert (found[0][0], ends[-1]) == (0, num_bytes)
+    elif num_bytes > limit:
+        assert abs(found[0][0] - (num_bytes - ends[-1])) <= 1, "a single piece is in the middle"
