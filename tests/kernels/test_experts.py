@@ -28,6 +28,22 @@ def rows(count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(count)).to(dtype)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_computes_the_same(dtype: torch.dtype) -> None:
+    """Of scores computed once, so that no rounding changes which experts are chosen. Equal scores have one order."""
+    router, gate_up, down = weights(dtype)
+    x = rows(300, dtype)
+    scores, chosen = torch_experts.route(x, router, 3, True)
+    found = [torch_experts.experts(*(part.cuda() for part in (x, scores, chosen, gate_up, down))) for _ in range(2)]
+    assert torch.equal(found[0], found[1])
+    expected = torch_experts.experts(x, scores, chosen, gate_up, down)
+    torch.testing.assert_close(found[0].cpu(), expected, atol=1e-5 if dtype is torch.float32 else 0.03, rtol=0)
+    ties = torch.zeros(128, HIDDEN, device="cuda")
+    assert torch_experts.route(x.cuda(), ties, 8, False)[1].tolist() == [list(range(8))] * 300
+
+
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("num_chosen", [1, 3, NUM_EXPERTS])
 @pytest.mark.parametrize(

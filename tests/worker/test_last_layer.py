@@ -78,7 +78,7 @@ def last_layer_rows(executor: DeviceExecutor) -> list[int]:
 
 @pytest.mark.parametrize("budget", [9, 33, 512])
 @pytest.mark.parametrize("kernels", [TORCH, FEW_ROWS], ids=["usual", "few-rows"])
-@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("name", [*WINDOWED, "qwen3-experts"])
 def test_logits_equal_those_of_all_rows(
     models: ModelStore, monkeypatch: pytest.MonkeyPatch, name: str, kernels: Kernels, budget: int
 ) -> None:

@@ -292,6 +292,7 @@ def test_fingerprint_sees_weights_and_meaning_but_not_lengths_and_paths(models: 
             {"architectures": ["Qwen2ForCausalLM"], "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
             "eb257f617b8714cd1bbbec9675b4d149",
         ),
+        ("tiny", QWEN3_EXPERTS, "bcaa85cf8654e82a2cbfc5c50f1636cf"),
     ],
 )
 def test_fingerprints_are_those_of_earlier_builds(shape: str, changes: dict[str, Any], known: str) -> None:
