@@ -103,7 +103,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         dtype=str(reader.optional("dtype", reader.optional("torch_dtype", "float32"))).removeprefix("torch."),
         window_rope=window_rope,
         score_scale=query_scalar and query_scalar**-0.5,
-        experts=_read_experts(reader, rules.experts, num_layers) if rules.experts else None,
+        experts=_read_experts(reader, rules, num_layers),
     )
 
 
@@ -146,21 +146,26 @@ class _Reader:
             raise StartupError(f"{self._file}: {name} = {self._config.get(name)!r} cannot be served: {why}")
 
 
-def _read_experts(reader: _Reader, rules: ExpertsRules, num_layers: int) -> ExpertsSpec:
+def _read_experts(reader: _Reader, rules: ConfigRules, num_layers: int) -> ExpertsSpec | None:
     """The number of experts has two names: `num_experts` on the hub, `num_local_experts` of transformers 5."""
+    experts = rules.experts
+    if experts is None:
+        return None
     # Which layers then have a window differs between these architectures, and between releases of transformers
-    reader.refuse("use_sliding_window", reader.optional("use_sliding_window", False), "beside experts")
-    reader.refuse("qkv_bias", not reader.optional("qkv_bias", True), "only models with it are served")
+    has_windows, has_bias = reader.optional("use_sliding_window", False), reader.optional("qkv_bias", True)
+    reader.refuse("use_sliding_window", has_windows, "sliding windows are not served in this architecture")
+    reader.refuse("qkv_bias", bool(rules.qkv_bias) and not has_bias, "in this architecture only models with it are")
     name = "num_local_experts" if reader.optional("num_experts", None) is None else "num_experts"
     num_experts, num_chosen = reader.integer(name), reader.integer("num_experts_per_tok")
     reader.refuse("num_experts_per_tok", num_chosen > num_experts, f"there are {num_experts} experts")
     dense, period = reader.optional("mlp_only_layers", ()), reader.integer("decoder_sparse_step", 1)
+    normalized = reader.optional("norm_topk_prob", False) if experts.normalized is None else experts.normalized
     return ExpertsSpec(
         num_experts=num_experts,
         num_chosen=num_chosen,
-        size=reader.integer(rules.size),
-        normalized=bool(reader.optional("norm_topk_prob", False)) if rules.normalized is None else rules.normalized,
-        shared_size=reader.integer("shared_expert_intermediate_size") if rules.is_shared else 0,
+        size=reader.integer(experts.size),
+        normalized=bool(normalized),
+        shared_size=reader.integer("shared_expert_intermediate_size") if experts.is_shared else 0,
         dense_layers=tuple(layer for layer in range(num_layers) if layer in dense or (layer + 1) % period),
     )
 

@@ -80,6 +80,7 @@ def test_windows(tmp_path: Path, architecture: str, changes: dict[str, Any], win
 def test_experts_of_a_bare_config(tmp_path: Path) -> None:
     qwen3 = spec_of(tmp_path, **QWEN3_EXPERTS)
     assert qwen3.experts == ExpertsSpec(8, 2, 24, normalized=False)
+    assert spec_of(tmp_path, **QWEN3_EXPERTS, qkv_bias=False) == qwen3, "a setting of Qwen2's only"
     assert spec_of(tmp_path, **QWEN3_EXPERTS, norm_topk_prob=True).experts == ExpertsSpec(8, 2, 24, normalized=True)
     assert spec_of(tmp_path, **QWEN2_EXPERTS).experts == ExpertsSpec(8, 2, 24, normalized=False, shared_size=40)
     mixtral = spec_of(tmp_path, **MIXTRAL)
@@ -162,7 +163,7 @@ def test_rope_frequencies_equal_transformers(models: ModelStore, name: str) -> N
             {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, "layer_types": ["full_attention"] * 4},
             "every layer has the same window",
         ),
-        ({**QWEN3_EXPERTS, "use_sliding_window": True}, "use_sliding_window = True cannot be served: beside experts"),
+        ({**QWEN3_EXPERTS, "use_sliding_window": True}, "use_sliding_window = True cannot be served: sliding windows"),
         ({**QWEN3_EXPERTS, "num_experts_per_tok": 9}, "num_experts_per_tok = 9 cannot be served: there are 8 experts"),
         ({**QWEN3_EXPERTS, "num_experts": None}, "num_local_experts must be a positive integer, not None"),
         ({**QWEN3_EXPERTS, "moe_intermediate_size": None}, "moe_intermediate_size must be a positive integer"),
