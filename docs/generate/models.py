@@ -15,6 +15,7 @@ _WINDOWS = {
     Windows.SOME: "with `use_sliding_window`, in the layers that the config names",
     Windows.PATTERN: "in the layers that the config names, or by its pattern",
 }
+_FEED_FORWARD = {(False, False): "dense", (True, False): "experts", (True, True): "experts, one of them shared"}
 _BIAS = {None: "as `attention_bias` says", True: "yes", False: "no"}
 
 
@@ -32,9 +33,18 @@ def _architectures() -> str:
                 "yes" if rules.qk_norm else "no",
                 _WINDOWS[rules.windows],
                 code(rules.activation[1]),
+                _FEED_FORWARD[rules.experts is not None, rules.experts is not None and rules.experts.is_shared],
             ]
         )
-    headers = ["architecture", "family", "bias of Q, K, V", "norm of Q and K", "sliding windows", "activation"]
+    headers = [
+        "architecture",
+        "family",
+        "bias of Q, K, V",
+        "norm of Q and K",
+        "sliding windows",
+        "activation",
+        "feed-forward",
+    ]
     return table(headers, rows)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from pd_kernels import sampling, torch_ops
+from pd_kernels import sampling, torch_experts, torch_ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -72,6 +72,22 @@ class ProposeGated(Protocol):
     def __call__(self, num_rows: int, weight: torch.Tensor) -> Sequence[Product]: ...
 
 
+class Route(Protocol):
+    """The choice of experts; see `reference.route`."""
+
+    def __call__(
+        self, x: torch.Tensor, router: torch.Tensor, num_chosen: int, normalized: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class MixExperts(Protocol):
+    """The work of the chosen experts; see `reference.experts`."""
+
+    def __call__(
+        self, x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """One implementation of every function except attention. `reference` and `sampling` define the functions."""
@@ -83,6 +99,9 @@ class Kernels:
     few_rows: MakeFewRows
     gated_products: ProposeGated
     norm_rope_write: NormRopeWrite
+    route: Route
+    experts: MixExperts
+    captures_experts: bool  # whether steps with `experts` can be captured in CUDA graphs
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     argmax: Callable[[torch.Tensor], torch.Tensor]
     draw: Callable[[torch.Tensor, Draws], torch.Tensor]
@@ -105,6 +124,9 @@ TORCH = Kernels(
     few_rows=no_few_rows,
     gated_products=no_gated_products,
     norm_rope_write=torch_ops.norm_rope_write,
+    route=torch_experts.route,
+    experts=torch_experts.experts,
+    captures_experts=False,
     copy_blocks=torch_ops.copy_blocks,
     argmax=sampling.argmax,
     draw=sampling.draw,

@@ -185,3 +185,34 @@ def add_linear(
     """
     residual += linear(x, weight, bias, False)
     return HalfNormed(residual * norm, residual.pow(2).sum(-1)[None], eps)
+
+
+def route(
+    x: torch.Tensor, router: torch.Tensor, num_chosen: int, normalized: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each token of `x` [T, in], and their scores: the `num_chosen` highest of the softmax over all.
+
+    `router` [E, in], in float32 or more: products and scores have its dtype. Of equal scores the lowest expert's comes
+    first. `normalized`: scores are divided by the sum of those chosen. -> scores and experts (int64), [T, num_chosen].
+    """
+    scores = (x.to(router.dtype) @ router.T).softmax(-1)
+    ranked = [sorted(range(len(row)), key=lambda expert: (-row[expert], expert)) for row in scores.tolist()]
+    experts = torch.tensor([row[:num_chosen] for row in ranked], device=x.device)
+    chosen = scores.gather(1, experts)
+    return (chosen / chosen.sum(-1, keepdim=True) if normalized else chosen), experts
+
+
+def experts(
+    x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """The sum of each token's chosen experts, times their scores. `x` [T, in] -> [T, in].
+
+    `scores` (float32 or more) and `chosen` (int64): [T, k]. `gate_up` [E, 2 * size, in]: an expert's gates, then its
+    ups. `down` [E, in, size]. An expert's result has the dtype of `x`. The sum has that of `scores`, goes from the
+    first to the last of a token's experts, and is rounded once.
+    """
+    total = torch.zeros_like(x, dtype=scores.dtype)
+    for token, row in enumerate(chosen.tolist()):
+        for score, expert in zip(scores[token], row, strict=True):
+            total[token] += score * (down[expert] @ silu_and_mul(gate_up[expert] @ x[token])).to(scores.dtype)
+    return total.to(x.dtype)

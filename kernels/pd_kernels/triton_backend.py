@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from pd_kernels.backends import Kernels, ProposeGated, no_gated_products
+from pd_kernels.backends import TORCH, Kernels, ProposeGated, no_gated_products
 from pd_kernels.triton_activation import silu_and_mul
 from pd_kernels.triton_block_copy import copy_blocks
 from pd_kernels.triton_matmul import FewRowsLinear
@@ -32,6 +32,9 @@ TRITON = Kernels(
     few_rows=FewRowsLinear.of,
     gated_products=_gated_products(),
     norm_rope_write=norm_rope_write,
+    route=TORCH.route,
+    experts=TORCH.experts,
+    captures_experts=TORCH.captures_experts,
     copy_blocks=copy_blocks,
     argmax=argmax,
     draw=draw,

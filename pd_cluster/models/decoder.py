@@ -53,7 +53,7 @@ class Decoder(ABC, Generic[FamilyLayer]):
         self._parameters = Parameters(kernels, dtype, device, offset_norms=offset_norms)
         # Weights are allocated in the order in which a step reads them
         self._embedding = self._parameters.tensor("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        self._layers = [self._make_layer(f"model.layers.{index}", window) for index, window in enumerate(spec.windows)]
+        self._layers = [self._make_layer(f"model.layers.{index}", index) for index in range(spec.num_layers)]
         self._norm = self._parameters.norm("model.norm.weight", spec.hidden_size)
         if spec.tied_embeddings:
             self._head = self._parameters.tied_linear("head", self._embedding)
@@ -67,8 +67,8 @@ class Decoder(ABC, Generic[FamilyLayer]):
         return self._parameters.slots
 
     @abstractmethod
-    def _make_layer(self, name: str, window: int) -> FamilyLayer:
-        """Make the layer `name` of the checkpoint. `window`: tokens that its attention sees; 0: all."""
+    def _make_layer(self, name: str, index: int) -> FamilyLayer:
+        """Make the layer `name` of the checkpoint, which is the layer `index` of the spec."""
 
     @abstractmethod
     def hidden(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Normed:
@@ -114,12 +114,12 @@ class Decoder(ABC, Generic[FamilyLayer]):
         parts = {f"{name}.q_proj": query_size, f"{name}.k_proj": key_size, f"{name}.v_proj": key_size}
         return self._parameters.linear("qkv", parts, self.spec.hidden_size, bias=self.spec.qkv_bias)
 
-    def _make_attention(self, name: str, window: int) -> PagedAttention:
+    def _make_attention(self, name: str, layer: int) -> PagedAttention:
         spec, norms = self.spec, None
         if spec.qk_norm:
             query, key = (self._parameters.norm(f"{name}.{part}_norm.weight", spec.head_dim) for part in ("q", "k"))
             norms = HeadNorms(query, key, spec.norm_eps)
-        group = spec.group_windows.index(window)
+        group = spec.group_windows.index(spec.windows[layer])
         return PagedAttention(self._kernels, spec.head_dim, group, spec.attention_scale, norms)
 
     def _make_gate_up(self, name: str, activate: Callable[[torch.Tensor], torch.Tensor]) -> Linear:
@@ -135,7 +135,12 @@ class Decoder(ABC, Generic[FamilyLayer]):
         return dict(sorted(self._parameters.linears.items(), key=lambda item: item[0] == "head"))
 
     def _use_few_rows(self) -> None:
-        """Let steps of few tokens use the kernels' products of few rows, if there is one for every weight."""
+        """Let steps of few tokens use the kernels' products of few rows, if there is one for every weight.
+
+        There is none for experts.
+        """
+        if self.spec.experts is not None:
+            return
         *of_layers, head = self._linears.values()  # a kind has a linear in each layer
         linears = [*(linear for layer in zip(*of_layers, strict=True) for linear in layer), *head]
         products = []

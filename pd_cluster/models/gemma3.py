@@ -67,7 +67,7 @@ class Gemma3(Decoder[Gemma3Layer]):
             x = layer.down.add_norm(residual, layer.gate_up(x), next_norm, eps, before=layer.down_norm)
         return x
 
-    def _make_layer(self, name: str, window: int) -> Gemma3Layer:
+    def _make_layer(self, name: str, index: int) -> Gemma3Layer:
         spec, weights = self.spec, self._parameters
         input_norm, out_norm, mlp_norm, down_norm = (
             weights.norm(f"{name}.{norm}_layernorm.weight", spec.hidden_size)
@@ -77,7 +77,7 @@ class Gemma3(Decoder[Gemma3Layer]):
         return Gemma3Layer(
             input_norm=input_norm,
             qkv=self._make_qkv(f"{name}.self_attn"),
-            attention=self._make_attention(f"{name}.self_attn", window),
+            attention=self._make_attention(f"{name}.self_attn", index),
             out=weights.linear("out", {f"{name}.self_attn.o_proj": spec.hidden_size}, query_size, bias=spec.out_bias),
             out_norm=out_norm,
             mlp_norm=mlp_norm,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import read_json
-from pd_cluster.models.spec import ModelSpec, RopeSpec
+from pd_cluster.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 from pd_cluster.models.wrapper import text_config
 
 if TYPE_CHECKING:
@@ -37,6 +37,15 @@ class Windows(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsRules:
+    """How to read the mixture of experts of one architecture."""
+
+    size: str  # the setting that has the size of an expert's activations
+    normalized: bool | None = None  # None: as `norm_topk_prob` says
+    is_shared: bool = False  # one more expert, of `shared_expert_intermediate_size`, computes every token
+
+
+@dataclass(frozen=True, slots=True)
 class ConfigRules:
     """How to read the configs of one architecture.
 
@@ -54,6 +63,9 @@ class ConfigRules:
     activation: tuple[str, str] = ("hidden_act", "silu")  # name of the setting, and the only value that is served
     query_scalar: int | None = None  # default of `query_pre_attn_scalar`; None: scores are scaled by head_dim
     rope_theta: float = 10000.0  # default
+    default_window: int = 4096  # where `sliding_window` is not set; 0: none
+    norm_eps: float = 1e-6  # default
+    experts: ExpertsRules | None = None  # None: every layer has a dense feed-forward
     window_rope_theta: float | None = None  # default for layers with a window; None: all layers have the same RoPE
 
 
@@ -84,7 +96,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         num_kv_heads=num_kv_heads,
         head_dim=int(reader.optional("head_dim", rules.head_dim or hidden_size // num_heads)),
         max_len=max_len,
-        norm_eps=float(reader.optional("rms_norm_eps", 1e-6)),
+        norm_eps=float(reader.optional("rms_norm_eps", rules.norm_eps)),
         rope=rope,
         windows=_read_windows(reader, rules, num_layers),
         qkv_bias=attention_bias if rules.qkv_bias is None else rules.qkv_bias,
@@ -95,6 +107,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         dtype=str(reader.optional("dtype", reader.optional("torch_dtype", "float32"))).removeprefix("torch."),
         window_rope=window_rope,
         score_scale=query_scalar and query_scalar**-0.5,
+        experts=_read_experts(reader, rules, num_layers),
     )
 
 
@@ -128,13 +141,37 @@ class _Reader:
             raise StartupError(f"{self._file}: {name} must be a positive integer, not {value!r}")
         return value
 
-    def window(self) -> int:
-        """`sliding_window`: null means none; without the setting it is 4096, the default of all architectures."""
-        return int(self._config.get("sliding_window", 4096) or 0)
+    def window(self, default: int) -> int:
+        """`sliding_window`: null means none. `default`: without the setting."""
+        return int(self._config.get("sliding_window", default) or 0)
 
     def refuse(self, name: str, condition: bool, why: str) -> None:
         if condition:
             raise StartupError(f"{self._file}: {name} = {self._config.get(name)!r} cannot be served: {why}")
+
+
+def _read_experts(reader: _Reader, rules: ConfigRules, num_layers: int) -> ExpertsSpec | None:
+    """The number of experts has two names: `num_experts` on the hub, `num_local_experts` of transformers 5."""
+    experts = rules.experts
+    if experts is None:
+        return None
+    # Which layers then have a window differs between these architectures, and between releases of transformers
+    has_windows, has_bias = reader.optional("use_sliding_window", False), reader.optional("qkv_bias", True)
+    reader.refuse("use_sliding_window", has_windows, "sliding windows are not served in this architecture")
+    reader.refuse("qkv_bias", bool(rules.qkv_bias) and not has_bias, "in this architecture only models with it are")
+    name = "num_local_experts" if reader.optional("num_experts", None) is None else "num_experts"
+    num_experts, num_chosen = reader.integer(name), reader.integer("num_experts_per_tok")
+    reader.refuse("num_experts_per_tok", num_chosen > num_experts, f"there are {num_experts} experts")
+    dense, period = reader.optional("mlp_only_layers", ()), reader.integer("decoder_sparse_step", 1)
+    normalized = reader.optional("norm_topk_prob", False) if experts.normalized is None else experts.normalized
+    return ExpertsSpec(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        size=reader.integer(experts.size),
+        normalized=bool(normalized),
+        shared_size=reader.integer("shared_expert_intermediate_size") if experts.is_shared else 0,
+        dense_layers=tuple(layer for layer in range(num_layers) if layer in dense or (layer + 1) % period),
+    )
 
 
 def _read_ropes(reader: _Reader, rules: ConfigRules, max_len: int) -> tuple[RopeSpec, RopeSpec | None]:
@@ -183,11 +220,11 @@ def _read_windows(reader: _Reader, rules: ConfigRules, num_layers: int) -> tuple
     layer_types = reader.optional("layer_types", None)
     if rules.windows is Windows.ALL:
         reader.refuse("layer_types", bool(layer_types), "in this architecture every layer has the same window")
-        return (reader.window(),) * num_layers
+        return (reader.window(rules.default_window),) * num_layers
     has_windows = rules.windows is Windows.PATTERN or reader.optional("use_sliding_window", False)
     if rules.windows is Windows.NONE or not has_windows:
         return none
-    window = reader.window()
+    window = reader.window(rules.default_window)
     if layer_types is None and rules.windows is Windows.PATTERN:
         period = reader.integer("sliding_window_pattern", 6)
         return tuple(window if (layer + 1) % period else 0 for layer in range(num_layers))

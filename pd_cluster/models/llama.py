@@ -1,13 +1,15 @@
-"""Llama and its relatives (Mistral, Qwen2, Qwen3): pre-norm decoder, rotary attention, SwiGLU."""
+"""Llama and its relatives (Mistral, Qwen2, Qwen3): pre-norm decoder, rotary attention, SwiGLU or experts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch.nn.functional as F
 
 from pd_cluster.models.decoder import Decoder
+from pd_cluster.models.experts import ExpertNames, make_experts
+from pd_cluster.models.feed_forward import Dense
 from pd_cluster.models.rope import make_rope_table
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pd_cluster.models.feed_forward import FeedForward
     from pd_cluster.models.forward_inputs import ForwardInputs
     from pd_cluster.models.linear import Linear, Normed
     from pd_cluster.models.paged_attention import PagedAttention
@@ -31,12 +34,13 @@ class LlamaLayer:
     attention: PagedAttention
     out: Linear  # [hidden, num_heads * head_dim]
     post_norm: torch.Tensor
-    gate_up: Linear  # [2 * intermediate, hidden], activated: [T, intermediate]
-    down: Linear  # [hidden, intermediate]
+    feed_forward: FeedForward
 
 
 class Llama(Decoder[LlamaLayer]):
     """Weights and forward pass of one decoder."""
+
+    expert_names: ClassVar = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj")
 
     def __init__(
         self, spec: ModelSpec, kernels: Kernels, max_len: int, dtype: torch.dtype, device: torch.device
@@ -57,20 +61,28 @@ class Llama(Decoder[LlamaLayer]):
                 if not len(residual):
                     return residual
             x = layer.out.add_norm(residual, attended, layer.post_norm, eps)
-            x = layer.down.add_norm(residual, layer.gate_up(x), next_norm, eps)
+            x = layer.feed_forward.add_norm(residual, x, next_norm, eps)
         return x
 
-    def _make_layer(self, name: str, window: int) -> LlamaLayer:
+    def _make_layer(self, name: str, index: int) -> LlamaLayer:
         spec, weights = self.spec, self._parameters
         query_size = spec.num_heads * spec.head_dim
         return LlamaLayer(
             input_norm=weights.norm(f"{name}.input_layernorm.weight", spec.hidden_size),
             qkv=self._make_qkv(f"{name}.self_attn"),
-            attention=self._make_attention(f"{name}.self_attn", window),
+            attention=self._make_attention(f"{name}.self_attn", index),
             out=weights.linear(
                 "out", {f"{name}.self_attn.o_proj": spec.hidden_size}, query_size, bias=spec.out_bias, adds=True
             ),
             post_norm=weights.norm(f"{name}.post_attention_layernorm.weight", spec.hidden_size),
+            feed_forward=self._make_feed_forward(name, index),
+        )
+
+    def _make_feed_forward(self, name: str, index: int) -> FeedForward:
+        spec, weights = self.spec, self._parameters
+        if spec.experts is not None and index not in spec.experts.dense_layers:
+            return make_experts(name, self.expert_names, spec.hidden_size, spec.experts, weights, self._kernels)
+        return Dense(
             gate_up=self._make_gate_up(f"{name}.mlp", self._kernels.silu_and_mul),
             down=weights.linear(
                 "down",

@@ -10,7 +10,7 @@ from pd_cluster.models.linear import Linear
 from pd_cluster.models.slot import Slot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from pd_kernels.backends import Kernels
 
@@ -31,9 +31,13 @@ class Parameters:
         self._dtype, self._device = dtype, device
         self._offset_norms = offset_norms
 
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """Allocate a weight of `shape` that the checkpoint's tensor `name` fills."""
-        tensor = self._empty(*shape)
+    def tensor(self, name: str, *shape: int, wide: bool = False) -> torch.Tensor:
+        """Allocate a weight of `shape` that the checkpoint's tensor `name` fills.
+
+        `wide`: in float32 or more, whatever the model's dtype.
+        """
+        dtype = torch.promote_types(self._dtype, torch.float32) if wide else self._dtype
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
         self.slots[name] = Slot(tensor, shape)
         return tensor
 
@@ -70,6 +74,14 @@ class Parameters:
                 self.slots[f"{name}.bias"] = Slot(offsets[start : start + rows], (rows,))
             start += rows
         return self._add(kind, Linear(weight, offsets, self._kernels, activate, adds=adds))
+
+    def stacked(self, stacks: Sequence[Sequence[str]], num_rows: int, num_inputs: int) -> torch.Tensor:
+        """[len(stacks), parts * num_rows, num_inputs]: each stack names its parts, tensors [num_rows, num_inputs]."""
+        tensor = self._empty(len(stacks), len(stacks[0]) * num_rows, num_inputs)
+        for stack, names in zip(tensor, stacks, strict=True):
+            for name, part in zip(names, stack.split(num_rows), strict=True):
+                self.slots[name] = Slot(part, (num_rows, num_inputs))
+        return tensor
 
     def tied_linear(self, kind: str, weight: torch.Tensor) -> Linear:
         """Make a Linear with a weight that another part of the model has allocated."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import StartupError
-from pd_cluster.models.hf_config import ConfigRules, Windows, read_spec
+from pd_cluster.models.hf_config import ConfigRules, ExpertsRules, Windows, read_spec
 from pd_cluster.models.wrapper import WRAPPERS, text_config
 
 if TYPE_CHECKING:
@@ -37,6 +37,12 @@ def _llama() -> BuildModel:
     return Llama
 
 
+def _mixtral() -> BuildModel:
+    from pd_cluster.models.mixtral import Mixtral
+
+    return Mixtral
+
+
 def _gemma3() -> BuildModel:
     from pd_cluster.models.gemma3 import Gemma3
 
@@ -44,6 +50,25 @@ def _gemma3() -> BuildModel:
 
 
 _QWEN = ConfigRules(num_kv_heads=32, max_len=32768, windows=Windows.SOME)
+_QWEN2_MOE = ConfigRules(
+    qkv_bias=True,
+    out_bias=False,
+    num_kv_heads=16,
+    max_len=32768,
+    experts=ExpertsRules("moe_intermediate_size", is_shared=True),
+)
+_QWEN3_MOE = ConfigRules(qk_norm=True, num_kv_heads=4, max_len=32768, experts=ExpertsRules("moe_intermediate_size"))
+_MIXTRAL = ConfigRules(
+    qkv_bias=False,
+    out_bias=False,
+    num_kv_heads=8,
+    max_len=131072,
+    windows=Windows.ALL,
+    default_window=0,
+    norm_eps=1e-5,
+    rope_theta=1e6,
+    experts=ExpertsRules("intermediate_size", normalized=True),
+)
 _GEMMA3 = ConfigRules(
     qk_norm=True,
     num_kv_heads=4,
@@ -63,6 +88,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Qwen2ForCausalLM": Architecture(replace(_QWEN, qkv_bias=True, out_bias=False), _llama),
     "Qwen3ForCausalLM": Architecture(replace(_QWEN, qk_norm=True, head_dim=128), _llama),
+    "Qwen2MoeForCausalLM": Architecture(_QWEN2_MOE, _llama),
+    "Qwen3MoeForCausalLM": Architecture(_QWEN3_MOE, _llama),
+    "MixtralForCausalLM": Architecture(_MIXTRAL, _mixtral),
     "Gemma3ForCausalLM": Architecture(_GEMMA3, _gemma3),
 }
 

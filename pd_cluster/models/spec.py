@@ -1,4 +1,4 @@
-"""The description of a dense decoder."""
+"""The description of a decoder."""
 
 from __future__ import annotations
 
@@ -26,8 +26,20 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A mixture of experts. The router's scores are the softmax over all experts."""
+
+    num_experts: int
+    num_chosen: int  # experts of a token: those with the highest scores
+    size: int  # of an expert's activations
+    normalized: bool  # the scores of the chosen experts are divided by their sum
+    shared_size: int = 0  # of the activations of the expert that computes every token; 0: there is none
+    dense_layers: tuple[int, ...] = ()  # layers that have a dense feed-forward instead
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One dense decoder: everything that changes the meaning of a token's KV."""
+    """One decoder: everything that changes the meaning of a token's KV."""
 
     architecture: str
     vocab_size: int
@@ -49,6 +61,7 @@ class ModelSpec:
     dtype: str  # dtype of the checkpoint: "float32", "bfloat16", "float16"
     window_rope: RopeSpec | None = None  # RoPE of layers with a window; None: as `rope`
     score_scale: float | None = None  # factor on attention's scores; None: head_dim ** -0.5
+    experts: ExpertsSpec | None = None  # None: every layer has a dense feed-forward
 
     @property
     def attention_scale(self) -> float:
@@ -58,8 +71,7 @@ class ModelSpec:
     @property
     def layer_parameters(self) -> int:
         """Number of weights in the products of all layers."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+        return self._count_parameters(self.experts.num_experts if self.experts else 0)
 
     @property
     def keys_per_token(self) -> int:
@@ -70,8 +82,9 @@ class ModelSpec:
         of 192 took 13 us without keys before it and 26 us with 6,000. Layers with a sliding window do not count: their
         attention has a bound. 0: all layers have a window.
         """
+        multiplied = self._count_parameters(self.experts.num_chosen if self.experts else 0)  # weights a token
         attention = 4 * self.windows.count(0) * self.num_heads * self.head_dim  # FLOPs a key
-        return max(1, round(ATTENTION_SHARE * 2 * self.layer_parameters / attention)) if attention else 0
+        return max(1, round(ATTENTION_SHARE * 2 * multiplied / attention)) if attention else 0
 
     @property
     def group_windows(self) -> tuple[int, ...]:
@@ -95,7 +108,21 @@ class ModelSpec:
         """
         values = asdict(self)
         del values["max_len"], values["dtype"]
-        return {name: value for name, value in values.items() if value != _DEFAULTS.get(name, MISSING)}
+        if self.experts is not None:
+            values["experts"] = _without_defaults(ExpertsSpec, values["experts"])
+        return _without_defaults(ModelSpec, values)
+
+    def _count_parameters(self, num_experts: int) -> int:
+        """Weights in the products of all layers, `num_experts` of each mixture among them."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        dense = 3 * self.hidden_size * self.intermediate_size
+        if self.experts is None:
+            return self.num_layers * (attention + dense)
+        num_dense = len(self.experts.dense_layers)
+        mixture = 3 * self.hidden_size * (num_experts * self.experts.size + self.experts.shared_size)
+        return self.num_layers * attention + num_dense * dense + (self.num_layers - num_dense) * mixture
 
 
-_DEFAULTS = {field.name: field.default for field in fields(ModelSpec)}
+def _without_defaults(kind: type[ModelSpec | ExpertsSpec], values: dict[str, Any]) -> dict[str, Any]:
+    defaults = {field.name: field.default for field in fields(kind)}
+    return {name: value for name, value in values.items() if value != defaults.get(name, MISSING)}

@@ -11,7 +11,7 @@ import torch
 from pd_cluster.errors import InvalidRequest, StartupError
 from pd_cluster.worker.capacity import decide_capacity, longest_sequence
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
-from pd_cluster.worker.cuda_graphs.set_up import capture_steps, captured_bytes, captures_steps
+from pd_cluster.worker.cuda_graphs.set_up import capturable, capture_steps, captured_bytes, captures_steps
 from pd_cluster.worker.executor import run_phases
 from pd_cluster.worker.kernel_selection import attention_by_group
 from pd_cluster.worker.kv_cache import DTYPES, KVCache
@@ -100,6 +100,10 @@ class DeviceExecutor:
         # First, so that a wrong path ends the start before the weights are read
         self._outside_stages = [find_stage(path) for path in config.model.logits_stages]
         self.model = describe_model(config.model, device)
+        self._kernels = select_kernels(device)
+        if device.type == "cuda":
+            limits = capturable(config.scheduler, self.model.spec, self._kernels, progress)
+            config = replace(config, scheduler=limits)
         item_bytes = DTYPES[self.model.dtype].itemsize
         capacity = decide_capacity(config, self.model.spec, item_bytes, gpu_bytes(device))
         progress(capacity.line)
@@ -109,7 +113,6 @@ class DeviceExecutor:
         self._attentions = attention_by_group(
             self.model.spec, self.layout, config.model.attention_backend, device, progress
         )
-        self._kernels = select_kernels(device)
         self._model = load_model(self.model, config.model, self._kernels, device, progress)
 
     def free_kv_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""A model in which five layers of six have a sliding window: transformers' tokens on every path, cold and warm."""
+"""Models with sliding windows in five layers of six, or in all: transformers' tokens on every path, cold and warm."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LENGTHS = (5, 24, 25, 70, 200)  # around the window of 24 tokens, and over it by
 NUM_TOKENS = 40  # over the window, whatever the prompt
 
 
-@pytest.fixture(scope="module")
-def gemma3(tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
+@pytest.fixture(scope="module", params=["gemma3", pytest.param("mixtral", marks=pytest.mark.slow)])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
     """A checkpoint in the hub's format with a tokenizer in which each id is a number."""
-    saved = ModelStore(tmp_path_factory.mktemp("models")).get("gemma3")
+    saved = ModelStore(tmp_path_factory.mktemp("models")).get(request.param)
     tokenizer = Tokenizer(models.WordLevel({str(index): index for index in range(VOCAB_SIZE)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     (saved.directory / "tokenizer.json").write_text(tokenizer.to_str())
@@ -34,14 +34,14 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
 
 
 @pytest.fixture(scope="module")
-def system(gemma3: SavedModel) -> Iterator[System]:
+def system(saved: SavedModel) -> Iterator[System]:
     """Prompts are computed in chunks."""
-    with running_system(f"--model={gemma3.directory}", "--max-num-batched-tokens=64") as system:
+    with running_system(f"--model={saved.directory}", "--max-num-batched-tokens=64") as system:
         yield system
 
 
 @pytest.mark.parametrize("path", Path)
-def test_tokens_equal_transformers(path: Path, gemma3: SavedModel, system: System) -> None:
+def test_tokens_equal_transformers(path: Path, saved: SavedModel, system: System) -> None:
     prompts = random_prompts(LENGTHS, VOCAB_SIZE, seed=3)
     bodies = [
         {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "cache_salt": path.value}
@@ -50,6 +50,6 @@ def test_tokens_equal_transformers(path: Path, gemma3: SavedModel, system: Syste
     for cached in (False, True):
         answers = system.ask_all(path, [("/v1/completions", body) for body in bodies])
         found = [[int(word) for word in answer.choices[0]["text"].split()] for answer in answers]
-        assert found == [gemma3.generate(prompt, NUM_TOKENS) for prompt in prompts]
+        assert found == [saved.generate(prompt, NUM_TOKENS) for prompt in prompts]
         assert {answer.headers["x-pd-decode"] for answer in answers} == {"decode"}
         assert (answers[-1].num_cached_tokens > 0) == cached

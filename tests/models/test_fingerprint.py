@@ -15,6 +15,9 @@ from pd_cluster.models.directory import read_json
 from pd_cluster.models.fingerprint import PIECE_BYTES, TENSOR_BYTES, TOTAL_BYTES, bytes_per_tensor, fingerprint, pieces
 from pd_cluster.models.registry import resolve_spec
 
+QWEN3_EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+}  # fmt: skip
 SPEC = resolve_spec(Path(), CONFIGS["8b"])
 LIMIT = 64 << 20  # bytes that a fingerprint may read
 Shapes = dict[str, list[int]]
@@ -115,6 +118,7 @@ def test_files_of_a_dense_model_have_the_fingerprint_of_earlier_builds(tmp_path:
             {"architectures": ["Qwen2ForCausalLM"], "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
             "eb257f617b8714cd1bbbec9675b4d149",
         ),
+        ("tiny", QWEN3_EXPERTS, "bcaa85cf8654e82a2cbfc5c50f1636cf"),
     ],
 )
 def test_fingerprints_are_those_of_earlier_builds(shape: str, changes: dict[str, Any], known: str) -> None:

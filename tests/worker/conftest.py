@@ -30,6 +30,7 @@ GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
 }
+EXPERTS = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-llama3-rope-biases": (
@@ -53,6 +54,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3",
         {"head_dim": 16, "use_sliding_window": True, "sliding_window": 33, "max_window_layers": 2},
     ),
+    "qwen3-experts": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen2-shared-expert": (
+        "Qwen2Moe",
+        {**EXPERTS, "decoder_sparse_step": 2, "shared_expert_intermediate_size": 40},
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24}),
     "gemma3": (
         "Gemma3",
         {

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
+from pd_cluster.models.feed_forward import Dense
 from pd_cluster.models.llama import Llama
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
@@ -63,7 +64,8 @@ def last_layer_rows(executor: DeviceExecutor) -> list[int]:
     model, counts = executor._model, list[int]()
     assert isinstance(model, Llama)
     layer = model._layers[-1]
-    for linear in (layer.out, layer.gate_up, layer.down):
+    assert isinstance(layer.feed_forward, Dense)
+    for linear in (layer.out, layer.feed_forward.gate_up, layer.feed_forward.down):
 
         def counted(x: torch.Tensor, forward: object = linear._multiply) -> torch.Tensor:
             counts.append(len(x))
@@ -76,7 +78,7 @@ def last_layer_rows(executor: DeviceExecutor) -> list[int]:
 
 @pytest.mark.parametrize("budget", [9, 33, 512])
 @pytest.mark.parametrize("kernels", [TORCH, FEW_ROWS], ids=["usual", "few-rows"])
-@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("name", [*WINDOWED, "qwen3-experts"])
 def test_logits_equal_those_of_all_rows(
     models: ModelStore, monkeypatch: pytest.MonkeyPatch, name: str, kernels: Kernels, budget: int
 ) -> None:

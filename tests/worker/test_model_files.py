@@ -15,7 +15,7 @@ from pd_cluster.models.fingerprint import fingerprint
 from pd_cluster.models.hf_config import read_eos_token_ids
 from pd_cluster.models.registry import ARCHITECTURES, resolve_spec
 from pd_cluster.models.rope import rope_frequencies
-from pd_cluster.models.spec import ModelSpec, RopeSpec
+from pd_cluster.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 from tests.worker.conftest import MODELS, ModelStore
 from tests.worker.driver import Driver, make_executor
 
@@ -25,6 +25,16 @@ if TYPE_CHECKING:
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 4, "num_attention_heads": 4,
+}  # fmt: skip
+QWEN3_EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+}  # fmt: skip
+QWEN2_EXPERTS = {
+    **QWEN3_EXPERTS, "architectures": ["Qwen2MoeForCausalLM"], "num_key_value_heads": 2,
+    "shared_expert_intermediate_size": 40,
+}  # fmt: skip
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 2,
 }  # fmt: skip
 
 
@@ -66,6 +76,46 @@ def test_defaults_of_a_bare_config(tmp_path: Path) -> None:
 )
 def test_windows(tmp_path: Path, architecture: str, changes: dict[str, Any], windows: tuple[int, ...]) -> None:
     assert spec_of(tmp_path, architectures=[f"{architecture}ForCausalLM"], **changes).windows == windows
+
+
+def test_experts_of_a_bare_config(tmp_path: Path) -> None:
+    qwen3 = spec_of(tmp_path, **QWEN3_EXPERTS)
+    assert qwen3.experts == ExpertsSpec(8, 2, 24, normalized=False)
+    assert spec_of(tmp_path, **QWEN3_EXPERTS, qkv_bias=False) == qwen3, "a setting of Qwen2's only"
+    assert spec_of(tmp_path, **QWEN3_EXPERTS, norm_topk_prob=True).experts == ExpertsSpec(8, 2, 24, normalized=True)
+    assert spec_of(tmp_path, **QWEN2_EXPERTS).experts == ExpertsSpec(8, 2, 24, normalized=False, shared_size=40)
+    mixtral = spec_of(tmp_path, **MIXTRAL)
+    assert mixtral.experts == ExpertsSpec(8, 2, 96, normalized=True)
+    assert (mixtral.windows, mixtral.norm_eps, mixtral.rope) == ((0,) * 4, 1e-5, RopeSpec(1e6))
+
+
+def test_both_names_of_the_number_of_experts_mean_the_same(tmp_path: Path) -> None:
+    hub = spec_of(tmp_path, **QWEN3_EXPERTS)
+    assert spec_of(tmp_path, **{**QWEN3_EXPERTS, "num_experts": None}, num_local_experts=8) == hub
+
+
+@pytest.mark.parametrize(
+    ("changes", "dense"),
+    [
+        ({"mlp_only_layers": [1, 3]}, (1, 3)),
+        ({"decoder_sparse_step": 2}, (0, 2)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1, 9]}, (0, 1, 2)),
+    ],
+)
+def test_layers_without_experts(tmp_path: Path, changes: dict[str, Any], dense: tuple[int, ...]) -> None:
+    spec = spec_of(tmp_path, **QWEN3_EXPERTS, **changes)
+    assert spec.experts is not None
+    assert spec.experts.dense_layers == dense
+
+
+def test_parameters_count_all_experts_and_keys_per_token_those_that_are_chosen(tmp_path: Path) -> None:
+    attention, dense, expert = 64 * 16 * 4 * 4, 3 * 64 * 96, 3 * 64 * 24
+    heads = {"num_key_value_heads": 4, "mlp_only_layers": [0]}
+    spec = spec_of(tmp_path, **{**QWEN2_EXPERTS, **heads})
+    assert spec.layer_parameters == 4 * attention + dense + 3 * (8 * expert + 3 * 64 * 40)
+    all_chosen = spec_of(tmp_path, **{**QWEN2_EXPERTS, **heads, "num_experts_per_tok": 8})
+    ratio = (4 * attention + dense + 3 * (2 * expert + 3 * 64 * 40)) / spec.layer_parameters
+    assert spec.keys_per_token == pytest.approx(ratio * all_chosen.keys_per_token, rel=0.01)
 
 
 def test_both_spellings_of_rope_settings_mean_the_same(tmp_path: Path) -> None:
@@ -114,6 +164,13 @@ def test_rope_frequencies_equal_transformers(models: ModelStore, name: str) -> N
             {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, "layer_types": ["full_attention"] * 4},
             "every layer has the same window",
         ),
+        ({**QWEN3_EXPERTS, "use_sliding_window": True}, "use_sliding_window = True cannot be served: sliding windows"),
+        ({**QWEN3_EXPERTS, "num_experts_per_tok": 9}, "num_experts_per_tok = 9 cannot be served: there are 8 experts"),
+        ({**QWEN3_EXPERTS, "num_experts": None}, "num_local_experts must be a positive integer, not None"),
+        ({**QWEN3_EXPERTS, "moe_intermediate_size": None}, "moe_intermediate_size must be a positive integer"),
+        ({**QWEN3_EXPERTS, "quantization_config": {"quant_method": "fp8"}}, "quantized weights are not served"),
+        ({**QWEN2_EXPERTS, "qkv_bias": False}, "qkv_bias = False cannot be served"),
+        ({**QWEN2_EXPERTS, "shared_expert_intermediate_size": None}, "shared_expert_intermediate_size must be"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

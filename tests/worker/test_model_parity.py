@@ -31,7 +31,7 @@ def test_greedy_tokens_equal_transformers(models: ModelStore, name: str) -> None
 
 
 @pytest.mark.parametrize("budget", [1, 16, 512])
-@pytest.mark.parametrize("name", ["llama-llama3-rope-biases", "mistral-window", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["llama-llama3-rope-biases", "mistral-window", "qwen3", "qwen3-experts", "gemma3"])
 def test_logprobs_equal_transformers(models: ModelStore, name: str, budget: int) -> None:
     """float32 log-softmax within 2e-4 at the first and at every later token, prompt in one piece or token by token."""
     saved = models.get(name)
@@ -49,7 +49,7 @@ def test_logprobs_equal_transformers(models: ModelStore, name: str, budget: int)
         assert [entry.logprob for entry in token.top] == pytest.approx(best.values.tolist(), abs=2e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-some-windows", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-some-windows", "qwen2-shared-expert", "gemma3"])
 def test_a_cached_prefix_gives_the_same_tokens(models: ModelStore, name: str) -> None:
     """A second request reads the first one's blocks, generated ones included, while that one still decodes."""
     saved = models.get(name)

@@ -14,7 +14,7 @@ import torch
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes, step_sizes
-from pd_cluster.worker.cuda_graphs.set_up import captures_steps
+from pd_cluster.worker.cuda_graphs.set_up import capturable, captures_steps
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.executor import run_phases
 from pd_cluster.worker.host_buffer import HostBuffer
@@ -22,13 +22,17 @@ from pd_cluster.worker.kernel_selection import attention_by_group
 from pd_cluster.worker.kv_cache import KVCache
 from pd_cluster.worker.memory_measurement import measure_free_bytes
 from pd_kernels.attention import AttentionShape
+from pd_kernels.backends import TORCH
 from pd_kernels.torch_attention import TorchAttention
 from tests.connectors.layouts import full_layout
 from tests.worker.conftest import VOCAB_SIZE
 from tests.worker.driver import Driver, make_executor, random_prompts
 from tests.worker.repeated_graphs import ReferenceAttention, Repeater, captured_as_reference
+from tests.worker.test_model_files import QWEN3_EXPERTS, spec_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pd_cluster.worker.executor import Executor
     from pd_connectors.base import CacheDescription
     from pd_kernels.values import StepSize
@@ -198,6 +202,18 @@ def test_steps_are_captured_if_attention_of_every_group_can_be() -> None:
     assert not captures_steps(limits, [able, plain], cuda)
     assert not captures_steps(limits, [able], torch.device("cpu"))
     assert not captures_steps(replace(limits, cuda_graphs=False), [able], cuda)
+
+
+def test_steps_with_experts_are_captured_if_their_kernel_can_be(tmp_path: Path) -> None:
+    limits, lines = SchedulerConfig(), list[str]()
+    dense, mixture = spec_of(tmp_path), spec_of(tmp_path, **QWEN3_EXPERTS)
+    assert capturable(limits, dense, TORCH, lines.append) is limits
+    assert capturable(limits, mixture, replace(TORCH, captures_experts=True), lines.append) is limits
+    assert not lines
+    assert capturable(limits, mixture, TORCH, lines.append) == replace(limits, cuda_graphs=False)
+    assert lines == [
+        "no captured steps: the experts of Qwen3MoeForCausalLM are computed by a kernel that waits for the host"
+    ]
 
 
 @pytest.mark.parametrize(("free", "captures", "left"), [(9e9, False, 9e9), (9e9, True, 7e9), (1e9, True, 0.0)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pd_cluster.worker.cuda_graphs.graph_sizes import bucket_sizes, decode_sizes, step_sizes, token_buckets
@@ -16,10 +17,22 @@ if TYPE_CHECKING:
 
     from pd_cluster.config import SchedulerConfig
     from pd_cluster.models.model import Model
+    from pd_cluster.models.spec import ModelSpec
     from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
     from pd_kernels.attention import GroupAttention
+    from pd_kernels.backends import Kernels
 
 GRAPH_BYTES = 1.0e9  # memory of captured steps besides the logits: 0.8 GB were measured (8B, 0.6B)
+
+
+def capturable(
+    limits: SchedulerConfig, spec: ModelSpec, kernels: Kernels, progress: Callable[[str], None]
+) -> SchedulerConfig:
+    """`limits`, without graphs where the model's kernels cannot be captured. `progress` hears why."""
+    if not limits.cuda_graphs or spec.experts is None or kernels.captures_experts:
+        return limits
+    progress(f"no captured steps: the experts of {spec.architecture} are computed by a kernel that waits for the host")
+    return replace(limits, cuda_graphs=False)
 
 
 def captures_steps(limits: SchedulerConfig, attentions: Sequence[GroupAttention], device: torch.device) -> bool:

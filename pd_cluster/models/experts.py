@@ -1,0 +1,91 @@
+"""A mixture of experts: a router chooses a few of a layer's feed-forwards for each token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from pd_cluster.models.linear import Linear, Normed
+    from pd_cluster.models.parameters import Parameters
+    from pd_cluster.models.spec import ExpertsSpec
+    from pd_kernels.backends import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """How a family's checkpoints name a layer's experts: `{layer}.{block}.experts.{number}.{gate}.weight`."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """The expert that computes every token. A sigmoid of its own weighs its result."""
+
+    gate: torch.Tensor  # [1, hidden]
+    gate_up: Linear  # [2 * size, hidden], activated: [T, size]
+    down: Linear  # [hidden, size]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [T, hidden] -> [T, hidden]."""
+        return self.down(self.gate_up(x)).mul_(F.linear(x, self.gate).sigmoid())
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A FeedForward of experts. One expert's gates, ups and downs are rows of three products."""
+
+    kernels: Kernels
+    num_chosen: int  # experts of a token
+    normalized: bool  # their scores are divided by their sum
+    router: torch.Tensor  # [E, hidden], float32: a score that is rounded makes two nodes choose different experts
+    gate_up: torch.Tensor  # [E, 2 * size, hidden]
+    down: torch.Tensor  # [E, hidden, size]
+    shared: SharedExpert | None
+
+    def add_norm(self, residual: torch.Tensor, x: Normed, norm: torch.Tensor, eps: float) -> Normed:
+        """See FeedForward."""
+        assert isinstance(x, torch.Tensor)  # a HalfNormed comes of products of few rows, which this model has not
+        scores, chosen = self.kernels.route(x, self.router, self.num_chosen, self.normalized)
+        product = self.kernels.experts(x, scores, chosen, self.gate_up, self.down)
+        if self.shared is not None:
+            product += self.shared(x)
+        return self.kernels.add_rms_norm(product, residual, norm, eps)[0]
+
+
+def make_experts(
+    layer: str, names: ExpertNames, hidden_size: int, spec: ExpertsSpec, weights: Parameters, kernels: Kernels
+) -> Experts:
+    """The experts of the checkpoint's `layer`."""
+    block, size = f"{layer}.{names.block}", spec.size
+    experts = [f"{block}.experts.{number}" for number in range(spec.num_experts)]
+    gates_and_ups = [[f"{expert}.{part}.weight" for part in (names.gate, names.up)] for expert in experts]
+    return Experts(
+        kernels=kernels,
+        num_chosen=spec.num_chosen,
+        normalized=spec.normalized,
+        router=weights.tensor(f"{block}.gate.weight", spec.num_experts, hidden_size, wide=True),
+        gate_up=weights.stacked(gates_and_ups, size, hidden_size),
+        down=weights.stacked([[f"{expert}.{names.down}.weight"] for expert in experts], hidden_size, size),
+        shared=_make_shared(block, names, hidden_size, spec.shared_size, weights, kernels),
+    )
+
+
+def _make_shared(
+    block: str, names: ExpertNames, hidden_size: int, size: int, weights: Parameters, kernels: Kernels
+) -> SharedExpert | None:
+    if not size:
+        return None
+    parts = {f"{block}.shared_expert.{part}": size for part in (names.gate, names.up)}
+    return SharedExpert(
+        gate=weights.tensor(f"{block}.shared_expert_gate.weight", 1, hidden_size),
+        gate_up=weights.linear("shared_gate_up", parts, hidden_size, activate=kernels.silu_and_mul),
+        down=weights.linear("shared_down", {f"{block}.shared_expert.{names.down}": hidden_size}, size),
+    )
