@@ -8,7 +8,7 @@ import platform
 import stat
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from ipaddress import ip_address
@@ -203,9 +203,11 @@ def check_capacity(model: Path) -> Iterator[Finding]:
         import torch
 
         from pd_cluster.worker.capacity import decide_capacity
+        from pd_cluster.worker.cuda_graphs.set_up import capturable
         from pd_cluster.worker.kv_cache import DTYPES
         from pd_cluster.worker.memory_measurement import gpu_bytes
         from pd_cluster.worker.model_loading import resolve_dtype
+        from pd_kernels.selection import select_kernels
     except (ImportError, OSError):
         return  # check_torch reports it
     config, spec = NodeConfig(), resolve_spec(model, read_json(model / "config.json"))
@@ -213,6 +215,9 @@ def check_capacity(model: Path) -> Iterator[Finding]:
     for device in devices:
         try:
             dtype = DTYPES[resolve_dtype(config.model.dtype, spec.dtype, device)]
+            if device.type == "cuda":
+                limits = capturable(config.scheduler, spec, select_kernels(device), lambda _: None)
+                config = replace(config, scheduler=limits)
             capacity = decide_capacity(config, spec, dtype.itemsize, gpu_bytes(device))
         except StartupError as error:
             yield Finding(f"node on {device}", Verdict.FAIL, str(error))

@@ -45,7 +45,7 @@ class Experts:
     kernels: Kernels
     num_chosen: int  # experts of a token
     normalized: bool  # their scores are divided by their sum
-    router: torch.Tensor  # [E, hidden], float32: a score that is rounded makes two nodes choose different experts
+    router: torch.Tensor  # [E, hidden], float32: with rounded scores, two nodes choose different experts more often
     gate_up: torch.Tensor  # [E, 2 * size, hidden]
     down: torch.Tensor  # [E, hidden, size]
     shared: SharedExpert | None

@@ -137,7 +137,7 @@ class _Reader:
 
     def integer(self, name: str, default: int | None = None) -> int:
         value = self.optional(name, default)
-        if not isinstance(value, int) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise StartupError(f"{self._file}: {name} must be a positive integer, not {value!r}")
         return value
 
@@ -163,6 +163,7 @@ def _read_experts(reader: _Reader, rules: ConfigRules, num_layers: int) -> Exper
     num_experts, num_chosen = reader.integer(name), reader.integer("num_experts_per_tok")
     reader.refuse("num_experts_per_tok", num_chosen > num_experts, f"there are {num_experts} experts")
     dense, period = reader.optional("mlp_only_layers", ()), reader.integer("decoder_sparse_step", 1)
+    reader.refuse("mlp_only_layers", not isinstance(dense, (list, tuple)), "a list of layers is expected")
     normalized = reader.optional("norm_topk_prob", False) if experts.normalized is None else experts.normalized
     return ExpertsSpec(
         num_experts=num_experts,

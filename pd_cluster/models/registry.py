@@ -99,8 +99,8 @@ def resolve_spec(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
     """The model that a `config.json` describes. Raises StartupError for one that cannot be served."""
     config = text_config(directory, config)
     architectures = config.get("architectures") or []
-    if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
-        named = ", ".join(map(str, architectures)) or "none named"
+    named = ", ".join(map(str, architectures)) or "none named"
+    if len(architectures) != 1 or named not in ARCHITECTURES:
         raise StartupError(
             f"{directory / 'config.json'}: architecture {named} is not served; "
             f"served are {', '.join([*ARCHITECTURES, *WRAPPERS])}"

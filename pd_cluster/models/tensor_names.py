@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,8 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
 Besides, a layer for multi-token prediction may follow the model's last layer; it has a tensor `eh_proj.weight`.
 """
 _HEAD = "lm_head.weight"
-_MERGE = ".eh_proj.weight"  # merges a token's embedding with the hidden state before it
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_MERGE = "eh_proj.weight"  # merges a token's embedding with the hidden state before it
 _TEXT_PREFIXES = {  # of a wrapper's text model, and what its own checkpoint has instead
     "model.language_model.": "model.",
     "language_model.model.": "model.",
@@ -66,5 +68,6 @@ def is_ignored(name: str) -> bool:
 
 def _prediction_layers(stored: Iterable[str], slots: Iterable[str]) -> tuple[str, ...]:
     """Prefixes of the layers for multi-token prediction that follow the model's own layers."""
-    layers = {slot_name(name.removesuffix(_MERGE)) + "." for name in stored if name.endswith(_MERGE)}
-    return tuple(layer for layer in layers if not any(slot.startswith(layer) for slot in slots))
+    last = max((int(layer[1]) for slot in slots if (layer := _LAYER.match(slot))), default=-1)
+    layers = [_LAYER.match(slot_name(name)) for name in stored if name.endswith(_MERGE)]
+    return tuple(layer[0] for layer in layers if layer and int(layer[1]) > last)

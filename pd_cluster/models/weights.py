@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pd_cluster.models.slot import Index, Slot
 
 _DUMMY_STD = 0.02
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16"})  # safetensors' names of the dtypes that a weight may have
 
 
@@ -66,7 +67,7 @@ def weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise StartupError(f"{index} has no weight_map")
         files = [directory / name for name in sorted(set(weight_map.values()))]
     else:
@@ -80,20 +81,31 @@ def weight_files(directory: Path) -> list[Path]:
 def read_header(file: Path) -> tuple[int, dict[str, Any]]:
     """The length of a safetensors file's header, and name -> {dtype, shape, data_offsets (from the header's end on)}.
 
-    Raises StartupError.
+    Raises StartupError for a file that is not whole, and for a header of another form.
     """
     try:
         with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            if size > file.stat().st_size:
+            size, num_bytes = int.from_bytes(stream.read(8), "little"), file.stat().st_size
+            if size > min(_MAX_HEADER_BYTES, num_bytes):
                 raise StartupError(f"{file} is not a safetensors file, or only a part of one (a git-lfs pointer?)")
             header: dict[str, Any] = json.loads(stream.read(size))
     except OSError as error:
         raise StartupError(f"cannot read {file}: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StartupError(f"{file} is not a safetensors file: {error}") from error
-    header.pop("__metadata__", None)
+    if isinstance(header, dict):
+        header.pop("__metadata__", None)
+    if not isinstance(header, dict) or not all(map(_is_entry, header.values())):
+        raise StartupError(f"{file} is not a safetensors file: its header does not describe tensors")
     return 8 + size, header
+
+
+def _is_entry(entry: object) -> bool:
+    """Whether an entry of a header has a dtype, a shape and a range of bytes."""
+    match entry:
+        case {"dtype": str(), "shape": list(), "data_offsets": [int(start), int(end)]}:
+            return 0 <= start <= end
+    return False
 
 
 def _fill(file: Path, name: str, slot: Slot, tensors: Any) -> None:

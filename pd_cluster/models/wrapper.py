@@ -25,7 +25,8 @@ WRAPPERS = {
         "Gemma3ForCausalLM", {"vocab_size": 262208, "num_attention_heads": 8}
     ),  # the hub's 4B model leaves both out
 }
-_OF_BOTH = ("dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id", "quantization_config")
+_DTYPES = ("dtype", "torch_dtype")
+_OF_BOTH = (*_DTYPES, "tie_word_embeddings", "eos_token_id", "quantization_config")
 """Settings of the wrapper that hold for its text model."""
 
 
@@ -34,12 +35,16 @@ def text_config(directory: Path, config: Mapping[str, Any]) -> Mapping[str, Any]
 
     Raises StartupError for a wrapper without `text_config`.
     """
-    architectures = config.get("architectures") or []
-    wrapper = WRAPPERS.get(architectures[0]) if len(architectures) == 1 else None
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
+        return config
+    wrapper = WRAPPERS.get(architectures[0])
     if wrapper is None:
         return config
     nested = config.get("text_config")
     if not isinstance(nested, dict):
         raise StartupError(f"{directory / 'config.json'}: {architectures[0]} needs a text_config, not {nested!r}")
     both = {name: config[name] for name in _OF_BOTH if config.get(name) is not None}
+    if any(name in both for name in _DTYPES):  # one setting with two names
+        nested = {name: value for name, value in nested.items() if name not in _DTYPES}
     return {**wrapper.defaults, **nested, **both, "architectures": [wrapper.text_architecture]}

@@ -47,7 +47,7 @@ class Tokenizer:
             settings = text_config(model_dir, json.loads(config.read_text())) if config.is_file() else {}
         except (OSError, ValueError, KeyError) as error:
             raise StartupError(f"the tokenizer in {model_dir} cannot be loaded: {error}") from error
-        return cls(tokenizer, int(settings.get("vocab_size", 0)))
+        return cls(tokenizer, int(settings.get("vocab_size") or 0))
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 
 import pd_cluster
 from benchmarks.shapes import CONFIGS
+from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import read_json
 from pd_cluster.models.fingerprint import PIECE_BYTES, TENSOR_BYTES, TOTAL_BYTES, bytes_per_tensor, fingerprint, pieces
 from pd_cluster.models.registry import resolve_spec
+from pd_cluster.models.weights import read_header
 
 QWEN3_EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
@@ -124,6 +127,28 @@ def test_files_of_a_dense_model_have_the_fingerprint_of_earlier_builds(tmp_path:
 def test_fingerprints_are_those_of_earlier_builds(shape: str, changes: dict[str, Any], known: str) -> None:
     """Else nodes of two builds refuse each other, and a pool forgets all that it holds."""
     assert fingerprint(resolve_spec(Path(), {**CONFIGS[shape], **changes}), "dummy") == known
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"[" * 5000, b"[]", b'{"a": {}}', b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": ["0", 4]}}',
+     b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-9, 4]}}'],
+)  # fmt: skip
+def test_headers_of_another_form_are_refused(tmp_path: Path, header: bytes) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(StartupError, match="is not a safetensors file"):
+        read_header(file)
+
+
+def test_a_header_is_not_read_beyond_the_limit_of_the_library(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes((1 << 28).to_bytes(8, "little"))
+    os.truncate(file, 1 << 29)
+    before = bytes_read_by_this_process()
+    with pytest.raises(StartupError, match="is not a safetensors file"):
+        read_header(file)
+    assert bytes_read_by_this_process() - before < 1 << 20
 
 
 @pytest.mark.parametrize("num_tensors", [1, 768, 769, 18_867, 90_000])

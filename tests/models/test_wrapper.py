@@ -53,6 +53,7 @@ def test_the_config_of_gemma_3_4b_is_read_as_that_of_its_text_model(tmp_path: Pa
 def test_settings_of_the_wrapper_hold_for_its_text_model() -> None:
     assert not spec_of({"tie_word_embeddings": True}, tie_word_embeddings=False).tied_embeddings
     assert spec_of({"dtype": "float32"}, dtype="float16").dtype == "float16"
+    assert spec_of({"dtype": "float32"}, torch_dtype="float16").dtype == "float16"
     assert spec_of({"num_attention_heads": 16, "vocab_size": 64}).num_heads == 16
     with pytest.raises(StartupError, match="quantized weights are not served"):
         spec_of(quantization_config={"quant_method": "fp8"})
@@ -66,6 +67,8 @@ def test_wrappers_are_of_models_that_are_served() -> None:
     assert {wrapper.text_architecture for wrapper in WRAPPERS.values()} <= set(ARCHITECTURES)
     with pytest.raises(StartupError, match=r"Qwen2VL is not served; served are .*Gemma3ForConditionalGeneration"):
         spec_of(architectures=["Qwen2VL"])
+    with pytest.raises(StartupError, match="is not served"):
+        spec_of(architectures=[["Gemma3ForConditionalGeneration"]])
     with pytest.raises(StartupError, match="Gemma3ForConditionalGeneration, Qwen2VL is not served"):
         spec_of(architectures=["Gemma3ForConditionalGeneration", "Qwen2VL"])
 
@@ -145,6 +148,7 @@ SLOTS = {"model.embed_tokens.weight", "model.layers.0.q.weight", "model.layers.1
         (["model.language_model.layers.2.eh_proj.weight", "model.language_model.layers.2.q.weight"], set()),
         (["model.layers.0.mtp.weight", "xvisual.weight"], {"model.layers.0.mtp.weight", "xvisual.weight"}),
         (["lm_head.weight"], {"lm_head.weight"}),
+        (["other.eh_proj.weight", "other.q.weight"], {"other.eh_proj.weight", "other.q.weight"}),
     ],
 )
 def test_layers_for_multi_token_prediction_are_ignored_and_others_are_not(more: list[str], unknown: set[str]) -> None:

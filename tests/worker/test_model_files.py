@@ -166,6 +166,8 @@ def test_rope_frequencies_equal_transformers(models: ModelStore, name: str) -> N
         ),
         ({**QWEN3_EXPERTS, "use_sliding_window": True}, "use_sliding_window = True cannot be served: sliding windows"),
         ({**QWEN3_EXPERTS, "num_experts_per_tok": 9}, "num_experts_per_tok = 9 cannot be served: there are 8 experts"),
+        ({**QWEN3_EXPERTS, "num_experts_per_tok": True}, "num_experts_per_tok must be a positive integer, not True"),
+        ({**QWEN3_EXPERTS, "mlp_only_layers": 1}, "mlp_only_layers = 1 cannot be served: a list of layers is expected"),
         ({**QWEN3_EXPERTS, "num_experts": None}, "num_local_experts must be a positive integer, not None"),
         ({**QWEN3_EXPERTS, "moe_intermediate_size": None}, "moe_intermediate_size must be a positive integer"),
         ({**QWEN3_EXPERTS, "quantization_config": {"quant_method": "fp8"}}, "quantized weights are not served"),

@@ -210,7 +210,9 @@ def test_steps_with_experts_are_captured_if_their_kernel_can_be(tmp_path: Path) 
     assert capturable(limits, dense, TORCH, lines.append) is limits
     assert capturable(limits, mixture, replace(TORCH, captures_experts=True), lines.append) is limits
     assert not lines
-    assert capturable(limits, mixture, TORCH, lines.append) == replace(limits, cuda_graphs=False)
+    uncaptured = capturable(limits, mixture, TORCH, lines.append)
+    assert uncaptured == replace(limits, cuda_graphs=False, async_scheduling="off")
+    assert (limits.depth_on("cuda"), uncaptured.depth_on("cuda")) == (2, 1)
     assert lines == [
         "no captured steps: the experts of Qwen3MoeForCausalLM are computed by a kernel that waits for the host"
     ]
