@@ -28,8 +28,33 @@ def serve(host: str, port: int, max_bytes: int, on_ready: Callable[[str, int], N
     Raises ConnectorUnavailable when LMCache is not installed, OSError when the port is taken.
     """
     server_class, backend_class = _lmcache()
+    backend = _bounded(backend_class, max_bytes)
 
-    class BoundedBackend(backend_class):  # type: ignore[misc, valid-type]
+    class Server(server_class):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            self.host, self.port = host, port
+            self.data_store = backend
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self.server_socket = socket.create_server((host, port), family=family)  # sets SO_REUSEADDR
+
+        def handle_client(self, client_socket: socket.socket) -> None:
+            try:
+                client_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                # a machine that was lost does not close its connections
+                client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                super().handle_client(client_socket)
+            except OSError as error:  # the client is gone; its thread ends
+                sys.stderr.write(f"a client left: {error}\n")
+
+    server = Server()
+    on_ready(*server.server_socket.getsockname()[:2])
+    server.run()
+
+
+def _bounded(backend_class: type, max_bytes: int) -> Any:
+    """A backend in memory that holds at most `max_bytes` of objects."""
+
+    class BoundedBackend(backend_class):  # type: ignore[misc]
         """Evicts the least recently used objects."""
 
         def __init__(self) -> None:
@@ -64,25 +89,7 @@ def serve(host: str, port: int, max_bytes: int, on_ready: Callable[[str, int], N
             self.dict.move_to_end(key)
             return True
 
-    class Server(server_class):  # type: ignore[misc, valid-type]
-        def __init__(self) -> None:
-            self.host, self.port = host, port
-            self.data_store = BoundedBackend()
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self.server_socket = socket.create_server((host, port), family=family)  # sets SO_REUSEADDR
-
-        def handle_client(self, client_socket: socket.socket) -> None:
-            try:
-                client_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                # a machine that was lost does not close its connections
-                client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                super().handle_client(client_socket)
-            except OSError as error:  # the client is gone; its thread ends
-                sys.stderr.write(f"a client left: {error}\n")
-
-    server = Server()
-    on_ready(*server.server_socket.getsockname()[:2])
-    server.run()
+    return BoundedBackend()
 
 
 def _lmcache() -> tuple[type, type]:

@@ -8,7 +8,7 @@ import torch
 
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.worker.capacity import CUDA_CONTEXT_BYTES
+from pd_cluster.worker.capacity import CUDA_CONTEXT_BYTES, SAMPLES_PER_SEQ
 from pd_cluster.worker.kv_cache import KVCache
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def run_largest_step(runner: ModelRunner, budget: int, num_seqs: int, max_model_
     share, rest = divmod(budget, num_seqs)
     sizes = [min(share + (i >= num_seqs - rest), max_model_len) for i in range(num_seqs)]
     blocks = (0,) * -(-max(sizes) // block_size)
-    seeds = (0, 1)  # a step may sample twice as many tokens as sequences run: see `BatchBuilder.rows`
+    # A step may sample twice as many tokens as sequences run: see `BatchBuilder.rows`
+    seeds = tuple(range(SAMPLES_PER_SEQ))
     starts = tuple(SequenceStart(i, (0,) * size, size, blocks, params, i, seeds) for i, size in enumerate(sizes))
-    chunks = tuple(SequenceChunk(i, 0, size, num_samples=2) for i, size in enumerate(sizes))
+    chunks = tuple(SequenceChunk(i, 0, size, num_samples=SAMPLES_PER_SEQ) for i, size in enumerate(sizes))
     runner.launch(Batch(0, starts, chunks)).result()

@@ -50,6 +50,8 @@ def test_its_claim_about_streams_is_measured() -> None:
     ours = [spread("1P1D", name, "itl", "p99_ms") for name in PRESETS]
     replicas = [spread("2M", name, "itl", "p99_ms") for name in PRESETS]
     assert f"(ITL) is **at most {max(ours):.1f} ms**" in WORDS
+    later = spread("1P1D, no flags", "azure28", "itl", "p99_ms")
+    assert f"(Azure at 28/s without any flag, in a later run: {later:.1f} ms)" in WORDS
     assert f"same two GPUs: {min(replicas):.0f} to {max(replicas):.0f} ms" in WORDS
     theirs = [row.itl[1] for preset in PRESETS.values() for row in preset.peers if row.setting == "2M"]
     assert f"two replicas of vLLM 0.25.1: {min(theirs):.0f} to {max(theirs):.0f} ms" in WORDS
