@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from pd_kernels.gemm_selection import Product
-    from pd_kernels.values import Draws, HalfNormed, HeadNorms
+    from pd_kernels.quantized import Weight
+    from pd_kernels.values import Draws, HalfNormed, HeadNorms, Routing
 
 
 class NormRopeWrite(Protocol):
@@ -76,7 +77,7 @@ class Route(Protocol):
     """The choice of experts; see `reference.route`."""
 
     def __call__(
-        self, x: torch.Tensor, router: torch.Tensor, num_chosen: int, normalized: bool
+        self, x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, routing: Routing
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -84,7 +85,7 @@ class MixExperts(Protocol):
     """The work of the chosen experts; see `reference.experts`."""
 
     def __call__(
-        self, x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+        self, x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, gate_up: Weight, down: Weight
     ) -> torch.Tensor: ...
 
 

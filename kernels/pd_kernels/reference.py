@@ -13,7 +13,7 @@ import torch
 from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
-    from pd_kernels.values import HeadNorms
+    from pd_kernels.values import HeadNorms, Routing
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -188,18 +188,32 @@ def add_linear(
 
 
 def route(
-    x: torch.Tensor, router: torch.Tensor, num_chosen: int, normalized: bool
+    x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of each token of `x` [T, in], and their scores: the `num_chosen` highest of the softmax over all.
+    """The experts of each token of `x` [T, in], and their scores. See Routing.
 
-    `router` [E, in], in float32 or more: products and scores have its dtype. Of equal scores the lowest expert's comes
-    first. `normalized`: scores are divided by the sum of those chosen. -> scores and experts (int64), [T, num_chosen].
+    `router` [E, in] and `bias` [E], in float32 or more: products and scores have the router's dtype. Experts are in the
+    order of their scores plus bias. Of equal ones the lowest expert comes first. -> scores and experts (int64), [T,
+    num_chosen].
     """
-    scores = (x.to(router.dtype) @ router.T).softmax(-1)
-    ranked = [sorted(range(len(row)), key=lambda expert: (-row[expert], expert)) for row in scores.tolist()]
-    experts = torch.tensor([row[:num_chosen] for row in ranked], device=x.device)
+    products = x.to(router.dtype) @ router.T
+    scores = products.sigmoid() if routing.is_sigmoid else products.softmax(-1)
+    ranks = scores if bias is None else scores + bias
+    rows = [_choose(row, routing) for row in ranks.tolist()]
+    experts = torch.tensor(rows, device=x.device).view(-1, routing.num_chosen)
     chosen = scores.gather(1, experts)
-    return (chosen / chosen.sum(-1, keepdim=True) if normalized else chosen), experts
+    return (chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if routing.normalized else chosen) * routing.factor, experts
+
+
+def _choose(ranks: list[float], routing: Routing) -> list[int]:
+    """The experts of one token, best first."""
+    size = len(ranks) // routing.num_groups
+    groups = [range(first, first + size) for first in range(0, len(ranks), size)]
+    if routing.num_groups > 1:
+        best = sorted(groups, key=lambda group: (-sum(sorted((ranks[i] for i in group), reverse=True)[:2]), group[0]))
+        groups = best[: routing.groups_chosen]
+    allowed = [expert for group in groups for expert in group]
+    return sorted(allowed, key=lambda expert: (-ranks[expert], expert))[: routing.num_chosen]
 
 
 def experts(

@@ -5,26 +5,53 @@ One product per expert that a step hits, so the host waits for the device: steps
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 
 from pd_kernels.torch_ops import silu_and_mul
 
+if TYPE_CHECKING:
+    from pd_kernels.quantized import Weight
+    from pd_kernels.values import Routing
+
+TINY = 1e-20  # least sum that scores are divided by: sigmoids of very negative products are 0
+
 
 def route(
-    x: torch.Tensor, router: torch.Tensor, num_chosen: int, normalized: bool
+    x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See reference.route."""
-    # A stable sort keeps equal scores in the order of the experts; topk promises no order
-    scores, experts = F.linear(x.to(router.dtype), router).softmax(-1).sort(dim=-1, descending=True, stable=True)
-    scores, experts = scores[:, :num_chosen], experts[:, :num_chosen]
-    return (scores / scores.sum(-1, keepdim=True) if normalized else scores), experts
+    products = F.linear(x.to(router.dtype), router)
+    scores = products.sigmoid() if routing.is_sigmoid else products.softmax(-1)
+    ranks = scores if bias is None else scores + bias
+    if routing.num_groups > 1:
+        ranks = _of_best_groups(ranks, routing)
+    experts = _best(ranks, routing.num_chosen)
+    chosen = scores.gather(-1, experts)
+    if routing.normalized:
+        chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=TINY)
+    return chosen * routing.factor if routing.factor != 1 else chosen, experts
 
 
-def experts(
-    x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
+def _best(ranks: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of the `count` greatest of each row. A stable sort keeps equal ones in order; topk promises no order."""
+    return ranks.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _of_best_groups(ranks: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """`ranks` [T, E] with -inf for the experts of other groups than the best."""
+    groups = ranks.view(len(ranks), routing.num_groups, -1)
+    best = _best(groups.topk(2, dim=-1).values.sum(-1), routing.groups_chosen)
+    kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=ranks.device).scatter_(1, best, True)
+    return ranks.masked_fill(~kept.repeat_interleave(groups.shape[2], 1), -torch.inf)
+
+
+def experts(x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, gate_up: Weight, down: Weight) -> torch.Tensor:
     """See reference.experts. (token, expert) pairs are sorted by expert; each pair's result has its own row."""
+    if not (isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)):
+        raise NotImplementedError("quantized experts")
     num_tokens, num_chosen = chosen.shape
     flat = chosen.flatten()
     order = flat.argsort(stable=True)

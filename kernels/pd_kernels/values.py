@@ -104,6 +104,25 @@ class Draws:
     limits: Limits | None
 
 
+# how a token chooses its experts
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a router's products with a token become the experts of the token and their scores.
+
+    Experts are chosen by their scores plus the router's bias, if it has one. With several groups, a group's rank is the
+    sum of its two best, and only experts of the best groups can be chosen (DeepSeek-V3, arXiv 2412.19437, section 2.1).
+    """
+
+    num_chosen: int  # experts of a token
+    normalized: bool  # the scores of the chosen experts are divided by their sum
+    is_sigmoid: bool = False  # a score is the sigmoid of the product; else the softmax over all experts
+    factor: float = 1.0  # on the scores, at the end
+    num_groups: int = 1  # groups of experts with adjacent numbers
+    groups_chosen: int = 1
+
+
 # norms
 
 

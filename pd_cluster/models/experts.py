@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from pd_kernels.values import Routing
+
 if TYPE_CHECKING:
     from pd_cluster.models.linear import Linear, Normed
     from pd_cluster.models.parameters import Parameters
     from pd_cluster.models.spec import ExpertsSpec
     from pd_kernels.backends import Kernels
+    from pd_kernels.quantized import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +46,17 @@ class Experts:
     """A FeedForward of experts. One expert's gates, ups and downs are rows of three products."""
 
     kernels: Kernels
-    num_chosen: int  # experts of a token
-    normalized: bool  # their scores are divided by their sum
+    routing: Routing
     router: torch.Tensor  # [E, hidden], float32: with rounded scores, two nodes choose different experts more often
-    gate_up: torch.Tensor  # [E, 2 * size, hidden]
-    down: torch.Tensor  # [E, hidden, size]
+    bias: torch.Tensor | None  # [E], as wide as the router: added to scores to choose by
+    gate_up: Weight  # [E, 2 * size, hidden]
+    down: Weight  # [E, hidden, size]
     shared: SharedExpert | None
 
     def add_norm(self, residual: torch.Tensor, x: Normed, norm: torch.Tensor, eps: float) -> Normed:
         """See FeedForward."""
         assert isinstance(x, torch.Tensor)  # a HalfNormed comes of products of few rows, which this model has not
-        scores, chosen = self.kernels.route(x, self.router, self.num_chosen, self.normalized)
+        scores, chosen = self.kernels.route(x, self.router, self.bias, self.routing)
         product = self.kernels.experts(x, scores, chosen, self.gate_up, self.down)
         if self.shared is not None:
             product += self.shared(x)
@@ -69,9 +72,9 @@ def make_experts(
     gates_and_ups = [[f"{expert}.{part}.weight" for part in (names.gate, names.up)] for expert in experts]
     return Experts(
         kernels=kernels,
-        num_chosen=spec.num_chosen,
-        normalized=spec.normalized,
+        routing=Routing(spec.num_chosen, spec.normalized),
         router=weights.tensor(f"{block}.gate.weight", spec.num_experts, hidden_size, wide=True),
+        bias=None,
         gate_up=weights.stacked(gates_and_ups, size, hidden_size),
         down=weights.stacked([[f"{expert}.{names.down}.weight"] for expert in experts], hidden_size, size),
         shared=_make_shared(block, names, hidden_size, spec.shared_size, weights, kernels),

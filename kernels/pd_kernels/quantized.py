@@ -1,0 +1,49 @@
+"""Weights and rows in float8 (e4m3fn), with the scales that give back their values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias, Union
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK = 128  # rows and columns of a block that shares a scale (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight [..., out, in], or one of each expert. Number = value * its scale.
+
+    There are two kinds. Blocks: 128 x 128 numbers share a scale, blocks at the end are smaller. Channels: a row has one
+    scale. A weight with one scale for the whole tensor is a weight of channels with equal scales.
+    """
+
+    values: torch.Tensor  # float8_e4m3fn [..., out, in]
+    scales: torch.Tensor  # float32; blocks: [..., ceil(out / 128), ceil(in / 128)]; channels: [..., out, 1]
+    is_blocks: bool
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def group(self) -> int:
+        """Inputs of a row that share a scale when the row is quantized for a product with this weight."""
+        return BLOCK if self.is_blocks else self.values.shape[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """Rows [T, in], quantized when they are computed. Number = value * its scale."""
+
+    values: torch.Tensor  # float8_e4m3fn [T, in]
+    scales: torch.Tensor  # float32 [T, ceil(in / group)]
+    group: int  # inputs that share a scale: 128, or all
+
+
+Weight: TypeAlias = Union["torch.Tensor", QuantizedWeight]
