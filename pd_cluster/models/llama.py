@@ -1,4 +1,4 @@
-"""Llama and its relatives (Mistral, Qwen2, Qwen3, the mixtures): pre-norm decoder, rotary attention, SwiGLU or experts."""
+"""Llama and its relatives (Mistral, Qwen, mixtures): pre-norm decoder, rotary attention, SwiGLU or experts."""
 
 from __future__ import annotations
 

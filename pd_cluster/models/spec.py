@@ -27,7 +27,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A mixture of experts: its sizes, and how a router chooses. `pd_kernels.values.Routing` says what the choice is."""
+    """A mixture of experts. See `pd_kernels.values.Routing` for how a router chooses."""
 
     num_experts: int
     num_chosen: int  # experts of a token: those with the highest scores

@@ -75,6 +75,7 @@ def test_norm_rope_write_rotates_a_part_and_norms_heads_alone_or_together(
 ) -> None:
     """Against numbers in float64 that are computed head by head."""
     heads, angles = random(5, 10, 20, dtype=dtype), random(5, 4, dtype=torch.float64, seed=1)
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
     query_norm, key_norm = (random(*norm_shape, dtype=dtype, seed=seed) for seed in (2, 3))
     norms = HeadNorms(query_norm, key_norm[:2] if len(norm_shape) == 2 else key_norm, 1e-6) if norm_shape else None
     cos, sin, slots = angles.cos().to(dtype), angles.sin().to(dtype), torch.tensor([3, 0, 40, 7, 31])
@@ -92,7 +93,7 @@ def test_norm_rope_write_rotates_a_part_and_norms_heads_alone_or_together(
             if weight is not None:
                 squares = wide.pow(2).mean((1, 2) if weight.dim() == 2 else 2, keepdim=True)
                 wide = wide / (squares + 1e-6).sqrt() * weight.double()
-            turned = torch.complex(wide[..., :4], wide[..., 4:8]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+            turned = torch.complex(wide[..., :4], wide[..., 4:8]) * turn
             expected = torch.cat((turned.real, turned.imag, wide[..., 8:]), -1)
             assert (found.double() - expected).abs().max() < 10 * DTYPES[dtype]
 

@@ -131,9 +131,8 @@ def test_norm_rope_write(
 def test_norm_rope_write_refuses_other_shapes() -> None:
     cache = random(2, 2, 1, 2, 16, 64, dtype=torch.float32)
     views, slots = (cache[:, :, 0, 0], cache[:, :, 0, 1]), torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    angles = random(3, 32, dtype=torch.float32)
+    angles, wide = random(3, 32, dtype=torch.float32), random(3, 33, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"contiguous \[3, at most 32\], not \(3, 33\)"):
-        wide = random(3, 33, dtype=torch.float32)
         triton_rotary.norm_rope_write(random(3, 8, 64, dtype=torch.float32), None, wide, wide, *views, slots)
     for heads, message in (
         (random(3, 8, 32, dtype=torch.float32), "heads must be"),
