@@ -46,7 +46,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     `cos`, `sin`: [T, R/2], already gathered by position. The dimensions behind the first R stay as they are.
     """
     half = cos.shape[-1]
-    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 

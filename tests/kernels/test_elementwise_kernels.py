@@ -86,8 +86,8 @@ def test_norm_rope_write_rotates_a_part_and_norms_heads_alone_or_together(
         key, value = (cache[blocks, :, 0, part, offsets] for part in (0, 1))
         assert torch.equal(value, heads[:, 8:])
         for found, x, weight in (
-            (query, heads[:, :6], norms and norms.query),
-            (key, heads[:, 6:8], norms and norms.key),
+            (query, heads[:, :6], norms.query if norms else None),
+            (key, heads[:, 6:8], norms.key if norms else None),
         ):
             wide = x.double()
             if weight is not None:
