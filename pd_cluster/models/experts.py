@@ -27,7 +27,7 @@ class ExpertNames:
     up: str
     down: str
     shared: str = "shared_expert"  # the expert that computes every token
-    bias: str = "gate.e_score_correction_bias"  # of a router whose scores are sigmoids
+    bias: str = "gate.e_score_correction_bias"  # of a router of sigmoids
 
 
 @dataclass(frozen=True, slots=True)
