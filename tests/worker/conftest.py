@@ -161,8 +161,8 @@ def demo_directory() -> Path:
 
 
 @pytest.fixture
-def executor(models: ModelStore) -> Iterator[DeviceExecutor]:
-    """A fresh executor of the small Qwen3."""
-    executor = make_executor(models.get("qwen3").directory)
+def executor(request: pytest.FixtureRequest, models: ModelStore) -> Iterator[DeviceExecutor]:
+    """A fresh executor of the small Qwen3, or of the model that a test names as its parameter."""
+    executor = make_executor(models.get(getattr(request, "param", "qwen3")).directory)
     yield executor
     executor.close()
