@@ -74,10 +74,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 2.5,
         },
     ),
-    "glm4-air": ("Glm4Moe", {**GLM4_EXPERTS, "partial_rotary_factor": 0.25, "rope_parameters": LINEAR_ROPE}),
+    "glm4-air": ("Glm4Moe", {**GLM4_EXPERTS, "rope_parameters": {**LINEAR_ROPE, "partial_rotary_factor": 0.25}}),
     "minimax-m2": (
         "MiniMaxM2",
-        {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 8},
+        {
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
     ),
     "gemma3": (
         "Gemma3",
