@@ -30,6 +30,8 @@ SETTINGS = frozenset(item.name for kind in NodeConfig.sections().values() for it
 PATHS = frozenset(operation.path for operation in OPERATIONS)
 MODEL_TITLES = {
     "Gemma3ForCausalLM": "Gemma 3 (text)",
+    "Glm4MoeForCausalLM": "GLM-4.5",
+    "MiniMaxM2ForCausalLM": "MiniMax-M2",
     "Qwen2MoeForCausalLM": "Qwen2-MoE",
     "Qwen3MoeForCausalLM": "Qwen3-MoE",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from docs.generate.document import code, table
-from pd_cluster.models.hf_config import ROPE_TYPES, Windows
+from pd_cluster.models.hf_config import ROPE_TYPES, ExpertsRules, Windows
 from pd_cluster.models.registry import ARCHITECTURES
 from pd_cluster.models.tensor_names import IGNORED
 from pd_cluster.models.wrapper import WRAPPERS
@@ -15,7 +15,7 @@ _WINDOWS = {
     Windows.SOME: "with `use_sliding_window`, in the layers that the config names",
     Windows.PATTERN: "in the layers that the config names, or by its pattern",
 }
-_FEED_FORWARD = {(False, False): "dense", (True, False): "experts", (True, True): "experts, one of them shared"}
+_QK_NORM = {None: "as `use_qk_norm` says", True: "yes", False: "no"}
 _BIAS = {None: "as `attention_bias` says", True: "yes", False: "no"}
 
 
@@ -30,10 +30,10 @@ def _architectures() -> str:
                 code(name),
                 code(file),
                 _BIAS[rules.qkv_bias],
-                "yes" if rules.qk_norm else "no",
+                "of all heads as one row" if rules.norms_heads_together else _QK_NORM[rules.qk_norm],
                 _WINDOWS[rules.windows],
                 code(rules.activation[1]),
-                _FEED_FORWARD[rules.experts is not None, rules.experts is not None and rules.experts.is_shared],
+                _feed_forward(rules.experts),
             ]
         )
     headers = [
@@ -46,6 +46,12 @@ def _architectures() -> str:
         "feed-forward",
     ]
     return table(headers, rows)
+
+
+def _feed_forward(experts: ExpertsRules | None) -> str:
+    if experts is None:
+        return "dense"
+    return "experts, one of them shared" if experts.is_shared or experts.num_shared else "experts"
 
 
 def _rope() -> str:

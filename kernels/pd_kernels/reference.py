@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm over the last dimension (arXiv 1910.07467), in float32 inside. Any leading shape.
+    """Root-mean-square norm over the weight's dimensions (arXiv 1910.07467), in float32 inside. Any leading shape.
 
     The normed value is rounded to the weight's dtype before the weight multiplies it: with a float32 weight (Gemma) a
     bfloat16 result is rounded once.
     """
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    dims = tuple(range(-weight.dim(), 0))
+    normed = wide * torch.rsqrt(wide.pow(2).mean(dims, keepdim=True) + eps)
     return (normed.to(weight.dtype) * weight).to(x.dtype)
 
 
@@ -40,13 +41,14 @@ def add_rms_norm(
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs (i, i + D/2) of `x` [T, heads, D] by each token's angles (arXiv 2104.09864, half-split form).
+    """Rotate pairs (i, i + R/2) of `x` [T, heads, D] by each token's angles (arXiv 2104.09864, half-split form).
 
-    `cos`, `sin`: [T, D/2], already gathered by position.
+    `cos`, `sin`: [T, R/2], already gathered by position. The dimensions behind the first R stay as they are.
     """
-    first, second = x.chunk(2, dim=-1)
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -80,8 +82,8 @@ def norm_rope_write(
 ) -> torch.Tensor:
     """Rotate the queries of `heads` [T, H + 2G, D] (queries, keys, values), and store its keys and values.
 
-    Returns the rotated queries [T, H, D]. With `norms`, queries and keys are normed first. Queries and keys are rotated
-    by `cos`, `sin` [T, D/2]. Keys and values are stored at `slot_mapping` (int64 [T]).
+    Returns the rotated queries [T, H, D]. With `norms`, queries and keys are normed first. The first R dimensions of
+    queries and keys are rotated by `cos`, `sin` [T, R/2]. Keys and values are stored at `slot_mapping` (int64 [T]).
     """
     num_kv_heads = key_cache.shape[1]
     num_heads = heads.shape[1] - 2 * num_kv_heads

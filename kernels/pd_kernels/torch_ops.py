@@ -34,11 +34,14 @@ def add_rms_norm(
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """See reference.rope. `cos`, `sin` have the dtype of `x`."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
+    half = cos.shape[-1]
+    end = 2 * half
+    first, second = x[..., :half], x[..., half:end]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    torch.mul(second, cos, out=out[..., half:end]).addcmul_(first, sin)
+    if end < x.shape[-1]:
+        out[..., end:] = x[..., end:]
     return out
 
 

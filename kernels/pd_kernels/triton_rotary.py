@@ -7,6 +7,7 @@ cache block.
 
 from __future__ import annotations
 
+from math import gcd
 from typing import TYPE_CHECKING
 
 import triton
@@ -24,20 +25,41 @@ _HEADS = 16  # most heads of one program
 
 
 @triton.jit
-def _rotated(first, second, cos, sin, norm, out, column, inside, eps, SIZE: tl.constexpr, NORM: tl.constexpr):
+def _square_sum(row, COUNT: tl.constexpr):
+    """The sum of the squares of COUNT numbers."""
+    total = tl.zeros((1024,), tl.float32)
+    for start in range(0, COUNT, 1024):
+        at = start + tl.arange(0, 1024)
+        x = tl.load(row + at, mask=at < COUNT, other=0.0).to(tl.float32)
+        total += x * x
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _rotated(
+    first, second, cos, sin, norm, out, source, rows, low, high, mask, inside, eps,
+    SIZE: tl.constexpr, COUNT: tl.constexpr, NORM: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
     """Both halves [heads, half] of a tile of heads, rotated, and normed before that if wanted. Float32 in and out.
 
-    Rounding is that of `reference.rms_norm`, to the dtypes of the pointers `norm` and `out`.
+    `low`, `high`: the columns of the halves. `rows`: the heads' places at `source`, where COUNT numbers are normed
+    TOGETHER, or each head alone. Rounding is that of `reference.rms_norm`, to the dtypes of the pointers `norm` and
+    `out`.
     """
     if NORM:
         gain = norm.dtype.element_ty
         dtype = out.dtype.element_ty
-        total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
-        scale = tl.rsqrt(total / SIZE + eps)[:, None]
-        low = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-        high = tl.load(norm + SIZE // 2 + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-        first = ((first * scale).to(gain).to(tl.float32) * low).to(dtype).to(tl.float32)
-        second = ((second * scale).to(gain).to(tl.float32) * high).to(dtype).to(tl.float32)
+        if TOGETHER:
+            scale = tl.rsqrt(_square_sum(source, COUNT) / COUNT + eps)
+            low_gains = tl.load(norm + rows + low[None, :], mask=mask, other=0.0).to(tl.float32)
+            high_gains = tl.load(norm + rows + high[None, :], mask=mask, other=0.0).to(tl.float32)
+        else:
+            total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+            scale = tl.rsqrt(total / SIZE + eps)[:, None]
+            low_gains = tl.load(norm + low, mask=inside, other=0.0).to(tl.float32)[None, :]
+            high_gains = tl.load(norm + high, mask=inside, other=0.0).to(tl.float32)[None, :]
+        first = ((first * scale).to(gain).to(tl.float32) * low_gains).to(dtype).to(tl.float32)
+        second = ((second * scale).to(gain).to(tl.float32) * high_gains).to(dtype).to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin
 
 
@@ -45,16 +67,24 @@ def _rotated(first, second, cos, sin, norm, out, column, inside, eps, SIZE: tl.c
 def _norm_rope_write_kernel(
     heads, query_norm, key_norm, cos, sin, query, key_cache, value_cache, slot_mapping,
     heads_stride, block_stride, head_stride, eps,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HALF: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    NORM: tl.constexpr, TOGETHER: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     others_may_start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     column = tl.arange(0, HALF)
     inside = column < SIZE // 2
-    cosine = tl.load(cos + token * (SIZE // 2) + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    sine = tl.load(sin + token * (SIZE // 2) + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    turns = column < ROTARY // 2
+    cosine = tl.load(cos + token * (ROTARY // 2) + column, mask=turns, other=1.0).to(tl.float32)[None, :]
+    sine = tl.load(sin + token * (ROTARY // 2) + column, mask=turns, other=0.0).to(tl.float32)[None, :]
+    if ROTARY == SIZE:
+        low, high = column, column + SIZE // 2
+    else:  # dimensions behind the rotated ones are pairs, too: with angle 0, so that they stay as they are
+        low = tl.max_contiguous(tl.multiple_of(tl.where(turns, column, column + ROTARY // 2), ALIGNED), ALIGNED)
+        high = column + tl.where(turns, ROTARY // 2, SIZE // 2)
+        high = tl.max_contiguous(tl.multiple_of(high, ALIGNED), ALIGNED)
     query_parts: tl.constexpr = (NUM_HEADS + TILE - 1) // TILE
     source = heads + token * heads_stride
     slot = tl.load(slot_mapping + token)
@@ -62,28 +92,34 @@ def _norm_rope_write_kernel(
     if part < query_parts:
         head = part * TILE + tl.arange(0, TILE)
         mask = (head < NUM_HEADS)[:, None] & inside[None, :]
-        at = head[:, None] * SIZE + column[None, :]
-        first = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(source + SIZE // 2 + at, mask=mask, other=0.0).to(tl.float32)
-        first, second = _rotated(first, second, cosine, sine, query_norm, query, column, inside, eps, SIZE, NORM)
-        target = query + token * NUM_HEADS * SIZE + at
-        tl.store(target, first.to(query.dtype.element_ty), mask=mask)
-        tl.store(target + SIZE // 2, second.to(query.dtype.element_ty), mask=mask)
+        rows = head[:, None] * SIZE
+        first = tl.load(source + rows + low[None, :], mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(source + rows + high[None, :], mask=mask, other=0.0).to(tl.float32)
+        first, second = _rotated(
+            first, second, cosine, sine, query_norm, query, source, rows, low, high, mask, inside, eps,
+            SIZE, NUM_HEADS * SIZE, NORM, TOGETHER,
+        )  # fmt: skip
+        target = query + token * NUM_HEADS * SIZE + rows
+        tl.store(target + low[None, :], first.to(query.dtype.element_ty), mask=mask)
+        tl.store(target + high[None, :], second.to(query.dtype.element_ty), mask=mask)
     else:
         head = (part - query_parts) * TILE + tl.arange(0, TILE)
         mask = (head < NUM_KV_HEADS)[:, None] & inside[None, :] & (slot >= 0)
         source += NUM_HEADS * SIZE
-        at = head[:, None] * SIZE + column[None, :]
-        first = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(source + SIZE // 2 + at, mask=mask, other=0.0).to(tl.float32)
-        first, second = _rotated(first, second, cosine, sine, key_norm, query, column, inside, eps, SIZE, NORM)
+        rows = head[:, None] * SIZE
+        first = tl.load(source + rows + low[None, :], mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(source + rows + high[None, :], mask=mask, other=0.0).to(tl.float32)
+        first, second = _rotated(
+            first, second, cosine, sine, key_norm, query, source, rows, low, high, mask, inside, eps,
+            SIZE, NUM_KV_HEADS * SIZE, NORM, TOGETHER,
+        )  # fmt: skip
         place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * SIZE
-        to = place + head.to(tl.int64)[:, None] * head_stride + column[None, :]
-        tl.store(key_cache + to, first.to(query.dtype.element_ty), mask=mask)
-        tl.store(key_cache + to + SIZE // 2, second.to(query.dtype.element_ty), mask=mask)
+        to = place + head.to(tl.int64)[:, None] * head_stride
+        tl.store(key_cache + to + low[None, :], first.to(query.dtype.element_ty), mask=mask)
+        tl.store(key_cache + to + high[None, :], second.to(query.dtype.element_ty), mask=mask)
         source += NUM_KV_HEADS * SIZE
-        tl.store(value_cache + to, tl.load(source + at, mask=mask), mask=mask)
-        tl.store(value_cache + to + SIZE // 2, tl.load(source + SIZE // 2 + at, mask=mask), mask=mask)
+        tl.store(value_cache + to + low[None, :], tl.load(source + rows + low[None, :], mask=mask), mask=mask)
+        tl.store(value_cache + to + high[None, :], tl.load(source + rows + high[None, :], mask=mask), mask=mask)
 
 
 def norm_rope_write(
@@ -106,8 +142,10 @@ def norm_rope_write(
         raise ValueError(f"heads must be [T, query + 2 * {num_kv_heads}, {size}], rows contiguous, not {heads.shape}")
     if heads.dtype != key_cache.dtype or len(slot_mapping) != num_tokens:
         raise ValueError(f"{heads.dtype} of {num_tokens} tokens into {key_cache.dtype} at {len(slot_mapping)} slots")
-    if cos.shape != (num_tokens, size // 2) or not cos.is_contiguous() or not sin.is_contiguous():
-        raise ValueError(f"cos and sin must be contiguous [{num_tokens}, {size // 2}], not {tuple(cos.shape)}")
+    rotary = 2 * cos.shape[-1]
+    if cos.shape != (num_tokens, rotary // 2) or rotary > size or not cos.is_contiguous() or not sin.is_contiguous():
+        most = size // 2
+        raise ValueError(f"cos and sin must be contiguous [{num_tokens}, at most {most}], not {tuple(cos.shape)}")
     query = heads.new_empty((num_tokens, num_heads, size))
     if num_tokens:
         early = launches_early(heads.device)
@@ -118,7 +156,8 @@ def norm_rope_write(
         _norm_rope_write_kernel[grid](
             heads, query_norm, key_norm, cos, sin, query, key_cache, value_cache, slot_mapping,
             heads.stride(0), key_cache.stride(0), key_cache.stride(1), eps,
-            num_heads, num_kv_heads, size, block_size, triton.next_power_of_2(size // 2), tile, norms is not None,
+            num_heads, num_kv_heads, size, rotary, block_size, triton.next_power_of_2(size // 2),
+            gcd(rotary // 2, size // 2, 8), tile, norms is not None, norms is not None and norms.query.dim() == 2,
             early, num_warps=4, **early_options(early),
         )  # fmt: skip
     return query

@@ -141,7 +141,10 @@ class HalfNormed:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMSNorm weights [head_dim] for every query head and every key head of a layer (Qwen3)."""
+    """RMSNorm weights of a layer's queries and keys.
+
+    [head_dim]: of every head alone (Qwen3). [heads, head_dim]: of a token's heads together, as one row (MiniMax-M2).
+    """
 
     query: torch.Tensor
     key: torch.Tensor

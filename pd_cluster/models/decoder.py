@@ -117,10 +117,20 @@ class Decoder(ABC, Generic[FamilyLayer]):
     def _make_attention(self, name: str, layer: int) -> PagedAttention:
         spec, norms = self.spec, None
         if spec.qk_norm:
-            query, key = (self._parameters.norm(f"{name}.{part}_norm.weight", spec.head_dim) for part in ("q", "k"))
-            norms = HeadNorms(query, key, spec.norm_eps)
+            norms = HeadNorms(
+                self._make_head_norm(f"{name}.q_norm", spec.num_heads),
+                self._make_head_norm(f"{name}.k_norm", spec.num_kv_heads),
+                spec.norm_eps,
+            )
         group = spec.group_windows.index(spec.windows[layer])
         return PagedAttention(self._kernels, spec.head_dim, group, spec.attention_scale, norms)
+
+    def _make_head_norm(self, name: str, num_heads: int) -> torch.Tensor:
+        """Make the weight of one norm in HeadNorms."""
+        size = self.spec.head_dim
+        if not self.spec.norms_heads_together:
+            return self._parameters.norm(f"{name}.weight", size)
+        return self._parameters.norm(f"{name}.weight", num_heads * size).view(num_heads, size)
 
     def _make_gate_up(self, name: str, activate: Callable[[torch.Tensor], torch.Tensor]) -> Linear:
         """Make the product for gates and ups: [2 * intermediate, hidden]. `activate` makes [T, intermediate] of it."""

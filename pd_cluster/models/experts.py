@@ -26,19 +26,22 @@ class ExpertNames:
     gate: str
     up: str
     down: str
+    shared: str = "shared_expert"  # the expert that computes every token
+    bias: str = "gate.e_score_correction_bias"  # of a router of sigmoids
 
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """The expert that computes every token. A sigmoid of its own weighs its result."""
+    """The expert that computes every token. A sigmoid of its own may weigh its result."""
 
-    gate: torch.Tensor  # [1, hidden]
+    gate: torch.Tensor | None  # [1, hidden]
     gate_up: Linear  # [2 * size, hidden], activated: [T, size]
     down: Linear  # [hidden, size]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [T, hidden] -> [T, hidden]."""
-        return self.down(self.gate_up(x)).mul_(F.linear(x, self.gate).sigmoid())
+        product = self.down(self.gate_up(x))
+        return product if self.gate is None else product.mul_(F.linear(x, self.gate).sigmoid())
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,28 +70,33 @@ def make_experts(
     layer: str, names: ExpertNames, hidden_size: int, spec: ExpertsSpec, weights: Parameters, kernels: Kernels
 ) -> Experts:
     """The experts of the checkpoint's `layer`."""
-    block, size = f"{layer}.{names.block}", spec.size
+    block, size, bias = f"{layer}.{names.block}", spec.size, None
+    if spec.is_sigmoid:
+        bias = weights.tensor(f"{block}.{names.bias}", spec.num_experts, wide=True)
     experts = [f"{block}.experts.{number}" for number in range(spec.num_experts)]
     gates_and_ups = [[f"{expert}.{part}.weight" for part in (names.gate, names.up)] for expert in experts]
     return Experts(
         kernels=kernels,
-        routing=Routing(spec.num_chosen, spec.normalized),
+        routing=Routing(
+            spec.num_chosen, spec.normalized, spec.is_sigmoid, spec.factor, spec.num_groups, spec.groups_chosen
+        ),
         router=weights.tensor(f"{block}.gate.weight", spec.num_experts, hidden_size, wide=True),
-        bias=None,
+        bias=bias,
         gate_up=weights.stacked(gates_and_ups, size, hidden_size),
         down=weights.stacked([[f"{expert}.{names.down}.weight"] for expert in experts], hidden_size, size),
-        shared=_make_shared(block, names, hidden_size, spec.shared_size, weights, kernels),
+        shared=_make_shared(block, names, hidden_size, spec, weights, kernels),
     )
 
 
 def _make_shared(
-    block: str, names: ExpertNames, hidden_size: int, size: int, weights: Parameters, kernels: Kernels
+    block: str, names: ExpertNames, hidden_size: int, spec: ExpertsSpec, weights: Parameters, kernels: Kernels
 ) -> SharedExpert | None:
-    if not size:
+    if not spec.shared_size:
         return None
-    parts = {f"{block}.shared_expert.{part}": size for part in (names.gate, names.up)}
+    shared, size = f"{block}.{names.shared}", spec.shared_size
+    parts = {f"{shared}.{part}": size for part in (names.gate, names.up)}
     return SharedExpert(
-        gate=weights.tensor(f"{block}.shared_expert_gate.weight", 1, hidden_size),
+        gate=weights.tensor(f"{shared}_gate.weight", 1, hidden_size) if spec.shared_gated else None,
         gate_up=weights.linear("shared_gate_up", parts, hidden_size, activate=kernels.silu_and_mul),
-        down=weights.linear("shared_down", {f"{block}.shared_expert.{names.down}": hidden_size}, size),
+        down=weights.linear("shared_down", {f"{shared}.{names.down}": hidden_size}, size),
     )

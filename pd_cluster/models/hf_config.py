@@ -5,7 +5,7 @@ Both spellings of the RoPE settings are read: `rope_parameters` (transformers 5)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,9 @@ class ExpertsRules:
     size: str  # the setting that has the size of an expert's activations
     normalized: bool | None = None  # None: as `norm_topk_prob` says
     is_shared: bool = False  # one more expert, of `shared_expert_intermediate_size`, computes every token
+    is_sigmoid: bool = False  # routed as in DeepSeek-V3: see `_read_sigmoid_experts`, which uses the next two
+    num_shared: int = 0  # default of `n_shared_experts`
+    num_dense: int = 0  # default of `first_k_dense_replace`
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,8 @@ class ConfigRules:
 
     qkv_bias: bool | None = None  # None: as `attention_bias` says
     out_bias: bool | None = None
-    qk_norm: bool = False
+    qk_norm: bool | None = False  # None: as `use_qk_norm` says
+    norms_heads_together: bool = False  # QK norm has one row of all heads
     num_kv_heads: int | None = None  # default when the config has none; None: num_attention_heads
     max_len: int = 2048
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
@@ -67,6 +71,7 @@ class ConfigRules:
     norm_eps: float = 1e-6  # default
     experts: ExpertsRules | None = None  # None: every layer has a dense feed-forward
     window_rope_theta: float | None = None  # default for layers with a window; None: all layers have the same RoPE
+    rotary_part: float | None = None  # default of `partial_rotary_factor`; None: heads rotate as a whole
 
 
 def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) -> ModelSpec:
@@ -86,6 +91,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
     max_len = int(reader.optional("max_position_embeddings", rules.max_len))
     query_scalar = rules.query_scalar and reader.integer("query_pre_attn_scalar", rules.query_scalar)
     rope, window_rope = _read_ropes(reader, rules, max_len)
+    head_dim = int(reader.optional("head_dim", rules.head_dim or hidden_size // num_heads))
     return ModelSpec(
         architecture=str(config["architectures"][0]),
         vocab_size=reader.integer("vocab_size"),
@@ -94,7 +100,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=int(reader.optional("head_dim", rules.head_dim or hidden_size // num_heads)),
+        head_dim=head_dim,
         max_len=max_len,
         norm_eps=float(reader.optional("rms_norm_eps", rules.norm_eps)),
         rope=rope,
@@ -102,12 +108,14 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         qkv_bias=attention_bias if rules.qkv_bias is None else rules.qkv_bias,
         out_bias=attention_bias if rules.out_bias is None else rules.out_bias,
         mlp_bias=bool(reader.optional("mlp_bias", False)),
-        qk_norm=rules.qk_norm,
+        qk_norm=bool(reader.optional("use_qk_norm", False)) if rules.qk_norm is None else rules.qk_norm,
         tied_embeddings=bool(reader.optional("tie_word_embeddings", rules.tied_embeddings)),
         dtype=str(reader.optional("dtype", reader.optional("torch_dtype", "float32"))).removeprefix("torch."),
         window_rope=window_rope,
         score_scale=query_scalar and query_scalar**-0.5,
         experts=_read_experts(reader, rules, num_layers),
+        rotary_dim=_read_rotary_dim(reader, rules, head_dim),
+        norms_heads_together=rules.norms_heads_together,
     )
 
 
@@ -135,10 +143,11 @@ class _Reader:
         value = self._config.get(name)
         return default if value is None else value
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
         value = self.optional(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise StartupError(f"{self._file}: {name} must be a positive integer, not {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            kind = "a positive integer" if least else "an integer of at least 0"
+            raise StartupError(f"{self._file}: {name} must be {kind}, not {value!r}")
         return value
 
     def window(self, default: int) -> int:
@@ -151,7 +160,7 @@ class _Reader:
 
 
 def _read_experts(reader: _Reader, rules: ConfigRules, num_layers: int) -> ExpertsSpec | None:
-    """The number of experts has two names: `num_experts` on the hub, `num_local_experts` of transformers 5."""
+    """The number of experts has several names: transformers 5 saves the hub's `num_experts` as `num_local_experts`."""
     experts = rules.experts
     if experts is None:
         return None
@@ -159,13 +168,15 @@ def _read_experts(reader: _Reader, rules: ConfigRules, num_layers: int) -> Exper
     has_windows, has_bias = reader.optional("use_sliding_window", False), reader.optional("qkv_bias", True)
     reader.refuse("use_sliding_window", has_windows, "sliding windows are not served in this architecture")
     reader.refuse("qkv_bias", bool(rules.qkv_bias) and not has_bias, "in this architecture only models with it are")
-    name = "num_local_experts" if reader.optional("num_experts", None) is None else "num_experts"
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    name = next((name for name in names if reader.optional(name, None) is not None), names[-1])
     num_experts, num_chosen = reader.integer(name), reader.integer("num_experts_per_tok")
     reader.refuse("num_experts_per_tok", num_chosen > num_experts, f"there are {num_experts} experts")
     dense, period = reader.optional("mlp_only_layers", ()), reader.integer("decoder_sparse_step", 1)
     reader.refuse("mlp_only_layers", not isinstance(dense, (list, tuple)), "a list of layers is expected")
-    normalized = reader.optional("norm_topk_prob", False) if experts.normalized is None else experts.normalized
-    return ExpertsSpec(
+    default = experts.is_sigmoid  # of `norm_topk_prob`
+    normalized = reader.optional("norm_topk_prob", default) if experts.normalized is None else experts.normalized
+    spec = ExpertsSpec(
         num_experts=num_experts,
         num_chosen=num_chosen,
         size=reader.integer(experts.size),
@@ -173,6 +184,49 @@ def _read_experts(reader: _Reader, rules: ConfigRules, num_layers: int) -> Exper
         shared_size=reader.integer("shared_expert_intermediate_size") if experts.is_shared else 0,
         dense_layers=tuple(layer for layer in range(num_layers) if layer in dense or (layer + 1) % period),
     )
+    return _read_sigmoid_experts(reader, experts, spec, num_layers) if experts.is_sigmoid else spec
+
+
+def _read_sigmoid_experts(reader: _Reader, rules: ExpertsRules, spec: ExpertsSpec, num_layers: int) -> ExpertsSpec:
+    """The settings of DeepSeek-V3's routing (arXiv 2412.19437, section 2.1) in addition to those of `spec`."""
+    scoring = reader.optional("scoring_func", "sigmoid")
+    reader.refuse("scoring_func", scoring != "sigmoid", "in this architecture only sigmoid is")
+    num_groups, chosen = reader.integer("n_group", 1), reader.integer("topk_group", 1)
+    size = spec.num_experts // num_groups
+    reader.refuse("n_group", spec.num_experts % num_groups != 0, f"there are {spec.num_experts} experts")
+    reader.refuse("n_group", num_groups > 1 and size == 1, "a group's rank is the sum of its two best experts")
+    reader.refuse("topk_group", chosen > num_groups, f"there are {num_groups} groups")
+    reader.refuse("topk_group", spec.num_chosen > chosen * size, f"{spec.num_chosen} experts are chosen of {size} each")
+    return replace(
+        spec,
+        shared_size=reader.integer("n_shared_experts", rules.num_shared, 0) * spec.size,
+        shared_gated=False,
+        dense_layers=tuple(range(min(num_layers, reader.integer("first_k_dense_replace", rules.num_dense, 0)))),
+        is_sigmoid=True,
+        factor=float(reader.optional("routed_scaling_factor", 1.0)),
+        num_groups=num_groups,
+        groups_chosen=chosen,
+    )
+
+
+def _read_rotary_dim(reader: _Reader, rules: ConfigRules, head_dim: int) -> int | None:
+    """How many dimensions of a head rotate. None: all.
+
+    `partial_rotary_factor` is a setting of its own or one of RoPE's; MiniMax-M2 on the hub has `rotary_dim` instead.
+    """
+    name = "partial_rotary_factor"
+    rope = reader.optional("rope_scaling", {}) | reader.optional("rope_parameters", {})
+    places = [rope, *(value for value in rope.values() if isinstance(value, dict)), {name: reader.optional(name, None)}]
+    given = [place[name] for place in places if place.get(name) is not None]
+    if rules.rotary_part is None:
+        reader.refuse(name, any(part != 1.0 for part in given), "in this architecture heads rotate as a whole")
+        return None
+    default = reader.integer("rotary_dim", int(rules.rotary_part * head_dim)) / head_dim
+    part = given[0] if given else default
+    reader.refuse(name, not isinstance(part, (int, float)), "a number is expected")
+    dim = int(head_dim * part)
+    reader.refuse(name, not 0 < dim <= head_dim or dim % 2 != 0, f"{dim} of {head_dim} dimensions cannot rotate")
+    return dim if dim < head_dim else None
 
 
 def _read_ropes(reader: _Reader, rules: ConfigRules, max_len: int) -> tuple[RopeSpec, RopeSpec | None]:
@@ -195,8 +249,6 @@ def _read_rope(reader: _Reader, field: str, settings: Mapping[str, Any], theta: 
     """`settings`: those in the config's `field`. `theta`: used if they have no `rope_theta`."""
     kind = settings.get("rope_type", settings.get("type", "default"))
     reader.refuse(field, kind not in ROPE_TYPES, f"RoPE of type {kind}; served: {', '.join(ROPE_TYPES)}")
-    partial = settings.get("partial_rotary_factor", reader.optional("partial_rotary_factor", 1.0))
-    reader.refuse("partial_rotary_factor", partial != 1.0, "partial rotary embedding is not served")
     theta = float(settings.get("rope_theta", theta))
     if kind == "default":
         return RopeSpec(theta)

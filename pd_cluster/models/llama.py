@@ -1,4 +1,4 @@
-"""Llama and its relatives (Mistral, Qwen2, Qwen3): pre-norm decoder, rotary attention, SwiGLU or experts."""
+"""Llama and its relatives (Mistral, Qwen, mixtures): pre-norm decoder, rotary attention, SwiGLU or experts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Llama(Decoder[LlamaLayer]):
     def __init__(
         self, spec: ModelSpec, kernels: Kernels, max_len: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._rope = make_rope_table(spec.rope, spec.head_dim, max_len, dtype, device)
+        self._rope = make_rope_table(spec.rope, spec.rotary_dim or spec.head_dim, max_len, dtype, device)
         super().__init__(spec, kernels, dtype, device)
 
     def hidden(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Normed:

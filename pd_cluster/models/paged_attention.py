@@ -34,7 +34,7 @@ class PagedAttention:
         """Write the keys and values of T tokens into the cache, and attend.
 
         `heads`: [T, (H + 2 G) * head_dim], queries, then keys, then values, as the product leaves them.
-        `angles`: cos and sin, [T, head_dim / 2] each. `views`: the layer's K and V, [num_blocks, G, block_size,
+        `angles`: cos and sin, [T, rotary_dim / 2] each. `views`: the layer's K and V, [num_blocks, G, block_size,
         head_dim] each. -> [T, H * head_dim]; with `tail`, of its R rows only.
         """
         heads = heads.view(heads.shape[0], -1, self.head_dim)

@@ -43,6 +43,18 @@ def _mixtral() -> BuildModel:
     return Mixtral
 
 
+def _glm4_moe() -> BuildModel:
+    from pd_cluster.models.glm4_moe import Glm4Moe
+
+    return Glm4Moe
+
+
+def _minimax_m2() -> BuildModel:
+    from pd_cluster.models.minimax_m2 import MiniMaxM2
+
+    return MiniMaxM2
+
+
 def _gemma3() -> BuildModel:
     from pd_cluster.models.gemma3 import Gemma3
 
@@ -69,6 +81,27 @@ _MIXTRAL = ConfigRules(
     rope_theta=1e6,
     experts=ExpertsRules("intermediate_size", normalized=True),
 )
+_GLM4_MOE = ConfigRules(
+    out_bias=False,
+    qk_norm=None,
+    num_kv_heads=8,
+    max_len=131072,
+    norm_eps=1e-5,
+    rotary_part=0.5,
+    experts=ExpertsRules("moe_intermediate_size", is_sigmoid=True, num_shared=1, num_dense=1),
+)
+_MINIMAX_M2 = ConfigRules(
+    qkv_bias=False,
+    out_bias=False,
+    qk_norm=True,
+    norms_heads_together=True,
+    num_kv_heads=8,
+    max_len=196608,
+    head_dim=128,
+    rope_theta=5e6,
+    rotary_part=1.0,
+    experts=ExpertsRules("intermediate_size", normalized=True, is_sigmoid=True),
+)
 _GEMMA3 = ConfigRules(
     qk_norm=True,
     num_kv_heads=4,
@@ -91,6 +124,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2MoeForCausalLM": Architecture(_QWEN2_MOE, _llama),
     "Qwen3MoeForCausalLM": Architecture(_QWEN3_MOE, _llama),
     "MixtralForCausalLM": Architecture(_MIXTRAL, _mixtral),
+    "Glm4MoeForCausalLM": Architecture(_GLM4_MOE, _glm4_moe),
+    "MiniMaxM2ForCausalLM": Architecture(_MINIMAX_M2, _minimax_m2),
     "Gemma3ForCausalLM": Architecture(_GEMMA3, _gemma3),
 }
 

@@ -27,7 +27,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A mixture of experts. The router's scores are the softmax over all experts."""
+    """A mixture of experts. See `pd_kernels.values.Routing` for how a router chooses."""
 
     num_experts: int
     num_chosen: int  # experts of a token: those with the highest scores
@@ -35,6 +35,11 @@ class ExpertsSpec:
     normalized: bool  # the scores of the chosen experts are divided by their sum
     shared_size: int = 0  # of the activations of the expert that computes every token; 0: there is none
     dense_layers: tuple[int, ...] = ()  # layers that have a dense feed-forward instead
+    shared_gated: bool = True  # a sigmoid weighs the result of the expert that computes every token
+    is_sigmoid: bool = False  # scores are sigmoids, and the checkpoint has a bias to choose by; else the softmax
+    factor: float = 1.0  # on the scores
+    num_groups: int = 1  # of experts; a token's experts are in `groups_chosen` of them
+    groups_chosen: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,8 @@ class ModelSpec:
     window_rope: RopeSpec | None = None  # RoPE of layers with a window; None: as `rope`
     score_scale: float | None = None  # factor on attention's scores; None: head_dim ** -0.5
     experts: ExpertsSpec | None = None  # None: every layer has a dense feed-forward
+    rotary_dim: int | None = None  # the first dimensions of a head, which RoPE rotates; None: all
+    norms_heads_together: bool = False  # with qk_norm: a token's queries are normed as one row, and its keys
 
     @property
     def attention_scale(self) -> float:

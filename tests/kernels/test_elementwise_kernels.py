@@ -9,6 +9,7 @@ import torch
 
 from pd_kernels import reference, torch_ops
 from pd_kernels.selection import BACKENDS, select_kernels
+from pd_kernels.values import HeadNorms
 from tests.kernels.paged import Shape, make_paged
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -65,6 +66,36 @@ def test_rope_is_a_rotation_of_pairs(head_dim: int) -> None:
     expected = torch.cat((pairs.real, pairs.imag), dim=-1)
     for function in (reference.rope, torch_ops.rope):
         assert torch.allclose(function(x, angles.cos(), angles.sin()), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
+@pytest.mark.parametrize("norm_shape", [(), (20,), (6, 20)])
+def test_norm_rope_write_rotates_a_part_and_norms_heads_alone_or_together(
+    norm_shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Against numbers in float64 that are computed head by head."""
+    heads, angles = random(5, 10, 20, dtype=dtype), random(5, 4, dtype=torch.float64, seed=1)
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+    query_norm, key_norm = (random(*norm_shape, dtype=dtype, seed=seed) for seed in (2, 3))
+    norms = HeadNorms(query_norm, key_norm[:2] if len(norm_shape) == 2 else key_norm, 1e-6) if norm_shape else None
+    cos, sin, slots = angles.cos().to(dtype), angles.sin().to(dtype), torch.tensor([3, 0, 40, 7, 31])
+    for function in (reference.norm_rope_write, torch_ops.norm_rope_write):
+        cache = torch.zeros(3, 2, 1, 2, 16, 20, dtype=dtype)
+        query = function(heads, norms, cos, sin, cache[:, :, 0, 0], cache[:, :, 0, 1], slots)
+        blocks, offsets = slots // 16, slots % 16
+        key, value = (cache[blocks, :, 0, part, offsets] for part in (0, 1))
+        assert torch.equal(value, heads[:, 8:])
+        for found, x, weight in (
+            (query, heads[:, :6], norms.query if norms else None),
+            (key, heads[:, 6:8], norms.key if norms else None),
+        ):
+            wide = x.double()
+            if weight is not None:
+                squares = wide.pow(2).mean((1, 2) if weight.dim() == 2 else 2, keepdim=True)
+                wide = wide / (squares + 1e-6).sqrt() * weight.double()
+            turned = torch.complex(wide[..., :4], wide[..., 4:8]) * turn
+            expected = torch.cat((turned.real, turned.imag, wide[..., 8:]), -1)
+            assert (found.double() - expected).abs().max() < 10 * DTYPES[dtype]
 
 
 def test_silu_and_mul() -> None:

@@ -92,20 +92,24 @@ def test_silu_and_mul(rows: int, size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("normed", ["", "each", "together"])
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "block_size"),
-    [(4, 2, 64, 16), (20, 4, 80, 32), (3, 3, 96, 16), (6, 1, 128, 64), (2, 1, 256, 16)],
-)
+    ("num_heads", "num_kv_heads", "head_dim", "rotary", "block_size"),
+    [
+        (4, 2, 64, 64, 16), (20, 4, 80, 80, 32), (3, 3, 96, 96, 16), (6, 1, 128, 128, 64), (2, 1, 256, 256, 16),
+        (48, 8, 128, 64, 64), (5, 1, 80, 20, 16), (3, 3, 96, 94, 16),
+    ],
+)  # fmt: skip
 def test_norm_rope_write(
-    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, normed: bool, dtype: torch.dtype
+    num_heads: int, num_kv_heads: int, head_dim: int, rotary: int, block_size: int, normed: str, dtype: torch.dtype
 ) -> None:
     """Queries come back, keys and values lie in their slots, a negative slot is nowhere, all else is as it was."""
     num_tokens, num_blocks = 7, 4
     heads = random(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
-    angles = random(num_tokens, head_dim // 2, dtype=torch.float64, seed=1)
+    angles = random(num_tokens, rotary // 2, dtype=torch.float64, seed=1)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    query_norm, key_norm = (random(head_dim, dtype=dtype, seed=seed) for seed in (2, 3))
+    shapes = ((num_heads, head_dim), (num_kv_heads, head_dim)) if normed == "together" else ((head_dim,),) * 2
+    query_norm, key_norm = (random(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes, 2))
     norms = HeadNorms(query_norm, key_norm, 1e-6) if normed else None
     wide_norms = HeadNorms(query_norm.double(), key_norm.double(), 1e-6) if normed else None
     cache = random(num_blocks, num_kv_heads, 3, 2, block_size, head_dim, dtype=dtype, seed=4)
@@ -127,7 +131,9 @@ def test_norm_rope_write(
 def test_norm_rope_write_refuses_other_shapes() -> None:
     cache = random(2, 2, 1, 2, 16, 64, dtype=torch.float32)
     views, slots = (cache[:, :, 0, 0], cache[:, :, 0, 1]), torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    angles = random(3, 32, dtype=torch.float32)
+    angles, wide = random(3, 32, dtype=torch.float32), random(3, 33, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"contiguous \[3, at most 32\], not \(3, 33\)"):
+        triton_rotary.norm_rope_write(random(3, 8, 64, dtype=torch.float32), None, wide, wide, *views, slots)
     for heads, message in (
         (random(3, 8, 32, dtype=torch.float32), "heads must be"),
         (random(3, 4, 64, dtype=torch.float32), "heads must be"),

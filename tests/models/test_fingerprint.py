@@ -21,6 +21,10 @@ from pd_cluster.models.weights import read_header
 QWEN3_EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
 }  # fmt: skip
+GLM4_EXPERTS = {
+    "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "use_qk_norm": True,
+}  # fmt: skip
 SPEC = resolve_spec(Path(), CONFIGS["8b"])
 LIMIT = 64 << 20  # bytes that a fingerprint may read
 Shapes = dict[str, list[int]]
@@ -122,6 +126,7 @@ def test_files_of_a_dense_model_have_the_fingerprint_of_earlier_builds(tmp_path:
             "eb257f617b8714cd1bbbec9675b4d149",
         ),
         ("tiny", QWEN3_EXPERTS, "bcaa85cf8654e82a2cbfc5c50f1636cf"),
+        ("tiny", GLM4_EXPERTS, "42d17d8183e9b4e3b1ca2f629b340cd0"),
     ],
 )
 def test_fingerprints_are_those_of_earlier_builds(shape: str, changes: dict[str, Any], known: str) -> None:

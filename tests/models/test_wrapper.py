@@ -143,6 +143,14 @@ SLOTS = {"model.embed_tokens.weight", "model.layers.0.q.weight", "model.layers.1
         (["model.layers.0.self_attn.rotary_emb.inv_freq", "mtp.fc.weight", "visual.blocks.0.norm1.bias"], set()),
         (["model.layers.2.q.weight"], {"model.layers.2.q.weight"}),
         (["model.layers.2.eh_proj.weight", "model.layers.2.q.weight", "model.layers.2.shared_head.norm.weight"], set()),
+        (
+            [
+                f"model.layers.2.{name}.weight"
+                for name in ("eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head.head")
+            ]
+            + ["model.layers.2.mlp.gate.e_score_correction_bias"],
+            set(),
+        ),
         (["model.layers.2.eh_proj.weight", "model.layers.20.q.weight"], {"model.layers.20.q.weight"}),
         (["model.layers.1.eh_proj.weight"], {"model.layers.1.eh_proj.weight"}),
         (["model.language_model.layers.2.eh_proj.weight", "model.language_model.layers.2.q.weight"], set()),

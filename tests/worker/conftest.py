@@ -30,7 +30,9 @@ GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
 }
+LINEAR_ROPE = {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}
 EXPERTS = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+GLM4_EXPERTS = {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-llama3-rope-biases": (
@@ -42,7 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "num_key_value_heads": 6,
             "tie_word_embeddings": True,
-            "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4},
+            "rope_parameters": LINEAR_ROPE,
         },
     ),
     "mistral-window": ("Mistral", {"sliding_window": 24, "head_dim": 8}),
@@ -60,6 +62,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**EXPERTS, "decoder_sparse_step": 2, "shared_expert_intermediate_size": 40},
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24}),
+    "glm4-experts": (
+        "Glm4Moe",
+        {
+            **GLM4_EXPERTS,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "glm4-air": ("Glm4Moe", {**GLM4_EXPERTS, "rope_parameters": {**LINEAR_ROPE, "partial_rotary_factor": 0.25}}),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
     "gemma3": (
         "Gemma3",
         {
@@ -106,7 +130,7 @@ def save_model(kind: str, directory: Path, options: dict[str, Any], seed: int = 
     model = model_class(model_class.config_class(**{**COMMON, **options})).eval()
     least = -0.5 if kind == "Gemma3" else 0.5  # of its norms, which multiply by 1 more
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("norm.weight"):
                 parameter.uniform_(least, least + 1)
             elif name.endswith("bias"):
@@ -142,8 +166,8 @@ def demo_directory() -> Path:
 
 
 @pytest.fixture
-def executor(models: ModelStore) -> Iterator[DeviceExecutor]:
-    """A fresh executor of the small Qwen3."""
-    executor = make_executor(models.get("qwen3").directory)
+def executor(request: pytest.FixtureRequest, models: ModelStore) -> Iterator[DeviceExecutor]:
+    """A fresh executor of the small Qwen3, or of the model that a test names as its parameter."""
+    executor = make_executor(models.get(getattr(request, "param", "qwen3")).directory)
     yield executor
     executor.close()

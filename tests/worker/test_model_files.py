@@ -36,6 +36,11 @@ QWEN2_EXPERTS = {
 MIXTRAL = {
     "architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 2,
 }  # fmt: skip
+GLM4_MOE = {
+    "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "num_key_value_heads": 2,
+}  # fmt: skip
+MINIMAX_M2 = {**MIXTRAL, "architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 32}
 
 
 def spec_of(tmp_path: Path, **changes: Any) -> ModelSpec:
@@ -89,9 +94,43 @@ def test_experts_of_a_bare_config(tmp_path: Path) -> None:
     assert (mixtral.windows, mixtral.norm_eps, mixtral.rope) == ((0,) * 4, 1e-5, RopeSpec(1e6))
 
 
-def test_both_names_of_the_number_of_experts_mean_the_same(tmp_path: Path) -> None:
-    hub = spec_of(tmp_path, **QWEN3_EXPERTS)
-    assert spec_of(tmp_path, **{**QWEN3_EXPERTS, "num_experts": None}, num_local_experts=8) == hub
+def test_sigmoid_routing_of_a_bare_config_and_of_all_settings(tmp_path: Path) -> None:
+    glm = spec_of(tmp_path, **GLM4_MOE)
+    bare = ExpertsSpec(
+        8, 2, 24, normalized=True, shared_size=24, dense_layers=(0,), shared_gated=False, is_sigmoid=True
+    )
+    assert glm.experts == bare
+    assert (glm.rotary_dim, glm.qk_norm, glm.norms_heads_together, glm.norm_eps) == (8, False, False, 1e-5)
+    settings = {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 3}
+    others = {"norm_topk_prob": False, "routed_scaling_factor": 2.5}
+    expected = ExpertsSpec(8, 2, 24, False, 48, (0, 1, 2), False, True, factor=2.5, num_groups=4, groups_chosen=2)
+    assert spec_of(tmp_path, **GLM4_MOE, **settings, **others).experts == expected
+    without = spec_of(tmp_path, **GLM4_MOE, n_shared_experts=0, first_k_dense_replace=0).experts
+    assert without is not None
+    assert (without.shared_size, without.dense_layers) == (0, ())
+    biases = spec_of(tmp_path, **GLM4_MOE, attention_bias=True, use_qk_norm=True)
+    assert (biases.qkv_bias, biases.out_bias, biases.qk_norm) == (True, False, True)
+    minimax = spec_of(tmp_path, **MINIMAX_M2, scoring_func="sigmoid")
+    assert minimax.experts == ExpertsSpec(8, 2, 96, normalized=True, shared_gated=False, is_sigmoid=True)
+    assert (minimax.qk_norm, minimax.norms_heads_together, minimax.rotary_dim) == (True, True, None)
+    assert minimax.rope == RopeSpec(5e6)
+
+
+@pytest.mark.parametrize(
+    ("model", "old", "new"),
+    [
+        (QWEN3_EXPERTS, {}, {"num_experts": None, "num_local_experts": 8}),
+        (GLM4_MOE, {}, {"n_routed_experts": None, "num_local_experts": 8}),
+        (GLM4_MOE, {"partial_rotary_factor": 0.25}, {"rope_parameters": {"partial_rotary_factor": 0.25}}),
+        (MINIMAX_M2, {"rotary_dim": 8}, {"partial_rotary_factor": 0.25}),
+        (MINIMAX_M2, {"rotary_dim": 32}, {}),
+        (MINIMAX_M2, {}, {"num_local_experts": None, "num_experts": 8}),
+    ],
+)
+def test_both_spellings_of_a_setting_mean_the_same(
+    tmp_path: Path, model: dict[str, Any], old: dict[str, Any], new: dict[str, Any]
+) -> None:
+    assert spec_of(tmp_path, **{**model, **old}) == spec_of(tmp_path, **{**model, **new})
 
 
 @pytest.mark.parametrize(
@@ -126,11 +165,15 @@ def test_both_spellings_of_rope_settings_mean_the_same(tmp_path: Path) -> None:
     assert new.rope == RopeSpec(500.0, "llama3", 4.0, 1.0, 2.0, 32)
 
 
-@pytest.mark.parametrize("name", ["llama-llama3-rope-biases", "llama-mha-linear-rope-tied", "qwen3"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama-llama3-rope-biases", "llama-mha-linear-rope-tied", "qwen3", "glm4-experts", "glm4-air", "minimax-m2"],
+)
 def test_rope_frequencies_equal_transformers(models: ModelStore, name: str) -> None:
     saved = models.get(name)
     spec = resolve_spec(saved.directory, read_json(saved.directory / "config.json"))
-    assert torch.allclose(rope_frequencies(spec.rope, spec.head_dim), saved.model.model.rotary_emb.inv_freq, rtol=1e-6)
+    found = rope_frequencies(spec.rope, spec.rotary_dim or spec.head_dim)
+    assert torch.allclose(found, saved.model.model.rotary_emb.inv_freq, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +189,19 @@ def test_rope_frequencies_equal_transformers(models: ModelStore, name: str) -> N
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "low_freq_factor, high_freq_factor missing"),
-        ({"partial_rotary_factor": 0.5}, "partial rotary"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 cannot be served: .* heads rotate as a whole"),
+        ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "heads rotate as a whole"),
+        ({**GLM4_MOE, "partial_rotary_factor": "half"}, "'half' cannot be served: a number is expected"),
+        ({**GLM4_MOE, "partial_rotary_factor": 0.2}, "3 of 16 dimensions cannot rotate"),
+        ({**GLM4_MOE, "partial_rotary_factor": 1.5}, "24 of 16 dimensions cannot rotate"),
+        ({**MINIMAX_M2, "rotary_dim": 64}, "64 of 32 dimensions cannot rotate"),
+        ({**MINIMAX_M2, "scoring_func": "softmax"}, "scoring_func = 'softmax' cannot be served: .* only sigmoid"),
+        ({**GLM4_MOE, "n_group": 3}, "n_group = 3 cannot be served: there are 8 experts"),
+        ({**GLM4_MOE, "n_group": 8, "topk_group": 2}, "n_group = 8 cannot be served: a group's rank is the sum"),
+        ({**GLM4_MOE, "n_group": 4, "topk_group": 5}, "topk_group = 5 cannot be served: there are 4 groups"),
+        ({**GLM4_MOE, "n_group": 4, "num_experts_per_tok": 3}, "topk_group = None cannot be served: 3 experts are"),
+        ({**GLM4_MOE, "n_shared_experts": -1}, "n_shared_experts must be an integer of at least 0, not -1"),
+        ({**GLM4_MOE, "n_routed_experts": None}, "num_local_experts must be a positive integer, not None"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights are not served"),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
         ({"vocab_size": None}, "vocab_size must be a positive integer, not None"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from pd_cluster.protocol.sampling_params import SamplingParams
 from tests.worker.conftest import MODELS, VOCAB_SIZE, ModelStore, SavedModel
@@ -13,8 +14,12 @@ from tests.worker.driver import Driver, make_executor, random_prompts
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pd_cluster.worker.input_batch import StepInputs
+
 NUM_TOKENS = 12
 LENGTHS = (1, 15, 16, 17, 70, 40)
+MIXTURES = ["qwen3-experts", "qwen2-shared-expert", "mixtral", "glm4-experts", "glm4-air", "minimax-m2"]
+PREFIX = ["llama", "mistral-window", "qwen2-some-windows", "qwen2-shared-expert", "glm4-experts", "minimax-m2"]
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -49,7 +54,32 @@ def test_logprobs_equal_transformers(models: ModelStore, name: str, budget: int)
         assert [entry.logprob for entry in token.top] == pytest.approx(best.values.tolist(), abs=2e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-some-windows", "qwen2-shared-expert", "gemma3"])
+@pytest.mark.parametrize("budget", [16, 512])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_logits_of_mixtures_equal_transformers(
+    models: ModelStore, monkeypatch: pytest.MonkeyPatch, name: str, budget: int
+) -> None:
+    """In float32 the greatest difference is 1e-5 of the logits' deviation."""
+    saved, found = models.get(name), list[torch.Tensor]()
+    driver = Driver(make_executor(saved.directory), budget)
+    runner = driver.executor._runner
+    forward = runner.forward
+
+    def noted(inputs: StepInputs) -> torch.Tensor:
+        found.append(forward(inputs).clone())
+        return found[-1]
+
+    monkeypatch.setattr(runner, "forward", noted)
+    generation = driver.add(random_prompts([75], VOCAB_SIZE)[0])
+    driver.run()
+    logits = torch.cat(found)
+    with torch.inference_mode():
+        expected = saved.model(torch.tensor([generation.all_ids[:-1]])).logits[0, 74:]
+    assert logits.shape == expected.shape == (NUM_TOKENS, VOCAB_SIZE)
+    assert (logits - expected).abs().max() <= 1e-5 * expected.std()
+
+
+@pytest.mark.parametrize("name", [*PREFIX, "gemma3"])
 def test_a_cached_prefix_gives_the_same_tokens(models: ModelStore, name: str) -> None:
     """A second request reads the first one's blocks, generated ones included, while that one still decodes."""
     saved = models.get(name)
@@ -77,7 +107,6 @@ def test_block_size_does_not_change_tokens(models: ModelStore, block_size: int) 
 
 
 def test_the_demo_model_equals_transformers(demo_directory: Path) -> None:
-    import torch
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(demo_directory, dtype=torch.float32).eval()
@@ -89,8 +118,9 @@ def test_the_demo_model_equals_transformers(demo_directory: Path) -> None:
     assert driver.run() == [saved.generate(prompt, 12) for prompt in prompts]
 
 
-def test_arrivals_departures_and_preemption_leave_the_others_alone(models: ModelStore) -> None:
-    saved = models.get("llama")
+@pytest.mark.parametrize("name", ["llama", "glm4-experts", "minimax-m2"])
+def test_arrivals_departures_and_preemption_leave_the_others_alone(models: ModelStore, name: str) -> None:
+    saved = models.get(name)
     prompts = random_prompts([20, 60, 33, 5], VOCAB_SIZE, seed=4)
     driver = Driver(make_executor(saved.directory, max_num_seqs=4), budget=40)
     generations = [

@@ -90,6 +90,7 @@ def test_new_blocks_may_replace_old_ones(executor: DeviceExecutor) -> None:
     assert [samples[0][0].token_id, following[0][0].token_id] == expected[1:3]
 
 
+@pytest.mark.parametrize("executor", ["qwen3", "glm4-experts", "minimax-m2"], indirect=True)
 def test_a_swapped_sequence_goes_on_where_it_was(executor: DeviceExecutor) -> None:
     expected = expected_tokens(executor)
     assert executor.num_host_blocks >= 4

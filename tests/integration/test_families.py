@@ -1,4 +1,7 @@
-"""Models with sliding windows in five layers of six, or in all: transformers' tokens on every path, cold and warm."""
+"""Tiny models of some families: transformers' tokens on every path, cold and warm.
+
+Gemma 3 has sliding windows in five layers of six, Mixtral in all.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ LENGTHS = (5, 24, 25, 70, 200)  # around the window of 24 tokens, and over it by
 NUM_TOKENS = 40  # over the window, whatever the prompt
 
 
-@pytest.fixture(scope="module", params=["gemma3", pytest.param("mixtral", marks=pytest.mark.slow)])
+SLOW = ("mixtral", "glm4-experts", "minimax-m2")
+
+
+@pytest.fixture(scope="module", params=["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
     """A checkpoint in the hub's format with a tokenizer in which each id is a number."""
     saved = ModelStore(tmp_path_factory.mktemp("models")).get(request.param)
