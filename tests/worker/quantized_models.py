@@ -46,7 +46,13 @@ class QuantizedCase:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-_ODD = {"hidden_size": 192, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+_ODD = {
+    "hidden_size": 192,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 _WHOLE = {**_ODD, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 128}
 _LEFT_OUT = ["model.layers.1.mlp", "model.layers.0.self_attn.o_proj", "lm_head"]
@@ -58,9 +64,8 @@ CASES = {
         r"lm_head|model\.layers\.1\.mlp|model\.layers\.0\.self_attn\.o_proj",
         _ODD,
     ),
-    "qwen2-tensor": QuantizedCase("Qwen2", TENSOR),  # with biases, and tied or not as the checkpoint says
+    "qwen2-tensor": QuantizedCase("Qwen2", TENSOR),  # biases
     "llama-channels-head": QuantizedCase("Llama", compressed(), "none", {"attention_bias": True, "mlp_bias": True}),
-    "llama-tensor-compressed": QuantizedCase("Llama", compressed("tensor", dynamic=False, ignore=("lm_head",))),
     "qwen3-modelopt": QuantizedCase(
         "Qwen3", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*layers.0.mlp*"]},
         r"lm_head|model\.layers\.0\.mlp", {"head_dim": 16},
@@ -143,7 +148,7 @@ def _round_rows(model: torch.nn.Module, groups: dict[str, int]) -> None:
             module.register_forward_pre_hook(lambda _, inputs, group=group: (rounded(inputs[0], group),))
         elif name.endswith(".experts"):
             group = 128 if 128 in groups.values() else 1 << 30
-            module.forward = _experts_forward(module, group, rounded)  # type: ignore[method-assign]
+            module.forward = _experts_forward(module, group, rounded)
 
 
 def _experts_forward(experts: Any, group: int, rounded: Any) -> Any:
@@ -151,7 +156,7 @@ def _experts_forward(experts: Any, group: int, rounded: Any) -> Any:
 
     def forward(x: torch.Tensor, chosen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         total, x = torch.zeros_like(x), rounded(x, min(group, x.shape[-1]))
-        for expert in chosen.unique().tolist():
+        for expert in set(chosen.flatten().tolist()):
             tokens, places = torch.where(chosen == expert)
             gate, up = F.linear(x[tokens], experts.gate_up_proj[expert]).chunk(2, dim=-1)
             activated = experts.act_fn(gate) * up
