@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from pd_kernels.backends import TORCH
 from pd_kernels.values import HalfNormed
 from tests.kernels.quantized_weights import random_quantized
 from tests.worker.test_few_rows import FEW_ROWS, PlainFewRows
+
+if TYPE_CHECKING:
+    from pd_kernels.gemm_selection import Product
 
 EPS = 1e-5
 
@@ -75,7 +79,11 @@ def test_a_quantized_weight_is_offered_to_kernels_of_few_rows_and_to_no_plain_pr
     assert linear.few_rows_product() is None
     assert asked == [(weight, bias, True)]
     assert QuantizedLinear(weight, None, FEW_ROWS).few_rows_product() is None
+
+    def never(num_rows: int, weight: torch.Tensor, parts: int = 1) -> list[Product]:
+        raise AssertionError
+
     plain = QuantizedLinear(weight, None, kernels)
-    assert LinearGroup([plain], lambda *sums: None).choose([4], lambda *shape: 1 / 0, lambda run: 1.0) == 0
+    assert LinearGroup([plain], lambda *sums: None).choose([4], never, lambda run: 1.0) == 0
     plain.pack()
     assert torch.equal(plain.weight.float(), weight.values.float()), "no other layout"
