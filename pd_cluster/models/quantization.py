@@ -79,8 +79,8 @@ def read_quantization(file: Path, config: Mapping[str, Any]) -> QuantizationSpec
     if not settings:
         return None
     reader = _Reader(f"{file}: quantization_config", settings)
-    reader.allow({"quant_method": tuple(_METHODS)})
-    return _METHODS[str(reader.get("quant_method"))](reader)
+    reader.allow({"quant_method": tuple(METHODS)})
+    return METHODS[str(reader.get("quant_method"))](reader)
 
 
 def _read_fp8(reader: _Reader) -> QuantizationSpec:
@@ -109,9 +109,10 @@ def _read_modelopt(reader: _Reader) -> QuantizationSpec:
     return QuantizationSpec(Scales.TENSOR, reader.names("ignore", "exclude_modules"))
 
 
-_METHODS: Mapping[str, Callable[[_Reader], QuantizationSpec]] = {
+METHODS: Mapping[str, Callable[[_Reader], QuantizationSpec]] = {
     "fp8": _read_fp8, "compressed-tensors": _read_compressed, "modelopt": _read_modelopt,
 }  # fmt: skip
+"""How to read the settings of each `quant_method` that is served."""
 
 
 class _Reader:
