@@ -42,7 +42,7 @@ class Parameters:
         self._kernels = kernels
         self._dtype, self._device = dtype, device
         self._offset_norms = offset_norms
-        self._scales = quantization.scales if quantization else Scales.CHANNELS
+        self._scales = quantization.scales if quantization else Scales.CHANNELS  # of quantized weights
         self._is_quantized = quantization.selector() if quantization else lambda name: False
 
     def tensor(self, name: str, *shape: int, wide: bool = False) -> torch.Tensor:

@@ -28,7 +28,7 @@ class Scales(StrEnum):
         return "weight_scale_inv" if self is Scales.BLOCKS else "weight_scale"
 
 
-SCALE_NAMES = tuple({kind.tensor_name for kind in Scales})
+SCALE_NAMES = tuple(kind.tensor_name for kind in Scales)
 
 
 @dataclass(frozen=True, slots=True)
