@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from pd_kernels.backends import FewRows, Kernels
     from pd_kernels.gemm_selection import From, Product
+    from pd_kernels.quantized import Weight
 
 Normed: TypeAlias = torch.Tensor | HalfNormed  # rows [T, size] after a norm, or before the norm's division
 
@@ -80,13 +81,18 @@ class Linear:
             product = self._multiply(x)
         return self._kernels.add_rms_norm(product, residual, norm, eps)[0]
 
+    @property
+    def takes_products(self) -> bool:
+        """Whether the product may be chosen by measurement."""
+        return self.bias is None
+
     def use(self, products: Mapping[int, Product], others: From | None = None) -> None:
         """From now on choose the product by the number of rows: first from `products`, then `others`.
 
         `products`: number of rows -> product; the products include the activation. `others` serves its least number of
-        rows and more. All other numbers of rows are multiplied as before. The Linear must not have a bias.
+        rows and more. All other numbers of rows are multiplied as before. Only if `takes_products`.
         """
-        assert self.bias is None
+        assert self.takes_products
         weight, plain = self.weight, self._multiply
 
         def multiply(x: torch.Tensor) -> torch.Tensor:
@@ -104,9 +110,7 @@ class Linear:
 
     def few_rows_product(self) -> FewRows | None:
         """Make the kernels' product of few rows for this weight, bias and activation; None if the kernels have none."""
-        if self.activate is not None and not self._is_swiglu:
-            return None
-        return self._kernels.few_rows(self.weight, self.bias, self._is_swiglu)
+        return self._make_few_rows(self.weight)
 
     def gated_products(self, num_rows: int) -> Sequence[Product]:
         """Products for `num_rows` rows and more that include the activation."""
@@ -135,6 +139,11 @@ class Linear:
     def _is_swiglu(self) -> bool:
         """Whether the activation is silu_and_mul, the only one that kernels compute together with the product."""
         return self.activate is self._kernels.silu_and_mul
+
+    def _make_few_rows(self, weight: Weight) -> FewRows | None:
+        if self.activate is not None and not self._is_swiglu:
+            return None
+        return self._kernels.few_rows(weight, self.bias, self._is_swiglu)
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         product = F.linear(x, self.weight, self.bias)
