@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pd_cluster.errors import StartupError
+from pd_cluster.errors import UnservedModel
 from pd_cluster.models.hf_config import ConfigRules, ExpertsRules, Windows, read_spec
 from pd_cluster.models.wrapper import WRAPPERS, text_config
 
@@ -96,12 +96,15 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def resolve_spec(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a `config.json` describes. Raises StartupError for one that cannot be served."""
+    """The model that a `config.json` describes. 
+
+    Raises UnservedModel for one that no family of ours can serve, StartupError for a malformed one.
+    """
     config = text_config(directory, config)
     architectures = config.get("architectures") or []
     named = ", ".join(map(str, architectures)) or "none named"
     if len(architectures) != 1 or named not in ARCHITECTURES:
-        raise StartupError(
+        raise UnservedModel(
             f"{directory / 'config.json'}: architecture {named} is not served; "
             f"served are {', '.join([*ARCHITECTURES, *WRAPPERS])}"
         )
