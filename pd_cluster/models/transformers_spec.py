@@ -64,7 +64,7 @@ def read_modules_spec(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
     except StartupError as error:
         raise UnservedModel(f"{file}: transformers' modules cannot be served: {error}") from error
     except Exception as error:  # the modules are foreign and may raise anything
-        reason = f"{type(error).__name__}: {error}"
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UnservedModel(f"{file}: transformers' modules cannot be built from it: {reason}") from error
 
 
@@ -79,7 +79,20 @@ def parse_config(config: Mapping[str, Any]) -> Any:
 
 def make_modules(parsed: Any, dtype: torch.dtype) -> Any:
     """Make the modules on torch's default device, with weights of any value."""
-    return AutoModelForCausalLM.from_config(parsed, attn_implementation=ATTENTION, dtype=dtype).eval()
+    module = AutoModelForCausalLM.from_config(parsed, attn_implementation=ATTENTION, dtype=dtype)
+    return prepare(module)
+
+
+def prepare(module: Any) -> Any:
+    """Set modules to inference. -> the same modules.
+
+    RoPE of type longrope keeps the frequencies of short sequences, which `max_len` allows only. The modules would
+    choose them in each step by its longest sequence, and wait for the device.
+    """
+    for part in module.modules():
+        if getattr(part, "rope_type", None) == "longrope":
+            part.rope_type = "default"
+    return module.eval().requires_grad_(False)
 
 
 def _check(parsed: Any) -> None:
@@ -142,7 +155,7 @@ def _make_spec(
     num_weights = sum(weight.numel() for weight in module.parameters())
     layer_parameters = num_weights - (1 if is_tied else 2) * vocab_size * hidden_size
     meaning = {name: value for name, value in config.items() if name not in _NAMES}
-    # Beyond its first length, longrope has other frequencies for all keys of a step
+    # Beyond its first length, longrope has other frequencies for all keys of a step: see `prepare`
     lengths = [parsed.max_position_embeddings]
     lengths += [rope["original_max_position_embeddings"] for rope in _ropes(parsed) if rope["rope_type"] == "longrope"]
     return ModelSpec(

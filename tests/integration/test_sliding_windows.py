@@ -1,4 +1,8 @@
-"""Models with sliding windows in five layers of six, or in all: transformers' tokens on every path, cold and warm."""
+"""Models with sliding windows: transformers' tokens on every path, cold and warm.
+
+Gemma 3 has windows in five layers of six, Mixtral in all, OLMo 3 in three of four: it is no family of ours, so
+transformers' modules compute it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.integration.system import Path, System, running_system
-from tests.worker.conftest import VOCAB_SIZE, ModelStore, SavedModel
+from tests.worker.conftest import VOCAB_SIZE, ModelStore, SavedModel, save_model
 from tests.worker.driver import random_prompts
 
 if TYPE_CHECKING:
@@ -21,10 +25,14 @@ LENGTHS = (5, 24, 25, 70, 200)  # around the window of 24 tokens, and over it by
 NUM_TOKENS = 40  # over the window, whatever the prompt
 
 
-@pytest.fixture(scope="module", params=["gemma3", pytest.param("mixtral", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "olmo3"))])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
     """A checkpoint in the hub's format with a tokenizer in which each id is a number."""
-    saved = ModelStore(tmp_path_factory.mktemp("models")).get(request.param)
+    directory = tmp_path_factory.mktemp("models")
+    if request.param == "olmo3":
+        saved = save_model("Olmo3", directory, {"sliding_window": 24, "num_hidden_layers": 4})
+    else:
+        saved = ModelStore(directory).get(request.param)
     tokenizer = Tokenizer(models.WordLevel({str(index): index for index in range(VOCAB_SIZE)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     (saved.directory / "tokenizer.json").write_text(tokenizer.to_str())

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import defaultdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from pd_cluster.config import SchedulerConfig
 from pd_cluster.errors import StartupError, UnservedModel
-from pd_cluster.models.directory import read_json
 from pd_cluster.models.fingerprint import fingerprint
-from pd_cluster.models.implementation import choose_implementation
+from pd_cluster.models.implementation import Implementation, choose_implementation
+from pd_cluster.models.transformers_model import TransformersModel
+from pd_cluster.models.weights import fill_at_random
 from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.worker.cuda_graphs.set_up import capturable
+from pd_kernels.backends import TORCH
 from tests.worker.driver import Driver, make_executor, random_prompts
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Mapping
 
-    from pd_cluster.models.spec import ModelSpec
     from pd_cluster.scheduling.batch import Batch
     from pd_cluster.worker.device_executor import DeviceExecutor
     from pd_cluster.worker.pending_step import PendingStep
@@ -116,11 +123,6 @@ def save_family(name: str, directory: Path) -> Any:
     return model
 
 
-def spec_of(directory: Path, wanted: str = "transformers", **changes: Any) -> ModelSpec:
-    config = {**read_json(directory / "config.json"), **changes}
-    return choose_implementation(directory, config, wanted).spec
-
-
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES])
 def test_tokens_and_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     """Chunks of at most 23 tokens beside decodes, blocks in random order."""
@@ -137,3 +139,165 @@ def test_tokens_and_logits_equal_transformers(tmp_path: Path, name: str) -> None
         found = torch.stack(recorder.logits[generation.seq_id])
         assert (found - expected).abs().max() < 3e-5 * expected.std()
         assert generation.all_ids[len(generation.prompt) :] == expected.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gpt2"])
+def test_a_prompt_computed_on_one_node_goes_on_at_another(tmp_path: Path, name: str) -> None:
+    model = save_family(name, tmp_path)
+    [prompt] = random_prompts([70], VOCAB_SIZE)
+    prefill, decode = (make_executor(tmp_path, model_impl="transformers") for _ in range(2))
+    assert prefill.model.fingerprint == decode.model.fingerprint
+    before, after = Driver(prefill, budget=23), Driver(decode)
+    first = before.add(prompt, SamplingParams(max_tokens=1, temperature=0.0))
+    before.run()
+    for source, target in zip(prefill._cache.tensors, decode._cache.tensors, strict=True):
+        target.copy_(source)
+    rest = after.add(prompt, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0))
+    rest.computed, rest.blocks, rest.tokens = first.computed, list(first.blocks), list(first.tokens)
+    after.free = [block for block in after.free if block not in rest.blocks]
+    after.run()
+    with torch.inference_mode():
+        logits = model(torch.tensor([rest.all_ids]), use_cache=False).logits[0]
+    assert rest.all_ids[70:] == logits[69:-1].argmax(-1).tolist()
+
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **COMMON}
+
+
+def choose(wanted: str, changes: Mapping[str, Any]) -> Implementation:
+    return choose_implementation(Path("model"), {**LLAMA, **changes}, wanted)
+
+
+def test_a_family_of_ours_is_used_where_it_serves_the_config() -> None:
+    for wanted in ("auto", "native"):
+        chosen = choose(wanted, {})
+        assert (chosen.spec.modules, chosen.line) == (None, "")
+    assert choose("transformers", {}).line == (
+        "LlamaForCausalLM by transformers' modules: right, not fast (--model-impl transformers)"
+    )
+
+
+def test_a_setting_that_no_family_serves_is_a_reason_for_transformers() -> None:
+    chosen = choose("auto", {"rope_parameters": YARN})
+    assert chosen.spec.modules is not None
+    assert chosen.line.startswith("LlamaForCausalLM by transformers' modules: right, not fast (model/config.json: rope")
+    assert "RoPE of type yarn; served: default, linear, llama3" in chosen.line
+    other = choose("auto", {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"})
+    assert "architecture Olmo2ForCausalLM is not served" in other.line
+
+
+def test_native_names_what_would_serve_the_model() -> None:
+    with pytest.raises(UnservedModel, match=r"RoPE of type yarn.*; --model-impl transformers would serve it$"):
+        choose("native", {"rope_parameters": YARN})
+    with pytest.raises(UnservedModel, match="architecture FooForCausalLM is not served.*; .*model_type foo is unknown"):
+        choose("native", {"architectures": ["FooForCausalLM"], "model_type": "foo"})
+
+
+def test_a_malformed_config_is_refused_not_completed_with_defaults() -> None:
+    with pytest.raises(StartupError, match="hidden_size must be a positive integer, not None"):
+        choose("auto", {"hidden_size": None})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "says"),
+    [
+        ("Llama4ForCausalLM", {"model_type": "llama4_text"}, "attention_chunk_size = 8192: chunked attention is not"),
+        ("Qwen3NextForCausalLM", {"model_type": "qwen3_next"}, "layer_types: linear_attention layers are not served"),
+        ("MambaForCausalLM", {"model_type": "mamba"}, "MambaForCausalLM has state besides keys and values|layer_types"),
+        ("DeepseekV32ForCausalLM", {"model_type": "deepseek_v32"}, "index_topk = 2048: attention that chooses its"),
+        ("T5ForConditionalGeneration", {"model_type": "t5"}, "is_encoder_decoder = True: an encoder is not served"),
+        ("BertLMHeadModel", {"model_type": "bert"}, "BertSelfAttention asks for attention to later tokens"),
+        ("BloomForCausalLM", {"model_type": "bloom"}, "BloomForCausalLM cannot use another attention"),
+        ("DogeForCausalLM", {"model_type": "doge"}, "DogeAttention asks for a mask of its own"),
+        ("DiffLlamaForCausalLM", {"model_type": "diffllama"}, "layer 0 attends twice"),
+        ("Gemma4ForCausalLM", {"model_type": "gemma4_text"}, "layers differ in heads, KV heads and head size"),
+        ("Mistral3ForConditionalGeneration", {"model_type": "mistral3"}, "wrappers of a text model are not served"),
+        ("FooForCausalLM", {"model_type": "foo", "auto_map": {"AutoConfig": "foo.Foo"}}, "its own code .* never run"),
+        ("FooForCausalLM", {}, r"architectures = \['FooForCausalLM'\]: LlamaForCausalLM is served"),
+        ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE of type dynamic"),
+        ("LlamaForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, "quantized weights are not served"),
+        ("LlamaForCausalLM", {"num_attention_heads": "four"}, "built from it: .*num_attention_heads. expected int"),
+    ],
+)  # fmt: skip
+def test_what_the_modules_would_compute_wrongly_is_refused(
+    architecture: str, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UnservedModel, match=f"^model/config.json: transformers' modules cannot be .*({says})"):
+        choose("transformers", {"architectures": [architecture], **changes})
+
+
+def test_longrope_is_served_up_to_its_first_length() -> None:
+    """Beyond it, the keys of all tokens of a step would have other frequencies."""
+    rope = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128}
+    spec = choose("auto", {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", **rope}).spec
+    assert spec.max_len == 128
+
+
+def test_the_spec_has_what_the_modules_say() -> None:
+    native, modules = choose("native", {}).spec, choose("transformers", {}).spec
+    same = (
+        "architecture", "vocab_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_len", "windows",
+        "group_windows", "tied_embeddings", "dtype",
+    )  # fmt: skip
+    assert [getattr(modules, name) for name in same] == [getattr(native, name) for name in same]
+    assert modules.layer_parameters == native.layer_parameters + 9 * 64, "norms count"
+    mixed = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 9}
+    assert choose("auto", {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", **mixed}).spec.windows == (
+        9, 0, 9, 0,
+    )  # fmt: skip
+
+
+def test_the_fingerprint_covers_the_config() -> None:
+    def of(wanted: str = "transformers", **changes: Any) -> str:
+        return fingerprint(choose(wanted, changes).spec, "dummy")
+
+    assert of(dtype="bfloat16", transformers_version="5.0", _name_or_path="x") == of()
+    assert len({of(), of("native"), of(rms_norm_eps=1e-3), of(rope_theta=5e3)}) == 4
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    save_family("llama", tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    save_file({**weights, "model.layers.0.mlp.gate_proj.scale": torch.ones(1)}, file, {"format": "pt"})
+    with pytest.raises(StartupError, match=r"unknown: \['model.layers.0.mlp.gate_proj.scale'\]$"):
+        make_executor(tmp_path, model_impl="transformers")
+    save_file({name: weight for name, weight in weights.items() if "v_proj" not in name}, file, {"format": "pt"})
+    with pytest.raises(StartupError, match=r"missing: \['model.layers.0.self_attn.v_proj.weight', "):
+        make_executor(tmp_path, model_impl="transformers")
+
+
+def test_modules_that_mix_tokens_outside_of_attention_are_refused() -> None:
+    device = torch.device("cpu")
+    model = TransformersModel(choose("transformers", {}).spec, None, torch.float32, device)
+    fill_at_random(model, 0)
+    model.finish_loading()
+    model._module.model.layers[1].mlp.register_forward_hook(lambda module, inputs, out: out + out.roll(1, dims=1))
+    with pytest.raises(StartupError, match="LlamaForCausalLM cannot be served: its modules mix tokens outside of atte"):
+        model.finish_loading()
+
+
+def test_dummy_weights_follow_from_the_seed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "rope_parameters": YARN}))
+    outputs = []
+    for seed in (1, 1, 2):
+        driver = Driver(make_executor(tmp_path, load_format="dummy", seed=seed))
+        driver.add(random_prompts([20], VOCAB_SIZE)[0])
+        outputs += driver.run()
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+def test_steps_are_not_captured() -> None:
+    lines: list[str] = []
+    limits = capturable(SchedulerConfig(), choose("transformers", {}).spec, TORCH, lines.append)
+    assert (limits.cuda_graphs, limits.depth_on("cuda")) == (False, 1)
+    assert lines == ["no captured steps: the modules of LlamaForCausalLM may wait for the host"]
+
+
+def test_configs_of_our_families_are_read_without_torch() -> None:
+    code = (
+        "import sys, json, pathlib; from pd_cluster.models.implementation import choose_implementation as choose; "
+        "choose(pathlib.Path('model'), json.loads(sys.argv[1]), 'auto'); print({'torch', 'transformers'} & {*sys.modules})"
+    )
+    found = subprocess.run([sys.executable, "-c", code, json.dumps(LLAMA)], capture_output=True, text=True, check=True)
+    assert found.stdout == "set()\n"
