@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pd_cluster.errors import StartupError, UnservedModel
+from pd_cluster.errors import UnservedModel
 from pd_cluster.models.registry import resolve_spec
 
 if TYPE_CHECKING:

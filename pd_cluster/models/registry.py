@@ -96,7 +96,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def resolve_spec(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a `config.json` describes. 
+    """The model that a `config.json` describes.
 
     Raises UnservedModel for one that no family of ours can serve, StartupError for a malformed one.
     """

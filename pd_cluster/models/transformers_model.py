@@ -63,7 +63,9 @@ class TransformersModel:
         second = run_modules(self._module, tokens[order][None], positions[order][None], 0, OwnValues()).float()
         difference = (second - first[order]).norm(dim=-1) / first[order].norm(dim=-1)
         if not difference.median() < _MOST_ROUNDINGS * torch.finfo(self.dtype).eps:
-            raise StartupError(f"{self.spec.architecture} cannot be served: its modules mix tokens outside of attention")
+            raise StartupError(
+                f"{self.spec.architecture} cannot be served: its modules mix tokens outside of attention"
+            )
 
     def choose_products(
         self, decodes: Sequence[int], prompts: Sequence[int], propose: ProposeProducts, measure: Measure

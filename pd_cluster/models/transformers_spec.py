@@ -157,7 +157,9 @@ def _make_spec(
     meaning = {name: value for name, value in config.items() if name not in _NAMES}
     # Beyond its first length, longrope has other frequencies for all keys of a step: see `prepare`
     lengths = [parsed.max_position_embeddings]
-    lengths += [rope["original_max_position_embeddings"] for rope in _ropes(parsed) if rope["rope_type"] == "longrope"]
+    lengths += [
+        rope["original_max_position_embeddings"] for rope in _ropes(parsed) if rope.get("rope_type") == "longrope"
+    ]
     return ModelSpec(
         architecture=type(module).__name__,
         vocab_size=vocab_size,
@@ -181,8 +183,7 @@ def _make_spec(
     )
 
 
-def _ropes(parsed: Any) -> list[Mapping[str, Any]]:
+def _ropes(parsed: Any) -> list[dict[str, Any]]:
     """The settings of RoPE, by kind of layer where they differ."""
     settings = getattr(parsed, "rope_parameters", None) or {}
-    nested = [value for value in settings.values() if isinstance(value, dict)]
-    return nested or ([settings] if settings else [])
+    return [value for value in settings.values() if isinstance(value, dict)] or [settings]

@@ -24,14 +24,11 @@ if TYPE_CHECKING:
     from pd_kernels.backends import Kernels
 
 
-def describe_model(
-    config: ModelConfig, device: torch.device, progress: Callable[[str], None]
-) -> ModelDescription:
+def describe_model(config: ModelConfig, device: torch.device, progress: Callable[[str], None]) -> ModelDescription:
     """Describe the model from its files and the settings. Raises StartupError.
 
-    `progress` hears when it is no family of ours that computes the model, and why.
-
-    Of the weights it reads only the samples that the fingerprint needs.
+    Of the weights it reads only the samples that the fingerprint needs. `progress` hears when no family of ours
+    computes the model, and why.
     """
     directory = model_directory(config.model)
     raw = read_json(directory / "config.json")

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 LENGTHS = (5, 24, 25, 70, 200)  # around the window of 24 tokens, and over it by several blocks
+SLOW = (pytest.param("mixtral", marks=pytest.mark.slow), pytest.param("olmo3", marks=pytest.mark.slow))
 NUM_TOKENS = 40  # over the window, whatever the prompt
 
 
-@pytest.fixture(scope="module", params=["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "olmo3"))])
+@pytest.fixture(scope="module", params=["gemma3", *SLOW])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
     """A checkpoint in the hub's format with a tokenizer in which each id is a number."""
     directory = tmp_path_factory.mktemp("models")

@@ -80,6 +80,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("cohere2", {"sliding_window": WINDOW}),
     "smollm3": ("smollm3", {}),
     "seed_oss": ("seed_oss", {}),
+    "glm4_moe_lite": ("glm4_moe_lite", {**ROUTED, **LATENT, "n_group": 1, "topk_group": 1}),
     "ernie4_5_moe": ("ernie4_5_moe", {"moe_intermediate_size": 32, "moe_num_experts": 8, "moe_k": 2}),
 }  # fmt: skip
 QUICK = ("gpt_oss", "gemma2", "deepseek_v3", "gpt2")  # sinks; soft caps; padded values; names of its own
@@ -189,7 +190,9 @@ def test_a_setting_that_no_family_serves_is_a_reason_for_transformers() -> None:
 def test_native_names_what_would_serve_the_model() -> None:
     with pytest.raises(UnservedModel, match=r"RoPE of type yarn.*; --model-impl transformers would serve it$"):
         choose("native", {"rope_parameters": YARN})
-    with pytest.raises(UnservedModel, match="architecture FooForCausalLM is not served.*; .*model_type foo is unknown"):
+    with pytest.raises(
+        UnservedModel, match=r"architecture FooForCausalLM is not served.*; .*model_type foo is unknown"
+    ):
         choose("native", {"architectures": ["FooForCausalLM"], "model_type": "foo"})
 
 
@@ -296,8 +299,9 @@ def test_steps_are_not_captured() -> None:
 
 def test_configs_of_our_families_are_read_without_torch() -> None:
     code = (
-        "import sys, json, pathlib; from pd_cluster.models.implementation import choose_implementation as choose; "
-        "choose(pathlib.Path('model'), json.loads(sys.argv[1]), 'auto'); print({'torch', 'transformers'} & {*sys.modules})"
+        "import sys, json, pathlib; from pd_cluster.models.implementation import choose_implementation; "
+        "choose_implementation(pathlib.Path('model'), json.loads(sys.argv[1]), 'auto'); "
+        "print({'torch', 'transformers'} & {*sys.modules})"
     )
     found = subprocess.run([sys.executable, "-c", code, json.dumps(LLAMA)], capture_output=True, text=True, check=True)
     assert found.stdout == "set()\n"
