@@ -48,4 +48,5 @@ def _modules(directory: Path, config: Mapping[str, Any], reason: str) -> Impleme
     from pd_cluster.models.transformers_spec import read_modules_spec
 
     spec = read_modules_spec(directory, config)
-    return Implementation(spec, f"{spec.architecture} by transformers' modules: right, not fast ({reason})")
+    why = reason.partition(";")[0]  # without the list of what is served
+    return Implementation(spec, f"{spec.architecture} by transformers' modules: right, not fast ({why})")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.slot import Slot
@@ -85,6 +86,7 @@ def _load(config: Any, directory: Path, dtype: torch.dtype) -> Any:
 
     transformers reads the files, because it fuses and renames the tensors of many families (experts among them).
     """
+    logging.disable_progress_bar()  # which is no line of a log
     try:
         module, report = AutoModelForCausalLM.from_pretrained(
             directory, config=config, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True,

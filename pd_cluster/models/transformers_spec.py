@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from pd_cluster.errors import StartupError, UnservedModel
 from pd_cluster.models.spec import ModelSpec, ModulesSpec, RopeSpec
@@ -56,9 +57,9 @@ def read_modules_spec(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
     try:
         parsed = parse_config(config)
         _check(parsed)
+        _check_class(parsed, config)
         with torch.device("meta"):
             module = make_modules(parsed, torch.float32)
-            _check_class(module, config)
             calls, vocab_size = _probe(module)
         return _make_spec(config, module, calls, vocab_size)
     except StartupError as error:
@@ -108,10 +109,11 @@ def _check(parsed: Any) -> None:
         raise UnservedModel("RoPE of type dynamic is not served: keys depend on the longest sequence of a step")
 
 
-def _check_class(module: Any, config: Mapping[str, Any]) -> None:
-    kind = type(module)
-    if config.get("architectures") != [kind.__name__]:
-        raise UnservedModel(f"architectures = {config.get('architectures')!r}: {kind.__name__} is served")
+def _check_class(parsed: Any, config: Mapping[str, Any]) -> None:
+    kind, named = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(parsed), None), config.get("architectures")
+    if kind is None or named != [kind.__name__]:
+        served = kind.__name__ if kind else "no decoder"
+        raise UnservedModel(f"architectures = {named!r}: of model_type {parsed.model_type} {served} is served")
     if kind._is_stateful:
         raise UnservedModel(f"{kind.__name__} has state besides keys and values")
     if not kind._supports_attention_backend:

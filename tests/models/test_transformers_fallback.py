@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from pd_cluster.config import SchedulerConfig
 from pd_cluster.errors import StartupError, UnservedModel
+from pd_cluster.launch.check import check_capacity
 from pd_cluster.models.fingerprint import fingerprint
 from pd_cluster.models.implementation import Implementation, choose_implementation
 from pd_cluster.models.transformers_model import TransformersModel
@@ -182,9 +183,9 @@ def test_a_setting_that_no_family_serves_is_a_reason_for_transformers() -> None:
     chosen = choose("auto", {"rope_parameters": YARN})
     assert chosen.spec.modules is not None
     assert chosen.line.startswith("LlamaForCausalLM by transformers' modules: right, not fast (model/config.json: rope")
-    assert "RoPE of type yarn; served: default, linear, llama3" in chosen.line
+    assert chosen.line.endswith("cannot be served: RoPE of type yarn)")
     other = choose("auto", {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"})
-    assert "architecture Olmo2ForCausalLM is not served" in other.line
+    assert other.line.endswith("(model/config.json: architecture Olmo2ForCausalLM is not served)")
 
 
 def test_native_names_what_would_serve_the_model() -> None:
@@ -210,13 +211,14 @@ def test_a_malformed_config_is_refused_not_completed_with_defaults() -> None:
         ("DeepseekV32ForCausalLM", {"model_type": "deepseek_v32"}, "index_topk = 2048: attention that chooses its"),
         ("T5ForConditionalGeneration", {"model_type": "t5"}, "is_encoder_decoder = True: an encoder is not served"),
         ("BertLMHeadModel", {"model_type": "bert"}, "BertSelfAttention asks for attention to later tokens"),
-        ("BloomForCausalLM", {"model_type": "bloom"}, "BloomForCausalLM cannot use another attention"),
+        ("GPTJForCausalLM", {"model_type": "gptj"}, "GPTJForCausalLM cannot use another attention"),
         ("DogeForCausalLM", {"model_type": "doge"}, "DogeAttention asks for a mask of its own"),
         ("DiffLlamaForCausalLM", {"model_type": "diffllama"}, "layer 0 attends twice"),
         ("Gemma4ForCausalLM", {"model_type": "gemma4_text"}, "layers differ in heads, KV heads and head size"),
         ("Mistral3ForConditionalGeneration", {"model_type": "mistral3"}, "wrappers of a text model are not served"),
         ("FooForCausalLM", {"model_type": "foo", "auto_map": {"AutoConfig": "foo.Foo"}}, "its own code .* never run"),
-        ("FooForCausalLM", {}, r"architectures = \['FooForCausalLM'\]: LlamaForCausalLM is served"),
+        ("FooForCausalLM", {}, r"architectures = \['FooForCausalLM'\]: of model_type llama LlamaForCausalLM is served"),
+        ("ViTModel", {"model_type": "vit"}, r"architectures = \['ViTModel'\]: of model_type vit no decoder is served"),
         ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE of type dynamic"),
         ("LlamaForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, "quantized weights are not served"),
         ("LlamaForCausalLM", {"num_attention_heads": "four"}, "built from it: .*num_attention_heads. expected int"),
@@ -295,6 +297,13 @@ def test_steps_are_not_captured() -> None:
     limits = capturable(SchedulerConfig(), choose("transformers", {}).spec, TORCH, lines.append)
     assert (limits.cuda_graphs, limits.depth_on("cuda")) == (False, 1)
     assert lines == ["no captured steps: the modules of LlamaForCausalLM may wait for the host"]
+
+
+def test_the_check_says_what_computes_the_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "rope_parameters": YARN}))
+    finding = next(check_capacity(tmp_path))
+    assert finding.what == "model implementation"
+    assert finding.detail.startswith("LlamaForCausalLM by transformers' modules: right, not fast (")
 
 
 def test_configs_of_our_families_are_read_without_torch() -> None:
