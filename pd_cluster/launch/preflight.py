@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import read_json
-from pd_cluster.models.implementation import choose_implementation
+from pd_cluster.models.registry import choose_implementation
 from pd_connectors.pool_url import DEFAULT_URLS, read_pool_url
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.protocol.keys import load_cluster_key
@@ -146,7 +146,7 @@ def model_problems(config: NodeConfig, directory: Path) -> Iterator[str]:
     """What cannot be served in the model's directory with these settings."""
     try:
         raw = read_json(directory / "config.json")
-        spec = choose_implementation(directory, raw, config.model.model_impl).spec
+        spec, _ = choose_implementation(directory, raw, config.model.model_impl)
     except StartupError as error:
         yield f"--model: {error}"
         return

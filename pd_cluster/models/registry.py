@@ -111,6 +111,29 @@ def resolve_spec(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
     return read_spec(directory, ARCHITECTURES[architectures[0]].rules, config)
 
 
+def choose_implementation(directory: Path, config: Mapping[str, Any], wanted: str) -> tuple[ModelSpec, str]:
+    """The model of a `config.json`, and why transformers' modules compute it; "": a family of ours does.
+
+    `wanted`: see ModelConfig.model_impl. Raises StartupError when what is wanted cannot serve the model.
+    """
+    reason = "--model-impl transformers"
+    if wanted != "transformers":
+        try:
+            return resolve_spec(directory, config), ""
+        except UnservedModel as error:
+            reason = str(error)
+    from pd_cluster.models.transformers_spec import read_modules_spec  # imports torch and transformers
+
+    try:
+        spec = read_modules_spec(directory, config)
+    except UnservedModel as error:
+        raise error if wanted == "transformers" else UnservedModel(f"{reason}; {error}") from error
+    if wanted == "native":
+        raise UnservedModel(f"{reason}; --model-impl transformers would serve it")
+    why = reason.partition(";")[0]  # without the list of what is served
+    return spec, f"{spec.architecture} by transformers' modules: right, not fast ({why})"
+
+
 def build_model(spec: ModelSpec, kernels: Kernels, max_len: int, dtype: torch.dtype, device: torch.device) -> Model:
     """Allocate the model for sequences of up to `max_len` tokens. Raises torch's errors when it does not fit."""
     return ARCHITECTURES[spec.architecture].family()(spec, kernels, max_len, dtype, device)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
+import torch.nn.functional as F
 
-from pd_cluster.errors import StartupError
 from pd_cluster.models.slot import Slot
-from pd_cluster.models.tensor_names import is_ignored
-from pd_cluster.models.transformers_attention import ATTENTION, OwnValues, PagedStep
-from pd_cluster.models.transformers_spec import make_modules, parse_config, prepare, run_modules
+from pd_cluster.models.transformers_modules import make_modules, run_modules
+from pd_cluster.models.transformers_spec import parse_config
+from pd_kernels.reference import prefill_attention
+from pd_kernels.torch_ops import write_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,29 +20,19 @@ if TYPE_CHECKING:
 
     from pd_cluster.models.forward_inputs import ForwardInputs
     from pd_cluster.models.spec import ModelSpec
+    from pd_cluster.models.transformers_modules import LayerCall
     from pd_kernels.gemm_selection import Measure, ProposeProducts
-
-_TOKENS = 8  # that are tried in another order
-_MOST_ROUNDINGS = 32  # between equal logits of another order, relative to them: 0.25 in bfloat16, 4e-6 in float32
 
 
 class TransformersModel:
-    """A Model."""
+    """A Model. Without `directory`, the weights are filled by `slots`. Raises StartupError if they do not fit."""
 
     def __init__(self, spec: ModelSpec, directory: Path | None, dtype: torch.dtype, device: torch.device) -> None:
-        """`directory`: of the weights; None: they are filled by `slots`.
-
-        Raises StartupError when the weights do not fit the config.
-        """
         assert spec.modules is not None
         self.spec = spec
         self.dtype, self.device = dtype, device
-        config = parse_config(json.loads(spec.modules.config))
-        if directory is None:
-            with device:
-                self._module = make_modules(config, dtype)
-        else:
-            self._module = prepare(_load(config, directory, dtype).to(device))
+        with device if directory is None else torch.device("cpu"):
+            self._module = make_modules(parse_config(json.loads(spec.modules.config)), dtype, directory).to(device)
 
     @property
     def slots(self) -> dict[str, Slot]:
@@ -51,51 +40,33 @@ class TransformersModel:
         return {name: Slot(weight, tuple(weight.shape)) for name, weight in self._module.named_parameters()}
 
     def finish_loading(self) -> None:
-        """See Model. Raises StartupError when the modules mix tokens outside of attention.
-
-        They would mix those of different sequences, which a step holds side by side. Where each token attends to
-        itself only, another order of tokens must give the same logits in that order. Half of the tokens may differ,
-        because rounding may choose other experts.
-        """
-        tokens = torch.arange(_TOKENS, device=self.device) * 7919 % self.spec.vocab_size
-        order = torch.arange(_TOKENS, device=self.device) * 3 % _TOKENS
-        positions = torch.arange(_TOKENS, device=self.device)
-        first = run_modules(self._module, tokens[None], positions[None], 0, OwnValues()).float()
-        second = run_modules(self._module, tokens[order][None], positions[order][None], 0, OwnValues()).float()
-        difference = (second - first[order]).norm(dim=-1) / first[order].norm(dim=-1)
-        if not difference.median() < _MOST_ROUNDINGS * torch.finfo(self.dtype).eps:
-            raise StartupError(
-                f"{self.spec.architecture} cannot be served: its modules mix tokens outside of attention"
-            )
+        """See Model. There is nothing to prepare."""
 
     def choose_products(
         self, decodes: Sequence[int], prompts: Sequence[int], propose: ProposeProducts, measure: Measure
     ) -> int:
-        """See Model. The products of foreign modules stay as they are."""
+        """See Model. The products of the modules stay as they are."""
         return 0
 
     def forward(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """See Model."""
-        step = PagedStep(inputs, layer_views, self.spec.group_windows)
+
+        def attend(call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            views, width, packed = layer_views[call.layer], value.shape[-1], inputs.sequences
+            query, key, value = (_as_cached(part, views[0]) for part in (query, key, value))
+            write_cache(key, value, *views, inputs.slot_mapping)
+            if call.soft_cap or call.sinks is not None:
+                assert packed is not None, "steps of transformers' modules are not captured"
+                places = packed.block_tables, packed.query_starts, packed.seq_lens
+                out = prefill_attention(query, *views, *places, call.scale, call.window, call.soft_cap, call.sinks)
+            else:
+                out = inputs.plans[self.spec.group_windows.index(call.window)].run(query, *views, call.scale)
+            return out[..., :width]
+
         rows = 0 if inputs.tail is None else inputs.tail.rows
-        return run_modules(self._module, inputs.token_ids[None], inputs.positions[None], rows, step)
+        return run_modules(self._module, inputs.token_ids, inputs.positions, rows, attend)
 
 
-def _load(config: Any, directory: Path, dtype: torch.dtype) -> Any:
-    """The modules with their weights, on CPU. Raises StartupError naming tensors that are missing or unknown.
-
-    transformers reads the files, because it fuses and renames the tensors of many families (experts among them).
-    """
-    logging.disable_progress_bar()  # which is no line of a log
-    try:
-        module, report = AutoModelForCausalLM.from_pretrained(
-            directory, config=config, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True,
-            use_safetensors=True, output_loading_info=True,
-        )  # fmt: skip
-    except Exception as error:  # the modules are foreign and may raise anything
-        raise StartupError(f"transformers cannot load the weights in {directory}: {error}") from error
-    unknown = {name for name in report["unexpected_keys"] if not is_ignored(name)}
-    problems = {"missing": report["missing_keys"], "unknown": unknown, "of another shape": report["mismatched_keys"]}
-    if named := [f"{kind}: {sorted(map(str, names))[:5]}" for kind, names in problems.items() if names]:
-        raise StartupError(f"the weights in {directory} do not fit its config.json; {'; '.join(named)}")
-    return module
+def _as_cached(part: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """Pad heads with zeros to the cache's width: latent attention has narrower values than keys."""
+    return F.pad(part, (0, view.shape[-1] - part.shape[-1])).to(view.dtype).contiguous()

@@ -10,8 +10,7 @@ from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import model_directory, read_json
 from pd_cluster.models.fingerprint import fingerprint
 from pd_cluster.models.hf_config import read_eos_token_ids
-from pd_cluster.models.implementation import choose_implementation
-from pd_cluster.models.registry import build_model
+from pd_cluster.models.registry import build_model, choose_implementation
 from pd_cluster.models.weights import fill_at_random, load_weights
 from pd_cluster.worker.executor import ModelDescription
 from pd_cluster.worker.kv_cache import DTYPES
@@ -32,10 +31,9 @@ def describe_model(config: ModelConfig, device: torch.device, progress: Callable
     """
     directory = model_directory(config.model)
     raw = read_json(directory / "config.json")
-    implementation = choose_implementation(directory, raw, config.model_impl)
-    spec = implementation.spec
-    if implementation.line:
-        progress(implementation.line)
+    spec, line = choose_implementation(directory, raw, config.model_impl)
+    if line:
+        progress(line)
     dtype = resolve_dtype(config.dtype, spec.dtype, device)
     dummy_name = f"dummy seed={config.seed} {device.type} {dtype}"
     return ModelDescription(

@@ -17,9 +17,7 @@ from pd_cluster.config import SchedulerConfig
 from pd_cluster.errors import StartupError, UnservedModel
 from pd_cluster.launch.check import check_capacity
 from pd_cluster.models.fingerprint import fingerprint
-from pd_cluster.models.implementation import Implementation, choose_implementation
-from pd_cluster.models.transformers_model import TransformersModel
-from pd_cluster.models.weights import fill_at_random
+from pd_cluster.models.registry import choose_implementation
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.cuda_graphs.set_up import capturable
 from pd_kernels.backends import TORCH
@@ -28,6 +26,7 @@ from tests.worker.driver import Driver, make_executor, random_prompts
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pd_cluster.models.spec import ModelSpec
     from pd_cluster.scheduling.batch import Batch
     from pd_cluster.worker.device_executor import DeviceExecutor
     from pd_cluster.worker.pending_step import PendingStep
@@ -166,26 +165,26 @@ def test_a_prompt_computed_on_one_node_goes_on_at_another(tmp_path: Path, name: 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **COMMON}
 
 
-def choose(wanted: str, changes: Mapping[str, Any]) -> Implementation:
+def choose(wanted: str, changes: Mapping[str, Any]) -> tuple[ModelSpec, str]:
     return choose_implementation(Path("model"), {**LLAMA, **changes}, wanted)
 
 
 def test_a_family_of_ours_is_used_where_it_serves_the_config() -> None:
     for wanted in ("auto", "native"):
-        chosen = choose(wanted, {})
-        assert (chosen.spec.modules, chosen.line) == (None, "")
-    assert choose("transformers", {}).line == (
+        spec, line = choose(wanted, {})
+        assert (spec.modules, line) == (None, "")
+    assert choose("transformers", {})[1] == (
         "LlamaForCausalLM by transformers' modules: right, not fast (--model-impl transformers)"
     )
 
 
 def test_a_setting_that_no_family_serves_is_a_reason_for_transformers() -> None:
-    chosen = choose("auto", {"rope_parameters": YARN})
-    assert chosen.spec.modules is not None
-    assert chosen.line.startswith("LlamaForCausalLM by transformers' modules: right, not fast (model/config.json: rope")
-    assert chosen.line.endswith("cannot be served: RoPE of type yarn)")
-    other = choose("auto", {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"})
-    assert other.line.endswith("(model/config.json: architecture Olmo2ForCausalLM is not served)")
+    spec, line = choose("auto", {"rope_parameters": YARN})
+    assert spec.modules is not None
+    assert line.startswith("LlamaForCausalLM by transformers' modules: right, not fast (model/config.json: rope")
+    assert line.endswith("cannot be served: RoPE of type yarn)")
+    _, other = choose("auto", {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"})
+    assert other.endswith("(model/config.json: architecture Olmo2ForCausalLM is not served)")
 
 
 def test_native_names_what_would_serve_the_model() -> None:
@@ -216,7 +215,7 @@ def test_a_malformed_config_is_refused_not_completed_with_defaults() -> None:
         ("DiffLlamaForCausalLM", {"model_type": "diffllama"}, "layer 0 attends twice"),
         ("Gemma4ForCausalLM", {"model_type": "gemma4_text"}, "layers differ in heads, KV heads and head size"),
         ("Mistral3ForConditionalGeneration", {"model_type": "mistral3"}, "wrappers of a text model are not served"),
-        ("FooForCausalLM", {"model_type": "foo", "auto_map": {"AutoConfig": "foo.Foo"}}, "its own code .* never run"),
+        ("FooForCausalLM", {"model_type": "foo", "auto_map": {"AutoConfig": "foo.Foo"}}, "code .* never run"),
         ("FooForCausalLM", {}, r"architectures = \['FooForCausalLM'\]: of model_type llama LlamaForCausalLM is served"),
         ("ViTModel", {"model_type": "vit"}, r"architectures = \['ViTModel'\]: of model_type vit no decoder is served"),
         ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE of type dynamic"),
@@ -234,12 +233,12 @@ def test_what_the_modules_would_compute_wrongly_is_refused(
 def test_longrope_is_served_up_to_its_first_length() -> None:
     """Beyond it, the keys of all tokens of a step would have other frequencies."""
     rope = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128}
-    spec = choose("auto", {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", **rope}).spec
+    spec = choose("auto", {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", **rope})[0]
     assert spec.max_len == 128
 
 
 def test_the_spec_has_what_the_modules_say() -> None:
-    native, modules = choose("native", {}).spec, choose("transformers", {}).spec
+    native, modules = choose("native", {})[0], choose("transformers", {})[0]
     same = (
         "architecture", "vocab_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_len", "windows",
         "group_windows", "tied_embeddings", "dtype",
@@ -247,14 +246,14 @@ def test_the_spec_has_what_the_modules_say() -> None:
     assert [getattr(modules, name) for name in same] == [getattr(native, name) for name in same]
     assert modules.layer_parameters == native.layer_parameters + 9 * 64, "norms count"
     mixed = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 9}
-    assert choose("auto", {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", **mixed}).spec.windows == (
+    assert choose("auto", {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", **mixed})[0].windows == (
         9, 0, 9, 0,
     )  # fmt: skip
 
 
 def test_the_fingerprint_covers_the_config() -> None:
     def of(wanted: str = "transformers", **changes: Any) -> str:
-        return fingerprint(choose(wanted, changes).spec, "dummy")
+        return fingerprint(choose(wanted, changes)[0], "dummy")
 
     assert of(dtype="bfloat16", transformers_version="5.0", _name_or_path="x") == of()
     assert len({of(), of("native"), of(rms_norm_eps=1e-3), of(rope_theta=5e3)}) == 4
@@ -272,16 +271,6 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         make_executor(tmp_path, model_impl="transformers")
 
 
-def test_modules_that_mix_tokens_outside_of_attention_are_refused() -> None:
-    device = torch.device("cpu")
-    model = TransformersModel(choose("transformers", {}).spec, None, torch.float32, device)
-    fill_at_random(model, 0)
-    model.finish_loading()
-    model._module.model.layers[1].mlp.register_forward_hook(lambda module, inputs, out: out + out.roll(1, dims=1))
-    with pytest.raises(StartupError, match="LlamaForCausalLM cannot be served: its modules mix tokens outside of atte"):
-        model.finish_loading()
-
-
 def test_dummy_weights_follow_from_the_seed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "rope_parameters": YARN}))
     outputs = []
@@ -294,7 +283,7 @@ def test_dummy_weights_follow_from_the_seed(tmp_path: Path) -> None:
 
 def test_steps_are_not_captured() -> None:
     lines: list[str] = []
-    limits = capturable(SchedulerConfig(), choose("transformers", {}).spec, TORCH, lines.append)
+    limits = capturable(SchedulerConfig(), choose("transformers", {})[0], TORCH, lines.append)
     assert (limits.cuda_graphs, limits.depth_on("cuda")) == (False, 1)
     assert lines == ["no captured steps: the modules of LlamaForCausalLM may wait for the host"]
 
@@ -308,7 +297,7 @@ def test_the_check_says_what_computes_the_model(tmp_path: Path) -> None:
 
 def test_configs_of_our_families_are_read_without_torch() -> None:
     code = (
-        "import sys, json, pathlib; from pd_cluster.models.implementation import choose_implementation; "
+        "import sys, json, pathlib; from pd_cluster.models.registry import choose_implementation; "
         "choose_implementation(pathlib.Path('model'), json.loads(sys.argv[1]), 'auto'); "
         "print({'torch', 'transformers'} & {*sys.modules})"
     )

@@ -34,7 +34,7 @@ def served(directory: Path, dtype: str) -> tuple[list[Generation], list[torch.Te
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "deepseek_v3", "olmo3", "qwen3_moe", "phi3-longrope"])
 def test_logits_equal_transformers_on_cpu(tmp_path: Path, name: str) -> None:
-    """In float32. Kernels may multiply in TF32, whose roundings are 1e-3."""
+    """In float32. Kernels may multiply in TF32, which rounds by 1e-3."""
     model = save_family(name, tmp_path)
     for generation, found in zip(*served(tmp_path, "float32"), strict=True):
         with torch.inference_mode():
