@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-import torch
 import torch.nn.functional as F
 
 from pd_cluster.models.slot import Slot
@@ -17,6 +17,8 @@ from pd_kernels.torch_ops import write_cache
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    import torch
 
     from pd_cluster.models.forward_inputs import ForwardInputs
     from pd_cluster.models.spec import ModelSpec
@@ -31,7 +33,8 @@ class TransformersModel:
         assert spec.modules is not None
         self.spec = spec
         self.dtype, self.device = dtype, device
-        with device if directory is None else torch.device("cpu"):
+        # Under a device, transformers reads weights only with the package accelerate
+        with device if directory is None else nullcontext():
             self._module = make_modules(parse_config(json.loads(spec.modules.config)), dtype, directory).to(device)
 
     @property

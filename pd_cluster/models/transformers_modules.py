@@ -89,12 +89,12 @@ def _load(parsed: Any, dtype: torch.dtype, directory: Path) -> Any:
 
 
 def _attend(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object, **settings: Any
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: object, **settings: Any
 ) -> tuple[torch.Tensor, None]:
     """`query` [1, H, T, D], `key` [1, G, T, D], `value` [1, G, T, E] of this step -> [1, T, H, E]."""
     given = {name: setting for name, setting in settings.items() if setting is not None}
     asked = [name for name in given if name not in _SETTINGS]
-    asked += ["a mask of its own"] * (mask is not None)
+    asked += ["a mask of its own"] * (attention_mask is not None)
     asked += ["attention to later tokens"] * (not given.get("is_causal", getattr(module, "is_causal", True)))
     asked += ["attention that no argument of the model reaches"] * ("attend" not in given)
     if asked:
