@@ -7,6 +7,7 @@ and a forward records each layer's attention. In configs, heads, widths and wind
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,7 +55,7 @@ def parse_config(config: Mapping[str, Any]) -> Any:
     kind = config.get("model_type")
     if kind not in CONFIG_MAPPING:
         raise UnservedModel(f"model_type {kind} is unknown to them; code of the model's directory is never run")
-    return CONFIG_MAPPING[kind].from_dict(dict(config))
+    return CONFIG_MAPPING[kind].from_dict(deepcopy(dict(config)))  # it changes nested settings
 
 
 def _check(parsed: Any, architectures: object) -> None:

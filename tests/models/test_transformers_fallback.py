@@ -256,6 +256,9 @@ def test_the_fingerprint_covers_the_config() -> None:
         return fingerprint(choose(wanted, changes)[0], "dummy")
 
     assert of(dtype="bfloat16", transformers_version="5.0", _name_or_path="x") == of()
+    modules = choose("transformers", {"rope_parameters": YARN, "dtype": "bfloat16"})[0].modules
+    assert modules is not None
+    assert json.loads(modules.config) == {**LLAMA, "rope_parameters": YARN}
     assert len({of(), of("native"), of(rms_norm_eps=1e-3), of(rope_theta=5e3)}) == 4
 
 
