@@ -28,6 +28,12 @@ class ModelConfig:
     device: str = setting(
         "auto", "Where the engine runs. auto: cuda when there is one.", choices=("auto", "cpu", "cuda")
     )
+    model_impl: str = setting(
+        "auto",
+        "What computes the model: native, a family of this package; transformers, the modules of transformers, right "
+        "for most decoders and not fast. auto: native where it serves the model; the start says why not.",
+        choices=("auto", "native", "transformers"),
+    )
     attention_backend: str = setting(
         "auto",
         "Attention backend of every KV group, such as triton. auto: the first that serves a group; the start names it, "

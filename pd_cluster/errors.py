@@ -24,8 +24,13 @@ __all__ = [
     "PdError",
     "PrefillUnavailable",
     "StartupError",
+    "UnservedModel",
     "error_named",
 ]
+
+
+class UnservedModel(StartupError):
+    """The config is well-formed, and what it asks for is not served."""
 
 
 class Overloaded(PdError, status=503, kind="overloaded_error", code="overloaded"):

@@ -126,7 +126,8 @@ def _models() -> Row:
     titles = {name: MODEL_TITLES.get(name, name.removesuffix("ForCausalLM")) for name in ARCHITECTURES}
     mixtures = [titles.pop(name) for name, architecture in ARCHITECTURES.items() if architecture.rules.experts]
     partly = f"mixture of experts ({', '.join(mixtures)}; by the reference kernel: right, not yet fast)"
-    return Row("models", list(titles.values()), [partly], [])
+    others = "other decoders without state (by transformers' modules: right, not fast)"
+    return Row("models", list(titles.values()), [partly, *([others] if "model_impl" in SETTINGS else [])], [])
 
 
 def _dtypes() -> Row:

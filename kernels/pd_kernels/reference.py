@@ -1,4 +1,6 @@
-"""Definitions of the kernels in plain torch. Tests compare every faster implementation with them; not used in serving.
+"""Definitions of the kernels in plain torch. Tests compare every faster implementation with them.
+
+Not used in serving, but for attention with sinks or soft caps.
 
 Shapes: T tokens, S sequences, H query heads, G KV heads, D head size, N cache blocks, B block size.
 A layer's cache views are `[N, G, B, D]`; slot `s` is token `s % B` of block `s // B`.
@@ -103,10 +105,20 @@ def read_cache(cache: torch.Tensor, block_table: torch.Tensor, num_tokens: int) 
     return tiles.transpose(0, 1).flatten(1, 2)[:, :num_tokens]
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int) -> torch.Tensor:
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Causal attention of the last n tokens: `query` [n, H, D] over `key`, `value` [G, T, D], T >= n. -> [n, H, D].
 
-    `window` > 0: a token sees itself and the window - 1 tokens before it.
+    `window` > 0: a token sees itself and the window - 1 tokens before it. `soft_cap` > 0: scores become
+    cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118). `sinks` [H]: each head's score of a key without a value
+    (gpt-oss, arXiv 2508.10925).
     """
     num_queries, num_heads, _ = query.shape
     num_kv_heads, num_keys, _ = key.shape
@@ -119,7 +131,10 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
     hidden = distance < 0
     if window:
         hidden |= distance >= window
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    scores = (soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores).masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores.dtype).view(-1, 1, 1).expand(-1, num_queries, 1)), dim=-1)
+    weights = scores.softmax(-1)[..., :num_keys]
     return torch.einsum("hnt,htd->nhd", weights, value)
 
 
@@ -132,18 +147,20 @@ def prefill_attention(
     seq_lens: torch.Tensor,
     scale: float,
     window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Variable-length causal attention over the paged cache, this step's keys already written.
 
     `query` [T, H, D]; sequence i's rows are `[query_starts[i], query_starts[i + 1])` and are its last tokens, the
-    ones before them a cached prefix. -> [T, H, D].
+    ones before them a cached prefix. `soft_cap`, `sinks`: see `attend`. -> [T, H, D].
     """
     out = torch.empty_like(query)
     for row, num_tokens in enumerate(seq_lens.tolist()):
         start, end = query_starts[row].item(), query_starts[row + 1].item()
         key = read_cache(key_cache, block_tables[row], num_tokens)
         value = read_cache(value_cache, block_tables[row], num_tokens)
-        out[start:end] = attend(query[start:end], key, value, scale, window)
+        out[start:end] = attend(query[start:end], key, value, scale, window, soft_cap, sinks)
     return out
 
 

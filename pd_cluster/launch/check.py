@@ -26,7 +26,7 @@ from pd_cluster.launch.preflight import MachineFacts, key_problems, machine_prob
 from pd_cluster.launch.sockets import listen
 from pd_cluster.launch.up_flags import POOL_CONNECTORS
 from pd_cluster.models.directory import read_json
-from pd_cluster.models.registry import resolve_spec
+from pd_cluster.models.registry import choose_implementation
 from pd_connectors.protocol.errors import HandoffError
 from pd_connectors.protocol.keys import KEY_ENV
 
@@ -210,7 +210,10 @@ def check_capacity(model: Path) -> Iterator[Finding]:
         from pd_kernels.selection import select_kernels
     except (ImportError, OSError):
         return  # check_torch reports it
-    config, spec = NodeConfig(), resolve_spec(model, read_json(model / "config.json"))
+    config = NodeConfig()
+    spec, line = choose_implementation(model, read_json(model / "config.json"), config.model.model_impl)
+    if line:
+        yield Finding("model implementation", Verdict.OK, line)
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
     for device in devices:
         try:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import read_json
-from pd_cluster.models.registry import resolve_spec
+from pd_cluster.models.registry import choose_implementation
 from pd_connectors.pool_url import DEFAULT_URLS, read_pool_url
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.protocol.keys import load_cluster_key
@@ -145,7 +145,8 @@ def key_problems(key_file: str) -> Iterator[str]:
 def model_problems(config: NodeConfig, directory: Path) -> Iterator[str]:
     """What cannot be served in the model's directory with these settings."""
     try:
-        spec = resolve_spec(directory, read_json(directory / "config.json"))
+        raw = read_json(directory / "config.json")
+        spec, _ = choose_implementation(directory, raw, config.model.model_impl)
     except StartupError as error:
         yield f"--model: {error}"
         return

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from pd_kernels.attention import AttentionPlan
+    from pd_kernels.values import PackedSequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +31,4 @@ class ForwardInputs:
     slot_mapping: torch.Tensor  # int64 [T]
     plans: Sequence[AttentionPlan]  # by KV group
     tail: Tail | None  # the rows that get logits; None: all T
+    sequences: PackedSequences | None = None  # None: in captured steps

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from pd_cluster.errors import StartupError
+from pd_cluster.errors import StartupError, UnservedModel
 from pd_cluster.models.directory import read_json
 from pd_cluster.models.quantization import read_quantization
 from pd_cluster.models.spec import ExpertsSpec, ModelSpec, RopeSpec
@@ -157,7 +157,7 @@ class _Reader:
 
     def refuse(self, name: str, condition: bool, why: str) -> None:
         if condition:
-            raise StartupError(f"{self._file}: {name} = {self._config.get(name)!r} cannot be served: {why}")
+            raise UnservedModel(f"{self._file}: {name} = {self._config.get(name)!r} cannot be served: {why}")
 
 
 def _read_experts(reader: _Reader, rules: ConfigRules, num_layers: int) -> ExpertsSpec | None:

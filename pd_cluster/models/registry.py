@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pd_cluster.errors import StartupError
+from pd_cluster.errors import UnservedModel
 from pd_cluster.models.hf_config import ConfigRules, ExpertsRules, Windows, read_spec
 from pd_cluster.models.wrapper import WRAPPERS, text_config
 
@@ -131,16 +131,42 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def resolve_spec(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
-    """The model that a `config.json` describes. Raises StartupError for one that cannot be served."""
+    """The model that a `config.json` describes.
+
+    Raises UnservedModel for one that no family of ours can serve, StartupError for a malformed one.
+    """
     config = text_config(directory, config)
     architectures = config.get("architectures") or []
     named = ", ".join(map(str, architectures)) or "none named"
     if len(architectures) != 1 or named not in ARCHITECTURES:
-        raise StartupError(
+        raise UnservedModel(
             f"{directory / 'config.json'}: architecture {named} is not served; "
             f"served are {', '.join([*ARCHITECTURES, *WRAPPERS])}"
         )
     return read_spec(directory, ARCHITECTURES[architectures[0]].rules, config)
+
+
+def choose_implementation(directory: Path, config: Mapping[str, Any], wanted: str) -> tuple[ModelSpec, str]:
+    """The model of a `config.json`, and why transformers' modules compute it; "": a family of ours does.
+
+    `wanted`: see ModelConfig.model_impl. Raises StartupError when what is wanted cannot serve the model.
+    """
+    reason = "--model-impl transformers"
+    if wanted != "transformers":
+        try:
+            return resolve_spec(directory, config), ""
+        except UnservedModel as error:
+            reason = str(error)
+    from pd_cluster.models.transformers_spec import read_modules_spec  # imports torch and transformers
+
+    try:
+        spec = read_modules_spec(directory, config)
+    except UnservedModel as error:
+        raise error if wanted == "transformers" else UnservedModel(f"{reason}; {error}") from error
+    if wanted == "native":
+        raise UnservedModel(f"{reason}; --model-impl transformers would serve it")
+    why = reason.partition(";")[0]  # without the list of what is served
+    return spec, f"{spec.architecture} by transformers' modules: right, not fast ({why})"
 
 
 def build_model(spec: ModelSpec, kernels: Kernels, max_len: int, dtype: torch.dtype, device: torch.device) -> Model:

@@ -46,6 +46,14 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ModulesSpec:
+    """A decoder that transformers' modules compute."""
+
+    config: str  # config.json without names and dtype, as sorted JSON
+    layer_parameters: int  # weights of all layers
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One decoder: everything that changes the meaning of a token's KV."""
 
@@ -73,6 +81,8 @@ class ModelSpec:
     rotary_dim: int | None = None  # the first dimensions of a head, which RoPE rotates; None: all
     norms_heads_together: bool = False  # with qk_norm: a token's queries are normed as one row, and its keys
     quantization: QuantizationSpec | None = None  # None: weights have the checkpoint's dtype
+    # None: a family of ours computes it. Otherwise norms, RoPE and biases are described in this config only
+    modules: ModulesSpec | None = None
 
     @property
     def attention_scale(self) -> float:
@@ -132,7 +142,12 @@ class ModelSpec:
         return _without_defaults(ModelSpec, values)
 
     def _count_parameters(self, num_experts: int) -> int:
-        """Weights in the products of all layers, `num_experts` of each mixture among them."""
+        """Weights in the products of all layers, `num_experts` of each mixture among them.
+
+        Of transformers' modules all weights count.
+        """
+        if self.modules is not None:
+            return self.modules.layer_parameters
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         dense = 3 * self.hidden_size * self.intermediate_size
         if self.experts is None:

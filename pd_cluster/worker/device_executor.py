@@ -99,7 +99,7 @@ class DeviceExecutor:
             torch.set_num_threads(config.model.num_threads)
         # First, so that a wrong path ends the start before the weights are read
         self._outside_stages = [find_stage(path) for path in config.model.logits_stages]
-        self.model = describe_model(config.model, device)
+        self.model = describe_model(config.model, device, progress)
         self._kernels = select_kernels(device)
         if device.type == "cuda":
             limits = capturable(config.scheduler, self.model.spec, self._kernels, progress)

@@ -10,7 +10,7 @@ from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import model_directory, read_json
 from pd_cluster.models.fingerprint import fingerprint
 from pd_cluster.models.hf_config import read_eos_token_ids
-from pd_cluster.models.registry import build_model, resolve_spec
+from pd_cluster.models.registry import build_model, choose_implementation
 from pd_cluster.models.weights import fill_at_random, load_weights
 from pd_cluster.worker.executor import ModelDescription
 from pd_cluster.worker.kv_cache import DTYPES
@@ -23,14 +23,17 @@ if TYPE_CHECKING:
     from pd_kernels.backends import Kernels
 
 
-def describe_model(config: ModelConfig, device: torch.device) -> ModelDescription:
+def describe_model(config: ModelConfig, device: torch.device, progress: Callable[[str], None]) -> ModelDescription:
     """Describe the model from its files and the settings. Raises StartupError.
 
-    Of the weights it reads only the samples that the fingerprint needs.
+    Of the weights it reads only the samples that the fingerprint needs. `progress` hears when no family of ours
+    computes the model, and why.
     """
     directory = model_directory(config.model)
     raw = read_json(directory / "config.json")
-    spec = resolve_spec(directory, raw)
+    spec, line = choose_implementation(directory, raw, config.model_impl)
+    if line:
+        progress(line)
     dtype = resolve_dtype(config.dtype, spec.dtype, device)
     dummy_name = f"dummy seed={config.seed} {device.type} {dtype}"
     return ModelDescription(
@@ -54,15 +57,21 @@ def load_model(
 
     Raises StartupError when the weights do not fit on the device, or the files do not fit the model.
     """
-    spec = description.spec
+    spec, dtype = description.spec, DTYPES[description.dtype]
+    is_dummy, directory = config.load_format == "dummy", model_directory(config.model)
     try:
-        model = build_model(spec, kernels, description.max_model_len, DTYPES[description.dtype], device)
+        if spec.modules is None:
+            model: Model = build_model(spec, kernels, description.max_model_len, dtype, device)
+        else:
+            from pd_cluster.models.transformers_model import TransformersModel
+
+            model = TransformersModel(spec, None if is_dummy else directory, dtype, device)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         raise StartupError(f"the weights of {spec.architecture} do not fit on {device}: {error}") from error
-    if config.load_format == "dummy":
+    if is_dummy:
         fill_at_random(model, config.seed)
-    else:
-        load_weights(model, model_directory(config.model), spec.tied_embeddings, progress)
+    elif spec.modules is None:
+        load_weights(model, directory, spec.tied_embeddings, progress)
     model.finish_loading()
     return model
 

@@ -98,10 +98,11 @@ class ModelRunner:
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Compute the logits [R, vocab_size] of the samples. The inputs must be on the device."""
-        plans, tail = [attention.plan(inputs.sequences) for attention in self._attentions], None
+        packed, tail = inputs.sequences, None
+        plans = [attention.plan(packed) for attention in self._attentions]
         if inputs.tail is not None:
             tail = Tail(inputs.tail.rows, self._last.plan(inputs.tail.sequences))
-        step = ForwardInputs(inputs.token_ids, inputs.positions, inputs.slot_mapping, plans, tail)
+        step = ForwardInputs(inputs.token_ids, inputs.positions, inputs.slot_mapping, plans, tail, packed)
         logits = self._model.forward(step, self._views)
         return logits if inputs.samples.owners is None else logits[inputs.samples.owners]
 

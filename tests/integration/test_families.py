@@ -1,6 +1,7 @@
 """Tiny models of some families: transformers' tokens on every path, cold and warm.
 
-Gemma 3 has sliding windows in five layers of six, Mixtral in all. One model is quantized.
+Gemma 3 has sliding windows in five layers of six, Mixtral in all. One model is quantized. No family of ours computes
+OLMo 3, so transformers' modules do.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.integration.system import Path, System, running_system
-from tests.worker.conftest import VOCAB_SIZE, ModelStore, SavedModel
+from tests.worker.conftest import VOCAB_SIZE, ModelStore, SavedModel, save_model
 from tests.worker.driver import random_prompts
 from tests.worker.quantized_models import CASES, save_quantized
 
@@ -25,14 +26,17 @@ LENGTHS = (5, 24, 25, 70, 200)  # around the window of 24 tokens, and over it by
 NUM_TOKENS = 40  # over the window, whatever the prompt
 
 
-SLOW = ("mixtral", "glm4-experts", "minimax-m2", "mixtral-channels")
+SLOW = ("mixtral", "glm4-experts", "minimax-m2", "mixtral-channels", "olmo3")
 
 
 @pytest.fixture(scope="module", params=["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
     """A checkpoint in the hub's format with a tokenizer in which each id is a number."""
     directory, name = tmp_path_factory.mktemp("models"), request.param
-    saved = save_quantized(CASES[name], directory) if name in CASES else ModelStore(directory).get(name)
+    if name == "olmo3":
+        saved = save_model("Olmo3", directory, {"sliding_window": 24, "num_hidden_layers": 4})
+    else:
+        saved = save_quantized(CASES[name], directory) if name in CASES else ModelStore(directory).get(name)
     tokenizer = Tokenizer(models.WordLevel({str(index): index for index in range(VOCAB_SIZE)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     (saved.directory / "tokenizer.json").write_text(tokenizer.to_str())

@@ -28,14 +28,19 @@ GRAPH_BYTES = 1.0e9  # memory of captured steps besides the logits: 0.8 GB were 
 def capturable(
     limits: SchedulerConfig, spec: ModelSpec, kernels: Kernels, progress: Callable[[str], None]
 ) -> SchedulerConfig:
-    """`limits`, without graphs and overlapped steps where a kernel of the model waits for the host.
+    """`limits`, without graphs and overlapped steps where a kernel of the model waits for the host, or may wait.
 
     The launch of such a step returns when the step is nearly over. An overlapped step would delay the result of the
     step before it by its whole length. `--async-scheduling on` overlaps all the same. `progress` hears why.
     """
-    if spec.experts is None or kernels.captures_experts:
+    if spec.modules is not None:
+        progress(f"no captured steps: the modules of {spec.architecture} may wait for the host")
+    elif spec.experts is not None and not kernels.captures_experts:
+        progress(
+            f"no captured steps: the experts of {spec.architecture} are computed by a kernel that waits for the host"
+        )
+    else:
         return limits
-    progress(f"no captured steps: the experts of {spec.architecture} are computed by a kernel that waits for the host")
     overlap = "off" if limits.async_scheduling == "auto" else limits.async_scheduling
     return replace(limits, cuda_graphs=False, async_scheduling=overlap)
 
