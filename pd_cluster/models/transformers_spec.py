@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,6 +78,8 @@ def _check(parsed: Any, architectures: object) -> None:
         raise UnservedModel(f"{kind.__name__} has state besides keys and values")
     if not kind._supports_attention_backend:
         raise UnservedModel(f"{kind.__name__} cannot use another attention")
+    if missing := {"position_ids", "logits_to_keep"} - set(signature(kind.forward).parameters):
+        raise UnservedModel(f"{kind.__name__} takes no {' and no '.join(sorted(missing))}")
 
 
 def _describe(module: Any, config: Mapping[str, Any]) -> ModelSpec:

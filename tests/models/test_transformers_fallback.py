@@ -230,6 +230,13 @@ def test_what_the_modules_would_compute_wrongly_is_refused(
         choose("transformers", {"architectures": [architecture], **changes})
 
 
+def test_a_model_must_take_positions_and_the_rows_that_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `forward` has `**kwargs` instead, it would drop both."""
+    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", lambda model, input_ids, **others: None)
+    with pytest.raises(UnservedModel, match="LlamaForCausalLM takes no logits_to_keep and no position_ids"):
+        choose("transformers", {})
+
+
 def test_longrope_is_served_up_to_its_first_length() -> None:
     """Beyond it, the keys of all tokens of a step would have other frequencies."""
     rope = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128}
