@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _ATTENTION = "pd_cluster"  # modules make no mask for an attention that has a name of its own
 _SETTINGS = frozenset(
     {"attend", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
-    | {"dropout", "position_ids", "use_cache", "output_router_logits"}  # which change nothing here
+    | {"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits"}  # which change nothing here
 )
 
 
