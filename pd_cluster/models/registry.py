@@ -133,7 +133,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 def resolve_spec(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
     """The model that a `config.json` describes. Raises StartupError for one that cannot be served."""
     config = text_config(directory, config)
-    architectures = config.get("architectures") or []
+    architectures = config.get("architectures")
+    architectures = architectures if isinstance(architectures, list) else []
     named = ", ".join(map(str, architectures)) or "none named"
     if len(architectures) != 1 or named not in ARCHITECTURES:
         raise StartupError(
