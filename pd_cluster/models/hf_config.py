@@ -93,6 +93,9 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
     query_scalar = rules.query_scalar and reader.integer("query_pre_attn_scalar", rules.query_scalar)
     rope, window_rope = _read_ropes(reader, rules, max_len)
     head_dim = reader.integer("head_dim", rules.head_dim or hidden_size // num_heads)
+    quantization = read_quantization(directory / "config.json", config)
+    # MiniMax-M2's config names no dtype; what a float8 checkpoint does not quantize is bfloat16
+    dtype = reader.optional("torch_dtype", "bfloat16" if quantization else "float32")
     return ModelSpec(
         architecture=str(config["architectures"][0]),
         vocab_size=reader.integer("vocab_size"),
@@ -111,13 +114,13 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         mlp_bias=bool(reader.optional("mlp_bias", False)),
         qk_norm=bool(reader.optional("use_qk_norm", False)) if rules.qk_norm is None else rules.qk_norm,
         tied_embeddings=bool(reader.optional("tie_word_embeddings", rules.tied_embeddings)),
-        dtype=str(reader.optional("dtype", reader.optional("torch_dtype", "float32"))).removeprefix("torch."),
+        dtype=str(reader.optional("dtype", dtype)).removeprefix("torch."),
         window_rope=window_rope,
         score_scale=query_scalar and query_scalar**-0.5,
         experts=_read_experts(reader, rules, num_layers),
         rotary_dim=_read_rotary_dim(reader, rules, head_dim),
         norms_heads_together=rules.norms_heads_together,
-        quantization=read_quantization(directory / "config.json", config),
+        quantization=quantization,
     )
 
 

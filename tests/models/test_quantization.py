@@ -29,6 +29,19 @@ QWEN3_EXPERTS = {
     "moe_intermediate_size": 128, "hidden_size": 128, "head_dim": 64, "mlp_only_layers": [1],
 }  # fmt: skip
 
+MINIMAX_M2 = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 128, "hidden_act": "silu", "hidden_size": 3072,
+    "intermediate_size": 1536, "max_position_embeddings": 196608, "num_attention_heads": 48, "num_experts_per_tok": 8,
+    "num_hidden_layers": 62, "num_key_value_heads": 8, "num_local_experts": 256, "num_mtp_modules": 3,
+    "qk_norm_type": "per_layer", "rms_norm_eps": 1e-6, "rope_theta": 5000000, "rotary_dim": 64,
+    "scoring_func": "sigmoid", "shared_intermediate_size": 0, "tie_word_embeddings": False, "use_mtp": True,
+    "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064,
+    "quantization_config": {
+        **BLOCKS, "fmt": "float8_e4m3fn", "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+    },
+}  # fmt: skip
+"""As on the hub: without a dtype."""
+
 
 def read(settings: object) -> QuantizationSpec | None:
     return resolve_spec(Path("model"), {**CONFIGS["tiny"], "quantization_config": settings}).quantization
@@ -131,6 +144,38 @@ def test_other_formats_are_refused_by_name(settings: object, message: str) -> No
 )
 def test_modules_that_are_left_out(excluded: tuple[str, ...], module: str, is_quantized: bool) -> None:
     assert QuantizationSpec(Scales.BLOCKS, excluded).selector()(module) == is_quantized
+
+
+def test_a_published_config_without_dtype_means_bfloat16() -> None:
+    """In float32 the KV cache would take twice the memory."""
+    spec = resolve_spec(Path(), MINIMAX_M2)
+    assert spec.dtype == "bfloat16"
+    assert resolve_spec(Path(), {**MINIMAX_M2, "quantization_config": None}).dtype == "float32"
+    for name in ("dtype", "torch_dtype"):
+        assert resolve_spec(Path(), {**MINIMAX_M2, name: "float16"}).dtype == "float16"
+    assert spec.weight_bytes(2) == pytest.approx(230e9, rel=0.01)
+    shallow = resolve_spec(Path(), {**MINIMAX_M2, "num_hidden_layers": 1})
+    slots = build_model(shallow, TORCH, 64, torch.bfloat16, torch.device("meta")).slots
+    layer = "model.layers.0"
+    assert {
+        name: slots[f"{layer}.{name}"].shape
+        for name in (
+            "self_attn.q_norm.weight",
+            "self_attn.k_proj.weight_scale_inv",
+            "block_sparse_moe.e_score_correction_bias",
+            "block_sparse_moe.gate.weight",
+            "block_sparse_moe.experts.255.w1.weight_scale_inv",
+            "block_sparse_moe.experts.255.w2.weight_scale_inv",
+        )
+    } == {
+        "self_attn.q_norm.weight": (6144,),
+        "self_attn.k_proj.weight_scale_inv": (8, 24),
+        "block_sparse_moe.e_score_correction_bias": (256,),
+        "block_sparse_moe.gate.weight": (256, 3072),
+        "block_sparse_moe.experts.255.w1.weight_scale_inv": (12, 24),
+        "block_sparse_moe.experts.255.w2.weight_scale_inv": (24, 12),
+    }
+    assert sum(name.endswith("weight_scale_inv") for name in slots) == 4 + 3 * 256
 
 
 def test_only_quantized_models_say_so_in_their_fingerprint() -> None:
