@@ -22,6 +22,7 @@ from pd_cluster.worker.capacity import MemoryEstimate
 from pd_kernels.backends import TORCH
 from tests.worker.quantized_models import BLOCKS, TENSOR, compressed
 
+BLOCK_WEIGHTS = compressed("block")["config_groups"]["group_0"]["weights"]
 CHANNELS = compressed(ignore=("re:.*lm_head", "re:.*mlp.gate$"))
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head", "*.o_proj"]}
 QWEN3_EXPERTS = {
@@ -63,14 +64,15 @@ def channels(path: str, value: object) -> dict[str, Any]:
     [
         (None, None),
         ({}, None),
-        (BLOCKS, QuantizationSpec(Scales.BLOCKS, ("lm_head",))),
+        (BLOCKS, QuantizationSpec(Scales.BLOCKS, ("lm_head",), "weight_scale_inv")),
         (
             {**BLOCKS, "modules_to_not_convert": ["a.gate", "b", "b"], "fmt": "float8_e4m3fn"},
-            QuantizationSpec(Scales.BLOCKS, ("a.gate", "b", "lm_head")),
+            QuantizationSpec(Scales.BLOCKS, ("a.gate", "b", "lm_head"), "weight_scale_inv"),
         ),
         ({**TENSOR, "weight_block_size": None}, QuantizationSpec(Scales.TENSOR, ("lm_head", "lm_head"))),
         (CHANNELS, QuantizationSpec(Scales.CHANNELS, ("re:.*lm_head", "re:.*mlp.gate$"))),
         (compressed("tensor", dynamic=False), QuantizationSpec(Scales.TENSOR, ())),
+        (compressed("block", ignore=("lm_head",)), QuantizationSpec(Scales.BLOCKS, ("lm_head",))),
         (MODELOPT, QuantizationSpec(Scales.TENSOR, ("lm_head", "*.o_proj"))),
     ],
 )
@@ -108,8 +110,10 @@ def test_formats_that_are_served(settings: object, expected: QuantizationSpec | 
         (channels("group.targets", ["re:.*mlp"]), r"group_0.targets = \['re:.*mlp'\] .*served: \['Lin"),
         (channels("group.weights.num_bits", 4), "weights.num_bits = 4 cannot be served; served: 8$"),
         (channels("group.weights.type", "int"), "weights.type = 'int' cannot be served; served: float"),
-        (channels("group.weights.strategy", "block"), "weights.strategy = 'block' cannot be served"),
-        (channels("group.weights.strategy", "group"), "weights.strategy = 'group' .*channel, tensor$"),
+        (channels("group.weights.strategy", "block"), r"weights.block_structure = None .*served: \[128, 128\]$"),
+        (channels("group.weights", BLOCK_WEIGHTS), "input_activations.strategy = 'token' cannot be served; served: gr"),
+        (channels("group.weights", {**BLOCK_WEIGHTS, "block_structure": [1, 128]}), r"block_structure = \[1, 128\]"),
+        (channels("group.weights.strategy", "group"), "weights.strategy = 'group' .*channel, tensor, block$"),
         (channels("group.weights.symmetric", False), "weights.symmetric = False cannot be served"),
         (channels("group.input_activations", None), "input_activations.num_bits = None cannot be served"),
         (channels("group.input_activations.strategy", "group"), "input_activations.strategy = 'group'"),
@@ -184,7 +188,9 @@ def test_only_quantized_models_say_so_in_their_fingerprint() -> None:
         for settings in (None, BLOCKS, TENSOR)
     )
     assert "quantization" not in plain.semantic()
-    assert json.loads(json.dumps(blocks.semantic()))["quantization"] == {"scales": "block", "excluded": ["lm_head"]}
+    assert json.loads(json.dumps(blocks.semantic()))["quantization"] == {
+        "scales": "block", "excluded": ["lm_head"], "tensor_name": "weight_scale_inv",
+    }  # fmt: skip
     assert len({fingerprint(spec, "dummy") for spec in (plain, blocks, tensor)}) == 3
     assert replace(blocks, quantization=None) == plain
 
@@ -213,7 +219,7 @@ def test_dummy_weights_are_spread_as_plain_ones(config: dict[str, Any], settings
     assert len(quantized) == sum("_proj" in name and name.endswith(".weight") for name in kinds) > 10
     for name, values, others in zip(kinds, first, other, strict=True):
         if name in quantized:
-            scale = models[0].slots[name.replace(".weight", f".{spec.quantization.scales.tensor_name}")].tensor
+            scale = models[0].slots[name.replace(".weight", f".{spec.quantization.tensor_name}")].tensor
             assert (values * scale.mean()).std().item() == pytest.approx(0.02, rel=0.05)
             assert (values == 0).float().mean() < 1e-3
             assert not torch.equal(values, others)
