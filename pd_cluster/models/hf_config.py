@@ -281,8 +281,14 @@ def _read_rope(reader: _Reader, field: str, settings: Mapping[str, Any], theta: 
         return RopeSpec(theta)
     if kind == "linear":
         return RopeSpec(theta, kind, inner.number("factor"))
-    numbers = [inner.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor")]
-    return RopeSpec(theta, kind, *numbers, inner.integer("original_max_position_embeddings", max_len))
+    return RopeSpec(
+        theta,
+        kind,
+        inner.number("factor"),
+        inner.number("low_freq_factor"),
+        inner.number("high_freq_factor"),
+        inner.integer("original_max_position_embeddings", max_len),
+    )
 
 
 def _read_windows(reader: _Reader, rules: ConfigRules, num_layers: int) -> tuple[int, ...]:
