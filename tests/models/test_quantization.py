@@ -180,6 +180,8 @@ def test_a_published_config_without_dtype_means_bfloat16() -> None:
         "block_sparse_moe.experts.255.w2.weight_scale_inv": (24, 12),
     }
     assert sum(name.endswith("weight_scale_inv") for name in slots) == 4 + 3 * 256
+    routers = [slot.tensor.dtype for name, slot in slots.items() if name.endswith(("_bias", ".gate.weight"))]
+    assert routers == [torch.float32] * 2, "a rounded bias chooses other experts"
 
 
 def test_only_quantized_models_say_so_in_their_fingerprint() -> None:
