@@ -150,7 +150,7 @@ class _Reader:
         for name in filter(_is_pattern, found):
             try:
                 _compiled(name)
-            except re.error as error:
+            except (re.error, OverflowError) as error:
                 raise StartupError(f"{self._place}: {name!r} is not a regular expression: {error}") from error
         return tuple(dict.fromkeys(found))
 

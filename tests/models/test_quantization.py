@@ -99,6 +99,7 @@ def test_formats_that_are_served(settings: object, expected: QuantizationSpec | 
         ({**BLOCKS, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list of names, not 'lm_"),
         ({**BLOCKS, "modules_to_not_convert": [1]}, r"must be a list of names, not \[1\]"),
         (channels("ignore", ["re:("]), r"quantization_config: 're:\(' is not a regular expression: .*missing \)"),
+        (channels("ignore", ["re:a{4294967296}"]), "is not a regular expression: the repetition number is too large"),
         (channels("format", "pack-quantized"), "format = 'pack-quantized' cannot be served; served: float-quantized"),
         (channels("format", "int-quantized"), "format = 'int-quantized' cannot be served"),
         (channels("format", "nvfp4-pack-quantized"), "format = 'nvfp4-pack-quantized' cannot be served"),
