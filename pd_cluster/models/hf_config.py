@@ -167,8 +167,9 @@ class _Reader:
     def object(self, name: str) -> dict[str, Any]:
         """An object, empty if there is none."""
         value = self.optional(name, {})
-        self.refuse(name, not isinstance(value, dict), "an object is expected")
-        return dict(value)
+        if not isinstance(value, dict):
+            raise StartupError(f"{self._file}: {self._prefix}{name} must be an object, not {value!r}")
+        return value
 
     def within(self, field: str, settings: Mapping[str, Any]) -> _Reader:
         """The reader of the `settings` of an object of the config."""
@@ -181,8 +182,7 @@ class _Reader:
 
     def refuse(self, name: str, condition: bool, why: str) -> None:
         if condition:
-            value = self._config.get(name)
-            raise StartupError(f"{self._file}: {self._prefix}{name} = {value!r} cannot be served: {why}")
+            raise StartupError(f"{self._file}: {name} = {self._config.get(name)!r} cannot be served: {why}")
 
 
 def _read_experts(reader: _Reader, rules: ConfigRules, num_layers: int) -> ExpertsSpec | None:

@@ -199,7 +199,7 @@ def test_rope_frequencies_equal_transformers(models: ModelStore, name: str) -> N
         ({**GLM4_MOE, "routed_scaling_factor": "2"}, "routed_scaling_factor must be a positive number, not '2'"),
         ({"rms_norm_eps": 0}, "rms_norm_eps must be a positive number, not 0"),
         ({"rope_theta": 10**400}, "rope_theta must be a positive number, not 1000"),
-        ({"rope_scaling": "linear"}, "rope_scaling = 'linear' cannot be served: an object is expected"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object, not 'linear'"),
         ({"rope_parameters": {"rope_theta": "x"}}, r"rope_parameters\.rope_theta must be a positive number, not 'x'"),
         ({**MIXTRAL, "sliding_window": -1}, "sliding_window must be an integer of at least 0, not -1"),
         ({"head_dim": "64"}, "head_dim must be a positive integer, not '64'"),
