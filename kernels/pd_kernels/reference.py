@@ -248,7 +248,9 @@ def route(
     rows = [_choose(row, routing) for row in ranks.tolist()]
     experts = torch.tensor(rows, device=x.device).view(-1, routing.num_chosen)
     chosen = scores.gather(1, experts)
-    return (chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if routing.normalized else chosen) * routing.factor, experts
+    if routing.normalized:
+        chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=1e-20)
+    return chosen * routing.factor, experts
 
 
 def _choose(ranks: list[float], routing: Routing) -> list[int]:

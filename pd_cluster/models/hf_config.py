@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ROPE_TYPES = ("default", "linear", "llama3")
+FLOAT32_MAX = 3.4e38
 _NOT_SERVED = {
     "attn_logit_softcapping": "a soft cap on scores is",
     "final_logit_softcapping": "a soft cap on logits is",
@@ -83,15 +84,18 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         reader.refuse(name, bool(config.get(name)), f"{what} not served")
     num_heads, hidden_size = reader.integer("num_attention_heads"), reader.integer("hidden_size")
     num_layers = reader.integer("num_hidden_layers")
-    num_kv_heads = int(reader.optional("num_key_value_heads", rules.num_kv_heads or num_heads))
+    num_kv_heads = reader.integer("num_key_value_heads", rules.num_kv_heads or num_heads)
     reader.refuse(
         "num_key_value_heads", num_heads % num_kv_heads != 0, f"{num_heads} heads cannot share {num_kv_heads}"
     )
     attention_bias = bool(reader.optional("attention_bias", False))
-    max_len = int(reader.optional("max_position_embeddings", rules.max_len))
+    max_len = reader.integer("max_position_embeddings", rules.max_len)
     query_scalar = rules.query_scalar and reader.integer("query_pre_attn_scalar", rules.query_scalar)
     rope, window_rope = _read_ropes(reader, rules, max_len)
-    head_dim = int(reader.optional("head_dim", rules.head_dim or hidden_size // num_heads))
+    head_dim = reader.integer("head_dim", rules.head_dim or hidden_size // num_heads)
+    quantization = read_quantization(directory / "config.json", config)
+    # MiniMax-M2's config names no dtype; what a float8 checkpoint does not quantize is bfloat16
+    dtype = reader.optional("torch_dtype", "bfloat16" if quantization else "float32")
     return ModelSpec(
         architecture=str(config["architectures"][0]),
         vocab_size=reader.integer("vocab_size"),
@@ -102,7 +106,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_len=max_len,
-        norm_eps=float(reader.optional("rms_norm_eps", rules.norm_eps)),
+        norm_eps=reader.number("rms_norm_eps", rules.norm_eps),
         rope=rope,
         windows=_read_windows(reader, rules, num_layers),
         qkv_bias=attention_bias if rules.qkv_bias is None else rules.qkv_bias,
@@ -110,13 +114,13 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         mlp_bias=bool(reader.optional("mlp_bias", False)),
         qk_norm=bool(reader.optional("use_qk_norm", False)) if rules.qk_norm is None else rules.qk_norm,
         tied_embeddings=bool(reader.optional("tie_word_embeddings", rules.tied_embeddings)),
-        dtype=str(reader.optional("dtype", reader.optional("torch_dtype", "float32"))).removeprefix("torch."),
+        dtype=str(reader.optional("dtype", dtype)).removeprefix("torch."),
         window_rope=window_rope,
         score_scale=query_scalar and query_scalar**-0.5,
         experts=_read_experts(reader, rules, num_layers),
         rotary_dim=_read_rotary_dim(reader, rules, head_dim),
         norms_heads_together=rules.norms_heads_together,
-        quantization=read_quantization(directory / "config.json", config),
+        quantization=quantization,
     )
 
 
@@ -136,9 +140,11 @@ def read_eos_token_ids(directory: Path, config: Mapping[str, Any]) -> frozenset[
 class _Reader:
     """Fields of one config, with errors that name file and field."""
 
-    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
-        self._file = directory / "config.json"
+    def __init__(self, directory: Path, config: Mapping[str, Any], field: str = "") -> None:
+        """`field`: the object of the config that has the fields."""
+        self._directory, self._file = directory, directory / "config.json"
         self._config = config
+        self._prefix = field and f"{field}."
 
     def optional(self, name: str, default: Any) -> Any:
         value = self._config.get(name)
@@ -148,12 +154,31 @@ class _Reader:
         value = self.optional(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             kind = "a positive integer" if least else "an integer of at least 0"
-            raise StartupError(f"{self._file}: {name} must be {kind}, not {value!r}")
+            raise StartupError(f"{self._file}: {self._prefix}{name} must be {kind}, not {value!r}")
         return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A number above 0 that float32 holds."""
+        value = self.optional(name, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < FLOAT32_MAX:
+            raise StartupError(f"{self._file}: {self._prefix}{name} must be a positive number, not {value!r}")
+        return float(value)
+
+    def object(self, name: str) -> dict[str, Any]:
+        """An object, empty if there is none."""
+        value = self.optional(name, {})
+        if not isinstance(value, dict):
+            raise StartupError(f"{self._file}: {self._prefix}{name} must be an object, not {value!r}")
+        return value
+
+    def within(self, field: str, settings: Mapping[str, Any]) -> _Reader:
+        """The reader of the `settings` of an object of the config."""
+        return _Reader(self._directory, settings, field)
 
     def window(self, default: int) -> int:
         """`sliding_window`: null means none. `default`: without the setting."""
-        return int(self._config.get("sliding_window", default) or 0)
+        none = "sliding_window" in self._config and not self._config["sliding_window"]
+        return 0 if none else self.integer("sliding_window", default, 0)
 
     def refuse(self, name: str, condition: bool, why: str) -> None:
         if condition:
@@ -204,7 +229,7 @@ def _read_sigmoid_experts(reader: _Reader, rules: ExpertsRules, spec: ExpertsSpe
         shared_gated=False,
         dense_layers=tuple(range(min(num_layers, reader.integer("first_k_dense_replace", rules.num_dense, 0)))),
         is_sigmoid=True,
-        factor=float(reader.optional("routed_scaling_factor", 1.0)),
+        factor=reader.number("routed_scaling_factor", 1.0),
         num_groups=num_groups,
         groups_chosen=chosen,
     )
@@ -216,33 +241,33 @@ def _read_rotary_dim(reader: _Reader, rules: ConfigRules, head_dim: int) -> int 
     `partial_rotary_factor` is a setting of its own or one of RoPE's; MiniMax-M2 on the hub has `rotary_dim` instead.
     """
     name = "partial_rotary_factor"
-    rope = reader.optional("rope_scaling", {}) | reader.optional("rope_parameters", {})
+    rope = reader.object("rope_scaling") | reader.object("rope_parameters")
     places = [rope, *(value for value in rope.values() if isinstance(value, dict)), {name: reader.optional(name, None)}]
     given = [place[name] for place in places if place.get(name) is not None]
     if rules.rotary_part is None:
         reader.refuse(name, any(part != 1.0 for part in given), "in this architecture heads rotate as a whole")
         return None
-    default = reader.integer("rotary_dim", int(rules.rotary_part * head_dim)) / head_dim
-    part = given[0] if given else default
-    reader.refuse(name, not isinstance(part, (int, float)), "a number is expected")
-    dim = int(head_dim * part)
+    dim = reader.integer("rotary_dim", int(rules.rotary_part * head_dim), 0)
+    if given:
+        dim = int(head_dim * reader.within("", {name: given[0]}).number(name))
     reader.refuse(name, not 0 < dim <= head_dim or dim % 2 != 0, f"{dim} of {head_dim} dimensions cannot rotate")
     return dim if dim < head_dim else None
 
 
 def _read_ropes(reader: _Reader, rules: ConfigRules, max_len: int) -> tuple[RopeSpec, RopeSpec | None]:
     """RoPE of layers with full attention, and of layers with a window if it differs."""
-    new, old = reader.optional("rope_parameters", {}), reader.optional("rope_scaling", {})
+    new, old = reader.object("rope_parameters"), reader.object("rope_scaling")
     field = "rope_parameters" if new else "rope_scaling"
     nested = any(isinstance(value, dict) for value in (old | new).values())
-    theta = reader.optional("rope_theta", rules.rope_theta)
+    theta = reader.number("rope_theta", rules.rope_theta)
     if rules.window_rope_theta is None:
         reader.refuse(field, nested, "RoPE settings per layer type are not served")
         return _read_rope(reader, field, old | new, theta, max_len), None
     reader.refuse(field, bool(new) and not nested, "RoPE settings per layer type are expected")
-    full = _read_rope(reader, field, old | new.get("full_attention", {}), theta, max_len)
-    local_theta = reader.optional("rope_local_base_freq", rules.window_rope_theta)
-    window = _read_rope(reader, field, new.get("sliding_attention", {}), local_theta, max_len)
+    of_types = reader.within(field, new)
+    full = _read_rope(reader, field, old | of_types.object("full_attention"), theta, max_len)
+    local_theta = reader.number("rope_local_base_freq", rules.window_rope_theta)
+    window = _read_rope(reader, field, of_types.object("sliding_attention"), local_theta, max_len)
     return full, window if window != full else None
 
 
@@ -250,21 +275,19 @@ def _read_rope(reader: _Reader, field: str, settings: Mapping[str, Any], theta: 
     """`settings`: those in the config's `field`. `theta`: used if they have no `rope_theta`."""
     kind = settings.get("rope_type", settings.get("type", "default"))
     reader.refuse(field, kind not in ROPE_TYPES, f"RoPE of type {kind}; served: {', '.join(ROPE_TYPES)}")
-    theta = float(settings.get("rope_theta", theta))
+    inner = reader.within(field, settings)
+    theta = inner.number("rope_theta", theta)
     if kind == "default":
         return RopeSpec(theta)
-    reader.refuse(field, "factor" not in settings, "factor is missing")
     if kind == "linear":
-        return RopeSpec(theta, kind, float(settings["factor"]))
-    missing = [name for name in ("low_freq_factor", "high_freq_factor") if name not in settings]
-    reader.refuse(field, bool(missing), f"{', '.join(missing)} missing")
+        return RopeSpec(theta, kind, inner.number("factor"))
     return RopeSpec(
         theta,
         kind,
-        float(settings["factor"]),
-        float(settings["low_freq_factor"]),
-        float(settings["high_freq_factor"]),
-        int(settings.get("original_max_position_embeddings", max_len)),
+        inner.number("factor"),
+        inner.number("low_freq_factor"),
+        inner.number("high_freq_factor"),
+        inner.integer("original_max_position_embeddings", max_len),
     )
 
 
@@ -285,6 +308,8 @@ def _read_windows(reader: _Reader, rules: ConfigRules, num_layers: int) -> tuple
     if layer_types is None:
         first = int(reader.optional("max_window_layers", 28))
         return tuple(window if layer >= first else 0 for layer in range(num_layers))
+    known = isinstance(layer_types, list) and all(isinstance(kind, str) for kind in layer_types)
+    reader.refuse("layer_types", not known, "a list of names is expected")
     unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
     reader.refuse("layer_types", bool(unknown), f"{', '.join(unknown)} layers are not served")
     reader.refuse("layer_types", len(layer_types) != num_layers, f"there are {num_layers} layers")

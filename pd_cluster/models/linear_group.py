@@ -16,24 +16,25 @@ if TYPE_CHECKING:
 
 
 class LinearGroup:
-    """All linears of one kind.
+    """The linears of one kind that take products: not those of the layers that a checkpoint quantizes.
 
     `add_norm` gets a product and a residual [T, out], and does the model's work after such a product.
     """
 
     def __init__(self, linears: Sequence[Linear], add_norm: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
-        self._linears = linears
-        self._first = linears[0]
+        self._linears = [linear for linear in linears if linear.takes_products]
         self._add_norm = add_norm
 
     def choose(self, sizes: Iterable[int], propose: ProposeProducts, measure: Measure) -> int:
         """Measure the proposed products for each number of rows in `sizes`, and use the fastest from now on.
 
-        Returns for how many of `sizes` the product is not torch's. Nothing is chosen for Linears that take no products,
-        nor for the few rows that have a kernel of their own. Raises RuntimeError when the device fails.
+        Returns for how many of `sizes` the product is not torch's. Nothing is chosen for the few rows that have a
+        kernel of their own. Raises RuntimeError when the device fails.
         """
+        if not self._linears:
+            return 0
         sizes = sorted({size for size in sizes if size > self._first.max_few_rows})
-        if not self._first.takes_products or not sizes:
+        if not sizes:
             return 0
         found = {size: self._choose_product(size, propose, measure) for size in sizes}
         chosen = {size: product for size, product in found.items() if product is not None}
@@ -41,6 +42,10 @@ class LinearGroup:
         for linear in self._linears:
             linear.use(chosen, others)
         return len(chosen)
+
+    @property
+    def _first(self) -> Linear:
+        return self._linears[0]
 
     def _choose_product(self, num_rows: int, propose: ProposeProducts, measure: Measure) -> Product | None:
         weights, activate = [linear.weight for linear in self._linears], self._first.activate

@@ -8,7 +8,7 @@ import torch
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.linear import Linear
-from pd_cluster.models.quantization import Scales
+from pd_cluster.models.quantization import QuantizationSpec, Scales
 from pd_cluster.models.quantized_linear import QuantizedLinear
 from pd_cluster.models.slot import Slot
 from pd_kernels.quantized import BLOCK, QuantizedWeight
@@ -16,7 +16,6 @@ from pd_kernels.quantized import BLOCK, QuantizedWeight
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from pd_cluster.models.quantization import QuantizationSpec
     from pd_kernels.backends import Kernels
     from pd_kernels.quantized import Weight
 
@@ -42,7 +41,7 @@ class Parameters:
         self._kernels = kernels
         self._dtype, self._device = dtype, device
         self._offset_norms = offset_norms
-        self._scales = quantization.scales if quantization else Scales.CHANNELS  # of quantized weights
+        self._quantization = quantization or QuantizationSpec(Scales.CHANNELS, ())
         self._is_quantized = quantization.selector() if quantization else lambda name: False
 
     def tensor(self, name: str, *shape: int, wide: bool = False) -> torch.Tensor:
@@ -124,7 +123,7 @@ class Parameters:
                 f"quantization_config leaves out {plain}, but not {other}: they are one product, quantized or not"
             )
         *experts, rows, size = shape
-        is_blocks = self._scales is Scales.BLOCKS
+        is_blocks = self._quantization.scales is Scales.BLOCKS
         of_each = (-(-rows // BLOCK), -(-size // BLOCK)) if is_blocks else (rows, 1)
         values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self._device)
         scales = torch.empty((*experts, *of_each), dtype=torch.float32, device=self._device)
@@ -139,7 +138,8 @@ class Parameters:
             raise StartupError(f"{name} begins at row {start} of its product, inside of a quantized block of {BLOCK}")
         part = weight.rows(start, start + rows)
         slot = self.slots[f"{name}.weight"] = Slot(part.values, tuple(part.shape))
-        self.slots[f"{name}.{self._scales.tensor_name}"] = slot.of_scales(name, part.scales, self._scales)
+        of_scales = slot.of_scales(name, part.scales, self._quantization.scales)
+        self.slots[f"{name}.{self._quantization.tensor_name}"] = of_scales
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)

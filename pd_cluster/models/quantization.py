@@ -22,13 +22,8 @@ class Scales(StrEnum):
     CHANNELS = "channel"  # a row
     TENSOR = "tensor"  # all
 
-    @property
-    def tensor_name(self) -> str:
-        """The name of the tensor of scales, behind the module's name. A number is its value times its scale."""
-        return "weight_scale_inv" if self is Scales.BLOCKS else "weight_scale"
 
-
-SCALE_NAMES = tuple(kind.tensor_name for kind in Scales)
+SCALE_NAMES = ("weight_scale", "weight_scale_inv")  # in both, a number is its value times its scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +32,7 @@ class QuantizationSpec:
 
     scales: Scales
     excluded: tuple[str, ...]  # modules that are not quantized; see `selector`
+    tensor_name: str = SCALE_NAMES[0]  # of the tensor of scales, behind the module's name
 
     def selector(self) -> Callable[[str], bool]:
         """Make the function that says whether the checkpoint quantizes the module of a name.
@@ -64,8 +60,10 @@ _FP8: Allowed = {
 _COMPRESSED: Allowed = {"format": ("float-quantized",), "transform_config": (None, {}), "kv_cache_scheme": (None,)}
 _GROUP: Allowed = {"targets": (["Linear"],), "output_activations": (None,)}
 _FLOAT8: Allowed = {"num_bits": (8,), "type": ("float",), "symmetric": (None, True)}
-_WEIGHTS: Allowed = {**_FLOAT8, "strategy": ("channel", "tensor"), "dynamic": (None, False)}
+_WEIGHTS: Allowed = {**_FLOAT8, "strategy": ("channel", "tensor", "block"), "dynamic": (None, False)}
 _INPUTS: Allowed = {**_FLOAT8, "strategy": ("token", "tensor"), "dynamic": (None, True, False)}
+_BLOCK_WEIGHTS: Allowed = {"block_structure": ([128, 128],)}
+_BLOCK_INPUTS: Allowed = {**_FLOAT8, "strategy": ("group",), "group_size": (128,), "dynamic": (True,)}
 _MODELOPT: Allowed = {"quant_algo": ("FP8",), "kv_cache_quant_algo": (None,), "kv_cache_scheme": (None,)}
 
 
@@ -86,8 +84,10 @@ def read_quantization(file: Path, config: Mapping[str, Any]) -> QuantizationSpec
 def _read_fp8(reader: _Reader) -> QuantizationSpec:
     """DeepSeek's and Qwen's blocks, and tensors with one scale. The head is never quantized."""
     reader.allow(_FP8)
-    scales = Scales.BLOCKS if reader.get("weight_block_size") else Scales.TENSOR
-    return QuantizationSpec(scales, (*reader.names("modules_to_not_convert", "ignored_layers"), "lm_head"))
+    excluded = (*reader.names("modules_to_not_convert", "ignored_layers"), "lm_head")
+    if reader.get("weight_block_size"):
+        return QuantizationSpec(Scales.BLOCKS, excluded, "weight_scale_inv")
+    return QuantizationSpec(Scales.TENSOR, excluded)
 
 
 def _read_compressed(reader: _Reader) -> QuantizationSpec:
@@ -97,10 +97,13 @@ def _read_compressed(reader: _Reader) -> QuantizationSpec:
     groups = reader.inner("config_groups")
     group = groups.inner(groups.only_name())
     group.allow(_GROUP)
-    group.inner("input_activations").allow(_INPUTS)
     weights = group.inner("weights")
     weights.allow(_WEIGHTS)
-    return QuantizationSpec(Scales(str(weights.get("strategy"))), reader.names("ignore"))
+    scales = Scales(str(weights.get("strategy")))
+    if scales is Scales.BLOCKS:
+        weights.allow(_BLOCK_WEIGHTS)
+    group.inner("input_activations").allow(_BLOCK_INPUTS if scales is Scales.BLOCKS else _INPUTS)
+    return QuantizationSpec(scales, reader.names("ignore"))
 
 
 def _read_modelopt(reader: _Reader) -> QuantizationSpec:
@@ -147,7 +150,7 @@ class _Reader:
         for name in filter(_is_pattern, found):
             try:
                 _compiled(name)
-            except re.error as error:
+            except (re.error, OverflowError) as error:
                 raise StartupError(f"{self._place}: {name!r} is not a regular expression: {error}") from error
         return tuple(dict.fromkeys(found))
 

@@ -136,7 +136,8 @@ def resolve_spec(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
     Raises UnservedModel for one that no family of ours can serve, StartupError for a malformed one.
     """
     config = text_config(directory, config)
-    architectures = config.get("architectures") or []
+    architectures = config.get("architectures")
+    architectures = architectures if isinstance(architectures, list) else []
     named = ", ".join(map(str, architectures)) or "none named"
     if len(architectures) != 1 or named not in ARCHITECTURES:
         raise UnservedModel(

@@ -97,7 +97,7 @@ class ModelSpec:
     def weight_bytes(self, dtype_bytes: int) -> int:
         """Bytes of all weights, those that are not quantized with `dtype_bytes` each.
 
-        An estimate: all products of layers count as quantized, and scales do not count (at most 0.1%).
+        An estimate: all products of layers count as quantized, and scales do not count (at most 0.5%).
         """
         embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
         return self.layer_parameters * (1 if self.quantization else dtype_bytes) + embeddings * dtype_bytes

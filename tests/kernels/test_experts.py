@@ -102,6 +102,16 @@ def test_scores_are_of_all_experts_unless_they_are_normalized(route: Route) -> N
     assert route(x, router, None, Routing(2, True))[0].tolist() == [pytest.approx([2 / 3, 1 / 3])]
 
 
+@pytest.mark.parametrize("route", [reference.route, torch_experts.route])
+def test_scores_of_sigmoids_are_normalized_however_small(route: Route) -> None:
+    """Down to a sum of 1e-20, below which they are left as small as they are."""
+    router = torch.tensor([[-43.0], [-44.0], [-90.0]])
+    scores, chosen = route(torch.tensor([[1.0], [4.0]]), router, None, Routing(2, True, is_sigmoid=True))
+    assert chosen.tolist() == [[0, 1], [0, 1]]
+    assert scores[0].tolist() == [pytest.approx(0.7310586), pytest.approx(0.2689414)]
+    assert scores[1].max() == 0
+
+
 def test_a_row_does_not_depend_on_the_order_of_the_others() -> None:
     router, gate_up, down = weights(torch.float64)
     x, order = rows(50, torch.float64), torch.randperm(50, generator=torch.Generator().manual_seed(1))

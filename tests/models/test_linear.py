@@ -19,6 +19,8 @@ from tests.kernels.quantized_weights import random_quantized
 from tests.worker.test_few_rows import FEW_ROWS, PlainFewRows
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pd_kernels.gemm_selection import Product
 
 EPS = 1e-5
@@ -87,3 +89,23 @@ def test_a_quantized_weight_is_offered_to_kernels_of_few_rows_and_to_no_plain_pr
     assert LinearGroup([plain], lambda *sums: None).choose([4], never, lambda run: 1.0) == 0
     plain.pack()
     assert torch.equal(plain.weight.float(), weight.values.float()), "no other layout"
+
+
+def test_products_are_chosen_for_the_layers_that_are_not_quantized() -> None:
+    """`modules_to_not_convert` may leave out one layer: the first one of its kind, or a later one."""
+    plain = Linear(random(256, 128), None, TORCH)
+    quantized = QuantizedLinear(random_quantized(256, 128, is_blocks=True), None, TORCH)
+    asked: list[torch.Tensor] = []
+
+    def propose(num_rows: int, weight: torch.Tensor, parts: int = 1) -> list[Product]:
+        asked.append(weight)
+        return [lambda x, weight: x @ weight.T]
+
+    def measure(run: Callable[[], object]) -> float:
+        run()
+        return 1.0
+
+    for linears in ([plain, quantized], [quantized, plain]):
+        assert LinearGroup(linears, lambda *sums: None).choose([4], propose, measure) == 0
+        assert asked.pop() is plain.weight
+    assert not asked

@@ -22,12 +22,26 @@ from pd_cluster.worker.capacity import MemoryEstimate
 from pd_kernels.backends import TORCH
 from tests.worker.quantized_models import BLOCKS, TENSOR, compressed
 
+BLOCK_WEIGHTS = compressed("block")["config_groups"]["group_0"]["weights"]
 CHANNELS = compressed(ignore=("re:.*lm_head", "re:.*mlp.gate$"))
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head", "*.o_proj"]}
 QWEN3_EXPERTS = {
     **CONFIGS["tiny"], "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 128, "hidden_size": 128, "head_dim": 64, "mlp_only_layers": [1],
 }  # fmt: skip
+
+MINIMAX_M2 = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 128, "hidden_act": "silu", "hidden_size": 3072,
+    "intermediate_size": 1536, "max_position_embeddings": 196608, "num_attention_heads": 48, "num_experts_per_tok": 8,
+    "num_hidden_layers": 62, "num_key_value_heads": 8, "num_local_experts": 256, "num_mtp_modules": 3,
+    "qk_norm_type": "per_layer", "rms_norm_eps": 1e-6, "rope_theta": 5000000, "rotary_dim": 64,
+    "scoring_func": "sigmoid", "shared_intermediate_size": 0, "tie_word_embeddings": False, "use_mtp": True,
+    "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064,
+    "quantization_config": {
+        **BLOCKS, "fmt": "float8_e4m3fn", "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+    },
+}  # fmt: skip
+"""As on the hub: without a dtype."""
 
 
 def read(settings: object) -> QuantizationSpec | None:
@@ -50,14 +64,15 @@ def channels(path: str, value: object) -> dict[str, Any]:
     [
         (None, None),
         ({}, None),
-        (BLOCKS, QuantizationSpec(Scales.BLOCKS, ("lm_head",))),
+        (BLOCKS, QuantizationSpec(Scales.BLOCKS, ("lm_head",), "weight_scale_inv")),
         (
             {**BLOCKS, "modules_to_not_convert": ["a.gate", "b", "b"], "fmt": "float8_e4m3fn"},
-            QuantizationSpec(Scales.BLOCKS, ("a.gate", "b", "lm_head")),
+            QuantizationSpec(Scales.BLOCKS, ("a.gate", "b", "lm_head"), "weight_scale_inv"),
         ),
         ({**TENSOR, "weight_block_size": None}, QuantizationSpec(Scales.TENSOR, ("lm_head", "lm_head"))),
         (CHANNELS, QuantizationSpec(Scales.CHANNELS, ("re:.*lm_head", "re:.*mlp.gate$"))),
         (compressed("tensor", dynamic=False), QuantizationSpec(Scales.TENSOR, ())),
+        (compressed("block", ignore=("lm_head",)), QuantizationSpec(Scales.BLOCKS, ("lm_head",))),
         (MODELOPT, QuantizationSpec(Scales.TENSOR, ("lm_head", "*.o_proj"))),
     ],
 )
@@ -84,6 +99,7 @@ def test_formats_that_are_served(settings: object, expected: QuantizationSpec | 
         ({**BLOCKS, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list of names, not 'lm_"),
         ({**BLOCKS, "modules_to_not_convert": [1]}, r"must be a list of names, not \[1\]"),
         (channels("ignore", ["re:("]), r"quantization_config: 're:\(' is not a regular expression: .*missing \)"),
+        (channels("ignore", ["re:a{4294967296}"]), "is not a regular expression: the repetition number is too large"),
         (channels("format", "pack-quantized"), "format = 'pack-quantized' cannot be served; served: float-quantized"),
         (channels("format", "int-quantized"), "format = 'int-quantized' cannot be served"),
         (channels("format", "nvfp4-pack-quantized"), "format = 'nvfp4-pack-quantized' cannot be served"),
@@ -95,8 +111,10 @@ def test_formats_that_are_served(settings: object, expected: QuantizationSpec | 
         (channels("group.targets", ["re:.*mlp"]), r"group_0.targets = \['re:.*mlp'\] .*served: \['Lin"),
         (channels("group.weights.num_bits", 4), "weights.num_bits = 4 cannot be served; served: 8$"),
         (channels("group.weights.type", "int"), "weights.type = 'int' cannot be served; served: float"),
-        (channels("group.weights.strategy", "block"), "weights.strategy = 'block' cannot be served"),
-        (channels("group.weights.strategy", "group"), "weights.strategy = 'group' .*channel, tensor$"),
+        (channels("group.weights.strategy", "block"), r"weights.block_structure = None .*served: \[128, 128\]$"),
+        (channels("group.weights", BLOCK_WEIGHTS), "input_activations.strategy = 'token' cannot be served; served: gr"),
+        (channels("group.weights", {**BLOCK_WEIGHTS, "block_structure": [1, 128]}), r"block_structure = \[1, 128\]"),
+        (channels("group.weights.strategy", "group"), "weights.strategy = 'group' .*channel, tensor, block$"),
         (channels("group.weights.symmetric", False), "weights.symmetric = False cannot be served"),
         (channels("group.input_activations", None), "input_activations.num_bits = None cannot be served"),
         (channels("group.input_activations.strategy", "group"), "input_activations.strategy = 'group'"),
@@ -133,13 +151,49 @@ def test_modules_that_are_left_out(excluded: tuple[str, ...], module: str, is_qu
     assert QuantizationSpec(Scales.BLOCKS, excluded).selector()(module) == is_quantized
 
 
+def test_a_published_config_without_dtype_means_bfloat16() -> None:
+    """In float32 the KV cache would take twice the memory."""
+    spec = resolve_spec(Path(), MINIMAX_M2)
+    assert spec.dtype == "bfloat16"
+    assert resolve_spec(Path(), {**MINIMAX_M2, "quantization_config": None}).dtype == "float32"
+    for name in ("dtype", "torch_dtype"):
+        assert resolve_spec(Path(), {**MINIMAX_M2, name: "float16"}).dtype == "float16"
+    assert spec.weight_bytes(2) == pytest.approx(230e9, rel=0.01)
+    shallow = resolve_spec(Path(), {**MINIMAX_M2, "num_hidden_layers": 1})
+    slots = build_model(shallow, TORCH, 64, torch.bfloat16, torch.device("meta")).slots
+    layer = "model.layers.0"
+    assert {
+        name: slots[f"{layer}.{name}"].shape
+        for name in (
+            "self_attn.q_norm.weight",
+            "self_attn.k_proj.weight_scale_inv",
+            "block_sparse_moe.e_score_correction_bias",
+            "block_sparse_moe.gate.weight",
+            "block_sparse_moe.experts.255.w1.weight_scale_inv",
+            "block_sparse_moe.experts.255.w2.weight_scale_inv",
+        )
+    } == {
+        "self_attn.q_norm.weight": (6144,),
+        "self_attn.k_proj.weight_scale_inv": (8, 24),
+        "block_sparse_moe.e_score_correction_bias": (256,),
+        "block_sparse_moe.gate.weight": (256, 3072),
+        "block_sparse_moe.experts.255.w1.weight_scale_inv": (12, 24),
+        "block_sparse_moe.experts.255.w2.weight_scale_inv": (24, 12),
+    }
+    assert sum(name.endswith("weight_scale_inv") for name in slots) == 4 + 3 * 256
+    routers = [slot.tensor.dtype for name, slot in slots.items() if name.endswith(("_bias", ".gate.weight"))]
+    assert routers == [torch.float32] * 2, "a rounded bias chooses other experts"
+
+
 def test_only_quantized_models_say_so_in_their_fingerprint() -> None:
     plain, blocks, tensor = (
         resolve_spec(Path(), {**CONFIGS["tiny"], "quantization_config": settings})
         for settings in (None, BLOCKS, TENSOR)
     )
     assert "quantization" not in plain.semantic()
-    assert json.loads(json.dumps(blocks.semantic()))["quantization"] == {"scales": "block", "excluded": ["lm_head"]}
+    assert json.loads(json.dumps(blocks.semantic()))["quantization"] == {
+        "scales": "block", "excluded": ["lm_head"], "tensor_name": "weight_scale_inv",
+    }  # fmt: skip
     assert len({fingerprint(spec, "dummy") for spec in (plain, blocks, tensor)}) == 3
     assert replace(blocks, quantization=None) == plain
 
@@ -168,7 +222,7 @@ def test_dummy_weights_are_spread_as_plain_ones(config: dict[str, Any], settings
     assert len(quantized) == sum("_proj" in name and name.endswith(".weight") for name in kinds) > 10
     for name, values, others in zip(kinds, first, other, strict=True):
         if name in quantized:
-            scale = models[0].slots[name.replace(".weight", f".{spec.quantization.scales.tensor_name}")].tensor
+            scale = models[0].slots[name.replace(".weight", f".{spec.quantization.tensor_name}")].tensor
             assert (values * scale.mean()).std().item() == pytest.approx(0.02, rel=0.05)
             assert (values == 0).float().mean() < 1e-3
             assert not torch.equal(values, others)

@@ -28,6 +28,9 @@ def compressed(strategy: str = "channel", *, dynamic: bool = True, ignore: tuple
     """The settings of compressed-tensors, with those that mean nothing here."""
     inputs = {**_FLOAT8, "dynamic": dynamic, "strategy": "token" if dynamic else "tensor"}
     weights = {**_FLOAT8, "dynamic": False, "strategy": strategy, "observer": "minmax"}
+    if strategy == "block":
+        inputs |= {"strategy": "group", "group_size": 128}
+        weights |= {"block_structure": [128, 128]}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
@@ -70,6 +73,7 @@ CASES = {
         "Qwen3", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*layers.0.mlp*"]},
         r"lm_head|model\.layers\.0\.mlp", {"head_dim": 16},
     ),
+    "qwen3-compressed-blocks": QuantizedCase("Qwen3", compressed("block", ignore=("lm_head",)), options=_WHOLE),
     "gemma3-channels": QuantizedCase("Gemma3", compressed(ignore=("re:.*lm_head",)), options={"head_dim": 16}),
     "qwen3-experts-blocks": QuantizedCase(
         "Qwen3Moe",
@@ -118,7 +122,7 @@ def save_quantized(case: QuantizedCase, directory: Path, seed: int = 0) -> Saved
 
 
 def _quantized(tensor: torch.Tensor, settings: dict[str, Any]) -> QuantizedWeight:
-    if "weight_block_size" in settings:
+    if "weight_block_size" in settings or '"block"' in json.dumps(settings):
         return quantize_weight(tensor, is_blocks=True)
     if "channel" in json.dumps(settings):
         return quantize_weight(tensor, is_blocks=False)
@@ -129,7 +133,8 @@ def _quantized(tensor: torch.Tensor, settings: dict[str, Any]) -> QuantizedWeigh
 def _as_stored(module: str, weight: QuantizedWeight, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
     found = {f"{module}.weight": weight.values}
     if weight.is_blocks:
-        return {**found, f"{module}.weight_scale_inv": weight.scales}
+        name = "weight_scale_inv" if "weight_block_size" in settings else "weight_scale"
+        return {**found, f"{module}.{name}": weight.scales}
     if "channel" in json.dumps(settings):
         return {**found, f"{module}.weight_scale": weight.scales}
     scale = weight.scales[0] if "config_groups" in settings else weight.scales[0, 0]  # [1], or ()
