@@ -1,0 +1,85 @@
+"""The sizes of steps that follow from times of steps."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pd_cluster.scheduling.step_cost import (
+    LEAST_GAIN,
+    MOST_PROLONGED,
+    SIZES_BESIDE,
+    tokens_beside_decodes,
+    tokens_of_prompts,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BUDGETS = (2048, 4096, 8192)
+DENSE_8B = {30: 5.5e-3, 128: 6.6e-3, 192: 7.4e-3, 256: 8.9e-3}  # one H200, captured steps, see benchmarks/LOG.md
+
+
+def roofline_of_a_mixture(tokens: int) -> float:
+    """Qwen3-30B-A3B on one H200: reading the experts that are hit and the rest, then 2 x 3.3G FLOPs a token."""
+    experts_hit = 128 * (1 - (15 / 16) ** tokens)
+    return (experts_hit * 48 * 9.44e6 + 3.5e9 + 32 * 98_304 * 1024) / 4.3e12 + tokens * 6.6e9 / 600e12
+
+
+def test_a_dense_model_keeps_its_192_tokens() -> None:
+    cost = tokens_beside_decodes(30, SIZES_BESIDE, DENSE_8B.__getitem__)
+    assert cost.tokens == 192
+    assert cost.seconds == DENSE_8B, "larger steps are not measured"
+    assert cost.text == "30: 5.5 ms, 128: 6.6 ms, 192: 7.4 ms, 256: 8.9 ms"
+
+
+def test_a_mixture_has_larger_steps() -> None:
+    """A step of decodes reads nearly all experts already."""
+    assert tokens_beside_decodes(32, SIZES_BESIDE, roofline_of_a_mixture).tokens >= 384
+    assert tokens_of_prompts(BUDGETS, roofline_of_a_mixture).tokens == 8192
+
+
+def test_steps_that_all_cost_too_much_leave_the_smallest() -> None:
+    assert tokens_beside_decodes(32, SIZES_BESIDE, lambda tokens: float(tokens)).tokens == SIZES_BESIDE[0]
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ((45.0, 46.0, 47.0), 2048),  # 8B: products of 2,048 rows are as fast as any
+        ((60.0, 70.0, 75.0), 4096),
+        ((60.0, 70.0, 80.0), 8192),
+        ((60.0, 65.0, 80.0), 2048),  # the first size without gain ends the search
+    ],
+)
+def test_prompts_are_read_in_the_smallest_steps_that_are_nearly_as_fast(
+    rates: tuple[float, ...], expected: int
+) -> None:
+    seconds = {size: size / rate for size, rate in zip(BUDGETS, rates, strict=True)}
+    assert tokens_of_prompts(BUDGETS, seconds.__getitem__).tokens == expected
+
+
+def noted(times: list[float], calls: list[int]) -> Callable[[int], float]:
+    def measure(size: int) -> float:
+        calls.append(size)
+        return times[len(calls) - 1]
+
+    return measure
+
+
+@given(times=st.lists(st.floats(1e-4, 1.0), min_size=8, max_size=8))
+def test_whatever_is_measured_the_steps_of_the_chosen_size_are_within_the_bound(times: list[float]) -> None:
+    calls: list[int] = []
+    cost = tokens_beside_decodes(32, SIZES_BESIDE, noted(times, calls))
+    assert calls == list(cost.seconds) == [32, *SIZES_BESIDE[: len(calls) - 1]]
+    for size, seconds in list(cost.seconds.items())[1:]:
+        assert (seconds <= MOST_PROLONGED * times[0]) == (size <= cost.tokens) or size == SIZES_BESIDE[0]
+    calls.clear()
+    cost = tokens_of_prompts(BUDGETS, noted(times, calls))
+    assert calls == list(cost.seconds)
+    speeds = [size / cost.seconds[size] for size in calls if size <= cost.tokens]
+    assert all(later >= LEAST_GAIN * sooner for sooner, later in pairwise(speeds))
