@@ -102,7 +102,9 @@ class Executor(Protocol):
         """Allocate every rank's cache. -> their descriptions, by rank. Raises StartupError."""
 
     def warm_up(self) -> tuple[StepSize, ...]:
-        """Run the first steps and capture graphs. -> the sizes that every rank has captured. Raises StartupError.
+        """Run the first steps, capture graphs, measure steps. -> the sizes that every rank has captured.
+
+        Raises StartupError.
 
         Ranks stop capturing when their own memory runs out; only sizes that all of them have may be replayed.
         """

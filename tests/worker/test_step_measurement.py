@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
-from pd_cluster.config import SchedulerConfig, ServerConfig
+from benchmarks.shapes import CONFIGS
+from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig, ServerConfig
+from pd_cluster.scheduling.step_cost import SIZES_BESIDE
+from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.step_measurement import STEPS, StepTimer, limit_beside_decodes, limit_of_prompts
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from pd_cluster.scheduling.batch import Batch
-    from pd_cluster.worker.device_executor import DeviceExecutor
     from pd_cluster.worker.pending_step import PendingStep
 
+SMALL = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 4096}
 LIMITS = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=8192)
 
 
@@ -122,3 +128,26 @@ def test_an_executor_measures_what_a_decode_node_was_not_told(
     executor._measure_steps()
     assert (executor.config.scheduler.max_tokens_beside_decodes != told) == is_measured
     assert not any(tensor.any() for tensor in executor._cache.tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_decides_for_each_role(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["30b-a3b"], **SMALL}))
+    model = ModelConfig(model=str(tmp_path), load_format="dummy", dtype="bfloat16", device="cuda", max_model_len=2048)
+
+    def limits(role: str) -> SchedulerConfig:
+        lines: list[str] = []
+        config = NodeConfig(model=model, cache=CacheConfig(num_blocks=256), server=ServerConfig(role=role))
+        executor = DeviceExecutor.started(config, lines.append)
+        assert not any(tensor.any() for tensor in executor._cache.tensors)
+        executor.close()
+        measured = [line for line in lines if "tokens of a step" in line]
+        assert len(measured) == (role != "mixed")
+        return executor.config.scheduler
+
+    decode, prefill, mixed = map(limits, ("decode", "prefill", "mixed"))
+    assert decode.max_tokens_beside_decodes in SIZES_BESIDE
+    assert (prefill.max_tokens_beside_decodes, mixed.max_tokens_beside_decodes) == (-1, -1)
+    assert prefill.max_num_batched_tokens in (2048, 4096, 8192)
+    assert decode.max_num_batched_tokens == mixed.max_num_batched_tokens == 2048
