@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 PEER = "vLLM 0.25.1"
 MAX_MODEL_LEN = 16_384
 DECODED = 128  # steps of a decode measurement
-COUNTED = 9  # tokens of each sequence while experts are counted
+COUNTED = 17  # tokens of each sequence while experts are counted
 MIXED_LENGTHS, MIXED_TEMPERATURE = (100, 1024), 0.6
 DEFAULT_SHAPES = ("8b", "0.6b")
 
@@ -98,7 +98,8 @@ class GpuBench:
         match row.kind:
             case "decode":
                 roofline_s = self.costs.decode_s(row.count, row.length + DECODED / 2, self.ceilings)
-                return Measured(row, self._decode(row), roofline_s * 1e3, self._hit(row))
+                prompts = self._cached_prompts(row)
+                return Measured(row, self._decode(prompts), roofline_s * 1e3, self._hit(row, prompts))
             case "prefill":
                 roofline_s = self.costs.prefill_s([row.length] * row.count, self.ceilings)
                 return Measured(row, self._prefill(row), row.count * row.length / roofline_s)
@@ -134,17 +135,15 @@ class GpuBench:
         self._generate(prompts, 2)  # reads from it
         return prompts
 
-    def _hit(self, row: GpuRow) -> ExpertsHit | None:
-        """Count the experts of a few steps of a decode row."""
+    def _hit(self, row: GpuRow, prompts: list[list[int]]) -> ExpertsHit | None:
+        """Count the experts of a few steps of a decode row, with cached prompts."""
         if self.costs.spec.experts is None:
             return None
-        prompts = self._cached_prompts(row)
         with self.engine.without_graphs(), self.routing.counting(row.count) as counts:
             self._generate(prompts, COUNTED)
-        return ExpertsHit(statistics.mean(counts), self.costs.experts_hit(row.count))
+        return ExpertsHit(statistics.fmean(counts or [0]), self.costs.experts_hit(row.count))
 
-    def _decode(self, row: GpuRow) -> tuple[float, ...]:
-        prompts = self._cached_prompts(row)
+    def _decode(self, prompts: list[list[int]]) -> tuple[float, ...]:
         return tuple(
             (self._generate(prompts, DECODED + 1) - self._generate(prompts, 1)) / DECODED * 1e3
             for _ in range(self.repeats)

@@ -114,7 +114,8 @@ def test_random_weights_choose_experts_evenly(tmp_path: Path) -> None:
         engine = OfflineEngine(config, lambda text: None)
     try:
         bench = GpuBench(engine, ModelCosts(engine.executor.model.spec), CEILINGS, 1, routing, random.Random(0))
-        hits = {count: bench._hit(GpuRow("decode", count, 64, None)) for count in (1, 16)}
+        rows = {count: GpuRow("decode", count, 64, None) for count in (1, 16)}
+        hits = {count: bench._hit(row, bench._cached_prompts(row)) for count, row in rows.items()}
         assert hits[1] is not None
         assert hits[16] is not None
         assert hits[1].counted == 8
