@@ -1,7 +1,7 @@
 """Decides sizes of steps from the times of steps on this device.
 
 A step reads the weights once, whatever it computes. How many tokens it computes in that time depends on the model: a
-step of a mixture with 64 tokens or more reads all experts, and each token is multiplied with few of them.
+step of a mixture with 64 tokens or more reads all experts, and multiplies each token with few of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 SIZES_BESIDE = (128, 192, 256, 384, 512, 768, 1024)  # tokens of a step with decodes; sizes of captured steps
 # 192 tokens for 8B on an H200, with which a stream's 99th percentile between tokens is 1.5 times its median: 30 decodes
 # take 5.5 ms alone, 7.4 in a step of 192 tokens (1.35 times), 8.9 in one of 256 (1.62 times)
-MOST_PROLONGED = 1.5
+PROLONGED = 1.5
+# Where reading the other experts costs the most, larger steps hardly cost more: 32 decodes of Qwen3-30B-A3B take
+# 12.8 ms alone, 20.1 with 160 tokens of prompts (46 us a token) and 21.7 with 480 (19 us)
+MOST_PROLONGED, NEARLY_CHEAPEST = 2.0, 1.25
 # Larger steps hold up the first token of short prompts, and the announcement of long ones, for this gain at least
 LEAST_GAIN = 1.1
 
@@ -34,19 +37,22 @@ class StepCost:
 
 
 def tokens_beside_decodes(num_decodes: int, sizes: Sequence[int], measure: Callable[[int], float]) -> StepCost:
-    """The largest of `sizes` (ascending) that makes a step at most MOST_PROLONGED times as long as its decodes alone.
+    """The largest of `sizes` (ascending) that makes a step at most PROLONGED times as long as its decodes alone.
 
-    It is at least the smallest. `measure`: seconds of a step of so many tokens, `num_decodes` of them decodes. It is
-    called with `num_decodes` first, then with `sizes` up to the first that takes longer.
+    A larger one, up to MOST_PROLONGED times, if it makes a prompt's token cheaper: the smallest with a price of a token
+    that is nearly the cheapest. `measure`: seconds of a step of so many tokens, `num_decodes` of them decodes.
     """
-    seconds = {num_decodes: measure(num_decodes)}
-    chosen = sizes[0]
+    alone = measure(num_decodes)
+    seconds, prices, chosen = {num_decodes: alone}, dict[int, float](), sizes[0]
     for size in sizes:
         seconds[size] = measure(size)
-        if seconds[size] > MOST_PROLONGED * seconds[num_decodes]:
+        if seconds[size] > MOST_PROLONGED * alone:
             break
-        chosen = size
-    return StepCost(chosen, seconds)
+        prices[size] = (seconds[size] - alone) / (size - num_decodes)
+        if seconds[size] <= PROLONGED * alone:
+            chosen = size
+    cheap = (size for size, price in prices.items() if price <= NEARLY_CHEAPEST * min(prices.values()))
+    return StepCost(max(chosen, next(cheap, chosen)), seconds)
 
 
 def tokens_of_prompts(sizes: Sequence[int], measure: Callable[[int], float]) -> StepCost:

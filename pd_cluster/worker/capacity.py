@@ -85,6 +85,7 @@ def decide_capacity(config: NodeConfig, spec: ModelSpec, dtype_bytes: int, gpu_b
     length = min(TOKENS_PER_SEQ, config.model.max_model_len or spec.max_len)
     seqs = told_seqs or memory.most_seqs(length)
     is_measured = not told_budget and spec.experts is not None and config.server.role == "prefill"
+    is_measured &= cache.gpu_share == 1
     budget = told_budget or max(MOST_STEP_TOKENS if is_measured else STEP_TOKENS, seqs)
     reason = "at most; steps will be measured" if is_measured else "larger steps are no faster"
     room = f"room for {memory.cache_tokens(seqs) // length:,} sequences of {length:,} tokens"

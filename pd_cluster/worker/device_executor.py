@@ -148,7 +148,7 @@ class DeviceExecutor:
         except RuntimeError as error:
             raise StartupError(f"steps cannot be captured on {device}: {error}") from error
         self._graph_sizes = GraphSizes(runner.graphs.sizes)
-        if device.type == "cuda":
+        if device.type == "cuda" and self._config.cache.gpu_share == 1:  # other nodes' steps would be measured, too
             self._measure_steps()
         return self._graph_sizes.sizes
 
@@ -209,7 +209,8 @@ class DeviceExecutor:
         model = self.model
         timer = StepTimer(self.launch, self.num_blocks, self.block_size, model.max_model_len, model.vocab_size)
         if limits.max_tokens_beside_decodes < 0 and config.tokens_beside_decodes_on(model.device):
-            limits = limit_beside_decodes(limits, timer, progress)
+            limits, keys = limit_beside_decodes(limits, timer, model.keys_per_token, progress)
+            self.model = replace(model, measured_keys=keys)
         if self._is_budget_measured:
             limits = limit_of_prompts(limits, timer, progress)
         self._config = replace(config, scheduler=limits)

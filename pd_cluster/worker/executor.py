@@ -35,6 +35,12 @@ class ModelDescription:
     dtype: str
     device: str
     fingerprint: str
+    measured_keys: int = 0
+
+    @property
+    def keys_per_token(self) -> int:
+        """See ModelSpec. On a decode node's GPU it is measured."""
+        return self.measured_keys or self.spec.keys_per_token
 
     @property
     def vocab_size(self) -> int:

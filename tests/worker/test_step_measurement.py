@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.pending_step import PendingStep
 
 SMALL = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 4096}
+KEY_S = 1e-6
 LIMITS = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=8192)
 
 
@@ -34,8 +35,9 @@ class TableTimer(StepTimer):
 
     bend: int = 1
 
-    def seconds(self, num_decodes: int, prompts: Sequence[int]) -> float:
-        return max(1.0, (num_decodes + sum(prompts)) / self.bend)
+    def seconds(self, num_decodes: int, prompts: Sequence[int], behind: int = 0) -> float:
+        tokens = num_decodes + sum(prompts)
+        return max(1.0, tokens / self.bend) + KEY_S * behind * sum(prompts)
 
 
 def bent(bend: int, max_len: int) -> TableTimer:
@@ -90,9 +92,15 @@ def test_measured_steps_have_the_wanted_tokens_and_leave_no_rows(models: ModelSt
 )
 def test_the_limit_beside_decodes(bend: int, limits: SchedulerConfig, max_len: int, expected: int) -> None:
     lines: list[str] = []
-    limited = limit_beside_decodes(limits, bent(bend, max_len), lines.append)
-    assert limited == replace(limits, max_tokens_beside_decodes=expected)
+    limited, keys = limit_beside_decodes(limits, bent(bend, max_len), 0, lines.append)
+    assert (limited, keys) == (replace(limits, max_tokens_beside_decodes=expected), 0)
     assert [line.split(" (")[0] for line in lines] == [f"max_tokens_beside_decodes {expected}"] * (expected > 0)
+
+
+def test_keys_cost_as_much_as_was_measured() -> None:
+    # 192 tokens take 1.5 s, 32 decodes 1 s: a token of a prompt 3.1 ms, as long as 3,125 keys
+    for by_flops, max_len, expected in ((1000, 8192, 3125), (5000, 8192, 5000), (100, 8192, 1600), (1000, 4096, 1000)):
+        assert limit_beside_decodes(LIMITS, bent(128, max_len), by_flops, lambda line: None)[1] == expected
 
 
 @pytest.mark.parametrize(
@@ -127,6 +135,8 @@ def test_an_executor_measures_what_a_decode_node_was_not_told(
     executor._config = replace(executor.config, server=ServerConfig(role=role), scheduler=limits)
     executor._measure_steps()
     assert (executor.config.scheduler.max_tokens_beside_decodes != told) == is_measured
+    assert bool(executor.model.measured_keys) == is_measured
+    assert executor.model.keys_per_token >= executor.model.spec.keys_per_token
     assert not any(tensor.any() for tensor in executor._cache.tensors)
 
 
