@@ -41,7 +41,7 @@ class StepTimer:
     vocab_size: int
 
     def seconds(self, num_decodes: int, prompts: Sequence[int], behind: int = 0) -> float:
-        """The median of steps: decodes behind CONTEXT tokens, and a chunk of each size in `prompts`, `behind` others."""
+        """The median of steps: decodes behind CONTEXT tokens, and chunks of `prompts` tokens behind `behind`."""
         batches, ends = self._batches(num_decodes, prompts, behind), list[float]()
         pending = self.launch(next(batches))
         for batch in batches:
