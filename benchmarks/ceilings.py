@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 BUFFER_BYTES = 4 << 30  # many times the L2
 MATRIX_SIZE = 8192
 _REPEATS = 10
-_BYTES = 2  # of a bf16 number
+_BYTES = 2  # of a number in bf16
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +72,11 @@ def _seconds(work: Callable[[], object]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """Costs of a decoder. Its KV and its head have 2 bytes per number.
-
-    `weight_bytes`: of a weight of the layers; 1: products with them are in fp8.
-    """
+    """Costs of a decoder. The weights of its head have 2 bytes."""
 
     spec: ModelSpec
-    weight_bytes: int = 2
+    weight_bytes: int = 2  # of a weight of the layers; 1: products with them are in fp8
+    kv_itemsize: int = 2  # bytes per number of the cache
 
     @property
     def head_parameters(self) -> int:
@@ -86,7 +84,7 @@ class ModelCosts:
 
     @property
     def kv_token_bytes(self) -> int:
-        return 2 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim * _BYTES
+        return 2 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim * self.kv_itemsize
 
     def experts_hit(self, num_tokens: int) -> float:
         """Experts of a layer that so many tokens choose, if each token's choice is even and independent; 0 if dense."""
