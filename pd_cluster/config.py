@@ -84,7 +84,7 @@ class SchedulerConfig:
         -1,
         "Tokens in all of a step that has decodes, or awaits some: what cuts prompts into pieces that hardly hold them "
         "up; those far behind in their prompt count for more. 64 fewer beside more than 48 decodes. 0: no limit. "
-        "-1: on a decode node's GPU as many as prolong a step by half, measured at start (192 for 8B on an H200), else "
+        "-1: on a decode node's GPU as many as prolong a step little, measured at start (192 for 8B on an H200), else "
         "none.",
     )
     max_waiting: int = setting(

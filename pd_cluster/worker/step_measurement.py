@@ -25,7 +25,7 @@ CONTEXT = 1024  # tokens of a decoding sequence, and of a prompt in steps of pro
 SIZES_OF_PROMPTS = (STEP_TOKENS, 2 * STEP_TOKENS, MOST_STEP_TOKENS)
 STEPS = 6  # of a measurement; the first two do not count: the device waits for their inputs
 BEHIND = 4096  # tokens before a chunk, where the time of keys is measured
-MOST_KEYS = 16  # keys that cost as much as a token: times as many as by FLOPs. 32 decodes of Qwen3-30B-A3B: 11
+MOST_KEYS = 16  # keys that cost as much as a token: times as many as by FLOPs. 8,000 for Qwen3-30B-A3B, by FLOPs 1,555
 # Drawn, not greedy: sequences with equal tokens would choose equal experts
 SAMPLING = SamplingParams(max_tokens=1, temperature=1.0)
 
