@@ -29,7 +29,8 @@ class KernelInStep:
 def profile_steps(generate: Callable[[int], object]) -> str:
     """The table of the kernels of a step. `generate` computes so many tokens for each of its sequences.
 
-    A step's times are those of STEPS + 1 tokens less those of one token, which includes the prompts' last blocks.
+    A step's times are those of STEPS + 1 tokens less those of one token, which includes the prompts' last blocks. The
+    sum is more than the step takes: a kernel that is launched early waits within its time for the one before it.
     """
     short, long = (_profiled(generate, count) for count in (1, STEPS + 1))
     return text_of(mean_step(short, long, STEPS))
