@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 BUFFER_BYTES = 4 << 30  # many times the L2
 MATRIX_SIZE = 8192
 _REPEATS = 10
+_BYTES = 2  # of a number in bf16
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Ceilings:
     read: float  # of memory, by a sum
     copy: float  # of memory, read and written
     matrix: float  # a bf16 product of random matrices
+    quantized: float = 0.0  # the same in fp8, with a scale for each row; 0: not measured
 
     @property
     def memory(self) -> float:
@@ -39,7 +41,20 @@ def measure_ceilings() -> Ceilings:
     left = torch.randn(MATRIX_SIZE, MATRIX_SIZE, device="cuda", dtype=torch.bfloat16)
     right = torch.randn(MATRIX_SIZE, MATRIX_SIZE, device="cuda", dtype=torch.bfloat16)
     matrix_s = _seconds(lambda: left @ right)
-    return Ceilings(BUFFER_BYTES / read_s, 2 * BUFFER_BYTES / copy_s, 2 * MATRIX_SIZE**3 / matrix_s)
+    quantized_s = _quantized_seconds(left, right)
+    flops = 2 * MATRIX_SIZE**3
+    return Ceilings(BUFFER_BYTES / read_s, 2 * BUFFER_BYTES / copy_s, flops / matrix_s, flops / quantized_s)
+
+
+def _quantized_seconds(left: torch.Tensor, right: torch.Tensor) -> float:
+    fp8 = torch.float8_e4m3fn
+    rows, columns = left.to(fp8), right.t().contiguous().to(fp8).t()
+    ones = torch.ones(MATRIX_SIZE, device=left.device)
+    return _seconds(
+        lambda: torch._scaled_mm(
+            rows, columns, scale_a=ones[:, None], scale_b=ones[None], out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    )
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -57,10 +72,11 @@ def _seconds(work: Callable[[], object]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """Costs of a dense decoder with weights and KV of 2 bytes per number."""
+    """Costs of a decoder. The weights of its head have 2 bytes."""
 
     spec: ModelSpec
-    itemsize: int = 2
+    weight_bytes: int = 2  # of a weight of the layers; 1: products with them are in fp8
+    kv_itemsize: int = 2  # bytes per number of the cache
 
     @property
     def head_parameters(self) -> int:
@@ -68,17 +84,38 @@ class ModelCosts:
 
     @property
     def kv_token_bytes(self) -> int:
-        return 2 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim * self.itemsize
+        return 2 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim * self.kv_itemsize
+
+    def experts_hit(self, num_tokens: int) -> float:
+        """Experts of a layer that so many tokens choose, if each token's choice is even and independent; 0 if dense."""
+        experts = self.spec.experts
+        if experts is None:
+            return 0.0
+        return experts.num_experts * (1 - (1 - experts.num_chosen / experts.num_experts) ** num_tokens)
 
     def decode_s(self, num_sequences: int, context: float, ceilings: Ceilings) -> float:
-        """Least seconds of a step: reading all weights and KV once, or the products if they take longer."""
-        parameters = self.spec.layer_parameters + self.head_parameters
-        num_bytes = parameters * self.itemsize + num_sequences * context * self.kv_token_bytes
-        return max(num_bytes / ceilings.memory, 2 * parameters * num_sequences / ceilings.matrix)
+        """Least seconds of a step: reading its weights and its KV once, or the products if they take longer."""
+        num_bytes = self._layer_parameters(self.experts_hit(num_sequences)) * self.weight_bytes
+        num_bytes += self.head_parameters * _BYTES + num_sequences * context * self.kv_token_bytes
+        return max(num_bytes / ceilings.memory, self._products_s(num_sequences, num_sequences, ceilings))
 
     def prefill_s(self, lengths: Sequence[int], ceilings: Ceilings) -> float:
         """Least seconds for prompts: products of all tokens, the head for each last token, causal attention."""
         s = self.spec
-        products = 2 * (s.layer_parameters * sum(lengths) + self.head_parameters * len(lengths))
         attention = sum(2 * s.num_layers * s.num_heads * s.head_dim * length * length for length in lengths)
-        return (products + attention) / ceilings.matrix
+        return self._products_s(sum(lengths), len(lengths), ceilings) + attention / ceilings.matrix
+
+    def _products_s(self, num_tokens: int, num_samples: int, ceilings: Ceilings) -> float:
+        multiplied = self._layer_parameters(self.spec.experts.num_chosen if self.spec.experts else 0)
+        rate = ceilings.matrix if self.weight_bytes == _BYTES else ceilings.quantized
+        return 2 * (multiplied * num_tokens / rate + self.head_parameters * num_samples / ceilings.matrix)
+
+    def _layer_parameters(self, num_experts: float) -> float:
+        """Weights in the products of all layers, with `num_experts` of each mixture."""
+        experts = self.spec.experts
+        if experts is None:
+            return self.spec.layer_parameters
+        none, one = (
+            replace(self.spec, experts=replace(experts, num_experts=count)).layer_parameters for count in (0, 1)
+        )
+        return none + num_experts * (one - none)

@@ -1,8 +1,9 @@
 """`python -m benchmarks gpu`: decode, prefill and a mixed load of a shape, compared with the machine's ceilings.
 
-Weights are random, since time does not depend on them. A decode step's time is (time for 129 tokens - time for 1) / 128
-with the prompts in the prefix cache, so that the common part is short and cancels. All other measurements use new
-prompts. The peer's figures are for the same shapes and method on one H200: compare with them on that GPU only.
+Weights are random: time depends on them only by the experts that tokens choose, and these are counted. A decode step's
+time is (time for 129 tokens - time for 1) / 128 with the prompts in the prefix cache, so that the common part is short
+and cancels. All other measurements use new prompts. The peer's figures are for the same shapes and method on one H200:
+compare with them on that GPU only.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ import torch
 from rich.table import Table
 
 from benchmarks.ceilings import Ceilings, ModelCosts, measure_ceilings
+from benchmarks.gpu_rows import KINDS, MIXED_SEQUENCES, SHAPES, GpuRow, Shape
+from benchmarks.kernel_times import profile_steps
 from benchmarks.offline import OfflineEngine
 from benchmarks.records import RESULTS, append_record
-from benchmarks.shapes import CONFIGS
+from benchmarks.routing import ExpertsHit, RoutingCounter
 from pd_cluster.bench.report import report_console
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.errors import StartupError
@@ -36,60 +39,9 @@ if TYPE_CHECKING:
 PEER = "vLLM 0.25.1"
 MAX_MODEL_LEN = 16_384
 DECODED = 128  # steps of a decode measurement
-MIXED_SEQUENCES, MIXED_LENGTHS, MIXED_TEMPERATURE = 256, (100, 1024), 0.6
-
-
-@dataclass(frozen=True, slots=True)
-class GpuRow:
-    """A measurement to make. `peer`: the peer's figure in the row's unit; None: not measured."""
-
-    kind: str  # decode: ms a step; prefill: tokens/s; prompt: ms to the first token; mixed: output tokens/s
-    count: int
-    length: int  # tokens of a prompt
-    peer: float | None
-
-    @property
-    def name(self) -> str:
-        match self.kind:
-            case "decode":
-                return f"decode ms/step, B = {self.count}, {self.length} context"
-            case "prefill":
-                return f"prefill tok/s, {self.count} x {self.length}"
-            case "prompt":
-                return f"one prompt of {self.length}, ms"
-        return "W1, output tok/s"
-
-    @property
-    def is_rate(self) -> bool:
-        """Whether more is better."""
-        return self.kind in ("prefill", "mixed")
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A model's config, and its measurements."""
-
-    name: str
-    config: dict[str, Any]
-    rows: tuple[GpuRow, ...]
-
-
-SHAPES = {
-    "8b": Shape("8b", CONFIGS["8b"], (
-        GpuRow("decode", 1, 1024, 4.90), GpuRow("decode", 32, 1024, 6.24), GpuRow("decode", 128, 1024, 10.46),
-        GpuRow("decode", 256, 1024, 17.58), GpuRow("decode", 32, 4096, 8.98), GpuRow("decode", 128, 4096, 22.21),
-        GpuRow("prefill", 64, 1024, 43_466), GpuRow("prefill", 16, 4096, 41_293), GpuRow("prefill", 4, 15_000, 34_814),
-        GpuRow("prompt", 1, 1024, 28.8), GpuRow("prompt", 1, 4096, 102.3), GpuRow("mixed", MIXED_SEQUENCES, 0, 10_293),
-    )),
-    "0.6b": Shape("0.6b", CONFIGS["0.6b"], (
-        GpuRow("decode", 1, 1024, 1.68), GpuRow("decode", 32, 1024, 2.60), GpuRow("decode", 128, 1024, 5.72),
-        GpuRow("decode", 256, 1024, 9.98), GpuRow("decode", 32, 4096, 4.98), GpuRow("decode", 128, 4096, 15.55),
-        GpuRow("prefill", 64, 1024, 406_112), GpuRow("prefill", 16, 4096, 355_349),
-        GpuRow("prefill", 4, 15_000, 204_891), GpuRow("prompt", 1, 1024, 12.1), GpuRow("prompt", 1, 4096, 16.2),
-        GpuRow("mixed", MIXED_SEQUENCES, 0, 24_354),
-    )),
-}  # fmt: skip
-KINDS = ("decode", "prefill", "prompt", "mixed")
+COUNTED = 48  # tokens of each sequence while experts are counted; 256 prompts that are not cached take 32 steps
+MIXED_LENGTHS, MIXED_TEMPERATURE = (100, 1024), 0.6
+DEFAULT_SHAPES = ("8b", "0.6b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +51,7 @@ class Measured:
     row: GpuRow
     samples: tuple[float, ...]
     roofline: float | None  # in the same unit; None: depends on the schedule
+    hit: ExpertsHit | None = None  # by the steps of a decode row; None: not a mixture
 
     @property
     def value(self) -> float:
@@ -125,6 +78,7 @@ class Measured:
         return {
             "name": self.row.name, **asdict(self.row), "samples": self.samples, "p50": low, "p90": high,
             "roofline": self.roofline, "share": self.share, "gain": self.gain,
+            "experts_hit": self.hit and {**asdict(self.hit), "is_valid": self.hit.is_valid},
         }  # fmt: skip
 
 
@@ -136,14 +90,16 @@ class GpuBench:
     costs: ModelCosts
     ceilings: Ceilings
     repeats: int
+    routing: RoutingCounter
     rng: random.Random = field(default_factory=random.Random)
 
     def measure(self, row: GpuRow) -> Measured:
         """Measure a row. Raises RuntimeError."""
         match row.kind:
             case "decode":
-                context = row.length + DECODED / 2
-                return Measured(row, self._decode(row), self.costs.decode_s(row.count, context, self.ceilings) * 1e3)
+                roofline_s = self.costs.decode_s(row.count, row.length + DECODED / 2, self.ceilings)
+                prompts = self._cached_prompts(row)
+                return Measured(row, self._decode(prompts), roofline_s * 1e3, self._hit(row, prompts))
             case "prefill":
                 roofline_s = self.costs.prefill_s([row.length] * row.count, self.ceilings)
                 return Measured(row, self._prefill(row), row.count * row.length / roofline_s)
@@ -160,6 +116,11 @@ class GpuBench:
             self._generate(self._prompts([length]), 1)
         self._mix(8)
 
+    def profile(self, row: GpuRow) -> str:
+        """The kernels of a decode row's step. Raises RuntimeError."""
+        prompts = self._cached_prompts(row)
+        return profile_steps(lambda num_tokens: self._generate(prompts, num_tokens))
+
     def _generate(self, prompts: list[list[int]], num_tokens: int) -> float:
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         return self.engine.generate(prompts, [sampling] * len(prompts)).seconds
@@ -168,10 +129,21 @@ class GpuBench:
         vocabulary = range(self.costs.spec.vocab_size)
         return [self.rng.choices(vocabulary, k=length) for length in lengths]
 
-    def _decode(self, row: GpuRow) -> tuple[float, ...]:
+    def _cached_prompts(self, row: GpuRow) -> list[list[int]]:
         prompts = self._prompts([row.length] * row.count)
         self._generate(prompts, 1)  # fills the cache
         self._generate(prompts, 2)  # reads from it
+        return prompts
+
+    def _hit(self, row: GpuRow, prompts: list[list[int]]) -> ExpertsHit | None:
+        """Count the experts of a few steps of a decode row, with cached prompts."""
+        if self.costs.spec.experts is None:
+            return None
+        with self.engine.without_graphs(), self.routing.counting(row.count) as counts:
+            self._generate(prompts, COUNTED)
+        return ExpertsHit(statistics.fmean(counts or [0]), self.costs.experts_hit(row.count))
+
+    def _decode(self, prompts: list[list[int]]) -> tuple[float, ...]:
         return tuple(
             (self._generate(prompts, DECODED + 1) - self._generate(prompts, 1)) / DECODED * 1e3
             for _ in range(self.repeats)
@@ -208,14 +180,19 @@ def main(arguments: Sequence[str]) -> int:
     """Returns 0. Raises StartupError."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", allow_abbrev=False)
     parser.add_argument(
-        "--shapes", nargs="+", default=list(SHAPES), metavar="NAME", help="8b and 0.6b (default: both)."
-    )
+        "--shapes", nargs="+", default=list(DEFAULT_SHAPES), metavar="NAME",
+        help=f"{', '.join(SHAPES)} (default: {' and '.join(DEFAULT_SHAPES)}).",
+    )  # fmt: skip
     parser.add_argument(
         "--rows", nargs="+", default=list(KINDS), metavar="KIND",
         help="decode, prefill, prompt and mixed (default: all).",
     )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="Samples per row (default: 3).")
     parser.add_argument("--budget", type=int, default=8192, metavar="N", help="Tokens of a step (default: 8192).")
+    parser.add_argument(
+        "--profile", nargs="+", type=int, default=[], metavar="B",
+        help="Print the kernels of a step of B decodes too, for rows of the shape.",
+    )  # fmt: skip
     parser.add_argument("--async-scheduling", choices=("auto", "on", "off"), default="auto", help="A node's flag.")
     parser.add_argument(
         "--cuda-graphs", action=argparse.BooleanOptionalAction, default=True, help="A node's flag (default: on)."
@@ -271,16 +248,20 @@ def measure_shape(shape: Shape, ceilings: Ceilings, namespace: argparse.Namespac
             progress.append(text)
             sys.stderr.write(f"{shape.name}: {text}\n")
 
-        engine = OfflineEngine(config, hear)
+        routing = RoutingCounter()
+        with routing.installed("cuda"):
+            engine = OfflineEngine(config, hear)
     try:
-        costs = ModelCosts(engine.executor.model.spec)
-        bench = GpuBench(engine, costs, ceilings, namespace.repeats, random.Random(namespace.seed))
+        costs = ModelCosts(engine.executor.model.spec, shape.weight_bytes)
+        bench = GpuBench(engine, costs, ceilings, namespace.repeats, routing, random.Random(namespace.seed))
         bench.warm_up()
         results = []
         for row in shape.rows:
             if row.kind in namespace.rows:
                 results.append(bench.measure(row))
                 sys.stderr.write(f"{shape.name}: {row.name}: {results[-1].value:.2f}\n")
+            if row.kind == "decode" and row.count in namespace.profile:
+                sys.stdout.write(f"{shape.name}: {row.name}\n{bench.profile(row)}")
     finally:
         engine.close()
     del engine, bench
@@ -298,10 +279,13 @@ def print_results(shape: Shape, results: list[Measured], ceilings: Ceilings) -> 
     """Print the table."""
     console = report_console()
     console.print(
-        f"{shape.name} shape, bf16, random weights; ceilings: read {ceilings.read / 1e12:.2f} TB/s, "
-        f"copy {ceilings.copy / 1e12:.2f} TB/s, bf16 product {ceilings.matrix / 1e12:.0f} TFLOP/s"
+        f"{shape.name} shape, weights of {8 * shape.weight_bytes} bits, random; ceilings: "
+        f"read {ceilings.read / 1e12:.2f} TB/s, copy {ceilings.copy / 1e12:.2f} TB/s, "
+        f"products {ceilings.matrix / 1e12:.0f} TFLOP/s in bf16, {ceilings.quantized / 1e12:.0f} in fp8"
     )
-    table = Table("", "ours", "range", "roofline", "of it", PEER, "ours is")
+    hits = [result.hit for result in results if result.hit is not None]
+    columns = ["ours", "range", "roofline", "of it", PEER, "ours is", *["experts hit"] * bool(hits)]
+    table = Table("", *columns)
     for column in table.columns[1:]:
         column.justify = "right"
     for result in results:
@@ -315,5 +299,6 @@ def print_results(shape: Shape, results: list[Measured], ceilings: Ceilings) -> 
             "" if result.share is None else f"{result.share:.0%}",
             "" if result.row.peer is None else f"{result.row.peer:,.{digits}f}",
             "" if result.gain is None else f"{result.gain:.2f} x",
+            *[result.hit.text if result.hit else ""] * bool(hits),
         )
     console.print(table)

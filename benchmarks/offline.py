@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.process import rare_garbage_collection
 from pd_cluster.protocol.messages import AddRequest, FromEngine, RequestFailed, ToEngine, TokensOut
+from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_connectors.base import ConnectorContext
 from pd_connectors.registry import create_connector
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from pd_cluster.config import NodeConfig
     from pd_cluster.engine.ipc import EngineSockets
@@ -98,6 +99,16 @@ class OfflineEngine:
                         tokens[index] += [token.token_id for token in part.tokens]
                     num_open -= message.finished
         return Generated(end_s - start_s, tuple(firsts), tokens)
+
+    @contextmanager
+    def without_graphs(self) -> Iterator[None]:
+        """Meanwhile no step is replayed from a graph."""
+        executor = self.executor
+        sizes, executor._graph_sizes = executor._graph_sizes, GraphSizes(())
+        try:
+            yield
+        finally:
+            executor._graph_sizes = sizes
 
     def close(self) -> None:
         """Idempotent."""

@@ -10,20 +10,54 @@ _COMMON = {
 }  # fmt: skip
 _LLAMA = {**_COMMON, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
 _QWEN = {**_COMMON, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+_8B = {
+    **_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0, "tie_word_embeddings": False,
+}  # fmt: skip
+_30B_A3B = {
+    **_COMMON, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "rms_norm_eps": 1e-6,
+    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936,
+    "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": False,
+}  # fmt: skip
+_70B = {
+    **_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+}  # fmt: skip
+
+_FP8_TENSORS = {
+    "quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"],
+}  # fmt: skip
+_FP8_BLOCKS = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(48))],
+}  # fmt: skip
+_FP8_CHANNELS = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+    "config_groups": {"group_0": {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+        "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True},
+    }},
+}  # fmt: skip
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "8b": {
-        **_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0, "tie_word_embeddings": False,
-    },
+    "8b": _8B,
+    "8b-fp8": {**_8B, "quantization_config": _FP8_TENSORS},
     "0.6b": {
         **_QWEN, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
         "vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": True,
     },
+    "30b-a3b": _30B_A3B,
+    "30b-a3b-fp8": {**_30B_A3B, "quantization_config": _FP8_BLOCKS},
+    "70b-fp8": {**_70B, "quantization_config": _FP8_CHANNELS},
     "tiny": {
         **_LLAMA, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 2048, "max_position_embeddings": 16384,
         "rope_theta": 10000.0, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""config.json for the shapes of Llama-3.1-8B and Qwen3-0.6B, and for a small shape for tests."""
+"""config.json for the shapes of Llama-3.1-8B, Qwen3-0.6B, Qwen3-30B-A3B and Llama-3.3-70B, and for a small test shape.
+
+Weights in fp8: one scale a tensor (`8b-fp8`), a scale for 128 x 128 numbers (`30b-a3b-fp8`), one a row (`70b-fp8`).
+"""

@@ -11,7 +11,7 @@ from pd_cluster.errors import StartupError
 from pd_http.limits import HttpLimits
 from pd_http.settings import setting
 
-TOKENS_BESIDE_DECODES = 192  # of a decode node; a size of captured steps
+TOKENS_BESIDE_DECODES = 192  # of a decode node, where steps are not measured; a size of captured steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +83,15 @@ class SchedulerConfig:
     )
     max_num_batched_tokens: int = setting(
         0,
-        "Token budget of one step; longer prompts are cut into chunks. 0: 2048, or max_num_seqs where that is more.",
+        "Token budget of one step; longer prompts are cut into chunks. 0: 2048, or max_num_seqs where that is more; "
+        "for a mixture of experts on a prefill node's GPU up to 8192, measured at start.",
     )
     max_tokens_beside_decodes: int = setting(
         -1,
         "Tokens in all of a step that has decodes, or awaits some: what cuts prompts into pieces that hardly hold them "
         "up; those far behind in their prompt count for more. 64 fewer beside more than 48 decodes. 0: no limit. "
-        "-1: 192 on a decode node's GPU, else none.",
+        "-1: on a decode node's GPU as many as prolong a step little, measured at start (192 for 8B on an H200), else "
+        "none.",
     )
     max_waiting: int = setting(
         1024, "Prompts that may queue before new ones get 503. The prompts of one request may fill half of it."
@@ -214,7 +216,8 @@ class NodeConfig:
         """`max_tokens_beside_decodes` on this device ("cpu", "cuda:0", ...); 0: no limit.
 
         A GPU reads all weights in each step, and multiplies some hundred tokens in that time: on an H200 30 decodes
-        take 5.5 ms alone and 7.4 in a step of 192 tokens (8B). On a CPU each token costs the same, whatever it shares a
+        take 5.5 ms alone and 7.4 in a step of 192 tokens (8B). The default is that until the worker has measured its
+        steps. On a CPU each token costs the same, whatever it shares a
         step with.
         """
         if self.scheduler.max_tokens_beside_decodes >= 0:

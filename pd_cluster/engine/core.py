@@ -78,7 +78,7 @@ class EngineCore:
             config.scheduler,
             self._blocks,
             max_tokens_beside_decodes=config.tokens_beside_decodes_on(executor.model.device),
-            keys_per_token=executor.model.spec.keys_per_token,
+            keys_per_token=executor.model.keys_per_token,
             rests=executor.model.device == "cpu",
             max_model_len=executor.model.max_model_len,
             eos_token_ids=executor.model.eos_token_ids,
@@ -102,7 +102,7 @@ class EngineCore:
             config.scheduler.depth_on(executor.model.device),
             clock,
             StepForecast(
-                keys_per_token=executor.model.spec.keys_per_token,
+                keys_per_token=executor.model.keys_per_token,
                 is_compiled_lazily=executor.model.device != "cpu",
             ),
             self._allow_silence,

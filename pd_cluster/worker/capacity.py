@@ -28,6 +28,8 @@ TOKENS_PER_SEQ = 1024
 # The largest captured step. Larger ones compute prompts no faster (8B on an H200: products of 2,048 rows take 0.61 us a
 # token and layer, of 8,192 rows 0.64) and hold up the streams beside them: ITL p99 of mixed nodes 49 ms, with 4,096 73
 STEP_TOKENS = 2048
+# Of a mixture's prefill node, where steps are measured: an expert of Qwen3-30B-A3B computes a sixteenth of the tokens
+MOST_STEP_TOKENS = 8192
 # Left for uses that are not measured: memory that the allocator cannot reuse, modules of kernels, the transport. The
 # capture of graphs needs 1.1 GB of free memory
 SPARE_SHARE, MOST_SPARE_BYTES = 0.1, 6e9
@@ -44,6 +46,7 @@ class Capacity:
     max_num_batched_tokens: int
     gpu_memory_utilization: float  # as configured on a CPU, which does not use it
     line: str
+    is_budget_measured: bool = False  # `max_num_batched_tokens` is an upper bound, until steps are measured
 
     def applied_to(self, config: NodeConfig) -> NodeConfig:
         """`config` with these settings."""
@@ -81,14 +84,17 @@ def decide_capacity(config: NodeConfig, spec: ModelSpec, dtype_bytes: int, gpu_b
         raise StartupError(f"{weights}; of the GPU's memory this node may fill {filled}")
     length = min(TOKENS_PER_SEQ, config.model.max_model_len or spec.max_len)
     seqs = told_seqs or memory.most_seqs(length)
-    budget = told_budget or max(STEP_TOKENS, seqs)
+    is_measured = not told_budget and spec.experts is not None and config.server.role == "prefill"
+    is_measured &= cache.gpu_share == 1
+    budget = told_budget or max(MOST_STEP_TOKENS if is_measured else STEP_TOKENS, seqs)
+    reason = "at most; steps will be measured" if is_measured else "larger steps are no faster"
     room = f"room for {memory.cache_tokens(seqs) // length:,} sequences of {length:,} tokens"
     reasons = (
         f"max_num_seqs {seqs} ({'given; ' if told_seqs else ''}{room})",
-        f"max_num_batched_tokens {budget} ({'given' if told_budget else 'larger steps are no faster'})",
+        f"max_num_batched_tokens {budget} ({'given' if told_budget else reason})",
         f"gpu_memory_utilization {utilization:.3g} ({'given; ' if cache.gpu_memory_utilization else ''}{filled})",
     )
-    return Capacity(seqs, budget, utilization, ", ".join(reasons))
+    return Capacity(seqs, budget, utilization, ", ".join(reasons), is_measured)
 
 
 def longest_sequence(wanted: int, limit: int, cache_tokens: int) -> int:

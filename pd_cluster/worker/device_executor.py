@@ -19,6 +19,7 @@ from pd_cluster.worker.logits_stages.order import find_stage
 from pd_cluster.worker.memory_measurement import gpu_bytes, measure_free_bytes, run_largest_step
 from pd_cluster.worker.model_loading import describe_model, load_model
 from pd_cluster.worker.model_runner import ModelRunner
+from pd_cluster.worker.step_measurement import StepTimer, limit_beside_decodes, limit_of_prompts
 from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
 from pd_connectors.protocol.layout import BlockLayout
 from pd_kernels.selection import select_kernels
@@ -52,6 +53,7 @@ class DeviceExecutor:
     _attentions: tuple[GroupAttention, ...]  # by KV group
     _kernels: Kernels
     _model: Model
+    _is_budget_measured: bool
     _cache: KVCache  # allocate
     _outside_stages: list[type[LogitsStage]]
     _runner: ModelRunner  # warm_up
@@ -73,7 +75,7 @@ class DeviceExecutor:
 
     @property
     def config(self) -> NodeConfig:
-        """The settings. From `load` on they include the decided capacity of the node."""
+        """The settings. They include the decided capacity from `load` on, and the measured limits from `warm_up` on."""
         return self._config
 
     @property
@@ -107,6 +109,7 @@ class DeviceExecutor:
         item_bytes = DTYPES[self.model.dtype].itemsize
         capacity = decide_capacity(config, self.model.spec, item_bytes, gpu_bytes(device))
         progress(capacity.line)
+        self._is_budget_measured = capacity.is_budget_measured
         self._config = config = capacity.applied_to(config)
         block_size = _resolve_block_size(config.cache.block_size, device)
         self.layout = BlockLayout(self.model.spec.kv_groups(block_size, self.model.dtype))
@@ -145,6 +148,8 @@ class DeviceExecutor:
         except RuntimeError as error:
             raise StartupError(f"steps cannot be captured on {device}: {error}") from error
         self._graph_sizes = GraphSizes(runner.graphs.sizes)
+        if device.type == "cuda" and self._config.cache.gpu_share == 1:  # other nodes' steps would be measured, too
+            self._measure_steps()
         return self._graph_sizes.sizes
 
     def check(self, sampling: SamplingParams) -> None:
@@ -197,6 +202,20 @@ class DeviceExecutor:
         budget = limits.max_num_batched_tokens
         runner = self._make_runner(scratch, budget)
         run_largest_step(runner, budget, limits.max_num_seqs, self.model.max_model_len, self.block_size)
+
+    def _measure_steps(self) -> None:
+        """Decide the sizes of steps that the settings leave open. Leaves the cache zeroed."""
+        config, limits, progress = self._config, self._config.scheduler, self._progress
+        model = self.model
+        timer = StepTimer(self.launch, self.num_blocks, self.block_size, model.max_model_len, model.vocab_size)
+        if limits.max_tokens_beside_decodes < 0 and config.tokens_beside_decodes_on(model.device):
+            limits, keys = limit_beside_decodes(limits, timer, model.keys_per_token, progress)
+            self.model = replace(model, measured_keys=keys)
+        if self._is_budget_measured:
+            limits = limit_of_prompts(limits, timer, progress)
+        self._config = replace(config, scheduler=limits)
+        for tensor in self._cache.tensors:
+            tensor.zero_()
 
     def _run_first_steps(self) -> None:
         """Compile and load the kernels that steps need, by steps of a separate runner. Leaves the cache zeroed."""

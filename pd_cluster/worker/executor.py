@@ -35,6 +35,12 @@ class ModelDescription:
     dtype: str
     device: str
     fingerprint: str
+    measured_keys: int = 0
+
+    @property
+    def keys_per_token(self) -> int:
+        """See ModelSpec. On a decode node's GPU it is measured."""
+        return self.measured_keys or self.spec.keys_per_token
 
     @property
     def vocab_size(self) -> int:
@@ -102,7 +108,9 @@ class Executor(Protocol):
         """Allocate every rank's cache. -> their descriptions, by rank. Raises StartupError."""
 
     def warm_up(self) -> tuple[StepSize, ...]:
-        """Run the first steps and capture graphs. -> the sizes that every rank has captured. Raises StartupError.
+        """Run the first steps, capture graphs, measure steps. -> the sizes that every rank has captured.
+
+        Raises StartupError.
 
         Ranks stop capturing when their own memory runs out; only sizes that all of them have may be replayed.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,17 +13,23 @@ import torch
 import pd_cluster
 from benchmarks.__main__ import main
 from benchmarks.ceilings import Ceilings, ModelCosts
-from benchmarks.gpu import SHAPES, GpuRow, Measured
+from benchmarks.gpu import GpuBench, Measured
+from benchmarks.gpu_rows import SHAPES, GpuRow
+from benchmarks.kernel_times import KernelInStep, mean_step, text_of
 from benchmarks.offline import OfflineEngine
+from benchmarks.routing import ExpertsHit, RoutingCounter
+from benchmarks.shapes import CONFIGS
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.models.registry import resolve_spec
 from pd_cluster.protocol.sampling_params import SamplingParams
 
-CEILINGS = Ceilings(read=4.2e12, copy=4.3e12, matrix=790e12)
+CEILINGS = Ceilings(read=4.2e12, copy=4.3e12, matrix=790e12, quantized=1400e12)
 
 
 def costs_of(name: str, tmp_path: Path) -> ModelCosts:
-    return ModelCosts(resolve_spec(tmp_path, json.loads(json.dumps(SHAPES[name].config))))
+    """The costs of a shape. Its spec is that of the unquantized model, which has the same sizes."""
+    config = {key: value for key, value in SHAPES[name].config.items() if key != "quantization_config"}
+    return ModelCosts(resolve_spec(tmp_path, json.loads(json.dumps(config))), SHAPES[name].weight_bytes)
 
 
 def test_bytes_and_operations_of_the_shapes(tmp_path: Path) -> None:
@@ -36,6 +43,20 @@ def test_bytes_and_operations_of_the_shapes(tmp_path: Path) -> None:
     assert 64 * 1024 / large.prefill_s([1024] * 64, CEILINGS) == pytest.approx(55_500, rel=0.02)
     assert large.prefill_s([4096], CEILINGS) * 1e3 == pytest.approx(77.9, rel=0.02)
     assert small.decode_s(32, 1088, CEILINGS) * 1e3 == pytest.approx(1.15, rel=0.06)
+
+
+def test_rooflines_of_a_mixture_count_the_experts_that_are_hit(tmp_path: Path) -> None:
+    costs, quantized = costs_of("30b-a3b", tmp_path), costs_of("30b-a3b-fp8", tmp_path)
+    assert costs.spec.layer_parameters + 2 * costs.head_parameters == pytest.approx(30.5e9, rel=0.002)
+    assert costs.experts_hit(32) == pytest.approx(128 * (1 - (15 / 16) ** 32))
+    # The field note's rooflines
+    decode_ms = [costs.decode_s(count, 1024, CEILINGS) * 1e3 for count in (1, 8, 32, 64, 128, 256)]
+    assert decode_ms == pytest.approx([1.43, 6.20, 13.1, 15.4, 17.2, 20.4], rel=0.02)
+    decode_ms = [quantized.decode_s(count, 1024, CEILINGS) * 1e3 for count in (32, 256)]
+    assert decode_ms == pytest.approx([7.04, 13.5], rel=0.04)  # the note counts the head in fp8
+    assert 64 * 1024 / costs.prefill_s([1024] * 64, CEILINGS) == pytest.approx(135_000, rel=0.05)
+    faster = costs.prefill_s([4096], CEILINGS) / quantized.prefill_s([4096], CEILINGS)
+    assert 1.2 < faster < 1400 / 790  # attention is in bf16 in both
 
 
 def test_so_many_keys_cost_as_much_as_a_token(tmp_path: Path) -> None:
@@ -55,6 +76,53 @@ def test_shares_and_gains() -> None:
     assert record["name"] == "decode ms/step, B = 1, 1024 context"
     assert (record["p50"], record["p90"]) == (4.5, pytest.approx(4.9))
     assert replace(time, roofline=None).share is None
+
+
+def test_a_row_with_too_few_experts_does_not_count() -> None:
+    assert ExpertsHit(109.0, 111.8).is_valid
+    few = ExpertsHit(100.0, 111.8)
+    assert not few.is_valid
+    assert few.text == "100.0 of 111.8: does not count"
+    row = Measured(GpuRow("decode", 32, 1024, 4.9), (4.0,), 3.0, few)
+    assert row.record()["experts_hit"] == {"counted": 100.0, "expected": 111.8, "is_valid": False}
+
+
+def test_the_kernels_of_a_step_are_what_more_steps_add() -> None:
+    short = [KernelInStep("product", 2, 10.0), KernelInStep("prompt", 1, 50.0)]
+    long = [KernelInStep("product", 10, 50.0), KernelInStep("prompt", 1, 50.0), KernelInStep("draw", 4, 4.0)]
+    kernels = mean_step(short, long, 4)
+    assert kernels == [KernelInStep("product", 2.0, 10.0), KernelInStep("draw", 1.0, 1.0)]
+    assert text_of(kernels).splitlines()[0].split() == ["10.0", "us", "90.9%", "2.0", "x", "product"]
+    assert text_of([]) == "      1.0 us in 0 kernels\n"
+
+
+@pytest.mark.long
+def test_random_weights_choose_experts_evenly(tmp_path: Path) -> None:
+    # The real number of experts and choices. Narrow, so that it takes seconds
+    shape = {"hidden_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    narrow = {**CONFIGS["30b-a3b"], **shape, "vocab_size": 4096, "num_key_value_heads": 2, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(narrow))
+    config = NodeConfig(
+        model=ModelConfig(
+            model=str(tmp_path), load_format="dummy", device="cpu", dtype="float32", num_threads=1, max_model_len=1024
+        ),
+        cache=CacheConfig(num_blocks=160),
+        handoff=HandoffConfig(connector="none"),
+    )
+    routing = RoutingCounter()
+    with routing.installed("cpu"):
+        engine = OfflineEngine(config, lambda text: None)
+    try:
+        bench = GpuBench(engine, ModelCosts(engine.executor.model.spec), CEILINGS, 1, routing, random.Random(0))
+        rows = {count: GpuRow("decode", count, 64, None) for count in (1, 16)}
+        hits = {count: bench._hit(row, bench._cached_prompts(row)) for count, row in rows.items()}
+        assert hits[1] is not None
+        assert hits[16] is not None
+        assert hits[1].counted == 8
+        assert hits[16].counted == pytest.approx(hits[16].expected, rel=0.08)  # few layers: 3% is for 48
+        assert routing.num_tokens == 0
+    finally:
+        engine.close()
 
 
 def test_the_offline_engine_counts_every_token() -> None:

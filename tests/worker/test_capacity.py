@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.shapes import CONFIGS
-from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
+from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig, ServerConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.models.registry import resolve_spec
 from pd_cluster.worker.capacity import MemoryEstimate, decide_capacity, longest_sequence
@@ -70,6 +70,25 @@ def test_a_decided_configuration_is_not_decided_again() -> None:
     config = NodeConfig()
     once = decide_capacity(config, SPECS["8b"], BF16, int(SMALL)).applied_to(config)
     assert decide_capacity(once, SPECS["0.6b"], BF16, int(H200)).applied_to(once) == once
+
+
+def test_a_mixtures_prefill_node_measures_its_steps() -> None:
+    mixture = resolve_spec(Path(), CONFIGS["30b-a3b"])
+
+    def budget(role: str, told: int = 0, gpu_bytes: float = H200) -> tuple[int, bool]:
+        config = NodeConfig(
+            server=ServerConfig(role=role),
+            scheduler=SchedulerConfig(max_num_batched_tokens=told),
+        )
+        capacity = decide_capacity(config, mixture, BF16, int(gpu_bytes))
+        assert ("steps will be measured" in capacity.line) == capacity.is_budget_measured
+        return capacity.max_num_batched_tokens, capacity.is_budget_measured
+
+    assert budget("prefill") == (8192, True)
+    assert [budget("decode"), budget("mixed"), budget("prefill", gpu_bytes=0)] == [(2048, False)] * 3
+    assert budget("prefill", told=4096) == (4096, False)
+    prefill = NodeConfig(server=ServerConfig(role="prefill"))
+    assert not decide_capacity(prefill, SPECS["8b"], BF16, int(H200)).is_budget_measured
 
 
 def test_short_sequences_need_less_room_and_no_graphs_leave_more() -> None:
