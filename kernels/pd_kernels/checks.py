@@ -39,7 +39,7 @@ def check_query(query: torch.Tensor, key_cache: torch.Tensor, num_tokens: int) -
         )
     if query.shape[1] % num_kv_heads:
         raise ValueError(f"{query.shape[1]} query heads are not a multiple of {num_kv_heads} KV heads")
-    if query.dtype != key_cache.dtype:
+    if query.dtype != key_cache.dtype and str(key_cache.dtype) != "torch.float8_e4m3fn":
         raise ValueError(f"query is {query.dtype}, the cache {key_cache.dtype}")
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pd_kernels.values import PackedSequences
 
 _LOG2_E = 1.4426950408889634
+WIDE_AS = None
 _SHARED_KEYS = 1024  # a tile with fewer keys belongs to one program
 _FAR_KEYS = 4096  # from here on a chunk's tiles have nearly equal numbers of keys
 _MOST_PARTS = 16  # the merge reads parts one after the other
@@ -61,6 +62,8 @@ def _attend_tiles(
             mask = present[:, None] & (column < SIZE)[None, :]
             k = tl.load(keys + place[:, None] + column[None, :], mask=mask, other=0.0)
             v = tl.load(values + place[:, None] + column[None, :], mask=mask, other=0.0)
+        k = k.to(q.dtype)
+        v = v.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED:
             seen = token[None, :] <= position[:, None]
@@ -102,7 +105,7 @@ def _prefill_kernel(
     num_tiles, query_stride, table_stride, block_stride, head_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     head, tile = tl.program_id(0), tl.program_id(1)
     seq = tl.load(tiles + tile).to(tl.int64)
@@ -115,7 +118,7 @@ def _prefill_kernel(
     inside = ((row < num_tokens * GROUP) & (token < num_queries))[:, None] & (column < SIZE)[None, :]
     at = (head * GROUP + row % GROUP)[:, None] * SIZE + column[None, :]
     query_row = (query_start + token).to(tl.int64)[:, None]
-    q = tl.load(query + query_row * query_stride + at, mask=inside, other=0.0)
+    q = tl.load(query + query_row * query_stride + at, mask=inside, other=0.0).to(WIDE)
     low = length - num_queries + first  # position of the first row; the last is below `high`
     high = tl.minimum(low + num_tokens, length)
     position = length - num_queries + token
@@ -323,6 +326,7 @@ def prefill_attention(
     if descriptors:
         key_tiles, value_tiles = (_descriptor(cache, tiling.keys, columns) for cache in (key_cache, value_cache))
     split = tiling.parts > 1
+    wide = WIDE_AS or {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[query.dtype]
     calls: list[tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, int | None]]] = [(
         _prefill_kernel, (num_kv_heads, num_tiles, tiling.parts),
         (
@@ -330,7 +334,7 @@ def prefill_attention(
             packed.seq_lens, tiles, out, plan.parts if split else out, num_tiles, query.stride(0),
             packed.block_tables.stride(0), key_cache.stride(0), key_cache.stride(1), scale * _LOG2_E, num_kv_heads,
             group, size, block_size, window, tiling.rows, tiling.keys, columns,
-            "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages, descriptors, split,
+            "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages, descriptors, split, wide,
         ),
         {"num_warps": tiling.num_warps, "maxnreg": tiling.max_registers},
     )]  # fmt: skip
