@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from pd_kernels.checks import check_cache_views
+from pd_kernels.fp8_cache import FP8
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 
 if TYPE_CHECKING:
@@ -39,6 +40,14 @@ def _rotated(first, second, cos, sin, norm, out, column, inside, eps, SIZE: tl.c
         first = ((first * scale).to(gain).to(tl.float32) * low).to(dtype).to(tl.float32)
         second = ((second * scale).to(gain).to(tl.float32) * high).to(dtype).to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _stored(x, cache):
+    """`fp8_cache.stored` for the cache that the pointer `cache` points to. NaN stays NaN."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(cache.dtype.element_ty)
 
 
 @triton.jit
@@ -79,11 +88,12 @@ def _norm_rope_write_kernel(
         first, second = _rotated(first, second, cosine, sine, key_norm, query, column, inside, eps, SIZE, NORM)
         place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * SIZE
         to = place + head.to(tl.int64)[:, None] * head_stride + column[None, :]
-        tl.store(key_cache + to, first.to(query.dtype.element_ty), mask=mask)
-        tl.store(key_cache + to + SIZE // 2, second.to(query.dtype.element_ty), mask=mask)
+        tl.store(key_cache + to, _stored(first.to(query.dtype.element_ty), key_cache), mask=mask)
+        tl.store(key_cache + to + SIZE // 2, _stored(second.to(query.dtype.element_ty), key_cache), mask=mask)
         source += NUM_KV_HEADS * SIZE
-        tl.store(value_cache + to, tl.load(source + at, mask=mask), mask=mask)
-        tl.store(value_cache + to + SIZE // 2, tl.load(source + SIZE // 2 + at, mask=mask), mask=mask)
+        first, second = tl.load(source + at, mask=mask), tl.load(source + SIZE // 2 + at, mask=mask)
+        tl.store(value_cache + to, _stored(first, value_cache), mask=mask)
+        tl.store(value_cache + to + SIZE // 2, _stored(second, value_cache), mask=mask)
 
 
 def norm_rope_write(
@@ -104,7 +114,7 @@ def norm_rope_write(
     num_tokens, num_heads = heads.shape[0], heads.shape[1] - 2 * num_kv_heads
     if heads.dim() != 3 or heads.shape[2] != size or heads.stride(1) != size or heads.stride(2) != 1 or num_heads < 1:
         raise ValueError(f"heads must be [T, query + 2 * {num_kv_heads}, {size}], rows contiguous, not {heads.shape}")
-    if heads.dtype != key_cache.dtype or len(slot_mapping) != num_tokens:
+    if (heads.dtype != key_cache.dtype and key_cache.dtype is not FP8) or len(slot_mapping) != num_tokens:
         raise ValueError(f"{heads.dtype} of {num_tokens} tokens into {key_cache.dtype} at {len(slot_mapping)} slots")
     if cos.shape != (num_tokens, size // 2) or not cos.is_contiguous() or not sin.is_contiguous():
         raise ValueError(f"cos and sin must be contiguous [{num_tokens}, {size // 2}], not {tuple(cos.shape)}")
