@@ -151,6 +151,71 @@ def _attend_pairs(
 
 
 @triton.jit
+def _halves(pairs, ASM: tl.constexpr):
+    """The even and the odd columns, float16, of a tile whose elements are pairs of e4m3 numbers."""
+    if ASM:
+        even, odd = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 sorted;
+            .reg .b16 low, high;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {low, high}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }
+            """,
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        even = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        odd = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return even, odd
+
+
+@triton.jit
+def _attend_fp8(
+    q, keys, values, table, start, stop, length, lowest, block_stride, scale,
+    SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    column, pair = tl.arange(0, COLUMNS), tl.arange(0, COLUMNS // 2)
+    top = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    even = tl.zeros([ROWS, COLUMNS // 2], tl.float32)
+    odd = tl.zeros([ROWS, COLUMNS // 2], tl.float32)
+    for begin in tl.range(start, stop, TILE, num_stages=STAGES):
+        position = begin + tl.arange(0, TILE)
+        seen = position < length
+        if WINDOW > 0:
+            seen = seen & (position >= lowest)
+        if BLOCK_SIZE % TILE == 0:
+            block = tl.load(table + begin // BLOCK_SIZE).to(tl.int64)
+            place = block * block_stride + (begin % BLOCK_SIZE + tl.arange(0, TILE)) * SIZE
+            place_v = block * (block_stride // 2) + (begin % BLOCK_SIZE + tl.arange(0, TILE)) * (SIZE // 2)
+        else:
+            blocks = tl.load(table + position // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+            place = blocks * block_stride + position % BLOCK_SIZE * SIZE
+            place_v = blocks * (block_stride // 2) + position % BLOCK_SIZE * (SIZE // 2)
+        k = tl.load(keys + place[:, None] + column[None, :], mask=seen[:, None] & (column < SIZE)[None, :], other=0.0)
+        v = tl.load(
+            values + place_v[:, None] + pair[None, :], mask=seen[:, None] & (pair < SIZE // 2)[None, :], other=0
+        )
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
+        scores = tl.where(seen[None, :], scores, -1e30)
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        v_even, v_odd = _halves(v, ASM)
+        narrow = weights.to(q.dtype)
+        even = tl.dot(narrow, v_even.to(q.dtype), even * shrink[:, None], input_precision=PRECISION)
+        odd = tl.dot(narrow, v_odd.to(q.dtype), odd * shrink[:, None], input_precision=PRECISION)
+        top = higher
+    return tl.interleave(even, odd) / total[:, None], top + tl.log2(total)
+
+
+@triton.jit
 def _merge_parts(
     parts, part_logs, target, first, last, GROUP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
     MEMBERS: tl.constexpr, MERGED: tl.constexpr,
@@ -198,7 +263,13 @@ def _attend_pair(
     if WINDOW > 0:
         lowest = tl.maximum(length - WINDOW, 0)
     start = (lowest // TILE + first) * TILE
-    if PAIRS:
+    if PAIRS >= 2:
+        q = tl.load(rows + at, mask=inside, other=0.0).to(WIDE)
+        mean, log = _attend_fp8(
+            q, keys, values, table, start, start + count * TILE, length, lowest, block_stride, scale,
+            SIZE, BLOCK_SIZE, WINDOW, TILE, ROWS, COLUMNS, PRECISION, STAGES, PAIRS == 3,
+        )  # fmt: skip
+    elif PAIRS:
         pair = tl.arange(0, COLUMNS // 2)
         at_pair = rows + row[:, None] * SIZE + 2 * pair[None, :]
         has_pair = (row < GROUP)[:, None] & (2 * pair < SIZE)[None, :]
@@ -259,7 +330,8 @@ def _decode_kernel(
         if count > 0:
             length = tl.load(seq_lens + seq)
             _attend_pair(
-                query + seq * query_stride + head * GROUP * SIZE, key_cache + head.to(tl.int64) * head_stride, value_cache + head.to(tl.int64) * head_stride,
+                query + seq * query_stride + head * GROUP * SIZE, key_cache + head.to(tl.int64) * head_stride,
+                value_cache + head.to(tl.int64) * (head_stride // (2 if PAIRS >= 2 else 1)),
                 block_tables + seq * table_stride, length, first, count, tiles,
                 start // share, (start + tiles - 1) // share, arrived + seq * NUM_KV_HEADS + head,
                 out + (seq * NUM_KV_HEADS + head) * GROUP * SIZE, parts, part_logs, block_stride, scale,
@@ -333,7 +405,10 @@ def decode_attention(
     usual = triton.next_power_of_2(programs // (seqs * num_kv_heads) + 1)  # parts of a pair if lengths are equal
     pairs = PAIRS_ON and key_cache.dtype is torch.float8_e4m3fn
     wide = WIDE_AS or {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[query.dtype]
-    if pairs:
+    pairs = PAIRS_ON if pairs else 0
+    if pairs >= 2:
+        value_cache = value_cache.view(torch.int16)
+    elif pairs:
         key_cache, value_cache = key_cache.view(torch.int16), value_cache.view(torch.int16)
     merged = max(min(usual, _MERGED // (members * columns)), 1)
     _decode_kernel[(programs,)](
