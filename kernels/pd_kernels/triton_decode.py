@@ -23,11 +23,12 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_kernels.fp8_cache import FP8
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
+from pd_kernels.triton_fp8 import beside_fp8, split_pairs
 
 _LOG2_E = 1.4426950408889634
 _MERGED = 8192  # most elements of parts that a merging program holds at a time
-PAIRS_ON, WIDE_AS = True, None
 _PARTS = 15  # most parts of a pair, if every multiprocessor still gets a program; a merge of more costs more time
 
 
@@ -68,11 +69,17 @@ def _attend_part(
     SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Softmax-weighted mean of one head's values over tokens [start, stop), and log2 of its sum of exponentials."""
+    """Softmax-weighted mean of one head's values over tokens [start, stop), and log2 of its sum of exponentials.
+
+    Of an FP8 cache `values` points to pairs of numbers. `sums` then has the even columns, `odd` the others.
+    """
+    HAS_PAIRS: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
+    NUM_SUMS: tl.constexpr = COLUMNS // 2 if HAS_PAIRS else COLUMNS
     column = tl.arange(0, COLUMNS)
     top = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    sums = tl.zeros([ROWS, NUM_SUMS], tl.float32)
+    odd = tl.zeros([ROWS, NUM_SUMS], tl.float32)
     for begin in tl.range(start, stop, TILE, num_stages=STAGES):
         position = begin + tl.arange(0, TILE)
         seen = position < length
@@ -86,133 +93,27 @@ def _attend_part(
             place = blocks * block_stride + position % BLOCK_SIZE * SIZE
         mask = seen[:, None] & (column < SIZE)[None, :]
         k = tl.load(keys + place[:, None] + column[None, :], mask=mask, other=0.0)
-        v = tl.load(values + place[:, None] + column[None, :], mask=mask, other=0.0)
-        k = k.to(q.dtype)
-        v = v.to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        scores = tl.where(seen[None, :], scores, -1e30)
-        higher = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        shrink = tl.exp2(top - higher)
-        total = total * shrink + tl.sum(weights, 1)
-        sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        top = higher
-    return sums / total[:, None], top + tl.log2(total)
-
-
-@triton.jit
-def _widened(pairs, dtype: tl.constexpr):
-    """The even and the odd columns of a tile whose elements are pairs of e4m3 numbers, each as a tile of `dtype`."""
-    low = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    high = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    return low.to(dtype), high.to(dtype)
-
-
-@triton.jit
-def _attend_pairs(
-    q_even, q_odd, keys, values, table, start, stop, length, lowest, block_stride, scale,
-    SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """`_attend_part` over a cache of e4m3 numbers, read as SIZE pairs of numbers a token."""
-    column = tl.arange(0, COLUMNS)
-    top = tl.full([ROWS], -1e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    even = tl.zeros([ROWS, COLUMNS], tl.float32)
-    odd = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for begin in tl.range(start, stop, TILE, num_stages=STAGES):
-        position = begin + tl.arange(0, TILE)
-        seen = position < length
-        if WINDOW > 0:
-            seen = seen & (position >= lowest)
-        if BLOCK_SIZE % TILE == 0:
-            block = tl.load(table + begin // BLOCK_SIZE).to(tl.int64)
-            place = block * block_stride + (begin % BLOCK_SIZE + tl.arange(0, TILE)) * SIZE
+        if HAS_PAIRS:
+            pair = tl.arange(0, NUM_SUMS)
+            paired = seen[:, None] & (pair < SIZE // 2)[None, :]
+            v = tl.load(values + (place // 2)[:, None] + pair[None, :], mask=paired, other=0)
         else:
-            blocks = tl.load(table + position // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
-            place = blocks * block_stride + position % BLOCK_SIZE * SIZE
-        mask = seen[:, None] & (column < SIZE)[None, :]
-        k = tl.load(keys + place[:, None] + column[None, :], mask=mask, other=0)
-        v = tl.load(values + place[:, None] + column[None, :], mask=mask, other=0)
-        k_even, k_odd = _widened(k, q_even.dtype)
-        scores = tl.dot(q_even, tl.trans(k_even), input_precision=PRECISION)
-        scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision=PRECISION) * scale
-        scores = tl.where(seen[None, :], scores, -1e30)
-        higher = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        shrink = tl.exp2(top - higher)
-        total = total * shrink + tl.sum(weights, 1)
-        v_even, v_odd = _widened(v, q_even.dtype)
-        narrow = weights.to(q_even.dtype)
-        even = tl.dot(narrow, v_even, even * shrink[:, None], input_precision=PRECISION)
-        odd = tl.dot(narrow, v_odd, odd * shrink[:, None], input_precision=PRECISION)
-        top = higher
-    return tl.interleave(even, odd) / total[:, None], top + tl.log2(total)
-
-
-@triton.jit
-def _halves(pairs, ASM: tl.constexpr):
-    """The even and the odd columns, float16, of a tile whose elements are pairs of e4m3 numbers."""
-    if ASM:
-        even, odd = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 sorted;
-            .reg .b16 low, high;
-            prmt.b32 sorted, $2, 0, 0x3120;
-            mov.b32 {low, high}, sorted;
-            cvt.rn.f16x2.e4m3x2 $0, low;
-            cvt.rn.f16x2.e4m3x2 $1, high;
-            }
-            """,
-            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        even = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        odd = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    return even, odd
-
-
-@triton.jit
-def _attend_fp8(
-    q, keys, values, table, start, stop, length, lowest, block_stride, scale,
-    SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    column, pair = tl.arange(0, COLUMNS), tl.arange(0, COLUMNS // 2)
-    top = tl.full([ROWS], -1e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    even = tl.zeros([ROWS, COLUMNS // 2], tl.float32)
-    odd = tl.zeros([ROWS, COLUMNS // 2], tl.float32)
-    for begin in tl.range(start, stop, TILE, num_stages=STAGES):
-        position = begin + tl.arange(0, TILE)
-        seen = position < length
-        if WINDOW > 0:
-            seen = seen & (position >= lowest)
-        if BLOCK_SIZE % TILE == 0:
-            block = tl.load(table + begin // BLOCK_SIZE).to(tl.int64)
-            place = block * block_stride + (begin % BLOCK_SIZE + tl.arange(0, TILE)) * SIZE
-            place_v = block * (block_stride // 2) + (begin % BLOCK_SIZE + tl.arange(0, TILE)) * (SIZE // 2)
-        else:
-            blocks = tl.load(table + position // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
-            place = blocks * block_stride + position % BLOCK_SIZE * SIZE
-            place_v = blocks * (block_stride // 2) + position % BLOCK_SIZE * (SIZE // 2)
-        k = tl.load(keys + place[:, None] + column[None, :], mask=seen[:, None] & (column < SIZE)[None, :], other=0.0)
-        v = tl.load(
-            values + place_v[:, None] + pair[None, :], mask=seen[:, None] & (pair < SIZE // 2)[None, :], other=0
-        )
+            v = tl.load(values + place[:, None] + column[None, :], mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
         scores = tl.where(seen[None, :], scores, -1e30)
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weights, 1)
-        v_even, v_odd = _halves(v, ASM)
-        narrow = weights.to(q.dtype)
-        even = tl.dot(narrow, v_even.to(q.dtype), even * shrink[:, None], input_precision=PRECISION)
-        odd = tl.dot(narrow, v_odd.to(q.dtype), odd * shrink[:, None], input_precision=PRECISION)
+        if HAS_PAIRS:
+            v, v_odd = split_pairs(v)
+            weighted = tl.dot(weights.to(q.dtype), v_odd.to(q.dtype), input_precision=PRECISION)
+            odd = odd * shrink[:, None] + weighted
+        sums = sums * shrink[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
         top = higher
-    return tl.interleave(even, odd) / total[:, None], top + tl.log2(total)
+    if HAS_PAIRS:
+        sums = tl.interleave(sums, odd)
+    return sums / total[:, None], top + tl.log2(total)
 
 
 @triton.jit
@@ -246,11 +147,11 @@ def _merge_parts(
 
 @triton.jit
 def _attend_pair(
-    rows, keys, values, table, length, first, count, tiles, first_program, last_program, counter, target, parts, part_logs,
+    q, keys, values, table, length, first, count, tiles, first_program, last_program, counter, target, parts, part_logs,
     block_stride, scale,
     GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, MEMBERS: tl.constexpr, MERGED: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, PAIRS: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend tiles [first, first + count) of one (sequence, KV head).
 
@@ -263,28 +164,10 @@ def _attend_pair(
     if WINDOW > 0:
         lowest = tl.maximum(length - WINDOW, 0)
     start = (lowest // TILE + first) * TILE
-    if PAIRS >= 2:
-        q = tl.load(rows + at, mask=inside, other=0.0).to(WIDE)
-        mean, log = _attend_fp8(
-            q, keys, values, table, start, start + count * TILE, length, lowest, block_stride, scale,
-            SIZE, BLOCK_SIZE, WINDOW, TILE, ROWS, COLUMNS, PRECISION, STAGES, PAIRS == 3,
-        )  # fmt: skip
-    elif PAIRS:
-        pair = tl.arange(0, COLUMNS // 2)
-        at_pair = rows + row[:, None] * SIZE + 2 * pair[None, :]
-        has_pair = (row < GROUP)[:, None] & (2 * pair < SIZE)[None, :]
-        q_even = tl.load(at_pair, mask=has_pair, other=0.0).to(WIDE)
-        q_odd = tl.load(at_pair + 1, mask=has_pair, other=0.0).to(WIDE)
-        mean, log = _attend_pairs(
-            q_even, q_odd, keys, values, table, start, start + count * TILE, length, lowest, block_stride, scale,
-            SIZE // 2, BLOCK_SIZE, WINDOW, TILE, ROWS, COLUMNS // 2, PRECISION, STAGES,
-        )  # fmt: skip
-    else:
-        q = tl.load(rows + at, mask=inside, other=0.0).to(WIDE)
-        mean, log = _attend_part(
-            q, keys, values, table, start, start + count * TILE, length, lowest, block_stride, scale,
-            SIZE, BLOCK_SIZE, WINDOW, TILE, ROWS, COLUMNS, PRECISION, STAGES,
-        )  # fmt: skip
+    mean, log = _attend_part(
+        q, keys, values, table, start, start + count * TILE, length, lowest, block_stride, scale,
+        SIZE, BLOCK_SIZE, WINDOW, TILE, ROWS, COLUMNS, PRECISION, STAGES,
+    )  # fmt: skip
     if count == tiles:
         tl.store(target + at, mean.to(target.dtype.element_ty), mask=inside)
     else:
@@ -306,7 +189,7 @@ def _decode_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, TILE: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PROGRAMS: tl.constexpr, MEMBERS: tl.constexpr, MERGED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    SETUP: tl.constexpr, EARLY: tl.constexpr, PAIRS: tl.constexpr, WIDE: tl.constexpr,
+    SETUP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     others_may_start(EARLY)
     program = tl.program_id(0)
@@ -329,14 +212,17 @@ def _decode_kernel(
         count = tl.minimum(tiles - first, stop - unit)
         if count > 0:
             length = tl.load(seq_lens + seq)
+            q = tl.load(query + seq * query_stride + head * GROUP * SIZE + at, mask=inside, other=0.0)
+            values = value_cache + head.to(tl.int64) * head_stride
+            if key_cache.dtype.element_ty == tl.float8e4nv:
+                q = beside_fp8(q)
+                values = value_cache + head.to(tl.int64) * (head_stride // 2)
             _attend_pair(
-                query + seq * query_stride + head * GROUP * SIZE, key_cache + head.to(tl.int64) * head_stride,
-                value_cache + head.to(tl.int64) * (head_stride // (2 if PAIRS >= 2 else 1)),
+                q, key_cache + head.to(tl.int64) * head_stride, values,
                 block_tables + seq * table_stride, length, first, count, tiles,
                 start // share, (start + tiles - 1) // share, arrived + seq * NUM_KV_HEADS + head,
                 out + (seq * NUM_KV_HEADS + head) * GROUP * SIZE, parts, part_logs, block_stride, scale,
                 GROUP, SIZE, BLOCK_SIZE, WINDOW, TILE, ROWS, COLUMNS, MEMBERS, MERGED, PRECISION, STAGES,
-                PAIRS, WIDE,
             )  # fmt: skip
         unit = start + units
     for seq in range(program, num_seqs, PROGRAMS):  # the output of an empty sequence becomes 0
@@ -403,21 +289,16 @@ def decode_attention(
     columns, members = max(triton.next_power_of_2(size), 16), triton.next_power_of_2(group)
     seqs = triton.next_power_of_2(num_seqs)
     usual = triton.next_power_of_2(programs // (seqs * num_kv_heads) + 1)  # parts of a pair if lengths are equal
-    pairs = PAIRS_ON and key_cache.dtype is torch.float8_e4m3fn
-    wide = WIDE_AS or {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[query.dtype]
-    pairs = PAIRS_ON if pairs else 0
-    if pairs >= 2:
-        value_cache = value_cache.view(torch.int16)
-    elif pairs:
-        key_cache, value_cache = key_cache.view(torch.int16), value_cache.view(torch.int16)
     merged = max(min(usual, _MERGED // (members * columns)), 1)
+    if value_cache.dtype is FP8:
+        value_cache = value_cache.view(torch.int16)  # pairs; strides are still in numbers
     _decode_kernel[(programs,)](
         query, key_cache, value_cache, block_tables, seq_lens, plan.ends, plan.arrived, out, parts, part_logs,
         num_seqs, query.stride(0), block_tables.stride(0), key_cache.stride(0), key_cache.stride(1), scale * _LOG2_E,
         num_kv_heads, group, size, block_size, plan.window, tiling.tile, seqs,
         max(members, 16), columns, programs, members, merged,
         "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages,
-        tiling.setup, early, pairs, wide,
+        tiling.setup, early,
         num_warps=tiling.num_warps, **early_options(starts_early),
     )  # fmt: skip
 

@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pd_kernels.chunk_tiles import cut_chunks
+from pd_kernels.triton_fp8 import beside_fp8
 from pd_kernels.values import PrefillTiling
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from pd_kernels.values import PackedSequences
 
 _LOG2_E = 1.4426950408889634
-WIDE_AS = None
 _SHARED_KEYS = 1024  # a tile with fewer keys belongs to one program
 _FAR_KEYS = 4096  # from here on a chunk's tiles have nearly equal numbers of keys
 _MOST_PARTS = 16  # the merge reads parts one after the other
@@ -62,8 +62,7 @@ def _attend_tiles(
             mask = present[:, None] & (column < SIZE)[None, :]
             k = tl.load(keys + place[:, None] + column[None, :], mask=mask, other=0.0)
             v = tl.load(values + place[:, None] + column[None, :], mask=mask, other=0.0)
-        k = k.to(q.dtype)
-        v = v.to(q.dtype)
+        k, v = k.to(q.dtype), v.to(q.dtype)  # they may be e4m3
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED:
             seen = token[None, :] <= position[:, None]
@@ -105,7 +104,7 @@ def _prefill_kernel(
     num_tiles, query_stride, table_stride, block_stride, head_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     head, tile = tl.program_id(0), tl.program_id(1)
     seq = tl.load(tiles + tile).to(tl.int64)
@@ -118,7 +117,9 @@ def _prefill_kernel(
     inside = ((row < num_tokens * GROUP) & (token < num_queries))[:, None] & (column < SIZE)[None, :]
     at = (head * GROUP + row % GROUP)[:, None] * SIZE + column[None, :]
     query_row = (query_start + token).to(tl.int64)[:, None]
-    q = tl.load(query + query_row * query_stride + at, mask=inside, other=0.0).to(WIDE)
+    q = tl.load(query + query_row * query_stride + at, mask=inside, other=0.0)
+    if key_cache.dtype.element_ty == tl.float8e4nv:
+        q = beside_fp8(q)
     low = length - num_queries + first  # position of the first row; the last is below `high`
     high = tl.minimum(low + num_tokens, length)
     position = length - num_queries + token
@@ -326,7 +327,6 @@ def prefill_attention(
     if descriptors:
         key_tiles, value_tiles = (_descriptor(cache, tiling.keys, columns) for cache in (key_cache, value_cache))
     split = tiling.parts > 1
-    wide = WIDE_AS or {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[query.dtype]
     calls: list[tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, int | None]]] = [(
         _prefill_kernel, (num_kv_heads, num_tiles, tiling.parts),
         (
@@ -334,7 +334,7 @@ def prefill_attention(
             packed.seq_lens, tiles, out, plan.parts if split else out, num_tiles, query.stride(0),
             packed.block_tables.stride(0), key_cache.stride(0), key_cache.stride(1), scale * _LOG2_E, num_kv_heads,
             group, size, block_size, window, tiling.rows, tiling.keys, columns,
-            "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages, descriptors, split, wide,
+            "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages, descriptors, split,
         ),
         {"num_warps": tiling.num_warps, "maxnreg": tiling.max_registers},
     )]  # fmt: skip
