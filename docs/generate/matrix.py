@@ -128,8 +128,8 @@ def _models() -> Row:
 
 
 def _dtypes() -> Row:
-    fp8 = {"fp8 weights": _reads_quantized(), "fp8 KV cache": "kv_cache_dtype" in SETTINGS}
-    return Row("dtypes", _choices(ModelConfig, "dtype"), [], _planned(fp8))
+    caches = [f"{name} KV cache" for name in _choices(ModelConfig, "kv_cache_dtype")]
+    return Row("dtypes", [*_choices(ModelConfig, "dtype"), *caches], [], _planned({"fp8 weights": _reads_quantized()}))
 
 
 def _gpus() -> Row:
