@@ -7,6 +7,8 @@ memory, as far ahead as the ring has room; two warpgroups of 64 rows each comput
 multiplied, a warpgroup exponentiates the scores of the next keys. The warpgroups take turns at the matrix unit, so that
 the softmax of one overlaps the products of the other (FlashAttention-3, arXiv 2407.08608). Keys are visited from the
 diagonal to the beginning.
+
+Keys and values of an FP8 cache are widened to float16 on their way into the ring, by four warps instead of the one.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def _tile(turn, work, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def _bring(descriptor, blocks, offsets, barrier, ring, stage, SIZE: gl.constexpr):
     """Copy KEYS tokens, from halves of two cache blocks, into a stage in the order that a product reads."""
-    pieces: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
+    BITS: gl.constexpr = ring.dtype.primitive_bitwidth
+    pieces: gl.constexpr = gl.NVMMASharedLayout(_PIECE * BITS // 8, BITS, rank=3)
     tile = ring.index(stage)._reinterpret(ring.dtype, [2 * SIZE // _PIECE, 1, _PIECE, _PIECE], pieces)
     for column in gl.static_range(SIZE // _PIECE):
         for half in gl.static_range(2):
@@ -98,10 +101,7 @@ def _produce(
         for i in range(num_steps):
             begin = (num_steps - 1 - i) * KEYS
             stage, phase = at % STAGES, at // STAGES & 1
-            middle = gl.minimum(begin + _PIECE, length - 1)  # no block for the second half: any will do, masked
-            block = gl.load(table + begin // BLOCK_SIZE) * NUM_KV_HEADS + head
-            next_block = gl.load(table + middle // BLOCK_SIZE) * NUM_KV_HEADS + head
-            blocks, offsets = (block, next_block), (begin % BLOCK_SIZE, (begin + _PIECE) % BLOCK_SIZE)
+            blocks, offsets = _place(table, begin, length, head, NUM_KV_HEADS, BLOCK_SIZE)
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), NUM_BYTES)
             _bring(key_tiles, blocks, offsets, k_full.index(stage), k_ring, stage, SIZE)
@@ -110,9 +110,9 @@ def _produce(
                 mbarrier.expect(v_full.index(stage), NUM_BYTES)
                 _bring(value_tiles, blocks, offsets, v_full.index(stage), v_ring, stage, SIZE)
             else:
-                mbarrier.expect(alone, NUM_BYTES)
-                _bring(value_tiles, blocks, offsets, alone, v_ring, stage, SIZE)
-                mbarrier.wait(alone, num_cleared & 1)
+                mbarrier.expect(alone.index(0), NUM_BYTES)
+                _bring(value_tiles, blocks, offsets, alone.index(0), v_ring, stage, SIZE)
+                mbarrier.wait(alone.index(0), num_cleared & 1)
                 num_cleared += 1
                 _clear(v_ring.index(stage), length - begin, SIZE)
                 fence_async_shared()
@@ -120,6 +120,87 @@ def _produce(
             at += 1
         turn += 1
         head, seq, query_row, _left, _low, length, num_steps = _tile(turn, work, NUM_KV_HEADS, GROUP)
+
+
+@gluon.jit
+def _place(table, begin, length, head, NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """The cache blocks, and the offsets in them, of both halves of the KEYS tokens from `begin` on."""
+    middle = gl.minimum(begin + _PIECE, length - 1)  # no block for the second half: any will do, masked
+    block = gl.load(table + begin // BLOCK_SIZE) * NUM_KV_HEADS + head
+    next_block = gl.load(table + middle // BLOCK_SIZE) * NUM_KV_HEADS + head
+    return (block, next_block), (begin % BLOCK_SIZE, (begin + _PIECE) % BLOCK_SIZE)
+
+
+@gluon.jit
+def _widen(copied, ring, stage, count, SIZE: gl.constexpr):
+    """Convert a copied stage to float16, into a stage of the ring. Rows from `count` on become 0: see `_clear`."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    num_pieces: gl.constexpr = KEYS * SIZE // (32 * _PIECE)
+    pieces = copied._reinterpret(copied.dtype, [num_pieces, 32, _PIECE], gl.NVMMASharedLayout(_PIECE, 8, rank=2))
+    wide = ring.index(stage)._reinterpret(ring.dtype, [num_pieces, 32, _PIECE], gl.NVMMASharedLayout(128, 16, rank=2))
+    row = gl.arange(0, 32, layout=gl.SliceLayout(1, layout))
+    for i in gl.static_range(num_pieces):
+        filled = (i % (KEYS // 32) * 32 + row < count)[:, None]
+        wide.index(i).store(gl.where(filled, pieces.index(i).load(layout).to(gl.float16), 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _produce_widened(
+    given, work, buffers, barriers, copied,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """`_produce` of an FP8 cache. `copied` [2, KEYS, SIZE] has one stage of keys, and one of values."""
+    query_tiles, key_tiles, value_tiles, block_tables, table_stride = given
+    q_buffers, k_ring, v_ring, _ = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _, arrived = barriers
+    turn, at = 0, 0
+    head, seq, query_row, _left, _low, length, num_steps = _tile(0, work, NUM_KV_HEADS, GROUP)
+    while num_steps > 0:
+        table = block_tables + seq.to(gl.int64) * table_stride
+        for w in gl.static_range(2):
+            mbarrier.wait(q_empty.index(w), (turn & 1) ^ 1)
+            mbarrier.expect(q_full.index(w), _ROWS * SIZE * 2)
+            where = [query_row + w * (_ROWS // GROUP), head * GROUP, 0]
+            tma.async_copy_global_to_shared(query_tiles, where, q_full.index(w), q_buffers.index(w))
+        begin = (num_steps - 1) * KEYS
+        blocks, offsets = _place(table, begin, length, head, NUM_KV_HEADS, BLOCK_SIZE)
+        mbarrier.expect(arrived.index(0), KEYS * SIZE)
+        _bring(key_tiles, blocks, offsets, arrived.index(0), copied, 0, SIZE)
+        mbarrier.expect(arrived.index(1), KEYS * SIZE)
+        _bring(value_tiles, blocks, offsets, arrived.index(1), copied, 1, SIZE)
+        for i in range(num_steps):
+            stage, phase, count = at % STAGES, at // STAGES & 1, length - begin
+            begin = gl.maximum(begin - KEYS, 0)
+            blocks, offsets = _place(table, begin, length, head, NUM_KV_HEADS, BLOCK_SIZE)
+            mbarrier.wait(arrived.index(0), at & 1)
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            _widen(copied.index(0), k_ring, stage, KEYS, SIZE)
+            mbarrier.arrive(k_full.index(stage), count=1)
+            if i + 1 < num_steps:
+                mbarrier.expect(arrived.index(0), KEYS * SIZE)
+                _bring(key_tiles, blocks, offsets, arrived.index(0), copied, 0, SIZE)
+            mbarrier.wait(arrived.index(1), at & 1)
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            _widen(copied.index(1), v_ring, stage, count, SIZE)
+            mbarrier.arrive(v_full.index(stage), count=1)
+            if i + 1 < num_steps:
+                mbarrier.expect(arrived.index(1), KEYS * SIZE)
+                _bring(value_tiles, blocks, offsets, arrived.index(1), copied, 1, SIZE)
+            at += 1
+        turn += 1
+        head, seq, query_row, _left, _low, length, num_steps = _tile(turn, work, NUM_KV_HEADS, GROUP)
+
+
+@gluon.jit
+def _narrow(q, dtype: gl.constexpr):
+    """Convert queries [64, SIZE] in shared memory from bfloat16 to float16, see `triton_fp8.beside_fp8`."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    wide = gl.minimum(gl.maximum(q.load(layout).to(gl.float32), -65504.0), 65504.0)
+    narrow = q._reinterpret(dtype, q.shape, q.layout)
+    narrow.store(wide.to(dtype))
+    fence_async_shared()
+    return narrow
 
 
 @gluon.jit
@@ -220,9 +301,13 @@ def _consume(
     while num_steps > 0:
         position = low + (WARPGROUP * _ROWS + row) // GROUP
         mbarrier.wait(q_full.index(WARPGROUP), turn & 1)
+        if q.dtype != k_ring.dtype:
+            operand = _narrow(q, k_ring.dtype)
+        else:
+            operand = q
         mbarrier.wait(k_full.index(at % STAGES), at // STAGES & 1)
         _take_turn(turns, at, WARPGROUP)
-        scores = _multiply_keys(q, k_ring, at % STAGES)
+        scores = _multiply_keys(operand, k_ring, at % STAGES)
         mbarrier.arrive(turns.index(1 - WARPGROUP), count=1)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(at % STAGES), count=1)
@@ -232,11 +317,11 @@ def _consume(
         sums = gl.zeros([_ROWS, SIZE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16]))
         seen = gl.minimum((low + 1) // KEYS, num_steps - 1)  # steps in which all rows see all keys
         weights, shrink, top, total, sums, at = _walk(
-            q, k_ring, v_ring, barriers, weights, shrink, top, total, sums, position, scale, at, seen,
+            operand, k_ring, v_ring, barriers, weights, shrink, top, total, sums, position, scale, at, seen,
             num_steps - 1, WARPGROUP, True,
         )  # fmt: skip
         weights, shrink, top, total, sums, at = _walk(
-            q, k_ring, v_ring, barriers, weights, shrink, top, total, sums, position, scale, at, 0, seen,
+            operand, k_ring, v_ring, barriers, weights, shrink, top, total, sums, position, scale, at, 0, seen,
             WARPGROUP, False,
         )  # fmt: skip
         mbarrier.arrive(q_empty.index(WARPGROUP), count=1)
@@ -274,26 +359,39 @@ def gluon_prefill_kernel(
     """
     dtype: gl.constexpr = out.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    IS_FP8: gl.constexpr = key_tiles.dtype == gl.float8e4nv
+    wide: gl.constexpr = gl.float16 if IS_FP8 else dtype
     buffers = (
         gl.allocate_shared_memory(dtype, [2, _ROWS // GROUP, GROUP, SIZE], gl.NVMMASharedLayout(128, 16, rank=3)),
-        gl.allocate_shared_memory(dtype, [STAGES, KEYS, SIZE], layout),
-        gl.allocate_shared_memory(dtype, [STAGES, KEYS, SIZE], layout),
+        gl.allocate_shared_memory(wide, [STAGES, KEYS, SIZE], layout),
+        gl.allocate_shared_memory(wide, [STAGES, KEYS, SIZE], layout),
         gl.allocate_shared_memory(dtype, [2, _ROWS, SIZE], layout),
     )
     barriers = (
         _barriers(2, 1), _barriers(2, 1), _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(STAGES, 1),
-        _barriers(STAGES, 2), _barriers(2, 1), gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
+        _barriers(STAGES, 2), _barriers(2, 1), _barriers(2, 1),
     )  # fmt: skip
-    mbarrier.init(barriers[7], count=1)
     fence_async_shared()
     work = (tiles, num_tiles, query_starts, seq_lens)
     given = (query_tiles, key_tiles, value_tiles, block_tables, table_stride)
-    gl.warp_specialize(
-        [
-            (_consume, (out, scale, work, buffers, barriers, NUM_KV_HEADS, GROUP, SIZE, 0)),
-            (_consume, (out, scale, work, buffers, barriers, NUM_KV_HEADS, GROUP, SIZE, 1)),
-            (_produce, (given, work, buffers, barriers, NUM_KV_HEADS, GROUP, SIZE, BLOCK_SIZE)),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    if IS_FP8:
+        copied = gl.allocate_shared_memory(gl.float8e4nv, [2, KEYS, SIZE], gl.NVMMASharedLayout(64, 8, rank=2))
+        gl.warp_specialize(
+            [
+                (_consume, (out, scale, work, buffers, barriers, NUM_KV_HEADS, GROUP, SIZE, 0)),
+                (_consume, (out, scale, work, buffers, barriers, NUM_KV_HEADS, GROUP, SIZE, 1)),
+                (_produce_widened, (given, work, buffers, barriers, copied, NUM_KV_HEADS, GROUP, SIZE, BLOCK_SIZE)),
+            ],
+            [4, 4],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (out, scale, work, buffers, barriers, NUM_KV_HEADS, GROUP, SIZE, 0)),
+                (_consume, (out, scale, work, buffers, barriers, NUM_KV_HEADS, GROUP, SIZE, 1)),
+                (_produce, (given, work, buffers, barriers, NUM_KV_HEADS, GROUP, SIZE, BLOCK_SIZE)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip

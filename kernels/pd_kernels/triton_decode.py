@@ -18,6 +18,7 @@ The query heads that share a KV head are the rows of one matrix product. Maxima,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -26,6 +27,9 @@ import triton.language as tl
 from pd_kernels.fp8_cache import FP8
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_fp8 import beside_fp8, split_pairs
+
+if TYPE_CHECKING:
+    from pd_kernels.attention import AttentionShape
 
 _LOG2_E = 1.4426950408889634
 _MERGED = 8192  # most elements of parts that a merging program holds at a time
@@ -255,10 +259,15 @@ def plan_decode(seq_lens: torch.Tensor, num_kv_heads: int, window: int, tiling: 
     return DecodePlan(tiling, window, ends, arrived)
 
 
-def decode_tiling(dtype: torch.dtype, head_dim: int) -> DecodeTiling:
+def decode_tiling(shape: AttentionShape) -> DecodeTiling:
     """Tiling for a GPU with 228 KiB of shared memory per multiprocessor."""
-    if dtype is torch.float32:
+    head_dim = shape.head_dim
+    if shape.dtype is torch.float32:
         return DecodeTiling(tile=16, num_warps=4, num_stages=2, programs_per_processor=2)
+    if shape.has_fp8_cache and head_dim <= 128 and shape.heads_per_kv_head <= 16:
+        # Half the bytes with as many products: instructions are the limit, and programs of one warp have fewest (no
+        # barriers). 256 decodes of 1k, a layer of an 8B model on an H200: 135 us, with the tiling below 205
+        return DecodeTiling(64, num_warps=1, num_stages=4, programs_per_processor=8)
     # 5 stages keep two tiles in flight, because a tile's address waits for the block table
     return DecodeTiling(64 if head_dim <= 128 else 32, num_warps=4, num_stages=5, programs_per_processor=2)
 
