@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class AttentionShape:
     """The properties that all layers of one KV group share.
 
-    The cache of the group is [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]. A backend must refuse a group if it does not support the value of one field.
+    The cache of the group is [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]. A backend must refuse a
+    group if it does not support the value of one field.
     """
 
     num_heads: int

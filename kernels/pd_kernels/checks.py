@@ -32,7 +32,8 @@ def check_cache_views(key_cache: torch.Tensor, value_cache: torch.Tensor) -> Non
 def check_query(query: torch.Tensor, key_cache: torch.Tensor, num_tokens: int) -> None:
     """Check that `query` is `[num_tokens, num_heads, head_dim]` of the cache's dtype. Raises ValueError.
 
-    Beside an FP8 cache queries may have any dtype. num_heads must be a multiple of the cache's KV heads, and the last stride must be 1.
+    Queries beside an FP8 cache have another dtype. num_heads must be a multiple of the cache's KV heads, and the last
+    stride must be 1.
     """
     num_kv_heads, head_dim = key_cache.shape[1], key_cache.shape[3]
     if query.dim() != 3 or query.shape[0] != num_tokens or query.shape[2] != head_dim or query.stride(2) != 1:

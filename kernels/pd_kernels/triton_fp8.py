@@ -23,7 +23,7 @@ def beside_fp8(q):
 
 @triton.jit
 def split_pairs(pairs):
-    """The even and the odd columns, in float16, of a tile whose int16 elements are pairs of e4m3 numbers.
+    """The even and the odd columns, in float16, of a tile of pairs: two e4m3 numbers in an int16.
 
     The matrix unit wants the numbers of two tokens side by side. Shared memory transposes elements of two bytes on the
     way to registers (ldmatrix), and no smaller ones: single e4m3 numbers would be loaded one by one.

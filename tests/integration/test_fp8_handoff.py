@@ -1,6 +1,6 @@
-"""A cluster whose caches are fp8: the same answers on every path, cold and warm, and a quarter of float32's bytes.
+"""A cluster of fp8 caches: the same answers on every path, cold and warm, and a quarter of float32's bytes.
 
-A decode node whose cache is not fp8 computes by itself what the prefill node has in fp8.
+A decode node without an fp8 cache computes by itself what the prefill node has in fp8.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Workers whose cache is fp8: the model over rounded keys and values, the same on every path, in fewer bytes."""
+"""Workers with an fp8 cache: the model over rounded keys and values, the same on every path, in fewer bytes."""
 
 from __future__ import annotations
 
