@@ -110,9 +110,13 @@ def start(case: Case) -> DeviceExecutor:
         (Path(directory) / "config.json").write_text(json.dumps(config))
         node = NodeConfig(
             model=ModelConfig(
-                model=directory, device="cpu", dtype=case.dtype, kv_cache_dtype=case.kv_cache_dtype,
-                load_format="dummy", max_model_len=case.max_len,
-            ),  # fmt: skip
+                model=directory,
+                device="cpu",
+                dtype=case.dtype,
+                kv_cache_dtype=case.kv_cache_dtype,
+                load_format="dummy",
+                max_model_len=case.max_len,
+            ),
             cache=CacheConfig(num_blocks=case.max_len // BLOCK_SIZE, block_size=BLOCK_SIZE),
             scheduler=SchedulerConfig(max_num_seqs=case.num_seqs, max_num_batched_tokens=case.budget),
         )
