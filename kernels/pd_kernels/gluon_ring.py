@@ -15,6 +15,9 @@ ROWS = gl.constexpr(128)  # rows of a tile
 KEYS = gl.constexpr(128)  # keys of a step
 STAGES = gl.constexpr(2)  # stages of the ring
 WARPGROUP_ROWS = gl.constexpr(64)  # rows of a warpgroup
+import os
+STEP = gl.constexpr(int(os.environ.get("KV8_STEP", 32)))
+REGS = gl.constexpr(int(os.environ.get("KV8_REGS", 24)))
 _PIECE = gl.constexpr(64)  # keys in one cache block, and columns that the accelerator swizzles together
 
 
@@ -121,12 +124,12 @@ def _place(table, begin, length, head, NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: g
 def _widen(copied, ring, stage, count, SIZE: gl.constexpr):
     """Convert a copied stage to float16, into a stage of the ring. Rows from `count` on become 0: see `_clear`."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    num_pieces: gl.constexpr = KEYS * SIZE // (32 * _PIECE)
-    pieces = copied._reinterpret(copied.dtype, [num_pieces, 32, _PIECE], gl.NVMMASharedLayout(_PIECE, 8, rank=2))
-    wide = ring.index(stage)._reinterpret(ring.dtype, [num_pieces, 32, _PIECE], gl.NVMMASharedLayout(128, 16, rank=2))
-    row = gl.arange(0, 32, layout=gl.SliceLayout(1, layout))
+    num_pieces: gl.constexpr = KEYS * SIZE // (STEP * _PIECE)
+    pieces = copied._reinterpret(copied.dtype, [num_pieces, STEP, _PIECE], gl.NVMMASharedLayout(_PIECE, 8, rank=2))
+    wide = ring.index(stage)._reinterpret(ring.dtype, [num_pieces, STEP, _PIECE], gl.NVMMASharedLayout(128, 16, rank=2))
+    row = gl.arange(0, STEP, layout=gl.SliceLayout(1, layout))
     for i in gl.static_range(num_pieces):
-        filled = (i % (KEYS // 32) * 32 + row < count)[:, None]
+        filled = (i % (KEYS // STEP) * STEP + row < count)[:, None]
         wide.index(i).store(gl.where(filled, pieces.index(i).load(layout).to(gl.float16), 0.0))
     fence_async_shared()
 
@@ -168,7 +171,10 @@ def produce_widened(
                 _bring(key_tiles, blocks, offsets, arrived.index(0), copied, 0, SIZE)
             mbarrier.wait(arrived.index(1), at & 1)
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            _widen(copied.index(1), v_ring, stage, count, SIZE)
+            if count < KEYS:
+                _widen(copied.index(1), v_ring, stage, count, SIZE)
+            else:
+                _widen(copied.index(1), v_ring, stage, KEYS, SIZE)
             mbarrier.arrive(v_full.index(stage), count=1)
             if i + 1 < num_steps:
                 mbarrier.expect(arrived.index(1), KEYS * SIZE)

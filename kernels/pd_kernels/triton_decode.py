@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _LOG2_E = 1.4426950408889634
 _MERGED = 8192  # most elements of parts that a merging program holds at a time
-_PARTS = 15  # most parts of a pair, if every multiprocessor still gets a program; a merge of more costs more time
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,7 @@ class DecodeTiling:
     programs_per_processor: int
     setup: int = 3  # units of a (sequence, KV head) in addition to its tiles
     least: int = 2  # fewest units of a program
+    parts: int = 15  # most parts of a pair, if every multiprocessor still gets a program; merging more costs more time
 
 
 # Numbers that change from step to step are not specialized on: a variant costs a second or two to compile
@@ -252,7 +252,7 @@ def plan_decode(seq_lens: torch.Tensor, num_kv_heads: int, window: int, tiling: 
     num_seqs, processors = len(seq_lens), num_processors(seq_lens.device)
     ends = torch.empty(num_seqs + 1, dtype=torch.int32, device=seq_lens.device)
     _plan_kernel[(1,)](
-        seq_lens, ends, num_seqs, num_kv_heads, window, tiling.tile, tiling.setup, tiling.least, _PARTS,
+        seq_lens, ends, num_seqs, num_kv_heads, window, tiling.tile, tiling.setup, tiling.least, tiling.parts,
         tiling.programs_per_processor * processors, processors, triton.next_power_of_2(num_seqs), num_warps=4,
     )  # fmt: skip
     arrived = torch.zeros((num_seqs, num_kv_heads), dtype=torch.int32, device=seq_lens.device)
@@ -261,15 +261,15 @@ def plan_decode(seq_lens: torch.Tensor, num_kv_heads: int, window: int, tiling: 
 
 def decode_tiling(shape: AttentionShape) -> DecodeTiling:
     """Tiling for a GPU with 228 KiB of shared memory per multiprocessor."""
-    head_dim = shape.head_dim
     if shape.dtype is torch.float32:
         return DecodeTiling(tile=16, num_warps=4, num_stages=2, programs_per_processor=2)
-    if shape.has_fp8_cache and head_dim <= 128 and shape.heads_per_kv_head <= 16:
-        # Half the bytes with as many products: instructions are the limit, and programs of one warp have fewest (no
-        # barriers). 256 decodes of 1k, a layer of an 8B model on an H200: 135 us, with the tiling below 205
-        return DecodeTiling(64, num_warps=1, num_stages=4, programs_per_processor=8)
+    tile = 64 if shape.head_dim <= 128 else 32
+    if shape.has_fp8_cache:
+        # Half the bytes with as many products: instructions are the limit, and small programs hide them better. 256
+        # decodes of 1k, a layer of an 8B model on an H200: 138 us, with the tiling below 205, of bfloat16 249
+        return DecodeTiling(tile, num_warps=2, num_stages=5, programs_per_processor=4)
     # 5 stages keep two tiles in flight, because a tile's address waits for the block table
-    return DecodeTiling(64 if head_dim <= 128 else 32, num_warps=4, num_stages=5, programs_per_processor=2)
+    return DecodeTiling(tile, num_warps=4, num_stages=5, programs_per_processor=2)
 
 
 def decode_attention(

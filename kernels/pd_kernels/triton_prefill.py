@@ -22,7 +22,6 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pd_kernels.chunk_tiles import cut_chunks
-from pd_kernels.triton_fp8 import beside_fp8
 from pd_kernels.values import PrefillTiling
 
 if TYPE_CHECKING:
@@ -118,8 +117,6 @@ def _prefill_kernel(
     at = (head * GROUP + row % GROUP)[:, None] * SIZE + column[None, :]
     query_row = (query_start + token).to(tl.int64)[:, None]
     q = tl.load(query + query_row * query_stride + at, mask=inside, other=0.0)
-    if key_cache.dtype.element_ty == tl.float8e4nv:
-        q = beside_fp8(q)
     low = length - num_queries + first  # position of the first row; the last is below `high`
     high = tl.minimum(low + num_tokens, length)
     position = length - num_queries + token
