@@ -57,10 +57,11 @@ def _seconds(work: Callable[[], object]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """Costs of a dense decoder with weights and KV of 2 bytes per number."""
+    """Costs of a dense decoder with weights of 2 bytes per number."""
 
     spec: ModelSpec
     itemsize: int = 2
+    kv_itemsize: int = 2  # bytes per number of the cache
 
     @property
     def head_parameters(self) -> int:
@@ -68,7 +69,7 @@ class ModelCosts:
 
     @property
     def kv_token_bytes(self) -> int:
-        return 2 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim * self.itemsize
+        return 2 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim * self.kv_itemsize
 
     def decode_s(self, num_sequences: int, context: float, ceilings: Ceilings) -> float:
         """Least seconds of a step: reading all weights and KV once, or the products if they take longer."""

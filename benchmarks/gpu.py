@@ -220,6 +220,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--cuda-graphs", action=argparse.BooleanOptionalAction, default=True, help="A node's flag (default: on)."
     )
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="A node's flag.")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="Seeds weights and prompts.")
     parser.add_argument(
         "--json", type=Path, default=RESULTS / "engine_gpu.jsonl", metavar="FILE",
@@ -249,7 +250,7 @@ def node_config(directory: str, namespace: argparse.Namespace) -> NodeConfig:
     return NodeConfig(
         model=ModelConfig(
             model=directory, load_format="dummy", dtype="bfloat16", device="cuda", max_model_len=MAX_MODEL_LEN,
-            seed=namespace.seed,
+            seed=namespace.seed, kv_cache_dtype=namespace.kv_cache_dtype,
         ),
         cache=CacheConfig(gpu_memory_utilization=0.9),
         scheduler=SchedulerConfig(
@@ -273,7 +274,7 @@ def measure_shape(shape: Shape, ceilings: Ceilings, namespace: argparse.Namespac
 
         engine = OfflineEngine(config, hear)
     try:
-        costs = ModelCosts(engine.executor.model.spec)
+        costs = ModelCosts(engine.executor.model.spec, kv_itemsize=1 if namespace.kv_cache_dtype == "fp8" else 2)
         bench = GpuBench(engine, costs, ceilings, namespace.repeats, random.Random(namespace.seed))
         bench.warm_up()
         results = []
