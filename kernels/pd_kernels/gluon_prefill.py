@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from pd_kernels.gluon_ring import KEYS, REGS, STAGES, WARPGROUP_ROWS, produce, produce_widened, tile_of
+from pd_kernels.gluon_ring import KEYS, STAGES, WARPGROUP_ROWS, produce, produce_widened, tile_of
 
 _HIDDEN = gl.constexpr(-1e30)  # score of a key that a row does not see
 _LOWEST = gl.constexpr(-1e15)  # least maximum of scores; above _HIDDEN, so that hidden keys weigh 0 in every row
@@ -223,7 +223,7 @@ def gluon_prefill_kernel(
                 (produce_widened, (given, work, buffers, barriers, copied, NUM_KV_HEADS, GROUP, SIZE, BLOCK_SIZE)),
             ],
             [4, 4],
-            [264 - REGS, REGS],
+            [232, 32],
         )  # fmt: skip
     else:
         gl.warp_specialize(

@@ -15,9 +15,6 @@ ROWS = gl.constexpr(128)  # rows of a tile
 KEYS = gl.constexpr(128)  # keys of a step
 STAGES = gl.constexpr(2)  # stages of the ring
 WARPGROUP_ROWS = gl.constexpr(64)  # rows of a warpgroup
-import os
-STEP = gl.constexpr(int(os.environ.get("KV8_STEP", 32)))
-REGS = gl.constexpr(int(os.environ.get("KV8_REGS", 24)))
 _PIECE = gl.constexpr(64)  # keys in one cache block, and columns that the accelerator swizzles together
 
 
@@ -124,13 +121,13 @@ def _place(table, begin, length, head, NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: g
 def _widen(copied, ring, stage, count, SIZE: gl.constexpr):
     """Convert a copied stage to float16, into a stage of the ring. Rows from `count` on become 0: see `_clear`."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    num_pieces: gl.constexpr = KEYS * SIZE // (STEP * _PIECE)
-    pieces = copied._reinterpret(copied.dtype, [num_pieces, STEP, _PIECE], gl.NVMMASharedLayout(_PIECE, 8, rank=2))
-    wide = ring.index(stage)._reinterpret(ring.dtype, [num_pieces, STEP, _PIECE], gl.NVMMASharedLayout(128, 16, rank=2))
-    row = gl.arange(0, STEP, layout=gl.SliceLayout(1, layout))
-    for i in gl.static_range(num_pieces):
-        filled = (i % (KEYS // STEP) * STEP + row < count)[:, None]
-        wide.index(i).store(gl.where(filled, pieces.index(i).load(layout).to(gl.float16), 0.0))
+    shape: gl.constexpr = [SIZE // _PIECE, KEYS, _PIECE]
+    narrow = copied._reinterpret(copied.dtype, shape, gl.NVMMASharedLayout(_PIECE, 8, rank=2))
+    wide = ring.index(stage)._reinterpret(ring.dtype, shape, gl.NVMMASharedLayout(128, 16, rank=2))
+    filled = (gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout)) < count)[:, None]
+    for column in gl.static_range(SIZE // _PIECE):
+        numbers = narrow.index(column).load(layout).to(gl.float16)
+        wide.index(column).store(gl.where(filled, numbers, 0.0))
     fence_async_shared()
 
 

@@ -267,7 +267,7 @@ def decode_tiling(shape: AttentionShape) -> DecodeTiling:
     if shape.has_fp8_cache:
         # Half the bytes with as many products: instructions are the limit, and small programs hide them better. 256
         # decodes of 1k, a layer of an 8B model on an H200: 138 us, with the tiling below 205, of bfloat16 249
-        return DecodeTiling(tile, num_warps=2, num_stages=5, programs_per_processor=4)
+        return DecodeTiling(tile, num_warps=2, num_stages=5, programs_per_processor=4, parts=30)
     # 5 stages keep two tiles in flight, because a tile's address waits for the block table
     return DecodeTiling(tile, num_warps=4, num_stages=5, programs_per_processor=2)
 
