@@ -47,10 +47,29 @@ def _bring(descriptor, blocks, offsets, barrier, ring, stage, SIZE: gl.constexpr
     BITS: gl.constexpr = ring.dtype.primitive_bitwidth
     pieces: gl.constexpr = gl.NVMMASharedLayout(_PIECE * BITS // 8, BITS, rank=3)
     tile = ring.index(stage)._reinterpret(ring.dtype, [2 * SIZE // _PIECE, 1, _PIECE, _PIECE], pieces)
+    mbarrier.expect(barrier, KEYS * SIZE * BITS // 8)
     for column in gl.static_range(SIZE // _PIECE):
         for half in gl.static_range(2):
             at = [blocks[half], offsets[half], column * _PIECE]
             tma.async_copy_global_to_shared(descriptor, at, barrier, tile.index(column * 2 + half))
+
+
+@gluon.jit
+def _bring_queries(descriptor, row, head, turn, buffers, full, empty, GROUP: gl.constexpr, SIZE: gl.constexpr):
+    for w in gl.static_range(2):
+        mbarrier.wait(empty.index(w), (turn & 1) ^ 1)
+        mbarrier.expect(full.index(w), WARPGROUP_ROWS * SIZE * 2)
+        where = [row + w * (WARPGROUP_ROWS // GROUP), head * GROUP, 0]
+        tma.async_copy_global_to_shared(descriptor, where, full.index(w), buffers.index(w))
+
+
+@gluon.jit
+def _place(table, begin, length, head, NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """The cache blocks, and the offsets in them, of both halves of the KEYS tokens from `begin` on."""
+    middle = gl.minimum(begin + _PIECE, length - 1)  # no block for the second half: any will do, masked
+    block = gl.load(table + begin // BLOCK_SIZE) * NUM_KV_HEADS + head
+    next_block = gl.load(table + middle // BLOCK_SIZE) * NUM_KV_HEADS + head
+    return (block, next_block), (begin % BLOCK_SIZE, (begin + _PIECE) % BLOCK_SIZE)
 
 
 @gluon.jit
@@ -68,35 +87,27 @@ def _clear(tile, count, SIZE: gl.constexpr):
 
 @gluon.jit
 def produce(
-    given, work, buffers, barriers,
+    given, work, buffers, barriers, _copied,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     query_tiles, key_tiles, value_tiles, block_tables, table_stride = given
     q_buffers, k_ring, v_ring, _ = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _, alone = barriers
-    NUM_BYTES: gl.constexpr = KEYS * SIZE * 2
     turn, at, num_cleared = 0, 0, 0
     head, seq, query_row, _left, _low, length, num_steps = tile_of(0, work, NUM_KV_HEADS, GROUP)
     while num_steps > 0:
         table = block_tables + seq.to(gl.int64) * table_stride
-        for w in gl.static_range(2):
-            mbarrier.wait(q_empty.index(w), (turn & 1) ^ 1)
-            mbarrier.expect(q_full.index(w), WARPGROUP_ROWS * SIZE * 2)
-            where = [query_row + w * (WARPGROUP_ROWS // GROUP), head * GROUP, 0]
-            tma.async_copy_global_to_shared(query_tiles, where, q_full.index(w), q_buffers.index(w))
+        _bring_queries(query_tiles, query_row, head, turn, q_buffers, q_full, q_empty, GROUP, SIZE)
         for i in range(num_steps):
             begin = (num_steps - 1 - i) * KEYS
             stage, phase = at % STAGES, at // STAGES & 1
             blocks, offsets = _place(table, begin, length, head, NUM_KV_HEADS, BLOCK_SIZE)
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
-            mbarrier.expect(k_full.index(stage), NUM_BYTES)
             _bring(key_tiles, blocks, offsets, k_full.index(stage), k_ring, stage, SIZE)
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             if begin + KEYS <= length:
-                mbarrier.expect(v_full.index(stage), NUM_BYTES)
                 _bring(value_tiles, blocks, offsets, v_full.index(stage), v_ring, stage, SIZE)
             else:
-                mbarrier.expect(alone.index(0), NUM_BYTES)
                 _bring(value_tiles, blocks, offsets, alone.index(0), v_ring, stage, SIZE)
                 mbarrier.wait(alone.index(0), num_cleared & 1)
                 num_cleared += 1
@@ -106,15 +117,6 @@ def produce(
             at += 1
         turn += 1
         head, seq, query_row, _left, _low, length, num_steps = tile_of(turn, work, NUM_KV_HEADS, GROUP)
-
-
-@gluon.jit
-def _place(table, begin, length, head, NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """The cache blocks, and the offsets in them, of both halves of the KEYS tokens from `begin` on."""
-    middle = gl.minimum(begin + _PIECE, length - 1)  # no block for the second half: any will do, masked
-    block = gl.load(table + begin // BLOCK_SIZE) * NUM_KV_HEADS + head
-    next_block = gl.load(table + middle // BLOCK_SIZE) * NUM_KV_HEADS + head
-    return (block, next_block), (begin % BLOCK_SIZE, (begin + _PIECE) % BLOCK_SIZE)
 
 
 @gluon.jit
@@ -144,16 +146,10 @@ def produce_widened(
     head, seq, query_row, _left, _low, length, num_steps = tile_of(0, work, NUM_KV_HEADS, GROUP)
     while num_steps > 0:
         table = block_tables + seq.to(gl.int64) * table_stride
-        for w in gl.static_range(2):
-            mbarrier.wait(q_empty.index(w), (turn & 1) ^ 1)
-            mbarrier.expect(q_full.index(w), WARPGROUP_ROWS * SIZE * 2)
-            where = [query_row + w * (WARPGROUP_ROWS // GROUP), head * GROUP, 0]
-            tma.async_copy_global_to_shared(query_tiles, where, q_full.index(w), q_buffers.index(w))
+        _bring_queries(query_tiles, query_row, head, turn, q_buffers, q_full, q_empty, GROUP, SIZE)
         begin = (num_steps - 1) * KEYS
         blocks, offsets = _place(table, begin, length, head, NUM_KV_HEADS, BLOCK_SIZE)
-        mbarrier.expect(arrived.index(0), KEYS * SIZE)
         _bring(key_tiles, blocks, offsets, arrived.index(0), copied, 0, SIZE)
-        mbarrier.expect(arrived.index(1), KEYS * SIZE)
         _bring(value_tiles, blocks, offsets, arrived.index(1), copied, 1, SIZE)
         for i in range(num_steps):
             stage, phase, count = at % STAGES, at // STAGES & 1, length - begin
@@ -164,17 +160,15 @@ def produce_widened(
             _widen(copied.index(0), k_ring, stage, KEYS, SIZE)
             mbarrier.arrive(k_full.index(stage), count=1)
             if i + 1 < num_steps:
-                mbarrier.expect(arrived.index(0), KEYS * SIZE)
                 _bring(key_tiles, blocks, offsets, arrived.index(0), copied, 0, SIZE)
             mbarrier.wait(arrived.index(1), at & 1)
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             if count < KEYS:
                 _widen(copied.index(1), v_ring, stage, count, SIZE)
-            else:
+            else:  # without a mask
                 _widen(copied.index(1), v_ring, stage, KEYS, SIZE)
             mbarrier.arrive(v_full.index(stage), count=1)
             if i + 1 < num_steps:
-                mbarrier.expect(arrived.index(1), KEYS * SIZE)
                 _bring(value_tiles, blocks, offsets, arrived.index(1), copied, 1, SIZE)
             at += 1
         turn += 1
