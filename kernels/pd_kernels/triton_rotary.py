@@ -91,9 +91,9 @@ def _norm_rope_write_kernel(
         tl.store(key_cache + to, _stored(first.to(query.dtype.element_ty), key_cache), mask=mask)
         tl.store(key_cache + to + SIZE // 2, _stored(second.to(query.dtype.element_ty), key_cache), mask=mask)
         source += NUM_KV_HEADS * SIZE
-        low, high = tl.load(source + at, mask=mask), tl.load(source + SIZE // 2 + at, mask=mask)
-        tl.store(value_cache + to, _stored(low, value_cache), mask=mask)
-        tl.store(value_cache + to + SIZE // 2, _stored(high, value_cache), mask=mask)
+        tl.store(value_cache + to, _stored(tl.load(source + at, mask=mask), value_cache), mask=mask)
+        to, at = to + SIZE // 2, at + SIZE // 2
+        tl.store(value_cache + to, _stored(tl.load(source + at, mask=mask), value_cache), mask=mask)
 
 
 def norm_rope_write(
