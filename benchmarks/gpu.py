@@ -197,6 +197,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--cuda-graphs", action=argparse.BooleanOptionalAction, default=True, help="A node's flag (default: on)."
     )
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="A node's flag.")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="Seeds weights and prompts.")
     parser.add_argument(
         "--json", type=Path, default=RESULTS / "engine_gpu.jsonl", metavar="FILE",
@@ -226,7 +227,7 @@ def node_config(directory: str, namespace: argparse.Namespace) -> NodeConfig:
     return NodeConfig(
         model=ModelConfig(
             model=directory, load_format="dummy", dtype="bfloat16", device="cuda", max_model_len=MAX_MODEL_LEN,
-            seed=namespace.seed,
+            seed=namespace.seed, kv_cache_dtype=namespace.kv_cache_dtype,
         ),
         cache=CacheConfig(gpu_memory_utilization=0.9),
         scheduler=SchedulerConfig(
@@ -252,7 +253,8 @@ def measure_shape(shape: Shape, ceilings: Ceilings, namespace: argparse.Namespac
         with routing.installed("cuda"):
             engine = OfflineEngine(config, hear)
     try:
-        costs = ModelCosts(engine.executor.model.spec, shape.weight_bytes)
+        kv_itemsize = 1 if namespace.kv_cache_dtype == "fp8" else 2
+        costs = ModelCosts(engine.executor.model.spec, shape.weight_bytes, kv_itemsize)
         bench = GpuBench(engine, costs, ceilings, namespace.repeats, routing, random.Random(namespace.seed))
         bench.warm_up()
         results = []

@@ -39,10 +39,10 @@ def check_reply(reply: HelloReply, fingerprint: str, layout: BlockLayout) -> Non
 
 
 def _check_kv(their_fingerprint: str, theirs: BlockLayout, fingerprint: str, ours: BlockLayout) -> None:
+    ours.check_same_groups(theirs)  # first, because it names the difference
     if their_fingerprint != fingerprint:
         raise FingerprintMismatch(
             f"the peer's KV fingerprint is {their_fingerprint}, ours {fingerprint}: other weights, RoPE or layout"
         )
-    ours.check_same_groups(theirs)
     if theirs.tp_size != ours.tp_size:  # `plan_slices` can pair them, but the transports read one rank from one rank
         raise LayoutMismatch(f"the peer's blocks are split over {theirs.tp_size} ranks, ours over {ours.tp_size}")

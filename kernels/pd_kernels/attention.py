@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class AttentionShape:
     """The properties that all layers of one KV group share.
 
-    The cache of the group is [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim] of `dtype`. Queries have
-    the same dtype. A backend must refuse a group if it does not support the value of one field.
+    The cache of the group is [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]. A backend must refuse a
+    group if it does not support the value of one field.
     """
 
     num_heads: int
@@ -28,8 +28,9 @@ class AttentionShape:
     head_dim: int
     block_size: int
     num_layers: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of queries and results
     window: int = 0  # tokens; 0: full attention
+    has_fp8_cache: bool = False  # the cache's dtype is `fp8_cache.FP8` instead of `dtype`
 
     @property
     def heads_per_kv_head(self) -> int:

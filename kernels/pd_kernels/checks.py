@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pd_kernels.fp8_cache import FP8
+
 if TYPE_CHECKING:
     import torch
 
@@ -30,7 +32,8 @@ def check_cache_views(key_cache: torch.Tensor, value_cache: torch.Tensor) -> Non
 def check_query(query: torch.Tensor, key_cache: torch.Tensor, num_tokens: int) -> None:
     """Check that `query` is `[num_tokens, num_heads, head_dim]` of the cache's dtype. Raises ValueError.
 
-    num_heads must be a multiple of the cache's KV heads, and the last stride must be 1.
+    Queries beside an FP8 cache have another dtype. num_heads must be a multiple of the cache's KV heads, and the last
+    stride must be 1.
     """
     num_kv_heads, head_dim = key_cache.shape[1], key_cache.shape[3]
     if query.dim() != 3 or query.shape[0] != num_tokens or query.shape[2] != head_dim or query.stride(2) != 1:
@@ -39,7 +42,7 @@ def check_query(query: torch.Tensor, key_cache: torch.Tensor, num_tokens: int) -
         )
     if query.shape[1] % num_kv_heads:
         raise ValueError(f"{query.shape[1]} query heads are not a multiple of {num_kv_heads} KV heads")
-    if query.dtype != key_cache.dtype:
+    if query.dtype != key_cache.dtype and key_cache.dtype is not FP8:
         raise ValueError(f"query is {query.dtype}, the cache {key_cache.dtype}")
 
 
@@ -64,7 +67,7 @@ def check_write(
 ) -> None:
     """Check the arguments of `reference.write_cache`. Raises ValueError.
 
-    `key`, `value`: `[T, num_kv_heads, head_dim]` of the cache's dtype; `slot_mapping`: int64 `[T]`.
+    `key`, `value`: `[T, num_kv_heads, head_dim]` of the cache's dtype, unless that is FP8; `slot_mapping`: int64 `[T]`.
     """
     check_cache_views(key_cache, value_cache)
     expected = (slot_mapping.shape[0], key_cache.shape[1], key_cache.shape[3])
@@ -72,5 +75,5 @@ def check_write(
         raise ValueError(f"key and value must be {expected}, not {tuple(key.shape)} and {tuple(value.shape)}")
     if str(slot_mapping.dtype) != "torch.int64" or slot_mapping.dim() != 1:
         raise ValueError("slot_mapping must be int64 and 1-D")
-    if key.dtype != key_cache.dtype or value.dtype != key_cache.dtype:
+    if (key.dtype != key_cache.dtype or value.dtype != key_cache.dtype) and key_cache.dtype is not FP8:
         raise ValueError(f"key and value must have the cache's dtype {key_cache.dtype}")

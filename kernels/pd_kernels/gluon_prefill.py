@@ -7,6 +7,8 @@ memory, as far ahead as the ring has room; two warpgroups of 64 rows each comput
 multiplied, a warpgroup exponentiates the scores of the next keys. The warpgroups take turns at the matrix unit, so that
 the softmax of one overlaps the products of the other (FlashAttention-3, arXiv 2407.08608). Keys are visited from the
 diagonal to the beginning.
+
+Keys and values of an FP8 cache are widened to float16 on their way into the ring, by four warps instead of the one.
 """
 
 from __future__ import annotations
@@ -16,110 +18,25 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-ROWS = gl.constexpr(128)  # rows of a tile
-KEYS = gl.constexpr(128)  # keys of a step
-STAGES = gl.constexpr(2)  # stages of the ring
-_ROWS = gl.constexpr(64)  # of a warpgroup
+from pd_kernels.gluon_ring import KEYS, STAGES, WARPGROUP_ROWS, produce, produce_widened, tile_of
+
 _HIDDEN = gl.constexpr(-1e30)  # score of a key that a row does not see
 _LOWEST = gl.constexpr(-1e15)  # least maximum of scores; above _HIDDEN, so that hidden keys weigh 0 in every row
-_PIECE = gl.constexpr(64)  # keys in one cache block, and columns that the accelerator swizzles together
 
 
 @gluon.jit
-def _tile(turn, work, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """The program's tile of a turn: most keys first, and every other turn in reverse order for balance.
-
-    Returns KV head, sequence, query row of the first token, tokens of the chunk from there on, position of the first
-    token, length of the sequence, steps of KEYS keys. 0 steps: no tile in this turn or later, as padding comes last.
-    """
-    tiles, num_tiles, query_starts, seq_lens = work
-    num_programs = gl.num_programs(0)
-    place = gl.program_id(0)
-    place = turn * num_programs + gl.where(turn % 2 == 0, place, num_programs - 1 - place)
-    there = place < num_tiles * NUM_KV_HEADS
-    place = gl.where(there, place, 0)
-    head, tile = place % NUM_KV_HEADS, place // NUM_KV_HEADS
-    seq, first = gl.load(tiles + tile), gl.load(tiles + num_tiles + tile)
-    query_start, length = gl.load(query_starts + seq), gl.load(seq_lens + seq)
-    num_queries = gl.load(query_starts + seq + 1) - query_start
-    low = length - num_queries + first
-    high = gl.minimum(low + ROWS // GROUP, length)
-    num_steps = gl.where(there & (first < num_queries), gl.cdiv(high, KEYS), 0)
-    return head, seq, query_start + first, num_queries - first, low, length, num_steps
-
-
-@gluon.jit
-def _bring(descriptor, blocks, offsets, barrier, ring, stage, SIZE: gl.constexpr):
-    """Copy KEYS tokens, from halves of two cache blocks, into a stage in the order that a product reads."""
-    pieces: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
-    tile = ring.index(stage)._reinterpret(ring.dtype, [2 * SIZE // _PIECE, 1, _PIECE, _PIECE], pieces)
-    for column in gl.static_range(SIZE // _PIECE):
-        for half in gl.static_range(2):
-            at = [blocks[half], offsets[half], column * _PIECE]
-            tma.async_copy_global_to_shared(descriptor, at, barrier, tile.index(column * 2 + half))
-
-
-@gluon.jit
-def _clear(tile, count, SIZE: gl.constexpr):
-    """Zero the rows from `count` on: memory after a sequence may be NaN, and 0 * NaN is NaN."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    pieces = tile._reinterpret(tile.dtype, [KEYS * SIZE // 512, 8, 64], gl.NVMMASharedLayout(128, 16, rank=2))
-    row = gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
-    for eighth in range(count // 8, KEYS // 8):
-        filled = (eighth * 8 + row < count)[:, None]
-        for column in gl.static_range(SIZE // _PIECE):
-            piece = pieces.index(column * (KEYS // 8) + eighth)
-            piece.store(gl.where(filled, piece.load(layout), 0.0))
-
-
-@gluon.jit
-def _produce(
-    given, work, buffers, barriers,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-):  # fmt: skip
-    query_tiles, key_tiles, value_tiles, block_tables, table_stride = given
-    q_buffers, k_ring, v_ring, _ = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _, alone = barriers
-    NUM_BYTES: gl.constexpr = KEYS * SIZE * 2
-    turn, at, num_cleared = 0, 0, 0
-    head, seq, query_row, _left, _low, length, num_steps = _tile(0, work, NUM_KV_HEADS, GROUP)
-    while num_steps > 0:
-        table = block_tables + seq.to(gl.int64) * table_stride
-        for w in gl.static_range(2):
-            mbarrier.wait(q_empty.index(w), (turn & 1) ^ 1)
-            mbarrier.expect(q_full.index(w), _ROWS * SIZE * 2)
-            where = [query_row + w * (_ROWS // GROUP), head * GROUP, 0]
-            tma.async_copy_global_to_shared(query_tiles, where, q_full.index(w), q_buffers.index(w))
-        for i in range(num_steps):
-            begin = (num_steps - 1 - i) * KEYS
-            stage, phase = at % STAGES, at // STAGES & 1
-            middle = gl.minimum(begin + _PIECE, length - 1)  # no block for the second half: any will do, masked
-            block = gl.load(table + begin // BLOCK_SIZE) * NUM_KV_HEADS + head
-            next_block = gl.load(table + middle // BLOCK_SIZE) * NUM_KV_HEADS + head
-            blocks, offsets = (block, next_block), (begin % BLOCK_SIZE, (begin + _PIECE) % BLOCK_SIZE)
-            mbarrier.wait(k_empty.index(stage), phase ^ 1)
-            mbarrier.expect(k_full.index(stage), NUM_BYTES)
-            _bring(key_tiles, blocks, offsets, k_full.index(stage), k_ring, stage, SIZE)
-            mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            if begin + KEYS <= length:
-                mbarrier.expect(v_full.index(stage), NUM_BYTES)
-                _bring(value_tiles, blocks, offsets, v_full.index(stage), v_ring, stage, SIZE)
-            else:
-                mbarrier.expect(alone, NUM_BYTES)
-                _bring(value_tiles, blocks, offsets, alone, v_ring, stage, SIZE)
-                mbarrier.wait(alone, num_cleared & 1)
-                num_cleared += 1
-                _clear(v_ring.index(stage), length - begin, SIZE)
-                fence_async_shared()
-                mbarrier.arrive(v_full.index(stage), count=1)
-            at += 1
-        turn += 1
-        head, seq, query_row, _left, _low, length, num_steps = _tile(turn, work, NUM_KV_HEADS, GROUP)
+def _narrow(q, dtype: gl.constexpr):
+    """Convert queries [64, SIZE] in shared memory from bfloat16 to float16, see `triton_fp8.beside_fp8`."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    wide = gl.minimum(gl.maximum(q.load(layout).to(gl.float32), -65504.0), 65504.0)
+    narrow = q._reinterpret(dtype, q.shape, q.layout)
+    narrow.store(wide.to(dtype))
+    fence_async_shared()
+    return narrow
 
 
 @gluon.jit
@@ -137,7 +54,7 @@ def _weigh(scores, top, total, position, begin, scale, MASKED: gl.constexpr):
 @gluon.jit
 def _multiply_keys(q, k_ring, stage):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    zeros = gl.zeros([_ROWS, KEYS], gl.float32, layout)
+    zeros = gl.zeros([WARPGROUP_ROWS, KEYS], gl.float32, layout)
     return warpgroup_mma(q, k_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
@@ -196,11 +113,11 @@ def _store(
 ):  # fmt: skip
     """Store through shared memory, so that whole rows are written."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [4, 1], [1, 0])
-    row = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
+    row = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, layout))
     mean = sums / gl.convert_layout(total, gl.SliceLayout(1, sums.type.layout))[:, None]
     buffer.store(mean.to(buffer.dtype))
-    token = WARPGROUP * (_ROWS // GROUP) + row // GROUP
+    token = WARPGROUP * (WARPGROUP_ROWS // GROUP) + row // GROUP
     at = (query_row + token).to(gl.int64) * (NUM_KV_HEADS * GROUP) + head * GROUP + row % GROUP
     gl.store(out + at[:, None] * SIZE + column[None, :], buffer.load(layout), mask=(token < left)[:, None])
 
@@ -213,37 +130,43 @@ def _consume(
     q_buffers, k_ring, v_ring, out_buffers = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, _ = barriers
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    q = q_buffers.index(WARPGROUP)._reinterpret(q_buffers.dtype, [_ROWS, SIZE], gl.NVMMASharedLayout(128, 16, rank=2))
-    row = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
+    q = q_buffers.index(WARPGROUP)._reinterpret(
+        q_buffers.dtype, [WARPGROUP_ROWS, SIZE], gl.NVMMASharedLayout(128, 16, rank=2)
+    )
+    row = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, layout))
     turn, at = 0, 0
-    head, _seq, query_row, left, low, _length, num_steps = _tile(0, work, NUM_KV_HEADS, GROUP)
+    head, _seq, query_row, left, low, _length, num_steps = tile_of(0, work, NUM_KV_HEADS, GROUP)
     while num_steps > 0:
-        position = low + (WARPGROUP * _ROWS + row) // GROUP
+        position = low + (WARPGROUP * WARPGROUP_ROWS + row) // GROUP
         mbarrier.wait(q_full.index(WARPGROUP), turn & 1)
+        if q.dtype != k_ring.dtype:
+            operand = _narrow(q, k_ring.dtype)
+        else:
+            operand = q
         mbarrier.wait(k_full.index(at % STAGES), at // STAGES & 1)
         _take_turn(turns, at, WARPGROUP)
-        scores = _multiply_keys(q, k_ring, at % STAGES)
+        scores = _multiply_keys(operand, k_ring, at % STAGES)
         mbarrier.arrive(turns.index(1 - WARPGROUP), count=1)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(at % STAGES), count=1)
-        top = gl.full([_ROWS], _LOWEST, gl.float32, gl.SliceLayout(1, layout))
-        total = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, layout))
+        top = gl.full([WARPGROUP_ROWS], _LOWEST, gl.float32, gl.SliceLayout(1, layout))
+        total = gl.zeros([WARPGROUP_ROWS], gl.float32, gl.SliceLayout(1, layout))
         weights, shrink, top, total = _weigh(scores, top, total, position, (num_steps - 1) * KEYS, scale, True)
-        sums = gl.zeros([_ROWS, SIZE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16]))
+        sums = gl.zeros([WARPGROUP_ROWS, SIZE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16]))
         seen = gl.minimum((low + 1) // KEYS, num_steps - 1)  # steps in which all rows see all keys
         weights, shrink, top, total, sums, at = _walk(
-            q, k_ring, v_ring, barriers, weights, shrink, top, total, sums, position, scale, at, seen,
+            operand, k_ring, v_ring, barriers, weights, shrink, top, total, sums, position, scale, at, seen,
             num_steps - 1, WARPGROUP, True,
         )  # fmt: skip
         weights, shrink, top, total, sums, at = _walk(
-            q, k_ring, v_ring, barriers, weights, shrink, top, total, sums, position, scale, at, 0, seen,
+            operand, k_ring, v_ring, barriers, weights, shrink, top, total, sums, position, scale, at, 0, seen,
             WARPGROUP, False,
         )  # fmt: skip
         mbarrier.arrive(q_empty.index(WARPGROUP), count=1)
         mbarrier.wait(v_full.index(at % STAGES), at // STAGES & 1)
         sums, operand = _add_values(weights, shrink, sums, v_ring, at % STAGES)
         turn += 1  # loads the next tile's numbers during this product
-        next_head, _seq, next_row, next_left, low, _length, num_steps = _tile(turn, work, NUM_KV_HEADS, GROUP)
+        next_head, _seq, next_row, next_left, low, _length, num_steps = tile_of(turn, work, NUM_KV_HEADS, GROUP)
         sums, operand = warpgroup_mma_wait(0, deps=[sums, operand])
         mbarrier.arrive(v_empty.index(at % STAGES), count=1)
         at += 1
@@ -274,26 +197,35 @@ def gluon_prefill_kernel(
     """
     dtype: gl.constexpr = out.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    IS_FP8: gl.constexpr = key_tiles.dtype == gl.float8e4nv
+    wide: gl.constexpr = gl.float16 if IS_FP8 else dtype
     buffers = (
-        gl.allocate_shared_memory(dtype, [2, _ROWS // GROUP, GROUP, SIZE], gl.NVMMASharedLayout(128, 16, rank=3)),
-        gl.allocate_shared_memory(dtype, [STAGES, KEYS, SIZE], layout),
-        gl.allocate_shared_memory(dtype, [STAGES, KEYS, SIZE], layout),
-        gl.allocate_shared_memory(dtype, [2, _ROWS, SIZE], layout),
+        gl.allocate_shared_memory(
+            dtype, [2, WARPGROUP_ROWS // GROUP, GROUP, SIZE], gl.NVMMASharedLayout(128, 16, rank=3)
+        ),
+        gl.allocate_shared_memory(wide, [STAGES, KEYS, SIZE], layout),
+        gl.allocate_shared_memory(wide, [STAGES, KEYS, SIZE], layout),
+        gl.allocate_shared_memory(dtype, [2, WARPGROUP_ROWS, SIZE], layout),
     )
     barriers = (
         _barriers(2, 1), _barriers(2, 1), _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(STAGES, 1),
-        _barriers(STAGES, 2), _barriers(2, 1), gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
+        _barriers(STAGES, 2), _barriers(2, 1), _barriers(2, 1),
     )  # fmt: skip
-    mbarrier.init(barriers[7], count=1)
     fence_async_shared()
     work = (tiles, num_tiles, query_starts, seq_lens)
     given = (query_tiles, key_tiles, value_tiles, block_tables, table_stride)
+    copied = buffers  # `produce` does not use it
+    if IS_FP8:
+        copied = gl.allocate_shared_memory(gl.float8e4nv, [2, KEYS, SIZE], gl.NVMMASharedLayout(64, 8, rank=2))
     gl.warp_specialize(
         [
             (_consume, (out, scale, work, buffers, barriers, NUM_KV_HEADS, GROUP, SIZE, 0)),
             (_consume, (out, scale, work, buffers, barriers, NUM_KV_HEADS, GROUP, SIZE, 1)),
-            (_produce, (given, work, buffers, barriers, NUM_KV_HEADS, GROUP, SIZE, BLOCK_SIZE)),
+            (
+                produce_widened if IS_FP8 else produce,
+                (given, work, buffers, barriers, copied, NUM_KV_HEADS, GROUP, SIZE, BLOCK_SIZE),
+            ),
         ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+        [4, 4 if IS_FP8 else 1],
+        [232, 32] if IS_FP8 else [240, 24],
+    )

@@ -37,11 +37,19 @@ class HopperPrefill:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    has_fp8_cache: bool = False
 
     @classmethod
     def of(cls, shape: AttentionShape) -> HopperPrefill:
         """The kernel for a group that `HopperBackend` does not refuse."""
-        return cls(shape.num_kv_heads, shape.heads_per_kv_head, shape.head_dim, shape.block_size, shape.dtype)
+        return cls(
+            shape.num_kv_heads,
+            shape.heads_per_kv_head,
+            shape.head_dim,
+            shape.block_size,
+            shape.dtype,
+            shape.has_fp8_cache,
+        )
 
     def takes(self, query: torch.Tensor, tiling: PrefillTiling) -> bool:
         """Whether the tiles are large and unshared, and the queries aligned for the tensor memory accelerator."""
@@ -59,9 +67,12 @@ class HopperPrefill:
         from pd_kernels.gluon_prefill import gluon_prefill_kernel as kernel
 
         element, layout = _TYPES[self.dtype], gl.NVMMASharedLayout(128, 16, rank=3)
+        cached, pieces = (
+            ("fp8e4nv", gl.NVMMASharedLayout(_PIECE, 8, rank=3)) if self.has_fp8_cache else (element, layout)
+        )
         types = {
             "query_tiles": f"tensordesc<{element}{self._query_block},{layout!r}>",
-            **dict.fromkeys(("key_tiles", "value_tiles"), f"tensordesc<{element}{[1, _PIECE, _PIECE]},{layout!r}>"),
+            **dict.fromkeys(("key_tiles", "value_tiles"), f"tensordesc<{cached}{[1, _PIECE, _PIECE]},{pieces!r}>"),
             "out": f"*{element}",
             **dict.fromkeys(("block_tables", "query_starts", "seq_lens", "tiles"), "*i32"),
             **dict.fromkeys(("num_tiles", "table_stride"), "i32"),
@@ -89,10 +100,11 @@ class HopperPrefill:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         layout = gl.NVMMASharedLayout(128, 16, rank=3)
+        pieces = gl.NVMMASharedLayout(_PIECE, 8, rank=3) if self.has_fp8_cache else layout
         keys, values = (
             TensorDescriptor(
                 cache, [cache.shape[0] * self.num_kv_heads, self.block_size, self.head_dim],
-                [cache.stride(1), self.head_dim, 1], [1, _PIECE, _PIECE], layout,
+                [cache.stride(1), self.head_dim, 1], [1, _PIECE, _PIECE], pieces,
             )
             for cache in (key_cache, value_cache)
         )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pd_kernels.fp8_cache import stored
 from pd_kernels.quantized import BLOCK, LEAST, MOST, QuantizedRows, QuantizedWeight
 from pd_kernels.values import HalfNormed
 
@@ -68,11 +69,11 @@ def write_cache(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Store `key`, `value` [T, G, D] at `slot_mapping` (int64 [T])."""
+    """Store `key`, `value` [T, G, D] at `slot_mapping` (int64 [T]). An FP8 cache rounds them: see `stored`."""
     block_size = key_cache.shape[2]
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
-    key_cache[blocks, :, offsets] = key
-    value_cache[blocks, :, offsets] = value
+    key_cache[blocks, :, offsets] = stored(key, key_cache.dtype)
+    value_cache[blocks, :, offsets] = stored(value, value_cache.dtype)
 
 
 def norm_rope_write(
@@ -152,14 +153,16 @@ def prefill_attention(
 ) -> torch.Tensor:
     """Variable-length causal attention over the paged cache, this step's keys already written.
 
+    Keys and values of an FP8 cache are widened to the query's dtype, which is exact.
+
     `query` [T, H, D]; sequence i's rows are `[query_starts[i], query_starts[i + 1])` and are its last tokens, the
     ones before them a cached prefix. `soft_cap`, `sinks`: see `attend`. -> [T, H, D].
     """
     out = torch.empty_like(query)
     for row, num_tokens in enumerate(seq_lens.tolist()):
         start, end = query_starts[row].item(), query_starts[row + 1].item()
-        key = read_cache(key_cache, block_tables[row], num_tokens)
-        value = read_cache(value_cache, block_tables[row], num_tokens)
+        key = read_cache(key_cache, block_tables[row], num_tokens).to(query.dtype)
+        value = read_cache(value_cache, block_tables[row], num_tokens).to(query.dtype)
         out[start:end] = attend(query[start:end], key, value, scale, window, soft_cap, sinks)
     return out
 

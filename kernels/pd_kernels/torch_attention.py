@@ -196,9 +196,11 @@ def _plan_prefills(packed: PackedSequences, shape: AttentionShape) -> tuple[Pref
     return tuple(groups)
 
 
-def _gather(tiles: torch.Tensor, index: torch.Tensor, num_rows: int, cache_shape: torch.Size) -> torch.Tensor:
-    """Gather tiles into a dense tensor [num_rows, num_kv_heads, tokens, head_dim]."""
-    return tiles.index_select(0, index).view(num_rows, cache_shape[1], -1, cache_shape[3])
+def _gather(
+    tiles: torch.Tensor, index: torch.Tensor, num_rows: int, cache_shape: torch.Size, dtype: torch.dtype
+) -> torch.Tensor:
+    """Gather tiles into a dense tensor [num_rows, num_kv_heads, tokens, head_dim] of `dtype`."""
+    return tiles.index_select(0, index).to(dtype).view(num_rows, cache_shape[1], -1, cache_shape[3])
 
 
 def _decode(
@@ -211,8 +213,8 @@ def _decode(
 ) -> torch.Tensor:
     # The query heads that share a KV head become query rows: all of them see the same keys
     grouped = query.view(bucket.num_rows, cache_shape[1], -1, cache_shape[3])
-    key = _gather(keys, bucket.tiles, bucket.num_rows, cache_shape)
-    value = _gather(values, bucket.tiles, bucket.num_rows, cache_shape)
+    key = _gather(keys, bucket.tiles, bucket.num_rows, cache_shape, query.dtype)
+    value = _gather(values, bucket.tiles, bucket.num_rows, cache_shape, query.dtype)
     out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=bucket.mask, scale=scale)
     return out.reshape(query.shape)
 
@@ -229,8 +231,8 @@ def _prefill(
 ) -> None:
     """Attention of one group into its rows of `out`."""
     num_rows, num_queries, num_keys = len(group.first_rows), group.num_queries, group.num_keys
-    key = _gather(keys, group.tiles, num_rows, cache_shape)[:, :, :num_keys]
-    value = _gather(values, group.tiles, num_rows, cache_shape)[:, :, :num_keys]
+    key = _gather(keys, group.tiles, num_rows, cache_shape, query.dtype)[:, :, :num_keys]
+    value = _gather(values, group.tiles, num_rows, cache_shape, query.dtype)[:, :, :num_keys]
     dense = torch.stack([query[row : row + num_queries] for row in group.first_rows]).transpose(1, 2)
     gqa = query.shape[1] != cache_shape[1]
     if num_queries == num_keys and (not window or num_keys <= window):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from pd_kernels.checks import check_write
+from pd_kernels.fp8_cache import indexable, stored
 
 if TYPE_CHECKING:
     from pd_kernels.values import HeadNorms
@@ -68,7 +69,7 @@ def write_cache(
     rows = (first[:, None] + heads).flatten()
     for cache, update in ((key_cache, key), (value_cache, value)):
         flat = cache.as_strided((_num_rows(cache), head_dim), (head_dim, 1), cache.storage_offset())
-        flat.index_copy_(0, rows, update.reshape(-1, head_dim))
+        indexable(flat).index_copy_(0, rows, indexable(stored(update.reshape(-1, head_dim), flat.dtype)))
 
 
 def norm_rope_write(
@@ -100,6 +101,7 @@ def _num_rows(cache: torch.Tensor) -> int:
 
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
     """See reference.copy_blocks."""
+    source, target = indexable(source), indexable(target)
     target.index_copy_(
         0, pairs[:, 1].to(target.device), source.index_select(0, pairs[:, 0].to(source.device)).to(target.device)
     )

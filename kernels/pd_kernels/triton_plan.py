@@ -56,7 +56,7 @@ class TritonAttention:
     @classmethod
     def of(cls, shape: AttentionShape, device: torch.device, large_tiles: LargeTiles | None = None) -> Self:
         """A TritonAttention with the tilings for a GPU with 228 KiB of shared memory per multiprocessor."""
-        return cls(shape, device, decode_tiling(shape.dtype, shape.head_dim), large_tiles)
+        return cls(shape, device, decode_tiling(shape), large_tiles)
 
     def plan(self, packed: PackedSequences) -> TritonAttentionPlan:
         """See GroupAttention."""

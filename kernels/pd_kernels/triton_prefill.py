@@ -61,6 +61,7 @@ def _attend_tiles(
             mask = present[:, None] & (column < SIZE)[None, :]
             k = tl.load(keys + place[:, None] + column[None, :], mask=mask, other=0.0)
             v = tl.load(values + place[:, None] + column[None, :], mask=mask, other=0.0)
+        k, v = k.to(q.dtype), v.to(q.dtype)  # they may be e4m3
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED:
             seen = token[None, :] <= position[:, None]

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from pd_kernels.checks import check_cache_views
+from pd_kernels.fp8_cache import FP8
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 
 if TYPE_CHECKING:
@@ -61,6 +62,14 @@ def _rotated(
         first = ((first * scale).to(gain).to(tl.float32) * low_gains).to(dtype).to(tl.float32)
         second = ((second * scale).to(gain).to(tl.float32) * high_gains).to(dtype).to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _stored(x, cache):
+    """`fp8_cache.stored` for the cache that the pointer `cache` points to. NaN stays NaN."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(cache.dtype.element_ty)
 
 
 @triton.jit
@@ -115,11 +124,13 @@ def _norm_rope_write_kernel(
         )  # fmt: skip
         place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * SIZE
         to = place + head.to(tl.int64)[:, None] * head_stride
-        tl.store(key_cache + to + low[None, :], first.to(query.dtype.element_ty), mask=mask)
-        tl.store(key_cache + to + high[None, :], second.to(query.dtype.element_ty), mask=mask)
+        tl.store(key_cache + to + low[None, :], _stored(first.to(query.dtype.element_ty), key_cache), mask=mask)
+        tl.store(key_cache + to + high[None, :], _stored(second.to(query.dtype.element_ty), key_cache), mask=mask)
         source += NUM_KV_HEADS * SIZE
-        tl.store(value_cache + to + low[None, :], tl.load(source + rows + low[None, :], mask=mask), mask=mask)
-        tl.store(value_cache + to + high[None, :], tl.load(source + rows + high[None, :], mask=mask), mask=mask)
+        value = tl.load(source + rows + low[None, :], mask=mask)
+        tl.store(value_cache + to + low[None, :], _stored(value, value_cache), mask=mask)
+        value = tl.load(source + rows + high[None, :], mask=mask)
+        tl.store(value_cache + to + high[None, :], _stored(value, value_cache), mask=mask)
 
 
 def norm_rope_write(
@@ -140,7 +151,7 @@ def norm_rope_write(
     num_tokens, num_heads = heads.shape[0], heads.shape[1] - 2 * num_kv_heads
     if heads.dim() != 3 or heads.shape[2] != size or heads.stride(1) != size or heads.stride(2) != 1 or num_heads < 1:
         raise ValueError(f"heads must be [T, query + 2 * {num_kv_heads}, {size}], rows contiguous, not {heads.shape}")
-    if heads.dtype != key_cache.dtype or len(slot_mapping) != num_tokens:
+    if (heads.dtype != key_cache.dtype and key_cache.dtype is not FP8) or len(slot_mapping) != num_tokens:
         raise ValueError(f"{heads.dtype} of {num_tokens} tokens into {key_cache.dtype} at {len(slot_mapping)} slots")
     rotary = 2 * cos.shape[-1]
     if cos.shape != (num_tokens, rotary // 2) or rotary > size or not cos.is_contiguous() or not sin.is_contiguous():

@@ -206,7 +206,7 @@ def check_capacity(model: Path) -> Iterator[Finding]:
         from pd_cluster.worker.cuda_graphs.set_up import capturable
         from pd_cluster.worker.kv_cache import DTYPES
         from pd_cluster.worker.memory_measurement import gpu_bytes
-        from pd_cluster.worker.model_loading import resolve_dtype
+        from pd_cluster.worker.model_loading import resolve_dtype, resolve_kv_dtype
         from pd_kernels.selection import select_kernels
     except (ImportError, OSError):
         return  # check_torch reports it
@@ -217,12 +217,13 @@ def check_capacity(model: Path) -> Iterator[Finding]:
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
     for device in devices:
         try:
-            dtype = DTYPES[resolve_dtype(config.model.dtype, spec.dtype, device)]
+            dtype = resolve_dtype(config.model.dtype, spec.dtype, device)
             if device.type == "cuda":
                 limits = capturable(config.scheduler, spec, select_kernels(device), lambda _: None)
                 config = replace(config, scheduler=limits)
-            capacity = decide_capacity(config, spec, dtype.itemsize, gpu_bytes(device))
+            capacity = decide_capacity(config, spec, DTYPES[dtype].itemsize, gpu_bytes(device))
+            kv_dtype = resolve_kv_dtype(config.model.kv_cache_dtype, dtype, spec)
         except StartupError as error:
             yield Finding(f"node on {device}", Verdict.FAIL, str(error))
         else:
-            yield Finding(f"node on {device}", Verdict.OK, capacity.line)
+            yield Finding(f"node on {device}", Verdict.OK, f"{capacity.line}, KV cache in {kv_dtype}")

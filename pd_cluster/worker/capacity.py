@@ -64,8 +64,8 @@ class Capacity:
 def decide_capacity(config: NodeConfig, spec: ModelSpec, dtype_bytes: int, gpu_bytes: int) -> Capacity:
     """Decide the settings that `config` leaves open. The settings that `config` gives stay as they are.
 
-    `gpu_bytes`: the GPU's whole memory; 0: a CPU. `dtype_bytes`: bytes of one plain weight or one cached number. Raises
-    StartupError when the weights alone do not fit.
+    `gpu_bytes`: the GPU's whole memory; 0: a CPU. `dtype_bytes`: bytes of one plain weight, and of one cached number
+    unless the cache is fp8. Raises StartupError when the weights alone do not fit.
     """
     limits, cache = config.scheduler, config.cache
     told_seqs, told_budget = limits.max_num_seqs, limits.max_num_batched_tokens
@@ -75,7 +75,8 @@ def decide_capacity(config: NodeConfig, spec: ModelSpec, dtype_bytes: int, gpu_b
         line = f"max_num_seqs {seqs}, max_num_batched_tokens {budget} (CPU)"
         return Capacity(seqs, budget, cache.gpu_memory_utilization, line)
     utilization = cache.gpu_memory_utilization or _utilization(cache.gpu_share, gpu_bytes)
-    memory = MemoryEstimate(limits, spec, dtype_bytes, gpu_bytes * utilization)
+    kv_bytes = 1 if config.model.kv_cache_dtype == "fp8" else dtype_bytes
+    memory = MemoryEstimate(limits, spec, dtype_bytes, gpu_bytes * utilization, kv_bytes)
     filled = f"{memory.own_bytes / 1e9:.1f} of {gpu_bytes / 1e9:.1f} GB"
     if cache.gpu_share < 1 and not cache.gpu_memory_utilization:
         filled += f", its share is {cache.gpu_share:g}"
@@ -115,14 +116,16 @@ def longest_sequence(wanted: int, limit: int, cache_tokens: int) -> int:
 class MemoryEstimate:
     """Bytes that a model needs on a GPU, and the tokens of cache that are left."""
 
-    def __init__(self, limits: SchedulerConfig, spec: ModelSpec, dtype_bytes: int, own_bytes: float) -> None:
-        """`own_bytes`: bytes of the GPU's memory that the node may fill."""
+    def __init__(
+        self, limits: SchedulerConfig, spec: ModelSpec, dtype_bytes: int, own_bytes: float, kv_bytes: int
+    ) -> None:
+        """`own_bytes`: bytes of the GPU's memory that the node may fill; `kv_bytes`: of one cached number."""
         self._limits = limits
         self._vocab_size, self._dtype_bytes = spec.vocab_size, dtype_bytes
         heads = spec.num_heads + 2 * spec.num_kv_heads
         activations = 4 * spec.hidden_size + 2 * heads * spec.head_dim + 3 * spec.intermediate_size  # of a token
         self._step_bytes = (limits.max_num_batched_tokens or STEP_TOKENS) * activations * dtype_bytes
-        self._kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype_bytes  # of a token
+        self._kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * kv_bytes  # of a token
         self.weight_bytes = spec.weight_bytes(dtype_bytes)
         self.own_bytes = own_bytes
 

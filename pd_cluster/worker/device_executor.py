@@ -112,9 +112,9 @@ class DeviceExecutor:
         self._is_budget_measured = capacity.is_budget_measured
         self._config = config = capacity.applied_to(config)
         block_size = _resolve_block_size(config.cache.block_size, device)
-        self.layout = BlockLayout(self.model.spec.kv_groups(block_size, self.model.dtype))
+        self.layout = BlockLayout(self.model.spec.kv_groups(block_size, self.model.kv_dtype))
         self._attentions = attention_by_group(
-            self.model.spec, self.layout, config.model.attention_backend, device, progress
+            self.model.spec, self.layout, DTYPES[self.model.dtype], config.model.attention_backend, device, progress
         )
         self._model = load_model(self.model, config.model, self._kernels, device, progress)
 

@@ -32,7 +32,8 @@ class ModelDescription:
     spec: ModelSpec
     eos_token_ids: frozenset[int]
     max_model_len: int  # prompt + output, in tokens
-    dtype: str
+    dtype: str  # of weights
+    kv_dtype: str  # of cached keys and values: one of kv_cache.KV_DTYPES
     device: str
     fingerprint: str
     measured_keys: int = 0
@@ -142,7 +143,8 @@ def run_phases(
     try:
         executor.load()
         num_blocks = _count_blocks(executor, config)
-        progress(f"cache {num_blocks} blocks of {executor.block_size} tokens")
+        dtype = executor.layout.groups[0].dtype
+        progress(f"cache {num_blocks} blocks of {executor.block_size} tokens in {dtype}")
         caches = executor.allocate(num_blocks, blocks_in(config.swap_gb * 1e9, executor.layout))
         progress("warm-up")
         executor.warm_up()

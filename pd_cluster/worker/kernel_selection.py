@@ -9,10 +9,11 @@ import torch
 
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.cuda_graphs.recorder import CudaRecorder, GraphTimer
-from pd_cluster.worker.kv_cache import DTYPES
+from pd_cluster.worker.kv_cache import KV_DTYPES
 from pd_kernels.attention import AttentionShape
 from pd_kernels.attention_backends import choose_attention
 from pd_kernels.cublas_lt import CublasLt
+from pd_kernels.fp8_cache import FP8
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,9 +26,14 @@ if TYPE_CHECKING:
 
 
 def attention_by_group(
-    spec: ModelSpec, layout: BlockLayout, wanted: str, device: torch.device, progress: Callable[[str], None]
+    spec: ModelSpec,
+    layout: BlockLayout,
+    dtype: torch.dtype,
+    wanted: str,
+    device: torch.device,
+    progress: Callable[[str], None],
 ) -> tuple[GroupAttention, ...]:
-    """Choose the attention of each KV group. `wanted`: see ModelConfig.attention_backend.
+    """Choose the attention of each KV group. `dtype`: of queries; `wanted`: see ModelConfig.attention_backend.
 
     Raises StartupError when no allowed backend can serve a group.
     """
@@ -35,8 +41,9 @@ def attention_by_group(
     for group in layout.groups:
         num_kv_heads, num_layers, _, block_size, head_dim = group.shape
         shape = AttentionShape(
-            spec.num_heads, num_kv_heads, head_dim, block_size, num_layers, DTYPES[group.dtype], group.window
-        )
+            spec.num_heads, num_kv_heads, head_dim, block_size, num_layers, dtype, group.window,
+            has_fp8_cache=KV_DTYPES[group.dtype] is FP8,
+        )  # fmt: skip
         try:
             choice = choose_attention(shape, device, wanted)
         except ValueError as error:

@@ -12,6 +12,7 @@ import torch
 
 from pd_cluster.errors import StartupError
 from pd_connectors.base import CacheDescription
+from pd_kernels.fp8_cache import FP8, indexable
 
 if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import BlockCopies
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from pd_kernels.backends import Kernels
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = {**DTYPES, "float8_e4m3fn": FP8}
 _NUM_PADDING_BLOCKS = 1
 
 
@@ -49,7 +51,7 @@ class KVCache:
         views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         try:
             for group in layout.groups:
-                shape, dtype = group.shape, DTYPES[group.dtype]
+                shape, dtype = group.shape, KV_DTYPES[group.dtype]
                 tensor = torch.zeros((num_blocks + _NUM_PADDING_BLOCKS, *shape), dtype=dtype, device=device)
                 tensors.append(tensor)
                 hosts.append(torch.zeros((num_host_blocks, *shape), dtype=dtype, pin_memory=is_pinned))
@@ -91,7 +93,7 @@ class KVCache:
     def clear(self, blocks: torch.Tensor) -> None:
         """Zero blocks (int64 [n]) before they are filled in part, so that no read depends on their old content."""
         for tensor in self.tensors:
-            tensor.index_fill_(0, blocks, 0)
+            indexable(tensor).index_fill_(0, blocks, 0)
 
 
 def blocks_in(num_bytes: float, layout: BlockLayout) -> int:

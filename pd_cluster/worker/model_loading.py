@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.config import ModelConfig
     from pd_cluster.models.model import Model
+    from pd_cluster.models.spec import ModelSpec
     from pd_kernels.backends import Kernels
 
 
@@ -35,14 +36,18 @@ def describe_model(config: ModelConfig, device: torch.device, progress: Callable
     if line:
         progress(line)
     dtype = resolve_dtype(config.dtype, spec.dtype, device)
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, spec)
     dummy_name = f"dummy seed={config.seed} {device.type} {dtype}"
     return ModelDescription(
         spec=spec,
         eos_token_ids=read_eos_token_ids(directory, raw),
         max_model_len=_resolve_max_len(config.max_model_len, spec.max_len),
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=str(device),
-        fingerprint=fingerprint(spec, dummy_name if config.load_format == "dummy" else directory),
+        fingerprint=fingerprint(
+            spec, dummy_name if config.load_format == "dummy" else directory, "" if kv_dtype == dtype else kv_dtype
+        ),
     )
 
 
@@ -77,12 +82,19 @@ def load_model(
 
 
 def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> str:
-    """The dtype of weights and cache. `name`: --dtype; `checkpoint`: of the model's config. Raises StartupError."""
+    """The dtype of weights. `name`: --dtype; `checkpoint`: of the model's config. Raises StartupError."""
     if name == "auto":
         name = "float32" if device.type == "cpu" else checkpoint
     if name not in DTYPES:
         raise StartupError(f"dtype {name} is not served; choose one of {', '.join(DTYPES)}")
     return name
+
+
+def resolve_kv_dtype(name: str, dtype: str, spec: ModelSpec) -> str:
+    """The dtype of cached keys and values. `name`: --kv-cache-dtype; `dtype`: of the weights. Raises StartupError."""
+    if name == "fp8" and spec.modules is not None:
+        raise StartupError(f"--kv-cache-dtype fp8 is not served for {spec.architecture} by transformers' modules")
+    return "float8_e4m3fn" if name == "fp8" else dtype
 
 
 def _resolve_max_len(wanted: int, limit: int) -> int:

@@ -82,7 +82,7 @@ def test_sizes_and_digest() -> None:
     ("change", "words"),
     [
         ({"block_size": 32}, "block_size is 32 tokens, ours 16"),
-        ({"dtype": "float16"}, "the peer's KV groups are"),
+        ({"dtype": "float16"}, "the peer's KV is float16, ours bfloat16: start both nodes with the same dtype"),
         ({"window": 128}, "the peer's KV groups are"),
         ({"layers": (0, 1)}, "the peer's KV groups are"),
     ],

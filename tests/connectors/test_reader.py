@@ -200,6 +200,10 @@ def test_the_first_token_does_not_wait_for_the_endpoint_but_for_the_greeting(ben
         ({"fingerprint": "other"}, "FingerprintMismatch"),
         ({"layout": full_layout(32)}, "block_size"),
         ({"layout": full_layout(dtype="float16")}, "LayoutMismatch"),
+        (
+            {"layout": full_layout(dtype="float8_e4m3fn"), "fingerprint": "other"},
+            "LayoutMismatch: the peer's KV is float8_e4m3fn, ours float32: start both nodes with the same dtype",
+        ),
         ({"layout": msgspec.structs.replace(full_layout(), tp_size=2)}, "split over 2 ranks"),
     ],
 )

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from pd_kernels.attention import AttentionShape
+from pd_kernels.fp8_cache import FP8
 from pd_kernels.values import PackedSequences
 
 
@@ -34,13 +35,22 @@ class Paged:
     packed: PackedSequences
 
 
-def make_paged(shape: Shape, dtype: torch.dtype = torch.float64, seed: int = 0, num_layers: int = 3) -> Paged:
-    """Random keys and values in layer 1 of `num_layers`; unused blocks and other layers are random too."""
+def make_paged(
+    shape: Shape,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    num_layers: int = 3,
+    cache_dtype: torch.dtype | None = None,
+) -> Paged:
+    """Random keys and values in layer 1 of `num_layers`; unused blocks and other layers are random too.
+
+    `cache_dtype`: None: that of the queries, `dtype`.
+    """
     generator = torch.Generator().manual_seed(seed)
     per_seq = [-(-length // shape.block_size) for length in shape.seq_lens]
     num_blocks = sum(per_seq) + 3
     size = (num_blocks, shape.num_kv_heads, num_layers, 2, shape.block_size, shape.head_dim)
-    cache = torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+    cache = torch.randn(size, generator=generator, dtype=torch.float64).to(cache_dtype or dtype)
     order = torch.randperm(num_blocks, generator=generator).to(torch.int32)
     tables = torch.full((len(per_seq), max(per_seq) + 1), int(order[-1]), dtype=torch.int32)  # padding
     at = 0
@@ -66,4 +76,5 @@ def attention_shape(paged: Paged, window: int = 0) -> AttentionShape:
     _, num_kv_heads, block_size, head_dim = paged.key_cache.shape
     num_layers = paged.key_cache.stride(1) // (2 * block_size * head_dim)
     dtype, num_heads = paged.query.dtype, paged.query.shape[1]
-    return AttentionShape(num_heads, num_kv_heads, head_dim, block_size, num_layers, dtype, window)
+    has_fp8_cache = paged.key_cache.dtype is FP8
+    return AttentionShape(num_heads, num_kv_heads, head_dim, block_size, num_layers, dtype, window, has_fp8_cache)

@@ -72,6 +72,7 @@ def test_each_backend_has_decided_on_each_field(monkeypatch: pytest.MonkeyPatch)
         "num_layers": (1, "hopper triton torch"),
         "dtype": (torch.float32, "triton torch"),
         "window": (20, "triton torch"),
+        "has_fp8_cache": (True, "hopper triton torch"),
     }
     assert serving.keys() == {field.name for field in fields(AttentionShape)}
     for name, (value, names) in serving.items():

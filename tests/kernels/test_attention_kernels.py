@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_kernels import reference
+from pd_kernels.fp8_cache import FP8
 from pd_kernels.torch_attention import MERGE_BYTES, TorchAttention, TorchAttentionPlan, bucket_rows
 from tests.kernels.paged import Paged, Shape, attention_shape, make_paged
 
@@ -94,6 +96,26 @@ def test_torch_attention_equals_the_reference(name: str, window: int, dtype: tor
     place = torch.full_like(found, torch.nan)
     assert plan.run(paged.query, paged.key_cache, paged.value_cache, scale, place) is place
     assert torch.equal(place, found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_torch_attention_widens_an_fp8_cache(name: str, window: int, dtype: torch.dtype) -> None:
+    """The oracle has the cache's numbers in the query's dtype, which has them all."""
+    paged = make_paged(SHAPES[name], dtype, cache_dtype=FP8)
+    wide = replace(paged, key_cache=widened(paged.key_cache, dtype), value_cache=widened(paged.value_cache, dtype))
+    scale = paged.query.shape[2] ** -0.5
+    found = plan_of(paged, window).run(paged.query, paged.key_cache, paged.value_cache, scale)
+    expected = plan_of(wide, window).run(wide.query, wide.key_cache, wide.value_cache, scale)
+    assert (found - expected).abs().max() < 1e-5
+
+
+def widened(view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """One layer's view, still within a cache of three layers."""
+    cache = torch.zeros(*view.shape[:2], 3, 2, *view.shape[2:], dtype=dtype)
+    cache[:, :, 1, 0] = view.to(dtype)
+    return cache[:, :, 1, 0]
 
 
 def test_decode_attention_is_prefill_of_one_token() -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from pd_kernels import reference, torch_ops
+from pd_kernels.fp8_cache import FP8
 from pd_kernels.selection import BACKENDS, select_kernels
 from pd_kernels.values import HeadNorms
 from tests.kernels.paged import Shape, make_paged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
@@ -144,11 +149,26 @@ def test_write_cache_refuses_bad_arguments(
         torch_ops.write_cache(update, update, paged.key_cache, paged.value_cache, slots)
 
 
-def test_copy_blocks_reads_all_before_it_writes() -> None:
-    blocks = random(5, 2, 3, dtype=torch.float32)
+@pytest.mark.parametrize("function", [reference.write_cache, torch_ops.write_cache])
+def test_an_fp8_cache_takes_the_nearest_number_it_has(function: Callable[..., None]) -> None:
+    """448 for all above it; ties to even; what is no number stays none."""
+    given = [0.0, 1.06, 1.0625, 1.1875, -3.3, 448.0, 463.0, 1e30, -torch.inf, 2**-10, 1.5 * 2**-10, torch.nan]
+    stored = [0.0, 1.0, 1.0, 1.25, -3.25, 448.0, 448.0, 448.0, -448.0, 0.0, 2**-9, torch.nan]
+    cache = torch.zeros(3, 2, 2, 2, 16, 12).to(FP8)
+    update = torch.tensor(given).expand(1, 2, 12)
+    function(update, -update, cache[:, :, 1, 0], cache[:, :, 1, 1], torch.tensor([21]))
+    written = torch.tensor(stored).expand(2, 12)
+    assert torch.equal(cache[1, :, 1, 0, 5].float().nan_to_num(7.0), written.nan_to_num(7.0))
+    assert torch.equal(cache[1, :, 1, 1, 5].float().nan_to_num(7.0), (-written).nan_to_num(7.0))
+    assert (cache.float() != 0).sum() == 2 * 2 * 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FP8], ids=str)
+def test_copy_blocks_reads_all_before_it_writes(dtype: torch.dtype) -> None:
+    blocks = random(5, 2, 3, dtype=torch.float32).to(dtype)
     original = blocks.clone()
     torch_ops.copy_blocks(blocks, blocks, torch.tensor([[0, 1], [1, 2], [4, 0]]))
-    assert torch.equal(blocks, original[[4, 0, 1, 3, 4]])
+    assert torch.equal(blocks.float(), original[[4, 0, 1, 3, 4]].float())
 
 
 def test_every_device_type_has_kernels_and_others_are_named() -> None:

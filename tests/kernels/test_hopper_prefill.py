@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from pd_kernels import reference
 from pd_kernels.attention import AttentionShape
 from pd_kernels.attention_backends import choose_attention
+from pd_kernels.fp8_cache import FP8, indexable
 from pd_kernels.hopper_attention import HopperBackend
 from pd_kernels.hopper_prefill import HopperPrefill, compiled
 from pd_kernels.triton_plan import TritonAttention
@@ -44,7 +45,8 @@ SHAPES = {
 COMPILE = """
 import torch
 from pd_kernels.hopper_prefill import HopperPrefill
-print(HopperPrefill(num_kv_heads=8, group=4, head_dim=128, block_size=64, dtype=torch.bfloat16).compile().asm["ptx"])
+prefill = HopperPrefill(8, group=4, head_dim=128, block_size=64, dtype=torch.bfloat16, has_fp8_cache={fp8})
+print(prefill.compile().asm["ptx"])
 """
 on_hopper = pytest.mark.skipif(
     DEVICE.type != "cuda" or torch.cuda.get_device_capability(DEVICE) != (9, 0), reason="needs a Hopper GPU"
@@ -100,16 +102,18 @@ def test_without_a_compiler_that_takes_it_triton_goes_on(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_it_compiles_and_the_softmax_runs_under_the_products(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_it_compiles_and_the_softmax_runs_under_the_products(tmp_path: Path, fp8: bool) -> None:
     """In a process of its own: where the tests run in Triton's interpreter, nothing can be compiled."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-c", COMPILE]
+    command = [sys.executable, "-c", COMPILE.format(fp8=fp8)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=COMPILE_S, check=False)
     assert done.returncode == 0, done.stderr
     ptx = done.stdout
-    assert "setmaxnreg.inc.sync.aligned.u32 	240;" in ptx
+    assert f"setmaxnreg.inc.sync.aligned.u32 \t{232 if fp8 else 240};" in ptx
     assert "cp.async.bulk.tensor.3d" in ptx
+    assert ("cvt.rn.f16x2.e4m3x2" in ptx) == fp8
     walks = re.findall(r"wgmma\.wait_group\.sync\.aligned 1;(.*?)wgmma\.wait_group\.sync\.aligned 0;", ptx, re.DOTALL)
     assert len(walks) == 4  # with a mask and without, in each warpgroup
     for walk in walks:
@@ -142,16 +146,20 @@ def spoil(paged: Paged) -> None:
         position = torch.arange(length)
         owned[paged.packed.block_tables[row].cpu().long()[position // block_size], position % block_size] = True
     for cache in (paged.key_cache, paged.value_cache):
-        cache.masked_fill_(~owned[:, None, :, None].to(DEVICE), torch.nan)
+        nan = 0x7F if cache.dtype is FP8 else torch.nan
+        indexable(cache).masked_fill_(~owned[:, None, :, None].to(DEVICE), nan)
 
 
 @on_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [0.088, 0.125, 0.3])
+@pytest.mark.parametrize("cache_dtype", [None, FP8], ids=str)
 @pytest.mark.parametrize(("name", "dtype"), [*((name, torch.bfloat16) for name in SHAPES), ("tails", torch.float16)])
-def test_sums_equal_the_oracle_whatever_lies_behind_sequences(name: str, dtype: torch.dtype, scale: float) -> None:
+def test_sums_equal_the_oracle_whatever_lies_behind_sequences(
+    name: str, dtype: torch.dtype, cache_dtype: torch.dtype | None, scale: float
+) -> None:
     """Any scale: rows that see nothing of a tile's keys must weigh them 0 exactly. Queries are strided as a step's."""
-    paged = on_device(make_paged(SHAPES[name], dtype))
+    paged = on_device(make_paged(SHAPES[name], dtype, cache_dtype=cache_dtype))
     paged = replace(paged, query=torch.cat((paged.query, paged.query), dim=1)[:, : paged.query.shape[1]])
     assert PREFILL.takes(paged.query, LARGE)
     want = expected(paged, scale)
@@ -164,9 +172,11 @@ def test_sums_equal_the_oracle_whatever_lies_behind_sequences(name: str, dtype: 
 
 @on_hopper
 @pytest.mark.gpu
-def test_replays_are_the_same_bit_by_bit() -> None:
+@pytest.mark.parametrize("cache_dtype", [None, FP8], ids=str)
+def test_replays_are_the_same_bit_by_bit(cache_dtype: torch.dtype | None) -> None:
     """More tiles than processors, so that programs take several; warps that overtake each other would show."""
-    paged = on_device(make_paged(Shape(32, 8, 128, 64, (1500, 700), (1500, 2300), 0), torch.bfloat16))
+    shape = Shape(32, 8, 128, 64, (1500, 700), (1500, 2300), 0)
+    paged = on_device(make_paged(shape, torch.bfloat16, cache_dtype=cache_dtype))
     plan = hopper_attention(paged).plan(paged.packed)
     found = [torch.empty_like(paged.query) for _ in range(50)]
 

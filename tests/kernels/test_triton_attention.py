@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="the Triton kernels need triton")
 from pd_kernels import reference
 from pd_kernels.attention import AttentionShape
 from pd_kernels.attention_backends import choose_attention
+from pd_kernels.fp8_cache import FP8
 from pd_kernels.triton_decode import DecodeTiling
 from pd_kernels.triton_plan import TritonAttention
 from pd_kernels.triton_prefill import prefill_tiling, unshared_if_many
@@ -117,6 +118,21 @@ def check(paged: Paged, window: int, decode: DecodeTiling | None, prefill: Prefi
 def test_small_tiles_equal_the_oracle(name: str, window: int) -> None:
     """Tiles far smaller than the sequences: every loop runs, shares end within heads, parts are merged."""
     check(on_device(make_paged(SHAPES[name], torch.float32)), window, SMALL_DECODE, SMALL_PREFILL)
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_an_fp8_cache_is_widened_exactly(name: str, window: int) -> None:
+    """Within the error of float32 of the oracle over the cache's numbers."""
+    paged = on_device(make_paged(SHAPES[name], torch.float32, cache_dtype=FP8))
+    check(paged, window, SMALL_DECODE, SMALL_PREFILL)
+
+
+@pytest.mark.parametrize(("descriptors", "parts"), [(False, 1), (True, 1), (True, 3)])
+def test_an_fp8_cache_beside_queries_of_two_bytes(descriptors: bool, parts: int) -> None:
+    paged = on_device(make_paged(SHAPES["only-prefill"], torch.float16, cache_dtype=FP8))
+    check(paged, 0, None, replace(SMALL_PREFILL, keys=32, descriptors=descriptors, parts=parts))
+    check(on_device(make_paged(SHAPES["gqa-128"], torch.float16, cache_dtype=FP8)), 0, None, None)
 
 
 @pytest.mark.parametrize(("setup", "least"), [(0, 1), (1, 5), (3, 1), (5, 2)])
@@ -230,6 +246,15 @@ def test_a_query_of_scattered_heads_is_refused() -> None:
 @pytest.mark.parametrize("name", list(REAL))
 def test_real_shapes_equal_the_oracle(name: str, window: int, dtype: torch.dtype) -> None:
     check(on_device(make_paged(REAL[name], dtype)), window, None, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("name", list(REAL))
+def test_real_shapes_with_an_fp8_cache_equal_the_oracle(name: str, window: int, dtype: torch.dtype) -> None:
+    check(on_device(make_paged(REAL[name], dtype, cache_dtype=FP8)), window, None, None)
 
 
 @pytest.mark.gpu

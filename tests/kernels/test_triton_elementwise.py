@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from pd_kernels import reference, triton_activation, triton_block_copy, triton_norm, triton_rotary
+from pd_kernels.fp8_cache import FP8
 from pd_kernels.values import HeadNorms
 
 # Triton's interpreter on numpy
@@ -126,6 +127,29 @@ def test_norm_rope_write(
     assert close(found, expected, dtype)
     assert close(cache, twin, dtype)
     assert torch.equal(cache[:, :, ::2].double(), twin[:, :, ::2])  # other layers
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_an_fp8_cache_takes_the_same_bytes_as_torch_gives_it(dtype: torch.dtype) -> None:
+    """Keys and values above 448 become 448. On a GPU also ties, subnormal numbers and NaN.
+
+    The interpreter (Triton 3.6, 3.7) rounds otherwise: 1.97 to 1. There the others are numbers that e4m3 has.
+    """
+    heads = 4 * random(6, 8, 64, dtype=dtype)
+    given = [448.0, 463.0, 6e4, -6e4]
+    if GPU:
+        given += [1.06, 1.0625, 1.1875, -3.3, 2**-10, 1.5 * 2**-10, torch.nan]
+    else:
+        heads = heads.to(FP8).to(dtype).masked_fill_(heads.abs() < 2**-5, 0.0)
+    heads[2, 4:, : len(given)] = torch.tensor(given, dtype=dtype, device=DEVICE)
+    cos, sin = (torch.full((6, 32), angle, dtype=dtype, device=DEVICE) for angle in (1.0, 0.0))
+    slots = torch.tensor([40, 3, 17, 0, 63, 20], device=DEVICE)
+    caches = [torch.zeros(4, 2, 3, 2, 16, 64, device=DEVICE).to(FP8) for _ in range(2)]
+    for function, cache in zip((triton_rotary.norm_rope_write, reference.norm_rope_write), caches, strict=True):
+        query = function(heads, None, cos, sin, cache[:, :, 1, 0], cache[:, :, 1, 1], slots)
+        assert torch.equal(query, heads[:, :4])
+    found, expected = (cache.float().nan_to_num(1000.0) for cache in caches)
+    assert torch.equal(found, expected)
 
 
 def test_norm_rope_write_refuses_other_shapes() -> None:

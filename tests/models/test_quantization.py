@@ -200,7 +200,7 @@ def test_only_quantized_models_say_so_in_their_fingerprint() -> None:
 
 def test_quantized_weights_count_one_byte() -> None:
     plain, blocks = (resolve_spec(Path(), {**CONFIGS["8b"], "quantization_config": kind}) for kind in (None, BLOCKS))
-    estimates = [MemoryEstimate(SchedulerConfig(), spec, 2, 100e9) for spec in (plain, blocks)]
+    estimates = [MemoryEstimate(SchedulerConfig(), spec, 2, 100e9, 2) for spec in (plain, blocks)]
     assert [round(estimate.weight_bytes / 1e9, 2) for estimate in estimates] == [16.06, 9.08]
     assert estimates[1].room - estimates[0].room == plain.layer_parameters
 

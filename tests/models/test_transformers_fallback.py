@@ -313,3 +313,9 @@ def test_configs_of_our_families_are_read_without_torch() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code, json.dumps(LLAMA)], capture_output=True, text=True, check=True)
     assert found.stdout == "set()\n"
+
+
+def test_an_fp8_cache_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "rope_parameters": YARN}))
+    with pytest.raises(StartupError, match=r"^--kv-cache-dtype fp8 is not served for LlamaForCausalLM by transformers"):
+        make_executor(tmp_path, load_format="dummy", kv_cache_dtype="fp8")

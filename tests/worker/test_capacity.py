@@ -124,7 +124,9 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read() -> None:
 
 @pytest.mark.parametrize(("shape", "weights_gb", "kv_bytes"), [("8b", 16.06, 131_072), ("0.6b", 1.19, 114_688)])
 def test_the_estimate_knows_weights_and_kv(shape: str, weights_gb: float, kv_bytes: int) -> None:
-    small, large = (MemoryEstimate(SchedulerConfig(), SPECS[shape], BF16, own_bytes) for own_bytes in (60e9, 70e9))
+    small, large = (
+        MemoryEstimate(SchedulerConfig(), SPECS[shape], BF16, own_bytes, BF16) for own_bytes in (60e9, 70e9)
+    )
     assert small.weight_bytes / 1e9 == pytest.approx(weights_gb, rel=0.005)
     assert large.cache_tokens(64) - small.cache_tokens(64) == pytest.approx(10e9 / kv_bytes, rel=1e-4)
 

@@ -80,7 +80,7 @@ def test_phases_run_once_and_in_order() -> None:
     executor, lines = Phases(), list[str]()
     assert run_phases(cast("Executor", executor), CacheConfig(), lines.append) is executor.caches
     assert executor.calls == [("load",), ("free_kv_bytes",), ("allocate", 5, 0), ("warm_up",)]
-    assert lines == ["cache 5 blocks of 16 tokens", "warm-up"]
+    assert lines == ["cache 5 blocks of 16 tokens in float32", "warm-up"]
 
 
 def test_nothing_is_measured_when_the_blocks_are_configured() -> None:

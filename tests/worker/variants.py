@@ -55,6 +55,7 @@ class Case:
     budget: int
     max_len: int
     dtype: str = "bfloat16"
+    kv_cache_dtype: str = "auto"
 
 
 CASES = {
@@ -64,6 +65,7 @@ CASES = {
     "gemma3": Case({**CONFIGS["0.6b"], **GEMMA3}, 8, 1024, 2048),
     "float8 blocks": Case({**CONFIGS["0.6b"], **FLOAT8}, 8, 256, 1024),
     "small, float16": Case(CONFIGS["0.6b"], 8, 4096, 2048, "float16"),
+    "large, fp8 cache": Case(CONFIGS["8b"], 7, 1024, 8192, kv_cache_dtype="fp8"),
 }
 
 
@@ -111,7 +113,12 @@ def start(case: Case) -> DeviceExecutor:
         (Path(directory) / "config.json").write_text(json.dumps(config))
         node = NodeConfig(
             model=ModelConfig(
-                model=directory, device="cpu", dtype=case.dtype, load_format="dummy", max_model_len=case.max_len
+                model=directory,
+                device="cpu",
+                dtype=case.dtype,
+                kv_cache_dtype=case.kv_cache_dtype,
+                load_format="dummy",
+                max_model_len=case.max_len,
             ),
             cache=CacheConfig(num_blocks=case.max_len // BLOCK_SIZE, block_size=BLOCK_SIZE),
             scheduler=SchedulerConfig(max_num_seqs=case.num_seqs, max_num_batched_tokens=case.budget),

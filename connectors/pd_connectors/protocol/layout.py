@@ -15,7 +15,7 @@ import msgspec
 
 from pd_connectors.protocol.errors import LayoutMismatch
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 class KVKind(StrEnum):
@@ -117,6 +117,11 @@ class BlockLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise LayoutMismatch(
                 f"the peer's block_size is {_sizes(theirs)} tokens, ours {_sizes(self)}: "
                 "start both nodes with the same block_size"
+            )
+        if [group.dtype for group in theirs.groups] != [group.dtype for group in self.groups]:
+            raise LayoutMismatch(
+                f"the peer's KV is {theirs.groups[0].dtype}, ours {self.groups[0].dtype}: "
+                "start both nodes with the same dtype and kv_cache_dtype"
             )
         if theirs.groups != self.groups:
             raise LayoutMismatch(f"the peer's KV groups are {theirs.groups}, ours {self.groups}")
