@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import EngineUnavailable, ModelNotFound, StartupError
+from pd_cluster.server.grammar import GrammarChecks
 from pd_cluster.server.metrics import NodeMetrics
 from pd_cluster.server.output_parser import load_parser
 from pd_cluster.server.sampling import SamplingDefaults
@@ -36,6 +37,7 @@ class NodeState:
     key: bytes  # the cluster's
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     output_parser: ParserFactory | None = None  # of chat answers
+    grammar_checks: GrammarChecks = field(default_factory=GrammarChecks)
     metrics: NodeMetrics = field(default_factory=NodeMetrics)
     created_s: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
