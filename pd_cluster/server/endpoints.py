@@ -17,7 +17,7 @@ from pd_cluster.server.completions import DEFAULT_MAX_TOKENS, CompletionShape, P
 from pd_cluster.server.fields import ignored_header
 from pd_cluster.server.generation_request import GenerationRequest, KvSource
 from pd_cluster.server.generation_stream import GenerationStream
-from pd_cluster.server.grammar import grammar_source
+from pd_cluster.server.grammar_source import grammar_source
 from pd_cluster.server.prefill_endpoint import (
     answer_prefill_stream,
     answer_prefill_whole,

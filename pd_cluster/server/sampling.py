@@ -112,7 +112,7 @@ def sampling_params(
 
     `num_prompt_tokens` is less than `max_model_len`, see `check_room_for_output`. `default_max_tokens` applies when
     the body sets no limit; None, or more than the prompt leaves of `max_model_len`: the output may fill the rest.
-    `grammar`: that of the body's fields, see `grammar.py`.
+    `grammar`: that of the body's fields, see `grammar_source.py`.
     Raises InvalidRequest when the limit that the body sets does not fit.
     """
     room = max_model_len - num_prompt_tokens

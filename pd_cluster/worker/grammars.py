@@ -17,11 +17,32 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-COMPILE_DEADLINE_S = 5.0  # of a sequence's first draw; grammars of 64 KiB took up to 0.2 s
-MAX_KEPT = 64  # compiled grammars; a copy takes 22 us, compiling 1.6 ms at the median
+COMPILE_DEADLINE_S = 5.0  # of a sequence's first draw; the API process has compiled the grammar in 0.2 s of CPU
+MAX_KEPT = 32  # compiled grammars; a copy takes 22 us, compiling 1.6 ms at the median
 NUM_THREADS = 2  # a slow compilation does not delay a quick one
+MAX_LEXER_STATES = 50_000  # of 2 KB, in each compiled grammar
 NO_TOKEN = "it allows no further token, and the output must not end here"
 NO_PACKAGE = "grammars need the package llguidance on every node: pip install 'pd-cluster[structured]'"
+
+
+def load_vocabulary(tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Any:
+    """llguidance's view of a vocabulary. Raises ValueError for a tokenizer that it cannot read."""
+    import llguidance
+
+    return llguidance.LLTokenizer(tokenizer_json.read_text(), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
+
+
+def compile_grammar(vocabulary: Any, executor: Any, grammar: str) -> Any:
+    """The matcher of a grammar at its beginning, with the first mask computed. The matcher may have an error."""
+    import llguidance
+    import llguidance.numpy
+
+    limits = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
+    matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        mask = llguidance.numpy.allocate_token_bitmask(1, vocabulary.vocab_size)
+        llguidance.numpy.fill_next_token_bitmask_par(executor, [(matcher, 0)], mask)
+    return matcher
 
 
 class GrammarState:
@@ -123,18 +144,9 @@ class Grammars:
     def _make_tools(self, path: Path) -> tuple[Any, Any]:
         import llguidance
 
-        tokenizer = llguidance.LLTokenizer(
-            path.read_text(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None
-        )
-        return tokenizer, llguidance.LLExecutor()
+        return load_vocabulary(path, self._vocab_size, self._eos_token_ids), llguidance.LLExecutor()
 
     def _compile(self, grammar: str) -> Any:
         """The first mask is computed here too: it took up to 0.1 s, and copies share what it has found."""
-        import llguidance
-
-        tokenizer, _ = self._tools.result()
-        limits = llguidance.LLParserLimits(verbose_errors=False)
-        matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        return matcher
+        vocabulary, executor = self._tools.result()
+        return compile_grammar(vocabulary, executor, grammar)
