@@ -82,7 +82,7 @@ SCHEMAS: list[dict[str, Any]] = [
     an_object([], a=COUNT, b=COUNT, c=COUNT),
     an_object(["b"], a=COUNT, b=COUNT),
     an_object(["a"], a=COUNT, b=COUNT),
-    an_object(**{"with space": COUNT, "q\"uote": WORD, "ümlaut": COUNT}),
+    an_object(None, **{"with space": COUNT, "q\"uote": WORD, "ümlaut": COUNT}),
     an_object(a=an_object(b=an_object(c=an_object(d=COUNT)))),
     an_object(kind={"enum": ["cat", "dog"]}, lives={"type": "integer", "minimum": 1, "maximum": 9}),
     an_object(people=a_list(PERSON, 1, 2), total=COUNT),
@@ -172,7 +172,7 @@ def test_answers_follow_their_schemas(mode: str, executor: DeviceExecutor, conne
 
 def requests(grammar: str, other: str) -> dict[str, SamplingParams]:
     """Constrained requests and free ones of many kinds."""
-    free = {"temperature": 1.1, "max_tokens": 24, "ignore_eos": True}
+    free: dict[str, Any] = {"temperature": 1.1, "max_tokens": 24, "ignore_eos": True}
     return {
         "json": SamplingParams(max_tokens=48, temperature=1.0, seed=1, grammar=grammar),
         "greedy": SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
