@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 # Fields of vLLM and of SGLang, and the members of `structured_outputs` that they stand for
-_SYNONYMS = {
+SYNONYMS = {
     "guided_json": "json",
     "guided_json_object": "json_object",
     "guided_regex": "regex",
@@ -41,7 +41,7 @@ def grammar_source(body: GenerationBody) -> GrammarSource | None:
     """
     found = [
         GrammarSource(param, kind, value)
-        for param, kind in _SYNONYMS.items()
+        for param, kind in SYNONYMS.items()
         if (value := getattr(body, param)) not in (None, False)
     ]
     if body.response_format is not None and body.response_format.type != "text":
