@@ -71,9 +71,7 @@ class GrammarChecks:
         return str(answer["grammar"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, str]:
-        if self._process is None:
-            command = [sys.executable, "-m", "pd_cluster.server.grammar_process", *self._arguments]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = self._process or self._start()
         process, poll = self._process, select.poll()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -86,9 +84,15 @@ class GrammarChecks:
             line = b""
         if not line.endswith(b"\n"):
             self._end()
+            self._process = self._start()
             return {"error": "the grammar takes too much time or memory"}
         answer: dict[str, str] = msgspec.json.decode(line)
         return answer
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "pd_cluster.server.grammar_process", *self._arguments]
+        # A session of its own: an interrupt at the terminal is for the node, which ends the process by its input
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
     def _end(self) -> None:
         if self._process is not None:

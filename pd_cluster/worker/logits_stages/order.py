@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 # Temperature, top k, top p and min p come after all stages, with the draw
 ORDER: tuple[type[LogitsStage], ...] = (Penalties, Bias, MinTokens)
-LAST: tuple[type[LogitsStage], ...] = (GrammarMasks,)  # behind the stages from outside too
 _PARTS = ("is_late", "check", "start", "prepare", "apply", "note", "take_failures")
 
 
@@ -54,4 +53,4 @@ def make_stages(context: StageContext, import_paths: Sequence[str] = ()) -> tupl
             stages.append(kind(context))
         except Exception as error:  # as above
             raise StartupError(f"--logits-stage {path}: {error}") from error
-    return (*stages, *(kind(context) for kind in LAST))
+    return (*stages, GrammarMasks(context))

@@ -61,6 +61,7 @@ class LogitsStage(Protocol):
         The client gets status 400 with the exception's text. Called for every request at its admission, on the step
         loop. A slow check delays all streams.
         """
+        return
 
     def start(self, row: int, start: SequenceStart) -> bool:
         """Set `row` for a sequence, from all that is known of it. -> whether the stage is active in the row.
