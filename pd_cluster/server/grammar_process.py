@@ -44,16 +44,18 @@ def write(kind: str, value: str, choices: list[str], *, coerces_one_of: bool) ->
 def _serve(tokenizer_json: Path, vocab_size: int) -> None:
     import llguidance
 
-    vocabulary = load_vocabulary(tokenizer_json, vocab_size, [0])
-    executor = llguidance.LLExecutor(1)
+    vocabulary, unreadable, executor = None, "", llguidance.LLExecutor(1)
+    try:
+        vocabulary = load_vocabulary(tokenizer_json, vocab_size, [0])
+    except Exception as error:  # a missing file, or a format that llguidance lacks
+        unreadable = f"this model's tokenizer.json cannot be used for grammars: {error}"
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
-        said, text = "", ""
+        said, text = unreadable, ""
         try:
-            request = json.loads(line)
-            text = write(**request)
-            matcher = compile_grammar(vocabulary, executor, text)
-            said = matcher.get_error() if matcher.is_error() else ""
+            text = write(**json.loads(line))
+            matcher = compile_grammar(vocabulary, executor, text) if not said else None
+            said = matcher.get_error() if matcher is not None and matcher.is_error() else said
         except Exception as error:  # the converter of GBNF raises plain Exceptions
             said = str(error) or type(error).__name__
         signal.setitimer(signal.ITIMER_PROF, 0)

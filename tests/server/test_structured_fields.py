@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import orjson
 import pytest
 
+from pd_cluster.errors import InvalidRequest
 from pd_cluster.protocol.messages import Work
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.server.grammar_checks import MAX_GRAMMAR_BYTES, MAX_WRITTEN_CHARS
+from pd_cluster.server import grammar_checks
+from pd_cluster.server.grammar_checks import MAX_GRAMMAR_BYTES, MAX_WRITTEN_CHARS, GrammarChecks
+from pd_cluster.server.grammar_source import GrammarSource
 from pd_cluster.server.sampling import SAMPLING_PARAM, decode_sampling, encode_sampling
 from pd_cluster.worker.grammars import NO_PACKAGE
 from tests.server.fake_engine import FakeEngine, says
-from tests.server.live_server import Node, running
+from tests.server.live_server import MODEL_DIR, Node, running
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 llguidance = pytest.importorskip("llguidance")
@@ -227,3 +233,23 @@ async def test_without_the_package_the_fields_are_refused(monkeypatch: pytest.Mo
             assert (status, answer["error"]["param"]) == (400, next(iter(wanted)))
             assert NO_PACKAGE in answer["error"]["message"]
         assert (await ask(node, {"response_format": {"type": "text"}}))[0] == 200
+
+
+async def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    for text in (None, "{}"):
+        if text is not None:
+            (tmp_path / "tokenizer.json").write_text(text)
+        checks = GrammarChecks(tmp_path, 3072)
+        with pytest.raises(InvalidRequest, match=r"^regex: this model's tokenizer\.json cannot be used for grammars"):
+            await checks.grammar(GrammarSource("regex", "regex", "a"), 1)
+        checks.close()
+
+
+async def test_a_check_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = GrammarChecks(MODEL_DIR, 3072)
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_checks, "CHECK_DEADLINE_S", 0.0)
+        with pytest.raises(InvalidRequest, match="too much time or memory"):
+            await checks.grammar(GrammarSource("regex", "regex", "a"), 1)
+    assert await checks.grammar(GrammarSource("regex", "regex", "a"), 1)
+    checks.close()

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.scheduling.batch import SequenceStart
+from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker import grammars as grammars_module
 from pd_cluster.worker.grammars import NO_PACKAGE, NO_TOKEN, Grammars
 from pd_cluster.worker.logits_stages.grammar_masks import GrammarMasks
 from pd_cluster.worker.logits_stages.stage import StageContext
+from pd_cluster.worker.pending_step import PendingStep
+from tests.worker.driver import make_executor
+from tests.worker.test_step_graphs import cuda_executor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from pd_cluster.worker.device_executor import DeviceExecutor
 
 
 pytest.importorskip("llguidance")
@@ -224,6 +231,49 @@ def test_compiled_grammars_are_kept_and_bounded(grammars: Grammars, monkeypatch:
     grammars.prepare('start: "5"')
     assert list(grammars._compiled) == ['start: "3"', 'start: "1"', 'start: "5"']
     assert not grammars.state('start: "0"').error, "made again"
+
+
+def serve(executor: DeviceExecutor, depth: int) -> list[tuple[int, ...]]:
+    """A constrained sequence and a free one, twelve steps, of which `depth` are under way: both tokens of each step."""
+    samplings = [
+        SamplingParams(max_tokens=20, temperature=1.0, seed=1, grammar=grammar)
+        for grammar in ("start: /[0-9]{2}[a-z]{3}/ /[0-9]{9}/", "")
+    ]
+    executor.check(samplings[0])
+    starts = tuple(SequenceStart(i, (5, 6, 7), 3, (i,), sampling, i) for i, sampling in enumerate(samplings))
+    flights, tokens = list[PendingStep](), list[tuple[int, ...]]()
+    for step in range(12):
+        parts = [(i, 2 + step, 1) for i in (0, 1)] if step else [(i, 0, 3) for i in (0, 1)]
+        chunks = tuple(SequenceChunk(*part, num_samples=1) for part in parts)
+        flights.append(executor.launch(Batch(step, () if step else starts, chunks)))
+        while flights and (len(flights) == depth or step == 11):
+            result = flights.pop(0).result()
+            assert result.failures == {}
+            tokens.append((result.samples[0][0].token_id, result.samples[1][0].token_id))
+    executor.launch(Batch(12, departures=(0, 1))).result()
+    return tokens
+
+
+def check_depths(executor: DeviceExecutor, directory: Path) -> None:
+    one, two = serve(executor, 1), serve(executor, 2)
+    assert one == two
+    text = AutoTokenizer.from_pretrained(directory).decode([constrained for constrained, _ in one])
+    assert re.fullmatch("[0-9]{2}[a-z]{3}[0-9]{0,9}", text), text
+
+
+def test_two_steps_under_way_draw_as_one(demo_directory: Path) -> None:
+    executor = make_executor(demo_directory)
+    check_depths(executor, demo_directory)
+    executor.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_two_steps_under_way_draw_as_one(demo_directory: Path) -> None:
+    """The constrained row is drawn from what a graph computed."""
+    executor = cuda_executor(demo_directory, 64)
+    check_depths(executor, demo_directory)
+    executor.close()
 
 
 @pytest.mark.long
