@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 import jsonschema
+import openai
+import pydantic
 import pytest
 
 from tests.integration.foreign import num_redraws
@@ -131,3 +133,26 @@ def test_a_grammar_that_leads_nowhere_ends_its_request_alone(path: Path, system:
     assert response.json()["error"]["code"] == "grammar_failed"
     system.settle()
     assert system.ask(path, COMPLETIONS, {"prompt": STORY, "guided_choice": ["1"]}).choices[0]["text"] == "1"
+
+
+class Author(pydantic.BaseModel):
+    """What OpenAI's client makes a strict schema of."""
+
+    name: str = pydantic.Field(max_length=8)
+    born: int = pydantic.Field(ge=0, le=2100)
+    works: list[Literal["Faust", "Egmont"]] = pydantic.Field(min_length=1, max_length=2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_openai_s_client_parses_the_answer(stream: bool, system: System) -> None:
+    with openai.OpenAI(base_url=f"{system.router_url}/v1", api_key="none", max_retries=0) as client:
+        asked: dict[str, Any] = {
+            "model": "demo_model", "messages": [{"role": "user", "content": STORY}], "seed": 3, "max_tokens": 120,
+            "response_format": Author,
+        }  # fmt: skip
+        if stream:
+            with client.chat.completions.stream(**asked) as events:
+                answer = events.get_final_completion()
+        else:
+            answer = client.chat.completions.parse(**asked)
+    assert isinstance(answer.choices[0].message.parsed, Author)

@@ -18,6 +18,7 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker import grammars as grammars_module
 from pd_cluster.worker.grammars import NO_PACKAGE, NO_TOKEN, Grammars
+from pd_cluster.worker.host_buffer import _DTYPES as DTYPES
 from pd_cluster.worker.logits_stages.grammar_masks import GrammarMasks
 from pd_cluster.worker.logits_stages.stage import StageContext
 from pd_cluster.worker.pending_step import PendingStep
@@ -27,6 +28,8 @@ from tests.worker.test_step_graphs import cuda_executor
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    import numpy.typing as npt
 
     from pd_cluster.worker.device_executor import DeviceExecutor
 
@@ -50,6 +53,12 @@ def ids(demo_directory: Path) -> dict[str, int]:
     """The token of each single character."""
     vocab: dict[str, int] = json.loads((demo_directory / "tokenizer.json").read_text())["model"]["vocab"]
     return {piece: token_id for piece, token_id in vocab.items() if len(piece) == 1}
+
+
+def moved(array: npt.NDArray[np.generic]) -> torch.Tensor:
+    """As on a CPU. A GPU's host buffer takes these types only."""
+    assert array.dtype.type in DTYPES
+    return torch.from_numpy(array)
 
 
 @dataclass
@@ -84,7 +93,7 @@ class Rows:
 @pytest.fixture
 def rows(grammars: Grammars) -> Rows:
     cpu = torch.device("cpu")
-    context = StageContext(6, VOCAB_SIZE, frozenset({EOS}), cpu, torch.from_numpy, grammars)
+    context = StageContext(6, VOCAB_SIZE, frozenset({EOS}), cpu, moved, grammars)
     return Rows(GrammarMasks(context), grammars)
 
 
@@ -285,7 +294,7 @@ def test_masks_of_128_000_tokens(tmp_path: Path) -> None:
     grammar = 'start: %json {"type":"object","properties":{"name":{"type":"string"}},"required":["name"],'
     grammar += '"x-guidance":{"whitespace_flexible":false}}'
     grammars.prepare(grammar)
-    context = StageContext(num_rows, vocab_size, frozenset({EOS}), torch.device("cpu"), torch.from_numpy, grammars)
+    context = StageContext(num_rows, vocab_size, frozenset({EOS}), torch.device("cpu"), moved, grammars)
     stage = GrammarMasks(context)
     text = '{"name":"'
     for row in range(num_rows):

@@ -43,7 +43,7 @@ class MaskInputs:
 
     places: torch.Tensor  # int64 [P] into R
     sources: torch.Tensor  # int64 [P] into M: the first tokens of one request's sequences share a mask
-    masks: torch.Tensor  # uint8 [M, 4 W]: bit i of byte j allows token 8 j + i
+    masks: torch.Tensor  # int32 [M, W], see Mask
 
 
 class GrammarMasks(LogitsStage):
@@ -85,10 +85,11 @@ class GrammarMasks(LogitsStage):
             self._grammars.fill(live, masks)
         for at, state in live.items():
             self._finish(int(chosen[at]), state, masks[at], int(lengths[places[firsts[at]]]))
-        return MaskInputs(self._move(places), self._move(sources), self._move(masks.view(np.uint8)))
+        return MaskInputs(self._move(places), self._move(sources), self._move(masks))
 
     def apply(self, logits: torch.Tensor, inputs: MaskInputs) -> None:
-        bits = (inputs.masks[:, :, None] >> self._shifts) & 1
+        # byte by byte, which takes a quarter of the memory of shifting words: 8 MB for 64 rows of 128,000 tokens
+        bits = (inputs.masks.view(torch.uint8)[:, :, None] >> self._shifts) & 1
         is_banned = bits.flatten(1)[:, : self._vocab_size] == 0
         logits[inputs.places] = logits[inputs.places].masked_fill_(is_banned[inputs.sources], -torch.inf)
 
