@@ -156,3 +156,22 @@ def test_openai_s_client_parses_the_answer(stream: bool, system: System) -> None
         else:
             answer = client.chat.completions.parse(**asked)
     assert isinstance(answer.choices[0].message.parsed, Author)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", HANDOFFS)
+def test_preemption_on_d_changes_no_answer(path: Path, system: System) -> None:
+    """D's cache holds 30 blocks; the requests want twice as many."""
+    people = {"type": "array", "items": SCHEMA, "minItems": 3, "maxItems": 4}
+    bodies = [
+        {"prompt": f"{number} {STORY}", "max_tokens": 80, "seed": number, "temperature": 1.0, "guided_json": people}
+        for number in range(10)
+    ]
+    mixed = system.ask_all(Path.MIXED, [(COMPLETIONS, body) for body in bodies])
+    with running_system("--kv-cache-gb=0.006") as small:
+        answers = small.ask_all(path, [(COMPLETIONS, body) for body in bodies])
+        preempted = [value for name, value in small.metrics("decode").items() if name.startswith("pd_preemptions_")]
+    assert sum(preempted) > 0
+    for ours, theirs in zip(answers, mixed, strict=True):
+        assert ours.choices[0]["text"] == theirs.choices[0]["text"]
+        assert ours.choices[0]["finish_reason"] == theirs.choices[0]["finish_reason"]

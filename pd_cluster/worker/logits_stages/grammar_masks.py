@@ -123,7 +123,7 @@ class GrammarMasks(LogitsStage):
         """Keep the row from an end before its `min_tokens`. Free a row that cannot go on, and note why it cannot."""
         constraint = self._rows[row]
         assert constraint is not None
-        is_dead_end = not (mask & ~self._eos).any() and not state.is_accepting
+        is_dead_end = not state.is_accepting and not (mask & ~self._eos).any()
         if error := state.error or NO_TOKEN * is_dead_end:
             self._fail(row, f"the grammar cannot be followed: {error}")
             mask[:] = -1
