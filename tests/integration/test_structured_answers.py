@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import httpx
 import jsonschema
@@ -15,9 +15,6 @@ import pytest
 from tests.integration.foreign import num_redraws
 from tests.integration.system import Answer, Path, System, running_system
 from tests.integration.test_sampling_parity import CHAT, COMPLETIONS, HANDOFFS, STORY, check_same
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 pytest.importorskip("llguidance")
@@ -53,10 +50,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def system() -> Iterator[System]:
-    with running_system("--kv-cache-gb=0.1", own_mixed=True) as system:
-        yield system
+@pytest.fixture
+def system(shared_system: System) -> System:
+    """The decode node is the mixed one, too."""
+    return shared_system
 
 
 @pytest.fixture(scope="module")
