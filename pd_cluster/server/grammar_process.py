@@ -46,7 +46,7 @@ def _serve(tokenizer_json: Path, vocab_size: int) -> None:
 
     vocabulary, unreadable, executor = None, "", llguidance.LLExecutor(1)
     try:
-        vocabulary = load_vocabulary(tokenizer_json, vocab_size, [0])
+        vocabulary = load_vocabulary(tokenizer_json, vocab_size, [vocab_size - 1])
     except Exception as error:  # a missing file, or a format that llguidance lacks
         unreadable = f"this model's tokenizer.json cannot be used for grammars: {error}"
     for line in sys.stdin.buffer:

@@ -106,7 +106,7 @@ def nested(keyword: str, depth: int) -> dict[str, Any]:
     return schema
 
 
-def chained(count: int, **more: Any) -> dict[str, Any]:
+def chained(count: int) -> dict[str, Any]:
     definitions = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"type": "null"}]} for i in range(count)}
     return {"$ref": "#/$defs/d0", "$defs": definitions | {f"d{count}": {"type": "null"}}}
 
@@ -118,6 +118,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], bool | None]] = {
     "nested oneOf, strict": (chat_format(schema=nested("oneOf", 9), strict=True), True),
     "nested anyOf": ({"guided_json": nested("anyOf", 9)}, None),
     "nested allOf": ({"guided_json": nested("allOf", 9)}, None),
+    "a deep schema": ({"guided_json": '{"items":' * 900 + "{}" + "}" * 900}, True),
     "a huge enum": ({"guided_json": {"enum": [f"value {i * 7919}" for i in range(3000)]}}, False),
     "many optional properties": (
         {"guided_json": {"type": "object", "properties": {f"property_{i}": {"type": "string"} for i in range(1500)}}},
