@@ -89,15 +89,15 @@ $(VENV)/.torch: $(BIN)/python
 
 $(VENV)/.installed: $(VENV)/.torch $(INPUTS)
 	@echo "installing pd-cluster into $(VENV) (the first time this downloads torch)"
-	$(PIP) -e '.[nixl,bench]'
+	$(PIP) -e '.[nixl,bench,structured]'
 	@touch $@
 
 $(VENV)/.installed-lmcache $(VENV)/.installed-mooncake: $(VENV)/.installed-%: $(VENV)/.installed
 	@echo "installing $* into $(VENV) (the first time this downloads up to 150 MB)"
-	$(PIP) -e '.[nixl,bench,$*]'
+	$(PIP) -e '.[nixl,bench,structured,$*]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.torch $(INPUTS)
 	@echo "installing pd-cluster, its pools and development tools into $(VENV) (the first time this downloads torch)"
-	$(PIP) -e '.[nixl,lmcache,mooncake,dev]'
+	$(PIP) -e '.[nixl,lmcache,mooncake,structured,dev]'
 	@touch $(VENV)/.installed $(VENV)/.installed-lmcache $(VENV)/.installed-mooncake $@

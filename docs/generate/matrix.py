@@ -17,6 +17,7 @@ from pd_cluster.models.quantization import METHODS
 from pd_cluster.models.registry import ARCHITECTURES
 from pd_cluster.server.chat import check_tools
 from pd_cluster.server.fields import REFUSED
+from pd_cluster.server.grammar_source import SYNONYMS
 from pd_cluster.server.openapi import OPERATIONS
 from pd_cluster.server.schema import ChatBody, CompletionBody
 from pd_connectors.registry import CONNECTORS, PACKAGES
@@ -99,12 +100,16 @@ AREAS = (
                 "stop strings and tokens",
                 ("stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
             ),
+            Feature(
+                "structured output (JSON schema, regex, choice, grammar)",
+                ("response_format", "structured_outputs", *SYNONYMS),
+            ),
         ),
         (Feature("further changes of the logits (a class of your own)", ("logits_args",)),),
-        (Feature("structured output", ("structured_outputs",)), Feature("beam search", ("use_beam_search",))),
+        (Feature("beam search", ("use_beam_search",)),),
     ),
 )
-NO_FEATURES = frozenset({"response_format", "tools", "tool_choice", "kv_transfer_params"})
+NO_FEATURES = frozenset({"tools", "tool_choice", "kv_transfer_params"})
 """Body fields that are read to refuse most of their values, or that nodes send each other."""
 
 

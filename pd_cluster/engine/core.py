@@ -21,7 +21,7 @@ from pd_cluster.engine.admission import Admission, refusal
 from pd_cluster.engine.kv_transfers import KvTransfers
 from pd_cluster.engine.pipeline import Pipeline
 from pd_cluster.engine.step_timing import StepForecast
-from pd_cluster.errors import PdError
+from pd_cluster.errors import InvalidRequest, PdError
 from pd_cluster.protocol.messages import (
     HEARTBEAT_S,
     Abort,
@@ -177,6 +177,8 @@ class EngineCore:
         batch, result = self._pipeline.retire()
         self._num_steps += 1
         self._num_tokens += batch.num_tokens
+        for seq_id, why in result.failures.items():
+            self._fail(seq_id, why)
         updates = self._scheduler.update(batch, result)
         prefilled = [update for update in updates if update.request.work is Work.PREFILL]
         if batch.publishes or prefilled:
@@ -223,14 +225,21 @@ class EngineCore:
         if update is not None:
             self._report(update)
 
+    def _fail(self, seq_id: int, why: str) -> None:
+        """End the request of a sequence that cannot go on. Does nothing for a sequence that has ended already."""
+        request = self._scheduler.request_of(seq_id)
+        if request is None:
+            return
+        self._transfers.revoke(request)
+        self._scheduler.abort(request)
+        self._mailbox.send(refusal(request.message, InvalidRequest(why, code="grammar_failed")))
+        self._forget(request)
+
     # replies
 
     def _report(self, update: Update) -> None:
         """Send an update to the API process. Forget the request if it has ended."""
         request = update.request
-        if update.finished:
-            self._transfers.forget(request)
-            self._requests.pop(request.request_id, None)
         self._mailbox.send(
             TokensOut(
                 request_id=request.request_id,
@@ -242,8 +251,13 @@ class EngineCore:
             )
         )
         if update.finished:
-            # sequences and request refer to each other: without this only a garbage collection frees them
-            request.sequences = []
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        self._transfers.forget(request)
+        self._requests.pop(request.request_id, None)
+        # Sequences and request refer to each other: without this only a garbage collection frees them
+        request.sequences = []
 
     def settle(self) -> None:
         """Check that no block is lost, and send statistics. Called when the engine has nothing to do."""

@@ -41,6 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()  # the model's EOS ids not included
     ignore_eos: bool = False
+    grammar: str = ""  # of the output, in llguidance's language: Lark, or JSON that holds a schema; "": none
     logits_args: dict[str, Any] = {}  # read by logits stages from outside alone: see `--logits-stage`
     logprobs: int | None = None  # None: none; k: the chosen token's and the k best, of the unmodified distribution
 
@@ -49,8 +50,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.temperature <= GREEDY_TEMPERATURE
 
     def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
-        """The tokens that end a sequence once it has `min_tokens`. `eos_token_ids`: the model's."""
-        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_token_ids)
+        """The tokens that end a sequence once it has `min_tokens`. `eos_token_ids`: the model's.
+
+        A grammar decides where its output ends, so EOS ends it in spite of `ignore_eos`.
+        """
+        keeps_eos = self.ignore_eos and not self.grammar
+        return frozenset(self.stop_token_ids) | (frozenset() if keeps_eos else eos_token_ids)
 
     @property
     def first_token_digest(self) -> bytes:

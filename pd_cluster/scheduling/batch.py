@@ -86,3 +86,5 @@ class StepResult:
     samples: dict[int, tuple[SampledToken, ...]]
     # For chunks with `num_samples` > 1: the first tokens of the request's n sequences, by index
     first_samples: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)
+    # Sequences that cannot go on, with the reason. Their tokens of this step are of no use
+    failures: dict[int, str] = field(default_factory=dict)

@@ -364,6 +364,11 @@ class Scheduler:
             self._unpark(request)
         return Update(request, tuple(reports), request.finished) if reports else None
 
+    def request_of(self, seq_id: int) -> Request | None:
+        """The request of a sequence; None if the sequence has ended."""
+        seq = self._queues.sequences.get(seq_id)
+        return None if seq is None or seq.finish_reason is not None else seq.request
+
     def end_lease(self, lease_id: str) -> Update | None:
         """Free the blocks of a lease that has ended. Unknown ids are ignored.
 

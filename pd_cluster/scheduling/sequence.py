@@ -178,7 +178,7 @@ class Request:
                 seed=sequence_seed(self.seed, index),
                 num_prompt_tokens=num_prompt,
                 stop_ids=stop_ids,
-                min_tokens=sampling.min_tokens,
+                min_tokens=0 if sampling.grammar else sampling.min_tokens,  # see `GrammarMasks`
                 max_len=min(num_prompt + self.message.max_output_tokens, max_model_len),
                 token_ids=[*self.prompt_token_ids, *known[index]] if self.is_parted else [],
             )

@@ -44,6 +44,7 @@ def create_app(state: NodeState) -> FastAPI:
                 yield
             finally:
                 state.tokenizer.close()
+                state.grammar_checks.close()
         state.peers = None
 
     app = FastAPI(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +17,7 @@ from pd_cluster.server.completions import DEFAULT_MAX_TOKENS, CompletionShape, P
 from pd_cluster.server.fields import ignored_header
 from pd_cluster.server.generation_request import GenerationRequest, KvSource
 from pd_cluster.server.generation_stream import GenerationStream
+from pd_cluster.server.grammar_source import grammar_source
 from pd_cluster.server.prefill_endpoint import (
     answer_prefill_stream,
     answer_prefill_whole,
@@ -25,6 +26,7 @@ from pd_cluster.server.prefill_endpoint import (
 )
 from pd_cluster.server.response import answer_stream, answer_whole
 from pd_cluster.server.sampling import (
+    SAMPLING_PARAM,
     check_logits_args,
     check_min_tokens,
     check_room_for_output,
@@ -75,6 +77,7 @@ class _Call:
     prompt_field: str
     default_max_tokens: int | None = None
     parser: ParserFactory | None = None
+    grammar: str = ""  # of the output
 
     @property
     def is_prefill_leg(self) -> bool:
@@ -159,6 +162,7 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
     _check_lists(body, len(prompts))
     check_logits_args(body.logits_args, state.config.model.logits_stages, len(prompts))
     _check_queue_room(state, len(prompts))
+    call = replace(call, grammar=await _grammar(state, call))
     if call.is_prefill_leg and caller.wants_ticket_stream:
         async with keeping_alive(state, reply) as alive:
             request = await _request(state, caller, call, 0)
@@ -202,6 +206,17 @@ async def _request(state: NodeState, caller: Caller, call: _Call, index: int) ->
     )
 
 
+async def _grammar(state: NodeState, call: _Call) -> str:
+    """The grammar of the answers, "" for none: that of the body, or on a prefill leg the one that D sent."""
+    params = call.body.kv_transfer_params
+    if call.is_prefill_leg and params is not None and params.sampling is not msgspec.UNSET:
+        grammar = decode_sampling(bytes(params.sampling)).grammar
+        if grammar:
+            await state.grammar_checks.check(grammar, SAMPLING_PARAM)
+        return grammar
+    return await state.grammar_checks.grammar(grammar_source(call.body), len(call.prompts))
+
+
 def _sampling(state: NodeState, call: _Call, num_prompt_tokens: int) -> SamplingParams:
     """The validated sampling parameters. A prefill leg samples one token, with the parameters of D if D sent them."""
     max_model_len = state.ready.max_model_len
@@ -220,6 +235,7 @@ def _sampling(state: NodeState, call: _Call, num_prompt_tokens: int) -> Sampling
             num_prompt_tokens=num_prompt_tokens,
             max_model_len=max_model_len,
             default_max_tokens=call.default_max_tokens,
+            grammar=call.grammar,
         )
     sampling.validate(state.tokenizer.vocab_size)
     if not call.is_prefill_leg:
@@ -272,13 +288,6 @@ def _check_common(body: GenerationBody) -> None:
     """Raises InvalidRequest."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", "stream_options")
-    if body.response_format is not None and body.response_format.type != "text":
-        raise InvalidRequest(
-            f"response_format {body.response_format.type} is not supported: output cannot be constrained; "
-            "only text is allowed",
-            "response_format",
-            "unsupported_value",
-        )
     check_best_of(body)
     if not -(1 << 31) <= (body.priority or 0) < 1 << 31:
         raise InvalidRequest(f"priority must fit into 32 bits, not {body.priority}", "priority")

@@ -31,7 +31,7 @@ class FieldRefusal(NamedTuple):
     harmless: tuple[Any, ...] = _NOTHING
 
 
-_CONSTRAINED = FieldRefusal("constrained decoding is not supported")
+_STRUCTURED = FieldRefusal("use structured_outputs")
 _THINKING = "the model's chat template controls reasoning: use chat_template_kwargs"
 _ONE_PROMPT = "the prompt must come as text or token ids in prompt, or as messages"
 
@@ -56,17 +56,8 @@ REFUSED: dict[str, FieldRefusal] = {
     "thinking_token_budget": FieldRefusal(_THINKING, (None,)),
     "include_reasoning": FieldRefusal("reasoning is part of the content", (None, True)),
     # the choice of tokens
-    "guided_json": _CONSTRAINED,
-    "guided_regex": _CONSTRAINED,
-    "guided_choice": _CONSTRAINED,
-    "guided_grammar": _CONSTRAINED,
-    "guided_json_object": _CONSTRAINED,
-    "structured_outputs": _CONSTRAINED,
-    "structural_tag": _CONSTRAINED,
-    "regex": _CONSTRAINED,
-    "ebnf": _CONSTRAINED,
-    "json_schema": _CONSTRAINED,
-    "grammar": _CONSTRAINED,
+    "structural_tag": _STRUCTURED,
+    "grammar": _STRUCTURED,
     "allowed_token_ids": FieldRefusal("use logit_bias", (None,)),
     "bad_words": FieldRefusal("use logit_bias"),
     "logits_processors": FieldRefusal("logits processors are not supported"),

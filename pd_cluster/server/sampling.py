@@ -106,11 +106,13 @@ def sampling_params(
     num_prompt_tokens: int,
     max_model_len: int,
     default_max_tokens: int | None = None,
+    grammar: str = "",
 ) -> SamplingParams:
     """The sampling parameters of a client's body. The ranges are not checked: see `SamplingParams.validate`.
 
     `num_prompt_tokens` is less than `max_model_len`, see `check_room_for_output`. `default_max_tokens` applies when
     the body sets no limit; None, or more than the prompt leaves of `max_model_len`: the output may fill the rest.
+    `grammar`: that of the body's fields, see `grammar_source.py`.
     Raises InvalidRequest when the limit that the body sets does not fit.
     """
     room = max_model_len - num_prompt_tokens
@@ -140,6 +142,7 @@ def sampling_params(
         min_tokens=_or(body.min_tokens, 0),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
+        grammar=grammar,
         logits_args=body.logits_args or {},
         logprobs=logprobs,
     )

@@ -39,10 +39,35 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_timings: bool | None = None  # `usage.timings`: time by phase in ms
 
 
+class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+    """`response_format.json_schema`. An answer always follows the schema; `strict` refuses what it cannot hold to."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None  # None: any object
+    strict: bool | None = None
+
+
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """The format of the answer. The type must be `text`."""
+    """The format of the answer. The type is `text`, `json_object` or `json_schema`."""
 
     type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`: one form of the answer. JSON is written without blanks between tokens."""
+
+    json: str | dict[str, Any] | None = None  # a JSON schema, or its text
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # Lark or GBNF
+    structural_tag: str | dict[str, Any] | None = None  # refused
+    whitespace_pattern: str | None = None  # refused
+    disable_additional_properties: bool | None = None  # true is refused
+    disable_any_whitespace: bool | None = None  # true in any case
+    disable_fallback: bool | None = None  # there is one library
 
 
 class KvTransferParams(msgspec.Struct, kw_only=True):
@@ -84,6 +109,15 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
     add_special_tokens: bool | None = None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import EngineUnavailable, ModelNotFound, StartupError
+from pd_cluster.server.grammar_checks import GrammarChecks
 from pd_cluster.server.metrics import NodeMetrics
 from pd_cluster.server.output_parser import load_parser
 from pd_cluster.server.sampling import SamplingDefaults
@@ -36,11 +37,15 @@ class NodeState:
     key: bytes  # the cluster's
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     output_parser: ParserFactory | None = None  # of chat answers
+    grammar_checks: GrammarChecks = field(init=False)
     metrics: NodeMetrics = field(default_factory=NodeMetrics)
     created_s: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     num_in_flight: int = 0
     peers: aiohttp.ClientSession | None = None  # to prefill nodes; the app's lifespan opens and closes it
+
+    def __post_init__(self) -> None:
+        self.grammar_checks = GrammarChecks(Path(self.config.model.model), self.tokenizer.vocab_size)
 
     @classmethod
     def load(cls, config: NodeConfig, engine: EngineClient) -> NodeState:

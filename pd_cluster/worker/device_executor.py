@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from pd_cluster.errors import InvalidRequest, StartupError
+from pd_cluster.models.directory import model_directory
 from pd_cluster.worker.capacity import decide_capacity, longest_sequence
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.cuda_graphs.set_up import capturable, capture_steps, captured_bytes, captures_steps
 from pd_cluster.worker.executor import run_phases
+from pd_cluster.worker.grammars import Grammars
 from pd_cluster.worker.kernel_selection import attention_by_group
 from pd_cluster.worker.kv_cache import DTYPES, KVCache
 from pd_cluster.worker.logits_stages.order import find_stage
@@ -52,6 +54,7 @@ class DeviceExecutor:
     layout: BlockLayout
     _attentions: tuple[GroupAttention, ...]  # by KV group
     _kernels: Kernels
+    _grammars: Grammars
     _model: Model
     _is_budget_measured: bool
     _cache: KVCache  # allocate
@@ -116,6 +119,8 @@ class DeviceExecutor:
         self._attentions = attention_by_group(
             self.model.spec, self.layout, DTYPES[self.model.dtype], config.model.attention_backend, device, progress
         )
+        self._grammars = Grammars(model_directory(config.model.model), self.model.vocab_size, self.model.eos_token_ids)
+        self._cleanup.callback(self._grammars.close)
         self._model = load_model(self.model, config.model, self._kernels, device, progress)
 
     def free_kv_bytes(self) -> int:
@@ -158,6 +163,8 @@ class DeviceExecutor:
                 kind.check(sampling)
             except Exception as error:  # the stage is foreign and may raise anything
                 raise InvalidRequest(f"logits_args: {error}", "logits_args") from error
+        if sampling.grammar:
+            self._grammars.prepare(sampling.grammar)
 
     def launch(self, batch: Batch) -> PendingStep:
         return self._runner.launch(batch, self._graph_sizes.choose(batch.chunks))
@@ -195,6 +202,7 @@ class DeviceExecutor:
             self.model.eos_token_ids,
             max_len,
             self._device,
+            self._grammars,
         )
 
     def _run_largest_step(self, scratch: KVCache) -> None:

@@ -117,7 +117,10 @@ class Executor(Protocol):
         """
 
     def check(self, sampling: SamplingParams) -> None:
-        """Raises InvalidRequest when a logits stage from outside cannot serve a request with these parameters."""
+        """Raises InvalidRequest when the worker cannot serve a request with these parameters.
+
+        A grammar is compiled from now on, on another thread: the first step that draws under it needs it.
+        """
 
     def launch(self, batch: Batch) -> Pending:
         """Apply the batch and start its work. Loads and publishes are the connector's part.

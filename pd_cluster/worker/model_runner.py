@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pd_cluster.config import NodeConfig
     from pd_cluster.models.model import Model
     from pd_cluster.scheduling.batch import Batch
+    from pd_cluster.worker.grammars import Grammars
     from pd_cluster.worker.input_batch import ReplayInputs, Samples, StepInputs
     from pd_cluster.worker.kv_cache import KVCache
     from pd_cluster.worker.sampling_state import SamplingInputs
@@ -71,6 +72,7 @@ class ModelRunner:
         eos_token_ids: frozenset[int],
         max_len: int,
         device: torch.device,
+        grammars: Grammars | None = None,
     ) -> ModelRunner:
         """A runner with empty rows. `max_len`: tokens of a sequence, prompt and output."""
         limits, vocab_size, block_size = config.scheduler, model.spec.vocab_size, cache.layout.block_size
@@ -79,7 +81,7 @@ class ModelRunner:
         # not fit are copied one by one
         num_bytes = limits.max_num_batched_tokens * 64 + num_rows * (160 + 8 * table_width(max_len, block_size)) + 1024
         host_buffer = HostBuffer(device, num_bytes)
-        context = StageContext(num_rows, vocab_size, eos_token_ids, device, host_buffer.move)
+        context = StageContext(num_rows, vocab_size, eos_token_ids, device, host_buffer.move, grammars)
         stages = make_stages(context, config.model.logits_stages)
         sampling = SamplingState(num_rows, vocab_size, stages, host_buffer)
         rows = InputBatch(num_rows, max_len, block_size, sampling, host_buffer, device)
@@ -149,6 +151,9 @@ class ModelRunner:
     def _draw(self, pending: PendingStep, logits: torch.Tensor, sampling: SamplingInputs) -> PendingStep:
         assert pending.samples is not None
         sampled = sample(logits, sampling, self.kernels)
+        if sampling.failures:
+            by_row = dict(zip(pending.samples.rows.tolist(), pending.samples.seq_ids, strict=True))
+            pending.failures = {by_row[row]: why for row, why in sampling.failures.items()}
         self.rows.note_launched(pending.samples, sampled.token_ids)
         return self._launched(pending, sampled)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +30,7 @@ class PendingStep:
     is_launched: bool = False  # False: the step is drawn when the result of the step before is read
     sampled: Sampled | None = None  # in host memory once `retired` has happened
     retired: torch.cuda.Event | None = None  # None: the device is a CPU, so the launch was all of the work
+    failures: dict[int, str] = field(default_factory=dict)  # see StepResult
 
     @property
     def is_over(self) -> bool:
@@ -48,7 +49,9 @@ class PendingStep:
             tokens = sampled.read(samples.num_logprobs.tolist())
             self.note_result(samples, token_ids)
             return StepResult(
-                self.step, {seq_id: (token,) for seq_id, token in zip(samples.seq_ids, tokens, strict=True)}
+                self.step,
+                {seq_id: (token,) for seq_id, token in zip(samples.seq_ids, tokens, strict=True)},
+                failures=self.failures,
             )
         counts = np.array(samples.counts)
         tokens = sampled.read(np.repeat(samples.num_logprobs, counts).tolist())
@@ -58,4 +61,4 @@ class PendingStep:
         firsts: dict[int, tuple[SampledToken, ...]] = {}
         for seq_id, count, end in zip(samples.seq_ids, samples.counts, ends.tolist(), strict=True):
             (runs if count == 1 else firsts)[seq_id] = tuple(tokens[end - count : end])
-        return StepResult(self.step, runs, firsts)
+        return StepResult(self.step, runs, firsts, self.failures)

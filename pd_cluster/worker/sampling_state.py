@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +28,7 @@ class SamplingInputs:
     num_logprobs: int  # -1: no row asks for logprobs
     changes: tuple[tuple[LogitsStage, Any], ...]  # stages that change the logits, in order, with their inputs
     draws: Draws | None  # None only in GREEDY and DEFERRED
+    failures: dict[int, str] = field(default_factory=dict)  # rows that cannot go on, with the reason
 
 
 GREEDY = SamplingInputs(-1, (), None)  # every row takes its best token, and nothing else is asked for
@@ -93,6 +94,7 @@ class SamplingState:
             num_logprobs=int(self.num_logprobs[rows].max()),
             changes=tuple(changes),
             draws=self._prepare_draws(rows, lengths, num_samples),
+            failures={row: why for stage, _ in self._late_stages for row, why in stage.take_failures().items()},
         )
 
     def are_late(self, rows: Ints) -> npt.NDArray[np.bool_] | None:

@@ -105,10 +105,10 @@ def test_the_profile_brings_a_pool_and_nodes_that_use_it() -> None:
     plain = load_compose(PD_CLUSTER_KEY="secret")
     assert "pool" not in plain["services"]
     assert "--connector=nixl" in plain["services"]["decode"]["command"]
-    assert plain["services"]["prefill"]["build"]["args"]["EXTRAS"] == "nixl,kubernetes"
+    assert plain["services"]["prefill"]["build"]["args"]["EXTRAS"] == "nixl,kubernetes,structured"
     pooled = load_compose(PD_CLUSTER_KEY="secret", COMPOSE_PROFILES="lmcache")
     services = pooled["services"]
-    assert services["prefill"]["build"]["args"]["EXTRAS"] == "nixl,kubernetes,lmcache"
+    assert services["prefill"]["build"]["args"]["EXTRAS"] == "nixl,kubernetes,structured,lmcache"
     assert services["prefill"]["image"] == services["pool"]["image"] != plain["services"]["prefill"]["image"]
     for node in ("prefill", "decode"):
         assert {"--connector=lmcache", "--pool-url=lm://pool:6500"} <= set(services[node]["command"])

@@ -38,9 +38,11 @@ CASES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "min_tokens": ({"temperature": 0, "ignore_eos": False, "logit_bias": {str(EOS): 100}}, [0, 3]),
     "stop_token_ids": (GREEDY | {"logit_bias": {"77": 100}}, [[], [77]]),
     "ignore_eos": (GREEDY | {"logit_bias": {str(EOS): 100}}, [False, True]),
+    "grammar": ({}, [None, {"choice": ["1", "3"]}, {"choice": ["2"]}]),
     "logits_args": ({"logit_bias": {"1000": 100}}, [{}, {"ban": 1000}]),
     "logprobs": ({}, [None, 0, 3]),
 }
+BODY_FIELDS = {"grammar": "structured_outputs"}  # for fields that bodies call otherwise
 # these do not change the first token here: more sequences, an empty output, its logprobs
 SAME_TOKEN = {"max_tokens", "n", "presence_penalty", "frequency_penalty", "logprobs"}
 
@@ -70,7 +72,7 @@ def test_every_field_has_a_case() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_legs_that_differ_get_what_d_asked_for(name: str, system: System) -> None:
     more, values = CASES[name]
-    bodies = [BASE | more | {name: value} for value in values]
+    bodies = [BASE | more | {BODY_FIELDS.get(name, name): value} for value in values]
     mixed = system.ask_node_all("mixed", [(COMPLETIONS, body) for body in bodies])
     if name not in SAME_TOKEN:
         firsts = [answer.choices[0]["logprobs"]["tokens"][0] for answer in mixed]

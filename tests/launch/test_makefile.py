@@ -42,7 +42,7 @@ def test_what_bench_plots_with_comes_along(tmp_path: Path) -> None:
 
 
 def test_the_tests_find_every_pool(tmp_path: Path) -> None:
-    assert "[nixl,lmcache,mooncake,dev]" in installs(plan(tmp_path, f"{tmp_path}/venv/.installed-dev"))[-1]
+    assert "[nixl,lmcache,mooncake,structured,dev]" in installs(plan(tmp_path, f"{tmp_path}/venv/.installed-dev"))[-1]
 
 
 @pytest.mark.parametrize("connector", ["lmcache", "mooncake", "nixl"])

@@ -26,6 +26,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "min_tokens": (1, 2),
     "stop_token_ids": ((5,), (5, 6)),
     "ignore_eos": (True, True),
+    "grammar": ('start: "a"', 'start: "b"'),
     "logits_args": ({"ban": 7}, {"ban": 8}),
     "logprobs": (0, 1),
 }

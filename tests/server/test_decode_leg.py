@@ -158,6 +158,7 @@ EVERY_SAMPLING_FIELD: dict[str, Any] = {
     "max_tokens": 5, "n": 2, "temperature": 0.4, "top_p": 0.9, "top_k": 7, "min_p": 0.05, "repetition_penalty": 1.1,
     "presence_penalty": 0.2, "frequency_penalty": -0.3, "seed": -(2**63), "logit_bias": {"9": 1.5}, "min_tokens": 3,
     "stop_token_ids": [8, 9], "ignore_eos": True, "logprobs": 2, "logits_args": {"ban": 7},
+    "guided_regex": "a",
 }  # fmt: skip
 
 

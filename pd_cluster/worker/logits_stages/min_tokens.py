@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class MinTokens(LogitsStage):
-    """Bans EOS and the request's stop ids from the first `min_tokens` tokens."""
+    """Bans EOS and the request's stop ids from the first `min_tokens` tokens.
+
+    Of a request with a grammar `GrammarMasks` does this, because the grammar may allow nothing but the end.
+    """
 
     def __init__(self, context: StageContext) -> None:
         # A partial, because a method would make a cycle: the buffers of a runner that only measured would live until a
@@ -30,7 +33,7 @@ class MinTokens(LogitsStage):
 
     def start(self, row: int, start: SequenceStart) -> bool:
         params = start.sampling
-        is_active = self._lists.start(row, params, is_wanted=params.min_tokens > 0)
+        is_active = self._lists.start(row, params, is_wanted=params.min_tokens > 0 and not params.grammar)
         self._until[row] = start.num_prompt_tokens + params.min_tokens if is_active else 0
         return is_active
 

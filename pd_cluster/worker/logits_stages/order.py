@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.logits_stages.bias import Bias
+from pd_cluster.worker.logits_stages.grammar_masks import GrammarMasks
 from pd_cluster.worker.logits_stages.min_tokens import MinTokens
 from pd_cluster.worker.logits_stages.penalties import Penalties
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 # Temperature, top k, top p and min p come after all stages, with the draw
 ORDER: tuple[type[LogitsStage], ...] = (Penalties, Bias, MinTokens)
-_PARTS = ("is_late", "check", "start", "prepare", "apply", "note")
+_PARTS = ("is_late", "check", "start", "prepare", "apply", "note", "take_failures")
 
 
 def find_stage(path: str) -> type[LogitsStage]:
@@ -41,7 +42,7 @@ def find_stage(path: str) -> type[LogitsStage]:
 
 
 def make_stages(context: StageContext, import_paths: Sequence[str] = ()) -> tuple[LogitsStage, ...]:
-    """Make a worker's stages: the built-in ones, then those at `import_paths`.
+    """Make a worker's stages: the built-in ones, then those at `import_paths`, then the masks of grammars.
 
     Raises StartupError when a stage cannot be imported or constructed.
     """
@@ -52,4 +53,4 @@ def make_stages(context: StageContext, import_paths: Sequence[str] = ()) -> tupl
             stages.append(kind(context))
         except Exception as error:  # as above
             raise StartupError(f"--logits-stage {path}: {error}") from error
-    return tuple(stages)
+    return (*stages, GrammarMasks(context))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import SequenceStart
+    from pd_cluster.worker.grammars import Grammars
     from pd_kernels.values import Ints
 
 
@@ -26,6 +27,7 @@ class StageContext:
     eos_token_ids: frozenset[int]
     device: torch.device
     move: Callable[[npt.NDArray[np.generic]], torch.Tensor]  # to the device, with a step's other inputs: see `prepare`
+    grammars: Grammars | None = None  # None: no request has a grammar
 
 
 class LogitsStage(Protocol):
@@ -59,6 +61,7 @@ class LogitsStage(Protocol):
         The client gets status 400 with the exception's text. Called for every request at its admission, on the step
         loop. A slow check delays all streams.
         """
+        return
 
     def start(self, row: int, start: SequenceStart) -> bool:
         """Set `row` for a sequence, from all that is known of it. -> whether the stage is active in the row.
@@ -86,3 +89,10 @@ class LogitsStage(Protocol):
         step's result is read, with `token_ids` in host memory.
         """
         return
+
+    def take_failures(self) -> dict[int, str]:
+        """The rows that cannot go on since the last call, each with the reason. Asked of late stages after `prepare`.
+
+        The requests of these rows end with status 400. Other rows are not disturbed.
+        """
+        return {}

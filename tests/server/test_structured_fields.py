@@ -1,0 +1,256 @@
+"""The fields for structured output: what the engine gets for each, and a 400 for whatever cannot be held to."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import orjson
+import pytest
+
+from pd_cluster.errors import InvalidRequest
+from pd_cluster.protocol.messages import Work
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.server import grammar_checks
+from pd_cluster.server.grammar_checks import MAX_GRAMMAR_BYTES, MAX_WRITTEN_CHARS, GrammarChecks
+from pd_cluster.server.grammar_source import GrammarSource
+from pd_cluster.server.sampling import SAMPLING_PARAM, decode_sampling, encode_sampling
+from pd_cluster.worker.grammars import NO_PACKAGE
+from tests.server.fake_engine import FakeEngine, says
+from tests.server.live_server import MODEL_DIR, Node, running
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.anyio
+llguidance = pytest.importorskip("llguidance")
+
+HI = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}, "required": ["b", "a"]}
+ONE_OF = {"oneOf": [{"type": "string"}, {"maxLength": 3}]}  # both may hold
+OBJECT = '{"b":1,"a":"x"}'
+
+
+def chat_format(**members: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "n"} | members}}
+
+
+# a field of a request, answers that it allows, answers that it does not
+FORMS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"response_format": {"type": "json_object"}}, ["{}", '{"x":[1,"y"]}'], ["[]", "1", "{", "{ }"]),
+    (chat_format(schema=SCHEMA), [OBJECT], ["{}", '{"a":"x","b":1}', '{"b": 1,"a":"x"}']),
+    (chat_format(schema=SCHEMA, strict=True), [OBJECT], ["{}"]),
+    (chat_format(schema=ONE_OF, strict=False), ['"abcd"', "1"], ['"']),
+    (chat_format(), ["{}"], ["1"]),
+    ({"structured_outputs": {"json": SCHEMA}}, [OBJECT], ["{}"]),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA), "disable_fallback": False}}, [OBJECT], ["{}"]),
+    ({"structured_outputs": {"json_object": True}}, ["{}"], ["1"]),
+    ({"structured_outputs": {"regex": "a+b?"}}, ["a", "aab"], ["b", "ac"]),
+    ({"structured_outputs": {"choice": ["yes", 'n"\\o\n', "日本"]}}, ["yes", 'n"\\o\n', "日本"], ["no", "yesyes"]),
+    ({"structured_outputs": {"choice": [f"choice {i}" for i in range(3000)]}}, ["choice 2999"], ["choice 3000"]),
+    ({"structured_outputs": {"grammar": 'start: "a" | "b" start'}}, ["a", "bba"], ["b"]),
+    ({"structured_outputs": {"grammar": 'root ::= "a" | "b" root'}}, ["a", "bba"], ["b"]),
+    ({"guided_json": SCHEMA}, [OBJECT], ["{}"]),
+    ({"guided_json_object": True}, ["{}"], ["1"]),
+    ({"guided_regex": "[0-9]{2}"}, ["12"], ["1"]),
+    ({"guided_choice": ["x"]}, ["x"], ["y"]),
+    ({"guided_grammar": 'start: "a"'}, ["a"], ["b"]),
+    ({"json_schema": json.dumps(SCHEMA)}, [OBJECT], ["{}"]),
+    ({"regex": "a"}, ["a"], ["b"]),
+    ({"ebnf": 'root ::= "a"+'}, ["aa"], ["b"]),
+]
+FREE = (
+    {"response_format": {"type": "text"}},
+    {"response_format": None},
+    {"guided_json_object": False},
+    {"regex": None},
+)
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "yaml"}}, "response_format", "yaml is not supported"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format", "structural_tag is not supported"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
+    (chat_format(schema=5), "response_format", "Expected"),
+    (chat_format(schema={"type": "no such type"}), "response_format", "no such type"),
+    (chat_format(schema=ONE_OF, strict=True), "response_format", "oneOf"),
+    (chat_format(schema={"type": "array", "uniqueItems": True}), "response_format", "uniqueItems"),
+    (chat_format(schema={"type": "string", "pattern": "^a$", "minLength": 3}), "response_format", "Unsatisfiable"),
+    (chat_format(schema={"$ref": "http://localhost/schema"}), "response_format", "not present in a registry"),
+    ({"structured_outputs": {}}, "structured_outputs", "not 0"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "not 2"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "structural_tag is not supported"),
+    ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs", "whitespace_pattern"),
+    ({"structured_outputs": {"regex": "a", "misspelt": 1}}, "structured_outputs", "misspelt"),
+    ({"structural_tag": "x"}, "structural_tag", "use structured_outputs"),
+    ({"guided_json": "{"}, "guided_json", "EOF while parsing"),
+    ({"guided_json": "5"}, "guided_json", "object"),
+    ({"guided_json": 5}, "guided_json", "Expected"),
+    ({"guided_regex": "("}, "guided_regex", "invalid regex"),
+    ({"guided_choice": []}, "guided_choice", "not empty"),
+    ({"guided_choice": ["a", ""]}, "guided_choice", "not empty"),
+    ({"guided_choice": "a"}, "guided_choice", "Expected"),
+    ({"guided_grammar": "???"}, "guided_grammar", "Expected"),
+    ({"guided_grammar": "start: <no_such_token>"}, "guided_grammar", "unknown special token"),
+    ({"guided_grammar": "start: (("}, "guided_grammar", "Expected"),
+    ({"ebnf": 'root ::= "a" b'}, "ebnf", "Rule 'b' not found"),
+    ({"regex": "a", "ebnf": 'root ::= "a"'}, "ebnf", "regex and ebnf exclude each other"),
+    ({"regex": "a"} | chat_format(), "response_format", "regex and response_format exclude each other"),
+]  # fmt: skip
+
+
+def nested(keyword: str, depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for at in range(depth):
+        schema = {keyword: [schema, {"type": "object", "properties": {f"a{at}": schema}}]}
+    return schema
+
+
+def chained(count: int) -> dict[str, Any]:
+    definitions = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"type": "null"}]} for i in range(count)}
+    return {"$ref": "#/$defs/d0", "$defs": definitions | {f"d{count}": {"type": "null"}}}
+
+
+# name -> a field, and whether it is refused; None: whatever the library's version makes of it
+HOSTILE: dict[str, tuple[dict[str, Any], bool | None]] = {
+    "1 MB": (chat_format(schema={"enum": ["x" * 1_000_000]}), True),
+    "nested oneOf": (chat_format(schema=nested("oneOf", 9)), None),
+    "nested oneOf, strict": (chat_format(schema=nested("oneOf", 9), strict=True), True),
+    "nested anyOf": ({"guided_json": nested("anyOf", 9)}, None),
+    "nested allOf": ({"guided_json": nested("allOf", 9)}, None),
+    "a deep schema": ({"guided_json": '{"items":' * 900 + "{}" + "}" * 900}, True),
+    "a huge enum": ({"guided_json": {"enum": [f"value {i * 7919}" for i in range(3000)]}}, False),
+    "many optional properties": (
+        {"guided_json": {"type": "object", "properties": {f"property_{i}": {"type": "string"} for i in range(1500)}}},
+        None,
+    ),
+    "a deep chain of references": ({"guided_json": chained(1400)}, None),
+    "a reference to itself": ({"guided_json": {"$ref": "#"}}, None),
+    "recursive regex": ({"guided_regex": "((a{0,1000}){0,1000}){0,1000}"}, None),
+    "exponential regex": ({"guided_regex": "(.*a){20}.{30}(b|c.*){20}"}, None),
+    "deep parentheses": ({"guided_regex": "(" * 20_000 + "a" + ")" * 20_000}, True),
+    "300 regexes at once": (
+        {"guided_grammar": "start: T\nT: " + " & ".join(f"/.*{i}.*/" for i in range(300))}, True,
+    ),
+    "a chain of 5,000 rules": (
+        {"guided_grammar": "start: r0\n" + "\n".join(f"r{i}:r{i + 1}" for i in range(4500)) + '\nr4500:"a"'}, None,
+    ),
+    "doubled terminals": (
+        {"guided_grammar": "start: R0\n" + "\n".join(f"R{i}: R{i + 1} R{i + 1}" for i in range(60)) + '\nR60: "a"'},
+        True,
+    ),
+    "an ambiguous grammar": ({"guided_grammar": 'start: a*\na: "x"* | a a a | "x" a'}, None),
+    "deep GBNF": ({"ebnf": "root ::= " + "(" * 20_000}, True),
+}  # fmt: skip
+
+
+async def ask(node: Node, wanted: dict[str, Any], path: str = "completions", **more: Any) -> tuple[int, dict[str, Any]]:
+    base: dict[str, Any] = {"messages": HI} if path.startswith("chat") else {"prompt": "hi"}
+    async with node.session.post(f"{node.url}/v1/{path}", json=base | wanted | more) as response:
+        return response.status, await response.json()
+
+
+def allows(grammar: str, text: str) -> bool:
+    vocabulary = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0)
+    return bool(matcher.consume_tokens(vocabulary.tokenize_str(text)) and matcher.is_accepting())
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_every_form_becomes_a_grammar(path: str) -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        for wanted, right, wrong in FORMS:
+            status, answer = await ask(node, wanted, path)
+            assert status == 200, (wanted, answer)
+            grammar = node.engine.requests[-1].sampling.grammar
+            assert [text for text in right if not allows(grammar, text)] == [], wanted
+            assert [text for text in wrong if allows(grammar, text)] == [], wanted
+        for wanted in FREE:
+            assert (await ask(node, wanted, path))[0] == 200
+            assert node.engine.requests[-1].sampling.grammar == ""
+
+
+async def test_what_cannot_be_held_to_is_a_400_that_names_it() -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        for wanted, param, words in REFUSED:
+            for path in ("chat/completions", "completions"):
+                status, answer = await ask(node, wanted, path)
+                assert status == 400, wanted
+                assert answer["error"]["param"] == param, answer
+                assert words in answer["error"]["message"], answer
+                assert "\n" not in answer["error"]["message"]
+        assert node.engine.requests == []
+
+
+async def test_hostile_grammars_are_served_or_refused() -> None:
+    """Some of them end the process that checks them; it is there again for the next."""
+    async with running(FakeEngine(says([5]))) as node:
+        for name, (wanted, is_refused) in HOSTILE.items():
+            status, answer = await ask(node, wanted)
+            assert status in {True: (400,), False: (200,), None: (200, 400)}[is_refused], (name, answer)
+            assert (await ask(node, {"regex": "a"}))[0] == 200, name
+
+
+async def test_a_grammar_is_for_all_prompts_and_bounded() -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        assert (await ask(node, {"regex": "ab"}, prompt=["a", "b", "c"], n=2))[0] == 200
+        assert len({request.sampling.grammar for request in node.engine.requests}) == 1
+        assert len(node.engine.requests) == 3
+        for wanted, prompt in (("a" * (MAX_GRAMMAR_BYTES + 1), "a"), ("a" * 9000, ["a"] * 120)):
+            status, answer = await ask(node, {"regex": wanted}, prompt=prompt)
+            assert (status, answer["error"]["param"]) == (400, "regex")
+            assert "bytes" in answer["error"]["message"]
+        assert len(node.engine.requests) == 3
+
+
+async def test_d_sends_its_grammar_to_p() -> None:
+    """P checks it too: D is another node."""
+    sampling = SamplingParams(max_tokens=9, grammar='start: "a"', n=2)
+    assert decode_sampling(orjson.dumps(encode_sampling(sampling))) == sampling
+    assert sampling.first_token_digest != SamplingParams(max_tokens=9, n=2).first_token_digest
+    async with running(FakeEngine(says([5]))) as node:
+
+        async def prefill(grammar: str) -> tuple[int, dict[str, Any]]:
+            sent = msgspec.to_builtins(msgspec.structs.replace(sampling, grammar=grammar))
+            return await ask(node, {"kv_transfer_params": {"do_remote_decode": True, "sampling": sent}})
+
+        status, answer = await prefill(sampling.grammar)
+        assert status == 200, answer
+        assert node.engine.requests[-1].sampling.grammar == sampling.grammar
+        assert node.engine.requests[-1].work is Work.PREFILL
+        for wrong in ("start: (", "x" * (MAX_WRITTEN_CHARS + 1)):
+            status, answer = await prefill(wrong)
+            assert (status, answer["error"]["param"]) == (400, SAMPLING_PARAM)
+        status, answer = await ask(node, {"regex": "b", "kv_transfer_params": {"do_remote_decode": True}})
+        assert status == 200, "P-first: the client's own body"
+        assert allows(node.engine.requests[-1].sampling.grammar, "b")
+
+
+async def test_without_the_package_the_fields_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        for wanted in ({"regex": "a"}, {"response_format": {"type": "json_object"}}):
+            status, answer = await ask(node, wanted)
+            assert (status, answer["error"]["param"]) == (400, next(iter(wanted)))
+            assert NO_PACKAGE in answer["error"]["message"]
+        assert (await ask(node, {"response_format": {"type": "text"}}))[0] == 200
+
+
+async def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    for text in (None, "{}"):
+        if text is not None:
+            (tmp_path / "tokenizer.json").write_text(text)
+        checks = GrammarChecks(tmp_path, 3072)
+        with pytest.raises(InvalidRequest, match=r"^regex: this model's tokenizer\.json cannot be used for grammars"):
+            await checks.grammar(GrammarSource("regex", "regex", "a"), 1)
+        checks.close()
+
+
+async def test_a_check_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = GrammarChecks(MODEL_DIR, 3072)
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_checks, "CHECK_DEADLINE_S", 0.0)
+        with pytest.raises(InvalidRequest, match="too much time or memory"):
+            await checks.grammar(GrammarSource("regex", "regex", "a"), 1)
+    assert await checks.grammar(GrammarSource("regex", "regex", "a"), 1)
+    checks.close()

@@ -1,0 +1,337 @@
+"""Grammars: states that follow from output tokens alone, and the masks that they give to rows of logits."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from pd_cluster.errors import InvalidRequest
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
+from pd_cluster.worker import grammars as grammars_module
+from pd_cluster.worker.grammars import NO_PACKAGE, NO_TOKEN, Grammars
+from pd_cluster.worker.host_buffer import _DTYPES as DTYPES
+from pd_cluster.worker.logits_stages.grammar_masks import GrammarMasks
+from pd_cluster.worker.logits_stages.stage import StageContext
+from pd_cluster.worker.pending_step import PendingStep
+from tests.worker.driver import make_executor
+from tests.worker.test_step_graphs import cuda_executor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from pd_cluster.worker.device_executor import DeviceExecutor
+
+
+pytest.importorskip("llguidance")
+
+VOCAB_SIZE, EOS = 3072, 2
+DIGITS = 'start: "1" /[23]{2,4}/ "4"'  # each digit is one token of the demo model
+DEAD_END = "start: X\nX: /12+/ & /1+3/"
+
+
+@pytest.fixture(scope="module")
+def grammars(demo_directory: Path) -> Iterator[Grammars]:
+    grammars = Grammars(demo_directory, VOCAB_SIZE, frozenset({EOS}))
+    yield grammars
+    grammars.close()
+
+
+@pytest.fixture(scope="module")
+def ids(demo_directory: Path) -> dict[str, int]:
+    """The token of each single character."""
+    vocab: dict[str, int] = json.loads((demo_directory / "tokenizer.json").read_text())["model"]["vocab"]
+    return {piece: token_id for piece, token_id in vocab.items() if len(piece) == 1}
+
+
+def moved(array: npt.NDArray[np.generic]) -> torch.Tensor:
+    """As on a CPU. A GPU's host buffer takes these types only."""
+    assert array.dtype.type in DTYPES
+    return torch.from_numpy(array)
+
+
+@dataclass
+class Rows:
+    """One stage over the rows of a step, without a model."""
+
+    stage: GrammarMasks
+    grammars: Grammars
+
+    def start(self, row: int, grammar: str, output: Sequence[int] = (), **params: Any) -> bool:
+        sampling = SamplingParams(max_tokens=99, grammar=grammar, **params)
+        if grammar:
+            self.grammars.prepare(grammar)
+        return self.stage.start(row, SequenceStart(row, (7, 8, *output), 2, (), sampling, 0))
+
+    def allowed(self, *rows: int, length: int = 2) -> list[set[int]]:
+        """The tokens that each row may draw. Logits that are left keep their values."""
+        at = np.array(rows)
+        inputs = self.stage.prepare(at, np.full(len(at), length))
+        logits = torch.arange(VOCAB_SIZE, dtype=torch.float32).repeat(len(rows), 1)
+        before = logits.clone()
+        if inputs is not None:
+            self.stage.apply(logits, inputs)
+        kept = logits != -torch.inf
+        assert torch.equal(logits[kept], before[kept])
+        return [set(row.nonzero()[:, 0].tolist()) for row in kept]
+
+    def note(self, row: int, token_id: int) -> None:
+        self.stage.note(np.array([row]), torch.tensor([token_id]))
+
+
+@pytest.fixture
+def rows(grammars: Grammars) -> Rows:
+    cpu = torch.device("cpu")
+    context = StageContext(6, VOCAB_SIZE, frozenset({EOS}), cpu, moved, grammars)
+    return Rows(GrammarMasks(context), grammars)
+
+
+def test_a_mask_allows_what_the_grammar_allows(rows: Rows, ids: dict[str, int]) -> None:
+    assert rows.start(0, DIGITS)
+    assert not rows.start(1, "")
+    assert rows.start(2, 'start: "7"')
+    everything = set(range(VOCAB_SIZE))
+    assert rows.allowed(0, 1, 2) == [{ids["1"]}, everything, {ids["7"]}]
+    assert rows.allowed(2, 2, 1, 0) == [{ids["7"]}, {ids["7"]}, everything, {ids["1"]}], "several first tokens"
+    for digit in "122":
+        rows.note(0, ids[digit])
+    assert rows.allowed(0) == [{ids["2"], ids["3"], ids["4"]}]
+    rows.note(0, ids["4"])
+    assert rows.allowed(0) == [{EOS}]
+    rows.note(0, EOS)
+    assert rows.allowed(0) == [{EOS}], "a row past its end"
+    assert rows.stage.take_failures() == {}
+
+
+def test_the_end_is_allowed_where_the_grammar_accepts(rows: Rows, ids: dict[str, int]) -> None:
+    rows.start(0, "start: /1+/")
+    assert EOS not in rows.allowed(0)[0]
+    rows.note(0, ids["1"])
+    assert rows.allowed(0) == [{EOS, ids["1"]}]
+
+
+def test_min_tokens_ban_the_end_while_the_grammar_goes_on(rows: Rows, ids: dict[str, int]) -> None:
+    rows.start(0, "start: /[12]{1,3}/", min_tokens=9, stop_token_ids=(ids["1"],), ignore_eos=True)
+    for length in (2, 3, 4):
+        assert rows.allowed(0, length=length) == [{ids["2"]}]
+        rows.note(0, ids["2"])
+    assert rows.allowed(0, length=5) == [{EOS}], "nothing else is left"
+    rows.start(0, "start: /1+/", [ids["1"]] * 9, min_tokens=9)
+    assert EOS in rows.allowed(0, length=11)[0], "enough of them"
+
+
+def test_a_row_that_comes_back_goes_on_where_it_was(rows: Rows, ids: dict[str, int]) -> None:
+    """After preemption, a failed load, or on another node: the state follows from the output alone."""
+    schema = '%json {"type":"object","properties":{"n":{"type":"integer"},"s":{"type":"string"}},"required":["n"]}'
+    grammar, generator, output = f"start: {schema}", random.Random(3), list[int]()
+    rows.start(0, grammar)
+    for _ in range(30):
+        rows.start(1, grammar, output)
+        going, restarted = rows.allowed(0, 1)
+        assert going == restarted
+        token_id = generator.choice(sorted(going))
+        if token_id == EOS:
+            break
+        rows.note(0, token_id)
+        output.append(token_id)
+    assert len(output) > 5
+
+
+def test_states_are_apart_and_roll_back(grammars: Grammars, ids: dict[str, int]) -> None:
+    one, other = grammars.state(DIGITS), grammars.state(DIGITS)
+    masks = np.zeros((3, VOCAB_SIZE // 32), np.int32)
+    word = [ids[digit] for digit in "1234"]
+
+    def mask(state: Any) -> set[int]:
+        grammars.fill({1: state}, masks)
+        assert not masks[[0, 2]].any(), "rows of others"
+        return set(np.flatnonzero(np.unpackbits(masks[1].view(np.uint8), bitorder="little")).tolist())
+
+    seen = []
+    for token_id in [*word, EOS, EOS, 77]:  # 77: of a row past its end
+        seen.append(mask(one))
+        one.advance([token_id])
+        assert not one.error
+    assert one.is_accepting
+    assert mask(other) == seen[0] == {ids["1"]}
+    one.rollback(2)
+    assert mask(one) == {EOS}
+    for num_tokens in (1, 2, 2):
+        one.rollback(num_tokens)
+    assert mask(one) == seen[0]
+    one.advance(word[:2])
+    assert mask(one) == seen[2]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "output", "why"),
+    [
+        (DEAD_END, "", NO_TOKEN),
+        ('start: "12" X\nX: /1+/ & /2+/', "12", NO_TOKEN),
+        (DIGITS, "17", 'token "7" doesn\'t satisfy the grammar'),
+        ("start: <no_such_token>", "", "unknown special token"),
+        ("start: (", "", "Expected"),
+    ],
+)
+def test_a_row_that_cannot_go_on_fails_alone(
+    grammar: str, output: str, why: str, rows: Rows, ids: dict[str, int]
+) -> None:
+    rows.start(0, grammar, [ids[digit] for digit in output])
+    rows.start(1, DIGITS)
+    everything = set(range(VOCAB_SIZE))
+    assert rows.allowed(0, 1) == [everything, {ids["1"]}]
+    [(row, said)] = rows.stage.take_failures().items()
+    assert row == 0
+    assert why in said
+    assert "\n" not in said
+    rows.note(0, 5)
+    assert rows.allowed(1, 0) == [{ids["1"]}, everything]
+    assert rows.stage.take_failures() == {}, "said once"
+    rows.start(0, DIGITS)
+    assert rows.allowed(0) == [{ids["1"]}], "the next sequence of the row"
+
+
+def test_a_slow_compilation_fails_its_own_request(
+    rows: Rows, ids: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars_module, "COMPILE_DEADLINE_S", 0.0)
+    monkeypatch.setattr(rows.grammars, "_compile", never)
+    rows.start(0, 'start: "slow"')
+    rows.allowed(0)
+    [said] = rows.stage.take_failures().values()
+    assert "not compiled within 0 s" in said or "cannot be compiled: never" in said
+
+
+def never(grammar: str) -> None:
+    raise RuntimeError("never")
+
+
+def test_a_node_that_serves_no_grammar_says_why(
+    tmp_path: Path, demo_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InvalidRequest, match=r"tokenizer\.json"):
+        Grammars(tmp_path, VOCAB_SIZE, frozenset()).prepare(DIGITS)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InvalidRequest) as caught:
+        Grammars(demo_directory, VOCAB_SIZE, frozenset()).prepare(DIGITS)
+    assert str(caught.value) == NO_PACKAGE
+
+
+def test_compiled_grammars_are_kept_and_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "MAX_KEPT", 3)
+    for number in range(4):
+        grammars.prepare(f'start: "{number}"')
+    kept = grammars._compiled['start: "1"']
+    grammars.prepare('start: "1"')
+    assert grammars._compiled['start: "1"'] is kept
+    while len(grammars._compiled) > 3:
+        grammars._compiled.popitem(last=False)
+    grammars.prepare('start: "5"')
+    assert list(grammars._compiled) == ['start: "3"', 'start: "1"', 'start: "5"']
+    assert not grammars.state('start: "0"').error, "made again"
+
+
+def serve(executor: DeviceExecutor, depth: int) -> list[tuple[int, ...]]:
+    """A constrained sequence and a free one, twelve steps, of which `depth` are under way: both tokens of each step."""
+    samplings = [
+        SamplingParams(max_tokens=20, temperature=1.0, seed=1, grammar=grammar)
+        for grammar in ("start: /[0-9]{2}[a-z]{3}/ /[0-9]{9}/", "")
+    ]
+    executor.check(samplings[0])
+    starts = tuple(SequenceStart(i, (5, 6, 7), 3, (i,), sampling, i) for i, sampling in enumerate(samplings))
+    flights, tokens = list[PendingStep](), list[tuple[int, ...]]()
+    for step in range(12):
+        parts = [(i, 2 + step, 1) for i in (0, 1)] if step else [(i, 0, 3) for i in (0, 1)]
+        chunks = tuple(SequenceChunk(*part, num_samples=1) for part in parts)
+        flights.append(executor.launch(Batch(step, () if step else starts, chunks)))
+        while flights and (len(flights) == depth or step == 11):
+            result = flights.pop(0).result()
+            assert result.failures == {}
+            tokens.append((result.samples[0][0].token_id, result.samples[1][0].token_id))
+    executor.launch(Batch(12, departures=(0, 1))).result()
+    return tokens
+
+
+def check_depths(executor: DeviceExecutor, directory: Path) -> None:
+    one, two = serve(executor, 1), serve(executor, 2)
+    assert one == two
+    text = AutoTokenizer.from_pretrained(directory).decode([constrained for constrained, _ in one])
+    assert re.fullmatch("[0-9]{2}[a-z]{3}[0-9]{0,9}", text), text
+
+
+def test_two_steps_under_way_draw_as_one(demo_directory: Path) -> None:
+    executor = make_executor(demo_directory)
+    check_depths(executor, demo_directory)
+    executor.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_two_steps_under_way_draw_as_one(demo_directory: Path) -> None:
+    """The constrained row is drawn from what a graph computed."""
+    executor = cuda_executor(demo_directory, 64)
+    check_depths(executor, demo_directory)
+    executor.close()
+
+
+@pytest.mark.long
+def test_masks_of_128_000_tokens(tmp_path: Path) -> None:
+    """More rows of the embedding than tokens, and no multiple of 32."""
+    vocab_size, num_tokens, num_rows = 128_019, 128_000, 8
+    vocab = write_tokenizer(tmp_path, num_tokens)
+    grammars = Grammars(tmp_path, vocab_size, frozenset({EOS}))
+    grammar = 'start: %json {"type":"object","properties":{"name":{"type":"string"}},"required":["name"],'
+    grammar += '"x-guidance":{"whitespace_flexible":false}}'
+    grammars.prepare(grammar)
+    context = StageContext(num_rows, vocab_size, frozenset({EOS}), torch.device("cpu"), moved, grammars)
+    stage = GrammarMasks(context)
+    text = '{"name":"'
+    for row in range(num_rows):
+        output = tuple(vocab[letter] for letter in text[: row + 2])
+        sampling = SamplingParams(max_tokens=9, grammar=grammar)
+        stage.start(row, SequenceStart(row, (5, *output), 1, (), sampling, 0))
+    inputs = stage.prepare(np.arange(num_rows), np.full(num_rows, 5))
+    assert inputs is not None
+    logits = torch.zeros(num_rows, vocab_size)
+    stage.apply(logits, inputs)
+    kept = logits == 0
+    assert stage.take_failures() == {}
+    assert not kept[:, num_tokens:].any(), "rows without a token"
+    for row in range(1, num_rows - 1):
+        rest = text[row + 2 :]
+        pieces = {piece for piece, token_id in vocab.items() if kept[row, token_id]}
+        assert rest[0] in pieces
+        assert all(piece.startswith(rest) or rest.startswith(piece) for piece in pieces)
+    inside = {piece for piece, token_id in vocab.items() if kept[num_rows - 1, token_id]}
+    assert len(inside) > 50_000, "inside of a string"
+    grammars.close()
+
+
+def write_tokenizer(directory: Path, num_tokens: int) -> dict[str, int]:
+    """A byte-level tokenizer of random pieces. -> token id by piece."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    generator = random.Random(0)
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789" + '{}":,[]._-'
+    vocab = {
+        piece: at for at, piece in enumerate(("<s>", "<unk>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())))
+    }
+    while len(vocab) < num_tokens:
+        vocab.setdefault("".join(generator.choices(letters, k=generator.randint(2, 9))), len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "<unk>", "</s>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return vocab
