@@ -1,0 +1,133 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+"""The choice of experts. One kernel multiplies tokens with the router, another chooses the experts of a token.
+
+A prefill node and a decode node must choose the same experts. So a token's products do not depend on the number of
+tokens: inputs are summed in pieces of _PIECE, always by the same instruction, and the pieces are added in their order.
+Few tokens: a program multiplies one piece, which it reads before it waits. Many tokens: a program adds all pieces.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from pd_kernels import torch_experts
+from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
+
+if TYPE_CHECKING:
+    from pd_kernels.values import Routing
+
+_PIECE = 128  # inputs
+_EXPERTS = 64  # of a program: the height of Hopper's matrix unit
+_FEW = 64  # tokens up to which a program multiplies one piece
+_TINY = torch_experts.TINY
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _products_kernel(
+    x, router, products, num_tokens, x_stride, num_inputs, num_experts,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, PIECE: tl.constexpr, IS_SPLIT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """`products` [pieces, T, E]; [1, T, E] if not IS_SPLIT."""
+    others_may_start(EARLY)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    column = tl.program_id(2) * PIECE + tl.arange(0, PIECE)
+    known, row_known = expert < num_experts, row < num_tokens
+    weights_at = router + expert[:, None] * num_inputs
+    rows_at = x + row[:, None].to(tl.int64) * x_stride
+    if IS_SPLIT:
+        inside = known[:, None] & (column < num_inputs)[None, :]
+        weight = tl.load(weights_at + column[None, :], mask=inside, other=0.0)
+        wait_for_others(EARLY)
+        inside = row_known[:, None] & (column < num_inputs)[None, :]
+        rows = tl.load(rows_at + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        sums = tl.dot(weight, tl.trans(rows), input_precision="tf32x3")
+    else:
+        wait_for_others(EARLY)
+        sums = tl.zeros([EXPERTS, ROWS], tl.float32)
+        for place in range(0, num_inputs, PIECE):
+            inside = known[:, None] & (place + column < num_inputs)[None, :]
+            weight = tl.load(weights_at + place + column[None, :], mask=inside, other=0.0)
+            inside = row_known[:, None] & (place + column < num_inputs)[None, :]
+            rows = tl.load(rows_at + place + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            sums += tl.dot(weight, tl.trans(rows), input_precision="tf32x3")
+    at = (tl.program_id(2) * num_tokens + row[:, None]).to(tl.int64) * num_experts + expert[None, :]
+    tl.store(products + at, tl.trans(sums), mask=row_known[:, None] & known[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _choose_kernel(
+    products, bias, scores, chosen, num_tokens, num_experts, num_pieces, factor,
+    NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+    IS_SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, BIAS: tl.constexpr, TINY: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    others_may_start(EARLY)
+    row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, EXPERTS)
+    known = (expert < num_experts)[None, :]
+    inside = (row < num_tokens)[:, None] & known
+    at = products + row[:, None].to(tl.int64) * num_experts + expert[None, :]
+    biases = 0.0
+    if BIAS:
+        biases = tl.load(bias + expert, mask=expert < num_experts, other=0.0)[None, :]
+    wait_for_others(EARLY)
+    product = tl.load(at, mask=inside, other=0.0)
+    for _ in range(1, num_pieces):
+        at += num_tokens.to(tl.int64) * num_experts
+        product += tl.load(at, mask=inside, other=0.0)
+    if IS_SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-product))
+    else:
+        product = tl.where(known, product, -float("inf"))
+        score = tl.exp(product - tl.max(product, 1)[:, None])
+        score = score / tl.sum(score, 1)[:, None]
+    rank = tl.where(known, score + biases, -float("inf"))
+    place = tl.arange(0, CHOSEN)[None, :]
+    kept = tl.zeros([ROWS, CHOSEN], tl.float32)
+    experts = tl.zeros([ROWS, CHOSEN], tl.int32)
+    for index in tl.static_range(NUM_CHOSEN):
+        best = tl.minimum(tl.argmax(rank, 1), num_experts - 1)[:, None]  # the lowest of equal ones; NaN: any
+        is_best = expert[None, :] == best
+        kept = tl.where(place == index, tl.sum(tl.where(is_best, score, 0.0), 1)[:, None], kept)
+        experts = tl.where(place == index, best, experts)
+        rank = tl.where(is_best, -float("inf"), rank)
+    if NORMALIZED:
+        kept = kept / tl.maximum(tl.sum(kept, 1), TINY)[:, None]
+    at = row[:, None].to(tl.int64) * NUM_CHOSEN + place
+    inside = (row < num_tokens)[:, None] & (place < NUM_CHOSEN)
+    tl.store(scores + at, kept * factor, mask=inside)
+    tl.store(chosen + at, experts.to(tl.int64), mask=inside)
+
+
+def route(
+    x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See reference.route. `router` is float32. Groups of experts are chosen by torch. Raises ValueError."""
+    if routing.num_groups > 1:
+        return torch_experts.route(x, router, bias, routing)
+    (num_tokens, num_inputs), num_experts, early = x.shape, len(router), launches_early(x.device)
+    if router.dtype is not torch.float32 or router.shape[1] != num_inputs or x.stride(1) != 1:
+        raise ValueError(f"{router.dtype} {tuple(router.shape)} is not a float32 router of {num_inputs} inputs")
+    scores = x.new_empty((num_tokens, routing.num_chosen), dtype=torch.float32)
+    chosen = torch.empty_like(scores, dtype=torch.int64)
+    if not num_tokens:
+        return scores, chosen
+    is_split = num_tokens <= _FEW
+    rows = max(16, triton.next_power_of_2(num_tokens)) if is_split else 64
+    num_pieces = triton.cdiv(num_inputs, _PIECE) if is_split else 1
+    products = x.new_empty((num_pieces, num_tokens, num_experts), dtype=torch.float32)
+    _products_kernel[(triton.cdiv(num_tokens, rows), triton.cdiv(num_experts, _EXPERTS), num_pieces)](
+        x, router, products, num_tokens, x.stride(0), num_inputs, num_experts, rows, _EXPERTS, _PIECE, is_split, early,
+        num_warps=4, **early_options(early),
+    )  # fmt: skip
+    experts = triton.next_power_of_2(num_experts)
+    rows = max(1, min(512 // experts, triton.next_power_of_2(triton.cdiv(num_tokens, 512))))
+    _choose_kernel[(triton.cdiv(num_tokens, rows),)](
+        products, router if bias is None else bias, scores, chosen, num_tokens, num_experts, num_pieces, routing.factor,
+        routing.num_chosen, triton.next_power_of_2(routing.num_chosen), experts, rows, routing.is_sigmoid,
+        routing.normalized, bias is not None, _TINY, early, num_warps=1, **early_options(early),
+    )  # fmt: skip
+    return scores, chosen
