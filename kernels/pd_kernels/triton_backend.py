@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 
-from pd_kernels.backends import TORCH, Kernels, ProposeGated, no_gated_products
+from pd_kernels.backends import Kernels, ProposeGated, no_gated_products
 from pd_kernels.triton_activation import silu_and_mul
 from pd_kernels.triton_block_copy import copy_blocks
+from pd_kernels.triton_experts import experts
 from pd_kernels.triton_matmul import FewRowsLinear
 from pd_kernels.triton_norm import add_rms_norm, rms_norm
 from pd_kernels.triton_rotary import norm_rope_write
+from pd_kernels.triton_routing import route
 from pd_kernels.triton_sampling import argmax, draw
 
 logger = logging.getLogger(__name__)
@@ -32,9 +34,9 @@ TRITON = Kernels(
     few_rows=FewRowsLinear.of,
     gated_products=_gated_products(),
     norm_rope_write=norm_rope_write,
-    route=TORCH.route,
-    experts=TORCH.experts,
-    captures_experts=TORCH.captures_experts,
+    route=route,
+    experts=experts,
+    captures_experts=True,
     copy_blocks=copy_blocks,
     argmax=argmax,
     draw=draw,

@@ -38,7 +38,17 @@ class ExpertTiling:
 
 
 @triton.jit
-def _tile(chosen, order, tiles, num_tokens, num_tiles, NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, SORTED: tl.constexpr):
+def _tile(
+    chosen,
+    order,
+    tiles,
+    num_tokens,
+    num_tiles,
+    NUM_CHOSEN: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    SORTED: tl.constexpr,
+):
     """The expert of the program's tile, -1 if it has no work, and the pairs of its rows, -1 for a row without one."""
     tile, row = tl.program_id(1), tl.arange(0, ROWS)
     if SORTED:
@@ -158,6 +168,7 @@ def experts(x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, gate_up
     out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
     if not num_tokens:
         return out
+    scores, chosen = scores.contiguous(), chosen.contiguous()
     first, second = experts_tiling(num_tokens, num_chosen, num_experts)
     if x.element_size() > 2:
         first, second = (ExpertTiling(16, 64, 32, 4, 2) for _ in range(2))

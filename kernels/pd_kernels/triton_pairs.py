@@ -61,8 +61,8 @@ def _place_kernel(
     end = tl.cumsum(total, 0)
     start = end - total
     key = tl.sort(tl.where(known, mine, EXPERTS) * BLOCK + place)  # pairs that are none come last
-    whose = tl.minimum(key // BLOCK, EXPERTS - 1)
-    shift = tl.gather(start + before - (tl.cumsum(own, 0) - own), whose, 0)
+    group = tl.minimum(key // BLOCK, EXPERTS - 1)
+    shift = tl.gather(start + before - (tl.cumsum(own, 0) - own), group, 0)
     tl.store(order + shift + place, block * BLOCK + key % BLOCK, mask=key < EXPERTS * BLOCK)
     needed = tl.cdiv(total, ROWS)
     last = tl.cumsum(needed, 0)
@@ -75,14 +75,21 @@ def _place_kernel(
         tl.store(tiles + tile + place, -1, mask=tile + place < num_tiles)
 
 
-def sort_pairs(chosen: torch.Tensor, num_experts: int, rows: int) -> SortedPairs:
-    """Sort the pairs of `chosen` (int64 [T, k], contiguous, T > 0) by expert. Tiles have up to `rows` pairs."""
+def sort_pairs(chosen: torch.Tensor, num_experts: int, rows: int, most: int = _BLOCK) -> SortedPairs:
+    """Sort the pairs of `chosen` (int64 [T, k], contiguous, T > 0) by expert. Tiles have up to `rows` pairs.
+
+    `most`: pairs that a program sorts, a power of two.
+    """
     num_pairs, device = chosen.numel(), chosen.device
     num_tiles = num_pairs // rows + min(num_experts, num_pairs)
     order = torch.empty(num_pairs, dtype=torch.int32, device=device)
     tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=device)
-    block = max(16, min(_BLOCK, triton.next_power_of_2(num_pairs)))
-    experts, num_blocks, early = triton.next_power_of_2(num_experts), triton.cdiv(num_pairs, block), launches_early(device)
+    block = max(16, min(most, triton.next_power_of_2(num_pairs)))
+    experts, num_blocks, early = (
+        triton.next_power_of_2(num_experts),
+        triton.cdiv(num_pairs, block),
+        launches_early(device),
+    )
     counts = order
     if num_blocks > 1:
         counts = torch.empty((num_blocks, experts), dtype=torch.int32, device=device)
