@@ -20,43 +20,42 @@ from pd_kernels.triton_dependent_launch import early_options, launches_early, ot
 if TYPE_CHECKING:
     from pd_kernels.values import Routing
 
-_PIECE = 128  # inputs
+_PIECE = 64  # inputs
 _EXPERTS = 64  # of a program: the height of Hopper's matrix unit
 _FEW = 64  # tokens up to which a program multiplies one piece
 _TINY = torch_experts.TINY
 
 
+@triton.jit
+def _piece(matrix, row, known, stride, column, num_columns):
+    """Some columns of some rows, in float32."""
+    inside = known[:, None] & (column < num_columns)[None, :]
+    return tl.load(matrix + row[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _products_kernel(
     x, router, products, num_tokens, x_stride, num_inputs, num_experts,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, PIECE: tl.constexpr, IS_SPLIT: tl.constexpr, EARLY: tl.constexpr,
+    PIECES: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, PIECE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`products` [pieces, T, E]; [1, T, E] if not IS_SPLIT."""
-    others_may_start(EARLY)
+    """`products` [programs that share the inputs, T, E]; PIECES: of a program."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
-    column = tl.program_id(2) * PIECE + tl.arange(0, PIECE)
-    known, row_known = expert < num_experts, row < num_tokens
-    weights_at = router + expert[:, None] * num_inputs
-    rows_at = x + row[:, None].to(tl.int64) * x_stride
-    if IS_SPLIT:
-        inside = known[:, None] & (column < num_inputs)[None, :]
-        weight = tl.load(weights_at + column[None, :], mask=inside, other=0.0)
-        wait_for_others(EARLY)
-        inside = row_known[:, None] & (column < num_inputs)[None, :]
-        rows = tl.load(rows_at + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        sums = tl.dot(weight, tl.trans(rows), input_precision="tf32x3")
-    else:
-        wait_for_others(EARLY)
-        sums = tl.zeros([EXPERTS, ROWS], tl.float32)
-        for place in range(0, num_inputs, PIECE):
-            inside = known[:, None] & (place + column < num_inputs)[None, :]
-            weight = tl.load(weights_at + place + column[None, :], mask=inside, other=0.0)
-            inside = row_known[:, None] & (place + column < num_inputs)[None, :]
-            rows = tl.load(rows_at + place + column[None, :], mask=inside, other=0.0).to(tl.float32)
-            sums += tl.dot(weight, tl.trans(rows), input_precision="tf32x3")
+    column = tl.program_id(2) * PIECES * PIECE + tl.arange(0, PIECE)
+    known = expert < num_experts
+    weight = _piece(router, expert, known, num_inputs, column, num_inputs)
+    wait_for_others(EARLY)
+    others_may_start(EARLY)
+    rows = _piece(x, row, row < num_tokens, x_stride, column, num_inputs)
+    # Products of three pairs of 11-bit parts: as precise as float32
+    sums = tl.dot(weight, tl.trans(rows), input_precision="tf32x3")
+    for _ in range(1, PIECES):
+        column += PIECE
+        weight = _piece(router, expert, known, num_inputs, column, num_inputs)
+        rows = _piece(x, row, row < num_tokens, x_stride, column, num_inputs)
+        sums += tl.dot(weight, tl.trans(rows), input_precision="tf32x3")
     at = (tl.program_id(2) * num_tokens + row[:, None]).to(tl.int64) * num_experts + expert[None, :]
-    tl.store(products + at, tl.trans(sums), mask=row_known[:, None] & known[None, :])
+    tl.store(products + at, tl.trans(sums), mask=(row < num_tokens)[:, None] & known[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -115,18 +114,18 @@ def route(
     chosen = torch.empty_like(scores, dtype=torch.int64)
     if not num_tokens:
         return scores, chosen
-    is_split = num_tokens <= _FEW
-    rows = max(16, triton.next_power_of_2(num_tokens)) if is_split else 64
-    num_pieces = triton.cdiv(num_inputs, _PIECE) if is_split else 1
-    products = x.new_empty((num_pieces, num_tokens, num_experts), dtype=torch.float32)
-    _products_kernel[(triton.cdiv(num_tokens, rows), triton.cdiv(num_experts, _EXPERTS), num_pieces)](
-        x, router, products, num_tokens, x.stride(0), num_inputs, num_experts, rows, _EXPERTS, _PIECE, is_split, early,
+    rows, pieces, share = max(16, triton.next_power_of_2(num_tokens)), triton.cdiv(num_inputs, _PIECE), 1
+    if num_tokens > _FEW:
+        rows, pieces, share = _FEW, 1, pieces
+    products = x.new_empty((pieces, num_tokens, num_experts), dtype=torch.float32)
+    _products_kernel[(triton.cdiv(num_tokens, rows), triton.cdiv(num_experts, _EXPERTS), pieces)](
+        x, router, products, num_tokens, x.stride(0), num_inputs, num_experts, share, rows, _EXPERTS, _PIECE, early,
         num_warps=4, **early_options(early),
     )  # fmt: skip
     experts = triton.next_power_of_2(num_experts)
     rows = max(1, min(512 // experts, triton.next_power_of_2(triton.cdiv(num_tokens, 512))))
     _choose_kernel[(triton.cdiv(num_tokens, rows),)](
-        products, router if bias is None else bias, scores, chosen, num_tokens, num_experts, num_pieces, routing.factor,
+        products, router if bias is None else bias, scores, chosen, num_tokens, num_experts, pieces, routing.factor,
         routing.num_chosen, triton.next_power_of_2(routing.num_chosen), experts, rows, routing.is_sigmoid,
         routing.normalized, bias is not None, _TINY, early, num_warps=1, **early_options(early),
     )  # fmt: skip
