@@ -74,18 +74,26 @@ class ProposeGated(Protocol):
 
 
 class Route(Protocol):
-    """The choice of experts; see `reference.route`."""
+    """The choice of experts; see `reference.route`. For a HalfNormed the choice is that of the divided rows."""
 
     def __call__(
-        self, x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+        self, x: torch.Tensor | HalfNormed, router: torch.Tensor, bias: torch.Tensor | None, routing: Routing
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class MixExperts(Protocol):
-    """The work of the chosen experts; see `reference.experts`."""
+    """The work of the chosen experts; see `reference.experts`. For a HalfNormed it is that of the divided rows.
+
+    A kernel may leave the sum to `add_rms_norm`: then it returns float32 parts [parts, T, in].
+    """
 
     def __call__(
-        self, x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, gate_up: Weight, down: Weight
+        self,
+        x: torch.Tensor | HalfNormed,
+        scores: torch.Tensor,
+        chosen: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
     ) -> torch.Tensor: ...
 
 

@@ -12,18 +12,24 @@ pairs, and only the first pair of an expert has work. So two launches fewer come
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pd_kernels import torch_experts
-from pd_kernels.quantized import QuantizedWeight, Weight
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
+from pd_kernels.triton_matmul import awaited, bits
+from pd_kernels.triton_norm import root_mean_square
 from pd_kernels.triton_pairs import sort_pairs
+from pd_kernels.values import HalfNormed
+
+if TYPE_CHECKING:
+    from pd_kernels.quantized import Weight
 
 FEW = 16  # tokens up to which pairs are not sorted
+_MOST_IN_PARTS = 64  # tokens: more float32 parts leave the L2 cache before they are added
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +41,14 @@ class ExpertTiling:
     inputs: int
     num_warps: int
     num_stages: int
+    head: int = 0  # inputs that a program reads before it waits; only of the second product
 
 
 @triton.jit
 def _tile(
-    chosen,
-    order,
-    tiles,
-    num_tokens,
-    num_tiles,
-    NUM_CHOSEN: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    SORTED: tl.constexpr,
-):
+    chosen, order, tiles, num_tokens, num_tiles,
+    NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, SORTED: tl.constexpr,
+):  # fmt: skip
     """The expert of the program's tile, -1 if it has no work, and the pairs of its rows, -1 for a row without one."""
     tile, row = tl.program_id(1), tl.arange(0, ROWS)
     if SORTED:
@@ -68,21 +68,23 @@ def _tile(
     return expert, pair
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
+@triton.jit(do_not_specialize=["num_tokens", "num_tiles", "num_squares"])
 def _gate_up_kernel(
-    weight_tiles, x, out, chosen, order, tiles, num_tokens, num_tiles, num_outputs, num_inputs, x_stride,
-    NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    SORTED: tl.constexpr, JOINED: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    weight_tiles, x, squares, out, chosen, order, tiles, num_tokens, num_tiles, num_outputs, num_inputs, x_stride,
+    num_squares, eps, NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr, SORTED: tl.constexpr, SQUARES: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """SwiGLU of x times gates and ups, [pairs, num_outputs]."""
     wait_for_others(EARLY)
-    others_may_start(EARLY)
+    others_may_start(EARLY)  # so these others may read the choice of experts at once
     expert, pair = _tile(chosen, order, tiles, num_tokens, num_tiles, NUM_CHOSEN, CHOSEN, ROWS, SORTED)
     if expert < 0:
         return
-    output, column = tl.program_id(0) * OUTPUTS, tl.arange(0, INPUTS)
+    JOINED: tl.constexpr = OUTPUTS < 64  # gates and ups fill the 64 lines of the matrix unit together
+    output, column, token = tl.program_id(0) * OUTPUTS, tl.arange(0, INPUTS), tl.maximum(pair, 0) // NUM_CHOSEN
     gate_at = expert * 2 * num_outputs + output
-    rows_at = x + (tl.maximum(pair, 0) // NUM_CHOSEN).to(tl.int64)[:, None] * x_stride + column[None, :]
+    rows_at = x + token.to(tl.int64)[:, None] * x_stride + column[None, :]
+    divisor = root_mean_square(squares, num_squares, token, num_tokens, num_inputs, eps, SQUARES)
     gates, ups = tl.zeros([OUTPUTS, ROWS], tl.float32), tl.zeros([OUTPUTS, ROWS], tl.float32)
     sums = tl.zeros([2 * OUTPUTS, ROWS], tl.float32)
     for place in tl.range(0, num_inputs, INPUTS, num_stages=STAGES):
@@ -90,45 +92,58 @@ def _gate_up_kernel(
         rows = tl.trans(tl.load(rows_at + place, mask=inside, other=0.0))
         if JOINED:
             weight = tl.reshape(weight_tiles.load([expert * 2, output, place]), [2 * OUTPUTS, INPUTS])
-            sums = tl.dot(weight, rows, sums, input_precision="ieee")
-            sums = tl.where(num_tokens > 0, sums, 0.0)  # see triton_matmul._awaited
+            sums = awaited(tl.dot(weight, rows, sums, input_precision="ieee"), num_tokens)
         else:
             gates = tl.dot(weight_tiles.load([gate_at, place]), rows, gates, input_precision="ieee")
             ups = tl.dot(weight_tiles.load([gate_at + num_outputs, place]), rows, ups, input_precision="ieee")
     if JOINED:
         gates, ups = tl.split(tl.permute(tl.reshape(sums, [2, OUTPUTS, ROWS]), [1, 2, 0]))
     dtype = out.dtype.element_ty
-    gates = gates.to(dtype).to(tl.float32)
-    result = (gates / (1.0 + tl.exp(-gates))).to(dtype).to(tl.float32) * ups.to(dtype).to(tl.float32)
+    gates = (gates / divisor[None, :]).to(dtype).to(tl.float32)
+    ups = (ups / divisor[None, :]).to(dtype).to(tl.float32)
+    result = ((gates / (1.0 + tl.exp(-gates))).to(dtype).to(tl.float32) * ups).to(dtype)
     column = output + tl.arange(0, OUTPUTS)
     at = pair[:, None].to(tl.int64) * num_outputs + column[None, :]
-    tl.store(out + at, tl.trans(result.to(dtype)), mask=(pair >= 0)[:, None] & (column < num_outputs)[None, :])
+    tl.store(out + at, tl.trans(result), mask=(pair >= 0)[:, None] & (column < num_outputs)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
 def _down_kernel(
-    weight_tiles, x, out, chosen, order, tiles, num_tokens, num_tiles, num_outputs, num_inputs,
+    weight_tiles, weight, x, scores, out, chosen, order, tiles, num_tokens, num_tiles, num_outputs, num_inputs,
     NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    SORTED: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    SORTED: tl.constexpr, HEAD: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`x` [pairs, num_inputs] -> `out` [pairs, num_outputs]."""
+    """`x` [pairs, num_inputs] -> `out` [T, NUM_CHOSEN, num_outputs]; PARTS: [NUM_CHOSEN, T, num_outputs], weighted."""
     others_may_start(EARLY)
-    wait_for_others(EARLY)
     expert, pair = _tile(chosen, order, tiles, num_tokens, num_tiles, NUM_CHOSEN, CHOSEN, ROWS, SORTED)
     if expert < 0:
         return
-    output, column = tl.program_id(0) * OUTPUTS, tl.arange(0, INPUTS)
-    rows_at = x + tl.maximum(pair, 0).to(tl.int64)[:, None] * num_inputs + column[None, :]
+    output, column, known = tl.program_id(0) * OUTPUTS, tl.arange(0, INPUTS), (pair >= 0)[:, None]
+    first = expert * num_outputs + output
+    x += tl.maximum(pair, 0).to(tl.int64)[:, None] * num_inputs
+    if HEAD > 0:
+        line, ahead = tl.arange(0, OUTPUTS), tl.arange(0, HEAD)
+        head_at = (first + line).to(tl.int64)[:, None] * num_inputs + ahead[None, :]
+        inside = (output + line < num_outputs)[:, None] & (ahead < num_inputs)[None, :]
+        head = tl.load(bits(weight) + head_at, mask=inside, other=0)
+    wait_for_others(EARLY)
+    if HEAD > 0:
+        head_rows = tl.load(bits(x) + ahead[None, :], mask=known & (ahead < num_inputs)[None, :], other=0)
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for place in tl.range(0, num_inputs, INPUTS, num_stages=STAGES):
-        inside = (pair >= 0)[:, None] & (place + column < num_inputs)[None, :]
-        rows = tl.load(rows_at + place, mask=inside, other=0.0)
-        weight = weight_tiles.load([expert * num_outputs + output, place])
-        sums = tl.dot(weight, tl.trans(rows), sums, input_precision="ieee")
+    for place in tl.range(HEAD, num_inputs, INPUTS, num_stages=STAGES):
+        rows = tl.load(x + place + column[None, :], mask=known & (place + column < num_inputs)[None, :], other=0.0)
+        sums = tl.dot(weight_tiles.load([first, place]), tl.trans(rows), sums, input_precision="ieee")
+    dtype = x.dtype.element_ty
+    if HEAD > 0:
+        head_rows = tl.trans(head_rows).to(dtype, bitcast=True)
+        sums = tl.dot(head.to(dtype, bitcast=True), head_rows, sums, input_precision="ieee")
+    result, line = tl.trans(sums).to(dtype), pair
+    if PARTS:
+        result = result.to(tl.float32) * tl.load(scores + pair, mask=pair >= 0, other=0.0)[:, None]
+        line = pair % NUM_CHOSEN * num_tokens + pair // NUM_CHOSEN
     column = output + tl.arange(0, OUTPUTS)
-    at = pair[:, None].to(tl.int64) * num_outputs + column[None, :]
-    inside = (pair >= 0)[:, None] & (column < num_outputs)[None, :]
-    tl.store(out + at, tl.trans(sums).to(out.dtype.element_ty), mask=inside)
+    at = line[:, None].to(tl.int64) * num_outputs + column[None, :]
+    tl.store(out + at, result, mask=known & (column < num_outputs)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -150,53 +165,69 @@ def _sum_kernel(
 def experts_tiling(num_tokens: int, num_chosen: int, num_experts: int) -> tuple[ExpertTiling, ExpertTiling]:
     """Tilings of gate-up and down for 2-byte weights and 228 KiB of shared memory per multiprocessor."""
     mean = num_tokens * num_chosen / num_experts  # pairs of an expert
-    if num_tokens <= FEW or mean <= 8:
-        return ExpertTiling(16, 64, 128, 4, 3), ExpertTiling(16, 64, 128, 4, 4)
+    if num_tokens <= FEW:
+        return ExpertTiling(16, 32, 128, 4, 4), ExpertTiling(16, 64, 128, 4, 4, head=256)
+    if mean <= 10:
+        return ExpertTiling(16, 64, 128, 4, 3), ExpertTiling(16, 128, 128, 4, 3)
     if mean <= 24:
-        return ExpertTiling(32, 64, 128, 4, 3), ExpertTiling(32, 128, 128, 4, 3)
-    if mean <= 128:
-        return ExpertTiling(64, 64, 64, 4, 4), ExpertTiling(64, 128, 64, 4, 4)
-    return ExpertTiling(128, 128, 64, 8, 4), ExpertTiling(128, 128, 64, 8, 4)
+        return ExpertTiling(32, 64, 64, 4, 3), ExpertTiling(32, 128, 64, 4, 4)
+    if mean <= 48:
+        return ExpertTiling(64, 64, 64, 4, 3), ExpertTiling(64, 128, 64, 4, 4)
+    return ExpertTiling(128, 128, 64, 8, 4 if mean <= 128 else 3), ExpertTiling(128, 128, 64, 8, 3)
 
 
-def experts(x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, gate_up: Weight, down: Weight) -> torch.Tensor:
-    """See reference.experts. Rows of weights must be multiples of 16 bytes. Raises ValueError."""
-    if isinstance(gate_up, QuantizedWeight) or isinstance(down, QuantizedWeight):
-        return torch_experts.experts(x, scores, chosen, gate_up, down)
-    (num_tokens, hidden), num_experts, size = x.shape, len(gate_up), down.shape[2]
-    num_chosen, early = chosen.shape[1], launches_early(x.device)
-    out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
+def experts(
+    x: torch.Tensor | HalfNormed, scores: torch.Tensor, chosen: torch.Tensor, gate_up: Weight, down: Weight
+) -> torch.Tensor:
+    """See backends.MixExperts. Rows of the weights are multiples of 16 bytes."""
+    normed, x = (x, x.x) if isinstance(x, HalfNormed) else (None, x)
+    (num_tokens, hidden), num_experts, size, num_chosen = x.shape, len(gate_up), down.shape[2], chosen.shape[1]
     if not num_tokens:
-        return out
-    scores, chosen = scores.contiguous(), chosen.contiguous()
+        return torch.empty_like(x)
+    scores, chosen, early = scores.contiguous(), chosen.contiguous(), launches_early(x.device)
     first, second = experts_tiling(num_tokens, num_chosen, num_experts)
     if x.element_size() > 2:
-        first, second = (ExpertTiling(16, 64, 32, 4, 2) for _ in range(2))
-    is_sorted = num_tokens > FEW
-    if is_sorted:
+        first, second = (ExpertTiling(first.rows, 64, 32, 4, 2) for _ in range(2))
+    order, tiles, num_tiles = chosen, chosen, chosen.numel()
+    if num_tokens > FEW:
         pairs = sort_pairs(chosen, num_experts, first.rows)
         order, tiles, num_tiles = pairs.order, pairs.tiles, pairs.tiles.shape[1]
-    else:
-        order, tiles, num_tiles = chosen, chosen, chosen.numel()
-    hidden_rows = torch.empty((chosen.numel(), size), dtype=x.dtype, device=x.device)
-    results = torch.empty((chosen.numel(), hidden), dtype=x.dtype, device=x.device)
-    joined = first.outputs < 64
-    gate_up_tiles = gate_up.view(2 * num_experts, size, hidden) if joined else gate_up.view(-1, hidden)
-    box = [2, first.outputs, first.inputs] if joined else [first.outputs, first.inputs]
-    padded = triton.next_power_of_2(num_chosen)
+    is_parts = num_tokens <= _MOST_IN_PARTS
+    activated = x.new_empty((num_tokens, num_chosen, size))
+    shape = (num_chosen, num_tokens, hidden) if is_parts else (num_tokens, num_chosen, hidden)
+    results = torch.empty(shape, dtype=scores.dtype if is_parts else x.dtype, device=x.device)
+    squares, eps = (scores[:0], 0.0) if normed is None else (normed.squares, normed.eps)
+    places = (chosen, order, tiles, num_tokens, num_tiles)
+    padded, is_sorted = triton.next_power_of_2(num_chosen), num_tokens > FEW
     _gate_up_kernel[(triton.cdiv(size, first.outputs), num_tiles)](
-        TensorDescriptor.from_tensor(gate_up_tiles, box), x, hidden_rows, chosen, order, tiles, num_tokens, num_tiles,
-        size, hidden, x.stride(0), num_chosen, padded, first.rows, first.outputs, first.inputs,
-        is_sorted, joined, first.num_stages, early, num_warps=first.num_warps, **early_options(early),
+        _gate_up_tiles(gate_up, first), x, squares, activated, *places, size, hidden, x.stride(0), len(squares), eps,
+        num_chosen, padded, first.rows, first.outputs, first.inputs, is_sorted,
+        triton.next_power_of_2(len(squares)) if len(squares) else 0, first.num_stages, early,
+        num_warps=first.num_warps, **early_options(early),
     )  # fmt: skip
     _down_kernel[(triton.cdiv(hidden, second.outputs), num_tiles)](
-        TensorDescriptor.from_tensor(down.view(-1, size), [second.outputs, second.inputs]),
-        hidden_rows, results, chosen, order, tiles, num_tokens, num_tiles,
-        hidden, size, num_chosen, padded, second.rows, second.outputs, second.inputs,
-        is_sorted, second.num_stages, early, num_warps=second.num_warps, **early_options(early),
+        TensorDescriptor.from_tensor(down.view(-1, size), [second.outputs, second.inputs]), down, activated, scores,
+        results, *places, hidden, size,
+        num_chosen, padded, second.rows, second.outputs, second.inputs, is_sorted, second.head, is_parts,
+        second.num_stages, early, num_warps=second.num_warps, **early_options(early),
     )  # fmt: skip
-    columns = min(triton.next_power_of_2(hidden), 2048)
-    _sum_kernel[(num_tokens, triton.cdiv(hidden, columns))](
-        results, scores, out, num_tokens, hidden, num_chosen, columns, early, num_warps=4, **early_options(early),
+    return results if is_parts else _sum(results, scores)
+
+
+def _gate_up_tiles(weight: torch.Tensor, tiling: ExpertTiling) -> TensorDescriptor:
+    num_experts, height, width = weight.shape
+    if tiling.outputs < 64:
+        return TensorDescriptor.from_tensor(
+            weight.view(2 * num_experts, height // 2, width), [2, tiling.outputs, tiling.inputs]
+        )
+    return TensorDescriptor.from_tensor(weight.view(-1, width), [tiling.outputs, tiling.inputs])
+
+
+def _sum(results: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    num_tokens, num_chosen, size = results.shape
+    out, early = results.new_empty((num_tokens, size)), launches_early(results.device)
+    columns = min(triton.next_power_of_2(size), 2048)
+    _sum_kernel[(num_tokens, triton.cdiv(size, columns))](
+        results, scores, out, num_tokens, size, num_chosen, columns, early, num_warps=4, **early_options(early),
     )  # fmt: skip
     return out

@@ -41,7 +41,7 @@ class MatmulTiling:
 
 
 @triton.jit
-def _bits(pointer):
+def bits(pointer):
     """The values as integers, so that they wait in registers after the load.
 
     Values that a product takes unchanged would wait in shared memory. Shared memory has room for them or for the next
@@ -51,7 +51,7 @@ def _bits(pointer):
 
 
 @triton.jit
-def _awaited(sums, num_rows):
+def awaited(sums, num_rows):
     """Returns `sums` unchanged, and makes the program wait for them.
 
     Two joined tiles go through registers. Triton 3.6 loads the next pair into these registers while the matrix unit may
@@ -126,7 +126,7 @@ def _linear_kernel(
         ahead = begin + tl.arange(0, HEAD)
         output = tile * WIDTH + line % WIDTH
         head_at = (output + line // WIDTH * num_outputs).to(tl.int64)[:, None] * num_inputs + ahead[None, :]
-        head = tl.load(_bits(weight) + head_at, mask=(output < num_outputs)[:, None] & (ahead < end)[None, :], other=0)
+        head = tl.load(bits(weight) + head_at, mask=(output < num_outputs)[:, None] & (ahead < end)[None, :], other=0)
     column, gains, old, parts_of_squares = tile * WIDTH + tl.arange(0, WIDTH), 0.0, 0.0, 0.0
     if ADDS:
         gains = tl.load(gain + column, mask=column < num_outputs, other=0.0)
@@ -141,13 +141,13 @@ def _linear_kernel(
         parts_of_squares = tl.load(squares + piece * num_rows + row[None, :], mask=known, other=0.0)
     if HEAD > 0:
         known = (row < num_rows)[None, :] & (ahead < end)[:, None]
-        x_head = tl.load(_bits(x) + row[None, :] * x_stride + ahead[:, None], mask=known, other=0)
+        x_head = tl.load(bits(x) + row[None, :] * x_stride + ahead[:, None], mask=known, other=0)
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for place in tl.range(begin + HEAD, end, INPUTS, num_stages=STAGES):
         w = tl.reshape(weight_tiles.load([0, tile * WIDTH, place]), [OUTPUTS, INPUTS])
         sums = tl.dot(w, tl.trans(x_tiles.load([0, place])), sums)
         if GATED:
-            sums = _awaited(sums, num_rows)
+            sums = awaited(sums, num_rows)
     if HEAD > 0:
         dtype = weight.dtype.element_ty
         sums = tl.dot(head.to(dtype, bitcast=True), x_head.to(dtype, bitcast=True), sums)

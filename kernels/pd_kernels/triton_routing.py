@@ -16,21 +16,36 @@ import triton.language as tl
 
 from pd_kernels import torch_experts
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
+from pd_kernels.triton_norm import root_mean_square
+from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
     from pd_kernels.values import Routing
 
 _PIECE = 64  # inputs
 _EXPERTS = 64  # of a program: the height of Hopper's matrix unit
-_FEW = 64  # tokens up to which a program multiplies one piece
+_FEW = 1024  # tokens: the products of more take longer to write in pieces than to compute one after the other
 _TINY = torch_experts.TINY
 
 
 @triton.jit
 def _piece(matrix, row, known, stride, column, num_columns):
-    """Some columns of some rows, in float32."""
+    """Some columns of some rows."""
     inside = known[:, None] & (column < num_columns)[None, :]
-    return tl.load(matrix + row[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    return tl.load(matrix + row[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _multiply(weight, rows):
+    """float32 `weight` times `rows`, as precise as float32: the weight is the sum of three bfloat16, of 8 bits each."""
+    if rows.dtype == tl.bfloat16:
+        high = weight.to(tl.bfloat16)
+        weight -= high.to(tl.float32)
+        middle = weight.to(tl.bfloat16)
+        low = (weight - middle.to(tl.float32)).to(tl.bfloat16)
+        sums = tl.dot(middle, tl.trans(rows), tl.dot(low, tl.trans(rows)))
+        return tl.dot(high, tl.trans(rows), sums)
+    return tl.dot(weight, tl.trans(rows.to(tl.float32)), input_precision="tf32x3")
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -47,22 +62,22 @@ def _products_kernel(
     wait_for_others(EARLY)
     others_may_start(EARLY)
     rows = _piece(x, row, row < num_tokens, x_stride, column, num_inputs)
-    # Products of three pairs of 11-bit parts: as precise as float32
-    sums = tl.dot(weight, tl.trans(rows), input_precision="tf32x3")
+    sums = _multiply(weight, rows)
     for _ in range(1, PIECES):
         column += PIECE
         weight = _piece(router, expert, known, num_inputs, column, num_inputs)
         rows = _piece(x, row, row < num_tokens, x_stride, column, num_inputs)
-        sums += tl.dot(weight, tl.trans(rows), input_precision="tf32x3")
+        sums += _multiply(weight, rows)
     at = (tl.program_id(2) * num_tokens + row[:, None]).to(tl.int64) * num_experts + expert[None, :]
     tl.store(products + at, tl.trans(sums), mask=(row < num_tokens)[:, None] & known[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_squares"])
 def _choose_kernel(
-    products, bias, scores, chosen, num_tokens, num_experts, num_pieces, factor,
+    products, bias, squares, scores, chosen, num_tokens, num_inputs, num_experts, num_pieces, num_squares, eps, factor,
     NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
-    IS_SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, BIAS: tl.constexpr, TINY: tl.constexpr, EARLY: tl.constexpr,
+    IS_SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, BIAS: tl.constexpr, SQUARES: tl.constexpr, TINY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     others_may_start(EARLY)
     row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, EXPERTS)
@@ -77,6 +92,7 @@ def _choose_kernel(
     for _ in range(1, num_pieces):
         at += num_tokens.to(tl.int64) * num_experts
         product += tl.load(at, mask=inside, other=0.0)
+    product = product / root_mean_square(squares, num_squares, row, num_tokens, num_inputs, eps, SQUARES)[:, None]
     if IS_SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-product))
     else:
@@ -102,11 +118,15 @@ def _choose_kernel(
 
 
 def route(
-    x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+    x: torch.Tensor | HalfNormed, router: torch.Tensor, bias: torch.Tensor | None, routing: Routing, few: int = _FEW
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See reference.route. `router` is float32. Groups of experts are chosen by torch. Raises ValueError."""
+    """See backends.Route. `router` is float32. Groups of experts are chosen by torch. Raises ValueError.
+
+    `few`: tokens up to which a program multiplies one piece of the inputs.
+    """
     if routing.num_groups > 1:
         return torch_experts.route(x, router, bias, routing)
+    normed, x = (x, x.x) if isinstance(x, HalfNormed) else (None, x)
     (num_tokens, num_inputs), num_experts, early = x.shape, len(router), launches_early(x.device)
     if router.dtype is not torch.float32 or router.shape[1] != num_inputs or x.stride(1) != 1:
         raise ValueError(f"{router.dtype} {tuple(router.shape)} is not a float32 router of {num_inputs} inputs")
@@ -114,9 +134,9 @@ def route(
     chosen = torch.empty_like(scores, dtype=torch.int64)
     if not num_tokens:
         return scores, chosen
-    rows, pieces, share = max(16, triton.next_power_of_2(num_tokens)), triton.cdiv(num_inputs, _PIECE), 1
-    if num_tokens > _FEW:
-        rows, pieces, share = _FEW, 1, pieces
+    rows, pieces, share = max(16, min(64, triton.next_power_of_2(num_tokens))), triton.cdiv(num_inputs, _PIECE), 1
+    if num_tokens > few:
+        pieces, share = 1, pieces
     products = x.new_empty((pieces, num_tokens, num_experts), dtype=torch.float32)
     _products_kernel[(triton.cdiv(num_tokens, rows), triton.cdiv(num_experts, _EXPERTS), pieces)](
         x, router, products, num_tokens, x.stride(0), num_inputs, num_experts, share, rows, _EXPERTS, _PIECE, early,
@@ -124,9 +144,11 @@ def route(
     )  # fmt: skip
     experts = triton.next_power_of_2(num_experts)
     rows = max(1, min(512 // experts, triton.next_power_of_2(triton.cdiv(num_tokens, 512))))
+    squares, eps = (products[0, :0], 0.0) if normed is None else (normed.squares, normed.eps)
     _choose_kernel[(triton.cdiv(num_tokens, rows),)](
-        products, router if bias is None else bias, scores, chosen, num_tokens, num_experts, pieces, routing.factor,
-        routing.num_chosen, triton.next_power_of_2(routing.num_chosen), experts, rows, routing.is_sigmoid,
-        routing.normalized, bias is not None, _TINY, early, num_warps=1, **early_options(early),
+        products, router if bias is None else bias, squares, scores, chosen, num_tokens, num_inputs, num_experts,
+        pieces, len(squares), eps, routing.factor, routing.num_chosen, triton.next_power_of_2(routing.num_chosen),
+        experts, rows, routing.is_sigmoid, routing.normalized, bias is not None,
+        triton.next_power_of_2(len(squares)) if len(squares) else 0, _TINY, early, num_warps=1, **early_options(early),
     )  # fmt: skip
     return scores, chosen
