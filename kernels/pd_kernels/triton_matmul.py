@@ -17,6 +17,7 @@ No weights move from the end of one kernel to the first tile of the next, and th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -27,6 +28,9 @@ from pd_kernels.triton_decode import num_processors
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.quantized import QuantizedWeight, Weight
 from pd_kernels.values import HalfNormed
+
+if TYPE_CHECKING:
+    from pd_kernels.quantized import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,11 +250,13 @@ class FewRowsLinear:
     tiling: MatmulTiling | None = None  # None: the default
 
     @classmethod
-    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> FewRowsLinear | None:
+    def of(cls, weight: Weight, bias: torch.Tensor | None, gated: bool) -> FewRowsLinear | None:
         """See backends.MakeFewRows.
 
-        None for float16: a residual times a norm's weight may overflow before the division.
+        None for float16: a residual times a norm's weight may overflow before the division. None for quantized weights.
         """
+        if not isinstance(weight, torch.Tensor):
+            return None
         if weight.dtype is not torch.bfloat16 or weight.shape[1] % 8 or not launches_early(weight.device):
             return None
         # Only tiles with split inputs have a counter, and then there are fewer tiles than multiprocessors
