@@ -106,15 +106,12 @@ def add_rms_norm(
 
 def add_rms_norm_quantized(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int
-) -> QuantizedRows:
-    """See reference.add_rms_norm_quantized. Last strides must be 1. Raises ValueError.
-
-    The sum overwrites `residual`.
-    """
+) -> tuple[QuantizedRows, torch.Tensor]:
+    """See reference.add_rms_norm_quantized. Last strides must be 1. The sum overwrites `residual`. Raises ValueError."""
     _check(x, residual)
     rows = empty_rows(*residual.shape, group, residual.device)
     _add(x, residual, weight, eps, rows.values, rows)
-    return rows
+    return rows, residual
 
 
 def _check(x: torch.Tensor, residual: torch.Tensor) -> None:
