@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from pd_kernels import sampling, torch_experts, torch_ops
+from pd_kernels import sampling, torch_experts, torch_ops, torch_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from pd_kernels.gemm_selection import Product
-    from pd_kernels.quantized import Weight
+    from pd_kernels.quantized import QuantizedRows, QuantizedWeight, Weight
     from pd_kernels.values import Draws, HalfNormed, HeadNorms, Routing
 
 
@@ -61,7 +61,7 @@ class MakeFewRows(Protocol):
     `gated`: the weight is [gate | up] along its rows.
     """
 
-    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> FewRows | None: ...
+    def __call__(self, weight: Weight, bias: torch.Tensor | None, gated: bool) -> FewRows | None: ...
 
 
 class ProposeGated(Protocol):
@@ -107,6 +107,12 @@ class Kernels:
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
     few_rows: MakeFewRows
     gated_products: ProposeGated
+    quantize: Callable[[torch.Tensor, int], QuantizedRows]
+    add_rms_norm_quantized: Callable[
+        [torch.Tensor, torch.Tensor, torch.Tensor, float, int], tuple[QuantizedRows, torch.Tensor]
+    ]
+    silu_and_mul_quantized: Callable[[torch.Tensor, int], QuantizedRows]
+    quantized_product: Callable[[QuantizedRows, QuantizedWeight, torch.dtype], torch.Tensor]
     norm_rope_write: NormRopeWrite
     route: Route
     experts: MixExperts
@@ -116,7 +122,7 @@ class Kernels:
     draw: Callable[[torch.Tensor, Draws], torch.Tensor]
 
 
-def no_few_rows(weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> None:
+def no_few_rows(weight: Weight, bias: torch.Tensor | None, gated: bool) -> None:
     """The MakeFewRows of an implementation without such a product: returns None."""
 
 
@@ -132,6 +138,10 @@ TORCH = Kernels(
     silu_and_mul=torch_ops.silu_and_mul,
     few_rows=no_few_rows,
     gated_products=no_gated_products,
+    quantize=torch_quantized.quantize,
+    add_rms_norm_quantized=torch_quantized.add_rms_norm_quantized,
+    silu_and_mul_quantized=torch_quantized.silu_and_mul_quantized,
+    quantized_product=torch_quantized.quantized_product,
     norm_rope_write=torch_ops.norm_rope_write,
     route=torch_experts.route,
     experts=torch_experts.experts,

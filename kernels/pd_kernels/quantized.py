@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK = 128  # rows and columns of a block that shares a scale (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)
+MOST = 448.0  # the greatest value of e4m3fn: the greatest number of a group becomes this value
+LEAST = 1e-12  # a group is scaled as if its greatest number were at least this: the scale of zeros is not 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,18 @@ class QuantizedWeight:
     def group(self) -> int:
         """Inputs of a row that share a scale when the row is quantized for a product with this weight."""
         return BLOCK if self.is_blocks else self.values.shape[-1]
+
+    def expert(self, number: int) -> QuantizedWeight:
+        """The weight [out, in] of one expert."""
+        return QuantizedWeight(self.values[number], self.scales[number], self.is_blocks)
+
+    def rows(self, start: int, end: int) -> QuantizedWeight:
+        """The rows from `start` to `end`. Raises ValueError if `start` is inside a block."""
+        height = BLOCK if self.is_blocks else 1
+        if start % height:
+            raise ValueError(f"row {start} is not the first of a block of {height} rows")
+        scales = self.scales[..., start // height : -(-end // height), :]
+        return QuantizedWeight(self.values[..., start:end, :], scales, self.is_blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pd_kernels.quantized import BLOCK, LEAST, MOST, QuantizedRows, QuantizedWeight
 from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
+    from pd_kernels.quantized import Weight
     from pd_kernels.values import HeadNorms, Routing
 
 
@@ -187,6 +189,44 @@ def add_linear(
     return HalfNormed(residual * norm, residual.pow(2).sum(-1)[None], eps)
 
 
+def quantize(x: torch.Tensor, group: int) -> QuantizedRows:
+    """Quantize rows `x` [T, in]. Each `group` inputs share a scale; the last group of a row may be smaller.
+
+    A scale is the greatest absolute number of its group, at least LEAST, divided by MOST, in float32. The number
+    divided by the scale is rounded to the nearest value, and never to more than MOST.
+    """
+    parts = x.float().split(group, dim=-1)
+    scales = [part.abs().amax(-1).clamp(min=LEAST) / MOST for part in parts]
+    values = [(part / scale[:, None]).clamp(-MOST, MOST) for part, scale in zip(parts, scales, strict=True)]
+    return QuantizedRows(torch.cat(values, -1).to(torch.float8_e4m3fn), torch.stack(scales, -1), group)
+
+
+def dequantize(quantized: QuantizedRows | QuantizedWeight) -> torch.Tensor:
+    """The numbers of rows or of a weight, in float32 and in the shape of the values."""
+    is_blocks = isinstance(quantized, QuantizedWeight) and quantized.is_blocks
+    num_rows, size = quantized.values.shape[-2:]
+    scales = quantized.scales.repeat_interleave(BLOCK if is_blocks else 1, -2)[..., :num_rows, :]
+    return quantized.values.float() * scales.repeat_interleave(quantized.group, -1)[..., :size]
+
+
+def add_rms_norm_quantized(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int
+) -> tuple[QuantizedRows, torch.Tensor]:
+    """`add_rms_norm`, with the norm quantized: `group` of its numbers share a scale."""
+    normed, total = add_rms_norm(x, residual, weight, eps)
+    return quantize(normed, group), total
+
+
+def silu_and_mul_quantized(x: torch.Tensor, group: int) -> QuantizedRows:
+    """`silu_and_mul`, quantized: `group` of a row's outputs share a scale."""
+    return quantize(silu_and_mul(x), group)
+
+
+def quantized_product(rows: QuantizedRows, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [T, in] times `weight` [out, in] transposed. The sum is in float32 and is rounded to `dtype` once."""
+    return (dequantize(rows) @ dequantize(weight).T).to(dtype)
+
+
 def route(
     x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,17 +256,23 @@ def _choose(ranks: list[float], routing: Routing) -> list[int]:
     return sorted(allowed, key=lambda expert: (-ranks[expert], expert))[: routing.num_chosen]
 
 
-def experts(
-    x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
+def experts(x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, gate_up: Weight, down: Weight) -> torch.Tensor:
     """The sum of each token's chosen experts, times their scores. `x` [T, in] -> [T, in].
 
     `scores` (float32 or more) and `chosen` (int64): [T, k]. `gate_up` [E, 2 * size, in]: an expert's gates, then its
     ups. `down` [E, in, size]. An expert's result has the dtype of `x`. The sum has that of `scores`, goes from the
-    first to the last of a token's experts, and is rounded once.
+    first to the last of a token's experts, and is rounded once. Rows are quantized for a weight that is.
     """
     total = torch.zeros_like(x, dtype=scores.dtype)
     for token, row in enumerate(chosen.tolist()):
         for score, expert in zip(scores[token], row, strict=True):
-            total[token] += score * (down[expert] @ silu_and_mul(gate_up[expert] @ x[token])).to(scores.dtype)
+            activated = silu_and_mul(_of_expert(x[token], gate_up, expert))
+            total[token] += score * _of_expert(activated, down, expert).to(scores.dtype)
     return total.to(x.dtype)
+
+
+def _of_expert(x: torch.Tensor, weight: Weight, expert: int) -> torch.Tensor:
+    """The product of `x` [in] and the weight of one expert. -> [out]."""
+    if isinstance(weight, torch.Tensor):
+        return weight[expert] @ x
+    return quantized_product(quantize(x[None], weight.group), weight.expert(expert), x.dtype)[0]

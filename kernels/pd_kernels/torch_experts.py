@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from pd_kernels.torch_ops import silu_and_mul
+from pd_kernels.torch_quantized import multiply_quantized
 from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
@@ -54,25 +55,30 @@ def experts(
     x: torch.Tensor | HalfNormed, scores: torch.Tensor, chosen: torch.Tensor, gate_up: Weight, down: Weight
 ) -> torch.Tensor:
     """See backends.MixExperts. (token, expert) pairs are sorted by expert; each pair's result has its own row."""
-    if not (isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)):
-        raise NotImplementedError("quantized experts")
     x = x.normed() if isinstance(x, HalfNormed) else x
     num_tokens, num_chosen = chosen.shape
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     # One wait for the device: bincount would wait for the least and the greatest expert as well
-    counts = flat.new_zeros(len(gate_up)).scatter_add_(0, flat, torch.ones_like(flat)).tolist()
+    counts = flat.new_zeros(gate_up.shape[0]).scatter_add_(0, flat, torch.ones_like(flat)).tolist()
     sorted_rows = x[order // num_chosen]
     results = torch.empty_like(sorted_rows)
     start = 0
     for expert, count in enumerate(counts):
         if count:
             rows = slice(start, start + count)
-            activated = silu_and_mul(F.linear(sorted_rows[rows], gate_up[expert]))
-            torch.mm(activated, down[expert].t(), out=results[rows])
+            activated = silu_and_mul(_multiply(sorted_rows[rows], gate_up, expert))
+            results[rows] = _multiply(activated, down, expert)
             start += count
     pairs = torch.empty_like(results).index_copy_(0, order, results).view(num_tokens, num_chosen, -1)
     total = pairs[:, 0].to(scores.dtype) * scores[:, :1]
     for index in range(1, num_chosen):  # one after the other: a fixed order, whatever the number of tokens
         total.addcmul_(pairs[:, index].to(scores.dtype), scores[:, index, None])
     return total.to(x.dtype)
+
+
+def _multiply(x: torch.Tensor, weight: Weight, expert: int) -> torch.Tensor:
+    """`x` [rows, in] times the weight of one expert. -> [rows, out]."""
+    if isinstance(weight, torch.Tensor):
+        return F.linear(x, weight[expert])
+    return multiply_quantized(x, weight.expert(expert))

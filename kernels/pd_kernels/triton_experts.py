@@ -20,7 +20,6 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
-from pd_kernels.triton_matmul import awaited, bits
 from pd_kernels.triton_norm import root_mean_square
 from pd_kernels.triton_pairs import sort_pairs
 from pd_kernels.values import HalfNormed
@@ -92,7 +91,8 @@ def _gate_up_kernel(
         rows = tl.trans(tl.load(rows_at + place, mask=inside, other=0.0))
         if JOINED:
             weight = tl.reshape(weight_tiles.load([expert * 2, output, place]), [2 * OUTPUTS, INPUTS])
-            sums = awaited(tl.dot(weight, rows, sums, input_precision="ieee"), num_tokens)
+            sums = tl.dot(weight, rows, sums, input_precision="ieee")
+            sums = tl.where(num_tokens > 0, sums, 0.0)  # see triton_matmul._awaited
         else:
             gates = tl.dot(weight_tiles.load([gate_at, place]), rows, gates, input_precision="ieee")
             ups = tl.dot(weight_tiles.load([gate_at + num_outputs, place]), rows, ups, input_precision="ieee")
@@ -125,10 +125,10 @@ def _down_kernel(
         line, ahead = tl.arange(0, OUTPUTS), tl.arange(0, HEAD)
         head_at = (first + line).to(tl.int64)[:, None] * num_inputs + ahead[None, :]
         inside = (output + line < num_outputs)[:, None] & (ahead < num_inputs)[None, :]
-        head = tl.load(bits(weight) + head_at, mask=inside, other=0)
+        head = tl.load(weight.to(tl.pointer_type(tl.int16), bitcast=True) + head_at, mask=inside, other=0)
     wait_for_others(EARLY)
     if HEAD > 0:
-        head_rows = tl.load(bits(x) + ahead[None, :], mask=known & (ahead < num_inputs)[None, :], other=0)
+        head_rows = tl.load(x.to(tl.pointer_type(tl.int16), bitcast=True) + ahead[None, :], mask=known & (ahead < num_inputs)[None, :], other=0)
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for place in tl.range(HEAD, num_inputs, INPUTS, num_stages=STAGES):
         rows = tl.load(x + place + column[None, :], mask=known & (place + column < num_inputs)[None, :], other=0.0)
