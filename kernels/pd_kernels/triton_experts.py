@@ -19,14 +19,18 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pd_kernels.quantized import QuantizedWeight
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_norm import root_mean_square
 from pd_kernels.triton_pairs import sort_pairs
+from pd_kernels.triton_quantize import quantize
 from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
     from pd_kernels.quantized import Weight
 
+_PLAIN, _CHANNELS, _BLOCKS = (tl.constexpr(kind) for kind in range(3))  # kinds of weights
+_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 FEW = 16  # tokens up to which pairs are not sorted
 _MOST_IN_PARTS = 64  # tokens: more float32 parts leave the L2 cache before they are added
 
@@ -67,10 +71,31 @@ def _tile(
     return expert, pair
 
 
+@triton.jit
+def _scales_at(scales, expert, line, num_lines, num_groups, KIND: tl.constexpr):
+    """Addresses of the first scales of lines of an expert's weight."""
+    line = tl.minimum(line, num_lines - 1)
+    if KIND == _BLOCKS:
+        return scales + (expert * tl.cdiv(num_lines, 128) + line // 128) * num_groups
+    return scales + expert * num_lines + line
+
+
+@triton.jit
+def _add_product(sums, weight, rows, scales_at, row_scales_at, group, group_stride, KIND: tl.constexpr):
+    """Add a product. Quantized operands: the matrix unit's own sums have 14 bits, so it adds no more than one step."""
+    if KIND == _PLAIN:
+        return tl.dot(weight, rows, sums, input_precision="ieee")
+    product = tl.dot(weight, rows)
+    if KIND == _BLOCKS:
+        product *= tl.load(scales_at + group)[:, None] * tl.load(row_scales_at + group * group_stride)[None, :]
+    return sums + product
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles", "num_squares"])
 def _gate_up_kernel(
-    weight_tiles, x, squares, out, chosen, order, tiles, num_tokens, num_tiles, num_outputs, num_inputs, x_stride,
-    num_squares, eps, NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    weight_tiles, scales, x, row_scales, squares, out, chosen, order, tiles, num_tokens, num_tiles, num_outputs,
+    num_inputs, x_stride, row_stride, group_stride, num_squares, eps,
+    KIND: tl.constexpr, NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr, SORTED: tl.constexpr, SQUARES: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """SwiGLU of x times gates and ups, [pairs, num_outputs]."""
@@ -81,69 +106,85 @@ def _gate_up_kernel(
         return
     JOINED: tl.constexpr = OUTPUTS < 64  # gates and ups fill the 64 lines of the matrix unit together
     output, column, token = tl.program_id(0) * OUTPUTS, tl.arange(0, INPUTS), tl.maximum(pair, 0) // NUM_CHOSEN
-    gate_at = expert * 2 * num_outputs + output
+    gate_at, num_groups = expert * 2 * num_outputs + output, tl.cdiv(num_inputs, 128)
     rows_at = x + token.to(tl.int64)[:, None] * x_stride + column[None, :]
+    row_scales += token.to(tl.int64) * row_stride
     divisor = root_mean_square(squares, num_squares, token, num_tokens, num_inputs, eps, SQUARES)
+    gate, both = output + tl.arange(0, OUTPUTS), output + tl.arange(0, 2 * OUTPUTS)
+    gate_scales = _scales_at(scales, expert, gate, 2 * num_outputs, num_groups, KIND)
+    up_scales = _scales_at(scales, expert, gate + num_outputs, 2 * num_outputs, num_groups, KIND)
+    both = tl.where(both < output + OUTPUTS, both, both - OUTPUTS + num_outputs)
+    scales = _scales_at(scales, expert, both, 2 * num_outputs, num_groups, KIND)
     gates, ups = tl.zeros([OUTPUTS, ROWS], tl.float32), tl.zeros([OUTPUTS, ROWS], tl.float32)
     sums = tl.zeros([2 * OUTPUTS, ROWS], tl.float32)
     for place in tl.range(0, num_inputs, INPUTS, num_stages=STAGES):
         inside = (pair >= 0)[:, None] & (place + column < num_inputs)[None, :]
-        rows = tl.trans(tl.load(rows_at + place, mask=inside, other=0.0))
+        rows, group = tl.trans(tl.load(rows_at + place, mask=inside, other=0.0)), place // 128
         if JOINED:
             weight = tl.reshape(weight_tiles.load([expert * 2, output, place]), [2 * OUTPUTS, INPUTS])
-            sums = tl.dot(weight, rows, sums, input_precision="ieee")
+            sums = _add_product(sums, weight, rows, scales, row_scales, group, group_stride, KIND)
             sums = tl.where(num_tokens > 0, sums, 0.0)  # see triton_matmul._awaited
         else:
-            gates = tl.dot(weight_tiles.load([gate_at, place]), rows, gates, input_precision="ieee")
-            ups = tl.dot(weight_tiles.load([gate_at + num_outputs, place]), rows, ups, input_precision="ieee")
+            weight = weight_tiles.load([gate_at, place])
+            gates = _add_product(gates, weight, rows, gate_scales, row_scales, group, group_stride, KIND)
+            weight = weight_tiles.load([gate_at + num_outputs, place])
+            ups = _add_product(ups, weight, rows, up_scales, row_scales, group, group_stride, KIND)
     if JOINED:
         gates, ups = tl.split(tl.permute(tl.reshape(sums, [2, OUTPUTS, ROWS]), [1, 2, 0]))
+    if KIND == _CHANNELS:
+        scale = tl.load(row_scales)[None, :]
+        gates, ups = gates * tl.load(gate_scales)[:, None] * scale, ups * tl.load(up_scales)[:, None] * scale
     dtype = out.dtype.element_ty
     gates = (gates / divisor[None, :]).to(dtype).to(tl.float32)
     ups = (ups / divisor[None, :]).to(dtype).to(tl.float32)
     result = ((gates / (1.0 + tl.exp(-gates))).to(dtype).to(tl.float32) * ups).to(dtype)
-    column = output + tl.arange(0, OUTPUTS)
-    at = pair[:, None].to(tl.int64) * num_outputs + column[None, :]
-    tl.store(out + at, tl.trans(result), mask=(pair >= 0)[:, None] & (column < num_outputs)[None, :])
+    at = pair[:, None].to(tl.int64) * num_outputs + gate[None, :]
+    tl.store(out + at, tl.trans(result), mask=(pair >= 0)[:, None] & (gate < num_outputs)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
 def _down_kernel(
-    weight_tiles, weight, x, scores, out, chosen, order, tiles, num_tokens, num_tiles, num_outputs, num_inputs,
-    NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-    SORTED: tl.constexpr, HEAD: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    weight_tiles, weight, scales, x, row_scales, scores, out, chosen, order, tiles, num_tokens, num_tiles, num_outputs,
+    num_inputs, row_stride, group_stride,
+    KIND: tl.constexpr, NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr, SORTED: tl.constexpr, HEAD: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`x` [pairs, num_inputs] -> `out` [T, NUM_CHOSEN, num_outputs]; PARTS: [NUM_CHOSEN, T, num_outputs], weighted."""
     others_may_start(EARLY)
     expert, pair = _tile(chosen, order, tiles, num_tokens, num_tiles, NUM_CHOSEN, CHOSEN, ROWS, SORTED)
     if expert < 0:
         return
-    output, column, known = tl.program_id(0) * OUTPUTS, tl.arange(0, INPUTS), (pair >= 0)[:, None]
-    first = expert * num_outputs + output
+    output, column, known = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS), pair >= 0
     x += tl.maximum(pair, 0).to(tl.int64)[:, None] * num_inputs
+    row_scales += tl.maximum(pair, 0).to(tl.int64) * row_stride
+    scales = _scales_at(scales, expert, output, num_outputs, tl.cdiv(num_inputs, 128), KIND)
     if HEAD > 0:
-        line, ahead = tl.arange(0, OUTPUTS), tl.arange(0, HEAD)
-        head_at = (first + line).to(tl.int64)[:, None] * num_inputs + ahead[None, :]
-        inside = (output + line < num_outputs)[:, None] & (ahead < num_inputs)[None, :]
-        head = tl.load(weight.to(tl.pointer_type(tl.int16), bitcast=True) + head_at, mask=inside, other=0)
+        ahead = tl.arange(0, HEAD)
+        weight += (expert * num_outputs + output).to(tl.int64)[:, None] * num_inputs + ahead[None, :]
+        known_head = (output < num_outputs)[:, None] & (ahead < num_inputs)[None, :]
+        head = tl.load(weight.to(tl.pointer_type(tl.int16), bitcast=True), mask=known_head, other=0)
     wait_for_others(EARLY)
     if HEAD > 0:
-        head_rows = tl.load(x.to(tl.pointer_type(tl.int16), bitcast=True) + ahead[None, :], mask=known & (ahead < num_inputs)[None, :], other=0)
+        known_head = known[:, None] & (ahead < num_inputs)[None, :]
+        head_rows = tl.load((x + ahead[None, :]).to(tl.pointer_type(tl.int16), bitcast=True), mask=known_head, other=0)
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for place in tl.range(HEAD, num_inputs, INPUTS, num_stages=STAGES):
-        rows = tl.load(x + place + column[None, :], mask=known & (place + column < num_inputs)[None, :], other=0.0)
-        sums = tl.dot(weight_tiles.load([first, place]), tl.trans(rows), sums, input_precision="ieee")
-    dtype = x.dtype.element_ty
+        inside = known[:, None] & (place + column < num_inputs)[None, :]
+        rows = tl.trans(tl.load(x + place + column[None, :], mask=inside, other=0.0))
+        weights = weight_tiles.load([expert * num_outputs + tl.program_id(0) * OUTPUTS, place])
+        sums = _add_product(sums, weights, rows, scales, row_scales, place // 128, group_stride, KIND)
     if HEAD > 0:
-        head_rows = tl.trans(head_rows).to(dtype, bitcast=True)
-        sums = tl.dot(head.to(dtype, bitcast=True), head_rows, sums, input_precision="ieee")
-    result, line = tl.trans(sums).to(dtype), pair
+        rows, weights = tl.trans(head_rows).to(DTYPE, bitcast=True), head.to(DTYPE, bitcast=True)
+        sums = tl.dot(weights, rows, sums, input_precision="ieee")
+    if KIND == _CHANNELS:
+        sums *= tl.load(scales)[:, None] * tl.load(row_scales)[None, :]
+    result, line = tl.trans(sums).to(DTYPE), pair
     if PARTS:
-        result = result.to(tl.float32) * tl.load(scores + pair, mask=pair >= 0, other=0.0)[:, None]
+        result = result.to(tl.float32) * tl.load(scores + pair, mask=known, other=0.0)[:, None]
         line = pair % NUM_CHOSEN * num_tokens + pair // NUM_CHOSEN
-    column = output + tl.arange(0, OUTPUTS)
-    at = line[:, None].to(tl.int64) * num_outputs + column[None, :]
-    tl.store(out + at, result, mask=known & (column < num_outputs)[None, :])
+    at = line[:, None].to(tl.int64) * num_outputs + output[None, :]
+    tl.store(out + at, result, mask=known[:, None] & (output < num_outputs)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -162,9 +203,15 @@ def _sum_kernel(
     tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=column < size)
 
 
-def experts_tiling(num_tokens: int, num_chosen: int, num_experts: int) -> tuple[ExpertTiling, ExpertTiling]:
-    """Tilings of gate-up and down for 2-byte weights and 228 KiB of shared memory per multiprocessor."""
+def experts_tiling(
+    num_tokens: int, num_chosen: int, num_experts: int, bytes_per_weight: int
+) -> tuple[ExpertTiling, ExpertTiling]:
+    """Tilings of gate-up and down for 228 KiB of shared memory per multiprocessor."""
     mean = num_tokens * num_chosen / num_experts  # pairs of an expert
+    if bytes_per_weight == 4:  # for tests
+        return ExpertTiling(16, 64, 32, 4, 2), ExpertTiling(16, 64, 32, 4, 2)
+    if bytes_per_weight == 1:
+        return _quantized_tiling(num_tokens, mean)
     if num_tokens <= FEW:
         return ExpertTiling(16, 32, 128, 4, 4), ExpertTiling(16, 64, 128, 4, 4, head=256)
     if mean <= 10:
@@ -176,42 +223,75 @@ def experts_tiling(num_tokens: int, num_chosen: int, num_experts: int) -> tuple[
     return ExpertTiling(128, 128, 64, 8, 4 if mean <= 128 else 3), ExpertTiling(128, 128, 64, 8, 3)
 
 
+def _quantized_tiling(num_tokens: int, mean: float) -> tuple[ExpertTiling, ExpertTiling]:
+    """Steps of 128 inputs share scales."""
+    if num_tokens <= FEW or mean <= 10:
+        return ExpertTiling(16, 64, 128, 4, 5), ExpertTiling(16, 64, 128, 4, 6)
+    if mean <= 24:
+        return ExpertTiling(32, 64, 128, 4, 4), ExpertTiling(32, 128, 128, 4, 4)
+    if mean <= 48:
+        return ExpertTiling(64, 64, 128, 4, 3), ExpertTiling(64, 128, 128, 4, 3)
+    return ExpertTiling(128, 64, 128, 8, 3), ExpertTiling(128, 128, 128, 8, 3)
+
+
 def experts(
     x: torch.Tensor | HalfNormed, scores: torch.Tensor, chosen: torch.Tensor, gate_up: Weight, down: Weight
 ) -> torch.Tensor:
     """See backends.MixExperts. Rows of the weights are multiples of 16 bytes."""
     normed, x = (x, x.x) if isinstance(x, HalfNormed) else (None, x)
-    (num_tokens, hidden), num_experts, size, num_chosen = x.shape, len(gate_up), down.shape[2], chosen.shape[1]
+    (num_tokens, hidden), num_experts, size, num_chosen = x.shape, gate_up.shape[0], down.shape[2], chosen.shape[1]
     if not num_tokens:
         return torch.empty_like(x)
     scores, chosen, early = scores.contiguous(), chosen.contiguous(), launches_early(x.device)
-    first, second = experts_tiling(num_tokens, num_chosen, num_experts)
-    if x.element_size() > 2:
-        first, second = (ExpertTiling(first.rows, 64, 32, 4, 2) for _ in range(2))
+    first, second = experts_tiling(num_tokens, num_chosen, num_experts, _values(gate_up).element_size())
     order, tiles, num_tiles = chosen, chosen, chosen.numel()
     if num_tokens > FEW:
         pairs = sort_pairs(chosen, num_experts, first.rows)
         order, tiles, num_tiles = pairs.order, pairs.tiles, pairs.tiles.shape[1]
-    is_parts = num_tokens <= _MOST_IN_PARTS
-    activated = x.new_empty((num_tokens, num_chosen, size))
-    shape = (num_chosen, num_tokens, hidden) if is_parts else (num_tokens, num_chosen, hidden)
-    results = torch.empty(shape, dtype=scores.dtype if is_parts else x.dtype, device=x.device)
-    squares, eps = (scores[:0], 0.0) if normed is None else (normed.squares, normed.eps)
     places = (chosen, order, tiles, num_tokens, num_tiles)
     padded, is_sorted = triton.next_power_of_2(num_chosen), num_tokens > FEW
+    squares, eps = (scores[:0], 0.0) if normed is None else (normed.squares, normed.eps)
+    activated = x.new_empty((num_tokens * num_chosen, size))
+    rows, row_scales, strides = _rows(x, gate_up)
     _gate_up_kernel[(triton.cdiv(size, first.outputs), num_tiles)](
-        _gate_up_tiles(gate_up, first), x, squares, activated, *places, size, hidden, x.stride(0), len(squares), eps,
-        num_chosen, padded, first.rows, first.outputs, first.inputs, is_sorted,
-        triton.next_power_of_2(len(squares)) if len(squares) else 0, first.num_stages, early,
-        num_warps=first.num_warps, **early_options(early),
+        _gate_up_tiles(_values(gate_up), first), _scales(gate_up), rows, row_scales, squares, activated, *places, size,
+        hidden, rows.stride(0), *strides, len(squares), eps, _kind(gate_up), num_chosen, padded, first.rows,
+        first.outputs, first.inputs, is_sorted, triton.next_power_of_2(len(squares)) if len(squares) else 0,
+        first.num_stages, early, num_warps=first.num_warps, **early_options(early),
     )  # fmt: skip
+    is_parts = num_tokens <= _MOST_IN_PARTS
+    shape = (num_chosen, num_tokens, hidden) if is_parts else (num_tokens, num_chosen, hidden)
+    results = torch.empty(shape, dtype=scores.dtype if is_parts else x.dtype, device=x.device)
+    rows, row_scales, strides = _rows(activated, down)
     _down_kernel[(triton.cdiv(hidden, second.outputs), num_tiles)](
-        TensorDescriptor.from_tensor(down.view(-1, size), [second.outputs, second.inputs]), down, activated, scores,
-        results, *places, hidden, size,
-        num_chosen, padded, second.rows, second.outputs, second.inputs, is_sorted, second.head, is_parts,
+        TensorDescriptor.from_tensor(_values(down).view(-1, size), [second.outputs, second.inputs]), _values(down),
+        _scales(down), rows, row_scales, scores, results, *places, hidden, size, *strides, _kind(down), num_chosen,
+        padded, second.rows, second.outputs, second.inputs, is_sorted, second.head, is_parts, _DTYPES[x.dtype],
         second.num_stages, early, num_warps=second.num_warps, **early_options(early),
     )  # fmt: skip
     return results if is_parts else _sum(results, scores)
+
+
+def _values(weight: Weight) -> torch.Tensor:
+    return weight.values if isinstance(weight, QuantizedWeight) else weight
+
+
+def _scales(weight: Weight) -> torch.Tensor:
+    return weight.scales if isinstance(weight, QuantizedWeight) else weight
+
+
+def _kind(weight: Weight) -> int:
+    if isinstance(weight, QuantizedWeight):
+        return int((_BLOCKS if weight.is_blocks else _CHANNELS).value)
+    return int(_PLAIN.value)
+
+
+def _rows(x: torch.Tensor, weight: Weight) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
+    """`x` as the weight needs it, its scales, and their strides."""
+    if not isinstance(weight, QuantizedWeight):
+        return x, x, (0, 0)
+    rows = quantize(x, weight.group)
+    return rows.values, rows.scales, (rows.scales.stride(0), rows.scales.stride(1))
 
 
 def _gate_up_tiles(weight: torch.Tensor, tiling: ExpertTiling) -> TensorDescriptor:

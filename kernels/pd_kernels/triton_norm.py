@@ -25,10 +25,13 @@ _TILE = 4096  # elements a program holds: one row of a large model, many heads o
 def root_mean_square(squares, num_squares, row, num_rows, size, eps, SQUARES: tl.constexpr):
     """What the rows `row` of a HalfNormed must be divided by. SQUARES: `num_squares` or more, 0: nothing, so 1."""
     if SQUARES == 0:
-        return tl.full(row.shape, 1.0, tl.float32)
-    piece = tl.arange(0, SQUARES)[:, None]
-    inside = (piece < num_squares) & (row < num_rows)[None, :]
-    return tl.sqrt(tl.sum(tl.load(squares + piece * num_rows + row[None, :], mask=inside, other=0.0), 0) / size + eps)
+        result = row * 0.0 + 1.0
+    else:
+        piece = tl.arange(0, SQUARES)[:, None]
+        inside = (piece < num_squares) & (row < num_rows)[None, :]
+        found = tl.load(squares + piece * num_rows + row[None, :], mask=inside, other=0.0)
+        result = tl.sqrt(tl.sum(found, 0) / size + eps)
+    return result
 
 
 @triton.jit(do_not_specialize=["num_rows"])
