@@ -243,55 +243,42 @@ def experts(
     if not num_tokens:
         return torch.empty_like(x)
     scores, chosen, early = scores.contiguous(), chosen.contiguous(), launches_early(x.device)
-    first, second = experts_tiling(num_tokens, num_chosen, num_experts, _values(gate_up).element_size())
-    order, tiles, num_tiles = chosen, chosen, chosen.numel()
-    if num_tokens > FEW:
+    values, scales, rows, row_scales, strides, kind = _operands(x, gate_up)
+    first, second = experts_tiling(num_tokens, num_chosen, num_experts, values.element_size())
+    order, tiles, num_tiles, is_sorted = chosen, chosen, chosen.numel(), num_tokens > FEW
+    if is_sorted:
         pairs = sort_pairs(chosen, num_experts, first.rows)
         order, tiles, num_tiles = pairs.order, pairs.tiles, pairs.tiles.shape[1]
-    places = (chosen, order, tiles, num_tokens, num_tiles)
-    padded, is_sorted = triton.next_power_of_2(num_chosen), num_tokens > FEW
+    places, padded = (chosen, order, tiles, num_tokens, num_tiles), triton.next_power_of_2(num_chosen)
     squares, eps = (scores[:0], 0.0) if normed is None else (normed.squares, normed.eps)
     activated = x.new_empty((num_tokens * num_chosen, size))
-    rows, row_scales, strides = _rows(x, gate_up)
     _gate_up_kernel[(triton.cdiv(size, first.outputs), num_tiles)](
-        _gate_up_tiles(_values(gate_up), first), _scales(gate_up), rows, row_scales, squares, activated, *places, size,
-        hidden, rows.stride(0), *strides, len(squares), eps, _kind(gate_up), num_chosen, padded, first.rows,
-        first.outputs, first.inputs, is_sorted, triton.next_power_of_2(len(squares)) if len(squares) else 0,
-        first.num_stages, early, num_warps=first.num_warps, **early_options(early),
+        _gate_up_tiles(values, first), scales, rows, row_scales, squares, activated, *places, size, hidden,
+        rows.stride(0), *strides, len(squares), eps, kind, num_chosen, padded, first.rows, first.outputs, first.inputs,
+        is_sorted, triton.next_power_of_2(len(squares)) if len(squares) else 0, first.num_stages, early,
+        num_warps=first.num_warps, **early_options(early),
     )  # fmt: skip
     is_parts = num_tokens <= _MOST_IN_PARTS
     shape = (num_chosen, num_tokens, hidden) if is_parts else (num_tokens, num_chosen, hidden)
     results = torch.empty(shape, dtype=scores.dtype if is_parts else x.dtype, device=x.device)
-    rows, row_scales, strides = _rows(activated, down)
+    values, scales, rows, row_scales, strides, kind = _operands(activated, down)
     _down_kernel[(triton.cdiv(hidden, second.outputs), num_tiles)](
-        TensorDescriptor.from_tensor(_values(down).view(-1, size), [second.outputs, second.inputs]), _values(down),
-        _scales(down), rows, row_scales, scores, results, *places, hidden, size, *strides, _kind(down), num_chosen,
-        padded, second.rows, second.outputs, second.inputs, is_sorted, second.head, is_parts, _DTYPES[x.dtype],
-        second.num_stages, early, num_warps=second.num_warps, **early_options(early),
+        TensorDescriptor.from_tensor(values.view(-1, size), [second.outputs, second.inputs]), values, scales, rows,
+        row_scales, scores, results, *places, hidden, size, *strides, kind, num_chosen, padded, second.rows,
+        second.outputs, second.inputs, is_sorted, second.head, is_parts, _DTYPES[x.dtype], second.num_stages, early,
+        num_warps=second.num_warps, **early_options(early),
     )  # fmt: skip
     return results if is_parts else _sum(results, scores)
 
 
-def _values(weight: Weight) -> torch.Tensor:
-    return weight.values if isinstance(weight, QuantizedWeight) else weight
-
-
-def _scales(weight: Weight) -> torch.Tensor:
-    return weight.scales if isinstance(weight, QuantizedWeight) else weight
-
-
-def _kind(weight: Weight) -> int:
-    if isinstance(weight, QuantizedWeight):
-        return int((_BLOCKS if weight.is_blocks else _CHANNELS).value)
-    return int(_PLAIN.value)
-
-
-def _rows(x: torch.Tensor, weight: Weight) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
-    """`x` as the weight needs it, its scales, and their strides."""
+def _operands(
+    x: torch.Tensor, weight: Weight
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...], int]:
+    """The weight's values and scales, `x` as the weight needs it, its scales and their strides, the kind of weight."""
     if not isinstance(weight, QuantizedWeight):
-        return x, x, (0, 0)
-    rows = quantize(x, weight.group)
-    return rows.values, rows.scales, (rows.scales.stride(0), rows.scales.stride(1))
+        return weight, weight, x, x, (0, 0), _PLAIN.value
+    rows, kind = quantize(x, weight.group), _BLOCKS if weight.is_blocks else _CHANNELS
+    return weight.values, weight.scales, rows.values, rows.scales, rows.scales.stride(), kind.value
 
 
 def _gate_up_tiles(weight: torch.Tensor, tiling: ExpertTiling) -> TensorDescriptor:

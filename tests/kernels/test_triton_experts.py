@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
@@ -9,6 +11,10 @@ pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from pd_kernels import reference, torch_experts, triton_experts, triton_pairs, triton_routing
 from pd_kernels.values import Routing
+from tests.kernels.quantized_weights import quantize_weight
+
+if TYPE_CHECKING:
+    from pd_kernels.quantized import Weight
 
 # Triton's interpreter on numpy
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -35,9 +41,7 @@ def rows(count: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(count, hidden, generator=torch.Generator().manual_seed(count)).to(DEVICE, dtype)
 
 
-def mix(
-    x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
+def mix(x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, gate_up: Weight, down: Weight) -> torch.Tensor:
     """The kernel's sum. Few tokens come in parts, which the norm adds."""
     found = triton_experts.experts(x, scores, chosen, gate_up, down)
     return found if found.dim() == 2 else found.sum(0).to(x.dtype)
@@ -117,6 +121,18 @@ def test_experts(count: int, num_experts: int, num_chosen: int, hidden: int, siz
     for choice in (chosen, torch.zeros_like(chosen) + torch.arange(num_chosen, device=DEVICE)):  # all to few experts
         found = mix(x, scores, choice, gate_up, down)
         assert error(found, torch_experts.experts(x, scores, choice, gate_up, down)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("is_blocks", [False, True], ids=["channels", "blocks"])
+@pytest.mark.parametrize(("count", "hidden", "size"), [(1, 144, 208), (20, 256, 144)])
+def test_experts_in_float8(count: int, hidden: int, size: int, is_blocks: bool) -> None:
+    """Blocks and steps of 128 inputs that the sizes do not fill."""
+    router, gate_up, down = mixture(3, hidden, size, torch.float32)
+    x = rows(count, hidden, torch.float16)
+    scores, chosen = torch_experts.route(x, router, None, Routing(2, True))
+    weights = [quantize_weight(weight, is_blocks=is_blocks) for weight in (gate_up, down)]
+    found = mix(x, scores, chosen, *weights)
+    assert error(found, torch_experts.experts(x, scores, chosen, *weights)) < 5e-3
 
 
 def test_no_tokens() -> None:
