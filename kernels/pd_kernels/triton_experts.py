@@ -23,7 +23,7 @@ from pd_kernels.quantized import QuantizedWeight
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_norm import root_mean_square
 from pd_kernels.triton_pairs import sort_pairs
-from pd_kernels.triton_quantize import quantize
+from pd_kernels.triton_quantize import _LEAST, _MOST, _rounded, quantize
 from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class ExpertTiling:
     inputs: int
     num_warps: int
     num_stages: int
-    head: int = 0  # inputs that a program reads before it waits; only of the second product
+    max_registers: int | None = None  # of a thread; None: the compiler decides
 
 
 @triton.jit
@@ -81,13 +81,27 @@ def _scales_at(scales, expert, line, num_lines, num_groups, KIND: tl.constexpr):
 
 
 @triton.jit
+def _quantized(rows):
+    """Rows [ROWS, 128] and their scales, as triton_quantize quantizes them."""
+    wide = rows.to(tl.float32)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(wide), 1), _LEAST), _MOST)
+    return _rounded(wide * tl.div_rn(1.0, scale)[:, None]).to(tl.float8e4nv), scale
+
+
+@triton.jit
 def _add_product(sums, weight, rows, scales_at, row_scales_at, group, group_stride, KIND: tl.constexpr):
     """Add a product. Quantized operands: the matrix unit's own sums have 14 bits, so it adds no more than one step."""
     if KIND == _PLAIN:
-        return tl.dot(weight, rows, sums, input_precision="ieee")
-    product = tl.dot(weight, rows)
+        return tl.dot(weight, tl.trans(rows), sums, input_precision="ieee")
     if KIND == _BLOCKS:
-        product *= tl.load(scales_at + group)[:, None] * tl.load(row_scales_at + group * group_stride)[None, :]
+        scale = tl.load(scales_at + group)[:, None]
+        if rows.dtype == weight.dtype:
+            product = tl.dot(weight, tl.trans(rows)) * (scale * tl.load(row_scales_at + group * group_stride)[None, :])
+        else:
+            rows, row_scale = _quantized(rows)
+            product = tl.dot(weight, tl.trans(rows)) * (scale * row_scale[None, :])
+    else:
+        product = tl.dot(weight, tl.trans(rows))
     return sums + product
 
 
@@ -119,7 +133,7 @@ def _gate_up_kernel(
     sums = tl.zeros([2 * OUTPUTS, ROWS], tl.float32)
     for place in tl.range(0, num_inputs, INPUTS, num_stages=STAGES):
         inside = (pair >= 0)[:, None] & (place + column < num_inputs)[None, :]
-        rows, group = tl.trans(tl.load(rows_at + place, mask=inside, other=0.0)), place // 128
+        rows, group = tl.load(rows_at + place, mask=inside, other=0.0), place // 128
         if JOINED:
             weight = tl.reshape(weight_tiles.load([expert * 2, output, place]), [2 * OUTPUTS, INPUTS])
             sums = _add_product(sums, weight, rows, scales, row_scales, group, group_stride, KIND)
@@ -144,10 +158,10 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
 def _down_kernel(
-    weight_tiles, weight, scales, x, row_scales, scores, out, chosen, order, tiles, num_tokens, num_tiles, num_outputs,
+    weight_tiles, scales, x, row_scales, scores, out, chosen, order, tiles, num_tokens, num_tiles, num_outputs,
     num_inputs, row_stride, group_stride,
     KIND: tl.constexpr, NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr, SORTED: tl.constexpr, HEAD: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
+    INPUTS: tl.constexpr, SORTED: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`x` [pairs, num_inputs] -> `out` [T, NUM_CHOSEN, num_outputs]; PARTS: [NUM_CHOSEN, T, num_outputs], weighted."""
@@ -159,24 +173,13 @@ def _down_kernel(
     x += tl.maximum(pair, 0).to(tl.int64)[:, None] * num_inputs
     row_scales += tl.maximum(pair, 0).to(tl.int64) * row_stride
     scales = _scales_at(scales, expert, output, num_outputs, tl.cdiv(num_inputs, 128), KIND)
-    if HEAD > 0:
-        ahead = tl.arange(0, HEAD)
-        weight += (expert * num_outputs + output).to(tl.int64)[:, None] * num_inputs + ahead[None, :]
-        known_head = (output < num_outputs)[:, None] & (ahead < num_inputs)[None, :]
-        head = tl.load(weight.to(tl.pointer_type(tl.int16), bitcast=True), mask=known_head, other=0)
     wait_for_others(EARLY)
-    if HEAD > 0:
-        known_head = known[:, None] & (ahead < num_inputs)[None, :]
-        head_rows = tl.load((x + ahead[None, :]).to(tl.pointer_type(tl.int16), bitcast=True), mask=known_head, other=0)
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for place in tl.range(HEAD, num_inputs, INPUTS, num_stages=STAGES):
+    for place in tl.range(0, num_inputs, INPUTS, num_stages=STAGES):
         inside = known[:, None] & (place + column < num_inputs)[None, :]
-        rows = tl.trans(tl.load(x + place + column[None, :], mask=inside, other=0.0))
+        rows = tl.load(x + place + column[None, :], mask=inside, other=0.0)
         weights = weight_tiles.load([expert * num_outputs + tl.program_id(0) * OUTPUTS, place])
         sums = _add_product(sums, weights, rows, scales, row_scales, place // 128, group_stride, KIND)
-    if HEAD > 0:
-        rows, weights = tl.trans(head_rows).to(DTYPE, bitcast=True), head.to(DTYPE, bitcast=True)
-        sums = tl.dot(weights, rows, sums, input_precision="ieee")
     if KIND == _CHANNELS:
         sums *= tl.load(scales)[:, None] * tl.load(row_scales)[None, :]
     result, line = tl.trans(sums).to(DTYPE), pair
@@ -213,7 +216,7 @@ def experts_tiling(
     if bytes_per_weight == 1:
         return _quantized_tiling(num_tokens, mean)
     if num_tokens <= FEW:
-        return ExpertTiling(16, 32, 128, 4, 4), ExpertTiling(16, 64, 128, 4, 4, head=256)
+        return ExpertTiling(16, 32, 128, 4, 4), ExpertTiling(16, 64, 128, 4, 4)
     if mean <= 10:
         return ExpertTiling(16, 64, 128, 4, 3), ExpertTiling(16, 128, 128, 4, 3)
     if mean <= 24:
@@ -243,7 +246,7 @@ def experts(
     if not num_tokens:
         return torch.empty_like(x)
     scores, chosen, early = scores.contiguous(), chosen.contiguous(), launches_early(x.device)
-    values, scales, rows, row_scales, strides, kind = _operands(x, gate_up)
+    values, scales, rows, row_scales, strides, kind = _operands(x, gate_up, num_tokens <= FEW)
     first, second = experts_tiling(num_tokens, num_chosen, num_experts, values.element_size())
     order, tiles, num_tiles, is_sorted = chosen, chosen, chosen.numel(), num_tokens > FEW
     if is_sorted:
@@ -256,27 +259,32 @@ def experts(
         _gate_up_tiles(values, first), scales, rows, row_scales, squares, activated, *places, size, hidden,
         rows.stride(0), *strides, len(squares), eps, kind, num_chosen, padded, first.rows, first.outputs, first.inputs,
         is_sorted, triton.next_power_of_2(len(squares)) if len(squares) else 0, first.num_stages, early,
-        num_warps=first.num_warps, **early_options(early),
+        num_warps=first.num_warps, maxnreg=first.max_registers, **early_options(early),
     )  # fmt: skip
     is_parts = num_tokens <= _MOST_IN_PARTS
     shape = (num_chosen, num_tokens, hidden) if is_parts else (num_tokens, num_chosen, hidden)
     results = torch.empty(shape, dtype=scores.dtype if is_parts else x.dtype, device=x.device)
-    values, scales, rows, row_scales, strides, kind = _operands(activated, down)
+    values, scales, rows, row_scales, strides, kind = _operands(activated, down, not is_sorted)
     _down_kernel[(triton.cdiv(hidden, second.outputs), num_tiles)](
-        TensorDescriptor.from_tensor(values.view(-1, size), [second.outputs, second.inputs]), values, scales, rows,
+        TensorDescriptor.from_tensor(values.view(-1, size), [second.outputs, second.inputs]), scales, rows,
         row_scales, scores, results, *places, hidden, size, *strides, kind, num_chosen, padded, second.rows,
-        second.outputs, second.inputs, is_sorted, second.head, is_parts, _DTYPES[x.dtype], second.num_stages, early,
-        num_warps=second.num_warps, **early_options(early),
+        second.outputs, second.inputs, is_sorted, is_parts, _DTYPES[x.dtype], second.num_stages, early,
+        num_warps=second.num_warps, maxnreg=second.max_registers, **early_options(early),
     )  # fmt: skip
     return results if is_parts else _sum(results, scores)
 
 
 def _operands(
-    x: torch.Tensor, weight: Weight
+    x: torch.Tensor, weight: Weight, few: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...], int]:
-    """The weight's values and scales, `x` as the weight needs it, its scales and their strides, the kind of weight."""
+    """The weight's values and scales, `x` as the kernel needs it, its scales and their strides, the kind of weight.
+
+    `few`: the kernel quantizes the rows for a weight in blocks. Programs repeat that, but there is a launch less.
+    """
     if not isinstance(weight, QuantizedWeight):
         return weight, weight, x, x, (0, 0), _PLAIN.value
+    if weight.is_blocks and few:
+        return weight.values, weight.scales, x, weight.scales, (0, 0), _BLOCKS.value
     rows, kind = quantize(x, weight.group), _BLOCKS if weight.is_blocks else _CHANNELS
     return weight.values, weight.scales, rows.values, rows.scales, rows.scales.stride(), kind.value
 

@@ -2,8 +2,8 @@
 """The choice of experts. One kernel multiplies tokens with the router, another chooses the experts of a token.
 
 A prefill node and a decode node must choose the same experts. So a token's products do not depend on the number of
-tokens: inputs are summed in pieces of _PIECE, always by the same instruction, and the pieces are added in their order.
-Few tokens: a program multiplies one piece, which it reads before it waits. Many tokens: a program adds all pieces.
+tokens: inputs are summed in pieces of _PIECE, always by the same instruction. Four pieces are added in their order,
+then the sums of four. Few tokens: a program multiplies one piece, which it reads before it waits; many tokens: four.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _PIECE = 64  # inputs
 _EXPERTS = 64  # of a program: the height of Hopper's matrix unit
-_FEW = 1024  # tokens: the products of more take longer to write in pieces than to compute one after the other
+_FEW = 256  # tokens: the products of more take longer to write in pieces than to compute one after the other
 _TINY = torch_experts.TINY
 
 
@@ -53,7 +53,7 @@ def _products_kernel(
     x, router, products, num_tokens, x_stride, num_inputs, num_experts,
     PIECES: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, PIECE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`products` [programs that share the inputs, T, E]; PIECES: of a program."""
+    """`products` [programs that share the inputs, T, E]; PIECES: of a program. Pieces behind the inputs are 0."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
     column = tl.program_id(2) * PIECES * PIECE + tl.arange(0, PIECE)
@@ -74,7 +74,8 @@ def _products_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_squares"])
 def _choose_kernel(
-    products, bias, squares, scores, chosen, num_tokens, num_inputs, num_experts, num_pieces, num_squares, eps, factor,
+    products, bias, squares, scores, chosen, num_tokens, num_inputs, num_experts, num_squares, eps, factor,
+    SUMS: tl.constexpr, PIECES: tl.constexpr,
     NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
     IS_SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, BIAS: tl.constexpr, SQUARES: tl.constexpr, TINY: tl.constexpr,
     EARLY: tl.constexpr,
@@ -88,10 +89,13 @@ def _choose_kernel(
     if BIAS:
         biases = tl.load(bias + expert, mask=expert < num_experts, other=0.0)[None, :]
     wait_for_others(EARLY)
-    product = tl.load(at, mask=inside, other=0.0)
-    for _ in range(1, num_pieces):
-        at += num_tokens.to(tl.int64) * num_experts
-        product += tl.load(at, mask=inside, other=0.0)
+    product = tl.zeros([ROWS, EXPERTS], tl.float32)
+    for _ in tl.static_range(SUMS):
+        four = tl.zeros([ROWS, EXPERTS], tl.float32)
+        for _ in tl.static_range(PIECES):
+            four += tl.load(at, mask=inside, other=0.0)
+            at += num_tokens.to(tl.int64) * num_experts
+        product += four
     product = product / root_mean_square(squares, num_squares, row, num_tokens, num_inputs, eps, SQUARES)[:, None]
     if IS_SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-product))
@@ -122,7 +126,7 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See backends.Route. `router` is float32. Groups of experts are chosen by torch. Raises ValueError.
 
-    `few`: tokens up to which a program multiplies one piece of the inputs.
+    `few`: tokens up to which a program multiplies one piece.
     """
     if routing.num_groups > 1:
         return torch_experts.route(x, router, bias, routing)
@@ -134,11 +138,10 @@ def route(
     chosen = torch.empty_like(scores, dtype=torch.int64)
     if not num_tokens:
         return scores, chosen
-    rows, pieces, share = max(16, min(64, triton.next_power_of_2(num_tokens))), triton.cdiv(num_inputs, _PIECE), 1
-    if num_tokens > few:
-        pieces, share = 1, pieces
-    products = x.new_empty((pieces, num_tokens, num_experts), dtype=torch.float32)
-    _products_kernel[(triton.cdiv(num_tokens, rows), triton.cdiv(num_experts, _EXPERTS), pieces)](
+    rows, sums = max(16, min(64, triton.next_power_of_2(num_tokens))), triton.cdiv(num_inputs, 4 * _PIECE)
+    pieces, share = (4, 1) if num_tokens <= few else (1, 4)
+    products = x.new_empty((sums * pieces, num_tokens, num_experts), dtype=torch.float32)
+    _products_kernel[(triton.cdiv(num_tokens, rows), triton.cdiv(num_experts, _EXPERTS), sums * pieces)](
         x, router, products, num_tokens, x.stride(0), num_inputs, num_experts, share, rows, _EXPERTS, _PIECE, early,
         num_warps=4, **early_options(early),
     )  # fmt: skip
@@ -147,7 +150,7 @@ def route(
     squares, eps = (products[0, :0], 0.0) if normed is None else (normed.squares, normed.eps)
     _choose_kernel[(triton.cdiv(num_tokens, rows),)](
         products, router if bias is None else bias, squares, scores, chosen, num_tokens, num_inputs, num_experts,
-        pieces, len(squares), eps, routing.factor, routing.num_chosen, triton.next_power_of_2(routing.num_chosen),
+        len(squares), eps, routing.factor, sums, pieces, routing.num_chosen, triton.next_power_of_2(routing.num_chosen),
         experts, rows, routing.is_sigmoid, routing.normalized, bias is not None,
         triton.next_power_of_2(len(squares)) if len(squares) else 0, _TINY, early, num_warps=1, **early_options(early),
     )  # fmt: skip
