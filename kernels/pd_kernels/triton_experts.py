@@ -23,7 +23,7 @@ from pd_kernels.quantized import QuantizedWeight
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_norm import root_mean_square
 from pd_kernels.triton_pairs import sort_pairs
-from pd_kernels.triton_quantize import _LEAST, _MOST, _rounded, quantize
+from pd_kernels.triton_quantize import quantize
 from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
@@ -81,27 +81,13 @@ def _scales_at(scales, expert, line, num_lines, num_groups, KIND: tl.constexpr):
 
 
 @triton.jit
-def _quantized(rows):
-    """Rows [ROWS, 128] and their scales, as triton_quantize quantizes them."""
-    wide = rows.to(tl.float32)
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(wide), 1), _LEAST), _MOST)
-    return _rounded(wide * tl.div_rn(1.0, scale)[:, None]).to(tl.float8e4nv), scale
-
-
-@triton.jit
 def _add_product(sums, weight, rows, scales_at, row_scales_at, group, group_stride, KIND: tl.constexpr):
     """Add a product. Quantized operands: the matrix unit's own sums have 14 bits, so it adds no more than one step."""
     if KIND == _PLAIN:
         return tl.dot(weight, tl.trans(rows), sums, input_precision="ieee")
+    product = tl.dot(weight, tl.trans(rows))
     if KIND == _BLOCKS:
-        scale = tl.load(scales_at + group)[:, None]
-        if rows.dtype == weight.dtype:
-            product = tl.dot(weight, tl.trans(rows)) * (scale * tl.load(row_scales_at + group * group_stride)[None, :])
-        else:
-            rows, row_scale = _quantized(rows)
-            product = tl.dot(weight, tl.trans(rows)) * (scale * row_scale[None, :])
-    else:
-        product = tl.dot(weight, tl.trans(rows))
+        product *= tl.load(scales_at + group)[:, None] * tl.load(row_scales_at + group * group_stride)[None, :]
     return sums + product
 
 
@@ -228,10 +214,12 @@ def experts_tiling(
 
 def _quantized_tiling(num_tokens: int, mean: float) -> tuple[ExpertTiling, ExpertTiling]:
     """Steps of 128 inputs share scales."""
-    if num_tokens <= FEW or mean <= 10:
+    if num_tokens <= FEW:
         return ExpertTiling(16, 64, 128, 4, 5), ExpertTiling(16, 64, 128, 4, 6)
+    if mean <= 10:
+        return ExpertTiling(16, 128, 128, 4, 3), ExpertTiling(16, 128, 128, 4, 3)
     if mean <= 24:
-        return ExpertTiling(32, 64, 128, 4, 4), ExpertTiling(32, 128, 128, 4, 4)
+        return ExpertTiling(32, 64, 128, 4, 3), ExpertTiling(32, 128, 128, 4, 3)
     if mean <= 48:
         return ExpertTiling(64, 64, 128, 4, 3), ExpertTiling(64, 128, 128, 4, 3)
     return ExpertTiling(128, 64, 128, 8, 3), ExpertTiling(128, 128, 128, 8, 3)
@@ -246,7 +234,7 @@ def experts(
     if not num_tokens:
         return torch.empty_like(x)
     scores, chosen, early = scores.contiguous(), chosen.contiguous(), launches_early(x.device)
-    values, scales, rows, row_scales, strides, kind = _operands(x, gate_up, num_tokens <= FEW)
+    values, scales, rows, row_scales, strides, kind = _operands(x, gate_up)
     first, second = experts_tiling(num_tokens, num_chosen, num_experts, values.element_size())
     order, tiles, num_tiles, is_sorted = chosen, chosen, chosen.numel(), num_tokens > FEW
     if is_sorted:
@@ -264,7 +252,7 @@ def experts(
     is_parts = num_tokens <= _MOST_IN_PARTS
     shape = (num_chosen, num_tokens, hidden) if is_parts else (num_tokens, num_chosen, hidden)
     results = torch.empty(shape, dtype=scores.dtype if is_parts else x.dtype, device=x.device)
-    values, scales, rows, row_scales, strides, kind = _operands(activated, down, not is_sorted)
+    values, scales, rows, row_scales, strides, kind = _operands(activated, down)
     _down_kernel[(triton.cdiv(hidden, second.outputs), num_tiles)](
         TensorDescriptor.from_tensor(values.view(-1, size), [second.outputs, second.inputs]), scales, rows,
         row_scales, scores, results, *places, hidden, size, *strides, kind, num_chosen, padded, second.rows,
@@ -275,16 +263,11 @@ def experts(
 
 
 def _operands(
-    x: torch.Tensor, weight: Weight, few: bool
+    x: torch.Tensor, weight: Weight
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...], int]:
-    """The weight's values and scales, `x` as the kernel needs it, its scales and their strides, the kind of weight.
-
-    `few`: the kernel quantizes the rows for a weight in blocks. Programs repeat that, but there is a launch less.
-    """
+    """The weight's values and scales, `x` as the weight needs it, its scales and their strides, the kind of weight."""
     if not isinstance(weight, QuantizedWeight):
         return weight, weight, x, x, (0, 0), _PLAIN.value
-    if weight.is_blocks and few:
-        return weight.values, weight.scales, x, weight.scales, (0, 0), _BLOCKS.value
     rows, kind = quantize(x, weight.group), _BLOCKS if weight.is_blocks else _CHANNELS
     return weight.values, weight.scales, rows.values, rows.scales, rows.scales.stride(), kind.value
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pd_kernels.values import Routing
 
 _PIECE = 64  # inputs
-_EXPERTS = 64  # of a program: the height of Hopper's matrix unit
 _FEW = 256  # tokens: the products of more take longer to write in pieces than to compute one after the other
+_MANY = 1024  # tokens from which larger tiles still fill the device, and read less
 _TINY = torch_experts.TINY
 
 
@@ -138,14 +138,16 @@ def route(
     chosen = torch.empty_like(scores, dtype=torch.int64)
     if not num_tokens:
         return scores, chosen
-    rows, sums = max(16, min(64, triton.next_power_of_2(num_tokens))), triton.cdiv(num_inputs, 4 * _PIECE)
+    sums, experts = triton.cdiv(num_inputs, 4 * _PIECE), triton.next_power_of_2(num_experts)
     pieces, share = (4, 1) if num_tokens <= few else (1, 4)
+    rows, height, num_warps = max(16, min(64, triton.next_power_of_2(num_tokens))), 64, 4  # of Hopper's matrix unit
+    if num_tokens > _MANY:
+        rows, height, num_warps = 128, max(64, min(128, experts)), 8
     products = x.new_empty((sums * pieces, num_tokens, num_experts), dtype=torch.float32)
-    _products_kernel[(triton.cdiv(num_tokens, rows), triton.cdiv(num_experts, _EXPERTS), sums * pieces)](
-        x, router, products, num_tokens, x.stride(0), num_inputs, num_experts, share, rows, _EXPERTS, _PIECE, early,
-        num_warps=4, **early_options(early),
+    _products_kernel[(triton.cdiv(num_tokens, rows), triton.cdiv(num_experts, height), sums * pieces)](
+        x, router, products, num_tokens, x.stride(0), num_inputs, num_experts, share, rows, height, _PIECE, early,
+        num_warps=num_warps, **early_options(early),
     )  # fmt: skip
-    experts = triton.next_power_of_2(num_experts)
     rows = max(1, min(512 // experts, triton.next_power_of_2(triton.cdiv(num_tokens, 512))))
     squares, eps = (products[0, :0], 0.0) if normed is None else (normed.squares, normed.eps)
     _choose_kernel[(triton.cdiv(num_tokens, rows),)](

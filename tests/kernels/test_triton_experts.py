@@ -171,11 +171,11 @@ def test_a_real_mixture(count: int) -> None:
 @needs_gpu
 def test_the_choice_of_a_token_does_not_depend_on_the_number_of_tokens() -> None:
     router, _, _ = mixture(*REAL[:2], 8, torch.bfloat16)
-    x, routing = rows(300, REAL[1], torch.bfloat16), Routing(8, True)
+    x, routing = rows(3000, REAL[1], torch.bfloat16), Routing(8, True)
     scores, chosen = triton_routing.route(x, router, None, routing)
     expected = (x.double() @ router.double().T).topk(8).indices
     assert (chosen != expected).any(-1).sum() <= 1, "float32 chooses as float64, but for nearly equal scores"
-    for count in range(1, 300):
+    for count in (*range(1, 301), 1024, 1025, 2999):
         found = triton_routing.route(x[-count:], router, None, routing)
         assert torch.equal(found[0], scores[-count:])
         assert torch.equal(found[1], chosen[-count:])
