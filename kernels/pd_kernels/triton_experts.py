@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pd_kernels.quantized import QuantizedWeight
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
-from pd_kernels.triton_norm import root_mean_square
+from pd_kernels.triton_norm import pieces_of_squares, root_mean_square
 from pd_kernels.triton_pairs import sort_pairs
 from pd_kernels.triton_quantize import quantize
 from pd_kernels.values import HalfNormed
@@ -109,7 +109,9 @@ def _gate_up_kernel(
     gate_at, num_groups = expert * 2 * num_outputs + output, tl.cdiv(num_inputs, 128)
     rows_at = x + token.to(tl.int64)[:, None] * x_stride + column[None, :]
     row_scales += token.to(tl.int64) * row_stride
-    divisor = root_mean_square(squares, num_squares, token, num_tokens, num_inputs, eps, SQUARES)
+    pieces = 0.0
+    if SQUARES > 0:
+        pieces = pieces_of_squares(squares, num_squares, token, num_tokens, SQUARES)
     gate, both = output + tl.arange(0, OUTPUTS), output + tl.arange(0, 2 * OUTPUTS)
     gate_scales = _scales_at(scales, expert, gate, 2 * num_outputs, num_groups, KIND)
     up_scales = _scales_at(scales, expert, gate + num_outputs, 2 * num_outputs, num_groups, KIND)
@@ -134,9 +136,11 @@ def _gate_up_kernel(
     if KIND == _CHANNELS:
         scale = tl.load(row_scales)[None, :]
         gates, ups = gates * tl.load(gate_scales)[:, None] * scale, ups * tl.load(up_scales)[:, None] * scale
+    if SQUARES > 0:
+        divisor = root_mean_square(pieces, num_inputs, eps)[None, :]
+        gates, ups = gates / divisor, ups / divisor
     dtype = out.dtype.element_ty
-    gates = (gates / divisor[None, :]).to(dtype).to(tl.float32)
-    ups = (ups / divisor[None, :]).to(dtype).to(tl.float32)
+    gates, ups = gates.to(dtype).to(tl.float32), ups.to(dtype).to(tl.float32)
     result = ((gates / (1.0 + tl.exp(-gates))).to(dtype).to(tl.float32) * ups).to(dtype)
     at = pair[:, None].to(tl.int64) * num_outputs + gate[None, :]
     tl.store(out + at, tl.trans(result), mask=(pair >= 0)[:, None] & (gate < num_outputs)[None, :])
@@ -159,6 +163,9 @@ def _down_kernel(
     x += tl.maximum(pair, 0).to(tl.int64)[:, None] * num_inputs
     row_scales += tl.maximum(pair, 0).to(tl.int64) * row_stride
     scales = _scales_at(scales, expert, output, num_outputs, tl.cdiv(num_inputs, 128), KIND)
+    score = 1.0
+    if PARTS:
+        score = tl.load(scores + pair, mask=known, other=0.0)[:, None]
     wait_for_others(EARLY)
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for place in tl.range(0, num_inputs, INPUTS, num_stages=STAGES):
@@ -170,7 +177,7 @@ def _down_kernel(
         sums *= tl.load(scales)[:, None] * tl.load(row_scales)[None, :]
     result, line = tl.trans(sums).to(DTYPE), pair
     if PARTS:
-        result = result.to(tl.float32) * tl.load(scores + pair, mask=known, other=0.0)[:, None]
+        result = result.to(tl.float32) * score
         line = pair % NUM_CHOSEN * num_tokens + pair // NUM_CHOSEN
     at = line[:, None].to(tl.int64) * num_outputs + output[None, :]
     tl.store(out + at, result, mask=known[:, None] & (output < num_outputs)[None, :])

@@ -22,16 +22,17 @@ _TILE = 4096  # elements a program holds: one row of a large model, many heads o
 
 
 @triton.jit
-def root_mean_square(squares, num_squares, row, num_rows, size, eps, SQUARES: tl.constexpr):
-    """What the rows `row` of a HalfNormed must be divided by. SQUARES: `num_squares` or more, 0: nothing, so 1."""
-    if SQUARES == 0:
-        result = row * 0.0 + 1.0
-    else:
-        piece = tl.arange(0, SQUARES)[:, None]
-        inside = (piece < num_squares) & (row < num_rows)[None, :]
-        found = tl.load(squares + piece * num_rows + row[None, :], mask=inside, other=0.0)
-        result = tl.sqrt(tl.sum(found, 0) / size + eps)
-    return result
+def pieces_of_squares(squares, num_squares, row, num_rows, SQUARES: tl.constexpr):
+    """The squares [SQUARES, rows] of the rows `row` of a HalfNormed. SQUARES: `num_squares` or more."""
+    piece = tl.arange(0, SQUARES)[:, None]
+    inside = (piece < num_squares) & (row < num_rows)[None, :]
+    return tl.load(squares + piece * num_rows + row[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def root_mean_square(pieces, size, eps):
+    """What rows of a HalfNormed must be divided by. A program loads the pieces early and needs this late."""
+    return tl.sqrt(tl.sum(pieces, 0) / size + eps)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

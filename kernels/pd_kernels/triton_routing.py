@@ -16,7 +16,7 @@ import triton.language as tl
 
 from pd_kernels import torch_experts
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
-from pd_kernels.triton_norm import root_mean_square
+from pd_kernels.triton_norm import pieces_of_squares, root_mean_square
 from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
@@ -96,7 +96,9 @@ def _choose_kernel(
             four += tl.load(at, mask=inside, other=0.0)
             at += num_tokens.to(tl.int64) * num_experts
         product += four
-    product = product / root_mean_square(squares, num_squares, row, num_tokens, num_inputs, eps, SQUARES)[:, None]
+    if SQUARES > 0:
+        pieces = pieces_of_squares(squares, num_squares, row, num_tokens, SQUARES)
+        product = product / root_mean_square(pieces, num_inputs, eps)[:, None]
     if IS_SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-product))
     else:
@@ -108,9 +110,12 @@ def _choose_kernel(
     kept = tl.zeros([ROWS, CHOSEN], tl.float32)
     experts = tl.zeros([ROWS, CHOSEN], tl.int32)
     for index in tl.static_range(NUM_CHOSEN):
-        best = tl.minimum(tl.argmax(rank, 1), num_experts - 1)[:, None]  # the lowest of equal ones; NaN: any
+        value, best = tl.max(rank, 1, return_indices=True)  # the lowest of equal ones; NaN: any
+        best = tl.minimum(best, num_experts - 1)[:, None]
         is_best = expert[None, :] == best
-        kept = tl.where(place == index, tl.sum(tl.where(is_best, score, 0.0), 1)[:, None], kept)
+        if BIAS:
+            value = tl.sum(tl.where(is_best, score, 0.0), 1)
+        kept = tl.where(place == index, value[:, None], kept)
         experts = tl.where(place == index, best, experts)
         rank = tl.where(is_best, -float("inf"), rank)
     if NORMALIZED:
