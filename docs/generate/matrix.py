@@ -123,8 +123,7 @@ def rows() -> list[Row]:
 def _models() -> Row:
     titles = {name: MODEL_TITLES.get(name, name.removesuffix("ForCausalLM")) for name in ARCHITECTURES}
     mixtures = [titles.pop(name) for name, architecture in ARCHITECTURES.items() if architecture.rules.experts]
-    partly = f"mixture of experts ({', '.join(mixtures)}; by the reference kernel: right, not yet fast)"
-    return Row("models", list(titles.values()), [partly], [])
+    return Row("models", [*titles.values(), f"mixtures of experts ({', '.join(mixtures)})"], [], [])
 
 
 def _dtypes() -> Row:

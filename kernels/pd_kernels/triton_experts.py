@@ -235,13 +235,15 @@ def _quantized_tiling(num_tokens: int, mean: float) -> tuple[ExpertTiling, Exper
 def experts(
     x: torch.Tensor | HalfNormed, scores: torch.Tensor, chosen: torch.Tensor, gate_up: Weight, down: Weight
 ) -> torch.Tensor:
-    """See backends.MixExperts. Rows of the weights are multiples of 16 bytes."""
+    """See backends.MixExperts. Raises ValueError unless rows of the weights are multiples of 16 bytes."""
     normed, x = (x, x.x) if isinstance(x, HalfNormed) else (None, x)
     (num_tokens, hidden), num_experts, size, num_chosen = x.shape, gate_up.shape[0], down.shape[2], chosen.shape[1]
     if not num_tokens:
         return torch.empty_like(x)
     scores, chosen, early = scores.contiguous(), chosen.contiguous(), launches_early(x.device)
     values, scales, rows, row_scales, strides, kind = _operands(x, gate_up)
+    if hidden * values.element_size() % 16 or size * values.element_size() % 16:
+        raise ValueError(f"rows of {hidden} and {size} weights in {values.dtype} are not multiples of 16 bytes")
     first, second = experts_tiling(num_tokens, num_chosen, num_experts, values.element_size())
     order, tiles, num_tiles, is_sorted = chosen, chosen, chosen.numel(), num_tokens > FEW
     if is_sorted:

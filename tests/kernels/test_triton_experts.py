@@ -142,6 +142,16 @@ def test_no_tokens() -> None:
     assert mix(x, scores, chosen, gate_up, down).shape == (0, 32)
 
 
+def test_rows_that_the_memory_accelerator_cannot_read_are_refused() -> None:
+    router, gate_up, down = mixture(4, 32, 12, torch.float16)
+    x = rows(2, 32, torch.float16)
+    scores, chosen = triton_routing.route(x, router, None, Routing(2, True))
+    with pytest.raises(ValueError, match="rows of 32 and 12 weights"):
+        triton_experts.experts(x, scores, chosen, gate_up, down)
+    with pytest.raises(ValueError, match="float32 router of 32 inputs"):
+        triton_routing.route(x, router.half(), None, Routing(2, True))
+
+
 @pytest.mark.parametrize("count", [6, 20])
 def test_a_row_does_not_depend_on_the_order_of_the_others(count: int) -> None:
     router, gate_up, down = mixture(6, 64, 48, torch.float16)
