@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pd_kernels.quantized import QuantizedWeight
+from pd_kernels.quantized import BLOCK, QuantizedWeight
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_norm import pieces_of_squares, root_mean_square
 from pd_kernels.triton_pairs import sort_pairs
@@ -29,7 +29,8 @@ from pd_kernels.values import HalfNormed
 if TYPE_CHECKING:
     from pd_kernels.quantized import Weight
 
-_PLAIN, _CHANNELS, _BLOCKS = (tl.constexpr(kind) for kind in range(3))  # kinds of weights
+# Kinds of weights. _TILES: weights in blocks, and all of a program's gates, ups or outputs are in one row of blocks
+_PLAIN, _CHANNELS, _BLOCKS, _TILES = (tl.constexpr(kind) for kind in range(4))
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 FEW = 16  # tokens up to which pairs are not sorted
 _MOST_IN_PARTS = 64  # tokens: more float32 parts leave the L2 cache before they are added
@@ -44,7 +45,6 @@ class ExpertTiling:
     inputs: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = None  # of a thread; None: the compiler decides
 
 
 @triton.jit
@@ -75,9 +75,11 @@ def _tile(
 def _scales_at(scales, expert, line, num_lines, num_groups, KIND: tl.constexpr):
     """Addresses of the first scales of lines of an expert's weight."""
     line = tl.minimum(line, num_lines - 1)
-    if KIND == _BLOCKS:
-        return scales + (expert * tl.cdiv(num_lines, 128) + line // 128) * num_groups
-    return scales + expert * num_lines + line
+    if KIND == _TILES:
+        line = tl.min(line, 0)
+    if KIND == _CHANNELS:
+        return scales + expert * num_lines + line
+    return scales + (expert * tl.cdiv(num_lines, 128) + line // 128) * num_groups
 
 
 @triton.jit
@@ -86,6 +88,8 @@ def _add_product(sums, weight, rows, scales_at, row_scales_at, group, group_stri
     if KIND == _PLAIN:
         return tl.dot(weight, tl.trans(rows), sums, input_precision="ieee")
     product = tl.dot(weight, tl.trans(rows))
+    if KIND == _TILES:
+        product *= (tl.load(scales_at + group) * tl.load(row_scales_at + group * group_stride))[None, :]
     if KIND == _BLOCKS:
         product *= tl.load(scales_at + group)[:, None] * tl.load(row_scales_at + group * group_stride)[None, :]
     return sums + product
@@ -241,10 +245,11 @@ def experts(
     if not num_tokens:
         return torch.empty_like(x)
     scores, chosen, early = scores.contiguous(), chosen.contiguous(), launches_early(x.device)
-    values, scales, rows, row_scales, strides, kind = _operands(x, gate_up)
-    if hidden * values.element_size() % 16 or size * values.element_size() % 16:
-        raise ValueError(f"rows of {hidden} and {size} weights in {values.dtype} are not multiples of 16 bytes")
-    first, second = experts_tiling(num_tokens, num_chosen, num_experts, values.element_size())
+    itemsize = 1 if isinstance(gate_up, QuantizedWeight) else gate_up.element_size()
+    if hidden * itemsize % 16 or size * itemsize % 16:
+        raise ValueError(f"rows of {hidden} and {size} weights of {itemsize} bytes are not multiples of 16 bytes")
+    first, second = experts_tiling(num_tokens, num_chosen, num_experts, itemsize)
+    values, scales, rows, row_scales, strides, kind = _operands(x, gate_up, size, first.outputs)
     order, tiles, num_tiles, is_sorted = chosen, chosen, chosen.numel(), num_tokens > FEW
     if is_sorted:
         pairs = sort_pairs(chosen, num_experts, first.rows)
@@ -256,28 +261,33 @@ def experts(
         _gate_up_tiles(values, first), scales, rows, row_scales, squares, activated, *places, size, hidden,
         rows.stride(0), *strides, len(squares), eps, kind, num_chosen, padded, first.rows, first.outputs, first.inputs,
         is_sorted, triton.next_power_of_2(len(squares)) if len(squares) else 0, first.num_stages, early,
-        num_warps=first.num_warps, maxnreg=first.max_registers, **early_options(early),
+        num_warps=first.num_warps, **early_options(early),
     )  # fmt: skip
     is_parts = num_tokens <= _MOST_IN_PARTS
     shape = (num_chosen, num_tokens, hidden) if is_parts else (num_tokens, num_chosen, hidden)
     results = torch.empty(shape, dtype=scores.dtype if is_parts else x.dtype, device=x.device)
-    values, scales, rows, row_scales, strides, kind = _operands(activated, down)
+    values, scales, rows, row_scales, strides, kind = _operands(activated, down, hidden, second.outputs)
     _down_kernel[(triton.cdiv(hidden, second.outputs), num_tiles)](
         TensorDescriptor.from_tensor(values.view(-1, size), [second.outputs, second.inputs]), scales, rows,
         row_scales, scores, results, *places, hidden, size, *strides, kind, num_chosen, padded, second.rows,
         second.outputs, second.inputs, is_sorted, is_parts, _DTYPES[x.dtype], second.num_stages, early,
-        num_warps=second.num_warps, maxnreg=second.max_registers, **early_options(early),
+        num_warps=second.num_warps, **early_options(early),
     )  # fmt: skip
     return results if is_parts else _sum(results, scores)
 
 
 def _operands(
-    x: torch.Tensor, weight: Weight
+    x: torch.Tensor, weight: Weight, size: int, outputs: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...], int]:
-    """The weight's values and scales, `x` as the weight needs it, its scales and their strides, the kind of weight."""
+    """The weight's values and scales, `x` as the weight needs it, its scales and their strides, the kind of weight.
+
+    `size`, `outputs`: gates, ups or outputs of an expert, and of a program.
+    """
     if not isinstance(weight, QuantizedWeight):
         return weight, weight, x, x, (0, 0), _PLAIN.value
     rows, kind = quantize(x, weight.group), _BLOCKS if weight.is_blocks else _CHANNELS
+    if weight.is_blocks and size % outputs == 0 and outputs in (64, BLOCK):
+        kind = _TILES
     return weight.values, weight.scales, rows.values, rows.scales, rows.scales.stride(), kind.value
 
 

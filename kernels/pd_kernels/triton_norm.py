@@ -149,6 +149,8 @@ def _add(
         return
     parts, part_stride = (1, 0) if x.dim() == 2 else (x.shape[0], x.stride(0))
     columns, rows_of_program, num_warps = _shape(size, num_rows)
+    if parts > 4:  # as many parts as a token has experts: each thread would load 128 numbers
+        num_warps = min(4 * num_warps, 16)
     groups = 0 if rows is None else 1 if rows.group >= size else columns // rows.group
     scales = residual if rows is None else rows.scales
     early = launches_early(x.device)

@@ -42,7 +42,7 @@ def compile_products(num_tokens: int, is_quantized: bool) -> dict[str, str]:
     first, second = experts_tiling(num_tokens, 8, 128, 1 if is_quantized else 2)
     operands = {"scales": scale, "x": f"*{dtype}", "row_scales": scale, "out": "*bf16", **PLACES, **SIZES}
     operands |= dict.fromkeys(("row_stride", "group_stride"), "i32")
-    common = {"KIND": 2 if is_quantized else 0, "NUM_CHOSEN": 8, "CHOSEN": 8, "SORTED": num_tokens > FEW, "EARLY": True}
+    common = {"KIND": 3 if is_quantized else 0, "NUM_CHOSEN": 8, "CHOSEN": 8, "SORTED": num_tokens > FEW, "EARLY": True}
     box = f"2,{first.outputs}" if first.outputs < 64 else f"{first.outputs}"
     gate_up = compile_kernel(
         _gate_up_kernel,

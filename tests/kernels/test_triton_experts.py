@@ -124,7 +124,7 @@ def test_experts(count: int, num_experts: int, num_chosen: int, hidden: int, siz
 
 
 @pytest.mark.parametrize("is_blocks", [False, True], ids=["channels", "blocks"])
-@pytest.mark.parametrize(("count", "hidden", "size"), [(1, 144, 208), (20, 256, 144)])
+@pytest.mark.parametrize(("count", "hidden", "size"), [(1, 144, 208), (20, 256, 144), (18, 128, 64)])
 def test_experts_in_float8(count: int, hidden: int, size: int, is_blocks: bool) -> None:
     """Blocks and steps of 128 inputs that the sizes do not fill."""
     router, gate_up, down = mixture(3, hidden, size, torch.float32)
