@@ -83,16 +83,30 @@ def _scales_at(scales, expert, line, num_lines, num_groups, KIND: tl.constexpr):
 
 
 @triton.jit
-def _add_product(sums, weight, rows, scales_at, row_scales_at, group, group_stride, KIND: tl.constexpr):
-    """Add a product. Quantized operands: the matrix unit's own sums have 14 bits, so it adds no more than one step."""
+def _product(sums, weight, rows, KIND: tl.constexpr):
+    """The product; of weights that are not quantized, added to `sums`.
+
+    Other products are added later: the matrix unit's own sums of float8 have 14 bits.
+    """
     if KIND == _PLAIN:
-        return tl.dot(weight, tl.trans(rows), sums, input_precision="ieee")
-    product = tl.dot(weight, tl.trans(rows))
-    if KIND == _TILES:
-        product *= (tl.load(scales_at + group) * tl.load(row_scales_at + group * group_stride))[None, :]
-    if KIND == _BLOCKS:
-        product *= tl.load(scales_at + group)[:, None] * tl.load(row_scales_at + group * group_stride)[None, :]
-    return sums + product
+        product = tl.dot(weight, tl.trans(rows), sums, input_precision="ieee")
+    else:
+        product = tl.dot(weight, tl.trans(rows))
+    return product
+
+
+@triton.jit
+def _add(sums, product, scales_at, row_scales_at, group, group_stride, KIND: tl.constexpr):
+    """`sums` plus what `_product` returned, times the scales of blocks."""
+    if KIND == _PLAIN:
+        sums = product
+    else:
+        if KIND == _TILES:
+            product *= (tl.load(scales_at + group) * tl.load(row_scales_at + group * group_stride))[None, :]
+        if KIND == _BLOCKS:
+            product *= tl.load(scales_at + group)[:, None] * tl.load(row_scales_at + group * group_stride)[None, :]
+        sums += product
+    return sums
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles", "num_squares"])
@@ -116,9 +130,9 @@ def _gate_up_kernel(
     pieces = 0.0
     if SQUARES > 0:
         pieces = pieces_of_squares(squares, num_squares, token, num_tokens, SQUARES)
-    gate, both = output + tl.arange(0, OUTPUTS), output + tl.arange(0, 2 * OUTPUTS)
-    gate_scales = _scales_at(scales, expert, gate, 2 * num_outputs, num_groups, KIND)
-    up_scales = _scales_at(scales, expert, gate + num_outputs, 2 * num_outputs, num_groups, KIND)
+    line, both = output + tl.arange(0, OUTPUTS), output + tl.arange(0, 2 * OUTPUTS)
+    gate_scales = _scales_at(scales, expert, line, 2 * num_outputs, num_groups, KIND)
+    up_scales = _scales_at(scales, expert, line + num_outputs, 2 * num_outputs, num_groups, KIND)
     both = tl.where(both < output + OUTPUTS, both, both - OUTPUTS + num_outputs)
     scales = _scales_at(scales, expert, both, 2 * num_outputs, num_groups, KIND)
     gates, ups = tl.zeros([OUTPUTS, ROWS], tl.float32), tl.zeros([OUTPUTS, ROWS], tl.float32)
@@ -128,13 +142,14 @@ def _gate_up_kernel(
         rows, group = tl.load(rows_at + place, mask=inside, other=0.0), place // 128
         if JOINED:
             weight = tl.reshape(weight_tiles.load([expert * 2, output, place]), [2 * OUTPUTS, INPUTS])
-            sums = _add_product(sums, weight, rows, scales, row_scales, group, group_stride, KIND)
+            product = _product(sums, weight, rows, KIND)
+            sums = _add(sums, product, scales, row_scales, group, group_stride, KIND)
             sums = tl.where(num_tokens > 0, sums, 0.0)  # see triton_matmul._awaited
         else:
-            weight = weight_tiles.load([gate_at, place])
-            gates = _add_product(gates, weight, rows, gate_scales, row_scales, group, group_stride, KIND)
-            weight = weight_tiles.load([gate_at + num_outputs, place])
-            ups = _add_product(ups, weight, rows, up_scales, row_scales, group, group_stride, KIND)
+            gate = _product(gates, weight_tiles.load([gate_at, place]), rows, KIND)
+            up = _product(ups, weight_tiles.load([gate_at + num_outputs, place]), rows, KIND)
+            gates = _add(gates, gate, gate_scales, row_scales, group, group_stride, KIND)
+            ups = _add(ups, up, up_scales, row_scales, group, group_stride, KIND)
     if JOINED:
         gates, ups = tl.split(tl.permute(tl.reshape(sums, [2, OUTPUTS, ROWS]), [1, 2, 0]))
     if KIND == _CHANNELS:
@@ -146,8 +161,8 @@ def _gate_up_kernel(
     dtype = out.dtype.element_ty
     gates, ups = gates.to(dtype).to(tl.float32), ups.to(dtype).to(tl.float32)
     result = ((gates / (1.0 + tl.exp(-gates))).to(dtype).to(tl.float32) * ups).to(dtype)
-    at = pair[:, None].to(tl.int64) * num_outputs + gate[None, :]
-    tl.store(out + at, tl.trans(result), mask=(pair >= 0)[:, None] & (gate < num_outputs)[None, :])
+    at = pair[:, None].to(tl.int64) * num_outputs + line[None, :]
+    tl.store(out + at, tl.trans(result), mask=(pair >= 0)[:, None] & (line < num_outputs)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
@@ -175,8 +190,9 @@ def _down_kernel(
     for place in tl.range(0, num_inputs, INPUTS, num_stages=STAGES):
         inside = known[:, None] & (place + column < num_inputs)[None, :]
         rows = tl.load(x + place + column[None, :], mask=inside, other=0.0)
-        weights = weight_tiles.load([expert * num_outputs + tl.program_id(0) * OUTPUTS, place])
-        sums = _add_product(sums, weights, rows, scales, row_scales, place // 128, group_stride, KIND)
+        weight = weight_tiles.load([expert * num_outputs + tl.program_id(0) * OUTPUTS, place])
+        product = _product(sums, weight, rows, KIND)
+        sums = _add(sums, product, scales, row_scales, place // 128, group_stride, KIND)
     if KIND == _CHANNELS:
         sums *= tl.load(scales)[:, None] * tl.load(row_scales)[None, :]
     result, line = tl.trans(sums).to(DTYPE), pair
@@ -230,10 +246,8 @@ def _quantized_tiling(num_tokens: int, mean: float) -> tuple[ExpertTiling, Exper
     if mean <= 10:
         return ExpertTiling(16, 128, 128, 4, 3), ExpertTiling(16, 128, 128, 4, 3)
     if mean <= 24:
-        return ExpertTiling(32, 64, 128, 4, 3), ExpertTiling(32, 128, 128, 4, 3)
-    if mean <= 48:
-        return ExpertTiling(64, 64, 128, 4, 3), ExpertTiling(64, 128, 128, 4, 3)
-    return ExpertTiling(128, 64, 128, 8, 3), ExpertTiling(128, 128, 128, 8, 3)
+        return ExpertTiling(32, 128, 128, 8, 3), ExpertTiling(32, 128, 128, 4, 3)
+    return ExpertTiling(64, 64, 128, 4, 4), ExpertTiling(64, 128, 128, 4, 3)
 
 
 def experts(

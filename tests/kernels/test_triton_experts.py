@@ -132,7 +132,8 @@ def test_experts_in_float8(count: int, hidden: int, size: int, is_blocks: bool) 
     scores, chosen = torch_experts.route(x, router, None, Routing(2, True))
     weights = [quantize_weight(weight, is_blocks=is_blocks) for weight in (gate_up, down)]
     found = mix(x, scores, chosen, *weights)
-    assert error(found, torch_experts.experts(x, scores, chosen, *weights)) < 5e-3
+    # On a GPU sums are in another order, and a number between two values of float8 may be rounded to the other
+    assert error(found, torch_experts.experts(x, scores, chosen, *weights)) < (3e-2 if GPU else 5e-3)
 
 
 def test_no_tokens() -> None:
