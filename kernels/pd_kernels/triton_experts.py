@@ -41,7 +41,7 @@ class ExpertTiling:
     """Sizes of the tiles of one product; the defaults of `experts_tiling` were chosen by measurement."""
 
     rows: int  # pairs
-    outputs: int  # of a program: gates and as many ups
+    outputs: int  # of a program: gates and as many ups. The matrix unit multiplies 64 lines of weights at once
     inputs: int
     num_warps: int
     num_stages: int
@@ -109,7 +109,7 @@ def _add(sums, product, scales_at, row_scales_at, group, group_stride, KIND: tl.
     return sums
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_tiles", "num_squares"])
+@triton.jit(do_not_specialize=["num_tokens", "num_tiles", "group_stride", "num_squares"])
 def _gate_up_kernel(
     weight_tiles, scales, x, row_scales, squares, out, chosen, order, tiles, num_tokens, num_tiles, num_outputs,
     num_inputs, x_stride, row_stride, group_stride, num_squares, eps,
@@ -122,7 +122,6 @@ def _gate_up_kernel(
     expert, pair = _tile(chosen, order, tiles, num_tokens, num_tiles, NUM_CHOSEN, CHOSEN, ROWS, SORTED)
     if expert < 0:
         return
-    JOINED: tl.constexpr = OUTPUTS < 64  # gates and ups fill the 64 lines of the matrix unit together
     output, column, token = tl.program_id(0) * OUTPUTS, tl.arange(0, INPUTS), tl.maximum(pair, 0) // NUM_CHOSEN
     gate_at, num_groups = expert * 2 * num_outputs + output, tl.cdiv(num_inputs, 128)
     rows_at = x + token.to(tl.int64)[:, None] * x_stride + column[None, :]
@@ -130,28 +129,17 @@ def _gate_up_kernel(
     pieces = 0.0
     if SQUARES > 0:
         pieces = pieces_of_squares(squares, num_squares, token, num_tokens, SQUARES)
-    line, both = output + tl.arange(0, OUTPUTS), output + tl.arange(0, 2 * OUTPUTS)
+    line = output + tl.arange(0, OUTPUTS)
     gate_scales = _scales_at(scales, expert, line, 2 * num_outputs, num_groups, KIND)
     up_scales = _scales_at(scales, expert, line + num_outputs, 2 * num_outputs, num_groups, KIND)
-    both = tl.where(both < output + OUTPUTS, both, both - OUTPUTS + num_outputs)
-    scales = _scales_at(scales, expert, both, 2 * num_outputs, num_groups, KIND)
     gates, ups = tl.zeros([OUTPUTS, ROWS], tl.float32), tl.zeros([OUTPUTS, ROWS], tl.float32)
-    sums = tl.zeros([2 * OUTPUTS, ROWS], tl.float32)
     for place in tl.range(0, num_inputs, INPUTS, num_stages=STAGES):
         inside = (pair >= 0)[:, None] & (place + column < num_inputs)[None, :]
         rows, group = tl.load(rows_at + place, mask=inside, other=0.0), place // 128
-        if JOINED:
-            weight = tl.reshape(weight_tiles.load([expert * 2, output, place]), [2 * OUTPUTS, INPUTS])
-            product = _product(sums, weight, rows, KIND)
-            sums = _add(sums, product, scales, row_scales, group, group_stride, KIND)
-            sums = tl.where(num_tokens > 0, sums, 0.0)  # see triton_matmul._awaited
-        else:
-            gate = _product(gates, weight_tiles.load([gate_at, place]), rows, KIND)
-            up = _product(ups, weight_tiles.load([gate_at + num_outputs, place]), rows, KIND)
-            gates = _add(gates, gate, gate_scales, row_scales, group, group_stride, KIND)
-            ups = _add(ups, up, up_scales, row_scales, group, group_stride, KIND)
-    if JOINED:
-        gates, ups = tl.split(tl.permute(tl.reshape(sums, [2, OUTPUTS, ROWS]), [1, 2, 0]))
+        gate = _product(gates, weight_tiles.load([gate_at, place]), rows, KIND)
+        up = _product(ups, weight_tiles.load([gate_at + num_outputs, place]), rows, KIND)
+        gates = _add(gates, gate, gate_scales, row_scales, group, group_stride, KIND)
+        ups = _add(ups, up, up_scales, row_scales, group, group_stride, KIND)
     if KIND == _CHANNELS:
         scale = tl.load(row_scales)[None, :]
         gates, ups = gates * tl.load(gate_scales)[:, None] * scale, ups * tl.load(up_scales)[:, None] * scale
@@ -165,7 +153,7 @@ def _gate_up_kernel(
     tl.store(out + at, tl.trans(result), mask=(pair >= 0)[:, None] & (line < num_outputs)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
+@triton.jit(do_not_specialize=["num_tokens", "num_tiles", "group_stride"])
 def _down_kernel(
     weight_tiles, scales, x, row_scales, scores, out, chosen, order, tiles, num_tokens, num_tiles, num_outputs,
     num_inputs, row_stride, group_stride,
@@ -229,7 +217,7 @@ def experts_tiling(
     if bytes_per_weight == 1:
         return _quantized_tiling(num_tokens, mean)
     if num_tokens <= FEW:
-        return ExpertTiling(16, 32, 128, 4, 4), ExpertTiling(16, 64, 128, 4, 4)
+        return ExpertTiling(16, 64, 128, 4, 3), ExpertTiling(16, 64, 128, 4, 4)
     if mean <= 10:
         return ExpertTiling(16, 64, 128, 4, 3), ExpertTiling(16, 128, 128, 4, 3)
     if mean <= 24:
@@ -272,9 +260,10 @@ def experts(
     squares, eps = (scores[:0], 0.0) if normed is None else (normed.squares, normed.eps)
     activated = x.new_empty((num_tokens * num_chosen, size))
     _gate_up_kernel[(triton.cdiv(size, first.outputs), num_tiles)](
-        _gate_up_tiles(values, first), scales, rows, row_scales, squares, activated, *places, size, hidden,
-        rows.stride(0), *strides, len(squares), eps, kind, num_chosen, padded, first.rows, first.outputs, first.inputs,
-        is_sorted, triton.next_power_of_2(len(squares)) if len(squares) else 0, first.num_stages, early,
+        TensorDescriptor.from_tensor(values.view(-1, hidden), [first.outputs, first.inputs]), scales, rows, row_scales,
+        squares, activated, *places, size, hidden, rows.stride(0), *strides, len(squares), eps, kind, num_chosen,
+        padded, first.rows, first.outputs, first.inputs, is_sorted,
+        triton.next_power_of_2(len(squares)) if len(squares) else 0, first.num_stages, early,
         num_warps=first.num_warps, **early_options(early),
     )  # fmt: skip
     is_parts = num_tokens <= _MOST_IN_PARTS
@@ -303,15 +292,6 @@ def _operands(
     if weight.is_blocks and size % outputs == 0 and outputs in (64, BLOCK):
         kind = _TILES
     return weight.values, weight.scales, rows.values, rows.scales, rows.scales.stride(), kind.value
-
-
-def _gate_up_tiles(weight: torch.Tensor, tiling: ExpertTiling) -> TensorDescriptor:
-    num_experts, height, width = weight.shape
-    if tiling.outputs < 64:
-        return TensorDescriptor.from_tensor(
-            weight.view(2 * num_experts, height // 2, width), [2, tiling.outputs, tiling.inputs]
-        )
-    return TensorDescriptor.from_tensor(weight.view(-1, width), [tiling.outputs, tiling.inputs])
 
 
 def _sum(results: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

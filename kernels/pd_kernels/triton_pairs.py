@@ -38,7 +38,7 @@ def _count_kernel(chosen, counts, num_pairs, EXPERTS: tl.constexpr, BLOCK: tl.co
     tl.store(counts + block * EXPERTS + tl.arange(0, EXPERTS), found)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles", "num_blocks"])
 def _place_kernel(
     chosen, counts, order, tiles, num_pairs, num_tiles, num_blocks,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
@@ -80,17 +80,13 @@ def sort_pairs(chosen: torch.Tensor, num_experts: int, rows: int, most: int | No
 
     `most`: pairs that a program sorts, a power of two; None: a number chosen by measurement.
     """
-    num_pairs, device = chosen.numel(), chosen.device
+    num_pairs, device, early = chosen.numel(), chosen.device, launches_early(chosen.device)
     num_tiles = num_pairs // rows + min(num_experts, num_pairs)
     order = torch.empty(num_pairs, dtype=torch.int32, device=device)
     tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=device)
     most = most or (_BLOCK if num_pairs <= 32768 else 2 * _BLOCK)
     block = max(16, min(most, triton.next_power_of_2(num_pairs)))
-    experts, num_blocks, early = (
-        triton.next_power_of_2(num_experts),
-        triton.cdiv(num_pairs, block),
-        launches_early(device),
-    )
+    num_blocks, experts = triton.cdiv(num_pairs, block), triton.next_power_of_2(num_experts)
     counts = order
     if num_blocks > 1:
         counts = torch.empty((num_blocks, experts), dtype=torch.int32, device=device)

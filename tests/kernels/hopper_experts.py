@@ -43,10 +43,9 @@ def compile_products(num_tokens: int, is_quantized: bool) -> dict[str, str]:
     operands = {"scales": scale, "x": f"*{dtype}", "row_scales": scale, "out": "*bf16", **PLACES, **SIZES}
     operands |= dict.fromkeys(("row_stride", "group_stride"), "i32")
     common = {"KIND": 3 if is_quantized else 0, "NUM_CHOSEN": 8, "CHOSEN": 8, "SORTED": num_tokens > FEW, "EARLY": True}
-    box = f"2,{first.outputs}" if first.outputs < 64 else f"{first.outputs}"
     gate_up = compile_kernel(
         _gate_up_kernel,
-        {"weight_tiles": f"tensordesc<{dtype}[{box},{first.inputs}]>", **operands, "squares": "*fp32",
+        {"weight_tiles": f"tensordesc<{dtype}[{first.outputs},{first.inputs}]>", **operands, "squares": "*fp32",
          "x_stride": "i32", "num_squares": "i32", "eps": "fp32"},
         {**common, **sizes(first), "SQUARES": 32 if num_tokens <= 64 else 0},
         first,
