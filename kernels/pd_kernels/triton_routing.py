@@ -145,7 +145,8 @@ def route(
         return scores, chosen
     sums, experts = triton.cdiv(num_inputs, 4 * _PIECE), triton.next_power_of_2(num_experts)
     pieces, share = (4, 1) if num_tokens <= few else (1, 4)
-    rows, height, num_warps = max(16, min(64, triton.next_power_of_2(num_tokens))), 64, 4  # of Hopper's matrix unit
+    # A program has 64 experts, as many as Hopper's matrix unit multiplies at once
+    rows, height, num_warps = max(16, min(64, triton.next_power_of_2(num_tokens))), 64, 4
     if num_tokens > _MANY:
         rows, height, num_warps = 128, max(64, min(128, experts)), 8
     products = x.new_empty((sums * pieces, num_tokens, num_experts), dtype=torch.float32)
