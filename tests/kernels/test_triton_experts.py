@@ -136,6 +136,17 @@ def test_experts_in_float8(count: int, hidden: int, size: int, is_blocks: bool) 
     assert error(found, torch_experts.experts(x, scores, chosen, *weights)) < (3e-2 if GPU else 5e-3)
 
 
+@pytest.mark.parametrize("bytes_per_weight", [1, 2, 4])
+@pytest.mark.parametrize(("num_chosen", "num_experts"), [(8, 128), (2, 8), (1, 384)])
+def test_both_products_have_the_same_tiles_of_pairs(num_chosen: int, num_experts: int, bytes_per_weight: int) -> None:
+    """Pairs are cut into tiles once. Unsorted, all tokens are the rows of a tile. Scales are of 128 inputs."""
+    for num_tokens in range(1, 9000, 7):
+        first, second = triton_experts.experts_tiling(num_tokens, num_chosen, num_experts, bytes_per_weight)
+        assert first.rows == second.rows
+        assert num_tokens > triton_experts.FEW or num_tokens <= first.rows
+        assert bytes_per_weight > 1 or first.inputs == second.inputs == 128
+
+
 def test_no_tokens() -> None:
     router, gate_up, down = mixture(4, 32, 16, torch.float16)
     x = rows(0, 32, torch.float16)
