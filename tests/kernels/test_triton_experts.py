@@ -57,7 +57,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize(
     ("count", "num_experts", "num_chosen", "hidden"),
-    [(1, 7, 7, 32), (3, 128, 8, 200), (65, 96, 3, 136)],
+    [(1, 7, 7, 32), (3, 128, 8, 200), (20, 96, 3, 136)],
 )
 def test_route(count: int, num_experts: int, num_chosen: int, hidden: int, has_bias: bool, is_sigmoid: bool) -> None:
     router, _, _ = mixture(num_experts, hidden, 8, torch.float32)
@@ -65,7 +65,7 @@ def test_route(count: int, num_experts: int, num_chosen: int, hidden: int, has_b
     x = rows(count, hidden, torch.float32)
     for normalized in (False, True):
         routing = Routing(num_chosen, normalized, is_sigmoid, factor=2.5)
-        scores, chosen = triton_routing.route(x, router, bias, routing, few=64)
+        scores, chosen = triton_routing.route(x, router, bias, routing, few=16)
         expected_scores, expected = reference.route(x, router, bias, routing)
         assert torch.equal(chosen, expected)
         torch.testing.assert_close(scores, expected_scores, atol=1e-5, rtol=1e-4)
@@ -74,7 +74,7 @@ def test_route(count: int, num_experts: int, num_chosen: int, hidden: int, has_b
 def test_of_equal_scores_the_lowest_experts_are_chosen() -> None:
     router = torch.zeros(100, 32, device=DEVICE)
     router[-1] = 1.0
-    for count in (1, 70):
+    for count in (1, 5):
         x = torch.ones(count, 32, device=DEVICE)
         assert triton_routing.route(x, router, None, Routing(4, False))[1].tolist() == [[99, 0, 1, 2]] * count
 
