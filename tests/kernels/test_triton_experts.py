@@ -89,7 +89,7 @@ def test_groups_of_experts_are_chosen_as_torch_does() -> None:
 
 
 @pytest.mark.parametrize("num_experts", [3, 128])
-@pytest.mark.parametrize(("num_tokens", "num_chosen", "tile"), [(1, 1, 16), (5, 3, 16), (100, 3, 4)])
+@pytest.mark.parametrize(("num_tokens", "num_chosen", "tile"), [(1, 1, 16), (5, 3, 16), (50, 3, 4)])
 def test_pairs_are_sorted_and_cut_into_tiles_of_one_expert(
     num_tokens: int, num_chosen: int, tile: int, num_experts: int
 ) -> None:
@@ -98,7 +98,7 @@ def test_pairs_are_sorted_and_cut_into_tiles_of_one_expert(
     for low in (0, num_experts - 1):
         chosen = torch.randint(low, num_experts, (num_tokens, num_chosen), generator=random)
         chosen[0, 0] = 0
-        found = triton_pairs.sort_pairs(chosen.to(DEVICE), num_experts, tile, most=64)
+        found = triton_pairs.sort_pairs(chosen.to(DEVICE), num_experts, tile, most=32)
         assert found.order.tolist() == chosen.flatten().argsort(stable=True).tolist()
         counts, start, expected = chosen.flatten().bincount(minlength=num_experts).tolist(), 0, []
         for expert, count in enumerate(counts):
@@ -112,7 +112,7 @@ def test_pairs_are_sorted_and_cut_into_tiles_of_one_expert(
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize(
     ("count", "num_experts", "num_chosen", "hidden", "size"),
-    [(1, 8, 2, 64, 40), (7, 4, 4, 72, 136), (17, 3, 1, 64, 48), (33, 9, 2, 136, 72)],
+    [(1, 8, 2, 64, 40), (3, 4, 4, 72, 40), (17, 3, 1, 64, 48), (20, 5, 2, 40, 136)],
 )
 def test_experts(count: int, num_experts: int, num_chosen: int, hidden: int, size: int, dtype: torch.dtype) -> None:
     router, gate_up, down = mixture(num_experts, hidden, size, dtype)
