@@ -130,9 +130,8 @@ def rows() -> list[Row]:
 def _models() -> Row:
     titles = {name: MODEL_TITLES.get(name, name.removesuffix("ForCausalLM")) for name in ARCHITECTURES}
     mixtures = [titles.pop(name) for name, architecture in ARCHITECTURES.items() if architecture.rules.experts]
-    partly = f"mixture of experts ({', '.join(mixtures)}; by the reference kernel: right, not yet fast)"
-    others = "other decoders without state (by transformers' modules: right, not fast)"
-    return Row("models", list(titles.values()), [partly, *([others] if "model_impl" in SETTINGS else [])], [])
+    others = ["other decoders without state (by transformers' modules: right, not fast)"]
+    return Row("models", [*titles.values(), f"mixtures of experts ({', '.join(mixtures)})"], others, [])
 
 
 def _dtypes() -> Row:

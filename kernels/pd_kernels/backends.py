@@ -74,18 +74,26 @@ class ProposeGated(Protocol):
 
 
 class Route(Protocol):
-    """The choice of experts; see `reference.route`."""
+    """The choice of experts; see `reference.route`. For a HalfNormed the choice is that of the divided rows."""
 
     def __call__(
-        self, x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+        self, x: torch.Tensor | HalfNormed, router: torch.Tensor, bias: torch.Tensor | None, routing: Routing
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class MixExperts(Protocol):
-    """The work of the chosen experts; see `reference.experts`."""
+    """The work of the chosen experts; see `reference.experts`. For a HalfNormed it is that of the divided rows.
+
+    A kernel may leave the sum to `add_rms_norm`: then it returns float32 parts [parts, T, in].
+    """
 
     def __call__(
-        self, x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, gate_up: Weight, down: Weight
+        self,
+        x: torch.Tensor | HalfNormed,
+        scores: torch.Tensor,
+        chosen: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
     ) -> torch.Tensor: ...
 
 
@@ -100,6 +108,10 @@ class Kernels:
     few_rows: MakeFewRows
     gated_products: ProposeGated
     quantize: Callable[[torch.Tensor, int], QuantizedRows]
+    add_rms_norm_quantized: Callable[
+        [torch.Tensor, torch.Tensor, torch.Tensor, float, int], tuple[QuantizedRows, torch.Tensor]
+    ]
+    silu_and_mul_quantized: Callable[[torch.Tensor, int], QuantizedRows]
     quantized_product: Callable[[QuantizedRows, QuantizedWeight, torch.dtype], torch.Tensor]
     norm_rope_write: NormRopeWrite
     route: Route
@@ -127,6 +139,8 @@ TORCH = Kernels(
     few_rows=no_few_rows,
     gated_products=no_gated_products,
     quantize=torch_quantized.quantize,
+    add_rms_norm_quantized=torch_quantized.add_rms_norm_quantized,
+    silu_and_mul_quantized=torch_quantized.silu_and_mul_quantized,
     quantized_product=torch_quantized.quantized_product,
     norm_rope_write=torch_ops.norm_rope_write,
     route=torch_experts.route,

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from pd_kernels.torch_ops import silu_and_mul
 from pd_kernels.torch_quantized import multiply_quantized
+from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
     from pd_kernels.quantized import Weight
@@ -21,9 +22,10 @@ TINY = 1e-20  # least sum that scores are divided by: sigmoids of very negative 
 
 
 def route(
-    x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+    x: torch.Tensor | HalfNormed, router: torch.Tensor, bias: torch.Tensor | None, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See reference.route."""
+    """See backends.Route."""
+    x = x.normed() if isinstance(x, HalfNormed) else x
     products = F.linear(x.to(router.dtype), router)
     scores = products.sigmoid() if routing.is_sigmoid else products.softmax(-1)
     ranks = scores if bias is None else scores + bias
@@ -49,8 +51,11 @@ def _of_best_groups(ranks: torch.Tensor, routing: Routing) -> torch.Tensor:
     return ranks.masked_fill(~kept.repeat_interleave(groups.shape[2], 1), -torch.inf)
 
 
-def experts(x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, gate_up: Weight, down: Weight) -> torch.Tensor:
-    """See reference.experts. (token, expert) pairs are sorted by expert; each pair's result has its own row."""
+def experts(
+    x: torch.Tensor | HalfNormed, scores: torch.Tensor, chosen: torch.Tensor, gate_up: Weight, down: Weight
+) -> torch.Tensor:
+    """See backends.MixExperts. (token, expert) pairs are sorted by expert; each pair's result has its own row."""
+    x = x.normed() if isinstance(x, HalfNormed) else x
     num_tokens, num_chosen = chosen.shape
     flat = chosen.flatten()
     order = flat.argsort(stable=True)

@@ -145,14 +145,8 @@ class Decoder(ABC, Generic[FamilyLayer]):
         return dict(sorted(self._parameters.linears.items(), key=lambda item: item[0] == "head"))
 
     def _use_few_rows(self) -> None:
-        """Let steps of few tokens use the kernels' products of few rows, if there is one for every weight.
-
-        There is none for experts.
-        """
-        if self.spec.experts is not None:
-            return
-        *of_layers, head = self._linears.values()  # a kind has a linear in each layer
-        linears = [*(linear for layer in zip(*of_layers, strict=True) for linear in layer), *head]
+        """Let steps of few tokens use the kernels' products of few rows, if there is one for every weight."""
+        linears = [linear for linears in self._linears.values() for linear in linears]
         products = []
         for linear in linears:
             product = linear.few_rows_product()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from pd_kernels.values import Routing
+from pd_kernels.values import HalfNormed, Routing
 
 if TYPE_CHECKING:
     from pd_cluster.models.linear import Linear, Normed
@@ -38,10 +38,13 @@ class SharedExpert:
     gate_up: Linear  # [2 * size, hidden], activated: [T, size]
     down: Linear  # [hidden, size]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Normed) -> torch.Tensor:
         """`x` [T, hidden] -> [T, hidden]."""
         product = self.down(self.gate_up(x))
-        return product if self.gate is None else product.mul_(F.linear(x, self.gate).sigmoid())
+        if self.gate is None:
+            return product
+        rows = x.normed() if isinstance(x, HalfNormed) else x
+        return product.mul_(F.linear(rows, self.gate).sigmoid())
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +61,11 @@ class Experts:
 
     def add_norm(self, residual: torch.Tensor, x: Normed, norm: torch.Tensor, eps: float) -> Normed:
         """See FeedForward."""
-        assert isinstance(x, torch.Tensor)  # a HalfNormed comes of products of few rows, which this model has not
         scores, chosen = self.kernels.route(x, self.router, self.bias, self.routing)
         product = self.kernels.experts(x, scores, chosen, self.gate_up, self.down)
         if self.shared is not None:
-            product += self.shared(x)
+            shared = self.shared(x)
+            product = product + shared if product.dim() == 2 else torch.cat((product, shared[None]))
         return self.kernels.add_rms_norm(product, residual, norm, eps)[0]
 
 

@@ -19,13 +19,30 @@ if TYPE_CHECKING:
 COMPILE_S = 240.0
 
 
-def test_products_of_few_rows_hold_weights_ahead_in_registers_and_let_them_be_read(tmp_path: Path) -> None:
+def compile_by(module: str, cache: Path) -> tuple[dict[str, str], str]:
+    """What a module that compiles kernels prints: the PTX of each kernel by its name, and the log."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "tests.kernels.hopper"]
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    command = [sys.executable, "-m", module]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=COMPILE_S, check=False)
     assert done.returncode == 0, done.stderr
-    for name, ptx in json.loads(done.stdout).items():
+    return json.loads(done.stdout[done.stdout.index("{") :]), done.stdout + done.stderr
+
+
+def test_products_of_experts_use_the_matrix_unit_and_spill_no_registers(tmp_path: Path) -> None:
+    found, log = compile_by("tests.kernels.hopper_experts", tmp_path)
+    assert len(found) == 8
+    for name, ptx in found.items():
+        assert "cp.async.bulk.tensor" in ptx, name
+        assert re.search(r"wgmma\.mma_async\S+" + ("e4m3" if "float8" in name else "bf16"), ptx), name
+        assert_registers_are_read(ptx, name)
+    assert len(re.findall("spill stores", log)) >= len(found)
+    assert re.findall(r"([1-9]\d*) bytes spill stores", log) == []
+
+
+def test_products_of_few_rows_hold_weights_ahead_in_registers_and_let_them_be_read(tmp_path: Path) -> None:
+    found, _ = compile_by("tests.kernels.hopper", tmp_path)
+    for name, ptx in found.items():
         ahead, behind = ptx.split("griddepcontrol.wait", 1)
         assert "griddepcontrol.launch_dependents" in ahead, name
         assert len(re.findall(r"ld\.global\S*\.v4\.", ahead)) >= 8, name

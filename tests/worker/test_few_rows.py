@@ -14,6 +14,7 @@ import torch
 from benchmarks.shapes import CONFIGS
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
 from pd_cluster.models.registry import build_model, resolve_spec
+from pd_cluster.models.spec import ExpertsSpec
 from pd_cluster.models.weights import fill_at_random
 from pd_kernels import reference
 from pd_kernels.attention import AttentionShape
@@ -51,6 +52,10 @@ class PlainFewRows:
         return reference.add_linear(residual, norm, eps, x, self.weight, self.bias)
 
 
+MIXTURE = ExpertsSpec(num_experts=8, num_chosen=2, size=48, normalized=True)
+SHARED = replace(MIXTURE, shared_size=40, dense_layers=(0,))
+
+
 def plain_few_rows(weight: Weight, bias: torch.Tensor | None, gated: bool) -> PlainFewRows | None:
     """See backends.MakeFewRows. None for quantized weights."""
     return PlainFewRows(weight, bias, gated) if isinstance(weight, torch.Tensor) else None
@@ -68,9 +73,11 @@ def make_model(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     hidden_size: int = 64,
+    experts: ExpertsSpec | None = None,
 ) -> Model:
     spec = resolve_spec(Path(), CONFIGS["tiny"])
     spec = replace(spec, qkv_bias=bias, hidden_size=hidden_size, intermediate_size=2 * hidden_size)
+    spec = replace(spec, experts=experts)
     model = build_model(spec, kernels, 128, dtype, torch.device(device))
     fill_at_random(model, seed=1)
     model.finish_loading()
@@ -121,8 +128,9 @@ def prepare(model: Model, count: int, sampling: list[int] | None) -> Callable[[]
 
 @pytest.mark.parametrize("rows", [None, [2, 0], []], ids=["all", "some", "none"])
 @pytest.mark.parametrize("count", [3, MAX_ROWS, MAX_ROWS + 1])
-def test_logits_are_the_same(count: int, rows: list[int] | None) -> None:
-    usual, few = (decode(make_model(kernels), count, rows) for kernels in (TORCH, FEW_ROWS))
+@pytest.mark.parametrize("experts", [None, MIXTURE, SHARED], ids=["dense", "experts", "shared"])
+def test_logits_are_the_same(experts: ExpertsSpec | None, count: int, rows: list[int] | None) -> None:
+    usual, few = (decode(make_model(kernels, experts=experts), count, rows) for kernels in (TORCH, FEW_ROWS))
     assert usual.shape == few.shape == (count if rows is None else len(rows), 2048)
     torch.testing.assert_close(few, usual, rtol=1e-4, atol=1e-5)
 
@@ -150,13 +158,15 @@ def test_products_are_chosen_for_steps_of_more_rows_only(kernels: Kernels, least
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("hidden_size", [64, 1024])
+@pytest.mark.parametrize(("hidden_size", "experts"), [(64, None), (1024, None), (64, MIXTURE), (1024, SHARED)])
 @pytest.mark.parametrize("count", [1, 16, 20, 33, 50, 64])
-def test_logits_are_the_same_on_a_gpu(count: int, hidden_size: int) -> None:
+def test_logits_are_the_same_on_a_gpu(count: int, hidden_size: int, experts: ExpertsSpec | None) -> None:
     """To bfloat16's rounding; and bit by bit each time, whichever kernel is launched how early."""
+    if experts is not None:
+        experts = replace(experts, num_chosen=experts.num_experts)  # so that rounding changes no choice
     triton = select_kernels(torch.device("cuda"))
     usual, few = (
-        make_model(kernels, dtype=torch.bfloat16, device="cuda", hidden_size=hidden_size)
+        make_model(kernels, dtype=torch.bfloat16, device="cuda", hidden_size=hidden_size, experts=experts)
         for kernels in (replace(triton, few_rows=no_few_rows), triton)
     )
     expected, found = decode(usual, count, None).double(), decode(few, count, None)

@@ -1,0 +1,100 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+"""(token, expert) pairs sorted by expert on the device, and cut into tiles of one expert each.
+
+The host does not know how many pairs an expert has, so there are as many tiles as there may be at most. Unused tiles
+are marked. Programs count the experts of BLOCK pairs each, then every program adds up all counts and puts its pairs
+into their places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
+
+_BLOCK = 256  # pairs of a program: 1,024 take 4 us longer to sort. With many pairs, 512: fewer counts to add
+
+
+@dataclass(frozen=True, slots=True)
+class SortedPairs:
+    """Pair p is the choice p % k of token p // k."""
+
+    order: torch.Tensor  # int32 [pairs], by expert
+    tiles: torch.Tensor  # int32 [3, tiles]: the expert, or -1 for an unused tile; first and last + 1 of its pairs
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _count_kernel(chosen, counts, num_pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    others_may_start(EARLY)
+    block = tl.program_id(0)
+    pair = block * BLOCK + tl.arange(0, BLOCK)
+    wait_for_others(EARLY)
+    expert = tl.load(chosen + pair, mask=pair < num_pairs, other=0).to(tl.int32)
+    found = tl.histogram(expert, EXPERTS, mask=pair < num_pairs)
+    tl.store(counts + block * EXPERTS + tl.arange(0, EXPERTS), found)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles", "num_blocks"])
+def _place_kernel(
+    chosen, counts, order, tiles, num_pairs, num_tiles, num_blocks,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    others_may_start(EARLY)
+    block = tl.program_id(0)
+    place = tl.arange(0, BLOCK)
+    expert, pair = tl.arange(0, EXPERTS), block * BLOCK + place
+    wait_for_others(EARLY)
+    known = pair < num_pairs
+    mine = tl.load(chosen + pair, mask=known, other=0).to(tl.int32)
+    own = tl.histogram(mine, EXPERTS, mask=known)
+    total, before = own, tl.zeros([EXPERTS], tl.int32)
+    if num_blocks > 1:
+        total = tl.zeros([EXPERTS], tl.int32)
+        for other in range(num_blocks):
+            count = tl.load(counts + other * EXPERTS + expert)
+            total += count
+            before += tl.where(other < block, count, 0)
+    end = tl.cumsum(total, 0)
+    start = end - total
+    key = tl.sort(tl.where(known, mine, EXPERTS) * BLOCK + place)  # pairs that are none come last
+    group = tl.minimum(key // BLOCK, EXPERTS - 1)
+    shift = tl.gather(start + before - (tl.cumsum(own, 0) - own), group, 0)
+    tl.store(order + shift + place, block * BLOCK + key % BLOCK, mask=key < EXPERTS * BLOCK)
+    needed = tl.cdiv(total, ROWS)
+    last = tl.cumsum(needed, 0)
+    for index in range(block, tl.max(needed, 0), num_blocks):
+        tile, first = last - needed + index, start + index * ROWS
+        tl.store(tiles + tile, expert, mask=index < needed)
+        tl.store(tiles + num_tiles + tile, first, mask=index < needed)
+        tl.store(tiles + 2 * num_tiles + tile, tl.minimum(first + ROWS, end), mask=index < needed)
+    for tile in range(tl.max(last, 0) + block * BLOCK, num_tiles, num_blocks * BLOCK):
+        tl.store(tiles + tile + place, -1, mask=tile + place < num_tiles)
+
+
+def sort_pairs(chosen: torch.Tensor, num_experts: int, rows: int, most: int | None = None) -> SortedPairs:
+    """Sort the pairs of `chosen` (int64 [T, k], contiguous, T > 0) by expert. Tiles have up to `rows` pairs.
+
+    `most`: pairs that a program sorts, a power of two; None: a number chosen by measurement.
+    """
+    num_pairs, device, early = chosen.numel(), chosen.device, launches_early(chosen.device)
+    num_tiles = num_pairs // rows + min(num_experts, num_pairs)
+    order = torch.empty(num_pairs, dtype=torch.int32, device=device)
+    tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=device)
+    most = most or (_BLOCK if num_pairs <= 32768 else 2 * _BLOCK)
+    block = max(16, min(most, triton.next_power_of_2(num_pairs)))
+    num_blocks, experts = triton.cdiv(num_pairs, block), triton.next_power_of_2(num_experts)
+    counts = order
+    if num_blocks > 1:
+        counts = torch.empty((num_blocks, experts), dtype=torch.int32, device=device)
+        _count_kernel[(num_blocks,)](
+            chosen, counts, num_pairs, experts, block, early, num_warps=4, **early_options(early)
+        )
+    _place_kernel[(num_blocks,)](
+        chosen, counts, order, tiles, num_pairs, num_tiles, num_blocks, rows, experts, block, early,
+        num_warps=8, **early_options(early),
+    )  # fmt: skip
+    return SortedPairs(order, tiles)

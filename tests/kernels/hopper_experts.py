@@ -1,0 +1,77 @@
+"""Compile the products of experts for a Hopper GPU, which needs no GPU; print the PTX of each as JSON.
+
+A process of its own: where the tests run in Triton's interpreter, its kernels cannot be compiled. What ptxas says
+(registers, spills) is printed before it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_source
+
+from pd_kernels.triton_experts import FEW, ExpertTiling, _down_kernel, _gate_up_kernel, experts_tiling
+
+PLACES = {"chosen": "*i64", "order": "*i32", "tiles": "*i32", "num_tokens": "i32", "num_tiles": "i32"}
+SIZES = dict.fromkeys(("num_outputs", "num_inputs"), "i32")
+
+
+def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], tiling: ExpertTiling) -> str:
+    """PTX."""
+    aligned = [name for name in types if types[name].startswith("*") or name in (*SIZES, "x_stride")]
+    names = kernel.arg_names
+    source = ASTSource(
+        kernel,
+        {**types, **dict.fromkeys(constants, "constexpr")},
+        constants,
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": tiling.num_warps, "launch_pdl": True}
+    return str(compile_source(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+
+
+def compile_products(num_tokens: int, is_quantized: bool) -> dict[str, str]:
+    """The PTX of both products of Qwen3-30B-A3B, in bfloat16 or in blocks of float8."""
+    dtype, scale = ("fp8e4nv", "*fp32") if is_quantized else ("bf16", "*bf16")
+    first, second = experts_tiling(num_tokens, 8, 128, 1 if is_quantized else 2)
+    operands = {"scales": scale, "x": f"*{dtype}", "row_scales": scale, "out": "*bf16", **PLACES, **SIZES}
+    operands |= dict.fromkeys(("row_stride", "group_stride"), "i32")
+    common = {"KIND": 3 if is_quantized else 0, "NUM_CHOSEN": 8, "CHOSEN": 8, "SORTED": num_tokens > FEW, "EARLY": True}
+    gate_up = compile_kernel(
+        _gate_up_kernel,
+        {"weight_tiles": f"tensordesc<{dtype}[{first.outputs},{first.inputs}]>", **operands, "squares": "*fp32",
+         "x_stride": "i32", "num_squares": "i32", "eps": "fp32"},
+        {**common, **sizes(first), "SQUARES": 32 if num_tokens <= 64 else 0},
+        first,
+    )  # fmt: skip
+    down = compile_kernel(
+        _down_kernel,
+        {"weight_tiles": f"tensordesc<{dtype}[{second.outputs},{second.inputs}]>", **operands, "scores": "*fp32"},
+        {**common, **sizes(second), "PARTS": False, "DTYPE": tl.bfloat16},
+        second,
+    )
+    kind = "float8" if is_quantized else "bfloat16"
+    return {f"gate_up {kind} {num_tokens}": gate_up, f"down {kind} {num_tokens}": down}
+
+
+def sizes(tiling: ExpertTiling) -> dict[str, int]:
+    return {"ROWS": tiling.rows, "OUTPUTS": tiling.outputs, "INPUTS": tiling.inputs, "STAGES": tiling.num_stages}
+
+
+def main() -> None:
+    knobs.nvidia.dump_ptxas_log = True
+    found: dict[str, str] = {}
+    for num_tokens in (1, 8192):
+        for is_quantized in (False, True):
+            found |= compile_products(num_tokens, is_quantized)
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
