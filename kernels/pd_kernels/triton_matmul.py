@@ -88,11 +88,14 @@ def _awaited(sums, num_rows):
 
 
 @triton.jit
-def _sum_parts(parts, tile_at, split, SIZE: tl.constexpr):
+def _sum_parts(parts, tile_at, split, SIZE: tl.constexpr, SPLIT: tl.constexpr):
     """The sum of a tile's parts over all programs.
 
     The parts are added in the order of their inputs, so that the programs' timing does not change the sum.
     """
+    if SPLIT > 1:
+        each = tl.arange(0, SPLIT)[:, None, None]
+        return tl.sum(tl.load(parts + each * SIZE + tile_at[None, :, :], cache_modifier=".cg"), 0)
     total = tl.load(parts + tile_at, cache_modifier=".cg")
     for part in range(1, split):
         total += tl.load(parts + part * SIZE + tile_at, cache_modifier=".cg")
@@ -199,7 +202,7 @@ def _linear_kernel(
     divisor = 1.0
     if DIVIDES:
         divisor = tl.sqrt(tl.sum(parts_of_squares, 0) / num_inputs + eps)
-    if SPLIT:
+    if SPLIT > 0:
         SIZE: tl.constexpr = OUTPUTS * ROWS
         tile_at = line[:, None] * ROWS + row[None, :]
         parts += tile.to(tl.int64) * split * SIZE
@@ -207,7 +210,7 @@ def _linear_kernel(
         tl.debug_barrier()  # the whole part is written before its arrival is counted
         if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == split - 1:
             _finish(
-                _sum_parts(parts, tile_at, split, SIZE), divisor, old, gains, bias, out, residual, left_squares, tile,
+                _sum_parts(parts, tile_at, split, SIZE, SPLIT), divisor, old, gains, bias, out, residual, left_squares, tile,
                 num_rows, num_outputs, ROWS, WIDTH, GATED, ADDS, DIVIDES, BIAS,
             )  # fmt: skip
             tl.store(arrived + tile, 0)  # for the next launch
@@ -322,7 +325,7 @@ class FewRowsLinear:
             TensorDescriptor.from_tensor(weight_tiles, [halves, width, tiling.inputs]),
             x, weight, scales, bias, out, parts, self.arrived, residual, gain, left_squares, squares,
             num_rows, num_outputs, num_inputs, x.stride(0), tiling.split, len(squares), eps,
-            kind, tiling.fetch if early else 0, tiling.split > 1, rows, tiling.outputs, tiling.inputs, tiling.head, self.gated, addition is not None,
+            kind, tiling.fetch if early else 0, 0 if tiling.split == 1 else tiling.split if kind else 1, rows, tiling.outputs, tiling.inputs, tiling.head, self.gated, addition is not None,
             normed is not None, triton.next_power_of_2(max(len(squares), 1)), self.bias is not None, tiling.num_stages,
             early, num_warps=tiling.num_warps, **early_options(early),
         )  # fmt: skip
