@@ -1,0 +1,80 @@
+"""Triton's products of quantized rows and weights, beside their definition: in the interpreter, or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the Triton kernels need triton")
+
+from pd_kernels import reference
+from pd_kernels.triton_quantized_product import QuantizedTiling, multiply, quantized_tiling
+from tests.kernels.quantized_weights import random_quantized
+
+# Triton's interpreter on numpy
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+KINDS = pytest.mark.parametrize("is_blocks", [True, False], ids=["blocks", "channels"])
+ERROR = 5e-4 if GPU else 1e-5  # of sums in float32, by norm; Hopper's matrix unit adds float8 with less than 14 bits
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).to(DEVICE)
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    assert found.shape == expected.shape
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@KINDS
+@pytest.mark.parametrize("split", [1, 2, 4])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 64, 256), (5, 200, 400), (33, 130, 1040)])
+def test_product(rows: int, outputs: int, inputs: int, split: int, is_blocks: bool) -> None:
+    weight = random_quantized(outputs, inputs, is_blocks=is_blocks).to(DEVICE)
+    x = reference.quantize(random(rows, inputs), weight.group)
+    expected = reference.quantized_product(x, weight, torch.float32)
+    arrived = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    for _ in range(2):  # the first leaves the counters as it found them
+        found = multiply(x, weight, torch.float32, arrived, QuantizedTiling(16, 64, split, 4, 3))
+        assert error(found, expected) < ERROR
+        assert not arrived.any()
+    assert multiply(x, weight, torch.bfloat16, arrived).dtype is torch.bfloat16
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@KINDS
+@pytest.mark.parametrize("rows", [1, 17, 64, 100, 256])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (5120, 2048), (2048, 4096)])
+def test_products_of_real_models(rows: int, outputs: int, inputs: int, is_blocks: bool) -> None:
+    weight = random_quantized(outputs, inputs, is_blocks=is_blocks).to(DEVICE)
+    x = reference.quantize(random(rows, inputs), weight.group)
+    arrived = torch.zeros(1024, dtype=torch.int32, device=DEVICE)
+    expected = reference.quantized_product(x, weight, torch.float32)
+    found = multiply(x, weight, torch.float32, arrived)
+    assert error(found, expected) < ERROR
+    assert torch.equal(found, multiply(x, weight, torch.float32, arrived))
+    assert error(multiply(x, weight, torch.bfloat16, arrived), expected) < 3e-3
+
+
+@KINDS
+@pytest.mark.parametrize("rows", [1, 32, 64, 128, 256])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (64, 128), (10240, 8192)])
+def test_tiling(rows: int, outputs: int, inputs: int, is_blocks: bool) -> None:
+    """Programs are at most twice the multiprocessors if inputs are split, and none is without work."""
+    tiling = quantized_tiling(rows, outputs, inputs, is_blocks=is_blocks, num_processors=132)
+    num_tiles = -(-rows // tiling.rows) * -(-outputs // tiling.outputs)
+    assert tiling.split == 1 or num_tiles * tiling.split <= 264
+    groups = -(-inputs // 128)
+    assert (tiling.split - 1) * -(-groups // tiling.split) < groups
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    weight = random_quantized(64, 256, is_blocks=True).to(DEVICE)
+    arrived = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    for x, group in ((random(2, 128), 128), (random(2, 256), 256)):
+        with pytest.raises(ValueError, match="do not fit"):
+            multiply(reference.quantize(x, group), weight, torch.float32, arrived)
+    assert multiply(reference.quantize(random(0, 256), 128), weight, torch.float32, arrived).shape == (0, 64)
