@@ -35,6 +35,7 @@ class QuantizedTiling:
     split: int  # programs that share the inputs of a tile
     num_warps: int
     num_stages: int
+    rows_left: bool = False  # the rows are the left operand
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -42,7 +43,7 @@ def _product_kernel(
     x_tiles, weight_tiles, x_scales, weight_scales, out, parts, arrived,
     num_rows, num_outputs, num_inputs, row_stride, group_stride,
     SPLIT: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    LEFT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     others_may_start(EARLY)
     # Tiles with the same weights are neighbours, so that all but one read them from the L2 cache
@@ -53,29 +54,39 @@ def _product_kernel(
     begin, end = part * share, tl.minimum((part + 1) * share, num_groups)
     row, output = down * ROWS + tl.arange(0, ROWS), across * OUTPUTS + tl.arange(0, OUTPUTS)
     x_scale_at = x_scales + tl.minimum(row, num_rows - 1) * row_stride
-    known_output = tl.minimum(output, num_outputs - 1)
-    weight_scale_at = weight_scales + (known_output // _BLOCK * num_groups if BLOCKS else known_output)
-    weight_scale = tl.load(weight_scale_at + (tl.minimum(begin, num_groups - 1) if BLOCKS else 0))
+    if BLOCKS:  # a tile's outputs are in one block
+        first = tl.minimum(begin, num_groups - 1)
+        weight_scale_at = weight_scales + across * OUTPUTS // _BLOCK * num_groups
+        weight_scale = tl.load(weight_scale_at + first)
     wait_for_others(EARLY)
-    x_scale = tl.load(x_scale_at + (tl.minimum(begin, num_groups - 1) * group_stride if BLOCKS else 0))
-    sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    if BLOCKS:
+        scale = tl.load(x_scale_at + first * group_stride) * weight_scale
+    sums = tl.zeros([ROWS if LEFT else OUTPUTS, OUTPUTS if LEFT else ROWS], tl.float32)
     for group in tl.range(begin, end, num_stages=STAGES):
         weights = weight_tiles.load([across * OUTPUTS, group * _BLOCK])
-        rows = tl.trans(x_tiles.load([down * ROWS, group * _BLOCK]))
+        rows = x_tiles.load([down * ROWS, group * _BLOCK])
+        products = tl.dot(rows, tl.trans(weights)) if LEFT else tl.dot(weights, tl.trans(rows))
         if BLOCKS:
             following = tl.minimum(group + 1, num_groups - 1)
-            next_weight = tl.load(weight_scale_at + following)
-            next_x = tl.load(x_scale_at + following * group_stride)
-            sums += tl.dot(weights, rows) * weight_scale[:, None] * x_scale[None, :]
-            weight_scale, x_scale = next_weight, next_x
+            next_scale = tl.load(x_scale_at + following * group_stride) * tl.load(weight_scale_at + following)
+            sums += products * (scale[:, None] if LEFT else scale[None, :])
+            scale = next_scale
         else:
-            sums += tl.dot(weights, rows)
+            sums += products
     if not BLOCKS:
-        sums *= weight_scale[:, None] * x_scale[None, :]
+        x_scale, weight_scale = tl.load(x_scale_at), tl.load(weight_scales + tl.minimum(output, num_outputs - 1))
+        sums *= x_scale[:, None] * weight_scale[None, :] if LEFT else weight_scale[:, None] * x_scale[None, :]
+    if LEFT:
+        at = out + row.to(tl.int64)[:, None] * num_outputs + output[None, :]
+        inside = (row < num_rows)[:, None] & (output < num_outputs)[None, :]
+    else:
+        at = out + row.to(tl.int64)[None, :] * num_outputs + output[:, None]
+        inside = (row < num_rows)[None, :] & (output < num_outputs)[:, None]
     SIZE: tl.constexpr = OUTPUTS * ROWS
     is_last = True
     if SPLIT > 1:
-        tile_at = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        line, column = tl.arange(0, sums.shape[0]), tl.arange(0, sums.shape[1])
+        tile_at = line[:, None] * sums.shape[1] + column[None, :]
         parts += tl.program_id(0).to(tl.int64) * SPLIT * SIZE
         tl.store(parts + part * SIZE + tile_at, sums)
         tl.debug_barrier()  # the whole part is written before its arrival is counted
@@ -86,8 +97,6 @@ def _product_kernel(
                 sums += tl.load(parts + other * SIZE + tile_at, cache_modifier=".cg")
             tl.store(arrived + tl.program_id(0), 0)  # for the next launch
     if is_last:
-        inside = (output < num_outputs)[:, None] & (row < num_rows)[None, :]
-        at = out + row.to(tl.int64)[None, :] * num_outputs + output[:, None]
         tl.store(at, sums.to(out.dtype.element_ty), mask=inside)
 
 
@@ -95,19 +104,19 @@ def quantized_tiling(
     num_rows: int, num_outputs: int, num_inputs: int, *, is_blocks: bool, num_processors: int
 ) -> QuantizedTiling:
     """Tiling for 228 KiB of shared memory per multiprocessor."""
-    rows = min(max(16, triton.next_power_of_2(num_rows)), 128)
+    rows, rows_left = min(max(16, triton.next_power_of_2(num_rows)), 128), False
     if rows <= 16:
         outputs, num_warps, num_stages, fill = 64, 4, 5, 2
     elif rows <= 64 and not is_blocks:
         outputs, num_warps, num_stages, fill = 128, 4, 6, 1
     elif rows <= 64:  # scaling each sum costs more than what several programs of 8 warps cost
         outputs, num_warps, num_stages, fill = 128, 8, 4, 2
-    else:
-        outputs, num_warps, num_stages, fill = 128, 8, 4, 1
+    else:  # the scales of 128 rows are few registers of a thread if the rows are the left operand
+        outputs, num_warps, num_stages, fill, rows_left = 128, 8, 4, 1, is_blocks
     num_tiles, split = triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, outputs), 1
     while num_tiles * split * 2 <= fill * num_processors and triton.cdiv(num_inputs, BLOCK) >= 4 * split:
         split *= 2
-    return QuantizedTiling(rows, outputs, split, num_warps, num_stages)
+    return QuantizedTiling(rows, outputs, split, num_warps, num_stages, rows_left)
 
 
 def multiply(
@@ -138,7 +147,7 @@ def multiply(
         TensorDescriptor.from_tensor(x, [tiling.rows, BLOCK]),
         TensorDescriptor.from_tensor(weight.values, [tiling.outputs, BLOCK]),
         rows.scales, weight.scales, out, parts, arrived, num_rows, num_outputs, num_inputs, *rows.scales.stride(),
-        tiling.split, weight.is_blocks, tiling.rows, tiling.outputs, tiling.num_stages, early,
+        tiling.split, weight.is_blocks, tiling.rows, tiling.outputs, tiling.num_stages, tiling.rows_left, early,
         num_warps=tiling.num_warps, **early_options(early),
     )  # fmt: skip
     return out

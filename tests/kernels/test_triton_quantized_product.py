@@ -29,15 +29,18 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @KINDS
-@pytest.mark.parametrize("split", [1, 2, 4])
+@pytest.mark.parametrize("rows_left", [False, True], ids=["", "rows-left"])
+@pytest.mark.parametrize("split", [1, 3])
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 64, 256), (5, 200, 400), (33, 130, 1040)])
-def test_product(rows: int, outputs: int, inputs: int, split: int, is_blocks: bool) -> None:
+def test_product(rows: int, outputs: int, inputs: int, split: int, is_blocks: bool, rows_left: bool) -> None:
     weight = random_quantized(outputs, inputs, is_blocks=is_blocks).to(DEVICE)
     x = reference.quantize(random(rows, inputs), weight.group)
     expected = reference.quantized_product(x, weight, torch.float32)
     arrived = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    size = 64 if rows_left else 16  # the matrix unit takes at least 64 lines of the left operand
+    tiling = QuantizedTiling(size, 64, split, 4, 3, rows_left)
     for _ in range(2):  # the first leaves the counters as it found them
-        found = multiply(x, weight, torch.float32, arrived, QuantizedTiling(16, 64, split, 4, 3))
+        found = multiply(x, weight, torch.float32, arrived, tiling)
         assert error(found, expected) < ERROR
         assert not arrived.any()
     assert multiply(x, weight, torch.bfloat16, arrived).dtype is torch.bfloat16
