@@ -46,7 +46,7 @@ def _bring(
     x_tiles, weight_tiles, x_ring, weight_ring, is_full, is_free, tile, begin, end, num_outputs,
     STAGES: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, INPUTS: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    num_bytes: gl.constexpr = (OUTPUTS + 2 * ROWS) * INPUTS
+    num_bytes: gl.constexpr = (OUTPUTS + x_tiles.dtype.primitive_bitwidth // 8 * ROWS) * INPUTS
     num_turns = gl.cdiv(end - begin, INPUTS)
     num_early = gl.minimum(num_turns, STAGES)
     for turn in range(0, num_early):
@@ -74,7 +74,8 @@ def _sum(
     INPUTS: gl.constexpr, GATED: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Multiply every GROUPS-th stage, and leave the sums in shared memory."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, ROWS, 16])
+    X8: gl.constexpr = x_ring.dtype.primitive_bitwidth == 8
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, ROWS, 32 if X8 else 16])
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     dtype: gl.constexpr = x_ring.dtype
     num_turns = gl.cdiv(end - begin, INPUTS)
@@ -90,7 +91,12 @@ def _sum(
         if BLOCKS:
             following = gl.load(scale_at + gl.minimum(turn + GROUPS, num_turns - 1))
         mbarrier.wait(is_full.index(stage), turn // STAGES & 1)
-        weights = weight_ring.index(stage).load(left).to(gl.float16).to(gl.float32).to(dtype)
+        if X8:
+            weights = weight_ring.index(stage)
+        elif dtype == gl.float16:
+            weights = weight_ring.index(stage).load(left).to(gl.float16)
+        else:
+            weights = weight_ring.index(stage).load(left).to(gl.float16).to(gl.float32).to(dtype)
         rows = x_ring.index(stage).permute((1, 0))
         if BLOCKS:
             part = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
@@ -98,6 +104,11 @@ def _sum(
             part, weights = warpgroup_mma_wait(0, deps=[part, weights])
             sums += part * scale[:, None]
             scale = following
+        elif X8:
+            part = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
+            part = warpgroup_mma(weights, rows, part, use_acc=False, is_async=True)
+            part = warpgroup_mma_wait(0, deps=[part])
+            sums += part
         else:
             sums = warpgroup_mma(weights, rows, sums, is_async=True)
             sums, weights = warpgroup_mma_wait(0, deps=[sums, weights])
@@ -181,7 +192,7 @@ def _sum_and_finish(
         0, GROUPS, STAGES, ROWS, OUTPUTS, INPUTS, GATED, BLOCKS,
     )  # fmt: skip
     mbarrier.wait(is_summed, 0)
-    half_at = line[:, None] * ROWS + row[None, :]
+    half_at = row[None, :] * WIDTH + line[:, None]  # neighbours in a warp store neighbours
     size: gl.constexpr = OUTPUTS * ROWS
     parts += tile.to(gl.int64) * SPLIT * size
     is_last = True
@@ -229,7 +240,7 @@ def _few_rows_kernel(
     weight_ring = gl.allocate_shared_memory(
         weight_tiles.dtype, [STAGES, OUTPUTS, INPUTS], gl.NVMMASharedLayout(128, 8, rank=2)
     )
-    x_ring = gl.allocate_shared_memory(x_tiles.dtype, [STAGES, ROWS, INPUTS], gl.NVMMASharedLayout(128, 16, rank=2))
+    x_ring = gl.allocate_shared_memory(x_tiles.dtype, [STAGES, ROWS, INPUTS], gl.NVMMASharedLayout(128, x_tiles.dtype.primitive_bitwidth, rank=2))
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
     sums_of = gl.allocate_shared_memory(gl.float32, [GROUPS, OUTPUTS, ROWS], plain)
     is_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -274,7 +285,7 @@ def run_product(rows, weight, out, arrived, split, gated, bias=None, normed=None
     residual, gain, left_squares = (out, out, parts) if addition is None else addition
     squares, eps = (parts[:1], 0.0) if normed is None else (normed.squares, normed.eps)
     _few_rows_kernel[(num_tiles, split)](
-        TensorDescriptor.from_tensor(rows, [padded, INPUTS], gl.NVMMASharedLayout(128, 16, rank=2)),
+        TensorDescriptor.from_tensor(rows, [padded, INPUTS], gl.NVMMASharedLayout(128, 8 * rows.element_size(), rank=2)),
         TensorDescriptor.from_tensor(weight.values, [width, INPUTS], gl.NVMMASharedLayout(128, 8, rank=2)),
         weight.scales, rows if bias is None else bias, out, parts, arrived, residual, gain, left_squares, squares,
         num_rows, num_outputs, num_inputs, len(squares), eps,
