@@ -100,6 +100,10 @@ class Kernels:
     few_rows: MakeFewRows
     gated_products: ProposeGated
     quantize: Callable[[torch.Tensor, int], QuantizedRows]
+    add_rms_norm_quantized: Callable[
+        [torch.Tensor, torch.Tensor, torch.Tensor, float, int], tuple[QuantizedRows, torch.Tensor]
+    ]
+    silu_and_mul_quantized: Callable[[torch.Tensor, int], QuantizedRows]
     quantized_product: Callable[[QuantizedRows, QuantizedWeight, torch.dtype], torch.Tensor]
     norm_rope_write: NormRopeWrite
     route: Route
@@ -127,6 +131,8 @@ TORCH = Kernels(
     few_rows=no_few_rows,
     gated_products=no_gated_products,
     quantize=torch_quantized.quantize,
+    add_rms_norm_quantized=torch_quantized.add_rms_norm_quantized,
+    silu_and_mul_quantized=torch_quantized.silu_and_mul_quantized,
     quantized_product=torch_quantized.quantized_product,
     norm_rope_write=torch_ops.norm_rope_write,
     route=torch_experts.route,

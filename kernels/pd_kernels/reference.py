@@ -209,6 +209,19 @@ def dequantize(quantized: QuantizedRows | QuantizedWeight) -> torch.Tensor:
     return quantized.values.float() * scales.repeat_interleave(quantized.group, -1)[..., :size]
 
 
+def add_rms_norm_quantized(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int
+) -> tuple[QuantizedRows, torch.Tensor]:
+    """`add_rms_norm`, with the norm quantized: `group` of its numbers share a scale."""
+    normed, total = add_rms_norm(x, residual, weight, eps)
+    return quantize(normed, group), total
+
+
+def silu_and_mul_quantized(x: torch.Tensor, group: int) -> QuantizedRows:
+    """`silu_and_mul`, quantized: `group` of a row's outputs share a scale."""
+    return quantize(silu_and_mul(x), group)
+
+
 def quantized_product(rows: QuantizedRows, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     """Rows [T, in] times `weight` [out, in] transposed. The sum is in float32 and is rounded to `dtype` once."""
     return (dequantize(rows) @ dequantize(weight).T).to(dtype)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pd_kernels.quantized import BLOCK, LEAST, MOST, QuantizedRows
+from pd_kernels.torch_ops import add_rms_norm, silu_and_mul
 
 if TYPE_CHECKING:
     from pd_kernels.quantized import QuantizedWeight
@@ -22,6 +23,19 @@ def quantize(x: torch.Tensor, group: int) -> QuantizedRows:
     scales = groups.abs().amax(-1).clamp_(min=LEAST).div_(MOST)
     values = (groups / scales[..., None]).clamp_(-MOST, MOST).to(torch.float8_e4m3fn)
     return QuantizedRows(values.flatten(1)[:, :size].contiguous(), scales, group)
+
+
+def add_rms_norm_quantized(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int
+) -> tuple[QuantizedRows, torch.Tensor]:
+    """See reference.add_rms_norm_quantized. Overwrites `residual`."""
+    normed, total = add_rms_norm(x, residual, weight, eps)
+    return quantize(normed, group), total
+
+
+def silu_and_mul_quantized(x: torch.Tensor, group: int) -> QuantizedRows:
+    """See reference.silu_and_mul_quantized."""
+    return quantize(silu_and_mul(x), group)
 
 
 def quantized_product(rows: QuantizedRows, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:

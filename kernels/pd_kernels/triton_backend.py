@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 
 from pd_kernels.backends import TORCH, Kernels, ProposeGated, no_gated_products
-from pd_kernels.triton_activation import silu_and_mul
+from pd_kernels.triton_activation import silu_and_mul, silu_and_mul_quantized
 from pd_kernels.triton_block_copy import copy_blocks
 from pd_kernels.triton_matmul import FewRowsLinear
-from pd_kernels.triton_norm import add_rms_norm, rms_norm
+from pd_kernels.triton_norm import add_rms_norm, add_rms_norm_quantized, rms_norm
+from pd_kernels.triton_quantize import quantize
 from pd_kernels.triton_rotary import norm_rope_write
 from pd_kernels.triton_sampling import argmax, draw
 
@@ -31,7 +32,9 @@ TRITON = Kernels(
     silu_and_mul=silu_and_mul,
     few_rows=FewRowsLinear.of,
     gated_products=_gated_products(),
-    quantize=TORCH.quantize,
+    quantize=quantize,
+    add_rms_norm_quantized=add_rms_norm_quantized,
+    silu_and_mul_quantized=silu_and_mul_quantized,
     quantized_product=TORCH.quantized_product,
     norm_rope_write=norm_rope_write,
     route=TORCH.route,

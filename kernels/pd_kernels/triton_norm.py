@@ -6,11 +6,17 @@ Rounding follows `reference`: the normed value is rounded to the weight's dtype 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
+from pd_kernels.triton_quantize import empty_rows, store_quantized
+
+if TYPE_CHECKING:
+    from pd_kernels.quantized import QuantizedRows
 
 _TILE = 4096  # elements a program holds: one row of a large model, many heads of a small tensor
 
@@ -35,8 +41,10 @@ def _rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_rms_norm_kernel(
-    x, residual, weight, out, num_rows, part_stride, x_stride, residual_stride, out_stride, eps,
-    PARTS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    x, residual, weight, out, scales, num_rows, part_stride, x_stride, residual_stride, out_stride, row_stride,
+    group_stride, eps,
+    PARTS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     others_may_start(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -56,7 +64,13 @@ def _add_rms_norm_kernel(
     value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)
     normed = (value * scale[:, None]).to(weight.dtype.element_ty).to(tl.float32) * gain[None, :]
-    tl.store(out + row[:, None] * out_stride + column[None, :], normed.to(dtype), mask=inside)
+    if GROUPS > 0:
+        store_quantized(
+            normed.to(dtype).to(tl.float32), out, scales, row, column, num_rows, SIZE, row_stride, group_stride,
+            ROWS, COLUMNS, GROUPS,
+        )  # fmt: skip
+    else:
+        tl.store(out + row[:, None] * out_stride + column[None, :], normed.to(dtype), mask=inside)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -84,21 +98,51 @@ def add_rms_norm(
 
     The sum overwrites `residual`. The norm overwrites `x`, except for `x` in parts: then the norm is a new tensor.
     """
+    _check(x, residual)
+    out = x if x.dim() == 2 else torch.empty_like(residual)
+    _add(x, residual, weight, eps, out, None)
+    return out, residual
+
+
+def add_rms_norm_quantized(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int
+) -> tuple[QuantizedRows, torch.Tensor]:
+    """See reference.add_rms_norm_quantized. Last strides must be 1. The sum overwrites `residual`. Raises ValueError."""
+    _check(x, residual)
+    rows = empty_rows(*residual.shape, group, residual.device)
+    _add(x, residual, weight, eps, rows.values, rows)
+    return rows, residual
+
+
+def _check(x: torch.Tensor, residual: torch.Tensor) -> None:
     if x.shape[-2:] != residual.shape or x.stride(-1) != 1 or residual.stride(1) != 1 or x.dim() not in (2, 3):
         raise ValueError(f"x and residual must be [T, size] with unit last stride, not {x.shape} and {residual.shape}")
     if x.dtype != (residual.dtype if x.dim() == 2 else torch.float32):
         raise ValueError(f"x is {x.dtype}, the residual {residual.dtype}")
+
+
+def _add(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    rows: QuantizedRows | None,
+) -> None:
+    """Write the sum to `residual` and its norm to `out`, which are the values of `rows` if there are rows."""
     num_rows, size = residual.shape
+    if not num_rows:
+        return
     parts, part_stride = (1, 0) if x.dim() == 2 else (x.shape[0], x.stride(0))
-    out = x if x.dim() == 2 else torch.empty_like(residual)
-    if num_rows:
-        columns, rows, num_warps = _shape(size, num_rows)
-        early = launches_early(x.device)
-        _add_rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-            x, residual, weight, out, num_rows, part_stride, x.stride(-2), residual.stride(0), out.stride(0), eps,
-            parts, size, columns, rows, early, num_warps=num_warps, **early_options(early),
-        )  # fmt: skip
-    return out, residual
+    columns, rows_of_program, num_warps = _shape(size, num_rows)
+    groups = 0 if rows is None else 1 if rows.group >= size else columns // rows.group
+    scales = residual if rows is None else rows.scales
+    early = launches_early(x.device)
+    _add_rms_norm_kernel[(triton.cdiv(num_rows, rows_of_program),)](
+        x, residual, weight, out, scales, num_rows, part_stride, x.stride(-2), residual.stride(0), out.stride(0),
+        *scales.stride(), eps, parts, size, columns, rows_of_program, groups, early,
+        num_warps=num_warps, **early_options(early),
+    )  # fmt: skip
 
 
 def _shape(size: int, num_rows: int) -> tuple[int, int, int]:
