@@ -195,7 +195,7 @@ def quantize(x: torch.Tensor, group: int) -> QuantizedRows:
     A scale is the greatest absolute number of its group, at least LEAST, divided by MOST, in float32. The number
     divided by the scale is rounded to the nearest value, and never to more than MOST.
     """
-    parts = x.float().split(group, dim=-1)
+    parts = torch.split(x.float(), group, dim=-1)
     scales = [part.abs().amax(-1).clamp(min=LEAST) / MOST for part in parts]
     values = [(part / scale[:, None]).clamp(-MOST, MOST) for part, scale in zip(parts, scales, strict=True)]
     return QuantizedRows(torch.cat(values, -1).to(torch.float8_e4m3fn), torch.stack(scales, -1), group)

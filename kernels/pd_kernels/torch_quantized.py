@@ -19,7 +19,7 @@ MOST_WIDENED = 1 << 24  # weights that are widened to float32 at a time: 64 MiB 
 def quantize(x: torch.Tensor, group: int) -> QuantizedRows:
     """See reference.quantize."""
     num_rows, size = x.shape
-    groups = F.pad(x.float(), (0, -size % group)).view(num_rows, -(-size // group), group)
+    groups = F.pad(x.float(), (0, -size % group)).reshape(num_rows, -(-size // group), group)
     scales = groups.abs().amax(-1).clamp_(min=LEAST).div_(MOST)
     values = (groups / scales[..., None]).clamp_(-MOST, MOST).to(torch.float8_e4m3fn)
     return QuantizedRows(values.flatten(1)[:, :size].contiguous(), scales, group)

@@ -50,7 +50,7 @@ class Decoder(ABC, Generic[FamilyLayer]):
         self.spec = spec
         self.dtype, self.device = dtype, device
         self._kernels = kernels
-        self._parameters = Parameters(kernels, dtype, device, offset_norms=offset_norms)
+        self._parameters = Parameters(kernels, dtype, device, offset_norms=offset_norms, quantization=spec.quantization)
         # Weights are allocated in the order in which a step reads them
         self._embedding = self._parameters.tensor("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         self._layers = [self._make_layer(f"model.layers.{index}", index) for index in range(spec.num_layers)]

@@ -69,14 +69,14 @@ def make_experts(
     """The experts of the checkpoint's `layer`."""
     block, size = f"{layer}.{names.block}", spec.size
     experts = [f"{block}.experts.{number}" for number in range(spec.num_experts)]
-    gates_and_ups = [[f"{expert}.{part}.weight" for part in (names.gate, names.up)] for expert in experts]
+    gates_and_ups = [[f"{expert}.{part}" for part in (names.gate, names.up)] for expert in experts]
     return Experts(
         kernels=kernels,
         routing=Routing(spec.num_chosen, spec.normalized),
         router=weights.tensor(f"{block}.gate.weight", spec.num_experts, hidden_size, wide=True),
         bias=None,
         gate_up=weights.stacked(gates_and_ups, size, hidden_size),
-        down=weights.stacked([[f"{expert}.{names.down}.weight"] for expert in experts], hidden_size, size),
+        down=weights.stacked([[f"{expert}.{names.down}"] for expert in experts], hidden_size, size),
         shared=_make_shared(block, names, hidden_size, spec.shared_size, weights, kernels),
     )
 

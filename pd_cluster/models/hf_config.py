@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import read_json
+from pd_cluster.models.quantization import read_quantization
 from pd_cluster.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 from pd_cluster.models.wrapper import text_config
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 ROPE_TYPES = ("default", "linear", "llama3")
 _NOT_SERVED = {
-    "quantization_config": "quantized weights are",
     "attn_logit_softcapping": "a soft cap on scores is",
     "final_logit_softcapping": "a soft cap on logits is",
     "use_bidirectional_attention": "bidirectional attention is",
@@ -108,6 +108,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         window_rope=window_rope,
         score_scale=query_scalar and query_scalar**-0.5,
         experts=_read_experts(reader, rules, num_layers),
+        quantization=read_quantization(directory / "config.json", config),
     )
 
 

@@ -6,11 +6,12 @@ model's decode time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
+from pd_kernels.quantized import QuantizedRows
 from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
 
     from pd_kernels.backends import FewRows, Kernels
     from pd_kernels.gemm_selection import From, Product
+    from pd_kernels.quantized import Weight
 
-Normed: TypeAlias = torch.Tensor | HalfNormed  # rows [T, size] after a norm, or before the norm's division
+Rows: TypeAlias = torch.Tensor | QuantizedRows  # [T, size]
+Normed: TypeAlias = Rows | HalfNormed  # rows after a norm, or before the norm's division
 
 
 class Linear:
@@ -46,7 +49,8 @@ class Linear:
         self.max_few_rows = 0  # rows up to which `add_norm` is one kernel
         self._kernels = kernels
         self._few_rows: FewRows | None = None
-        self._multiply: Callable[[torch.Tensor], torch.Tensor] = self._plain
+        self._next_group = 0  # the group of the Linear that this one feeds
+        self._multiply: Callable[[Any], torch.Tensor] = self._plain  # quantized rows come to QuantizedLinears only
 
     def __call__(self, x: Normed) -> torch.Tensor:
         """`x` [T, in] -> activate(x W^T + b), [T, out] without an activation.
@@ -58,10 +62,26 @@ class Linear:
             return self._few_rows(x)
         return self._multiply(x)
 
+    @property
+    def group(self) -> int:
+        """Inputs of a row that share a scale when rows are quantized for this product; 0: they are not."""
+        return 0
+
+    def feed(self, following: Linear) -> None:
+        """From now on quantize what `activated` and `add_norm` return, if `following` multiplies quantized rows.
+
+        Nothing else may use these results.
+        """
+        self._next_group = following.group
+
+    def activated(self, x: Normed) -> Rows:
+        """The result of a call, for the Linear that this one feeds."""
+        return self(x)
+
     def add_norm(
         self,
         residual: torch.Tensor,
-        x: torch.Tensor,
+        x: Rows,
         norm: torch.Tensor,
         eps: float,
         before: torch.Tensor | None = None,
@@ -69,24 +89,31 @@ class Linear:
         """Add the product with `x` [T, in] to `residual` [T, out], in place. -> the sum's RMSNorm with weight `norm`.
 
         `before`: weight of an RMSNorm of the product, before it is added. Without `before` the result is a HalfNormed
-        for up to `max_few_rows` rows.
+        for up to `max_few_rows` rows. Other results are quantized for the Linear that this one feeds.
         """
         if before is not None:
             product = self._kernels.rms_norm(self._multiply(x), before, eps)
-        elif x.shape[0] <= self.max_few_rows:
+        elif isinstance(x, torch.Tensor) and x.shape[0] <= self.max_few_rows:
             assert self._few_rows is not None
             return self._few_rows.add_to(residual, x, norm, eps)
         else:
             product = self._multiply(x)
+        if self._next_group:
+            return self._kernels.add_rms_norm_quantized(product, residual, norm, eps, self._next_group)[0]
         return self._kernels.add_rms_norm(product, residual, norm, eps)[0]
+
+    @property
+    def takes_products(self) -> bool:
+        """Whether the product may be chosen by measurement."""
+        return self.bias is None
 
     def use(self, products: Mapping[int, Product], others: From | None = None) -> None:
         """From now on choose the product by the number of rows: first from `products`, then `others`.
 
         `products`: number of rows -> product; the products include the activation. `others` serves its least number of
-        rows and more. All other numbers of rows are multiplied as before. The Linear must not have a bias.
+        rows and more. All other numbers of rows are multiplied as before. Only if `takes_products`.
         """
-        assert self.bias is None
+        assert self.takes_products
         weight, plain = self.weight, self._multiply
 
         def multiply(x: torch.Tensor) -> torch.Tensor:
@@ -104,9 +131,7 @@ class Linear:
 
     def few_rows_product(self) -> FewRows | None:
         """Make the kernels' product of few rows for this weight, bias and activation; None if the kernels have none."""
-        if self.activate is not None and not self._is_swiglu:
-            return None
-        return self._kernels.few_rows(self.weight, self.bias, self._is_swiglu)
+        return self._make_few_rows(self.weight)
 
     def gated_products(self, num_rows: int) -> Sequence[Product]:
         """Products for `num_rows` rows and more that include the activation."""
@@ -135,6 +160,11 @@ class Linear:
     def _is_swiglu(self) -> bool:
         """Whether the activation is silu_and_mul, the only one that kernels compute together with the product."""
         return self.activate is self._kernels.silu_and_mul
+
+    def _make_few_rows(self, weight: Weight) -> FewRows | None:
+        if self.activate is not None and not self._is_swiglu:
+            return None
+        return self._kernels.few_rows(weight, self.bias, self._is_swiglu)
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         product = F.linear(x, self.weight, self.bias)

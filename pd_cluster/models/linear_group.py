@@ -29,11 +29,11 @@ class LinearGroup:
     def choose(self, sizes: Iterable[int], propose: ProposeProducts, measure: Measure) -> int:
         """Measure the proposed products for each number of rows in `sizes`, and use the fastest from now on.
 
-        Returns for how many of `sizes` the product is not torch's. Nothing is chosen for a weight with a bias, nor for
-        the few rows that have a kernel of their own. Raises RuntimeError when the device fails.
+        Returns for how many of `sizes` the product is not torch's. Nothing is chosen for Linears that take no products,
+        nor for the few rows that have a kernel of their own. Raises RuntimeError when the device fails.
         """
         sizes = sorted({size for size in sizes if size > self._first.max_few_rows})
-        if self._first.bias is not None or not sizes:
+        if not self._first.takes_products or not sizes:
             return 0
         found = {size: self._choose_product(size, propose, measure) for size in sizes}
         chosen = {size: product for size, product in found.items() if product is not None}

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
+from pd_cluster.errors import StartupError
+from pd_cluster.models.quantization import Scales
+from pd_kernels.quantized import BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
 Index = tuple[slice, ...]  # index into a tensor of the checkpoint; (): the whole tensor
 
@@ -25,22 +29,37 @@ class Slot:
     dim: int = 0
     start: int = 0
     offset: float = 0.0  # added to the values: checkpoints of some families store a norm's weight minus 1
+    repeats: bool = False  # the checkpoint's tensor is one number, () or [1], that fills the whole parameter
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether the checkpoint's tensor may have `shape`."""
+        return shape == self.shape or (self.repeats and shape == (1,))
 
     @property
     def index(self) -> Index:
         """The index of the part in the checkpoint's tensor; (): all of it."""
-        if tuple(self.tensor.shape) == self.shape:
+        if self.repeats or tuple(self.tensor.shape) == self.shape:
             return ()
         end = self.start + self.tensor.shape[self.dim]
         return (*(slice(None),) * self.dim, slice(self.start, end))
 
-    def fill(self, read: Callable[[Index], torch.Tensor], scale: torch.Tensor | None = None) -> None:
-        """Copy into `tensor` the part that `read` returns for `index`, converted to the tensor's dtype.
-
-        `scale`: the scale of a quantized tensor, for this part and broadcast over it. The product is computed in
-        float32.
-        """
-        part = read(self.index)
-        self.tensor.copy_(part if scale is None else part.to(torch.float32) * scale)
+    def fill(self, read: Callable[[Index], torch.Tensor]) -> None:
+        """Copy into `tensor` the part that `read` returns for `index`, converted to the tensor's dtype."""
+        self.tensor.copy_(read(self.index))
         if self.offset:
             self.tensor.add_(self.offset)
+
+    def of_scales(self, name: str, scales: torch.Tensor, kind: Scales) -> Slot:
+        """The slot that fills `scales`, those of this part of a weight [out, in]; see QuantizedWeight.
+
+        `name`: the checkpoint's module, for errors. Raises StartupError if the part begins or ends inside a block.
+        """
+        num_rows, num_columns = self.shape
+        if kind is Scales.TENSOR:
+            return Slot(scales, (), repeats=True)
+        if kind is Scales.CHANNELS:
+            return Slot(scales, (num_rows, 1), start=0 if self.dim else self.start)
+        end, size = self.start + self.tensor.shape[self.dim], self.shape[self.dim]
+        if self.start % BLOCK or (end % BLOCK and end != size):
+            raise StartupError(f"{name} cannot be cut at {self.start} and {end}: its scales are of {BLOCK} x {BLOCK}")
+        return Slot(scales, (-(-num_rows // BLOCK), -(-num_columns // BLOCK)), self.dim, self.start // BLOCK)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pd_connectors.protocol.layout import KVGroup, KVKind
+
+if TYPE_CHECKING:
+    from pd_cluster.models.quantization import QuantizationSpec
 
 ATTENTION_SHARE = 0.225  # FLOP/s of attention of short chunks, relative to those of products: see `keys_per_token`
 
@@ -62,6 +65,7 @@ class ModelSpec:
     window_rope: RopeSpec | None = None  # RoPE of layers with a window; None: as `rope`
     score_scale: float | None = None  # factor on attention's scores; None: head_dim ** -0.5
     experts: ExpertsSpec | None = None  # None: every layer has a dense feed-forward
+    quantization: QuantizationSpec | None = None  # None: weights have the checkpoint's dtype
 
     @property
     def attention_scale(self) -> float:
@@ -72,6 +76,14 @@ class ModelSpec:
     def layer_parameters(self) -> int:
         """Number of weights in the products of all layers."""
         return self._count_parameters(self.experts.num_experts if self.experts else 0)
+
+    def weight_bytes(self, dtype_bytes: int) -> int:
+        """Bytes of all weights, those that are not quantized with `dtype_bytes` each.
+
+        An estimate: all products of layers count as quantized, and scales do not count (at most 0.1%).
+        """
+        embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
+        return self.layer_parameters * (1 if self.quantization else dtype_bytes) + embeddings * dtype_bytes
 
     @property
     def keys_per_token(self) -> int:

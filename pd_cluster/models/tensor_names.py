@@ -15,6 +15,9 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
         "vision_tower.*", "model.vision_tower.*", "visual.*", "model.visual.*",
         "multi_modal_projector.*", "model.multi_modal_projector.*",
     ),
+    "scales of inputs, measured when the checkpoint was quantized; rows are quantized by their own numbers": (
+        "*.input_scale",
+    ),
     "multi-token prediction; it drafts tokens and changes none": ("mtp.*",),
 }  # fmt: skip
 """Tensors that may be left unread: what they are -> patterns of their names. No other one may lack a slot.

@@ -10,7 +10,9 @@ from safetensors import SafetensorError, safe_open
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import read_json
+from pd_cluster.models.quantization import SCALE_NAMES
 from pd_cluster.models.tensor_names import match_slots
+from pd_kernels.quantized import MOST
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,15 +22,17 @@ if TYPE_CHECKING:
     from pd_cluster.models.slot import Index, Slot
 
 _DUMMY_STD = 0.02
+_DUMMY_SCALE = 0.0002  # of quantized weights: their values are N(0, 100), so that hardly any becomes 0 or is cut at 448
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})  # safetensors' names of the dtypes that a weight may have
+_DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names of the dtypes that a weight may have
+_QUANTIZED_DTYPES = ("F8_E4M3",)
 
 
 def load_weights(model: Model, directory: Path, tied_embeddings: bool, progress: Callable[[str], None]) -> None:
     """Copy every tensor of the checkpoint into its slot, converting dtype.
 
     `progress` is called with "weights 3/12" for each file. Raises StartupError naming tensors that are missing,
-    unknown, stored twice, of another shape, or quantized.
+    unknown, stored twice, or of another shape or dtype.
     """
     stored = {file: list(read_header(file)[1]) for file in weight_files(directory)}
     slots, problems = match_slots([name for names in stored.values() for name in names], model.slots, tied_embeddings)
@@ -49,17 +53,24 @@ def load_weights(model: Model, directory: Path, tied_embeddings: bool, progress:
 def fill_at_random(model: Model, seed: int) -> None:
     """Fill the slots with dummy weights: matrices and biases N(0, 0.02), norms 1.
 
-    A seed gives the same weights on one kind of device.
+    A quantized matrix has values N(0, 100) and equal scales that give N(0, 0.02). A seed gives the same weights on one
+    kind of device.
     """
     generators: dict[torch.device, torch.Generator] = {}
     for name in sorted(model.slots):
         tensor = model.slots[name].tensor
         if tensor.device not in generators:
             generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
+        generator = generators[tensor.device]
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
+        elif name.endswith(SCALE_NAMES):
+            tensor.fill_(_DUMMY_SCALE)
+        elif tensor.dtype is torch.float8_e4m3fn:
+            values = torch.randn(tensor.shape, device=tensor.device, generator=generator)
+            tensor.copy_(values.mul_(_DUMMY_STD / _DUMMY_SCALE).clamp_(-MOST, MOST))
         else:
-            tensor.normal_(0.0, _DUMMY_STD, generator=generators[tensor.device])
+            tensor.normal_(0.0, _DUMMY_STD, generator=generator)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -112,10 +123,11 @@ def _fill(file: Path, name: str, slot: Slot, tensors: Any) -> None:
     """Fill a slot from an open safetensors file, of which only the slot's part is read."""
     part = tensors.get_slice(name)
     shape, dtype = part.get_shape(), part.get_dtype()
-    if tuple(shape) != slot.shape:
+    if not slot.fits(tuple(shape)):
         raise StartupError(f"{file}: {name} is {list(shape)}, config.json implies {list(slot.shape)}")
-    if dtype not in _DTYPES:
-        raise StartupError(f"{file}: {name} is stored as {dtype}: quantized weights are not served")
+    expected = _QUANTIZED_DTYPES if slot.tensor.dtype is torch.float8_e4m3fn else _DTYPES
+    if dtype not in expected:
+        raise StartupError(f"{file}: {name} is stored as {dtype}, config.json implies {' or '.join(expected)}")
 
     def read(index: Index) -> torch.Tensor:
         tensor: torch.Tensor = part[index] if index else tensors.get_tensor(name)

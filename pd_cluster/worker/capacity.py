@@ -61,7 +61,7 @@ class Capacity:
 def decide_capacity(config: NodeConfig, spec: ModelSpec, dtype_bytes: int, gpu_bytes: int) -> Capacity:
     """Decide the settings that `config` leaves open. The settings that `config` gives stay as they are.
 
-    `gpu_bytes`: the GPU's whole memory; 0: a CPU. `dtype_bytes`: bytes of one weight or one cached number. Raises
+    `gpu_bytes`: the GPU's whole memory; 0: a CPU. `dtype_bytes`: bytes of one plain weight or one cached number. Raises
     StartupError when the weights alone do not fit.
     """
     limits, cache = config.scheduler, config.cache
@@ -117,8 +117,7 @@ class MemoryEstimate:
         activations = 4 * spec.hidden_size + 2 * heads * spec.head_dim + 3 * spec.intermediate_size  # of a token
         self._step_bytes = (limits.max_num_batched_tokens or STEP_TOKENS) * activations * dtype_bytes
         self._kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype_bytes  # of a token
-        embeddings = (1 if spec.tied_embeddings else 2) * spec.vocab_size * spec.hidden_size
-        self.weight_bytes = (spec.layer_parameters + embeddings) * dtype_bytes
+        self.weight_bytes = spec.weight_bytes(dtype_bytes)
         self.own_bytes = own_bytes
 
     @property

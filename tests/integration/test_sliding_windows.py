@@ -1,4 +1,7 @@
-"""Models with sliding windows in five layers of six, or in all: transformers' tokens on every path, cold and warm."""
+"""Models with sliding windows in five layers of six, or in all: transformers' tokens on every path, cold and warm.
+
+One of them is quantized.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tests.integration.system import Path, System, running_system
 from tests.worker.conftest import VOCAB_SIZE, ModelStore, SavedModel
 from tests.worker.driver import random_prompts
+from tests.worker.quantized_models import CASES, save_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,10 +25,14 @@ LENGTHS = (5, 24, 25, 70, 200)  # around the window of 24 tokens, and over it by
 NUM_TOKENS = 40  # over the window, whatever the prompt
 
 
-@pytest.fixture(scope="module", params=["gemma3", pytest.param("mixtral", marks=pytest.mark.slow)])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "mixtral-channels")]
+
+
+@pytest.fixture(scope="module", params=["gemma3", *SLOW])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
     """A checkpoint in the hub's format with a tokenizer in which each id is a number."""
-    saved = ModelStore(tmp_path_factory.mktemp("models")).get(request.param)
+    directory, name = tmp_path_factory.mktemp("models"), request.param
+    saved = save_quantized(CASES[name], directory) if name in CASES else ModelStore(directory).get(name)
     tokenizer = Tokenizer(models.WordLevel({str(index): index for index in range(VOCAB_SIZE)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     (saved.directory / "tokenizer.json").write_text(tokenizer.to_str())

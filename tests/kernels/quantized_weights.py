@@ -12,7 +12,8 @@ def quantize_weight(weight: torch.Tensor, *, is_blocks: bool) -> QuantizedWeight
     height, width = (BLOCK, BLOCK) if is_blocks else (1, weight.shape[-1])
     *_, num_rows, size = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -size % width, 0, -num_rows % height))
-    blocks = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))  # [..., row, height, column, width]
+    shape = *padded.shape[:-2], padded.shape[-2] // height, height, padded.shape[-1] // width, width
+    blocks = padded.view(shape)
     scales = blocks.abs().amax((-3, -1)).clamp(min=1e-9) / MOST
     values = (blocks / scales[..., :, None, :, None]).clamp(-MOST, MOST).to(torch.float8_e4m3fn)
     whole = values.flatten(-4, -3).flatten(-2)[..., :num_rows, :size]

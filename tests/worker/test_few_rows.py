@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pd_cluster.models.model import Model
     from pd_kernels.attention import AttentionPlan
     from pd_kernels.gemm_selection import Product
+    from pd_kernels.quantized import Weight
 
 MAX_ROWS, BLOCK = 4, 16
 
@@ -50,9 +51,14 @@ class PlainFewRows:
         return reference.add_linear(residual, norm, eps, x, self.weight, self.bias)
 
 
-FEW_ROWS = replace(TORCH, few_rows=PlainFewRows)
+def plain_few_rows(weight: Weight, bias: torch.Tensor | None, gated: bool) -> PlainFewRows | None:
+    """See backends.MakeFewRows. None for quantized weights."""
+    return PlainFewRows(weight, bias, gated) if isinstance(weight, torch.Tensor) else None
+
+
+FEW_ROWS = replace(TORCH, few_rows=plain_few_rows)
 NOT_FOR_THE_HEAD = replace(
-    TORCH, few_rows=lambda weight, bias, gated: None if len(weight) == 2048 else PlainFewRows(weight, bias, gated)
+    TORCH, few_rows=lambda weight, bias, gated: None if len(weight) == 2048 else plain_few_rows(weight, bias, gated)
 )
 
 

@@ -41,6 +41,8 @@ PARAMS = [SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k) for
 WINDOWS = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True,
            "sliding_window": 100, "max_window_layers": 1}  # fmt: skip
 
+FLOAT8 = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1,
+          "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}  # fmt: skip
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 256, "sliding_window": 100, "sliding_window_pattern": 2}
 
 
@@ -60,6 +62,7 @@ CASES = {
     "windows": Case({**CONFIGS["8b"], **WINDOWS}, 21, 2048, 2048),
     "small": Case(CONFIGS["0.6b"], 64, 2048, 8192),
     "gemma3": Case({**CONFIGS["0.6b"], **GEMMA3}, 8, 1024, 2048),
+    "float8 blocks": Case({**CONFIGS["0.6b"], **FLOAT8}, 8, 256, 1024),
     "small, float16": Case(CONFIGS["0.6b"], 8, 4096, 2048, "float16"),
 }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pd_kernels import reference, torch_experts, torch_quantized
-from pd_kernels.quantized import BLOCK, LEAST, MOST
+from pd_kernels.quantized import BLOCK, LEAST, MOST, QuantizedWeight
 from tests.kernels.quantized_weights import quantize_weight, random_quantized
 
 if TYPE_CHECKING:
@@ -67,6 +67,19 @@ def test_products_are_as_defined(
     half = torch_quantized.quantized_product(quantized, weight, torch.bfloat16)
     assert half.dtype is torch.bfloat16
     torch.testing.assert_close(half.double(), exact, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@KINDS
+def test_a_gpu_computes_the_same(is_blocks: bool) -> None:
+    weight, x = random_quantized(300, 520, is_blocks=is_blocks), rows(9, 520, torch.bfloat16)
+    on_gpu = QuantizedWeight(weight.values.cuda(), weight.scales.cuda(), is_blocks)
+    quantized, expected = torch_quantized.quantize(x.cuda(), weight.group), reference.quantize(x, weight.group)
+    torch.testing.assert_close(reference.dequantize(quantized).cpu(), reference.dequantize(expected))
+    found = torch_quantized.quantized_product(quantized, on_gpu, torch.float32)
+    expected_product = reference.quantized_product(expected, weight, torch.float32)
+    torch.testing.assert_close(found.cpu(), expected_product, rtol=1e-4, atol=1e-4)
 
 
 @KINDS

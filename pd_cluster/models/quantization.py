@@ -1,0 +1,168 @@
+"""How a checkpoint quantizes its weights: the setting `quantization_config` of a config. No torch is imported."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from fnmatch import translate
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from pd_cluster.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+
+class Scales(StrEnum):
+    """Which numbers of a weight share a scale in the checkpoint."""
+
+    BLOCKS = "block"  # 128 rows x 128 columns
+    CHANNELS = "channel"  # a row
+    TENSOR = "tensor"  # all
+
+    @property
+    def tensor_name(self) -> str:
+        """The name of the tensor of scales, behind the module's name. A number is its value times its scale."""
+        return "weight_scale_inv" if self is Scales.BLOCKS else "weight_scale"
+
+
+SCALE_NAMES = tuple(kind.tensor_name for kind in Scales)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationSpec:
+    """A checkpoint with weights in float8 (e4m3fn)."""
+
+    scales: Scales
+    excluded: tuple[str, ...]  # modules that are not quantized; see `selector`
+
+    def selector(self) -> Callable[[str], bool]:
+        """Make the function that says whether the checkpoint quantizes the module of a name.
+
+        An entry of `excluded` is a regular expression after "re:", a pattern with "*", or a name. A name excludes the
+        modules that it is a part of: "gate" excludes "model.layers.0.mlp.gate", but not "model.layers.0.mlp.gate_proj".
+        """
+        names = {name for name in self.excluded if not _is_pattern(name)}
+        patterns = [_compiled(name) for name in self.excluded if _is_pattern(name)]
+
+        def is_quantized(module: str) -> bool:
+            parts = module.split(".")  # the names can be many (one a layer), so they are looked up
+            ends = range(1, len(parts) + 1)
+            found = any(".".join(parts[start:end]) in names for end in ends for start in range(end))
+            return not (found or any(pattern.match(module) for pattern in patterns))
+
+        return is_quantized
+
+
+Allowed: TypeAlias = "Mapping[str, tuple[object, ...]]"  # setting -> values that are served; None: not set
+_FP8: Allowed = {
+    "weight_block_size": (None, [128, 128]), "activation_scheme": (None, "dynamic", "static"),
+    "fmt": (None, "e4m3", "float8_e4m3fn"), "scale_fmt": (None,), "kv_cache_scheme": (None,),
+}  # fmt: skip
+_COMPRESSED: Allowed = {"format": ("float-quantized",), "transform_config": (None, {}), "kv_cache_scheme": (None,)}
+_GROUP: Allowed = {"targets": (["Linear"],), "output_activations": (None,)}
+_FLOAT8: Allowed = {"num_bits": (8,), "type": ("float",), "symmetric": (None, True)}
+_WEIGHTS: Allowed = {**_FLOAT8, "strategy": ("channel", "tensor"), "dynamic": (None, False)}
+_INPUTS: Allowed = {**_FLOAT8, "strategy": ("token", "tensor"), "dynamic": (None, True, False)}
+_MODELOPT: Allowed = {"quant_algo": ("FP8",), "kv_cache_quant_algo": (None,), "kv_cache_scheme": (None,)}
+
+
+def read_quantization(file: Path, config: Mapping[str, Any]) -> QuantizationSpec | None:
+    """The quantization that a parsed `config.json` describes, None if there is none.
+
+    Rows are quantized when they are computed, so static scales of inputs are not used. `file` is named in errors.
+    Raises StartupError naming the setting that cannot be served.
+    """
+    settings = config.get("quantization_config")
+    if not settings:
+        return None
+    reader = _Reader(f"{file}: quantization_config", settings)
+    reader.allow({"quant_method": tuple(METHODS)})
+    return METHODS[str(reader.get("quant_method"))](reader)
+
+
+def _read_fp8(reader: _Reader) -> QuantizationSpec:
+    """DeepSeek's and Qwen's blocks, and tensors with one scale. The head is never quantized."""
+    reader.allow(_FP8)
+    scales = Scales.BLOCKS if reader.get("weight_block_size") else Scales.TENSOR
+    return QuantizationSpec(scales, (*reader.names("modules_to_not_convert", "ignored_layers"), "lm_head"))
+
+
+def _read_compressed(reader: _Reader) -> QuantizationSpec:
+    """The library compressed-tensors: one group of settings for all products."""
+    reader.allow(_COMPRESSED)
+    reader.inner("sparsity_config").allow({"format": (None, "dense")})
+    groups = reader.inner("config_groups")
+    group = groups.inner(groups.only_name())
+    group.allow(_GROUP)
+    group.inner("input_activations").allow(_INPUTS)
+    weights = group.inner("weights")
+    weights.allow(_WEIGHTS)
+    return QuantizationSpec(Scales(str(weights.get("strategy"))), reader.names("ignore"))
+
+
+def _read_modelopt(reader: _Reader) -> QuantizationSpec:
+    """NVIDIA's ModelOpt, of which FP8 has one scale a tensor."""
+    reader.allow(_MODELOPT)
+    return QuantizationSpec(Scales.TENSOR, reader.names("ignore", "exclude_modules"))
+
+
+METHODS: Mapping[str, Callable[[_Reader], QuantizationSpec]] = {
+    "fp8": _read_fp8, "compressed-tensors": _read_compressed, "modelopt": _read_modelopt,
+}  # fmt: skip
+"""How to read the settings of each `quant_method` that is served."""
+
+
+class _Reader:
+    """Settings at one place of a config, with errors that name the place."""
+
+    def __init__(self, place: str, settings: object) -> None:
+        if not isinstance(settings, dict):
+            raise StartupError(f"{place} must be an object, not {settings!r}")
+        self._place, self._settings = place, settings
+
+    def get(self, name: str) -> object:
+        return self._settings.get(name)
+
+    def inner(self, name: str) -> _Reader:
+        """The object `name`, an empty one if it is not set."""
+        return _Reader(f"{self._place}.{name}", self.get(name) or {})
+
+    def only_name(self) -> str:
+        """The name of the only setting."""
+        if len(self._settings) != 1:
+            raise StartupError(f"{self._place} cannot be served: it has {len(self._settings)} groups, one is expected")
+        return str(*self._settings)
+
+    def names(self, *settings: str) -> tuple[str, ...]:
+        """The lists of names in `settings`, one after the other."""
+        found: list[str] = []
+        for setting in settings:
+            value = self.get(setting) or []
+            if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+                raise StartupError(f"{self._place}.{setting} must be a list of names, not {value!r}")
+            found += value
+        for name in filter(_is_pattern, found):
+            try:
+                _compiled(name)
+            except re.error as error:
+                raise StartupError(f"{self._place}: {name!r} is not a regular expression: {error}") from error
+        return tuple(dict.fromkeys(found))
+
+    def allow(self, allowed: Allowed) -> None:
+        """Refuse values that are not served."""
+        for name, values in allowed.items():
+            if (value := self.get(name)) not in values:
+                served = ", ".join(str(value) for value in values if value)
+                rest = f"; served: {served}" if served else ""
+                raise StartupError(f"{self._place}.{name} = {value!r} cannot be served{rest}")
+
+
+def _is_pattern(name: str) -> bool:
+    return name.startswith("re:") or "*" in name
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else translate(pattern))

@@ -1,0 +1,210 @@
+"""What `quantization_config` may say, and where its tensors go."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.shapes import CONFIGS
+from pd_cluster.config import SchedulerConfig
+from pd_cluster.errors import StartupError
+from pd_cluster.models.fingerprint import fingerprint
+from pd_cluster.models.quantization import QuantizationSpec, Scales
+from pd_cluster.models.registry import build_model, resolve_spec
+from pd_cluster.models.slot import Slot
+from pd_cluster.models.weights import fill_at_random
+from pd_cluster.worker.capacity import MemoryEstimate
+from pd_kernels.backends import TORCH
+from tests.worker.quantized_models import BLOCKS, TENSOR, compressed
+
+CHANNELS = compressed(ignore=("re:.*lm_head", "re:.*mlp.gate$"))
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head", "*.o_proj"]}
+QWEN3_EXPERTS = {
+    **CONFIGS["tiny"], "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128, "hidden_size": 128, "head_dim": 64, "mlp_only_layers": [1],
+}  # fmt: skip
+
+
+def read(settings: object) -> QuantizationSpec | None:
+    return resolve_spec(Path("model"), {**CONFIGS["tiny"], "quantization_config": settings}).quantization
+
+
+def channels(path: str, value: object) -> dict[str, Any]:
+    """Settings of channels with another value at `path`; "group.": config_groups.group_0."""
+    settings: dict[str, Any] = json.loads(json.dumps(CHANNELS))
+    inner = settings
+    *outer, last = path.replace("group.", "config_groups.group_0.").split(".")
+    for name in outer:
+        inner = inner[name]
+    inner[last] = value
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (None, None),
+        ({}, None),
+        (BLOCKS, QuantizationSpec(Scales.BLOCKS, ("lm_head",))),
+        (
+            {**BLOCKS, "modules_to_not_convert": ["a.gate", "b", "b"], "fmt": "float8_e4m3fn"},
+            QuantizationSpec(Scales.BLOCKS, ("a.gate", "b", "lm_head")),
+        ),
+        ({**TENSOR, "weight_block_size": None}, QuantizationSpec(Scales.TENSOR, ("lm_head", "lm_head"))),
+        (CHANNELS, QuantizationSpec(Scales.CHANNELS, ("re:.*lm_head", "re:.*mlp.gate$"))),
+        (compressed("tensor", dynamic=False), QuantizationSpec(Scales.TENSOR, ())),
+        (MODELOPT, QuantizationSpec(Scales.TENSOR, ("lm_head", "*.o_proj"))),
+    ],
+)
+def test_formats_that_are_served(settings: object, expected: QuantizationSpec | None) -> None:
+    assert read(settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        *(
+            ({"quant_method": method}, f"quant_method = '{method}' cannot be served; served: fp8, compressed-tensors")
+            for method in ("awq", "gptq", "mxfp4", "bitsandbytes", "fbgemm_fp8", "quark")
+        ),
+        ({"load_in_8bit": True}, "quant_method = None cannot be served"),
+        ({"quant_method": ["fp8"]}, r"quant_method = \['fp8'\] cannot be served"),
+        ("fp8", "quantization_config must be an object, not 'fp8'"),
+        ({**BLOCKS, "weight_block_size": [64, 128]}, r"weight_block_size = \[64, 128\] .*; served: \[128, 128\]"),
+        ({**BLOCKS, "weight_block_size": [1, 128]}, r"weight_block_size = \[1, 128\] cannot be served"),
+        ({**BLOCKS, "fmt": "e5m2"}, "fmt = 'e5m2' cannot be served; served: e4m3, float8_e4m3fn"),
+        ({**BLOCKS, "scale_fmt": "ue8m0"}, "scale_fmt = 'ue8m0' cannot be served$"),
+        ({**TENSOR, "kv_cache_scheme": "static"}, "kv_cache_scheme = 'static' cannot be served$"),
+        ({**TENSOR, "activation_scheme": "none"}, "activation_scheme = 'none' cannot be served; served: dynamic"),
+        ({**BLOCKS, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list of names, not 'lm_"),
+        ({**BLOCKS, "modules_to_not_convert": [1]}, r"must be a list of names, not \[1\]"),
+        (channels("ignore", ["re:("]), r"quantization_config: 're:\(' is not a regular expression: .*missing \)"),
+        (channels("format", "pack-quantized"), "format = 'pack-quantized' cannot be served; served: float-quantized"),
+        (channels("format", "int-quantized"), "format = 'int-quantized' cannot be served"),
+        (channels("format", "nvfp4-pack-quantized"), "format = 'nvfp4-pack-quantized' cannot be served"),
+        (channels("kv_cache_scheme", {"num_bits": 8}), r"kv_cache_scheme = \{'num_bits': 8\} cannot be served$"),
+        (channels("sparsity_config.format", "sparse-24-bitmask"), "sparsity_config.format = 'sparse-24"),
+        (channels("transform_config", {"R1": 1}), r"transform_config = \{'R1': 1\} cannot be served"),
+        (channels("config_groups", {}), "config_groups cannot be served: it has 0 groups, one is expected"),
+        (channels("config_groups.group_1", {}), "config_groups cannot be served: it has 2 groups"),
+        (channels("group.targets", ["re:.*mlp"]), r"group_0.targets = \['re:.*mlp'\] .*served: \['Lin"),
+        (channels("group.weights.num_bits", 4), "weights.num_bits = 4 cannot be served; served: 8$"),
+        (channels("group.weights.type", "int"), "weights.type = 'int' cannot be served; served: float"),
+        (channels("group.weights.strategy", "block"), "weights.strategy = 'block' cannot be served"),
+        (channels("group.weights.strategy", "group"), "weights.strategy = 'group' .*channel, tensor$"),
+        (channels("group.weights.symmetric", False), "weights.symmetric = False cannot be served"),
+        (channels("group.input_activations", None), "input_activations.num_bits = None cannot be served"),
+        (channels("group.input_activations.strategy", "group"), "input_activations.strategy = 'group'"),
+        (channels("group.input_activations.dynamic", "local"), "input_activations.dynamic = 'local'"),
+        (channels("group.output_activations", {"num_bits": 8}), "output_activations = .* cannot be served"),
+        ({**MODELOPT, "quant_algo": "NVFP4"}, "quant_algo = 'NVFP4' cannot be served; served: FP8$"),
+        ({**MODELOPT, "kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo = 'FP8' cannot be served$"),
+    ],
+)  # fmt: skip
+def test_other_formats_are_refused_by_name(settings: object, message: str) -> None:
+    with pytest.raises(StartupError, match=message) as refused:
+        read(settings)
+    assert str(refused.value).startswith("model/config.json: quantization_config")
+
+
+@pytest.mark.parametrize(
+    ("excluded", "module", "is_quantized"),
+    [
+        ((), "model.layers.0.mlp.gate_proj", True),
+        (("gate",), "model.layers.0.mlp.gate", False),
+        (("gate",), "model.layers.0.mlp.gate_proj", True),
+        (("model.layers.1",), "model.layers.10.mlp.gate_proj", True),
+        (("model.layers.1",), "model.layers.1.mlp.gate_proj", False),
+        (("layers.1.mlp.gate_proj",), "model.layers.1.mlp.gate_proj", False),
+        (("lm_head",), "lm_head", False),
+        (("re:.*mlp.gate$",), "model.layers.0.mlp.gate", False),
+        (("re:.*mlp.gate$",), "model.layers.0.mlp.gate_proj", True),
+        (("re:layers.*",), "model.layers.0.mlp.gate_proj", True),  # a match begins at the name's beginning
+        (("*.mlp.*",), "model.layers.0.mlp.gate_proj", False),
+        (("layers.*",), "model.layers.0.mlp.gate_proj", True),
+    ],
+)
+def test_modules_that_are_left_out(excluded: tuple[str, ...], module: str, is_quantized: bool) -> None:
+    assert QuantizationSpec(Scales.BLOCKS, excluded).selector()(module) == is_quantized
+
+
+def test_only_quantized_models_say_so_in_their_fingerprint() -> None:
+    plain, blocks, tensor = (
+        resolve_spec(Path(), {**CONFIGS["tiny"], "quantization_config": settings})
+        for settings in (None, BLOCKS, TENSOR)
+    )
+    assert "quantization" not in plain.semantic()
+    assert json.loads(json.dumps(blocks.semantic()))["quantization"] == {"scales": "block", "excluded": ["lm_head"]}
+    assert len({fingerprint(spec, "dummy") for spec in (plain, blocks, tensor)}) == 3
+    assert replace(blocks, quantization=None) == plain
+
+
+def test_quantized_weights_count_one_byte() -> None:
+    plain, blocks = (resolve_spec(Path(), {**CONFIGS["8b"], "quantization_config": kind}) for kind in (None, BLOCKS))
+    estimates = [MemoryEstimate(SchedulerConfig(), spec, 2, 100e9) for spec in (plain, blocks)]
+    assert [round(estimate.weight_bytes / 1e9, 2) for estimate in estimates] == [16.06, 9.08]
+    assert estimates[1].room - estimates[0].room == plain.layer_parameters
+
+
+@pytest.mark.parametrize("settings", [BLOCKS, CHANNELS, TENSOR], ids=["blocks", "channels", "tensor"])
+@pytest.mark.parametrize(
+    "config", [CONFIGS["tiny"] | {"num_key_value_heads": 8, "num_attention_heads": 8}, QWEN3_EXPERTS]
+)
+def test_dummy_weights_are_spread_as_plain_ones(config: dict[str, Any], settings: dict[str, Any]) -> None:
+    spec = resolve_spec(Path(), {**config, "quantization_config": settings})
+    models = [build_model(spec, TORCH, 64, torch.float32, torch.device("cpu")) for _ in range(3)]
+    for model, seed in zip(models, (0, 0, 1), strict=True):
+        fill_at_random(model, seed)
+    first, again, other = ([slot.tensor.float() for slot in model.slots.values()] for model in models)
+    assert all(map(torch.equal, first, again))
+    assert spec.quantization is not None
+    kinds = {name: slot.tensor.dtype for name, slot in models[0].slots.items()}
+    quantized = [name for name, dtype in kinds.items() if dtype is torch.float8_e4m3fn]
+    assert len(quantized) == sum("_proj" in name and name.endswith(".weight") for name in kinds) > 10
+    for name, values, others in zip(kinds, first, other, strict=True):
+        if name in quantized:
+            scale = models[0].slots[name.replace(".weight", f".{spec.quantization.scales.tensor_name}")].tensor
+            assert (values * scale.mean()).std().item() == pytest.approx(0.02, rel=0.05)
+            assert (values == 0).float().mean() < 1e-3
+            assert not torch.equal(values, others)
+
+
+def blocks_of(dim: int, start: int, size: int) -> Slot:
+    """The slot of the scales of a part of a weight [400, 300]."""
+    shape = [400, 300]
+    shape[dim] = size
+    part = Slot(torch.empty(shape), (400, 300), dim, start)
+    return part.of_scales("up", torch.empty(-(-shape[0] // 128), -(-shape[1] // 128)), Scales.BLOCKS)
+
+
+@pytest.mark.parametrize(("dim", "start", "size"), [(0, 128, 128), (0, 256, 144), (1, 256, 44), (1, 0, 300)])
+def test_scales_are_cut_with_their_weight(dim: int, start: int, size: int) -> None:
+    whole = torch.arange(12.0).view(4, 3)
+    slot = blocks_of(dim, start, size)
+    slot.fill(lambda index: whole[index])
+    assert slot.fits((4, 3))
+    assert torch.equal(slot.tensor, whole.narrow(dim, start // 128, -(-size // 128)))
+
+
+@pytest.mark.parametrize(("dim", "start", "size"), [(0, 64, 128), (0, 0, 200), (1, 128, 100)])
+def test_a_cut_through_blocks_is_refused_by_name(dim: int, start: int, size: int) -> None:
+    with pytest.raises(StartupError, match=rf"^up cannot be cut at {start} and {start + size}: .* 128 x 128$"):
+        blocks_of(dim, start, size)
+
+
+def test_scales_of_channels_and_tensors_are_cut_too() -> None:
+    rows, columns = Slot(torch.empty(2, 6), (4, 6), 0, 2), Slot(torch.empty(4, 3), (4, 6), 1, 3)
+    scales = torch.arange(4.0).view(4, 1)
+    for part, expected in ((rows, scales[2:]), (columns, scales)):
+        slot = part.of_scales("up", torch.empty(len(expected), 1), Scales.CHANNELS)
+        slot.fill(lambda index: scales[index])
+        assert torch.equal(slot.tensor, expected)
+        one = part.of_scales("up", torch.empty(len(expected), 1), Scales.TENSOR)
+        one.fill(lambda index: torch.tensor([3.0])[index])
+        assert torch.equal(one.tensor, torch.full_like(expected, 3.0))
+        assert (one.fits(()), one.fits((1,)), one.fits((4, 1)), slot.fits((1,))) == (True, True, False, False)
