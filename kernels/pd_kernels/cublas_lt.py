@@ -20,8 +20,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_kernels.quantized import QuantizedRows, QuantizedWeight
-
 WORKSPACE_BYTES = 32 << 20  # NVIDIA's recommendation for Hopper; algorithms that split K need it
 NUM_PROPOSALS, NUM_SWIZZLED = 8, 4
 _COMPUTE_32F, _FLOAT_32 = 68, 0
@@ -29,9 +27,6 @@ _BATCH_COUNT, _BATCH_STRIDE = 5, 6  # attributes of a matrix
 _TRANSPOSE_A, _MAX_WORKSPACE = 3, 1  # attributes of a product, of a preference
 _SWIZZLE = 4  # attribute of an algorithm: the order of tiles, 0 or 1
 _TYPES = {torch.bfloat16: 14, torch.float16: 2}
-_FLOAT_8 = 28  # e4m3
-_WEIGHT_SCALES, _ROW_SCALES, _FAST_SUMS, _WEIGHT_SCALING, _ROW_SCALING = 17, 18, 25, 31, 32  # attributes of a product
-_CHANNELS, _GROUPS, _BLOCKS = 3, 4, 5  # kinds of scales: one a row; one for 128 numbers; one for 128 x 128
 _ADDRESS = ctypes.c_void_p
 # Handle, product, 1, A and its layout, B and its layout, 0, C and its layout, D and its layout, algorithm, workspace,
 # its size, stream. For declared arguments, ctypes takes plain integers without making an object for each
@@ -66,23 +61,6 @@ class Algorithm:
         size, parts = (x.shape[0], weight.shape[0]), self.parts
         out = x.new_empty(size) if parts == 1 else x.new_empty((parts, *size), dtype=torch.float32)
         self.launch(x.data_ptr(), weight.data_ptr(), out.data_ptr())
-        return out
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedAlgorithm:
-    """An Algorithm for quantized rows and weights. The result has the dtype that was proposed."""
-
-    library: CublasLt
-    dtype: torch.dtype
-    product: ctypes.c_void_p
-    launch: Callable[[int, int, int], None]
-
-    def __call__(self, rows: QuantizedRows, weight: QuantizedWeight) -> torch.Tensor:
-        """Multiply `rows` [M, K] by `weight` [N, K] -> [M, N]. Raises RuntimeError when cuBLASLt reports an error."""
-        out = rows.values.new_empty((len(rows.values), weight.shape[0]), dtype=self.dtype)
-        self.library.use_scales(self.product, rows, weight)
-        self.launch(rows.values.data_ptr(), weight.values.data_ptr(), out.data_ptr())
         return out
 
 
@@ -131,31 +109,6 @@ class CublasLt:
         if weight.dtype not in _TYPES or weight.shape[1] % (8 * parts):  # 8: whole 16 bytes
             return []
         shape = self._describe(num_rows, weight.shape[0], weight.shape[1], _TYPES[weight.dtype], parts)
-        return [Algorithm(self, parts, launch) for launch in self._launchers(shape, parts)]
-
-    def propose_quantized(
-        self, rows: QuantizedRows, weight: QuantizedWeight, dtype: torch.dtype, fast: bool = False
-    ) -> list[QuantizedAlgorithm]:
-        """Algorithms for quantized rows and weights of these shapes, in the order of `propose`. Raises RuntimeError."""
-        if weight.shape[1] % 16 or dtype not in _TYPES:
-            return []
-        kinds = (_BLOCKS, _GROUPS) if weight.is_blocks else (_CHANNELS, _CHANNELS)
-        shape = self._describe(len(rows.values), *weight.shape, _FLOAT_8, 1, _TYPES[dtype])
-        for attribute, kind in zip((_WEIGHT_SCALING, _ROW_SCALING), kinds, strict=True):
-            mode = ctypes.c_int32(kind)
-            self._call("MatmulDescSetAttribute", shape.product, attribute, ctypes.byref(mode), ctypes.c_size_t(4))
-        fast_sums = ctypes.c_int8(fast)
-        self._call("MatmulDescSetAttribute", shape.product, _FAST_SUMS, ctypes.byref(fast_sums), ctypes.c_size_t(1))
-        self.use_scales(shape.product, rows, weight)
-        return [QuantizedAlgorithm(self, dtype, shape.product, launch) for launch in self._launchers(shape, 1)]
-
-    def use_scales(self, product: ctypes.c_void_p, rows: QuantizedRows, weight: QuantizedWeight) -> None:
-        """Let the next launches of `product` use these scales."""
-        for attribute, scales in ((_WEIGHT_SCALES, weight.scales), (_ROW_SCALES, rows.scales)):
-            address = ctypes.c_void_p(scales.data_ptr())
-            self._call("MatmulDescSetAttribute", product, attribute, ctypes.byref(address), ctypes.c_size_t(8))
-
-    def _launchers(self, shape: _Shape, parts: int) -> list[Callable[[int, int, int], None]]:
         preference = self._create("MatmulPreference")
         limit = ctypes.c_size_t(WORKSPACE_BYTES)
         self._call("MatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, ctypes.byref(limit), ctypes.c_size_t(8))
@@ -168,7 +121,8 @@ class CublasLt:
         swizzled = [self._swizzled(shape, proposal) for proposal in found[: NUM_SWIZZLED if parts == 1 else 0]]
         distinct = {bytes(proposal.algorithm): proposal for proposal in (*found, *swizzled) if proposal is not None}
         matmul, stream_of = self._library.cublasLtMatmul, torch._C._cuda_getCurrentRawStream
-        return [self._launcher(shape, proposal, matmul, stream_of) for proposal in distinct.values()]
+        launchers = [self._launcher(shape, proposal, matmul, stream_of) for proposal in distinct.values()]
+        return [Algorithm(self, parts, launch) for launch in launchers]
 
     def _swizzled(self, shape: _Shape, proposal: _Proposal) -> _Proposal | None:
         """The same algorithm with another order of tiles; None if it does not support that."""
@@ -208,15 +162,13 @@ class CublasLt:
 
         return launch
 
-    def _describe(
-        self, num_rows: int, num_outputs: int, num_inputs: int, dtype: int, parts: int, out_type: int | None = None
-    ) -> _Shape:
+    def _describe(self, num_rows: int, num_outputs: int, num_inputs: int, dtype: int, parts: int) -> _Shape:
         product = self._create("MatmulDesc", _COMPUTE_32F, _FLOAT_32)
         transpose = ctypes.c_int32(1)
         self._call("MatmulDescSetAttribute", product, _TRANSPOSE_A, ctypes.byref(transpose), ctypes.c_size_t(4))
         size = num_inputs // parts
         weight, x = (self._layout(dtype, size, count, num_inputs, parts, size) for count in (num_outputs, num_rows))
-        out_type = out_type or (dtype if parts == 1 else _FLOAT_32)
+        out_type = dtype if parts == 1 else _FLOAT_32
         out = self._layout(out_type, num_outputs, num_rows, num_outputs, parts, num_outputs * num_rows)
         return _Shape(product, weight, x, out)
 

@@ -10,6 +10,7 @@ from pd_kernels.triton_block_copy import copy_blocks
 from pd_kernels.triton_matmul import FewRowsLinear
 from pd_kernels.triton_norm import add_rms_norm, add_rms_norm_quantized, rms_norm
 from pd_kernels.triton_quantize import quantize
+from pd_kernels.triton_quantized_product import quantized_product
 from pd_kernels.triton_rotary import norm_rope_write
 from pd_kernels.triton_sampling import argmax, draw
 
@@ -35,7 +36,7 @@ TRITON = Kernels(
     quantize=quantize,
     add_rms_norm_quantized=add_rms_norm_quantized,
     silu_and_mul_quantized=silu_and_mul_quantized,
-    quantized_product=TORCH.quantized_product,
+    quantized_product=quantized_product,
     norm_rope_write=norm_rope_write,
     route=TORCH.route,
     experts=TORCH.experts,

@@ -8,7 +8,8 @@ import torch
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from pd_kernels import reference
-from pd_kernels.triton_quantized_product import QuantizedTiling, multiply, quantized_tiling
+from pd_kernels.triton_quantize import quantize
+from pd_kernels.triton_quantized_product import QuantizedTiling, multiply, quantized_product, quantized_tiling
 from tests.kernels.quantized_weights import random_quantized
 
 # Triton's interpreter on numpy
@@ -60,6 +61,19 @@ def test_products_of_real_models(rows: int, outputs: int, inputs: int, is_blocks
     assert error(found, expected) < ERROR
     assert torch.equal(found, multiply(x, weight, torch.float32, arrived))
     assert error(multiply(x, weight, torch.bfloat16, arrived), expected) < 3e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@KINDS
+@pytest.mark.parametrize("rows", [100, 257, 1001, 2048])
+@pytest.mark.parametrize(("outputs", "inputs"), [(28672, 4096), (4096, 14336), (5120, 2048), (1152, 768), (200, 144)])
+def test_products_of_many_rows(rows: int, outputs: int, inputs: int, is_blocks: bool) -> None:
+    weight = random_quantized(outputs, inputs, is_blocks=is_blocks).to(DEVICE)
+    x = random(rows, inputs)
+    expected = reference.quantized_product(reference.quantize(x, weight.group), weight, torch.float32)
+    for rounded in (quantize(x, weight.group), reference.quantize(x, weight.group)):  # scales in two orders
+        assert error(quantized_product(rounded, weight, torch.bfloat16), expected) < 3e-3
 
 
 @KINDS
