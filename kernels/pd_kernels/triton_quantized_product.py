@@ -1,13 +1,16 @@
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-"""Products of quantized rows with quantized weights: a kernel for up to a few hundred rows, cuBLASLt for more.
+"""Products of quantized rows with quantized weights, by the fastest of three ways.
 
-The weights are the left operand, as in `triton_matmul`. The matrix unit of Hopper adds products of float8 with fewer
-than 14 bits behind the point, so its sums over 128 inputs are added in float32: the result's relative error is 2e-4,
-and 3e-3 where the unit adds all inputs (4,096 to 14,336 inputs, one H200). cuBLASLt is asked for the same.
+Up to 64 rows `gluon_ring` is fastest where it runs, for many rows cuBLASLt. The kernel in this file multiplies the rows
+between them, and is the one for other GPUs.
+
+The matrix unit of Hopper adds products of float8 with fewer than 14 bits behind the point, so the kernel adds its sums
+over 128 inputs in float32: the result's relative error is 2e-4, and 3e-3 where the unit adds all inputs (4,096 to
+14,336 inputs, one H200). cuBLASLt is asked for the same.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -23,10 +26,15 @@ from pd_kernels.triton_decode import num_processors
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pd_kernels.quantized import QuantizedRows, QuantizedWeight
 
+logger = logging.getLogger(__name__)
 _BLOCK: tl.constexpr = tl.constexpr(BLOCK)
-_TILE = 128  # rows and outputs of a tile when there are many rows
+_OUTPUTS, _STAGES = 64, 5  # of a tile, of its inputs
+_MOST_IN_RING = 64  # rows
+_TILE = 128  # rows and outputs of a tile of cuBLASLt
 _MOST_ROWS = 256  # from here on cuBLASLt is faster for every shape
 
 
@@ -35,11 +43,8 @@ class QuantizedTiling:
     """Sizes of the kernel's tiles; the defaults of `quantized_tiling` were chosen by measurement."""
 
     rows: int
-    outputs: int
     split: int  # programs that share the inputs of a tile
-    num_warps: int
-    num_stages: int
-    rows_left: bool = False  # the rows are the left operand
+    rows_left: bool  # the rows are the left operand, of at least 64 lines
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -107,35 +112,59 @@ def _product_kernel(
 def quantized_tiling(
     num_rows: int, num_outputs: int, num_inputs: int, *, is_blocks: bool, num_processors: int
 ) -> QuantizedTiling:
-    """Tiling for 228 KiB of shared memory per multiprocessor."""
-    rows, rows_left = min(max(16, triton.next_power_of_2(num_rows)), 128), False
-    if rows <= 16:
-        outputs, num_warps, num_stages, fill = 64, 4, 5, 2
-    elif rows <= 64 and not is_blocks:
-        outputs, num_warps, num_stages, fill = 128, 4, 6, 1
-    elif rows <= 64:  # scaling each sum costs more than what several programs of 8 warps cost
-        outputs, num_warps, num_stages, fill = 128, 8, 4, 2
-    else:  # the scales of 128 rows are few registers of a thread if the rows are the left operand
-        outputs, num_warps, num_stages, fill, rows_left = 128, 8, 4, 1, is_blocks
-    num_tiles, split = triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, outputs), 1
-    while num_tiles * split * 2 <= fill * num_processors and triton.cdiv(num_inputs, BLOCK) >= 4 * split:
+    """Tiling for 228 KiB of shared memory per multiprocessor.
+
+    With blocks a thread needs the scales of all its sums' rows in each turn. These are fewest if the rows are the left
+    operand: 128 rows by [4096, 14336] take 28 us, and 31 otherwise; with channels 25 (one H200).
+    """
+    rows, split = max(16, triton.next_power_of_2(num_rows)), 1
+    rows_left = is_blocks and rows > 64
+    rows = min(rows, 128 if rows_left else 64)
+    num_tiles, num_groups = (
+        triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, _OUTPUTS),
+        triton.cdiv(num_inputs, BLOCK),
+    )
+    while num_tiles * split <= num_processors and num_groups >= 4 * split:
         split *= 2
-    return QuantizedTiling(rows, outputs, split, num_warps, num_stages, rows_left)
+    while triton.cdiv(num_groups, split) * (split - 1) >= num_groups:  # a program would have no inputs
+        split //= 2
+    return QuantizedTiling(rows, split, rows_left)
 
 
 def quantized_product(rows: QuantizedRows, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """See reference.quantized_product. Use it on one stream at a time. Raises ValueError as `multiply` does.
+    """See reference.quantized_product. Use it on one stream at a time.
 
-    cuBLASLt multiplies more than 256 rows, and less if the tiles without a split fill half the device. It does not
-    split the inputs: of 128 rows by [4096, 14336] it makes 37 us, the kernel 24; of 8,192 rows 1,340 TFLOP/s with
-    channels and 1,250 with blocks (one H200).
+    Raises ValueError if the rows are not of the weight's size, or a row is not a multiple of 16 bytes.
     """
-    num_rows, device = len(rows.values), rows.values.device
-    num_tiles = triton.cdiv(num_rows, _TILE) * triton.cdiv(weight.shape[0], _TILE)
-    is_many = num_rows > _MOST_ROWS or (num_rows > _TILE // 2 and 2 * num_tiles > num_processors(device))
+    (num_rows, num_inputs), num_outputs, device = rows.values.shape, weight.shape[0], weight.device
+    if num_inputs != weight.shape[1] or num_inputs % 16 or rows.group != weight.group:
+        raise ValueError(f"rows {num_rows, num_inputs} in groups of {rows.group} do not fit {tuple(weight.shape)}")
+    if not num_rows:
+        return rows.values.new_empty((0, num_outputs), dtype=dtype)
+    if num_rows <= _MOST_IN_RING and (in_ring := _ring(device)) is not None:
+        return in_ring(rows, weight, dtype, _counters(device))
+    # cuBLASLt does not split the inputs of few tiles: 128 rows by [4096, 14336] take it 38 us, the kernel 25
+    num_tiles = triton.cdiv(num_rows, _TILE) * triton.cdiv(num_outputs, _TILE)
+    is_many = num_rows > _MOST_ROWS or 2 * num_tiles > num_processors(device)
     if is_many and dtype is torch.bfloat16 and _library_takes(weight):
         return _by_library(rows, weight, dtype)
     return multiply(rows, weight, dtype, _counters(device))
+
+
+@cache
+def _ring(device: torch.device) -> Callable[..., torch.Tensor] | None:
+    try:
+        from pd_kernels.gluon_ring import multiply_in_ring, runs_on
+    except Exception as error:  # Gluon is experimental: in another version its decorators may raise anything
+        logger.warning("no ring of weights: %s", error)
+        return None
+    return multiply_in_ring if runs_on(device) else None
+
+
+@cache
+def _counters(device: torch.device) -> torch.Tensor:
+    """Zeros for `multiply`, which leaves zeros. Only tiles with a split have one, at most 2 on a multiprocessor."""
+    return torch.zeros(2 * num_processors(device), dtype=torch.int32, device=device)
 
 
 def _library_takes(weight: QuantizedWeight) -> bool:
@@ -147,23 +176,20 @@ def _library_takes(weight: QuantizedWeight) -> bool:
 
 @cache
 def _has_library(device: torch.device) -> bool:
-    return device.type == "cuda" and hasattr(F, "scaled_mm") and torch.cuda.get_device_capability(device) == (9, 0)
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return is_hopper and hasattr(F, "scaled_mm")
 
 
 def _by_library(rows: QuantizedRows, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     kinds = F.ScalingType
-    x_kind, kind = (kinds.BlockWise1x128, kinds.BlockWise128x128) if weight.is_blocks else (kinds.RowWise, kinds.RowWise)
+    x_kind, kind = (
+        (kinds.BlockWise1x128, kinds.BlockWise128x128) if weight.is_blocks else (kinds.RowWise, kinds.RowWise)
+    )
     scales = rows.scales if rows.scales.stride(0) == 1 else rows.scales.t().contiguous().t()
     return F.scaled_mm(
         rows.values, weight.values.t(), scales, x_kind, weight.scales.t(), kind, output_dtype=dtype,
         use_fast_accum=False,
     )  # fmt: skip
-
-
-@cache
-def _counters(device: torch.device) -> torch.Tensor:
-    """Zeros for `multiply`, which leaves zeros. Only tiles with a split have one, at most 2 on a multiprocessor."""
-    return torch.zeros(2 * num_processors(device), dtype=torch.int32, device=device)
 
 
 def multiply(
@@ -173,28 +199,21 @@ def multiply(
     arrived: torch.Tensor,
     tiling: QuantizedTiling | None = None,
 ) -> torch.Tensor:
-    """See reference.quantized_product. `arrived`: int32 zeros [tiles with a split], zeros again afterwards.
-
-    Raises ValueError if the rows are not of the weight's size, or a row is not a multiple of 16 bytes.
-    """
+    """See `quantized_product`; for 1 row or more. `arrived`: zeros [tiles with a split] int32, zeros afterwards."""
     x, early = rows.values, launches_early(rows.values.device)
     (num_rows, num_inputs), num_outputs = x.shape, weight.shape[0]
-    if num_inputs != weight.shape[1] or num_inputs % 16 or rows.group != weight.group:
-        raise ValueError(f"rows {tuple(x.shape)} in groups of {rows.group} do not fit {tuple(weight.shape)}")
-    out = x.new_empty((num_rows, num_outputs), dtype=dtype)
-    if not num_rows:
-        return out
     tiling = tiling or quantized_tiling(
         num_rows, num_outputs, num_inputs, is_blocks=weight.is_blocks, num_processors=num_processors(x.device)
     )
-    num_tiles = triton.cdiv(num_rows, tiling.rows) * triton.cdiv(num_outputs, tiling.outputs)
+    num_tiles = triton.cdiv(num_rows, tiling.rows) * triton.cdiv(num_outputs, _OUTPUTS)
+    out = x.new_empty((num_rows, num_outputs), dtype=dtype)
     num_parts = num_tiles * tiling.split if tiling.split > 1 else 0
-    parts = x.new_empty(num_parts * tiling.outputs * tiling.rows, dtype=torch.float32)
+    parts = x.new_empty(num_parts * _OUTPUTS * tiling.rows, dtype=torch.float32)
     _product_kernel[(num_tiles, tiling.split)](
         TensorDescriptor.from_tensor(x, [tiling.rows, BLOCK]),
-        TensorDescriptor.from_tensor(weight.values, [tiling.outputs, BLOCK]),
+        TensorDescriptor.from_tensor(weight.values, [_OUTPUTS, BLOCK]),
         rows.scales, weight.scales, out, parts, arrived, num_rows, num_outputs, num_inputs, *rows.scales.stride(),
-        tiling.split, weight.is_blocks, tiling.rows, tiling.outputs, tiling.num_stages, tiling.rows_left, early,
-        num_warps=tiling.num_warps, **early_options(early),
+        tiling.split, weight.is_blocks, tiling.rows, _OUTPUTS, _STAGES, tiling.rows_left, early,
+        num_warps=4, **early_options(early),
     )  # fmt: skip
     return out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,10 +11,6 @@ pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from pd_kernels import reference
 from pd_kernels.triton_matmul import FewRowsLinear, MatmulTiling, matmul_tiling
-from tests.kernels.quantized_weights import random_quantized
-
-if TYPE_CHECKING:
-    from pd_kernels.quantized import Weight
 
 # Triton's interpreter on numpy
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -26,7 +21,6 @@ if GPU:  # the interpreter's bfloat16 products come out wrong (Triton 3.6)
     TOLERANCE[torch.bfloat16] = 1e-2
 SMALL = MatmulTiling(outputs=32, inputs=64, head=64, split=1, num_warps=4, num_stages=3)
 TILINGS = {"one": SMALL, "no-head": replace(SMALL, head=0), "split": replace(SMALL, split=2, head=128)}
-QUANTIZED = MatmulTiling(outputs=32, inputs=128, head=0, split=1, num_warps=4, num_stages=3)
 SHAPES = [(1, 64, 256), (3, 104, 200), (16, 32, 128), (33, 96, 192)]  # rows, outputs, inputs
 REAL = [(rows, *size) for rows in (1, 7, 32, 64) for size in ((4096, 4096), (1024, 3072), (6144, 4096))] if GPU else []
 
@@ -42,7 +36,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def few_rows(
-    weight: Weight, tiling: MatmulTiling, bias: torch.Tensor | None = None, gated: bool = False
+    weight: torch.Tensor, tiling: MatmulTiling, bias: torch.Tensor | None = None, gated: bool = False
 ) -> FewRowsLinear:
     """As `FewRowsLinear.of` makes one, of any device and type."""
     if GPU:  # the matrix unit takes 64 rows of weights
@@ -86,32 +80,6 @@ def test_sum_and_norm_between_two_products(
     found = few_rows(second, tiling)(normed)
     plain = reference.rms_norm(wide, norm.double(), 1e-5)
     assert error(found, reference.linear(plain, second.double(), None, False)) < 2 * TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("is_blocks", [True, False], ids=["blocks", "channels"])
-@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
-@pytest.mark.parametrize("split", [1, 2])
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 64, 256), (3, 104, 400), (33, 160, 272)])
-def test_product_with_a_quantized_weight(
-    rows: int, outputs: int, inputs: int, split: int, gated: bool, is_blocks: bool
-) -> None:
-    """The weight's numbers are multiplied by the rows as they are: nothing is rounded but the result."""
-    dtype = torch.bfloat16 if GPU else torch.float16
-    halves = 2 if gated else 1
-    weight = random_quantized(outputs * halves, inputs, is_blocks=is_blocks).to(DEVICE)
-    wide = reference.dequantize(weight).double()
-    x, bias = random(rows, inputs, dtype=dtype), random(outputs * halves, dtype=dtype, seed=2)
-    product = few_rows(weight, replace(QUANTIZED, split=split), bias, gated)
-    for _ in range(2):
-        assert error(product(x), reference.linear(x.double(), wide, bias.double(), gated)) < TOLERANCE[dtype]
-    if not gated:
-        residual, norm = random(rows, outputs, dtype=dtype, seed=3), random(outputs, dtype=dtype, seed=4)
-        total = residual.double()
-        expected = reference.add_linear(total, norm.double(), 1e-5, x.double(), wide, bias.double())
-        normed = product.add_to(residual, x, norm, 1e-5)
-        assert error(residual, total) < TOLERANCE[dtype]
-        assert error(normed.x, expected.x) < TOLERANCE[dtype]
-        assert error(normed.squares.sum(0), expected.squares.sum(0)) < TOLERANCE[dtype]
 
 
 @pytest.mark.gpu
