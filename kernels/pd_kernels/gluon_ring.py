@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -39,7 +38,8 @@ MOST_ROWS = 64
 OUTPUTS = 64  # of a tile
 STAGES = {16: 10, 32: 8, 64: 5}  # of the ring, by the rows of a tile: 100 KiB, so that two programs fit
 _BLOCK: gl.constexpr = gl.constexpr(BLOCK)
-_REGISTERS = 120  # of a thread: two programs of 8 warps fit
+_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, later ones
+REGISTERS = 120  # of a thread: two programs of 8 warps fit
 
 
 @gluon.jit
@@ -85,7 +85,7 @@ def _multiply(
         known = (group < num_turns)[:, None] & (of_row < num_rows)[None, :]
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         scale_place._reinterpret(gl.float32, [SHARE, ROWS], plain).store(gl.load(at, mask=known, other=0.0))
-        gl.thread_barrier()
+        _barrier()
         weight_scale = gl.load(weight_scale_at)
     sums = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
     for turn in range(0, num_turns):
@@ -98,7 +98,7 @@ def _multiply(
             scale = scale_place.index(turn).load(columns) * weight_scale
             weight_scale = gl.load(weight_scale_at + gl.minimum(turn + 1, num_turns - 1))
         products = warpgroup_mma_wait(0, deps=[products])
-        gl.thread_barrier()  # all warps have read the stage
+        _barrier()  # all warps have read the stage
         mbarrier.arrive(is_free.index(stage), count=1)
         if BLOCKS:
             sums += products * scale[None, :]
@@ -113,7 +113,7 @@ def _multiply(
         SIZE: gl.constexpr = OUTPUTS * ROWS
         part_at = parts + tile.to(gl.int64) * SPLIT * SIZE + line[:, None] * ROWS + row[None, :]
         gl.store(part_at + gl.program_id(1) * SIZE, sums)
-        gl.thread_barrier()  # the whole part is written before its arrival is counted
+        _barrier()  # the whole part is written before its arrival is counted
         is_last = gl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
         if is_last:
             sums = gl.load(part_at, cache_modifier=".cg")
@@ -197,7 +197,7 @@ def multiply_in_ring(
         TensorDescriptor.from_tensor(weight.values, [OUTPUTS, BLOCK], plain),
         rows.scales, weight.scales, out, parts, arrived, num_rows, num_outputs, num_inputs, *rows.scales.stride(),
         STAGES[padded], split, share, padded, OUTPUTS, weight.is_blocks,
-        num_warps=4, maxnreg=_REGISTERS, launch_pdl=True,
+        num_warps=4, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip
     return out
 

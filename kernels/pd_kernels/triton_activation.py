@@ -43,7 +43,7 @@ def _quantized_kernel(
     others_may_start(EARLY)
     wait_for_others(EARLY)
     row, group, line = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS, tl.arange(0, GROUPS)
-    rows, groups, columns, inside = group_place(row, group, line, num_rows, size, WIDTH, GROUPS)
+    rows, _, columns, inside = group_place(row, group, line, num_rows, size, WIDTH, GROUPS)
     at = x + rows[:, None] * x_stride + columns
     gate = tl.load(at, mask=inside, other=0.0)
     up = tl.load(at + size, mask=inside, other=0.0)

@@ -109,9 +109,9 @@ def add_rms_norm(
 def add_rms_norm_quantized(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int
 ) -> tuple[QuantizedRows, torch.Tensor]:
-    """See reference.add_rms_norm_quantized. Last strides must be 1. The sum overwrites `residual`. Raises ValueError."""
+    """See reference.add_rms_norm_quantized. Last strides must be 1. Overwrites `residual`. Raises ValueError."""
     _check(x, residual)
-    rows = empty_rows(*residual.shape, group, residual.device)
+    rows = empty_rows(residual.shape[0], residual.shape[1], group, residual.device)
     _add(x, residual, weight, eps, rows.values, rows)
     return rows, residual
 

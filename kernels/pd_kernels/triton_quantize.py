@@ -63,7 +63,7 @@ def _quantize_kernel(
     others_may_start(EARLY)
     wait_for_others(EARLY)
     row, group, line = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS, tl.arange(0, GROUPS)
-    rows, groups, columns, inside = group_place(row, group, line, num_rows, size, WIDTH, GROUPS)
+    rows, _, columns, inside = group_place(row, group, line, num_rows, size, WIDTH, GROUPS)
     value = tl.load(x + rows[:, None] * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     store_quantized(
         value, values, scales, row, group, line, num_rows, size, row_stride, group_stride, WIDTH, GROUPS

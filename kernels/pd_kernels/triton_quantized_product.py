@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 """Products of quantized rows with quantized weights, by the fastest of three ways.
 
 Up to 64 rows `gluon_ring` is fastest where it runs, for many rows cuBLASLt. The kernel in this file multiplies the rows
@@ -44,7 +45,6 @@ class QuantizedTiling:
 
     rows: int
     split: int  # programs that share the inputs of a tile
-    rows_left: bool  # the rows are the left operand, of at least 64 lines
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -52,7 +52,7 @@ def _product_kernel(
     x_tiles, weight_tiles, x_scales, weight_scales, out, parts, arrived,
     num_rows, num_outputs, num_inputs, row_stride, group_stride,
     SPLIT: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
-    LEFT: tl.constexpr, EARLY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     others_may_start(EARLY)
     # Tiles with the same weights are neighbours, so that all but one read them from the L2 cache
@@ -70,32 +70,24 @@ def _product_kernel(
     wait_for_others(EARLY)
     if BLOCKS:
         scale = tl.load(x_scale_at + first * group_stride) * weight_scale
-    sums = tl.zeros([ROWS if LEFT else OUTPUTS, OUTPUTS if LEFT else ROWS], tl.float32)
+    sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for group in tl.range(begin, end, num_stages=STAGES):
         weights = weight_tiles.load([across * OUTPUTS, group * _BLOCK])
-        rows = x_tiles.load([down * ROWS, group * _BLOCK])
-        products = tl.dot(rows, tl.trans(weights)) if LEFT else tl.dot(weights, tl.trans(rows))
+        products = tl.dot(weights, tl.trans(x_tiles.load([down * ROWS, group * _BLOCK])))
         if BLOCKS:
             following = tl.minimum(group + 1, num_groups - 1)
             next_scale = tl.load(x_scale_at + following * group_stride) * tl.load(weight_scale_at + following)
-            sums += products * (scale[:, None] if LEFT else scale[None, :])
+            sums += products * scale[None, :]
             scale = next_scale
         else:
             sums += products
     if not BLOCKS:
-        x_scale, weight_scale = tl.load(x_scale_at), tl.load(weight_scales + tl.minimum(output, num_outputs - 1))
-        sums *= x_scale[:, None] * weight_scale[None, :] if LEFT else weight_scale[:, None] * x_scale[None, :]
-    if LEFT:
-        at = out + row.to(tl.int64)[:, None] * num_outputs + output[None, :]
-        inside = (row < num_rows)[:, None] & (output < num_outputs)[None, :]
-    else:
-        at = out + row.to(tl.int64)[None, :] * num_outputs + output[:, None]
-        inside = (row < num_rows)[None, :] & (output < num_outputs)[:, None]
+        weight_scale = tl.load(weight_scales + tl.minimum(output, num_outputs - 1))
+        sums *= weight_scale[:, None] * tl.load(x_scale_at)[None, :]
     SIZE: tl.constexpr = OUTPUTS * ROWS
     is_last = True
     if SPLIT > 1:
-        line, column = tl.arange(0, sums.shape[0]), tl.arange(0, sums.shape[1])
-        tile_at = line[:, None] * sums.shape[1] + column[None, :]
+        tile_at = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         parts += tl.program_id(0).to(tl.int64) * SPLIT * SIZE
         tl.store(parts + part * SIZE + tile_at, sums)
         tl.debug_barrier()  # the whole part is written before its arrival is counted
@@ -106,29 +98,20 @@ def _product_kernel(
                 sums += tl.load(parts + other * SIZE + tile_at, cache_modifier=".cg")
             tl.store(arrived + tl.program_id(0), 0)  # for the next launch
     if is_last:
+        at = out + row.to(tl.int64)[None, :] * num_outputs + output[:, None]
+        inside = (row < num_rows)[None, :] & (output < num_outputs)[:, None]
         tl.store(at, sums.to(out.dtype.element_ty), mask=inside)
 
 
-def quantized_tiling(
-    num_rows: int, num_outputs: int, num_inputs: int, *, is_blocks: bool, num_processors: int
-) -> QuantizedTiling:
-    """Tiling for 228 KiB of shared memory per multiprocessor.
-
-    With blocks a thread needs the scales of all its sums' rows in each turn. These are fewest if the rows are the left
-    operand: 128 rows by [4096, 14336] take 28 us, and 31 otherwise; with channels 25 (one H200).
-    """
-    rows, split = max(16, triton.next_power_of_2(num_rows)), 1
-    rows_left = is_blocks and rows > 64
-    rows = min(rows, 128 if rows_left else 64)
-    num_tiles, num_groups = (
-        triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, _OUTPUTS),
-        triton.cdiv(num_inputs, BLOCK),
-    )
+def quantized_tiling(num_rows: int, num_outputs: int, num_inputs: int, num_processors: int) -> QuantizedTiling:
+    """Tiling for 228 KiB of shared memory per multiprocessor."""
+    rows, num_groups, split = min(max(16, triton.next_power_of_2(num_rows)), 64), triton.cdiv(num_inputs, BLOCK), 1
+    num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, _OUTPUTS)
     while num_tiles * split <= num_processors and num_groups >= 4 * split:
         split *= 2
     while triton.cdiv(num_groups, split) * (split - 1) >= num_groups:  # a program would have no inputs
         split //= 2
-    return QuantizedTiling(rows, split, rows_left)
+    return QuantizedTiling(rows, split)
 
 
 def quantized_product(rows: QuantizedRows, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
@@ -202,9 +185,7 @@ def multiply(
     """See `quantized_product`; for 1 row or more. `arrived`: zeros [tiles with a split] int32, zeros afterwards."""
     x, early = rows.values, launches_early(rows.values.device)
     (num_rows, num_inputs), num_outputs = x.shape, weight.shape[0]
-    tiling = tiling or quantized_tiling(
-        num_rows, num_outputs, num_inputs, is_blocks=weight.is_blocks, num_processors=num_processors(x.device)
-    )
+    tiling = tiling or quantized_tiling(num_rows, num_outputs, num_inputs, num_processors(x.device))
     num_tiles = triton.cdiv(num_rows, tiling.rows) * triton.cdiv(num_outputs, _OUTPUTS)
     out = x.new_empty((num_rows, num_outputs), dtype=dtype)
     num_parts = num_tiles * tiling.split if tiling.split > 1 else 0
@@ -213,7 +194,7 @@ def multiply(
         TensorDescriptor.from_tensor(x, [tiling.rows, BLOCK]),
         TensorDescriptor.from_tensor(weight.values, [_OUTPUTS, BLOCK]),
         rows.scales, weight.scales, out, parts, arrived, num_rows, num_outputs, num_inputs, *rows.scales.stride(),
-        tiling.split, weight.is_blocks, tiling.rows, _OUTPUTS, _STAGES, tiling.rows_left, early,
+        tiling.split, weight.is_blocks, tiling.rows, _OUTPUTS, _STAGES, early,
         num_warps=4, **early_options(early),
     )  # fmt: skip
     return out

@@ -31,16 +31,14 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @KINDS
-@pytest.mark.parametrize("rows_left", [False, True], ids=["", "rows-left"])
 @pytest.mark.parametrize("split", [1, 3])
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 64, 256), (5, 200, 400), (33, 130, 1040)])
-def test_product(rows: int, outputs: int, inputs: int, split: int, is_blocks: bool, rows_left: bool) -> None:
+def test_product(rows: int, outputs: int, inputs: int, split: int, is_blocks: bool) -> None:
     weight = random_quantized(outputs, inputs, is_blocks=is_blocks).to(DEVICE)
     x = reference.quantize(random(rows, inputs), weight.group)
     expected = reference.quantized_product(x, weight, torch.float32)
     arrived = torch.zeros(64, dtype=torch.int32, device=DEVICE)
-    size = 64 if rows_left else 16  # the matrix unit takes at least 64 lines of the left operand
-    tiling = QuantizedTiling(size, split, rows_left)
+    tiling = QuantizedTiling(16, split)
     for _ in range(2):  # the first leaves the counters as it found them
         found = multiply(x, weight, torch.float32, arrived, tiling)
         assert error(found, expected) < ERROR
@@ -90,12 +88,11 @@ def test_products_in_the_ring(rows: int, outputs: int, inputs: int, split: int, 
     assert error(multiply_in_ring(x, weight, torch.bfloat16, arrived), expected) < 3e-3
 
 
-@KINDS
 @pytest.mark.parametrize("rows", [1, 32, 64, 128, 256])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (64, 128), (10240, 8192)])
-def test_tiling(rows: int, outputs: int, inputs: int, is_blocks: bool) -> None:
+def test_tiling(rows: int, outputs: int, inputs: int) -> None:
     """Programs are at most twice the multiprocessors if inputs are split, and none is without work."""
-    tiling = quantized_tiling(rows, outputs, inputs, is_blocks=is_blocks, num_processors=132)
+    tiling = quantized_tiling(rows, outputs, inputs, 132)
     num_tiles = -(-rows // tiling.rows) * -(-outputs // 64)
     assert tiling.split == 1 or num_tiles * tiling.split <= 264
     groups = -(-inputs // 128)
