@@ -128,7 +128,7 @@ def _models() -> Row:
 
 
 def _dtypes() -> Row:
-    fp8 = f"fp8 weights ({', '.join(map(code, METHODS))}; by the reference kernel: right, not yet fast)"
+    fp8 = f"fp8 weights ({', '.join(map(code, METHODS))}; fast on Hopper GPUs)"
     return Row(
         "dtypes", _choices(ModelConfig, "dtype"), [fp8], _planned({"fp8 KV cache": "kv_cache_dtype" in SETTINGS})
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from pd_kernels.backends import TORCH, Kernels, ProposeGated, no_gated_products
 from pd_kernels.triton_activation import silu_and_mul, silu_and_mul_quantized
@@ -45,3 +46,11 @@ TRITON = Kernels(
     argmax=argmax,
     draw=draw,
 )
+WITHOUT_FLOAT8 = replace(
+    TRITON,
+    quantize=TORCH.quantize,
+    add_rms_norm_quantized=TORCH.add_rms_norm_quantized,
+    silu_and_mul_quantized=TORCH.silu_and_mul_quantized,
+    quantized_product=TORCH.quantized_product,
+)
+"""For GPUs before Ada (8.9): Triton has no float8 (e4m3) there."""

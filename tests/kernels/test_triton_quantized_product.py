@@ -8,7 +8,9 @@ import torch
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from pd_kernels import reference
+from pd_kernels.backends import TORCH
 from pd_kernels.gluon_ring import ring_split
+from pd_kernels.selection import select_kernels
 from pd_kernels.triton_quantize import quantize
 from pd_kernels.triton_quantized_product import QuantizedTiling, multiply, quantized_product, quantized_tiling
 from tests.kernels.quantized_weights import random_quantized
@@ -98,6 +100,17 @@ def test_tiling(rows: int, outputs: int, inputs: int) -> None:
     groups = -(-inputs // 128)
     for split in (tiling.split, ring_split(min(rows, 64), outputs, inputs, 132)):
         assert (split - 1) * -(-groups // split) < groups
+
+
+def test_gpus_without_float8_quantize_by_library_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for capability in ((8, 6), (8, 9)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        kernels = select_kernels(torch.device("cuda"))
+        assert kernels.name == "triton"
+        found.append((kernels.quantize, kernels.quantized_product))
+    assert found == [(TORCH.quantize, TORCH.quantized_product), (quantize, quantized_product)]
 
 
 def test_what_does_not_fit_is_refused() -> None:
