@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pd_kernels.backends import Kernels
-    from pd_kernels.values import Routing
+    from pd_kernels.values import HalfNormed, Routing
 
 TOLERANCE = 0.03  # of the expected number
 
@@ -64,7 +64,7 @@ class RoutingCounter:
         """`kernels` with a `route` that counts."""
 
         def route(
-            x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+            x: torch.Tensor | HalfNormed, router: torch.Tensor, bias: torch.Tensor | None, routing: Routing
         ) -> tuple[torch.Tensor, torch.Tensor]:
             scores, chosen = kernels.route(x, router, bias, routing)
             if len(chosen) == self.num_tokens:

@@ -136,8 +136,8 @@ def _models() -> Row:
 
 def _dtypes() -> Row:
     caches = [f"{name} KV cache" for name in _choices(ModelConfig, "kv_cache_dtype")]
-    fp8 = f"fp8 weights ({', '.join(map(code, METHODS))}; by the reference kernel: right, not yet fast)"
-    return Row("dtypes", [*_choices(ModelConfig, "dtype"), *caches], [fp8], [])
+    fp8 = f"fp8 weights ({', '.join(map(code, METHODS))})"
+    return Row("dtypes", [*_choices(ModelConfig, "dtype"), fp8, *caches], [], [])
 
 
 def _gpus() -> Row:

@@ -38,6 +38,10 @@ class QuantizedWeight:
         """Inputs of a row that share a scale when the row is quantized for a product with this weight."""
         return BLOCK if self.is_blocks else self.values.shape[-1]
 
+    def to(self, device: torch.device) -> QuantizedWeight:
+        """The same weight on another device."""
+        return QuantizedWeight(self.values.to(device), self.scales.to(device), self.is_blocks)
+
     def expert(self, number: int) -> QuantizedWeight:
         """The weight [out, in] of one expert."""
         return QuantizedWeight(self.values[number], self.scales[number], self.is_blocks)

@@ -8,21 +8,22 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
+import torch
+
 from pd_kernels.backends import TORCH, Kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
 
 def _for_cuda() -> Kernels:
     """Triton's row where Triton is installed. Its import takes seconds and is of no use on a CPU node."""
     if importlib.util.find_spec("triton") is None:
         return TORCH
-    from pd_kernels.triton_backend import TRITON
+    from pd_kernels.triton_backend import TRITON, WITHOUT_FLOAT8
 
-    return TRITON
+    has_float8 = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
+    return TRITON if has_float8 else WITHOUT_FLOAT8
 
 
 BACKENDS: dict[str, Callable[[], Kernels]] = {"cpu": lambda: TORCH, "cuda": _for_cuda}  # by device type

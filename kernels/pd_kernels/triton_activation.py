@@ -10,34 +10,47 @@ import triton
 import triton.language as tl
 
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
-from pd_kernels.triton_quantize import columns_of, empty_rows, store_quantized
+from pd_kernels.triton_quantize import empty_rows, group_place, group_tiling, store_quantized
 
 if TYPE_CHECKING:
     from pd_kernels.quantized import QuantizedRows
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _silu_and_mul_kernel(
-    x, out, scales, num_rows, size, x_stride, row_stride, group_stride,
-    BLOCK: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+@triton.jit
+def _gated(gate, up, dtype: tl.constexpr):
+    gate = gate.to(tl.float32)
+    gated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)  # the definition rounds here
+    return (gated * up.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _silu_and_mul_kernel(x, out, size, x_stride, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     others_may_start(EARLY)
     wait_for_others(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
-    gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + row * x_stride + size + column, mask=inside, other=0.0).to(tl.float32)
-    dtype = x.dtype.element_ty
-    gated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)  # the definition rounds here
-    gated = (gated * up).to(dtype)
-    if GROUPS > 0:
-        store_quantized(
-            gated.to(tl.float32)[None, :], out, scales, row + tl.zeros([1], tl.int64), column, num_rows, size,
-            row_stride, group_stride, 1, BLOCK, GROUPS,
-        )  # fmt: skip
-    else:
-        tl.store(out + row * size + column, gated, mask=inside)
+    gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    up = tl.load(x + row * x_stride + size + column, mask=inside, other=0.0)
+    tl.store(out + row * size + column, _gated(gate, up, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantized_kernel(
+    x, values, scales, num_rows, size, x_stride, row_stride, group_stride,
+    WIDTH: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    others_may_start(EARLY)
+    wait_for_others(EARLY)
+    row, group, line = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS, tl.arange(0, GROUPS)
+    rows, _, columns, inside = group_place(row, group, line, num_rows, size, WIDTH, GROUPS)
+    at = x + rows[:, None] * x_stride + columns
+    gate = tl.load(at, mask=inside, other=0.0)
+    up = tl.load(at + size, mask=inside, other=0.0)
+    gated = _gated(gate, up, x.dtype.element_ty).to(tl.float32)
+    store_quantized(
+        gated, values, scales, row, group, line, num_rows, size, row_stride, group_stride, WIDTH, GROUPS
+    )  # fmt: skip
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +61,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         block = min(triton.next_power_of_2(size), 1024)  # 8 elements a thread: 16-byte accesses
         early = launches_early(x.device)
         _silu_and_mul_kernel[(num_rows, triton.cdiv(size, block))](
-            x, out, out, num_rows, size, x.stride(0), 0, 0, block, 0, early, num_warps=4, **early_options(early)
+            x, out, size, x.stride(0), block, early, num_warps=4, **early_options(early)
         )
     return out
 
@@ -58,11 +71,11 @@ def silu_and_mul_quantized(x: torch.Tensor, group: int) -> QuantizedRows:
     num_rows, size = _check(x)
     rows = empty_rows(num_rows, size, group, x.device)
     if num_rows:
-        block, groups = columns_of(size, group)
+        width, groups = group_tiling(size, group)
         early = launches_early(x.device)
-        _silu_and_mul_kernel[(num_rows, triton.cdiv(size, block))](
-            x, rows.values, rows.scales, num_rows, size, x.stride(0), *rows.scales.stride(), block, groups, early,
-            num_warps=min(max(block // 256, 1), 16), **early_options(early),
+        _quantized_kernel[(num_rows, triton.cdiv(size, width * groups))](
+            x, rows.values, rows.scales, num_rows, size, x.stride(0), *rows.scales.stride(), width, groups, early,
+            num_warps=min(max(width * groups // 256, 1), 32), **early_options(early),
         )  # fmt: skip
     return rows
 

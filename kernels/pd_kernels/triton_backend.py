@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from pd_kernels.backends import TORCH, Kernels, ProposeGated, no_gated_products
 from pd_kernels.triton_activation import silu_and_mul, silu_and_mul_quantized
@@ -11,6 +12,7 @@ from pd_kernels.triton_experts import experts
 from pd_kernels.triton_matmul import FewRowsLinear
 from pd_kernels.triton_norm import add_rms_norm, add_rms_norm_quantized, rms_norm
 from pd_kernels.triton_quantize import quantize
+from pd_kernels.triton_quantized_product import quantized_product
 from pd_kernels.triton_rotary import norm_rope_write
 from pd_kernels.triton_routing import route
 from pd_kernels.triton_sampling import argmax, draw
@@ -37,7 +39,7 @@ TRITON = Kernels(
     quantize=quantize,
     add_rms_norm_quantized=add_rms_norm_quantized,
     silu_and_mul_quantized=silu_and_mul_quantized,
-    quantized_product=TORCH.quantized_product,
+    quantized_product=quantized_product,
     norm_rope_write=norm_rope_write,
     route=route,
     experts=experts,
@@ -46,3 +48,11 @@ TRITON = Kernels(
     argmax=argmax,
     draw=draw,
 )
+WITHOUT_FLOAT8 = replace(
+    TRITON,
+    quantize=TORCH.quantize,
+    add_rms_norm_quantized=TORCH.add_rms_norm_quantized,
+    silu_and_mul_quantized=TORCH.silu_and_mul_quantized,
+    quantized_product=TORCH.quantized_product,
+)
+"""For GPUs before Ada (8.9): Triton has no float8 (e4m3) there."""

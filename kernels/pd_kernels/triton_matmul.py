@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pd_kernels.quantized import QuantizedWeight, Weight
 from pd_kernels.triton_decode import num_processors
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.values import HalfNormed
@@ -43,29 +42,6 @@ class MatmulTiling:
     split: int  # programs that share the inputs
     num_warps: int
     num_stages: int
-    fetch: int = 0
-
-
-@triton.jit
-def _fetch(
-    weight, tile, num_outputs, num_inputs, begin, end, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr
-):
-    """Bring the first BYTES of each of a program's lines into the L2 cache."""
-    line = tl.arange(0, OUTPUTS)
-    output = tile * WIDTH + line % WIDTH
-    output = tl.minimum(output, num_outputs - 1) + line // WIDTH * num_outputs
-    size = tl.minimum(end - begin, BYTES) + tl.zeros_like(line)
-    tl.inline_asm_elementwise(
-        "{ .reg .u64 a; cvta.to.global.u64 a, $1; cp.async.bulk.prefetch.L2.global [a], $2; mov.u32 $0, 0; }",
-        "=r,l,r", [weight + output.to(tl.int64) * num_inputs + begin, size], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _widened(weights, dtype: tl.constexpr):
-    if weights.dtype.primitive_bitwidth == 8:
-        weights = weights.to(tl.float16).to(tl.float32)
-    return weights.to(dtype)
 
 
 @triton.jit
@@ -75,8 +51,7 @@ def _bits(pointer):
     Values that a product takes unchanged would wait in shared memory. Shared memory has room for them or for the next
     kernel's programs, not for both.
     """
-    wide: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth == 16
-    return pointer.to(tl.pointer_type(tl.int16 if wide else tl.int8), bitcast=True)
+    return pointer.to(tl.pointer_type(tl.int16), bitcast=True)
 
 
 @triton.jit
@@ -137,9 +112,9 @@ def _finish(
 
 @triton.jit(do_not_specialize=["num_rows", "split", "num_squares"])
 def _linear_kernel(
-    x_tiles, weight_tiles, x, weight, scales, bias, out, parts, arrived, residual, gain, left_squares, squares,
+    x_tiles, weight_tiles, x, weight, bias, out, parts, arrived, residual, gain, left_squares, squares,
     num_rows, num_outputs, num_inputs, x_stride, split, num_squares, eps,
-    SCALES: tl.constexpr, FETCH: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HEAD: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HEAD: tl.constexpr,
     GATED: tl.constexpr, ADDS: tl.constexpr, DIVIDES: tl.constexpr, SQUARES: tl.constexpr, BIAS: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -151,18 +126,9 @@ def _linear_kernel(
     begin = part * share
     end = tl.minimum(begin + share, num_inputs)
     line, row = tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
-    if FETCH > 0:
-        _fetch(weight, tile, num_outputs, num_inputs, begin, end, OUTPUTS, WIDTH, FETCH)
-    output = tile * WIDTH + line % WIDTH
-    if SCALES > 0:
-        weight_row = tl.minimum(output, num_outputs - 1) + line // WIDTH * num_outputs
-        if SCALES == 1:
-            scale = tl.load(scales + weight_row)
-        else:
-            scale_at = scales + weight_row // 128 * tl.cdiv(num_inputs, 128)
-            scale = tl.load(scale_at + begin // 128)
     if HEAD > 0:
         ahead = begin + tl.arange(0, HEAD)
+        output = tile * WIDTH + line % WIDTH
         head_at = (output + line // WIDTH * num_outputs).to(tl.int64)[:, None] * num_inputs + ahead[None, :]
         head = tl.load(_bits(weight) + head_at, mask=(output < num_outputs)[:, None] & (ahead < end)[None, :], other=0)
     column, gains, old, parts_of_squares = tile * WIDTH + tl.arange(0, WIDTH), 0.0, 0.0, 0.0
@@ -183,21 +149,12 @@ def _linear_kernel(
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for place in tl.range(begin + HEAD, end, INPUTS, num_stages=STAGES):
         w = tl.reshape(weight_tiles.load([0, tile * WIDTH, place]), [OUTPUTS, INPUTS])
-        rows = tl.trans(x_tiles.load([0, place]))
-        if SCALES == 2:
-            following = tl.load(scale_at + tl.minimum(place + INPUTS, num_inputs - 1) // 128)
-            sums += tl.dot(_widened(w, rows.dtype), rows) * scale[:, None]
-            scale = following
-        else:
-            sums = tl.dot(_widened(w, rows.dtype), rows, sums)
-            if GATED or SCALES > 0:
-                sums = _awaited(sums, num_rows)
+        sums = tl.dot(w, tl.trans(x_tiles.load([0, place])), sums)
+        if GATED:
+            sums = _awaited(sums, num_rows)
     if HEAD > 0:
-        dtype = x.dtype.element_ty
-        head = _widened(head.to(weight.dtype.element_ty, bitcast=True), dtype)
-        sums = tl.dot(head, x_head.to(dtype, bitcast=True), sums)
-    if SCALES == 1:
-        sums *= scale[:, None]
+        dtype = weight.dtype.element_ty
+        sums = tl.dot(head.to(dtype, bitcast=True), x_head.to(dtype, bitcast=True), sums)
     divisor = 1.0
     if DIVIDES:
         divisor = tl.sqrt(tl.sum(parts_of_squares, 0) / num_inputs + eps)
@@ -244,7 +201,7 @@ def matmul_tiling(num_outputs: int, num_inputs: int, num_rows: int, num_processo
 class FewRowsLinear:
     """The FewRows of Triton. Use it on one stream at a time."""
 
-    weight: Weight  # [out, in], contiguous; gated: gates, then ups
+    weight: torch.Tensor  # [out, in], contiguous; gated: gates, then ups
     bias: torch.Tensor | None
     gated: bool
     arrived: torch.Tensor  # int32 [tiles]: programs that have written their part; 0 between launches
@@ -270,17 +227,16 @@ class FewRowsLinear:
     def __call__(self, x: torch.Tensor | HalfNormed) -> torch.Tensor:
         """See FewRows. Raises ValueError if the size, dtype or alignment of `x` is not supported."""
         normed, rows = (x, x.x) if isinstance(x, HalfNormed) else (None, x)
-        num_outputs = self.weight.shape[0] // (2 if self.gated else 1)
+        num_outputs = len(self.weight) // (2 if self.gated else 1)
         out = torch.empty((len(rows), num_outputs), dtype=rows.dtype, device=rows.device)
         self._launch(rows, out, normed=normed)
         return out
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float) -> HalfNormed:
         """See FewRows. Raises ValueError as a call does, and for a gated weight or a residual of another shape."""
-        num_outputs = self.weight.shape[0]
-        if residual.shape != (len(x), num_outputs) or not residual.is_contiguous() or self.gated:
-            raise ValueError(f"a product of {num_outputs} outputs cannot be added to {tuple(residual.shape)}")
-        num_tiles = triton.cdiv(num_outputs, self._tiling_of(len(x)).outputs)
+        if residual.shape != (len(x), len(self.weight)) or not residual.is_contiguous() or self.gated:
+            raise ValueError(f"a product of {len(self.weight)} outputs cannot be added to {tuple(residual.shape)}")
+        num_tiles = triton.cdiv(len(self.weight), self._tiling_of(len(x)).outputs)
         squares = torch.empty((num_tiles, len(x)), dtype=torch.float32, device=x.device)
         out = torch.empty_like(residual)
         self._launch(x, out, addition=(residual, norm, squares))
@@ -292,13 +248,9 @@ class FewRowsLinear:
 
     def _check(self, x: torch.Tensor) -> None:
         num_rows, num_inputs = x.shape
-        if (
-            num_rows > self.max_rows
-            or num_inputs != self.weight.shape[1]
-            or x.dtype not in (torch.float16, torch.bfloat16)
-        ):
+        if num_rows > self.max_rows or num_inputs != self.weight.shape[1] or x.dtype != self.weight.dtype:
             raise ValueError(f"{x.dtype} {tuple(x.shape)} is not up to {self.max_rows} rows for {self.weight.shape}")
-        if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
+        if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16 or self.weight.data_ptr() % 16:
             raise ValueError("rows must be contiguous and aligned to 16 bytes")
 
     def _launch(
@@ -315,10 +267,7 @@ class FewRowsLinear:
         rows, num_tiles = max(16, triton.next_power_of_2(num_rows)), triton.cdiv(num_outputs, width)
         num_parts = num_tiles * tiling.split if tiling.split > 1 else 0
         parts = torch.empty(num_parts * tiling.outputs * rows, dtype=torch.float32, device=x.device)
-        weight = self.weight.values if isinstance(self.weight, QuantizedWeight) else self.weight
-        scales = self.weight.scales if isinstance(self.weight, QuantizedWeight) else parts
-        kind = 0 if weight is self.weight else 2 if self.weight.is_blocks else 1
-        bias = x if self.bias is None else self.bias
+        weight, bias = self.weight, self.weight if self.bias is None else self.bias
         weight_tiles = weight.view(halves, num_outputs, num_inputs)
         residual, gain, left_squares = (out, out, parts) if addition is None else addition
         squares, eps = (parts[:1], 0.0) if normed is None else (normed.squares, normed.eps)
@@ -326,9 +275,9 @@ class FewRowsLinear:
         _linear_kernel[(num_tiles, tiling.split)](
             TensorDescriptor.from_tensor(x, [rows, tiling.inputs]),
             TensorDescriptor.from_tensor(weight_tiles, [halves, width, tiling.inputs]),
-            x, weight, scales, bias, out, parts, self.arrived, residual, gain, left_squares, squares,
+            x, weight, bias, out, parts, self.arrived, residual, gain, left_squares, squares,
             num_rows, num_outputs, num_inputs, x.stride(0), tiling.split, len(squares), eps,
-            kind, tiling.fetch if early else 0, tiling.split > 1, rows, tiling.outputs, tiling.inputs, tiling.head, self.gated, addition is not None,
+            tiling.split > 1, rows, tiling.outputs, tiling.inputs, tiling.head, self.gated, addition is not None,
             normed is not None, triton.next_power_of_2(max(len(squares), 1)), self.bias is not None, tiling.num_stages,
             early, num_warps=tiling.num_warps, **early_options(early),
         )  # fmt: skip

@@ -79,9 +79,11 @@ def _add_rms_norm_kernel(
     scale = tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)
     normed = (value * scale[:, None]).to(weight.dtype.element_ty).to(tl.float32) * gain[None, :]
     if GROUPS > 0:
+        WIDTH: tl.constexpr = COLUMNS // GROUPS
+        groups = tl.reshape(normed.to(dtype).to(tl.float32), [ROWS * GROUPS, WIDTH])
+        first, line = tl.program_id(0).to(tl.int64) * ROWS, tl.arange(0, ROWS * GROUPS)
         store_quantized(
-            normed.to(dtype).to(tl.float32), out, scales, row, column, num_rows, SIZE, row_stride, group_stride,
-            ROWS, COLUMNS, GROUPS,
+            groups, out, scales, first, 0, line, num_rows, SIZE, row_stride, group_stride, WIDTH, GROUPS
         )  # fmt: skip
     else:
         tl.store(out + row[:, None] * out_stride + column[None, :], normed.to(dtype), mask=inside)
@@ -121,9 +123,9 @@ def add_rms_norm(
 def add_rms_norm_quantized(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int
 ) -> tuple[QuantizedRows, torch.Tensor]:
-    """See reference.add_rms_norm_quantized. Last strides must be 1. The sum overwrites `residual`. Raises ValueError."""
+    """See reference.add_rms_norm_quantized. Last strides must be 1. Overwrites `residual`. Raises ValueError."""
     _check(x, residual)
-    rows = empty_rows(*residual.shape, group, residual.device)
+    rows = empty_rows(residual.shape[0], residual.shape[1], group, residual.device)
     _add(x, residual, weight, eps, rows.values, rows)
     return rows, residual
 

@@ -12,7 +12,7 @@ from pd_kernels.triton_dependent_launch import early_options, launches_early, ot
 
 _MOST: tl.constexpr = tl.constexpr(MOST)
 _LEAST: tl.constexpr = tl.constexpr(LEAST)
-_COLUMNS = 1024  # of a program, for groups smaller than a row
+_GROUPS = 8  # of a program, for groups smaller than a row
 
 
 @triton.jit
@@ -29,40 +29,44 @@ def _rounded(scaled):
 
 
 @triton.jit
-def store_quantized(
-    x, values, scales, row, column, num_rows, size, row_stride, group_stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
-    """Quantize `x` float32 [ROWS, COLUMNS], which is 0 outside the matrix, in GROUPS groups of columns, and store it.
+def group_place(row, group, line, num_rows, size, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
+    """Rows [LINES], groups [LINES], columns [LINES, WIDTH], and which of these are in a matrix [num_rows, size].
 
-    `row` [ROWS] int64, `column` [COLUMNS]: places of `x` in the matrix [num_rows, size]; `column` starts with a group.
-    The strides are those of `scales`.
+    A line is a group of WIDTH columns, and a row has GROUPS lines. `row`, `group`: the place of the first line.
     """
-    WIDTH: tl.constexpr = COLUMNS // GROUPS
-    groups = tl.reshape(x, [ROWS, GROUPS, WIDTH])
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(groups), 2), _LEAST), _MOST)
-    scaled = tl.reshape(_rounded(groups * tl.div_rn(1.0, scale)[:, :, None]), [ROWS, COLUMNS])
-    inside = (row < num_rows)[:, None] & (column < size)[None, :]
-    at = values + row[:, None] * size + column[None, :]
-    tl.store(at, scaled.to(values.dtype.element_ty), mask=inside)
-    group = tl.min(column, 0) // WIDTH + tl.arange(0, GROUPS)
-    inside = (row < num_rows)[:, None] & (group < tl.cdiv(size, WIDTH))[None, :]
-    tl.store(scales + row[:, None] * row_stride + group[None, :] * group_stride, scale, mask=inside)
+    rows, groups = row + line // GROUPS, group + line % GROUPS
+    columns = groups[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    return rows, groups, columns, (rows < num_rows)[:, None] & (columns < size)
+
+
+@triton.jit
+def store_quantized(x, values, scales, row, group, line, num_rows, size, row_stride, group_stride,
+    WIDTH: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Quantize the groups `x` float32 [LINES, WIDTH], which are 0 outside the matrix, and store them.
+
+    `row`, `group`, `line`, WIDTH, GROUPS: see `group_place`. The strides are those of `scales`.
+    """
+    rows, groups, columns, inside = group_place(row, group, line, num_rows, size, WIDTH, GROUPS)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 1), _LEAST), _MOST)
+    scaled = _rounded(x * tl.div_rn(1.0, scale)[:, None])
+    tl.store(values + rows[:, None] * size + columns, scaled.to(values.dtype.element_ty), mask=inside)
+    known = (rows < num_rows) & (groups * WIDTH < size)
+    tl.store(scales + rows * row_stride + groups * group_stride, scale, mask=known)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantize_kernel(
     x, values, scales, num_rows, size, x_stride, row_stride, group_stride,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     others_may_start(EARLY)
     wait_for_others(EARLY)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < num_rows)[:, None] & (column < size)[None, :]
-    value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    row, group, line = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS, tl.arange(0, GROUPS)
+    rows, _, columns, inside = group_place(row, group, line, num_rows, size, WIDTH, GROUPS)
+    value = tl.load(x + rows[:, None] * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     store_quantized(
-        value, values, scales, row, column, num_rows, size, row_stride, group_stride, ROWS, COLUMNS, GROUPS
+        value, values, scales, row, group, line, num_rows, size, row_stride, group_stride, WIDTH, GROUPS
     )  # fmt: skip
 
 
@@ -78,12 +82,11 @@ def empty_rows(num_rows: int, size: int, group: int, device: torch.device) -> Qu
     return QuantizedRows(values, scales.t(), group)
 
 
-def columns_of(size: int, group: int) -> tuple[int, int]:
-    """Columns and groups of a program."""
+def group_tiling(size: int, group: int) -> tuple[int, int]:
+    """The columns of a group, and the groups of a program."""
     if group >= size:
         return triton.next_power_of_2(size), 1
-    columns = max(min(triton.next_power_of_2(size), _COLUMNS), BLOCK)
-    return columns, columns // BLOCK
+    return BLOCK, min(triton.next_power_of_2(triton.cdiv(size, BLOCK)), _GROUPS)
 
 
 def quantize(x: torch.Tensor, group: int) -> QuantizedRows:
@@ -93,10 +96,10 @@ def quantize(x: torch.Tensor, group: int) -> QuantizedRows:
     num_rows, size = x.shape
     rows = empty_rows(num_rows, size, group, x.device)
     if num_rows:
-        columns, groups = columns_of(size, group)
+        width, groups = group_tiling(size, group)
         early = launches_early(x.device)
-        _quantize_kernel[(num_rows, triton.cdiv(size, columns))](
-            x, rows.values, rows.scales, num_rows, size, x.stride(0), *rows.scales.stride(), columns, 1, groups,
-            early, num_warps=min(max(columns // 512, 1), 16), **early_options(early),
+        _quantize_kernel[(num_rows, triton.cdiv(size, width * groups))](
+            x, rows.values, rows.scales, num_rows, size, x.stride(0), *rows.scales.stride(), width, groups, early,
+            num_warps=min(max(width * groups // 512, 1), 16), **early_options(early),
         )  # fmt: skip
     return rows

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from pd_kernels.quantized import QuantizedRows
 from pd_kernels.values import HalfNormed, Routing
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class SharedExpert:
     gate_up: Linear  # [2 * size, hidden], activated: [T, size]
     down: Linear  # [hidden, size]
 
-    def __call__(self, x: Normed) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | HalfNormed) -> torch.Tensor:
         """`x` [T, hidden] -> [T, hidden]."""
         product = self.down(self.gate_up(x))
         if self.gate is None:
@@ -61,6 +62,7 @@ class Experts:
 
     def add_norm(self, residual: torch.Tensor, x: Normed, norm: torch.Tensor, eps: float) -> Normed:
         """See FeedForward."""
+        assert not isinstance(x, QuantizedRows)  # the router reads plain rows, so no product feeds experts
         scores, chosen = self.kernels.route(x, self.router, self.bias, self.routing)
         product = self.kernels.experts(x, scores, chosen, self.gate_up, self.down)
         if self.shared is not None:

@@ -25,6 +25,12 @@ class Dense:
     gate_up: Linear  # [2 * intermediate, hidden], activated: [T, intermediate]
     down: Linear  # [hidden, intermediate]
 
+    def feed(self, following: Linear | None) -> None:
+        """Quantize activations for `down`, and the norm for `following`; see Linear.feed."""
+        self.gate_up.feed(self.down)
+        if following is not None:
+            self.down.feed(following)
+
     def add_norm(self, residual: torch.Tensor, x: Normed, norm: torch.Tensor, eps: float) -> Normed:
         """See FeedForward."""
-        return self.down.add_norm(residual, self.gate_up(x), norm, eps)
+        return self.down.add_norm(residual, self.gate_up.activated(x), norm, eps)

@@ -49,6 +49,10 @@ class Gemma3(Decoder[Gemma3Layer]):
         self._ropes = [make_rope_table(rope, spec.head_dim, max_len, dtype, device) for rope in ropes]
         self._embedding_scale = torch.tensor(spec.hidden_size**0.5, dtype=dtype).item()  # rounded, as in training
         super().__init__(spec, kernels, dtype, device, offset_norms=True)
+        for layer, following in zip(self._layers, [*self._layers[1:], None], strict=True):
+            layer.out.feed(layer.gate_up)
+            if following is not None:
+                layer.down.feed(following.qkv)
 
     def hidden(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Normed:
         """See Decoder."""

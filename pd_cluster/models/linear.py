@@ -6,11 +6,12 @@ model's decode time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
+from pd_kernels.quantized import QuantizedRows
 from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from pd_kernels.gemm_selection import From, Product
     from pd_kernels.quantized import Weight
 
-Normed: TypeAlias = torch.Tensor | HalfNormed  # rows [T, size] after a norm, or before the norm's division
+Rows: TypeAlias = torch.Tensor | QuantizedRows  # [T, size]
+Normed: TypeAlias = Rows | HalfNormed  # rows after a norm, or before the norm's division
 
 
 class Linear:
@@ -47,22 +49,39 @@ class Linear:
         self.max_few_rows = 0  # rows up to which `add_norm` is one kernel
         self._kernels = kernels
         self._few_rows: FewRows | None = None
-        self._multiply: Callable[[torch.Tensor], torch.Tensor] = self._plain
+        self._next_group = 0  # the group of the Linear that this one feeds
+        self._multiply: Callable[[Any], torch.Tensor] = self._plain  # quantized rows come to QuantizedLinears only
 
     def __call__(self, x: Normed) -> torch.Tensor:
         """`x` [T, in] -> activate(x W^T + b), [T, out] without an activation.
 
         `x` may be the HalfNormed that `add_norm` of another Linear returned.
         """
-        if isinstance(x, HalfNormed) or x.shape[0] <= self.max_few_rows:
+        if isinstance(x, HalfNormed) or (isinstance(x, torch.Tensor) and x.shape[0] <= self.max_few_rows):
             assert self._few_rows is not None
             return self._few_rows(x)
         return self._multiply(x)
 
+    @property
+    def group(self) -> int:
+        """Inputs of a row that share a scale when rows are quantized for this product; 0: they are not."""
+        return 0
+
+    def feed(self, following: Linear) -> None:
+        """From now on quantize what `activated` and `add_norm` return, if `following` multiplies quantized rows.
+
+        Nothing else may use these results.
+        """
+        self._next_group = following.group
+
+    def activated(self, x: Normed) -> Rows:
+        """The result of a call, for the Linear that this one feeds."""
+        return self(x)
+
     def add_norm(
         self,
         residual: torch.Tensor,
-        x: torch.Tensor,
+        x: Rows,
         norm: torch.Tensor,
         eps: float,
         before: torch.Tensor | None = None,
@@ -70,15 +89,17 @@ class Linear:
         """Add the product with `x` [T, in] to `residual` [T, out], in place. -> the sum's RMSNorm with weight `norm`.
 
         `before`: weight of an RMSNorm of the product, before it is added. Without `before` the result is a HalfNormed
-        for up to `max_few_rows` rows.
+        for up to `max_few_rows` rows. Other results are quantized for the Linear that this one feeds.
         """
         if before is not None:
             product = self._kernels.rms_norm(self._multiply(x), before, eps)
-        elif x.shape[0] <= self.max_few_rows:
+        elif isinstance(x, torch.Tensor) and x.shape[0] <= self.max_few_rows:
             assert self._few_rows is not None
             return self._few_rows.add_to(residual, x, norm, eps)
         else:
             product = self._multiply(x)
+        if self._next_group:
+            return self._kernels.add_rms_norm_quantized(product, residual, norm, eps, self._next_group)[0]
         return self._kernels.add_rms_norm(product, residual, norm, eps)[0]
 
     @property

@@ -47,6 +47,10 @@ class Llama(Decoder[LlamaLayer]):
     ) -> None:
         self._rope = make_rope_table(spec.rope, spec.rotary_dim or spec.head_dim, max_len, dtype, device)
         super().__init__(spec, kernels, dtype, device)
+        for layer, following in zip(self._layers, [*self._layers[1:], None], strict=True):
+            if isinstance(layer.feed_forward, Dense):  # experts and their router use the norm in two ways
+                layer.out.feed(layer.feed_forward.gate_up)
+                layer.feed_forward.feed(following.qkv if following else None)
 
     def hidden(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Normed:
         """See Decoder."""

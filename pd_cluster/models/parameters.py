@@ -88,7 +88,8 @@ class Parameters:
                 self.slots[f"{name}.bias"] = Slot(offsets[start : start + rows], (rows,))
             start += rows
         if isinstance(weight, QuantizedWeight):
-            return self._add(kind, QuantizedLinear(weight, offsets, self._kernels, activate, adds=adds))
+            quantized = QuantizedLinear(weight, offsets, self._kernels, self._dtype, activate, adds=adds)
+            return self._add(kind, quantized)
         return self._add(kind, Linear(weight, offsets, self._kernels, activate, adds=adds))
 
     def stacked(self, stacks: Sequence[Sequence[str]], num_rows: int, num_inputs: int) -> Weight:

@@ -1,16 +1,19 @@
-"""Products with a weight in float8. Rows are quantized before each product."""
+"""Products with a weight in float8, of rows that are quantized before the product or where they are computed."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from pd_cluster.models.linear import Linear
+from pd_kernels.quantized import QuantizedRows
+from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
+    from pd_cluster.models.linear import Normed, Rows
     from pd_kernels.backends import FewRows, Kernels
     from pd_kernels.quantized import QuantizedWeight
 
@@ -23,13 +26,19 @@ class QuantizedLinear(Linear):
         weight: QuantizedWeight,
         bias: torch.Tensor | None,
         kernels: Kernels,
+        dtype: torch.dtype,
         activate: Callable[[torch.Tensor], torch.Tensor] | None = None,
         *,
         adds: bool = False,
     ) -> None:
-        """See Linear."""
+        """See Linear. `dtype`: of the product."""
         super().__init__(weight.values, bias, kernels, activate, adds=adds)
-        self._quantized = weight
+        self._quantized, self._dtype = weight, dtype
+
+    @property
+    def group(self) -> int:
+        """See Linear."""
+        return self._quantized.group
 
     @property
     def takes_products(self) -> bool:
@@ -40,9 +49,19 @@ class QuantizedLinear(Linear):
         """See Linear."""
         return self._make_few_rows(self._quantized)
 
-    def _plain(self, x: torch.Tensor) -> torch.Tensor:
-        kernels, weight = self._kernels, self._quantized
-        product = kernels.quantized_product(kernels.quantize(x, weight.group), weight, x.dtype)
+    def activated(self, x: Normed) -> Rows:
+        """See Linear."""
+        if not (self._next_group and self._is_swiglu) or isinstance(x, HalfNormed):
+            return self(x)
+        return self._kernels.silu_and_mul_quantized(self._product(x), self._next_group)
+
+    def _plain(self, x: Rows) -> torch.Tensor:
+        product = self._product(x)
+        return product if self.activate is None else self.activate(product)
+
+    def _product(self, x: Rows) -> torch.Tensor:
+        rows = x if isinstance(x, QuantizedRows) else self._kernels.quantize(x, self.group)
+        product = self._kernels.quantized_product(rows, self._quantized, self._dtype)
         if self.bias is not None:
             product += self.bias
-        return product if self.activate is None else self.activate(product)
+        return product

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from pd_kernels.values import HalfNormed
 
 BLOCK = 16
-RECORDED = ("rms_norm", "add_rms_norm", "silu_and_mul", "norm_rope_write")
+RECORDED = (
+    "rms_norm", "add_rms_norm", "silu_and_mul", "norm_rope_write", "quantize", "quantized_product",
+    "add_rms_norm_quantized", "silu_and_mul_quantized",
+)  # fmt: skip
 QWEN3 = {
     **CONFIGS["tiny"], "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 5,
     "max_window_layers": 1, "tie_word_embeddings": False,
@@ -37,8 +40,10 @@ GEMMA3 = {
     **CONFIGS["tiny"], "architectures": ["Gemma3ForCausalLM"], "sliding_window": 5, "sliding_window_pattern": 2,
     "query_pre_attn_scalar": 25,
 }  # fmt: skip
+FLOAT8 = {**CONFIGS["tiny"], "quantization_config": {"quant_method": "fp8"}}
 SHAPES = {
     "llama": {**CONFIGS["tiny"], "attention_bias": True, "mlp_bias": True}, "qwen3": QWEN3, "gemma3": GEMMA3,
+    "float8": FLOAT8,
 }  # fmt: skip
 KERNELS = {"usual": TORCH, "few-rows": FEW_ROWS}
 

@@ -14,6 +14,7 @@ from pd_cluster.models.linear_group import LinearGroup
 from pd_cluster.models.quantized_linear import QuantizedLinear
 from pd_kernels import reference
 from pd_kernels.backends import TORCH
+from pd_kernels.quantized import QuantizedRows
 from pd_kernels.values import HalfNormed
 from tests.kernels.quantized_weights import random_quantized
 from tests.worker.test_few_rows import FEW_ROWS, PlainFewRows
@@ -64,11 +65,11 @@ def test_a_quantized_product_rounds_rows_and_does_the_rest_as_a_plain_one(is_blo
     x = random(3, 192, seed=3).float()
     plain = reference.dequantize(weight)
     rows = reference.dequantize(reference.quantize(x, 128 if is_blocks else 192))
-    found = QuantizedLinear(weight, bias, TORCH, TORCH.silu_and_mul)(x)
+    found = QuantizedLinear(weight, bias, TORCH, x.dtype, TORCH.silu_and_mul)(x)
     torch.testing.assert_close(found, Linear(plain, bias, TORCH, TORCH.silu_and_mul)(rows))
     for before in (None, norm.flip(0)):
         sums = [residual.clone(), residual.clone()]
-        normed = QuantizedLinear(weight, bias, TORCH).add_norm(sums[0], x, norm, EPS, before)
+        normed = QuantizedLinear(weight, bias, TORCH, x.dtype).add_norm(sums[0], x, norm, EPS, before)
         torch.testing.assert_close(normed, Linear(plain, bias, TORCH).add_norm(sums[1], rows, norm, EPS, before))
         torch.testing.assert_close(sums[0], sums[1])
 
@@ -77,15 +78,15 @@ def test_a_quantized_weight_is_offered_to_kernels_of_few_rows_and_to_no_plain_pr
     weight, bias = random_quantized(256, 128, is_blocks=True), random(256).float()
     asked: list[object] = []
     kernels = replace(TORCH, few_rows=lambda *arguments: asked.append(arguments))
-    linear = QuantizedLinear(weight, bias, kernels, kernels.silu_and_mul)
+    linear = QuantizedLinear(weight, bias, kernels, bias.dtype, kernels.silu_and_mul)
     assert linear.few_rows_product() is None
     assert asked == [(weight, bias, True)]
-    assert QuantizedLinear(weight, None, FEW_ROWS).few_rows_product() is None
+    assert QuantizedLinear(weight, None, FEW_ROWS, bias.dtype).few_rows_product() is None
 
     def never(num_rows: int, weight: torch.Tensor, parts: int = 1) -> list[Product]:
         raise AssertionError
 
-    plain = QuantizedLinear(weight, None, kernels)
+    plain = QuantizedLinear(weight, None, kernels, bias.dtype)
     assert LinearGroup([plain], lambda *sums: None).choose([4], never, lambda run: 1.0) == 0
     plain.pack()
     assert torch.equal(plain.weight.float(), weight.values.float()), "no other layout"
@@ -94,7 +95,7 @@ def test_a_quantized_weight_is_offered_to_kernels_of_few_rows_and_to_no_plain_pr
 def test_products_are_chosen_for_the_layers_that_are_not_quantized() -> None:
     """`modules_to_not_convert` may leave out one layer: the first one of its kind, or a later one."""
     plain = Linear(random(256, 128), None, TORCH)
-    quantized = QuantizedLinear(random_quantized(256, 128, is_blocks=True), None, TORCH)
+    quantized = QuantizedLinear(random_quantized(256, 128, is_blocks=True), None, TORCH, torch.bfloat16)
     asked: list[torch.Tensor] = []
 
     def propose(num_rows: int, weight: torch.Tensor, parts: int = 1) -> list[Product]:
@@ -109,3 +110,26 @@ def test_products_are_chosen_for_the_layers_that_are_not_quantized() -> None:
         assert LinearGroup(linears, lambda *sums: None).choose([4], propose, measure) == 0
         assert asked.pop() is plain.weight
     assert not asked
+
+
+@pytest.mark.parametrize("is_blocks", [True, False], ids=["blocks", "channels"])
+def test_results_are_quantized_for_the_only_product_that_uses_them(is_blocks: bool) -> None:
+    """The numbers are those of rows that the next product quantizes. A plain product gets plain rows."""
+    gate_up, down = (random_quantized(*shape, is_blocks=is_blocks) for shape in ((512, 128), (128, 256)))
+    x, norm = random(3, 128).float(), random(128, seed=1).float()
+    residuals = [random(3, 128, seed=2).float() for _ in range(2)]
+    results = []
+    for residual, feeds in zip(residuals, (False, True), strict=True):
+        first = QuantizedLinear(gate_up, None, TORCH, x.dtype, TORCH.silu_and_mul)
+        second = QuantizedLinear(down, None, TORCH, x.dtype)
+        if feeds:
+            first.feed(second)
+            second.feed(first)
+        activated = first.activated(x)
+        normed = second.add_norm(residual, activated, norm, EPS)
+        assert isinstance(activated, QuantizedRows) == isinstance(normed, QuantizedRows) == feeds
+        results.append(first(normed))
+    assert torch.equal(*residuals)
+    assert torch.equal(*results)
+    first.feed(Linear(random(4, 128), None, TORCH))
+    assert isinstance(first.activated(x), torch.Tensor)

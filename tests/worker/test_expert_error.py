@@ -21,6 +21,7 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_kernels import torch_experts
 from pd_kernels.selection import select_kernels
+from pd_kernels.values import HalfNormed
 from tests.worker.conftest import MODELS, VOCAB_SIZE, save_model
 from tests.worker.driver import Driver, random_prompts
 
@@ -63,9 +64,10 @@ class Choice:
         return scores.gather(dim, experts), experts
 
     def route(
-        self, x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+        self, x: torch.Tensor | HalfNormed, router: torch.Tensor, bias: torch.Tensor | None, routing: Routing
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """In place of our router. Scores are less than 1, so a bias of 2 chooses."""
+        x = x.normed() if isinstance(x, HalfNormed) else x
         if self.is_used and self.given is not None:
             bias = torch.zeros(len(x), len(router), device=x.device).scatter_(1, self.given.pop(0).to(x.device), 2.0)
         scores, experts = torch_experts.route(x, router, bias, routing)
