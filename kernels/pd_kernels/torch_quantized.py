@@ -20,7 +20,8 @@ def quantize(x: torch.Tensor, group: int) -> QuantizedRows:
     """See reference.quantize."""
     num_rows, size = x.shape
     groups = F.pad(x.float(), (0, -size % group)).reshape(num_rows, -(-size // group), group)
-    scales = groups.abs().amax(-1).clamp_(min=LEAST).div_(MOST)
+    scales = groups.abs().amax(-1).clamp_(min=LEAST)
+    scales /= scales.new_full((1,), MOST)  # on a GPU, torch multiplies by 1 / MOST instead of dividing by a number
     values = (groups / scales[..., None]).clamp_(-MOST, MOST).to(torch.float8_e4m3fn)
     return QuantizedRows(values.flatten(1)[:, :size].contiguous(), scales, group)
 

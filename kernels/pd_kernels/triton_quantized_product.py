@@ -36,6 +36,7 @@ _BLOCK: tl.constexpr = tl.constexpr(BLOCK)
 _OUTPUTS, _STAGES = 64, 5  # of a tile, of its inputs
 _MOST_IN_RING = 64  # rows
 _TILE = 128  # rows and outputs of a tile of cuBLASLt
+_LIBRARY_ROWS = 64  # cuBLASLt refused 257 rows in blocks; 64, 128, 256 and 8,192 ran (CUDA 13, one H200)
 _MOST_ROWS = 256  # from here on cuBLASLt is faster for every shape
 
 
@@ -168,11 +169,22 @@ def _by_library(rows: QuantizedRows, weight: QuantizedWeight, dtype: torch.dtype
     x_kind, kind = (
         (kinds.BlockWise1x128, kinds.BlockWise128x128) if weight.is_blocks else (kinds.RowWise, kinds.RowWise)
     )
+    num_rows = len(rows.values)
+    if weight.is_blocks and num_rows % _LIBRARY_ROWS:
+        rows = padded(rows, _LIBRARY_ROWS)
     scales = rows.scales if rows.scales.stride(0) == 1 else rows.scales.t().contiguous().t()
-    return F.scaled_mm(
+    product = F.scaled_mm(
         rows.values, weight.values.t(), scales, x_kind, weight.scales.t(), kind, output_dtype=dtype,
         use_fast_accum=False,
     )  # fmt: skip
+    return product[:num_rows]
+
+
+def padded(rows: QuantizedRows, multiple: int) -> QuantizedRows:
+    """`rows` with rows of zeros behind them, so that their number is a multiple of `multiple`."""
+    extra = -len(rows.values) % multiple
+    values = F.pad(rows.values.view(torch.uint8), (0, 0, 0, extra)).view(rows.values.dtype)
+    return QuantizedRows(values, F.pad(rows.scales.t(), (0, extra)).t(), rows.group)
 
 
 def multiply(

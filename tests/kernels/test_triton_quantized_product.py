@@ -12,7 +12,7 @@ from pd_kernels.backends import TORCH
 from pd_kernels.gluon_quantized_product import ring_split
 from pd_kernels.selection import select_kernels
 from pd_kernels.triton_quantize import quantize
-from pd_kernels.triton_quantized_product import QuantizedTiling, multiply, quantized_product, quantized_tiling
+from pd_kernels.triton_quantized_product import QuantizedTiling, multiply, padded, quantized_product, quantized_tiling
 from tests.kernels.quantized_weights import random_quantized
 
 # Triton's interpreter on numpy
@@ -30,6 +30,16 @@ def random(*shape: int) -> torch.Tensor:
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     assert found.shape == expected.shape
     return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65])
+def test_rows_of_zeros_behind_rows(count: int) -> None:
+    rows = reference.quantize(random(count, 400), 128)
+    longer = padded(rows, 64)
+    assert len(longer.values) == len(longer.scales) == -(-count // 64) * 64
+    numbers = reference.dequantize(longer)
+    assert torch.equal(numbers[:count], reference.dequantize(rows))
+    assert not numbers[count:].any()
 
 
 @KINDS
