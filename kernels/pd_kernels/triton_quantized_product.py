@@ -22,14 +22,14 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pd_kernels.quantized import BLOCK
+from pd_kernels.quantized import BLOCK, QuantizedRows
 from pd_kernels.triton_decode import num_processors
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_kernels.quantized import QuantizedRows, QuantizedWeight
+    from pd_kernels.quantized import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 _BLOCK: tl.constexpr = tl.constexpr(BLOCK)
