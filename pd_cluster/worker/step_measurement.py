@@ -107,7 +107,7 @@ def limit_beside_decodes(
 def limit_of_prompts(limits: SchedulerConfig, timer: StepTimer, progress: Callable[[str], None]) -> SchedulerConfig:
     """`limits` with a `max_num_batched_tokens` from STEP_TOKENS to the present one, as measured.
 
-    Where sequences are too few or too short for steps of STEP_TOKENS it is the smallest, as on nodes without measurement.
+    Where sequences are too few or too short for steps of STEP_TOKENS it is the smallest.
     """
     most, num_seqs, length = limits.max_num_batched_tokens, limits.max_num_seqs, min(CONTEXT, timer.max_len - 1)
     sizes = [size for size in SIZES_OF_PROMPTS if num_seqs <= size <= min(most, num_seqs * length)]

@@ -203,6 +203,12 @@ def test_a_malformed_config_is_refused_not_completed_with_defaults() -> None:
         choose("auto", {"hidden_size": None})
 
 
+def test_a_padding_token_is_no_reason_to_refuse() -> None:
+    """GPT-2 compares the tokens of each step with it."""
+    sizes = {"n_embd": 64, "n_layer": 4, "n_head": 4, "pad_token_id": 0}
+    assert choose("auto", {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **sizes})[0].num_layers == 4
+
+
 @pytest.mark.parametrize(
     ("architecture", "changes", "says"),
     [
