@@ -7,6 +7,7 @@ and a forward records each layer's attention. In configs, heads, widths and wind
 from __future__ import annotations
 
 import json
+import sys
 from copy import deepcopy
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -96,7 +97,7 @@ def _describe(module: Any, config: Mapping[str, Any]) -> ModelSpec:
     if num_heads % num_kv_heads:
         raise UnservedModel(f"num_key_value_heads = {num_kv_heads}: {num_heads} heads cannot share them")
     windows = tuple(calls[layer][0].window for layer in sorted(calls))
-    _check_windows(parsed, windows)
+    _check_windows(module, windows)
     hidden_size, is_tied = int(parsed.hidden_size), bool(parsed.tie_word_embeddings)
     num_weights = sum(weight.numel() for weight in module.parameters())
     meaning = {name: value for name, value in config.items() if name not in _NAMES}
@@ -149,11 +150,14 @@ def _probe(module: Any) -> tuple[dict[int, tuple[LayerCall, tuple[int, int, int]
     return calls, run_modules(module, tokens, tokens, 0, record).shape[-1]
 
 
-def _check_windows(parsed: Any, windows: Sequence[int]) -> None:
+def _check_windows(module: Any, windows: Sequence[int]) -> None:
     """Refuse windows that the modules have in their masks only (Qwen2-MoE, PhiMoE): our attention gets no mask."""
+    parsed, kinds = module.config, getattr(module.config, "layer_types", None) or ()
     width = getattr(parsed, "sliding_window", None) or 0
-    usual = ["sliding_attention" if 0 < width < parsed.max_position_embeddings else ""] * (not any(windows))
-    kinds = getattr(parsed, "layer_types", None) or usual
+    # Other modules, such as Llama's, ignore the setting
+    makes_masks = hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
+    if not kinds and makes_masks and not any(windows) and 0 < width < parsed.max_position_embeddings:
+        kinds = ["sliding_attention"]
     lost = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention" and not windows[layer]]
     if lost:
         raise UnservedModel(f"sliding_window = {width}: the attention of layer {lost[0]} is not told of it")

@@ -203,6 +203,11 @@ def test_a_malformed_config_is_refused_not_completed_with_defaults() -> None:
         choose("auto", {"hidden_size": None})
 
 
+def test_a_window_that_the_modules_ignore_is_no_reason_to_refuse() -> None:
+    """Llama's config may keep the setting of the Mistral from which it was converted."""
+    assert choose("transformers", {"sliding_window": WINDOW})[0].windows == (0, 0, 0, 0)
+
+
 def test_a_padding_token_is_no_reason_to_refuse() -> None:
     """GPT-2 compares the tokens of each step with it."""
     sizes = {"n_embd": 64, "n_layer": 4, "n_head": 4, "pad_token_id": 0}
