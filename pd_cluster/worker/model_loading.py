@@ -48,7 +48,10 @@ def describe_model(config: ModelConfig, device: torch.device, progress: Callable
         kv_dtype=kv_dtype,
         device=str(device),
         fingerprint=fingerprint(
-            spec, dummy_name if config.load_format == "dummy" else directory, "" if kv_dtype == dtype else kv_dtype
+            spec,
+            dummy_name if config.load_format == "dummy" else directory,
+            # The layout has `kv_dtype` only, and another dtype of the weights gives other numbers to round
+            "" if kv_dtype == dtype else f"{dtype} to {kv_dtype}",
         ),
     )
 
