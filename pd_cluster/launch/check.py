@@ -222,7 +222,7 @@ def check_capacity(model: Path) -> Iterator[Finding]:
                 limits = capturable(config.scheduler, spec, select_kernels(device), lambda _: None)
                 config = replace(config, scheduler=limits)
             capacity = decide_capacity(config, spec, DTYPES[dtype].itemsize, gpu_bytes(device))
-            kv_dtype = resolve_kv_dtype(config.model.kv_cache_dtype, dtype, spec)
+            kv_dtype = resolve_kv_dtype(config.model.kv_cache_dtype, dtype, spec, device)
         except StartupError as error:
             yield Finding(f"node on {device}", Verdict.FAIL, str(error))
         else:

@@ -22,11 +22,11 @@ TENSOR_BYTES = 16 * PIECE_BYTES  # that are read of one tensor, where there are 
 TOTAL_BYTES = 48 << 20  # of all tensors; leaves 16 MiB of 64 to the files' headers, which have about 140 bytes a tensor
 
 
-def fingerprint(spec: ModelSpec, weights: Path | str, rounded_to: str = "") -> str:
+def fingerprint(spec: ModelSpec, weights: Path | str, rounded: str = "") -> str:
     """Hex digest of the model's meaning, its weights and the KV layout.
 
     `weights`: the model directory, or for dummy weights a text that determines them ("dummy seed=0 cpu float32").
-    `rounded_to`: the dtype to which the cache rounds KV, with scale 1; "": KV has the weights' dtype.
+    `rounded`: the dtypes from and to which the cache rounds KV, with scale 1; "": KV has the weights' dtype.
 
     Weights are identified by content: the name, dtype and shape of every tensor and 16 evenly spaced pieces of 4 KiB,
     including the first and last bytes (small tensors whole). That is 64 KiB a tensor and 18 MiB for an 8B model: a
@@ -39,8 +39,8 @@ def fingerprint(spec: ModelSpec, weights: Path | str, rounded_to: str = "") -> s
     """
     digest = blake2b(digest_size=16, person=b"pd-kv-model")
     meaning: dict[str, Any] = {"layout": LAYOUT_VERSION, "spec": spec.semantic()}
-    if rounded_to:
-        meaning["kv"] = {"dtype": rounded_to, "scale": 1.0}
+    if rounded:
+        meaning["kv"] = {"rounded": rounded, "scale": 1.0}
     digest.update(json.dumps(meaning, sort_keys=True).encode())
     if isinstance(weights, str):
         digest.update(weights.encode())

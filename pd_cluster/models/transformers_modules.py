@@ -57,6 +57,9 @@ def make_modules(parsed: Any, dtype: torch.dtype, directory: Path | None = None)
         # Else each step chooses by its longest sequence. The model is served up to the length that has these only
         if getattr(part, "rope_type", None) == "longrope":
             part.rope_type = "default"
+        # Else GPT-2 looks for padding in the tokens of each step, which have no values in a probe
+        if hasattr(part, "warn_if_padding_and_no_attention_mask"):
+            part.warn_if_padding_and_no_attention_mask = lambda *tensors: None
     return module.eval().requires_grad_(False)
 
 

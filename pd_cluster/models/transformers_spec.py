@@ -7,6 +7,7 @@ and a forward records each layer's attention. In configs, heads, widths and wind
 from __future__ import annotations
 
 import json
+import sys
 from copy import deepcopy
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from pd_cluster.models.spec import ModelSpec, ModulesSpec, RopeSpec
 from pd_cluster.models.transformers_modules import make_modules, run_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from pd_cluster.models.transformers_modules import LayerCall
@@ -84,6 +85,8 @@ def _check(parsed: Any, architectures: object) -> None:
 
 def _describe(module: Any, config: Mapping[str, Any]) -> ModelSpec:
     """The spec of modules without memory. Raises UnservedModel when no cache of ours can hold their keys."""
+    if any(hasattr(part, "create_position_ids_from_input_ids") for part in module.modules()):  # RoBERTa's relatives
+        raise UnservedModel("positions that begin behind pad_token_id are not served")
     calls, vocab_size = _probe(module)
     parsed, shapes = module.config, {shape for _, shape in calls.values()}
     if others := sorted(set(range(parsed.num_hidden_layers)) ^ set(calls)):
@@ -91,6 +94,10 @@ def _describe(module: Any, config: Mapping[str, Any]) -> ModelSpec:
     if len(shapes) > 1:
         raise UnservedModel(f"layers differ in heads, KV heads and head size: {sorted(shapes)}")
     ((num_heads, num_kv_heads, head_dim),) = shapes
+    if num_heads % num_kv_heads:
+        raise UnservedModel(f"num_key_value_heads = {num_kv_heads}: {num_heads} heads cannot share them")
+    windows = tuple(calls[layer][0].window for layer in sorted(calls))
+    _check_windows(module, windows)
     hidden_size, is_tied = int(parsed.hidden_size), bool(parsed.tie_word_embeddings)
     num_weights = sum(weight.numel() for weight in module.parameters())
     meaning = {name: value for name, value in config.items() if name not in _NAMES}
@@ -110,7 +117,7 @@ def _describe(module: Any, config: Mapping[str, Any]) -> ModelSpec:
         max_len=min([parsed.max_position_embeddings, *lengths]),
         norm_eps=0.0,
         rope=RopeSpec(0.0),
-        windows=tuple(calls[layer][0].window for layer in sorted(calls)),
+        windows=windows,
         qkv_bias=False,
         out_bias=False,
         mlp_bias=False,
@@ -141,6 +148,19 @@ def _probe(module: Any) -> tuple[dict[int, tuple[LayerCall, tuple[int, int, int]
 
     tokens = torch.arange(3)
     return calls, run_modules(module, tokens, tokens, 0, record).shape[-1]
+
+
+def _check_windows(module: Any, windows: Sequence[int]) -> None:
+    """Refuse windows that the modules have in their masks only (Qwen2-MoE, PhiMoE): our attention gets no mask."""
+    parsed, kinds = module.config, getattr(module.config, "layer_types", None) or ()
+    width = getattr(parsed, "sliding_window", None) or 0
+    # Other modules, such as Llama's, ignore the setting
+    makes_masks = hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
+    if not kinds and makes_masks and not any(windows) and 0 < width < parsed.max_position_embeddings:
+        kinds = ["sliding_attention"]
+    lost = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention" and not windows[layer]]
+    if lost:
+        raise UnservedModel(f"sliding_window = {width}: the attention of layer {lost[0]} is not told of it")
 
 
 def _ropes(parsed: Any) -> list[dict[str, Any]]:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from pd_cluster.models.spec import ModelSpec
     from pd_kernels.backends import Kernels
 
+_FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3 numbers; Triton compiles no kernel with them for others
+
 
 def describe_model(config: ModelConfig, device: torch.device, progress: Callable[[str], None]) -> ModelDescription:
     """Describe the model from its files and the settings. Raises StartupError.
@@ -36,7 +38,7 @@ def describe_model(config: ModelConfig, device: torch.device, progress: Callable
     if line:
         progress(line)
     dtype = resolve_dtype(config.dtype, spec.dtype, device)
-    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, spec)
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, spec, device)
     dummy_name = f"dummy seed={config.seed} {device.type} {dtype}"
     return ModelDescription(
         spec=spec,
@@ -46,7 +48,10 @@ def describe_model(config: ModelConfig, device: torch.device, progress: Callable
         kv_dtype=kv_dtype,
         device=str(device),
         fingerprint=fingerprint(
-            spec, dummy_name if config.load_format == "dummy" else directory, "" if kv_dtype == dtype else kv_dtype
+            spec,
+            dummy_name if config.load_format == "dummy" else directory,
+            # The layout has `kv_dtype` only, and another dtype of the weights gives other numbers to round
+            "" if kv_dtype == dtype else f"{dtype} to {kv_dtype}",
         ),
     )
 
@@ -90,8 +95,13 @@ def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> str:
     return name
 
 
-def resolve_kv_dtype(name: str, dtype: str, spec: ModelSpec) -> str:
+def resolve_kv_dtype(name: str, dtype: str, spec: ModelSpec, device: torch.device) -> str:
     """The dtype of cached keys and values. `name`: --kv-cache-dtype; `dtype`: of the weights. Raises StartupError."""
+    if name == "fp8" and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _FP8_CAPABILITY:
+            have, need = (".".join(map(str, version)) for version in (capability, _FP8_CAPABILITY))
+            raise StartupError(f"--kv-cache-dtype fp8 needs a GPU of compute capability {need} or more, not {have}")
     if name == "fp8" and spec.modules is not None:
         raise StartupError(f"--kv-cache-dtype fp8 is not served for {spec.architecture} by transformers' modules")
     return "float8_e4m3fn" if name == "fp8" else dtype

@@ -72,7 +72,8 @@ class StepTimer:
         blocks = cycle(range(self.num_blocks))
         for index, length in enumerate(lengths):
             first = index * 31 % max(lengths)
-            owned = tuple(islice(blocks, -(-(length + STEPS) // self.block_size)))
+            most = min(length + STEPS, self.max_len)  # a row has no room for more
+            owned = tuple(islice(blocks, -(-most // self.block_size)))
             yield SequenceStart(index, tuple(tokens[first : first + length]), length, owned, SAMPLING, index)
 
 
@@ -104,11 +105,14 @@ def limit_beside_decodes(
 
 
 def limit_of_prompts(limits: SchedulerConfig, timer: StepTimer, progress: Callable[[str], None]) -> SchedulerConfig:
-    """`limits` with a `max_num_batched_tokens` from STEP_TOKENS to the present one, as measured."""
+    """`limits` with a `max_num_batched_tokens` from STEP_TOKENS to the present one, as measured.
+
+    Where sequences are too few or too short for steps of STEP_TOKENS it is the smallest.
+    """
     most, num_seqs, length = limits.max_num_batched_tokens, limits.max_num_seqs, min(CONTEXT, timer.max_len - 1)
     sizes = [size for size in SIZES_OF_PROMPTS if num_seqs <= size <= min(most, num_seqs * length)]
     if not sizes:
-        return limits
+        return replace(limits, max_num_batched_tokens=min(most, max(STEP_TOKENS, num_seqs)))
     cost = tokens_of_prompts(sizes, lambda size: timer.seconds(0, [length] * (size // length)))
     progress(f"max_num_batched_tokens {cost.tokens} (tokens of a step of prompts: {cost.text})")
     return replace(limits, max_num_batched_tokens=cost.tokens)

@@ -162,6 +162,8 @@ def test_a_prompt_computed_on_one_node_goes_on_at_another(tmp_path: Path, name: 
     assert rest.all_ids[70:] == logits[69:-1].argmax(-1).tolist()
 
 
+# Windows that the modules have in their masks only
+MASKED = {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2}
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **COMMON}
 
 
@@ -201,6 +203,17 @@ def test_a_malformed_config_is_refused_not_completed_with_defaults() -> None:
         choose("auto", {"hidden_size": None})
 
 
+def test_a_window_that_the_modules_ignore_is_no_reason_to_refuse() -> None:
+    """Llama's config may keep the setting of the Mistral from which it was converted."""
+    assert choose("transformers", {"sliding_window": WINDOW})[0].windows == (0, 0, 0, 0)
+
+
+def test_a_padding_token_is_no_reason_to_refuse() -> None:
+    """GPT-2 compares the tokens of each step with it."""
+    sizes = {"n_embd": 64, "n_layer": 4, "n_head": 4, "pad_token_id": 0}
+    assert choose("auto", {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **sizes})[0].num_layers == 4
+
+
 @pytest.mark.parametrize(
     ("architecture", "changes", "says"),
     [
@@ -220,6 +233,10 @@ def test_a_malformed_config_is_refused_not_completed_with_defaults() -> None:
         ("ViTModel", {"model_type": "vit"}, r"architectures = \['ViTModel'\]: of model_type vit no decoder is served"),
         ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE of type dynamic"),
         ("LlamaForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, "quantized weights are not served"),
+        ("LlamaForCausalLM", {"num_key_value_heads": 3}, "num_key_value_heads = 3: 4 heads cannot share them"),
+        ("Qwen2MoeForCausalLM", {**MASKED, "model_type": "qwen2_moe"}, "sliding_window = 24: the .* of layer 0 is not"),
+        ("PhimoeForCausalLM", {**MASKED, "model_type": "phimoe"}, "sliding_window = 24: the .* of layer 0 is not told"),
+        ("RobertaForCausalLM", {"model_type": "roberta", "is_decoder": True}, "positions that begin behind pad_token"),
         ("LlamaForCausalLM", {"num_attention_heads": "four"}, "built from it: .*num_attention_heads. expected int"),
     ],
 )  # fmt: skip

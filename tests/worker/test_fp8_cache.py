@@ -9,10 +9,11 @@ import torch
 from transformers import DynamicCache
 
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig
+from pd_cluster.errors import StartupError
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
 from pd_cluster.worker.capacity import decide_capacity
-from pd_cluster.worker.model_loading import describe_model
+from pd_cluster.worker.model_loading import describe_model, resolve_kv_dtype
 from pd_connectors.block_staging import BlockStaging, Inlet
 from tests.worker.conftest import VOCAB_SIZE
 from tests.worker.driver import GREEDY, Driver, make_executor, random_prompts
@@ -119,14 +120,14 @@ def test_fewer_bytes_and_another_meaning(models: ModelStore) -> None:
     assert [group.dtype for group in fp8.layout.groups] == ["float8_e4m3fn"]
     assert 2 * fp8.layout.block_bytes == plain.layout.block_bytes
     assert 2 * fp8.cache.tensors[0].nbytes == plain.cache.tensors[0].nbytes
-    prints = {
+    prints = [
         describe_model(
             ModelConfig(model=str(directory), kv_cache_dtype=kv, dtype=dtype), torch.device("cpu"), print
         ).fingerprint
-        for dtype, kv in (("auto", "auto"), ("bfloat16", "auto"), ("auto", "fp8"), ("bfloat16", "fp8"))
-    }
-    assert prints == {plain.model.fingerprint, fp8.model.fingerprint}
-    assert plain.model.fingerprint != fp8.model.fingerprint
+        for dtype, kv in (("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "fp8"), ("float32", "fp8"))
+    ]
+    assert prints[:3] == [plain.model.fingerprint, plain.model.fingerprint, fp8.model.fingerprint]
+    assert len(set(prints)) == 3, "the layout of an fp8 cache does not tell the weights' dtype"
 
 
 def test_a_gpu_has_room_for_twice_the_sequences() -> None:
@@ -135,3 +136,15 @@ def test_a_gpu_has_room_for_twice_the_sequences() -> None:
         return decide_capacity(config, SPECS["8b"], BF16, int(H200)).max_num_seqs
 
     assert (seqs("auto"), seqs("fp8")) == (96, 192)
+
+
+def test_a_gpu_that_converts_no_e4m3_numbers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, spec = torch.device("cuda", 0), SPECS["8b"]
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 9))
+    assert resolve_kv_dtype("fp8", "bfloat16", spec, device) == "float8_e4m3fn"
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    assert resolve_kv_dtype("auto", "bfloat16", spec, device) == "bfloat16"
+    with pytest.raises(
+        StartupError, match=r"^--kv-cache-dtype fp8 needs a GPU of compute capability 8\.9 or .* not 8\.0"
+    ):
+        resolve_kv_dtype("fp8", "bfloat16", spec, device)

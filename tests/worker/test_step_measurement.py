@@ -77,6 +77,13 @@ def test_measured_steps_have_the_wanted_tokens_and_leave_no_rows(models: ModelSt
     assert driver.run() == [saved.generate(one.prompt, 12) for one in driver.sequences]
 
 
+def test_a_prompt_as_long_as_a_sequence_may_be_is_measured(models: ModelStore) -> None:
+    """A row has as many blocks as 512 tokens need, because that is a multiple of 16 blocks; so is 1,024 on a GPU."""
+    executor = make_executor(models.get("qwen3").directory, num_blocks=40, max_num_seqs=2)
+    assert executor.model.max_model_len == 512
+    assert noting(executor, []).seconds(1, [511]) > 0
+
+
 @pytest.mark.parametrize(
     ("bend", "limits", "max_len", "expected"),
     [
@@ -111,7 +118,7 @@ def test_keys_cost_as_much_as_was_measured() -> None:
         (4096, LIMITS, 4096, 4096),
         (9000, LIMITS, 4096, 8192),
         (9000, LIMITS, 40, 2048),  # not 4,096 tokens in as many sequences as run
-        (9000, replace(LIMITS, max_num_seqs=1), 1024, 8192),  # nothing can be measured
+        (9000, replace(LIMITS, max_num_seqs=1), 4096, 2048),  # nothing can be measured
     ],
 )
 def test_the_limit_of_prompts(bend: int, limits: SchedulerConfig, max_len: int, expected: int) -> None:
