@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from pd_cluster.errors import InvalidRequest
-from pd_cluster.worker.grammars import NO_TOKEN
+from pd_cluster.worker.grammars import COMPILE_DEADLINE_S, NO_TOKEN
 from pd_cluster.worker.logits_stages.stage import LogitsStage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from concurrent.futures import Future
 
     import numpy.typing as npt
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 class Constraint:
     """The grammar of one row, and how far its output has come."""
 
-    grammar: str
+    compiled: Future[Any]  # see `Grammars.prepare`
     pending: list[int]  # output tokens that the state has not taken, until there is one
     first_end: int  # length of the sequence before which it must not end while the grammar lets it go on
     ends: Mask | None  # the tokens that end it; None: it may end anywhere
@@ -72,7 +74,9 @@ class GrammarMasks(LogitsStage):
         if params.grammar:
             ends = self._mask_of(params.stop_ids(self._eos_token_ids)) if params.min_tokens else None
             output = list(start.token_ids[num_prompt:])
-            self._rows[row] = Constraint(params.grammar, output, num_prompt + params.min_tokens, ends)
+            assert self._grammars is not None
+            compiled = self._grammars.prepare(params.grammar)  # again, if it was dropped since the admission
+            self._rows[row] = Constraint(compiled, output, num_prompt + params.min_tokens, ends)
         return bool(params.grammar)
 
     def prepare(self, rows: Ints, lengths: Ints) -> MaskInputs | None:
@@ -80,6 +84,7 @@ class GrammarMasks(LogitsStage):
         places = np.array([at for at, row in enumerate(rows.tolist()) if self._rows[row] is not None])
         chosen, firsts, sources = np.unique(rows[places], return_index=True, return_inverse=True)
         masks = np.full((len(chosen), len(self._eos)), -1, np.int32)
+        self._await_compilations(chosen)
         live = {at: state for at, row in enumerate(chosen.tolist()) if (state := self._state(row)) is not None}
         if live:
             self._grammars.fill(live, masks)
@@ -103,6 +108,13 @@ class GrammarMasks(LogitsStage):
         failures, self._failures = self._failures, {}
         return failures
 
+    def _await_compilations(self, rows: Ints) -> None:
+        """Wait until the grammars of rows without a state are compiled, at most COMPILE_DEADLINE_S for all of them."""
+        constraints = [self._rows[row] for row in rows.tolist()]
+        new = [one.compiled for one in constraints if one is not None and one.state is None and not one.has_failed]
+        if new:
+            wait(new, COMPILE_DEADLINE_S)
+
     def _state(self, row: int) -> GrammarState | None:
         """The state of a row behind all of its output; None once the row has failed."""
         constraint = self._rows[row]
@@ -111,7 +123,7 @@ class GrammarMasks(LogitsStage):
         if constraint.has_failed:
             return None
         try:
-            state = constraint.state or self._grammars.state(constraint.grammar)
+            state = constraint.state or self._grammars.state(constraint.compiled)
         except InvalidRequest as error:
             self._fail(row, str(error))
             return None
@@ -138,5 +150,5 @@ class GrammarMasks(LogitsStage):
 
     def _mask_of(self, token_ids: Iterable[int]) -> Mask:
         allowed = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)
-        allowed[list(token_ids)] = 1
+        allowed[[token_id for token_id in token_ids if token_id < self._vocab_size]] = 1
         return np.packbits(allowed, bitorder="little").view(np.int32)
