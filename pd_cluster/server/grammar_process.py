@@ -7,6 +7,7 @@ regexes in an `&`). Here that ends a process that is started again, and not the 
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import sys
 import threading
@@ -16,7 +17,8 @@ from typing import Any
 from pd_cluster.worker.grammars import compile_grammar, load_vocabulary
 
 CPU_LIMIT_S = 0.2  # of one grammar: then the kernel ends the process. The slowest of 390 real schemas took 0.14 s
-STACK_BYTES = 4 << 20  # half of what the engine's threads have: whatever passes here passes there
+MAX_STACK_BYTES = 4 << 20
+UNLIMITED_STACK_BYTES = 2 << 20  # what glibc gives a thread under `ulimit -s unlimited`
 
 
 def write(kind: str, value: str, choices: list[str], *, coerces_one_of: bool) -> str:
@@ -64,8 +66,15 @@ def _serve(tokenizer_json: Path, vocab_size: int) -> None:
         sys.stdout.buffer.flush()
 
 
+def _stack_bytes() -> int:
+    """Half of what the engine's threads have, which compile under the same limit: what passes here passes there."""
+    limit = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    return min(MAX_STACK_BYTES, (UNLIMITED_STACK_BYTES if limit == resource.RLIM_INFINITY else limit) // 2)
+
+
 if __name__ == "__main__":
-    threading.stack_size(STACK_BYTES)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a client could fill the disk with them
+    threading.stack_size(_stack_bytes())
     thread = threading.Thread(target=_serve, args=(Path(sys.argv[1]), int(sys.argv[2])))
     thread.start()
     thread.join()
