@@ -36,8 +36,9 @@ def write(kind: str, value: str, choices: list[str], *, coerces_one_of: bool) ->
         case "regex":
             return str(LLMatcher.grammar_from_regex(value))
         case "choice":
-            # One terminal, which the lexer follows: a rule may have 2,000 alternatives
-            return f"start: CHOICE\nCHOICE: {' | '.join(json.dumps(text, ensure_ascii=False) for text in choices)}\n"
+            # One terminal, which the lexer follows: a rule may have 2,000 alternatives. Lark refuses a bare DEL
+            texts = (json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in choices)
+            return f"start: CHOICE\nCHOICE: {' | '.join(texts)}\n"
         case "grammar":
             return str(any_to_lark(value))
     return value  # of another node: written already

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pd_cluster.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -33,7 +34,13 @@ def load_vocabulary(tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequen
     """llguidance's view of a vocabulary. Raises ValueError for a tokenizer that it cannot read."""
     import llguidance
 
-    return llguidance.LLTokenizer(tokenizer_json.read_text(), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
+    text = tokenizer_json.read_text()
+    told = json.loads(text)
+    added = told.get("added_tokens", [])
+    drawn = [token for token in added if token["id"] < vocab_size]
+    if len(drawn) < len(added):  # Gemma 3 1B has one more than its embedding; llguidance refuses such a vocabulary
+        text = json.dumps(told | {"added_tokens": drawn})
+    return llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
 
 
 def compile_grammar(vocabulary: Any, executor: Any, grammar: str) -> Any:
@@ -68,6 +75,11 @@ class GrammarState:
     def is_accepting(self) -> bool:
         """Whether the output may end here."""
         return bool(self.matcher.is_accepting())
+
+    def ends_by(self, token_ids: Iterable[int]) -> bool:
+        """Whether one of the tokens, which the grammar may name, completes the output here."""
+        copies = ((self.matcher.deep_copy(), token_id) for token_id in token_ids)
+        return any(matcher.consume_token(token_id) and matcher.is_accepting() for matcher, token_id in copies)
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Take output tokens. A token that the grammar refuses sets `error`; tokens behind the end are ignored."""

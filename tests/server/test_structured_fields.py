@@ -53,6 +53,7 @@ FORMS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"structured_outputs": {"json_object": True}}, ["{}"], ["1"]),
     ({"structured_outputs": {"regex": "a+b?"}}, ["a", "aab"], ["b", "ac"]),
     ({"structured_outputs": {"choice": ["yes", 'n"\\o\n', "日本"]}}, ["yes", 'n"\\o\n', "日本"], ["no", "yesyes"]),
+    ({"guided_choice": ["\x00\x1f\x7f\x80\u2028"]}, ["\x00\x1f\x7f\x80\u2028"], ["\x7f"]),
     ({"structured_outputs": {"choice": [f"choice {i}" for i in range(3000)]}}, ["choice 2999"], ["choice 3000"]),
     ({"structured_outputs": {"grammar": 'start: "a" | "b" start'}}, ["a", "bba"], ["b"]),
     ({"structured_outputs": {"grammar": 'root ::= "a" | "b" root'}}, ["a", "bba"], ["b"]),

@@ -211,6 +211,27 @@ def test_a_row_that_cannot_go_on_fails_alone(
     assert rows.allowed(0) == [{ids["1"]}], "the next sequence of the row"
 
 
+def test_a_grammar_may_name_the_end(rows: Rows, ids: dict[str, int]) -> None:
+    rows.start(0, 'start: "1" <|im_end|>')
+    rows.note(0, ids["1"])
+    assert rows.allowed(0) == [{EOS}]
+    assert rows.stage.take_failures() == {}
+
+
+def test_a_tokenizer_may_have_tokens_that_the_model_cannot_draw(
+    tmp_path: Path, demo_directory: Path, ids: dict[str, int]
+) -> None:
+    told = json.loads((demo_directory / "tokenizer.json").read_text())
+    told["added_tokens"].append(told["added_tokens"][0] | {"id": VOCAB_SIZE, "content": "<image>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(told))
+    grammars = Grammars(tmp_path, VOCAB_SIZE, frozenset({EOS}))
+    context = StageContext(1, VOCAB_SIZE, frozenset({EOS}), torch.device("cpu"), moved, grammars)
+    rows = Rows(GrammarMasks(context), grammars)
+    rows.start(0, DIGITS)
+    assert rows.allowed(0) == [{ids["1"]}]
+    grammars.close()
+
+
 def test_a_slow_compilation_fails_its_own_request(
     rows: Rows, ids: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

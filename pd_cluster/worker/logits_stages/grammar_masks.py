@@ -61,9 +61,9 @@ class GrammarMasks(LogitsStage):
     def __init__(self, context: StageContext) -> None:
         self._grammars = context.grammars
         self._vocab_size = context.vocab_size
-        self._eos_token_ids = context.eos_token_ids
+        self._eos_token_ids = frozenset(one for one in context.eos_token_ids if one < context.vocab_size)
         self._move = context.move
-        self._eos = self._mask_of(context.eos_token_ids)
+        self._eos = self._mask_of(self._eos_token_ids)
         self._rows: list[Constraint | None] = [None] * context.num_rows
         self._failures: dict[int, str] = {}
         self._shifts = torch.arange(8, dtype=torch.uint8, device=context.device)
@@ -135,7 +135,8 @@ class GrammarMasks(LogitsStage):
         """Keep the row from an end before its `min_tokens`. Free a row that cannot go on, and note why it cannot."""
         constraint = self._rows[row]
         assert constraint is not None
-        is_dead_end = not state.is_accepting and not (mask & ~self._eos).any()
+        allows_end_only = not state.is_accepting and not (mask & ~self._eos).any()
+        is_dead_end = allows_end_only and not state.ends_by(self._eos_token_ids)
         if error := state.error or NO_TOKEN * is_dead_end:
             self._fail(row, f"the grammar cannot be followed: {error}")
             mask[:] = -1
@@ -150,5 +151,5 @@ class GrammarMasks(LogitsStage):
 
     def _mask_of(self, token_ids: Iterable[int]) -> Mask:
         allowed = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)
-        allowed[[token_id for token_id in token_ids if token_id < self._vocab_size]] = 1
+        allowed[list(token_ids)] = 1
         return np.packbits(allowed, bitorder="little").view(np.int32)
