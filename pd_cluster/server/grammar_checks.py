@@ -83,6 +83,8 @@ class GrammarChecks:
                 answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, request)
         except TimeoutError as error:
             raise Overloaded(f"the grammar was not checked within {REQUEST_DEADLINE_S:g} s") from error
+        except OSError as error:
+            raise Overloaded(f"the process that checks grammars cannot be started: {error}") from error
         if answer is None:  # not kept: something else may have ended the process
             return {"error": "the grammar takes too much time or memory"}
         self._answers[request] = answer

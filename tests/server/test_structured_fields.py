@@ -320,6 +320,19 @@ async def test_closing_waits_for_no_queue() -> None:
     assert sum(isinstance(answer, asyncio.CancelledError) for answer in answers) >= 49, "the first may have begun"
 
 
+async def test_a_process_that_cannot_be_started_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    checks = GrammarChecks(MODEL_DIR, 3072)
+    with monkeypatch.context() as patch:
+        patch.setattr("subprocess.Popen", fail)
+        with pytest.raises(Overloaded, match=r"cannot be started: .*Too many open files"):
+            await checks.grammar(A, 1)
+    assert await checks.grammar(A, 1)
+    checks.close()
+
+
 async def test_answers_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checks, "MAX_KEPT", 2)
     checks = GrammarChecks(MODEL_DIR, 3072)
