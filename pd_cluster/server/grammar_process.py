@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from pd_cluster.worker.grammars import compile_grammar, load_vocabulary
+from pd_cluster.worker.grammars import GrammarState, compile_grammar, load_vocabulary, one_line
 
 CPU_LIMIT_S = 0.2  # of one grammar: then the kernel ends the process. The slowest of 390 real schemas took 0.14 s
 MAX_STACK_BYTES = 4 << 20
@@ -58,11 +58,11 @@ def _serve(tokenizer_json: Path, vocab_size: int) -> None:
         try:
             text = write(**json.loads(line))
             matcher = compile_grammar(vocabulary, executor, text) if not said else None
-            said = matcher.get_error() if matcher is not None and matcher.is_error() else said
+            said = GrammarState(matcher).error if matcher is not None else said
         except Exception as error:  # the converter of GBNF raises plain Exceptions
             said = str(error) or type(error).__name__
         signal.setitimer(signal.ITIMER_PROF, 0)
-        answer = {"error": said.partition("\n")[0]} if said else {"grammar": text}
+        answer = {"error": one_line(said)} if said else {"grammar": text}
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
 

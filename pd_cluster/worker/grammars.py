@@ -56,6 +56,12 @@ def compile_grammar(vocabulary: Any, executor: Any, grammar: str) -> Any:
     return matcher
 
 
+def one_line(said: str) -> str:
+    """The first line of llguidance's message, and the reason that it has behind a drawing of a regex."""
+    first, *rest = said.split("\n")
+    return " ".join([first, *[line for line in rest if line.startswith("error: ")][:1]])
+
+
 class GrammarState:
     """The place of one sequence in its grammar. It is a function of the grammar and of the output tokens alone."""
 
@@ -68,7 +74,7 @@ class GrammarState:
         """Why the sequence cannot go on; "" while it can."""
         if not self.matcher.is_error():
             return ""
-        why = str(self.matcher.get_error()).partition("\n")[0]
+        why = one_line(str(self.matcher.get_error()))
         return NO_TOKEN if why == "NoExtensionBias" else why  # its name for the discovery that nothing may follow
 
     @property

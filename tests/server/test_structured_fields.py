@@ -20,7 +20,7 @@ from pd_cluster.server import grammar_checks
 from pd_cluster.server.grammar_checks import MAX_GRAMMAR_BYTES, MAX_WRITTEN_CHARS, GrammarChecks
 from pd_cluster.server.grammar_source import GrammarSource
 from pd_cluster.server.sampling import SAMPLING_PARAM, decode_sampling, encode_sampling
-from pd_cluster.worker.grammars import NO_PACKAGE
+from pd_cluster.worker.grammars import NO_PACKAGE, NO_TOKEN
 from tests.server.fake_engine import FakeEngine, says
 from tests.server.live_server import MODEL_DIR, Node, running
 
@@ -77,6 +77,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "yaml"}}, "response_format", "yaml is not supported"),
     ({"response_format": {"type": "structural_tag"}}, "response_format", "structural_tag is not supported"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "response_format", "unknown field `schema`"),
+    ({"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}}}, "response_format", "takes no"),
+    (chat_format(shema=SCHEMA), "response_format", "unknown field `shema`"),
     (chat_format(schema=5), "response_format", "Expected"),
     (chat_format(schema={"type": "no such type"}), "response_format", "no such type"),
     (chat_format(schema=ONE_OF, strict=True), "response_format", "oneOf"),
@@ -93,6 +96,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": "5"}, "guided_json", "object"),
     ({"guided_json": 5}, "guided_json", "Expected"),
     ({"guided_regex": "("}, "guided_regex", "invalid regex"),
+    ({"guided_json": {"type": "string", "pattern": "(?=a)"}}, "guided_json", "look-around"),
+    ({"guided_regex": "(a)\\1"}, "guided_regex", "backreferences are not supported"),
+    ({"guided_regex": "[^\\s\\S]"}, "guided_regex", NO_TOKEN),
     ({"guided_choice": []}, "guided_choice", "not empty"),
     ({"guided_choice": ["a", ""]}, "guided_choice", "not empty"),
     ({"guided_choice": "a"}, "guided_choice", "Expected"),
