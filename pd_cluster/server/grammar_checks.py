@@ -27,7 +27,9 @@ MAX_GRAMMARS_BYTES = 1 << 20  # of all prompts together: each has a copy on the 
 MAX_WRITTEN_CHARS = 4 * MAX_GRAMMAR_BYTES  # in llguidance's language, which escapes texts once more
 CHECK_DEADLINE_S = 20.0  # with the start of the process, which takes 1 s; its CPU limit ends a long check before
 REQUEST_DEADLINE_S = 10.0  # behind the checks of others: one that ends the process takes up to 2 s
-MAX_KEPT = 64  # answers, so that the schema of many requests does not wait behind the checks of others
+# Answers, so that the schema of many requests does not wait behind the checks of others. Half of what the engine keeps:
+# a grammar that passes unchecked is compiled there, and a client cannot make it compile faster than it is checked here
+MAX_KEPT = 32
 
 
 class GrammarChecks:
@@ -73,6 +75,8 @@ class GrammarChecks:
         asked = {"kind": kind, "value": value, "choices": choices or [], "coerces_one_of": coerces_one_of}
         request = msgspec.json.encode(asked)
         answer = self._answers.get(request) or await self._checked(request)
+        if request in self._answers:
+            self._answers.move_to_end(request)
         if "grammar" not in answer:
             raise InvalidRequest(f"{param}: {answer['error']}", param)
         return str(answer["grammar"])
@@ -88,7 +92,6 @@ class GrammarChecks:
         if answer is None:  # not kept: something else may have ended the process
             return {"error": "the grammar takes too much time or memory"}
         self._answers[request] = answer
-        self._answers.move_to_end(request)
         if len(self._answers) > MAX_KEPT:
             self._answers.popitem(last=False)
         return answer

@@ -342,14 +342,14 @@ async def test_a_process_that_cannot_be_started_is_a_503(monkeypatch: pytest.Mon
 async def test_answers_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checks, "MAX_KEPT", 2)
     checks = GrammarChecks(MODEL_DIR, 3072)
-    for value in ("a", "(", "b", "a"):
+    for value in ("a", "(", "a", "b", "("):  # "(" is the one that was used least recently when "b" comes
         source = GrammarSource("regex", "regex", value)
         if value == "(":
-            for _ in range(2):
-                with pytest.raises(InvalidRequest, match="invalid regex"):
-                    await checks.grammar(source, 1)
+            with pytest.raises(InvalidRequest, match="invalid regex"):
+                await checks.grammar(source, 1)
         else:
             assert await checks.grammar(source, 1)
+    assert [msgspec.json.decode(request)["value"] for request in checks._answers] == ["b", "("]
     assert len(checks._answers) == 2
     checks.close()
 
