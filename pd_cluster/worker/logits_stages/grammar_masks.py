@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     Mask = npt.NDArray[np.int32]  # [W], W = ceil(V / 32): bit i of word j allows token 32 j + i
 
 
+# Of an allowed token. A stage from outside may have banned all of these: the draw is then among them all the same.
+# Divided by the least temperature it is finite
+LEAST_LOGIT = -1e30
+
+
 @dataclass(slots=True)
 class Constraint:
     """The grammar of one row, and how far its output has come."""
@@ -96,7 +101,8 @@ class GrammarMasks(LogitsStage):
         # byte by byte, which takes a quarter of the memory of shifting words: 8 MB for 64 rows of 128,000 tokens
         bits = (inputs.masks.view(torch.uint8)[:, :, None] >> self._shifts) & 1
         is_banned = bits.flatten(1)[:, : self._vocab_size] == 0
-        logits[inputs.places] = logits[inputs.places].masked_fill_(is_banned[inputs.sources], -torch.inf)
+        rows = logits[inputs.places].clamp_min_(LEAST_LOGIT)
+        logits[inputs.places] = rows.masked_fill_(is_banned[inputs.sources], -torch.inf)
 
     def note(self, rows: Ints, token_ids: torch.Tensor) -> None:
         for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
