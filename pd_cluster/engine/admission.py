@@ -97,9 +97,10 @@ class Admission:
                 f"{longest} known tokens leave nothing to generate: max_tokens is {num_output}", "known"
             )
         stop_ids = message.sampling.stop_ids(self._eos_token_ids)
+        num_free = 0 if message.sampling.grammar else max(0, message.sampling.min_tokens - 1)  # as in `Request.begin`
         for index, token_ids in enumerate(known):
             self._check_ids("known", "known has", token_ids)
-            if not stop_ids.isdisjoint(token_ids[max(0, message.sampling.min_tokens - 1) :]):
+            if not stop_ids.isdisjoint(token_ids[num_free:]):
                 raise InvalidRequest(f"the known tokens of sequence {index} have ended it", "known")
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import select
 import subprocess
 import sys
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from threading import Timer
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from pd_cluster.errors import InvalidRequest
+from pd_cluster.errors import InvalidRequest, Overloaded
 from pd_cluster.worker.grammars import NO_PACKAGE
 
 if TYPE_CHECKING:
@@ -25,6 +26,10 @@ MAX_GRAMMAR_BYTES = 64 << 10
 MAX_GRAMMARS_BYTES = 1 << 20  # of all prompts together: each has a copy on the engine
 MAX_WRITTEN_CHARS = 4 * MAX_GRAMMAR_BYTES  # in llguidance's language, which escapes texts once more
 CHECK_DEADLINE_S = 20.0  # with the start of the process, which takes 1 s; its CPU limit ends a long check before
+REQUEST_DEADLINE_S = 10.0  # behind the checks of others: one that ends the process takes up to 2 s
+# Answers, so that the schema of many requests does not wait behind the checks of others. Half of what the engine keeps:
+# a grammar that passes unchecked is compiled there, and a client cannot make it compile faster than it is checked here
+MAX_KEPT = 32
 
 
 class GrammarChecks:
@@ -37,13 +42,16 @@ class GrammarChecks:
         self._arguments = [str(model_dir / "tokenizer.json"), str(vocab_size)]
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._answers: OrderedDict[bytes, dict[str, str]] = OrderedDict()  # of the process, by request
 
     def close(self) -> None:
-        self._thread.submit(self._end)
-        self._thread.shutdown(wait=True)
+        if (process := self._process) is not None:
+            process.kill()  # so that a check under way ends now
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._end()
 
     async def grammar(self, source: GrammarSource | None, num_prompts: int) -> str:
-        """The checked grammar of a request with so many prompts; "" for none. Raises InvalidRequest."""
+        """The checked grammar of a request with so many prompts; "" for none. Raises InvalidRequest, Overloaded."""
         if source is None:
             return ""
         choices = source.value if source.kind == "choice" else []
@@ -54,7 +62,7 @@ class GrammarChecks:
         return await self._written(source.param, source.kind, value, choices, source.coerces_one_of)
 
     async def check(self, grammar: str, param: str) -> None:
-        """Check a grammar that another node has written. Raises InvalidRequest that names `param`."""
+        """Check a grammar that another node has written. Raises InvalidRequest that names `param`, Overloaded."""
         if len(grammar) > MAX_WRITTEN_CHARS:
             raise InvalidRequest(f"{param}: the grammar has more than {MAX_WRITTEN_CHARS} characters", param)
         await self._written(param, "", grammar)
@@ -64,28 +72,51 @@ class GrammarChecks:
     ) -> str:
         if importlib.util.find_spec("llguidance") is None:
             raise InvalidRequest(NO_PACKAGE, param, "unsupported_value")
-        request = {"kind": kind, "value": value, "choices": choices or [], "coerces_one_of": coerces_one_of}
-        answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, request)
+        asked = {"kind": kind, "value": value, "choices": choices or [], "coerces_one_of": coerces_one_of}
+        request = msgspec.json.encode(asked)
+        answer = self._answers.get(request) or await self._checked(request)
+        if request in self._answers:
+            self._answers.move_to_end(request)
         if "grammar" not in answer:
             raise InvalidRequest(f"{param}: {answer['error']}", param)
         return str(answer["grammar"])
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, str]:
-        self._process = self._process or self._start()
-        process, poll = self._process, select.poll()
+    async def _checked(self, request: bytes) -> dict[str, str]:
+        try:
+            async with asyncio.timeout(REQUEST_DEADLINE_S):
+                answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, request)
+        except TimeoutError as error:
+            raise Overloaded(f"the grammar was not checked within {REQUEST_DEADLINE_S:g} s") from error
+        except OSError as error:
+            raise Overloaded(f"the process that checks grammars cannot be started: {error}") from error
+        if answer is None:  # not kept: something else may have ended the process
+            return {"error": "the grammar takes too much time or memory"}
+        self._answers[request] = answer
+        if len(self._answers) > MAX_KEPT:
+            self._answers.popitem(last=False)
+        return answer
+
+    def _ask(self, request: bytes) -> dict[str, str] | None:
+        """The answer of the process; None: it has ended, or was killed at the deadline."""
+        if self._process is not None and self._process.poll() is not None:
+            self._end()  # killed since its last answer, which does not speak against this grammar
+        self._process = process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
-        poll.register(process.stdout, select.POLLIN)
+        timer = Timer(CHECK_DEADLINE_S, process.kill)  # ends the write and the read
+        timer.start()
         try:
-            process.stdin.write(msgspec.json.encode(request) + b"\n")
+            process.stdin.write(request + b"\n")
             process.stdin.flush()
-            line = process.stdout.readline() if poll.poll(CHECK_DEADLINE_S * 1000) else b""
+            line = process.stdout.readline()
         except BrokenPipeError:
             line = b""
+        finally:
+            timer.cancel()
         if not line.endswith(b"\n"):
             self._end()
             self._process = self._start()
-            return {"error": "the grammar takes too much time or memory"}
+            return None
         answer: dict[str, str] = msgspec.json.decode(line)
         return answer
 

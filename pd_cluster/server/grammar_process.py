@@ -7,16 +7,18 @@ regexes in an `&`). Here that ends a process that is started again, and not the 
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-from pd_cluster.worker.grammars import compile_grammar, load_vocabulary
+from pd_cluster.worker.grammars import GrammarState, compile_grammar, load_vocabulary, one_line
 
 CPU_LIMIT_S = 0.2  # of one grammar: then the kernel ends the process. The slowest of 390 real schemas took 0.14 s
-STACK_BYTES = 4 << 20  # half of what the engine's threads have: whatever passes here passes there
+MAX_STACK_BYTES = 4 << 20
+UNLIMITED_STACK_BYTES = 2 << 20  # what glibc gives a thread under `ulimit -s unlimited`
 
 
 def write(kind: str, value: str, choices: list[str], *, coerces_one_of: bool) -> str:
@@ -34,8 +36,9 @@ def write(kind: str, value: str, choices: list[str], *, coerces_one_of: bool) ->
         case "regex":
             return str(LLMatcher.grammar_from_regex(value))
         case "choice":
-            # One terminal, which the lexer follows: a rule may have 2,000 alternatives
-            return f"start: CHOICE\nCHOICE: {' | '.join(json.dumps(text, ensure_ascii=False) for text in choices)}\n"
+            # One terminal, which the lexer follows: a rule may have 2,000 alternatives. Lark refuses a bare DEL
+            texts = (json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in choices)
+            return f"start: CHOICE\nCHOICE: {' | '.join(texts)}\n"
         case "grammar":
             return str(any_to_lark(value))
     return value  # of another node: written already
@@ -55,17 +58,24 @@ def _serve(tokenizer_json: Path, vocab_size: int) -> None:
         try:
             text = write(**json.loads(line))
             matcher = compile_grammar(vocabulary, executor, text) if not said else None
-            said = matcher.get_error() if matcher is not None and matcher.is_error() else said
+            said = GrammarState(matcher).error if matcher is not None else said
         except Exception as error:  # the converter of GBNF raises plain Exceptions
             said = str(error) or type(error).__name__
         signal.setitimer(signal.ITIMER_PROF, 0)
-        answer = {"error": said.partition("\n")[0]} if said else {"grammar": text}
+        answer = {"error": one_line(said)} if said else {"grammar": text}
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
+def _stack_bytes() -> int:
+    """Half of what the engine's threads have, which compile under the same limit: what passes here passes there."""
+    limit = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    return min(MAX_STACK_BYTES, (UNLIMITED_STACK_BYTES if limit == resource.RLIM_INFINITY else limit) // 2)
+
+
 if __name__ == "__main__":
-    threading.stack_size(STACK_BYTES)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a client could fill the disk with them
+    threading.stack_size(_stack_bytes())
     thread = threading.Thread(target=_serve, args=(Path(sys.argv[1]), int(sys.argv[2])))
     thread.start()
     thread.join()

@@ -57,6 +57,8 @@ def grammar_source(body: GenerationBody) -> GrammarSource | None:
 def _of_response_format(wanted: ResponseFormat) -> GrammarSource:
     param = "response_format"
     if wanted.type == "json_object":
+        if wanted.json_schema is not None:
+            raise InvalidRequest("response_format of the type json_object takes no json_schema", param)
         return GrammarSource(param, "json_object", True)
     if wanted.type != "json_schema":
         raise InvalidRequest(

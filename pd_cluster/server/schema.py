@@ -39,7 +39,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_timings: bool | None = None  # `usage.timings`: time by phase in ms
 
 
-class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`response_format.json_schema`. An answer always follows the schema; `strict` refuses what it cannot hold to."""
 
     name: str | None = None
@@ -48,7 +48,7 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct, kw_only=True):
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The format of the answer. The type is `text`, `json_object` or `json_schema`."""
 
     type: str

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
     import numpy as np
     import numpy.typing as npt
 
-COMPILE_DEADLINE_S = 5.0  # of a sequence's first draw; the API process has compiled the grammar in 0.2 s of CPU
+# Of all first draws of a step; the API process has compiled each grammar in 0.2 s of CPU. An engine that is silent for
+# FROZEN_S (3 s) counts as frozen
+COMPILE_DEADLINE_S = 2.0
 MAX_KEPT = 64  # compiled grammars; a copy takes 22 us, compiling 1.6 ms at the median
 NUM_THREADS = 2  # a slow compilation does not delay a quick one
 # Bounds of llguidance on one grammar. With its own (2,000 and 50,000 items) a mask of a hostile grammar took 0.5 s, and
@@ -31,7 +34,13 @@ def load_vocabulary(tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequen
     """llguidance's view of a vocabulary. Raises ValueError for a tokenizer that it cannot read."""
     import llguidance
 
-    return llguidance.LLTokenizer(tokenizer_json.read_text(), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
+    text = tokenizer_json.read_text()
+    told = json.loads(text)
+    added = told.get("added_tokens", [])
+    drawn = [token for token in added if token["id"] < vocab_size]
+    if len(drawn) < len(added):  # Gemma 3 1B has one more than its embedding; llguidance refuses such a vocabulary
+        text = json.dumps(told | {"added_tokens": drawn})
+    return llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
 
 
 def compile_grammar(vocabulary: Any, executor: Any, grammar: str) -> Any:
@@ -47,6 +56,12 @@ def compile_grammar(vocabulary: Any, executor: Any, grammar: str) -> Any:
     return matcher
 
 
+def one_line(said: str) -> str:
+    """The first line of llguidance's message, and the reason that it has behind a drawing of a regex."""
+    first, *rest = said.split("\n")
+    return " ".join([first, *[line for line in rest if line.startswith("error: ")][:1]])
+
+
 class GrammarState:
     """The place of one sequence in its grammar. It is a function of the grammar and of the output tokens alone."""
 
@@ -59,13 +74,18 @@ class GrammarState:
         """Why the sequence cannot go on; "" while it can."""
         if not self.matcher.is_error():
             return ""
-        why = str(self.matcher.get_error()).partition("\n")[0]
+        why = one_line(str(self.matcher.get_error()))
         return NO_TOKEN if why == "NoExtensionBias" else why  # its name for the discovery that nothing may follow
 
     @property
     def is_accepting(self) -> bool:
         """Whether the output may end here."""
         return bool(self.matcher.is_accepting())
+
+    def ends_by(self, token_ids: Iterable[int]) -> bool:
+        """Whether one of the tokens, which the grammar may name, completes the output here."""
+        copies = ((self.matcher.deep_copy(), token_id) for token_id in token_ids)
+        return any(matcher.consume_token(token_id) and matcher.is_accepting() for matcher, token_id in copies)
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Take output tokens. A token that the grammar refuses sets `error`; tokens behind the end are ignored."""
@@ -91,7 +111,7 @@ class Grammars:
 
     def __init__(self, model_dir: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._vocab_size = vocab_size
-        self._eos_token_ids = sorted(eos_token_ids)
+        self._eos_token_ids = sorted(token_id for token_id in eos_token_ids if token_id < vocab_size)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._compiled: OrderedDict[str, Future[Any]] = OrderedDict()
         path = model_dir / "tokenizer.json"
@@ -100,36 +120,39 @@ class Grammars:
             self._refusal = NO_PACKAGE
         elif not path.is_file():
             self._refusal = f"grammars need the model's tokenizer.json, which {model_dir.name} lacks"
+        elif not self._eos_token_ids:
+            self._refusal = f"grammars need an EOS token, and the configs of {model_dir.name} name none"
         else:
             self._tools = self._threads.submit(self._make_tools, path)
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def prepare(self, grammar: str) -> None:
-        """Begin to compile a grammar. Raises InvalidRequest if this node cannot serve any."""
+    def prepare(self, grammar: str) -> Future[Any]:
+        """Begin to compile a grammar. -> its matcher, for `state`; it stays whole when MAX_KEPT other grammars come.
+
+        Raises InvalidRequest if this node cannot serve any.
+        """
         if self._refusal:
             raise InvalidRequest(self._refusal, code="unsupported_value")
-        if grammar in self._compiled:
-            self._compiled.move_to_end(grammar)
-            return
-        self._compiled[grammar] = self._threads.submit(self._compile, grammar)
+        if grammar not in self._compiled:
+            self._compiled[grammar] = self._threads.submit(self._compile, grammar)
+        self._compiled.move_to_end(grammar)
         if len(self._compiled) > MAX_KEPT:
-            self._compiled.popitem(last=False)[1].cancel()
+            self._compiled.popitem(last=False)
+        return self._compiled[grammar]
 
-    def state(self, grammar: str) -> GrammarState:
-        """A new state at the grammar's beginning. Waits for the compilation.
+    def state(self, compiled: Future[Any]) -> GrammarState:
+        """A new state at the beginning of the grammar that `prepare` compiles. Does not wait.
 
-        Raises InvalidRequest for a node that serves no grammar, and for a grammar that takes too long. A state of a
-        grammar that does not compile has its error.
+        Raises InvalidRequest for a grammar that is not compiled yet, and for one that cannot be. A state of a grammar
+        that has an error has this error.
         """
-        self.prepare(grammar)  # again if MAX_KEPT other grammars have come since the request's admission
-        future = self._compiled[grammar]
-        if not wait([future], COMPILE_DEADLINE_S).done:
+        if not compiled.done():
             raise InvalidRequest(f"the grammar was not compiled within {COMPILE_DEADLINE_S:g} s")
-        if error := future.exception():
+        if error := compiled.exception():
             raise InvalidRequest(f"the grammar cannot be compiled: {error}")
-        return GrammarState(future.result().deep_copy())
+        return GrammarState(compiled.result().deep_copy())
 
     def fill(self, states: Mapping[int, GrammarState], masks: npt.NDArray[np.int32]) -> None:
         """Write the mask of each state into the row of `masks` int32 [M, W] that it is listed under.

@@ -277,3 +277,22 @@ def test_a_grammar_without_a_way_on_ends_its_request_alone(
     for message in bench.failed.values():
         assert (message.error, message.code) == (InvalidRequest.__name__, "grammar_failed")
     assert {key: output for key, output in bench.tokens.items() if key[0] != "dead"} == plain
+
+
+def test_a_stage_that_bans_all_allowed_tokens_does_not_break_the_grammar() -> None:
+    """The stage is of the operator. One token is allowed, and it is the last one, which no later step would check."""
+    stages = ("tests.ban_token:BanToken",)
+    executor = DeviceExecutor.started(
+        replace(CONFIG, model=replace(CONFIG.model, logits_stages=stages)), lambda _: None
+    )
+    [one] = tokenizer().encode("1", add_special_tokens=False)
+    for connector in make_connector(executor):
+        bench = Bench(executor, connector, "on")
+        for temperature in (0.0, 0.01, 1.0):
+            sampling = SamplingParams(
+                max_tokens=1, temperature=temperature, seed=1, grammar='start: "1"', logits_args={"ban": one}
+            )
+            bench.send(AddRequest(f"{temperature}", PROMPTS[1], sampling))
+        bench.run()
+    executor.close()
+    assert set(map(tuple, bench.tokens.values())) == {(one,)}

@@ -70,6 +70,16 @@ def test_known_tokens_that_no_answer_can_follow_are_refused(
     world.check_empty()
 
 
+def test_known_tokens_with_a_grammar_have_ended_before_min_tokens() -> None:
+    """The grammar may allow nothing but the end, so `min_tokens` does not keep a sequence from it."""
+    world = World()
+    asked = message("a", prompt(20), max_tokens=9, known=((1, EOS),), ignore_eos=False, min_tokens=5)
+    sampling = msgspec.structs.replace(asked.sampling, grammar="start: X")
+    with pytest.raises(InvalidRequest, match="have ended it"):
+        world.submit(msgspec.structs.replace(asked, sampling=sampling))
+    world.check_empty()
+
+
 def test_steps_may_sample_several_tokens_of_a_sequence() -> None:
     world = World(longest_run=4, num_blocks=64)
     requests = [world.submit(message(f"r{index}", prompt(20, index), max_tokens=60)) for index in range(3)]

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from dataclasses import dataclass
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from pd_cluster.errors import InvalidRequest
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker import grammars as grammars_module
-from pd_cluster.worker.grammars import NO_PACKAGE, NO_TOKEN, Grammars
+from pd_cluster.worker.grammars import NO_PACKAGE, NO_TOKEN, Grammars, GrammarState
 from pd_cluster.worker.host_buffer import _DTYPES as DTYPES
+from pd_cluster.worker.logits_stages import grammar_masks
 from pd_cluster.worker.logits_stages.grammar_masks import GrammarMasks
 from pd_cluster.worker.logits_stages.stage import StageContext
 from pd_cluster.worker.pending_step import PendingStep
@@ -27,6 +29,7 @@ from tests.worker.test_step_graphs import cuda_executor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
     import numpy.typing as npt
@@ -148,8 +151,14 @@ def test_a_row_that_comes_back_goes_on_where_it_was(rows: Rows, ids: dict[str, i
     assert len(output) > 5
 
 
+def state_of(grammars: Grammars, grammar: str) -> GrammarState:
+    compiled = grammars.prepare(grammar)
+    compiled.exception()  # waits
+    return grammars.state(compiled)
+
+
 def test_states_are_apart_and_roll_back(grammars: Grammars, ids: dict[str, int]) -> None:
-    one, other = grammars.state(DIGITS), grammars.state(DIGITS)
+    one, other = state_of(grammars, DIGITS), state_of(grammars, DIGITS)
     masks = np.zeros((3, VOCAB_SIZE // 32), np.int32)
     word = [ids[digit] for digit in "1234"]
 
@@ -202,15 +211,82 @@ def test_a_row_that_cannot_go_on_fails_alone(
     assert rows.allowed(0) == [{ids["1"]}], "the next sequence of the row"
 
 
+def test_a_grammar_may_name_the_end(rows: Rows, ids: dict[str, int]) -> None:
+    rows.start(0, 'start: "1" <|im_end|>')
+    rows.note(0, ids["1"])
+    assert rows.allowed(0) == [{EOS}]
+    assert rows.stage.take_failures() == {}
+
+
+def test_a_tokenizer_may_have_tokens_that_the_model_cannot_draw(
+    tmp_path: Path, demo_directory: Path, ids: dict[str, int]
+) -> None:
+    told = json.loads((demo_directory / "tokenizer.json").read_text())
+    told["added_tokens"].append(told["added_tokens"][0] | {"id": VOCAB_SIZE, "content": "<image>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(told))
+    grammars = Grammars(tmp_path, VOCAB_SIZE, frozenset({EOS}))
+    context = StageContext(1, VOCAB_SIZE, frozenset({EOS}), torch.device("cpu"), moved, grammars)
+    rows = Rows(GrammarMasks(context), grammars)
+    rows.start(0, DIGITS)
+    assert rows.allowed(0) == [{ids["1"]}]
+    grammars.close()
+
+
 def test_a_slow_compilation_fails_its_own_request(
     rows: Rows, ids: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammars_module, "COMPILE_DEADLINE_S", 0.0)
+    monkeypatch.setattr(grammar_masks, "COMPILE_DEADLINE_S", 0.0)
     monkeypatch.setattr(rows.grammars, "_compile", never)
     rows.start(0, 'start: "slow"')
     rows.allowed(0)
     [said] = rows.stage.take_failures().values()
     assert "not compiled within 0 s" in said or "cannot be compiled: never" in said
+
+
+def test_slow_compilations_of_one_step_share_their_deadline(
+    rows: Rows, ids: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five times 2 s would make the engine count as frozen. A row that waits for none is not disturbed."""
+    waits = list[int]()
+
+    def no_wait(futures: Sequence[Future[Any]], _: float) -> None:
+        waits.append(len(futures))
+
+    rows.start(0, DIGITS)
+    rows.allowed(0)
+    monkeypatch.setattr(grammar_masks, "wait", no_wait)
+    is_done = Event()
+    monkeypatch.setattr(rows.grammars, "_compile", lambda _: is_done.wait(60))
+    for row in range(1, 6):
+        rows.start(row, f'start: "slow {row}"')
+    assert rows.allowed(*range(6))[0] == {ids["1"]}
+    assert waits == [5]
+    assert rows.stage.take_failures().keys() == {1, 2, 3, 4, 5}
+    rows.allowed(*range(6))
+    assert waits == [5], "a row that failed is not waited for again"
+    is_done.set()
+
+
+def test_a_grammar_of_a_waiting_row_is_not_dropped(
+    rows: Rows, ids: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars_module, "MAX_KEPT", 1)
+    for row in range(5):
+        rows.start(row, f'start: "{row}"')
+    assert rows.allowed(0, 1, 2, 3, 4) == [{ids[f"{row}"]} for row in range(5)]
+
+
+def test_eos_tokens_outside_of_the_vocabulary_are_left_out(demo_directory: Path, ids: dict[str, int]) -> None:
+    """A config may name them: the model starts, and its grammars end with the others."""
+    grammars = Grammars(demo_directory, VOCAB_SIZE, frozenset({EOS, 5000}))
+    context = StageContext(1, VOCAB_SIZE, frozenset({EOS, 5000}), torch.device("cpu"), moved, grammars)
+    rows = Rows(GrammarMasks(context), grammars)
+    rows.start(0, 'start: "1"', min_tokens=5)
+    assert rows.allowed(0) == [{ids["1"]}]
+    rows.note(0, ids["1"])
+    assert rows.allowed(0) == [{EOS}]
+    grammars.close()
 
 
 def never(grammar: str) -> None:
@@ -222,6 +298,9 @@ def test_a_node_that_serves_no_grammar_says_why(
 ) -> None:
     with pytest.raises(InvalidRequest, match=r"tokenizer\.json"):
         Grammars(tmp_path, VOCAB_SIZE, frozenset()).prepare(DIGITS)
+    for none in (frozenset[int](), frozenset({5000})):
+        with pytest.raises(InvalidRequest, match="EOS token"):
+            Grammars(demo_directory, VOCAB_SIZE, none).prepare(DIGITS)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InvalidRequest) as caught:
         Grammars(demo_directory, VOCAB_SIZE, frozenset()).prepare(DIGITS)
@@ -239,7 +318,7 @@ def test_compiled_grammars_are_kept_and_bounded(grammars: Grammars, monkeypatch:
         grammars._compiled.popitem(last=False)
     grammars.prepare('start: "5"')
     assert list(grammars._compiled) == ['start: "3"', 'start: "1"', 'start: "5"']
-    assert not grammars.state('start: "0"').error, "made again"
+    assert not state_of(grammars, 'start: "0"').error, "made again"
 
 
 def serve(executor: DeviceExecutor, depth: int) -> list[tuple[int, ...]]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from pd_cluster.errors import InvalidRequest
-from pd_cluster.worker.grammars import NO_TOKEN
+from pd_cluster.worker.grammars import COMPILE_DEADLINE_S, NO_TOKEN
 from pd_cluster.worker.logits_stages.stage import LogitsStage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from concurrent.futures import Future
 
     import numpy.typing as npt
 
@@ -25,11 +27,16 @@ if TYPE_CHECKING:
     Mask = npt.NDArray[np.int32]  # [W], W = ceil(V / 32): bit i of word j allows token 32 j + i
 
 
+# Of an allowed token. A stage from outside may have banned all of these: the draw is then among them all the same.
+# Divided by the least temperature it is finite
+LEAST_LOGIT = -1e30
+
+
 @dataclass(slots=True)
 class Constraint:
     """The grammar of one row, and how far its output has come."""
 
-    grammar: str
+    compiled: Future[Any]  # see `Grammars.prepare`
     pending: list[int]  # output tokens that the state has not taken, until there is one
     first_end: int  # length of the sequence before which it must not end while the grammar lets it go on
     ends: Mask | None  # the tokens that end it; None: it may end anywhere
@@ -59,9 +66,9 @@ class GrammarMasks(LogitsStage):
     def __init__(self, context: StageContext) -> None:
         self._grammars = context.grammars
         self._vocab_size = context.vocab_size
-        self._eos_token_ids = context.eos_token_ids
+        self._eos_token_ids = frozenset(one for one in context.eos_token_ids if one < context.vocab_size)
         self._move = context.move
-        self._eos = self._mask_of(context.eos_token_ids)
+        self._eos = self._mask_of(self._eos_token_ids)
         self._rows: list[Constraint | None] = [None] * context.num_rows
         self._failures: dict[int, str] = {}
         self._shifts = torch.arange(8, dtype=torch.uint8, device=context.device)
@@ -72,7 +79,9 @@ class GrammarMasks(LogitsStage):
         if params.grammar:
             ends = self._mask_of(params.stop_ids(self._eos_token_ids)) if params.min_tokens else None
             output = list(start.token_ids[num_prompt:])
-            self._rows[row] = Constraint(params.grammar, output, num_prompt + params.min_tokens, ends)
+            assert self._grammars is not None
+            compiled = self._grammars.prepare(params.grammar)  # again, if it was dropped since the admission
+            self._rows[row] = Constraint(compiled, output, num_prompt + params.min_tokens, ends)
         return bool(params.grammar)
 
     def prepare(self, rows: Ints, lengths: Ints) -> MaskInputs | None:
@@ -80,6 +89,7 @@ class GrammarMasks(LogitsStage):
         places = np.array([at for at, row in enumerate(rows.tolist()) if self._rows[row] is not None])
         chosen, firsts, sources = np.unique(rows[places], return_index=True, return_inverse=True)
         masks = np.full((len(chosen), len(self._eos)), -1, np.int32)
+        self._await_compilations(chosen)
         live = {at: state for at, row in enumerate(chosen.tolist()) if (state := self._state(row)) is not None}
         if live:
             self._grammars.fill(live, masks)
@@ -91,7 +101,8 @@ class GrammarMasks(LogitsStage):
         # byte by byte, which takes a quarter of the memory of shifting words: 8 MB for 64 rows of 128,000 tokens
         bits = (inputs.masks.view(torch.uint8)[:, :, None] >> self._shifts) & 1
         is_banned = bits.flatten(1)[:, : self._vocab_size] == 0
-        logits[inputs.places] = logits[inputs.places].masked_fill_(is_banned[inputs.sources], -torch.inf)
+        rows = logits[inputs.places].clamp_min_(LEAST_LOGIT)
+        logits[inputs.places] = rows.masked_fill_(is_banned[inputs.sources], -torch.inf)
 
     def note(self, rows: Ints, token_ids: torch.Tensor) -> None:
         for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
@@ -103,6 +114,13 @@ class GrammarMasks(LogitsStage):
         failures, self._failures = self._failures, {}
         return failures
 
+    def _await_compilations(self, rows: Ints) -> None:
+        """Wait until the grammars of rows without a state are compiled, at most COMPILE_DEADLINE_S for all of them."""
+        constraints = [self._rows[row] for row in rows.tolist()]
+        new = [one.compiled for one in constraints if one is not None and one.state is None and not one.has_failed]
+        if new:
+            wait(new, COMPILE_DEADLINE_S)
+
     def _state(self, row: int) -> GrammarState | None:
         """The state of a row behind all of its output; None once the row has failed."""
         constraint = self._rows[row]
@@ -111,7 +129,7 @@ class GrammarMasks(LogitsStage):
         if constraint.has_failed:
             return None
         try:
-            state = constraint.state or self._grammars.state(constraint.grammar)
+            state = constraint.state or self._grammars.state(constraint.compiled)
         except InvalidRequest as error:
             self._fail(row, str(error))
             return None
@@ -123,7 +141,8 @@ class GrammarMasks(LogitsStage):
         """Keep the row from an end before its `min_tokens`. Free a row that cannot go on, and note why it cannot."""
         constraint = self._rows[row]
         assert constraint is not None
-        is_dead_end = not state.is_accepting and not (mask & ~self._eos).any()
+        allows_end_only = not state.is_accepting and not (mask & ~self._eos).any()
+        is_dead_end = allows_end_only and not state.ends_by(self._eos_token_ids)
         if error := state.error or NO_TOKEN * is_dead_end:
             self._fail(row, f"the grammar cannot be followed: {error}")
             mask[:] = -1
