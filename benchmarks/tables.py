@@ -10,6 +10,7 @@ import argparse
 import json
 import re
 import statistics
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,8 +102,8 @@ def _engine_cpu(results: Path) -> str:
     return _markdown(["output tokens/s (ours is)", *names], rows)
 
 
-def _engine_gpu(results: Path) -> str:
-    records = [record for record in _records(results, "engine_gpu.jsonl") if record["shape"] == "8b"]
+def _engine_gpu(shape: str, results: Path) -> str:
+    records = [record for record in _records(results, "engine_gpu.jsonl") if record["shape"] == shape]
     if not records:
         return ""
     record = records[-1]
@@ -174,7 +175,9 @@ def _when(record: Record) -> str:
 
 _TABLES: dict[str, Callable[[Path], str]] = {
     "engine-cpu": _engine_cpu,
-    "engine-gpu": _engine_gpu,
+    "engine-gpu": partial(_engine_gpu, "8b"),
+    "engine-gpu-30b-a3b": partial(_engine_gpu, "30b-a3b"),
+    "engine-gpu-8b-fp8": partial(_engine_gpu, "8b-fp8"),
     "disagg": _disagg,
     "handover": _handover,
 }
