@@ -55,23 +55,25 @@ class QuantizationSpec:
 Allowed: TypeAlias = "Mapping[str, tuple[object, ...]]"  # setting -> values that are served; None: not set
 _FP8: Allowed = {
     "weight_block_size": (None, [128, 128]), "activation_scheme": (None, "dynamic", "static"),
-    "fmt": (None, "e4m3", "float8_e4m3fn"), "scale_fmt": (None,), "kv_cache_scheme": (None,),
+    "fmt": (None, "e4m3", "float8_e4m3fn"), "scale_fmt": (None,), "kv_cache_scheme": (None, "static"),
 }  # fmt: skip
-_COMPRESSED: Allowed = {"format": ("float-quantized",), "transform_config": (None, {}), "kv_cache_scheme": (None,)}
+_COMPRESSED: Allowed = {"format": ("float-quantized",), "transform_config": (None, {})}
 _GROUP: Allowed = {"targets": (["Linear"],), "output_activations": (None,)}
 _FLOAT8: Allowed = {"num_bits": (8,), "type": ("float",), "symmetric": (None, True)}
 _WEIGHTS: Allowed = {**_FLOAT8, "strategy": ("channel", "tensor", "block"), "dynamic": (None, False)}
 _INPUTS: Allowed = {**_FLOAT8, "strategy": ("token", "tensor"), "dynamic": (None, True, False)}
 _BLOCK_WEIGHTS: Allowed = {"block_structure": ([128, 128],)}
 _BLOCK_INPUTS: Allowed = {**_FLOAT8, "strategy": ("group",), "group_size": (128,), "dynamic": (True,)}
-_MODELOPT: Allowed = {"quant_algo": ("FP8",), "kv_cache_quant_algo": (None,), "kv_cache_scheme": (None,)}
+_MODELOPT: Allowed = {"quant_algo": ("FP8",), "kv_cache_quant_algo": (None, "FP8")}
+_KV_CACHE: Allowed = {"num_bits": (None, 8), "type": (None, "float")}
 
 
 def read_quantization(file: Path, config: Mapping[str, Any]) -> QuantizationSpec | None:
     """The quantization that a parsed `config.json` describes, None if there is none.
 
-    Rows are quantized when they are computed, so static scales of inputs are not used. `file` is named in errors.
-    Raises StartupError naming the setting that cannot be served.
+    Rows are quantized when they are computed, so static scales of inputs are not used. Nor are scales of an FP8 KV
+    cache: --kv-cache-dtype decides its dtype. `file` is named in errors. Raises StartupError naming the setting that
+    cannot be served.
     """
     settings = config.get("quantization_config")
     if not settings:
@@ -93,6 +95,7 @@ def _read_fp8(reader: _Reader) -> QuantizationSpec:
 def _read_compressed(reader: _Reader) -> QuantizationSpec:
     """The library compressed-tensors: one group of settings for all products."""
     reader.allow(_COMPRESSED)
+    reader.inner("kv_cache_scheme").allow(_KV_CACHE)
     reader.inner("sparsity_config").allow({"format": (None, "dense")})
     groups = reader.inner("config_groups")
     group = groups.inner(groups.only_name())
@@ -109,6 +112,7 @@ def _read_compressed(reader: _Reader) -> QuantizationSpec:
 def _read_modelopt(reader: _Reader) -> QuantizationSpec:
     """NVIDIA's ModelOpt, of which FP8 has one scale a tensor."""
     reader.allow(_MODELOPT)
+    reader.inner("kv_cache_scheme").allow(_KV_CACHE)
     return QuantizationSpec(Scales.TENSOR, reader.names("ignore", "exclude_modules"))
 
 

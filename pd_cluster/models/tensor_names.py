@@ -18,6 +18,9 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
     "scales of inputs, measured when the checkpoint was quantized; rows are quantized by their own numbers": (
         "*.input_scale",
     ),
+    "scales of an FP8 KV cache, measured when the checkpoint was quantized; the cache has scale 1": (
+        "*.k_scale", "*.v_scale", "*.kv_scale",
+    ),
     "multi-token prediction; it drafts tokens and changes none": ("mtp.*",),
 }  # fmt: skip
 """Tensors that may be left unread: what they are -> patterns of their names. No other one may lack a slot.

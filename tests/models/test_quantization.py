@@ -74,6 +74,12 @@ def channels(path: str, value: object) -> dict[str, Any]:
         (compressed("tensor", dynamic=False), QuantizationSpec(Scales.TENSOR, ())),
         (compressed("block", ignore=("lm_head",)), QuantizationSpec(Scales.BLOCKS, ("lm_head",))),
         (MODELOPT, QuantizationSpec(Scales.TENSOR, ("lm_head", "*.o_proj"))),
+        (
+            {**MODELOPT, "kv_cache_quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+            QuantizationSpec(Scales.TENSOR, ("lm_head", "*.o_proj")),
+        ),
+        ({**TENSOR, "kv_cache_scheme": "static"}, read(TENSOR)),
+        (channels("kv_cache_scheme", {"num_bits": 8, "type": "float", "strategy": "tensor"}), read(CHANNELS)),
     ],
 )
 def test_formats_that_are_served(settings: object, expected: QuantizationSpec | None) -> None:
@@ -94,7 +100,7 @@ def test_formats_that_are_served(settings: object, expected: QuantizationSpec | 
         ({**BLOCKS, "weight_block_size": [1, 128]}, r"weight_block_size = \[1, 128\] cannot be served"),
         ({**BLOCKS, "fmt": "e5m2"}, "fmt = 'e5m2' cannot be served; served: e4m3, float8_e4m3fn"),
         ({**BLOCKS, "scale_fmt": "ue8m0"}, "scale_fmt = 'ue8m0' cannot be served$"),
-        ({**TENSOR, "kv_cache_scheme": "static"}, "kv_cache_scheme = 'static' cannot be served$"),
+        ({**TENSOR, "kv_cache_scheme": "dynamic"}, "kv_cache_scheme = 'dynamic' cannot be served; served: static$"),
         ({**TENSOR, "activation_scheme": "none"}, "activation_scheme = 'none' cannot be served; served: dynamic"),
         ({**BLOCKS, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list of names, not 'lm_"),
         ({**BLOCKS, "modules_to_not_convert": [1]}, r"must be a list of names, not \[1\]"),
@@ -103,7 +109,7 @@ def test_formats_that_are_served(settings: object, expected: QuantizationSpec | 
         (channels("format", "pack-quantized"), "format = 'pack-quantized' cannot be served; served: float-quantized"),
         (channels("format", "int-quantized"), "format = 'int-quantized' cannot be served"),
         (channels("format", "nvfp4-pack-quantized"), "format = 'nvfp4-pack-quantized' cannot be served"),
-        (channels("kv_cache_scheme", {"num_bits": 8}), r"kv_cache_scheme = \{'num_bits': 8\} cannot be served$"),
+        (channels("kv_cache_scheme", {"num_bits": 4}), r"kv_cache_scheme.num_bits = 4 cannot be served; served: 8$"),
         (channels("sparsity_config.format", "sparse-24-bitmask"), "sparsity_config.format = 'sparse-24"),
         (channels("transform_config", {"R1": 1}), r"transform_config = \{'R1': 1\} cannot be served"),
         (channels("config_groups", {}), "config_groups cannot be served: it has 0 groups, one is expected"),
@@ -121,7 +127,7 @@ def test_formats_that_are_served(settings: object, expected: QuantizationSpec | 
         (channels("group.input_activations.dynamic", "local"), "input_activations.dynamic = 'local'"),
         (channels("group.output_activations", {"num_bits": 8}), "output_activations = .* cannot be served"),
         ({**MODELOPT, "quant_algo": "NVFP4"}, "quant_algo = 'NVFP4' cannot be served; served: FP8$"),
-        ({**MODELOPT, "kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo = 'FP8' cannot be served$"),
+        ({**MODELOPT, "kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo = 'NVFP4' cannot be served; served: FP8$"),
     ],
 )  # fmt: skip
 def test_other_formats_are_refused_by_name(settings: object, message: str) -> None:

@@ -138,7 +138,8 @@ def _as_stored(module: str, weight: QuantizedWeight, settings: dict[str, Any]) -
     if "channel" in json.dumps(settings):
         return {**found, f"{module}.weight_scale": weight.scales}
     scale = weight.scales[0] if "config_groups" in settings else weight.scales[0, 0]  # [1], or ()
-    return {**found, f"{module}.weight_scale": scale.clone(), f"{module}.input_scale": scale.clone()}
+    unused = ["input_scale", *(["k_scale"] if module.endswith("k_proj") else [])]  # of rows, of an FP8 KV cache
+    return {**found, **{f"{module}.{name}": scale.clone() for name in ("weight_scale", *unused)}}
 
 
 def _round_rows(model: torch.nn.Module, groups: dict[str, int]) -> None:
