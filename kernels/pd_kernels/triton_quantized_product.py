@@ -48,7 +48,7 @@ class QuantizedTiling:
     split: int  # programs that share the inputs of a tile
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "group_stride"])
 def _product_kernel(
     x_tiles, weight_tiles, x_scales, weight_scales, out, parts, arrived,
     num_rows, num_outputs, num_inputs, row_stride, group_stride,

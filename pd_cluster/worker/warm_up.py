@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 GREEDY, DRAWN = (SamplingParams(max_tokens=1, temperature=temperature) for temperature in (0.0, 1.0))
 CHANGED = SamplingParams(max_tokens=1, logit_bias={0: 1.0})  # the bias makes the sampler use logits in float32
 LONG_PREFIX = 4096  # tokens; a longer prefix changes no kernel's split
+MOST_FEW_ROWS = (16, 64)  # of kernels for few rows; experts have both
 NUM_BLOCKS = 2  # the first blocks of the cache, which these steps write; the caller zeroes them
 
 Chunks = list[tuple[int, int]]  # per sequence: tokens before the chunk, tokens of the chunk
@@ -57,10 +58,12 @@ def prompt_steps(num_seqs: int, budget: int, max_len: int) -> Iterator[Chunks]:
     """Yield the chunks of steps of prompts, with every power of two of tokens and with as many as a step may have.
 
     Each step has few sequences. Each size occurs without and with a prefix. The split of a kernel changes at sizes that
-    are at least a factor of 2 apart, or stays the same from one size on.
+    are at least a factor of 2 apart, or stays the same from one size on. Besides, kernels for few rows end behind a
+    power of two.
     """
     largest = min(budget, num_seqs * max_len)
-    for size in sorted({largest, *(2**power for power in range(1, largest.bit_length()))}):
+    sizes = {*(2**power for power in range(1, largest.bit_length())), *(rows + 1 for rows in MOST_FEW_ROWS)}
+    for size in sorted({largest, *(size for size in sizes if size < largest)}):
         count = -(-size // max_len)
         shares = [size // count + (index < size % count) for index in range(count)]
         for prefix in (0, LONG_PREFIX):

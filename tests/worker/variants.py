@@ -43,6 +43,7 @@ WINDOWS = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sl
 
 FLOAT8 = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1,
           "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}  # fmt: skip
+EXPERTS = {"num_experts": 16, "moe_intermediate_size": 128}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 256, "sliding_window": 100, "sliding_window_pattern": 2}
 
 
@@ -64,6 +65,7 @@ CASES = {
     "small": Case(CONFIGS["0.6b"], 64, 2048, 8192),
     "gemma3": Case({**CONFIGS["0.6b"], **GEMMA3}, 8, 1024, 2048),
     "float8 blocks": Case({**CONFIGS["0.6b"], **FLOAT8}, 8, 256, 1024),
+    "experts": Case({**CONFIGS["30b-a3b"], **EXPERTS}, 21, 2048, 2048),
     "small, float16": Case(CONFIGS["0.6b"], 8, 4096, 2048, "float16"),
     "large, fp8 cache": Case(CONFIGS["8b"], 7, 1024, 8192, kv_cache_dtype="fp8"),
 }
