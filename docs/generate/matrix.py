@@ -130,14 +130,14 @@ def rows() -> list[Row]:
 def _models() -> Row:
     titles = {name: MODEL_TITLES.get(name, name.removesuffix("ForCausalLM")) for name in ARCHITECTURES}
     mixtures = [titles.pop(name) for name, architecture in ARCHITECTURES.items() if architecture.rules.experts]
-    others = ["other decoders without state (by transformers' modules: right, not fast)"]
+    others = ["other decoders without state (by transformers' modules: right on CPUs, not tried on GPUs, not fast)"]
     return Row("models", [*titles.values(), f"mixtures of experts ({', '.join(mixtures)})"], others, [])
 
 
 def _dtypes() -> Row:
     caches = [f"{name} KV cache" for name in _choices(ModelConfig, "kv_cache_dtype")]
-    fp8 = f"fp8 weights ({', '.join(map(code, METHODS))})"
-    return Row("dtypes", [*_choices(ModelConfig, "dtype"), fp8, *caches], [], [])
+    fp8 = f"fp8 weights ({', '.join(map(code, METHODS))}; in blocks no whole model has run on a GPU yet)"
+    return Row("dtypes", [*_choices(ModelConfig, "dtype"), *caches], [fp8], [])
 
 
 def _gpus() -> Row:
