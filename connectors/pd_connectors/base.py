@@ -34,7 +34,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from pd_connectors.protocol.errors import ConnectorUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.layout import BlockLayout, BlockRun
     from pd_connectors.protocol.messages import SampledToken
     from pd_connectors.protocol.ticket import Ticket
+    from pd_connectors.rank_port import RankPort
 
 
 API_VERSION = 2  # of this interface; raised when connectors written for the version before no longer work
@@ -52,10 +55,10 @@ API_VERSION = 2  # of this interface; raised when connectors written for the ver
 
 @dataclass(frozen=True, slots=True)
 class CacheDescription:
-    """The engine's KV cache as a connector sees it."""
+    """One rank's KV cache as a connector sees it. With one rank, `rank_shape` is the group's shape."""
 
-    tensors: tuple[torch.Tensor, ...]  # one a group of the layout, [num_blocks, *group.shape], contiguous
-    layout: BlockLayout
+    tensors: tuple[torch.Tensor, ...]  # one rank's: by group, [num_blocks, *group.rank_shape(tp_size)], contiguous
+    layout: BlockLayout  # of the whole engine
     num_blocks: int  # in each tensor; a block id is valid in all of them
 
 
@@ -316,6 +319,15 @@ class ConnectorContext:
     drain_deadline_s: float = 10.0  # a read that hangs this long after its load failed costs the peer its endpoint
     close_deadline_s: float = 5.0
     options: tuple[tuple[str, Any], ...] = ()  # passed through to the implementation
+    rank: int = 0  # of this process; a connector runs on rank 0, see `registry.rank_reader` for the others
+    rank_ports: tuple[RankPort, ...] = ()  # on rank 0: index i leads to rank i + 1
+
+
+class Closes(Protocol):
+    """Something to be closed."""
+
+    def close(self) -> None:
+        """Idempotent; returns within `close_deadline_s`."""
 
 
 class Connector(SchedulerHalf, WorkerHalf):
@@ -327,6 +339,14 @@ class Connector(SchedulerHalf, WorkerHalf):
 
     name: str
     api_version: ClassVar[int] = 0
+
+    @classmethod
+    def serve_rank(cls, context: ConnectorContext, cache: CacheDescription, port: RankPort) -> Closes | None:
+        """Start what this connector needs in the process of a further rank (`context.rank`) with its own cache.
+
+        None: nothing. Raises ConnectorUnavailable when it does not start, or this connector moves one rank's KV only.
+        """
+        raise ConnectorUnavailable(f"connector {cls.name!r} moves the KV of one rank only: start the node with --tp 1")
 
     @property
     def control_port(self) -> int:

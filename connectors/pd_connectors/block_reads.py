@@ -24,10 +24,14 @@ class PostRead:
 
 
 class BlockReads:
-    """The reads of one load. Each takes the next blocks of every group, so that a load ends in all groups at once."""
+    """The reads of one load. Each takes the next blocks of every group, so that a load ends in all groups at once.
+
+    `layout` is ours: the peer's degree says nothing about how many bytes our ranks read.
+    """
 
     def __init__(self, layout: BlockLayout, limits: PullLimits) -> None:
         self._groups = layout.groups
+        self._block_bytes = [layout.tp_size * group.rank_bytes(layout.tp_size) for group in layout.groups]
         self._limits = limits
         self._runs: tuple[BlockRun, ...] = ()  # ours; () until `start`
         self._num_tokens = 0
@@ -53,8 +57,8 @@ class BlockReads:
 
     @property
     def group_bytes(self) -> tuple[int, ...]:
-        """The bytes that have been read, by group."""
-        return tuple(count * group.block_bytes for count, group in zip(self._num_read, self._groups, strict=True))
+        """The bytes that all our ranks have read, by group. Heads that several ranks hold count for each of them."""
+        return tuple(count * size for count, size in zip(self._num_read, self._block_bytes, strict=True))
 
     @property
     def num_blocks_in_flight(self) -> int:

@@ -21,7 +21,7 @@ class Gathered:
     """A copy of some cache blocks in host memory."""
 
     def __init__(self, host: torch.Tensor, landed: torch.cuda.Event | None) -> None:
-        self._host = host  # [n, *group.shape]
+        self._host = host  # [n, *group.rank_shape]
         self._landed = landed
 
     def wait(self) -> None:
@@ -29,9 +29,9 @@ class Gathered:
         if self._landed is not None:
             self._landed.synchronize()
 
-    def block(self, index: int) -> memoryview:
-        """The bytes of one block. Call `wait` first."""
-        return self._host[index].reshape(-1).view(torch.uint8).numpy().data
+    def block(self, index: int, heads: slice) -> memoryview:
+        """The bytes of some heads of one block. Call `wait` first."""
+        return self._host[index][heads].reshape(-1).view(torch.uint8).numpy().data
 
 
 class BlockStaging:
@@ -73,9 +73,9 @@ class Inlet:
         self._tensors = cache.tensors
         self._stream = _stream_for(cache.tensors[0])
 
-    def write(self, group: int, block_id: int, block: memoryview) -> None:
-        """Set one group's part of a block to these bytes."""
-        target = self._tensors[group][block_id]
+    def write(self, group: int, heads: slice, block_id: int, block: memoryview) -> None:
+        """Set some heads of a block to these bytes."""
+        target = self._tensors[group][block_id][heads]
         source = torch.frombuffer(block, dtype=target.dtype).view(target.shape)
         if self._stream is None:
             target.copy_(source)

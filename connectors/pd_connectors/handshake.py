@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from pd_connectors.protocol.errors import (
     FingerprintMismatch,
     HandshakeError,
-    LayoutMismatch,
     ProtocolMismatch,
 )
 from pd_connectors.protocol.messages import PROTOCOL_VERSION
@@ -44,5 +43,5 @@ def _check_kv(their_fingerprint: str, theirs: BlockLayout, fingerprint: str, our
         raise FingerprintMismatch(
             f"the peer's KV fingerprint is {their_fingerprint}, ours {fingerprint}: other weights, RoPE or layout"
         )
-    if theirs.tp_size != ours.tp_size:  # `plan_slices` can pair them, but the transports read one rank from one rank
-        raise LayoutMismatch(f"the peer's blocks are split over {theirs.tp_size} ranks, ours over {ours.tp_size}")
+    for group in theirs.groups:
+        group.rank_shape(theirs.tp_size)  # the peer's degree may differ from ours, if its heads can be split so

@@ -79,7 +79,7 @@ class LMCacheProtocol:
 
     def _ask(self, command: Any, name: ObjectName, num_bytes: int) -> bytes:
         chunk_hash = int.from_bytes(name.hash, "big")  # ours, cryptographic; LMCache's own hashing is not involved
-        key = self._key(f"pd-{name.scope}-{name.group}", 1, 0, chunk_hash, self._torch.uint8)
+        key = self._key(name.space, 1, 0, chunk_hash, self._torch.uint8)
         shape = self._torch.Size((num_bytes, 0, 0, 0))
         message = self._wire.ClientMetaMessage(command, key, num_bytes, self._format, self._torch.uint8, shape)
         packed: bytes = message.serialize()

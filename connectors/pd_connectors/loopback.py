@@ -25,6 +25,9 @@ import msgspec
 from pd_connectors.channel import Channel, FromOwner, FromReader, Incoming
 from pd_connectors.p2p import PeerToPeerConnector
 from pd_connectors.protocol.errors import ConnectorUnavailable
+from pd_connectors.protocol.slices import slices_between
+from pd_connectors.rank_reader import RankReader
+from pd_connectors.ranked_transport import RankedTransport
 from pd_connectors.transport import (
     Address,
     Completion,
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
 
     from pd_connectors.base import CacheDescription, ConnectorContext
     from pd_connectors.protocol.messages import ToOwner, ToReader
+    from pd_connectors.protocol.slices import SliceRead
+    from pd_connectors.rank_port import RankPort
 
 FIRST_PORT = 20_000
 
@@ -218,10 +223,11 @@ class _Read:
 
 
 class LoopbackTransport(Transport):
-    """Copies blocks between the caches of two nodes of one network."""
+    """Copies blocks between the caches of two nodes of one network. Each rank has a node of its own, for its cache."""
 
-    def __init__(self, node: LoopbackNode) -> None:
+    def __init__(self, node: LoopbackNode, rank: int = 0) -> None:
         self._node = node
+        self._rank = rank
         self._network = node.network
         self._completions: list[Completion] = []
         self._endpoints: dict[PeerKey, _Description] = {}
@@ -254,10 +260,11 @@ class LoopbackTransport(Transport):
             self._node.awake.set()
             return
         read = self._reads[read_id] = _Read(peer)
+        assert self._node.cache is not None
         copies = [
-            partial(self._copy, read, endpoint.serial, group, *pair)
-            for group, pairs in enumerate(zip(remote, local, strict=True))
-            for pair in zip(*pairs, strict=True)
+            partial(self._copy, read, endpoint.serial, part, *pair)
+            for part in slices_between(peer.rank, peer.num_ranks, self._node.cache.layout, self._rank)
+            for pair in zip(remote[part.group], local[part.group], strict=True)
         ]
         delays = [self._network.draw_delay_s() for _ in copies]
         for copy, delay_s in zip(copies, delays, strict=True):
@@ -277,7 +284,7 @@ class LoopbackTransport(Transport):
             end = partial(self._end, read_id, "the endpoint was torn down")
             self._node.schedule(self._network.draw_delay_s(), end)  # until then its blocks may still land
 
-    def _copy(self, read: _Read, serial: int, group: int, theirs: int, ours: int) -> None:
+    def _copy(self, read: _Read, serial: int, part: SliceRead, theirs: int, ours: int) -> None:
         if read.is_over:
             return
         source = self._network.numbered(serial)
@@ -286,7 +293,10 @@ class LoopbackTransport(Transport):
             return
         assert source.cache is not None
         assert self._node.cache is not None
-        self._node.cache.tensors[group][ours].copy_(source.cache.tensors[group][theirs])
+        target, origin = (cache.tensors[part.group] for cache in (self._node.cache, source.cache))
+        head_bytes = target[ours][0].nbytes
+        first, there, count = (n // head_bytes for n in (part.local_offset, part.remote_offset, part.num_bytes))
+        target[ours][first : first + count].copy_(origin[theirs][there : there + count])
 
     def _end(self, read_id: ReadId, error: str) -> None:
         read = self._reads.get(read_id)
@@ -307,6 +317,8 @@ class LoopbackTransport(Transport):
     def close(self, deadline_s: float) -> None:
         for peer in list(self._endpoints):
             self.disconnect(peer)
+        if self._rank:  # rank 0's node goes with its channel
+            self._network.detach(self._node)
 
 
 class LoopbackConnector(PeerToPeerConnector):
@@ -315,8 +327,19 @@ class LoopbackConnector(PeerToPeerConnector):
     name = "loopback"
 
     def __init__(self, context: ConnectorContext) -> None:
-        network = dict(context.options).get("network") or LoopbackNetwork()
-        if not isinstance(network, LoopbackNetwork):
-            raise ConnectorUnavailable(f"option network is no LoopbackNetwork but a {type(network).__name__}")
-        node = network.attach(context.host, context.port)
-        super().__init__(context, LoopbackTransport(node), LoopbackChannel(node))
+        node = _attach(context, context.port)
+        transport = RankedTransport(LoopbackTransport(node), context.layout, context.rank_ports)
+        super().__init__(context, transport, LoopbackChannel(node))
+
+    @classmethod
+    def serve_rank(cls, context: ConnectorContext, cache: CacheDescription, port: RankPort) -> RankReader:
+        reader = RankReader(LoopbackTransport(_attach(context, 0), context.rank), port)
+        reader.open(cache)
+        return reader
+
+
+def _attach(context: ConnectorContext, port: int) -> LoopbackNode:
+    network = dict(context.options).get("network") or LoopbackNetwork()
+    if not isinstance(network, LoopbackNetwork):
+        raise ConnectorUnavailable(f"option network is no LoopbackNetwork but a {type(network).__name__}")
+    return network.attach(context.host, port)

@@ -143,7 +143,7 @@ class MooncakeStore(KVStore):
 
 
 class MooncakeConnector(PooledConnector):
-    """options: `pool_url` (mooncake://127.0.0.1:50051), `pool_segment_gb` (1), and PooledConnector's.
+    """options: `pool_url` (mooncake://127.0.0.1:50051), `pool_segment_gb` (1, over all ranks), and PooledConnector's.
 
     Raises ConnectorUnavailable when Mooncake cannot be loaded or the URL is none. A master that is down is no error.
     """
@@ -153,7 +153,7 @@ class MooncakeConnector(PooledConnector):
     def __init__(self, context: ConnectorContext) -> None:
         options = dict(context.options)
         master = pool_address(context, DEFAULT_URL)
-        segment_bytes = int(float(options.get("pool_segment_gb", 1.0)) * 1e9)
+        segment_bytes = int(float(options.get("pool_segment_gb", 1.0)) * 1e9) // context.layout.tp_size
         self._client = MooncakeClient(master, context.host, segment_bytes)
         super().__init__(context, lambda: MooncakeStore(self._client))
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from pd_connectors.protocol.messages import SampledToken
     from pd_connectors.protocol.ticket import Ticket
+    from pd_connectors.rank_port import RankPort
 
 
 class NullConnector(Connector):
@@ -34,6 +35,10 @@ class NullConnector(Connector):
         self._events: list[Event] = []
         self._wake: Callable[[], None] = lambda: None
         self._num_rejected = 0
+
+    @classmethod
+    def serve_rank(cls, context: ConnectorContext, cache: CacheDescription, port: RankPort) -> None:
+        return None
 
     def open_lease(
         self,

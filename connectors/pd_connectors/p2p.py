@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.messages import SampledToken
     from pd_connectors.transport import Transport
 
-READ_BYTES = 64 << 20  # large enough for full bandwidth (32 MiB is), small enough to share the link fairly
+READ_BYTES = 64 << 20  # of one rank; large enough for full bandwidth (32 MiB is), small enough to share the link fairly
 MAX_SLEEP_S = 60.0
 SILENCE_S = 3.0  # a step loop that does not turn for so long is frozen, unless it allowed itself more
 MAX_ROUNDS = 64  # of reading all sockets, before timers get their turn
@@ -261,6 +261,10 @@ class PeerToPeerConnector(Connector):
             "quarantined_loads": float(reader.num_quarantined_loads),
             "quarantined_blocks": float(reader.num_quarantined_blocks),
             **self._channel.stats(),
+            **{
+                f"kv_peer_bytes_per_second|peer={peer},memory={reader.memory}": speed
+                for peer, speed in reader.link_speeds().items()
+            },
         }
 
     # the control thread
@@ -268,6 +272,7 @@ class PeerToPeerConnector(Connector):
     def open(self, cache: CacheDescription) -> None:
         """Make the cache readable and answer greetings from now on. Raises ConnectorUnavailable."""
         self._num_blocks = cache.num_blocks
+        self._reader.memory = cache.tensors[0].device.type if cache.tensors else ""
         self._transport.register(cache)
         self._owner.open(self._transport.describe())
 
@@ -338,7 +343,7 @@ def _limits(context: ConnectorContext) -> PullLimits:
         silence_s=context.silence_s,
         read_s=context.read_deadline_s,
         confirm_s=context.confirm_deadline_s,
-        max_blocks_per_read=max(1, READ_BYTES // context.layout.block_bytes),
+        max_blocks_per_read=max(1, READ_BYTES // context.layout.rank_bytes),
     )
 
 

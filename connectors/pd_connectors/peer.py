@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pd_connectors.link_speed import LinkSpeed
+
 if TYPE_CHECKING:
     from pd_connectors.protocol.messages import LeaseRef
     from pd_connectors.pull import Pull
@@ -27,6 +29,7 @@ class Endpoint:
     key: PeerKey
     deadline: float  # until which it must be ready
     ready: bool = False
+    link: LinkSpeed = field(default_factory=LinkSpeed)
 
     def serves(self, lease: LeaseRef) -> bool:
         """Whether the lease's blocks are read over it."""

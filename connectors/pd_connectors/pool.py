@@ -1,10 +1,11 @@
-"""A pool over any KVStore: searches and stores run on threads of their own, so that no step waits for a server.
+"""One rank's pool over any KVStore. Searches and stores run on threads of their own: no step waits for a server.
 
 The states of a search are in `search`. Two threads load. A third, the watch, ends searches at their deadline, because a
 store may hang for much longer than a request should wait. While a search past its deadline holds each loading thread,
 the pool counts as down.
 
-A block has one object for each group of the layout. It counts as found, or as read, when all its objects are.
+A block has one object for each part of its heads (`head_parts`). It counts as found, or as read, when all its objects
+are.
 
 Stores: what a step computed is copied at once (`block_staging`) and sent later by one thread. The backlog is bounded;
 what does not fit is not stored, which costs a later request a prefill and nothing else.
@@ -21,7 +22,7 @@ from collections import defaultdict, deque
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, takewhile
+from itertools import takewhile
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -163,7 +164,9 @@ class StorePool(Pool):
     def store(self, blocks: Sequence[CachedBlock]) -> None:
         assert self._staging, "the cache was not registered"
         layout = self._context.layout
-        num_bytes = len(blocks) * (layout.block_bytes + len(layout.groups) * HEADER_BYTES)
+        if not any(part.is_stored for part in self._sealer.parts):
+            return  # another rank has the same heads
+        num_bytes = len(blocks) * (layout.rank_bytes + len(self._sealer.parts) * HEADER_BYTES)
         with self._lock:
             reason = "unavailable" if self._is_down() else "backlog"
             if self._is_down() or self._num_backlog_bytes + num_bytes > self._limits.backlog_bytes:
@@ -282,19 +285,23 @@ class StorePool(Pool):
         started_s = self._clock()
         blocks = search.blocks[search.first_block : spec.num_tokens // self._context.layout.block_size]
         names = [name for block in blocks for name in block]
-        block_ids = chain.from_iterable(zip(*(run.block_ids for run in spec.runs), strict=True))
+        places = [
+            (part, block_ids[part.group])
+            for block_ids in zip(*(run.block_ids for run in spec.runs), strict=True)
+            for part in self._sealer.parts
+        ]
         miss = self._hopeless(search)
         if miss is None and names:
             try:
                 with closing(store.get(names)) as objects:
-                    for name, block_id, sealed in zip(names, block_ids, objects, strict=True):
+                    for name, (part, block_id), sealed in zip(names, places, objects, strict=True):
                         content = None if sealed is None else self._sealer.open(name, sealed)
                         miss = self._hopeless(search)
                         if content is None:
                             miss = Miss.LOST if sealed is None else Miss.DAMAGED
                         if miss is Miss.DAMAGED:
                             self._damaged.add(name)
-                        if content is None or miss is not None or not search.land(inlet, name, block_id, content):
+                        if content is None or miss is not None or not search.land(inlet, part, name, block_id, content):
                             break
             except StoreUnavailable as error:
                 self._went_down(error)
@@ -333,14 +340,15 @@ class StorePool(Pool):
         ]
         self._count("pool_blocks_known_total", sum(known))
         new = [index for index, is_known in enumerate(known) if not is_known]
-        for batch in _batches(new, max(1, STORE_BATCH_BYTES // self._context.layout.block_bytes)):
+        for batch in _batches(new, max(1, STORE_BATCH_BYTES // self._context.layout.rank_bytes)):
             objects = [
-                (name, self._sealer.seal(name, parcel.groups[name.group].block(index)))
+                (name, self._sealer.seal(name, parcel.groups[part.group].block(index, part.heads)))
                 for index in batch
-                for name in parcel.blocks[index]
+                for part, name in zip(self._sealer.parts, parcel.blocks[index], strict=True)
+                if part.is_stored
             ]
             num_objects = store.put(objects)
-            num_stored = num_objects // len(parcel.groups)
+            num_stored = num_objects * len(batch) // len(objects)
             if num_objects == len(objects):  # which ones were refused is not said: damaged ones stay known as damaged
                 self._damaged.difference_update(name for name, _ in objects)
             self._count("pool_blocks_stored_total", num_stored)
@@ -357,7 +365,7 @@ class StorePool(Pool):
             if miss is not None or search.miss is not None:
                 self._counts[f"pool_misses_total|reason={miss or search.miss}"] += 1
             self._counts["pool_hit_tokens_total"] += num_read * layout.block_size
-            self._counts["pool_read_bytes_total"] += num_read * layout.block_bytes
+            self._counts["pool_read_bytes_total"] += num_read * layout.rank_bytes * layout.tp_size
             self._events.append(PrefixLoaded(search.load_id, num_tokens))
         self._wake()
 
@@ -373,10 +381,13 @@ _ZEROS = {
 
 
 def _contains(store: KVStore, blocks: Sequence[Sequence[ObjectName]]) -> list[bool]:
-    """Whether all objects of each block are stored."""
-    there = store.contains([name for block in blocks for name in block])
-    size = len(there) // max(1, len(blocks))
-    return [all(there[start : start + size]) for start in range(0, len(there), size or 1)]
+    """Whether all objects of each block are stored. If the first one of a block is missing, no other is asked for."""
+    there = store.contains([block[0] for block in blocks])
+    others = [name for block, is_there in zip(blocks, there, strict=True) if is_there for name in block[1:]]
+    is_known = dict(zip(others, store.contains(others) if others else (), strict=True))
+    return [
+        is_there and all(is_known[name] for name in block[1:]) for block, is_there in zip(blocks, there, strict=True)
+    ]
 
 
 def _batches(indices: list[int], size: int) -> Iterator[list[int]]:

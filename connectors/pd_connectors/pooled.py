@@ -6,6 +6,7 @@ with the request (first token, chunk by chunk, fenced); what any later request m
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pd_connectors.base import (
@@ -22,14 +23,18 @@ from pd_connectors.base import (
 )
 from pd_connectors.pool import PoolLimits, StorePool
 from pd_connectors.pool_url import read_pool_url
-from pd_connectors.registry import create_connector
+from pd_connectors.port_share import share_port
+from pd_connectors.ranked_pool import RankedPool, RankPool
+from pd_connectors.registry import create_connector, rank_reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pd_connectors.base import Closes
     from pd_connectors.protocol.errors import LeaseEnd
     from pd_connectors.protocol.messages import SampledToken
     from pd_connectors.protocol.ticket import Ticket
+    from pd_connectors.rank_port import RankPort
     from pd_connectors.store import KVStore
 
 
@@ -41,6 +46,8 @@ def pool_address(context: ConnectorContext, default_url: str) -> tuple[str, int]
 class PooledConnector(Connector):
     """options: `handoff` ("nixl"), the connector that hands requests over; `pool_deadline_s` (5), of one search.
 
+    A subclass takes the context only. On a further rank its instance has that rank's part of the pool.
+
     open_store: makes a client; called on the threads that will use it. Raises what the handoff's connector raises.
     """
 
@@ -50,9 +57,29 @@ class PooledConnector(Connector):
     def __init__(self, context: ConnectorContext, open_store: Callable[[], KVStore]) -> None:
         options = dict(context.options)
         limits = PoolLimits(deadline_s=float(options.get("pool_deadline_s", PoolLimits().deadline_s)))
-        self._handoff = create_connector(str(options.get("handoff", "nixl")), context)
-        self._pool = StorePool(context, open_store, limits)
+        self._store_pool = StorePool(context, open_store, limits)
+        shares = [share_port(port, 2) for port in context.rank_ports]
+        self._pool = RankedPool(self._store_pool, [pool for _, pool in shares])
+        name = "none" if context.rank else str(options.get("handoff", "nixl"))  # see `serve_rank`
+        ports = tuple(handoff for handoff, _ in shares)
+        self._handoff: Connector = create_connector(name, replace(context, rank_ports=ports))
+        self._rank_handoff: Closes | None = None
         self._loads: set[str] = set()  # begun at the handoff, and not terminal
+
+    @classmethod
+    def serve_rank(cls, context: ConnectorContext, cache: CacheDescription, port: RankPort) -> PooledConnector:
+        build: Callable[[ConnectorContext], PooledConnector] = cls
+        connector, (handoff, pool) = build(context), share_port(port, 2)
+        try:
+            connector._store_pool.open(cache)
+            RankPool(connector._store_pool, pool)
+            handoff.before = connector._store_pool.settle  # no stream orders what the handoff will write
+            name = str(dict(context.options).get("handoff", "nixl"))
+            connector._rank_handoff = rank_reader(name, context, cache, handoff)
+        except BaseException:
+            connector.close()
+            raise
+        return connector
 
     @property
     def pool(self) -> Pool:
@@ -128,6 +155,8 @@ class PooledConnector(Connector):
             self._pool.close()
         finally:
             self._handoff.close()
+            if self._rank_handoff is not None:
+                self._rank_handoff.close()
 
     def stats(self) -> dict[str, float]:
         return {**self._handoff.stats(), **self._pool.stats()}

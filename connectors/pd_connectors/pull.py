@@ -37,6 +37,7 @@ from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseState, R
 from pd_connectors.pull_limits import LOST_GRACE_S, RENEWALS_PER_TTL
 
 if TYPE_CHECKING:
+    from pd_connectors.protocol.layout import BlockLayout
     from pd_connectors.protocol.ticket import Ticket
     from pd_connectors.pull_limits import PullLimits
     from pd_connectors.transport import PeerKey
@@ -99,9 +100,11 @@ class _Marks:
 
 
 class Pull:
-    """One load. Call an input, then carry out what `take_actions` returns."""
+    """One load. Call an input, then carry out what `take_actions` returns. `layout` is ours, see BlockReads."""
 
-    def __init__(self, load_id: str, ticket: Ticket, deadline_s: float, limits: PullLimits, now: float) -> None:
+    def __init__(
+        self, load_id: str, ticket: Ticket, layout: BlockLayout, deadline_s: float, limits: PullLimits, now: float
+    ) -> None:
         self.load_id = load_id
         self.ticket = ticket
         self.phase = LoadPhase.ATTACHING
@@ -113,7 +116,7 @@ class Pull:
         self._deadline = now + deadline_s
         self._spec: LoadSpec | None = None
         self._state: LeaseState | None = None  # the newest
-        self.reads = BlockReads(ticket.layout, limits)
+        self.reads = BlockReads(layout, limits)
         self._read_deadline = float("inf")
         self._first_read_at: float | None = None
         self._marks = _Marks()

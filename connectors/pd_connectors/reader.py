@@ -16,6 +16,7 @@ until they end by themselves, which may be when the peer goes on or dies.
 
 from __future__ import annotations
 
+import logging
 import time
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 from pd_connectors.base import ConnectorContext, Event, LoadDrained, LoadFailed, LoadSpec
 from pd_connectors.block_reads import PostRead
 from pd_connectors.handshake import check_reply, check_ticket
+from pd_connectors.link_speed import CAUSES
 from pd_connectors.peer import Endpoint, Greeting, Peer
 from pd_connectors.protocol.errors import HandshakeError, LoadFailure
 from pd_connectors.protocol.messages import ConfirmReply, Hello, HelloReply, LeaseState, Release, ToOwner, ToReader
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 HELLO_EVERY_S = 0.5
 PEER_IDLE_S = 300.0  # an endpoint without a load for so long is torn down
+
+logger = logging.getLogger(__name__)
 
 
 class Reader:
@@ -69,6 +73,7 @@ class Reader:
         self._home: dict[str, Peer] = {}  # load id -> its peer
         self._by_lease: dict[str, list[Pull]] = {}
         self._num_attempts = 0
+        self.memory = ""  # torch's name of the device that has our cache; set before the first load
 
     # from the engine
 
@@ -82,7 +87,7 @@ class Reader:
             return
         address = (ticket.host, ticket.port)
         peer = self._peers.setdefault(address, Peer(address, now))
-        pull = Pull(load_id, ticket, deadline_s, self._limits, now)
+        pull = Pull(load_id, ticket, self._context.layout, deadline_s, self._limits, now)
         peer.pulls[load_id] = pull
         self._home[load_id] = peer
         self._by_lease.setdefault(ticket.lease.lease_id, []).append(pull)
@@ -208,6 +213,11 @@ class Reader:
         """The number of failed loads that have not drained."""
         return sum(not pull.is_live for pull in self._pulls())
 
+    def link_speeds(self) -> dict[str, float]:
+        """Bytes per second of the link to each peer, by host:port, where enough was read to know it."""
+        ends = [(_name(peer), peer.endpoint) for peer in list(self._peers.values())]
+        return {name: end.link.bytes_per_s for name, end in ends if end is not None and end.link.bytes_per_s}
+
     # inside
 
     def _pulls(self) -> list[Pull]:
@@ -236,6 +246,10 @@ class Reader:
                 case PostRead(number, remote, local):
                     assert pull.endpoint is not None, "a pull reads only once it is connected"
                     self._transport.read(pull.endpoint, (pull.load_id, number), remote, local)
+                    if peer.endpoint is not None:
+                        groups = zip(local, self._context.layout.groups, strict=True)
+                        num_bytes = sum(len(ids) * group.block_bytes for ids, group in groups)
+                        peer.endpoint.link.posted((pull.load_id, number), num_bytes, now)
                 case Emit(event):
                     self._emit(event)
         if pull.is_over and peer.pulls.pop(pull.load_id, None) is not None:
@@ -307,7 +321,7 @@ class Reader:
                 return
             self._disconnect(peer)
         self._num_attempts += 1
-        key = PeerKey(peer.address, reply.engine_id, reply.epoch, self._num_attempts)
+        key = PeerKey(peer.address, reply.engine_id, reply.epoch, self._num_attempts, reply.layout.tp_size)
         peer.endpoint = Endpoint(key, now + self._context.connect_deadline_s)
         self._transport.connect(key, reply.transport)
 
@@ -328,11 +342,22 @@ class Reader:
         pull = peer.pulls[load_id]
         for other in peer.pulls.values():
             other.progress(now)
+        self._measure_link(peer, ended, now)
         pull.read_ended(number, ended.error, now, ended.post_s)
         self._carry_out(peer, pull, now)
         if ended.endpoint_broken and peer.endpoint is not None and peer.endpoint.key == pull.endpoint:
             detail = f"the data connection broke: {ended.error}"
             self._tear_down(peer, peer.endpoint, LoadFailure.READ_FAILED, detail, now)
+
+    def _measure_link(self, peer: Peer, ended: ReadEnded, now: float) -> None:
+        if peer.endpoint is None:
+            return
+        link = peer.endpoint.link
+        was_slow = link.is_slow
+        link.ended(ended.read_id, now, is_good=not ended.error)
+        if link.is_slow and not was_slow and self.memory == "cuda":
+            where, gbps = _name(peer), link.bytes_per_s / 1e9
+            logger.warning("KV comes from %s at %.2g GB/s. Likely causes %s", where, gbps, CAUSES)
 
     def _tick_endpoint(self, peer: Peer, now: float) -> None:
         endpoint = peer.endpoint
@@ -364,6 +389,11 @@ class Reader:
         self._disconnect(peer)
         self._forget(peer.address)
         del self._peers[peer.address]
+
+
+def _name(peer: Peer) -> str:
+    host, port = peer.address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _owner(pull: Pull) -> tuple[str, int]:

@@ -11,6 +11,9 @@ from pd_connectors.protocol.errors import ConnectorUnavailable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pd_connectors.base import CacheDescription, Closes
+    from pd_connectors.rank_port import RankPort
+
 CONNECTORS = {
     "nixl": "pd_connectors.nixl.connector:NixlConnector",
     "lmcache": "pd_connectors.lmcache:LMCacheConnector",
@@ -42,6 +45,20 @@ def create_connector(name: str, context: ConnectorContext) -> Connector:
 
     Raises ConnectorUnavailable when there is no such connector, or its backend is missing or does not start.
     """
+    build: Callable[[ConnectorContext], Connector] = _class_of(name)  # a subclass may take nothing but the context
+    return build(context)
+
+
+def rank_reader(name: str, context: ConnectorContext, cache: CacheDescription, port: RankPort) -> Closes | None:
+    """What the connector `name` needs in the process of rank `context.rank`, to be closed there; None: nothing.
+
+    cache: of that rank. port: to rank 0. Raises ConnectorUnavailable as `create_connector` does, and when the connector
+    moves the KV of one rank only.
+    """
+    return _class_of(name).serve_rank(context, cache, port)
+
+
+def _class_of(name: str) -> type[Connector]:
     module_name, class_name = _place_of(name)
     path = f"{module_name}:{class_name}"
     try:
@@ -54,8 +71,7 @@ def create_connector(name: str, context: ConnectorContext) -> Connector:
         raise ConnectorUnavailable(
             f"{path!r} has api_version {kind.api_version}, this node {API_VERSION}; see pd_connectors.base"
         )
-    build: Callable[[ConnectorContext], Connector] = kind  # a subclass may take nothing but the context
-    return build(context)
+    return kind
 
 
 def _place_of(name: str) -> tuple[str, str]:

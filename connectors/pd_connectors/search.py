@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pd_connectors.base import LoadSpec
     from pd_connectors.block_staging import Inlet
+    from pd_connectors.head_parts import HeadPart
     from pd_connectors.store import ObjectName
 
 
@@ -42,7 +43,7 @@ class Search:
     """The pool's lock guards the fields; `land` and `finish` have a lock of their own."""
 
     load_id: str
-    blocks: list[list[ObjectName]]  # the prompt's, from its start; each has an object a group
+    blocks: list[list[ObjectName]]  # the prompt's, from its start; each has an object for each part of a block
     first_block: int  # blocks before this one are in the engine's cache
     due_s: float
     spec: LoadSpec | None = None  # None until `load`
@@ -54,12 +55,12 @@ class Search:
     _landing: threading.Lock = field(default_factory=threading.Lock)
     _inlet: Inlet | None = None
 
-    def land(self, inlet: Inlet, name: ObjectName, block_id: int, content: memoryview) -> bool:
-        """Write the next object; groups come in order. False, and nothing is written, when the search is over."""
+    def land(self, inlet: Inlet, part: HeadPart, name: ObjectName, block_id: int, content: memoryview) -> bool:
+        """Write the next object; a block's come in order. False, and nothing is written, when the search is over."""
         with self._landing:
             if not self.is_over:
                 self._inlet = inlet
-                inlet.write(name.group, block_id, content)
+                inlet.write(part.group, part.heads, block_id, content)
                 self.num_read += name == self.blocks[self.first_block + self.num_read][-1]
             return not self.is_over
 

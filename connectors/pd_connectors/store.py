@@ -1,11 +1,11 @@
 """The key-value store under a pool, and the objects in it.
 
-One object is one group's part of one whole KV block. Its *name* is its content's: fingerprint and layout (together the
-scope), the chained hash of all tokens up to the block's end (`protocol.hashing`, the tenant's salt in the root) and the
-group's number. So equal names mean equal bytes, any node may write any object at any time, and no object is ever
-invalidated.
+One object is some heads of one group of one whole KV block (`head_parts`). Its *name* is its content's: fingerprint and
+layout (together the scope), the chained hash of all tokens up to the block's end (`protocol.hashing`, the tenant's salt
+in the root), the group's number and the part's. How many ranks an engine has is not in it. So equal names mean equal
+bytes, any node may write any object at any time, and no object is ever invalidated.
 
-    object   magic (16)   digest (16)   the group's bytes of the block, as they lie in the cache
+    object   magic (16)   digest (16)   the heads' bytes of the block, as they lie in the cache
 
 The digest is keyed with the cluster's key and covers the name. So a damaged object, another object under this name and
 an object that a process without the key wrote are all refused: the store is not trusted with the content.
@@ -19,6 +19,7 @@ from hashlib import blake2b
 from hmac import compare_digest
 from typing import TYPE_CHECKING
 
+from pd_connectors.head_parts import head_parts
 from pd_connectors.protocol.errors import HandoffError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from pd_connectors.base import ConnectorContext
 
-OBJECT_MAGIC = b"pd-kv-object/1\0\0"  # the format's; it is part of the scope too
+OBJECT_MAGIC = b"pd-kv-object/2\0\0"  # the format's; it is part of the scope too
 DIGEST_BYTES = 16
 HEADER_BYTES = len(OBJECT_MAGIC) + DIGEST_BYTES
 
@@ -37,14 +38,20 @@ class StoreUnavailable(HandoffError):
 
 @dataclass(frozen=True, slots=True)
 class ObjectName:
-    """The name of one group's part of one block in the store."""
+    """The name of one object in the store."""
 
     scope: str  # hex; different for any two nodes with KV of another meaning, layout or key
     hash: bytes  # of the prompt up to the block's end
     group: int = 0  # index into `BlockLayout.groups`
+    part: int = 0  # HeadPart.number
+
+    @property
+    def space(self) -> str:
+        """The name without the hash."""
+        return f"pd-{self.scope}-{self.group}-{self.part}"
 
     def __str__(self) -> str:
-        return f"pd-{self.scope}-{self.group}-{self.hash.hex()}"
+        return f"{self.space}-{self.hash.hex()}"
 
 
 class KVStore(ABC):
@@ -78,11 +85,15 @@ class KVStore(ABC):
 
 
 class Sealer:
-    """Names, seals and opens the objects of one engine."""
+    """Names, seals and opens the objects of one rank. `parts` are those of each block.
+
+    Raises ConnectorUnavailable when the rank would hold a fraction of an object.
+    """
 
     def __init__(self, context: ConnectorContext) -> None:
         self._key = context.cluster_key
-        self._group_bytes = [group.block_bytes for group in context.layout.groups]
+        self.parts = head_parts(context.layout, context.rank)
+        self._num_bytes = {(part.group, part.number): part.num_bytes for part in self.parts}
         scope = blake2b(digest_size=16, person=b"pd-pool-scope")
         key_id = blake2b(context.cluster_key, digest_size=16, person=b"pd-pool-key-id").digest()
         for part in (OBJECT_MAGIC, context.fingerprint.encode(), context.layout.digest(), key_id):
@@ -90,8 +101,8 @@ class Sealer:
         self._scope = scope.hexdigest()
 
     def names(self, block_hash: bytes) -> list[ObjectName]:
-        """The objects, by group, of the block that this chained hash names."""
-        return [ObjectName(self._scope, block_hash, group) for group in range(len(self._group_bytes))]
+        """The objects, in the order of `parts`, of the block that this chained hash names."""
+        return [ObjectName(self._scope, block_hash, part.group, part.number) for part in self.parts]
 
     def seal(self, name: ObjectName, block: memoryview) -> bytes:
         """The object that holds `block` (its bytes)."""
@@ -100,7 +111,10 @@ class Sealer:
     def open(self, name: ObjectName, sealed: bytearray) -> memoryview | None:
         """The block's bytes; None unless a node of this cluster sealed exactly this object as `name`."""
         view = memoryview(sealed)
-        if len(view) != HEADER_BYTES + self._group_bytes[name.group] or view[: len(OBJECT_MAGIC)] != OBJECT_MAGIC:
+        if (
+            len(view) != HEADER_BYTES + self._num_bytes[name.group, name.part]
+            or view[: len(OBJECT_MAGIC)] != OBJECT_MAGIC
+        ):
             return None
         block = view[HEADER_BYTES:]
         return block if compare_digest(view[len(OBJECT_MAGIC) : HEADER_BYTES], self._digest(name, block)) else None

@@ -27,6 +27,8 @@ class PeerKey:
     engine_id: str
     epoch: int
     attempt: int
+    num_ranks: int = 1  # over which the peer splits its blocks
+    rank: int = 0  # of the peer, in a key that one rank's transport has of one rank of the peer
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from pd_kernels import sampling, torch_experts, torch_ops, torch_quantized
+from pd_kernels.logprobs import logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from pd_kernels.gemm_selection import Product
-    from pd_kernels.quantized import QuantizedRows, QuantizedWeight, Weight
-    from pd_kernels.values import Draws, HalfNormed, HeadNorms, Routing
+    from pd_kernels.quantized import QuantizedRows, QuantizedWeight, RowsTwice, Weight
+    from pd_kernels.values import Draws, ExpertPart, HalfNormed, HeadNorms, Routing
 
 
 class NormRopeWrite(Protocol):
@@ -84,22 +85,29 @@ class Route(Protocol):
 class MixExperts(Protocol):
     """The work of the chosen experts; see `reference.experts`. For a HalfNormed it is that of the divided rows.
 
+    With `part` the result is [T, in], one rank's part of the sum, for the experts that its weights are of.
+
     A kernel may leave the sum to `add_rms_norm`: then it returns float32 parts [parts, T, in].
     """
 
     def __call__(
         self,
-        x: torch.Tensor | HalfNormed,
+        x: torch.Tensor | HalfNormed | RowsTwice,
         scores: torch.Tensor,
         chosen: torch.Tensor,
         gate_up: Weight,
         down: Weight,
+        *,
+        part: ExpertPart | None = None,
     ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """One implementation of every function except attention. `reference` and `sampling` define the functions."""
+    """One implementation of every function except attention.
+
+    `reference`, `sampling` and `logprobs` define the functions.
+    """
 
     name: str
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -111,6 +119,7 @@ class Kernels:
     add_rms_norm_quantized: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor, float, int], tuple[QuantizedRows, torch.Tensor]
     ]
+    add_rms_norm_twice: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int], tuple[RowsTwice, torch.Tensor]]
     silu_and_mul_quantized: Callable[[torch.Tensor, int], QuantizedRows]
     quantized_product: Callable[[QuantizedRows, QuantizedWeight, torch.dtype], torch.Tensor]
     norm_rope_write: NormRopeWrite
@@ -120,6 +129,9 @@ class Kernels:
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     argmax: Callable[[torch.Tensor], torch.Tensor]
     draw: Callable[[torch.Tensor, Draws], torch.Tensor]
+    best: Callable[[torch.Tensor, Draws | None, int], tuple[torch.Tensor, torch.Tensor]]
+    logprobs: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    penalize: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def no_few_rows(weight: Weight, bias: torch.Tensor | None, gated: bool) -> None:
@@ -140,6 +152,7 @@ TORCH = Kernels(
     gated_products=no_gated_products,
     quantize=torch_quantized.quantize,
     add_rms_norm_quantized=torch_quantized.add_rms_norm_quantized,
+    add_rms_norm_twice=torch_quantized.add_rms_norm_twice,
     silu_and_mul_quantized=torch_quantized.silu_and_mul_quantized,
     quantized_product=torch_quantized.quantized_product,
     norm_rope_write=torch_ops.norm_rope_write,
@@ -149,4 +162,7 @@ TORCH = Kernels(
     copy_blocks=torch_ops.copy_blocks,
     argmax=sampling.argmax,
     draw=sampling.draw,
+    best=sampling.best,
+    logprobs=logprobs,
+    penalize=sampling.penalize,
 )

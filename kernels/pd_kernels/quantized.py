@@ -64,4 +64,12 @@ class QuantizedRows:
     group: int  # inputs that share a scale: 128, or all
 
 
+@dataclass(frozen=True, slots=True)
+class RowsTwice:
+    """Rows [T, in] of a norm: a mixture's router reads plain rows, the experts quantized ones."""
+
+    plain: torch.Tensor
+    quantized: QuantizedRows
+
+
 Weight: TypeAlias = Union["torch.Tensor", QuantizedWeight]

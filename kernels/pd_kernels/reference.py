@@ -18,7 +18,7 @@ from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
     from pd_kernels.quantized import Weight
-    from pd_kernels.values import HeadNorms, Routing
+    from pd_kernels.values import ExpertPart, HeadNorms, Routing
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -280,16 +280,29 @@ def _choose(ranks: list[float], routing: Routing) -> list[int]:
     return sorted(allowed, key=lambda expert: (-ranks[expert], expert))[: routing.num_chosen]
 
 
-def experts(x: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, gate_up: Weight, down: Weight) -> torch.Tensor:
+def experts(
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    chosen: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    part: ExpertPart | None = None,
+) -> torch.Tensor:
     """The sum of each token's chosen experts, times their scores. `x` [T, in] -> [T, in].
 
     `scores` (float32 or more) and `chosen` (int64): [T, k]. `gate_up` [E, 2 * size, in]: an expert's gates, then its
     ups. `down` [E, in, size]. An expert's result has the dtype of `x`. The sum has that of `scores`, goes from the
     first to the last of a token's experts, and is rounded once. Rows are quantized for a weight that is.
+
+    `part`: the experts that the weights are of, and others add nothing; None: all.
     """
     total = torch.zeros_like(x, dtype=scores.dtype)
     for token, row in enumerate(chosen.tolist()):
-        for score, expert in zip(scores[token], row, strict=True):
+        for score, number in zip(scores[token], row, strict=True):
+            expert = number - (part.first if part else 0)
+            if part is not None and not 0 <= expert < gate_up.shape[0]:
+                continue
             activated = silu_and_mul(_of_expert(x[token], gate_up, expert))
             total[token] += score * _of_expert(activated, down, expert).to(scores.dtype)
     return total.to(x.dtype)

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from pd_kernels.quantized import RowsTwice
 from pd_kernels.torch_ops import silu_and_mul
 from pd_kernels.torch_quantized import multiply_quantized
 from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
     from pd_kernels.quantized import Weight
-    from pd_kernels.values import Routing
+    from pd_kernels.values import ExpertPart, Routing
 
 TINY = 1e-20  # least sum that scores are divided by: sigmoids of very negative products are 0
 
@@ -52,15 +53,24 @@ def _of_best_groups(ranks: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def experts(
-    x: torch.Tensor | HalfNormed, scores: torch.Tensor, chosen: torch.Tensor, gate_up: Weight, down: Weight
+    x: torch.Tensor | HalfNormed | RowsTwice,
+    scores: torch.Tensor,
+    chosen: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    part: ExpertPart | None = None,
 ) -> torch.Tensor:
     """See backends.MixExperts. (token, expert) pairs are sorted by expert; each pair's result has its own row."""
-    x = x.normed() if isinstance(x, HalfNormed) else x
+    x = x.plain if isinstance(x, RowsTwice) else x.normed() if isinstance(x, HalfNormed) else x
     num_tokens, num_chosen = chosen.shape
-    flat = chosen.flatten()
+    flat, num_experts = chosen.flatten(), gate_up.shape[0]
+    if part is not None:  # pairs of other ranks' experts come last
+        flat = flat - part.first
+        flat = flat.where((flat >= 0) & (flat < num_experts), num_experts)
     order = flat.argsort(stable=True)
     # One wait for the device: bincount would wait for the least and the greatest expert as well
-    counts = flat.new_zeros(gate_up.shape[0]).scatter_add_(0, flat, torch.ones_like(flat)).tolist()
+    counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:-1].tolist()
     sorted_rows = x[order // num_chosen]
     results = torch.empty_like(sorted_rows)
     start = 0
@@ -70,6 +80,8 @@ def experts(
             activated = silu_and_mul(_multiply(sorted_rows[rows], gate_up, expert))
             results[rows] = _multiply(activated, down, expert)
             start += count
+    if start < len(results):
+        results[start:] = 0
     pairs = torch.empty_like(results).index_copy_(0, order, results).view(num_tokens, num_chosen, -1)
     total = pairs[:, 0].to(scores.dtype) * scores[:, :1]
     for index in range(1, num_chosen):  # one after the other: a fixed order, whatever the number of tokens

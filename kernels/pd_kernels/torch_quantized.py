@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from pd_kernels.quantized import BLOCK, LEAST, MOST, QuantizedRows
+from pd_kernels.quantized import BLOCK, LEAST, MOST, QuantizedRows, RowsTwice
 from pd_kernels.torch_ops import add_rms_norm, silu_and_mul
 
 if TYPE_CHECKING:
@@ -32,6 +32,14 @@ def add_rms_norm_quantized(
     """See reference.add_rms_norm_quantized. Overwrites `residual`."""
     normed, total = add_rms_norm(x, residual, weight, eps)
     return quantize(normed, group), total
+
+
+def add_rms_norm_twice(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int
+) -> tuple[RowsTwice, torch.Tensor]:
+    """`add_rms_norm_quantized` that returns the norm too, as it was before. Overwrites `residual`."""
+    normed, total = add_rms_norm(x, residual, weight, eps)
+    return RowsTwice(normed, quantize(normed, group)), total
 
 
 def silu_and_mul_quantized(x: torch.Tensor, group: int) -> QuantizedRows:

@@ -9,13 +9,15 @@ from pd_kernels.backends import TORCH, Kernels, ProposeGated, no_gated_products
 from pd_kernels.triton_activation import silu_and_mul, silu_and_mul_quantized
 from pd_kernels.triton_block_copy import copy_blocks
 from pd_kernels.triton_experts import experts
+from pd_kernels.triton_logprobs import logprobs
 from pd_kernels.triton_matmul import FewRowsLinear
-from pd_kernels.triton_norm import add_rms_norm, add_rms_norm_quantized, rms_norm
+from pd_kernels.triton_norm import add_rms_norm, add_rms_norm_quantized, add_rms_norm_twice, rms_norm
+from pd_kernels.triton_penalties import penalize
 from pd_kernels.triton_quantize import quantize
 from pd_kernels.triton_quantized_product import quantized_product
 from pd_kernels.triton_rotary import norm_rope_write
 from pd_kernels.triton_routing import route
-from pd_kernels.triton_sampling import argmax, draw
+from pd_kernels.triton_sampling import argmax, best, draw
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ TRITON = Kernels(
     gated_products=_gated_products(),
     quantize=quantize,
     add_rms_norm_quantized=add_rms_norm_quantized,
+    add_rms_norm_twice=add_rms_norm_twice,
     silu_and_mul_quantized=silu_and_mul_quantized,
     quantized_product=quantized_product,
     norm_rope_write=norm_rope_write,
@@ -47,11 +50,15 @@ TRITON = Kernels(
     copy_blocks=copy_blocks,
     argmax=argmax,
     draw=draw,
+    best=best,
+    logprobs=logprobs,
+    penalize=penalize,
 )
 WITHOUT_FLOAT8 = replace(
     TRITON,
     quantize=TORCH.quantize,
     add_rms_norm_quantized=TORCH.add_rms_norm_quantized,
+    add_rms_norm_twice=TORCH.add_rms_norm_twice,
     silu_and_mul_quantized=TORCH.silu_and_mul_quantized,
     quantized_product=TORCH.quantized_product,
 )

@@ -7,11 +7,15 @@ between, so nothing is added in an order that depends on time.
 
 Up to FEW tokens are not sorted. The rows of a tile are all tokens: the matrix unit takes no fewer. The tiles are the
 pairs, and only the first pair of an expert has work. So two launches fewer come before the first weight.
+
+On a Hopper GPU, `gluon_experts` multiplies many rows with weights in blocks of float8.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,21 +23,28 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pd_kernels.quantized import BLOCK, QuantizedWeight
+from pd_kernels.quantized import BLOCK, QuantizedRows, QuantizedWeight, RowsTwice
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_norm import pieces_of_squares, root_mean_square
-from pd_kernels.triton_pairs import sort_pairs
+from pd_kernels.triton_pair_rows import sum_pairs
+from pd_kernels.triton_pairs import OwnPairs, own_expert, sort_pairs
 from pd_kernels.triton_quantize import quantize
-from pd_kernels.values import HalfNormed
+from pd_kernels.values import FEW_ROWS, HalfNormed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pd_kernels.quantized import Weight
+    from pd_kernels.values import ExpertPart
+
+logger = logging.getLogger(__name__)
 
 # Kinds of weights. _TILES: weights in blocks, and all of a program's gates, ups or outputs are in one row of blocks
 _PLAIN, _CHANNELS, _BLOCKS, _TILES = (tl.constexpr(kind) for kind in range(4))
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-FEW = 16  # tokens up to which pairs are not sorted
-_MOST_IN_PARTS = 64  # tokens: more float32 parts leave the L2 cache before they are added
+# Tokens up to which pairs are not sorted; up to which sums are parts: more float32 parts leave the L2 cache too early
+FEW, _MOST_IN_PARTS = FEW_ROWS
+_MANY = 64  # mean pairs of an expert from which tiles of `gluon_experts` are full enough (1,024 tokens: 257 us for 299)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +60,8 @@ class ExpertTiling:
 
 @triton.jit
 def _tile(
-    chosen, order, tiles, num_tokens, num_tiles,
-    NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, SORTED: tl.constexpr,
+    chosen, order, tiles, num_tokens, num_tiles, first_own, num_own,
+    NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, SORTED: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The expert of the program's tile, -1 if it has no work, and the pairs of its rows, -1 for a row without one."""
     tile, row = tl.program_id(1), tl.arange(0, ROWS)
@@ -66,7 +77,7 @@ def _tile(
         others = tl.load(chosen + at, mask=(row < num_tokens)[:, None] & (choice < NUM_CHOSEN), other=-1)
         none: tl.constexpr = ROWS * NUM_CHOSEN
         pair = tl.min(tl.where(others == expert, at, none), 1)
-        expert = tl.where(tl.min(pair, 0) < tile, -1, expert)
+        expert = tl.where(tl.min(pair, 0) < tile, -1, own_expert(expert, first_own, num_own, PART))
         pair = tl.where(pair < none, pair, -1)
     return expert, pair
 
@@ -111,15 +122,18 @@ def _add(sums, product, scales_at, row_scales_at, group, group_stride, KIND: tl.
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles", "group_stride", "num_squares"])
 def _gate_up_kernel(
-    weight_tiles, scales, x, row_scales, squares, out, chosen, order, tiles, num_tokens, num_tiles, num_outputs,
-    num_inputs, x_stride, row_stride, group_stride, num_squares, eps,
+    weight_tiles, scales, x, row_scales, squares, out, chosen, order, tiles, num_tokens, num_tiles, first_own, num_own,
+    num_outputs, num_inputs, x_stride, row_stride, group_stride, num_squares, eps,
     KIND: tl.constexpr, NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr, SORTED: tl.constexpr, SQUARES: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    INPUTS: tl.constexpr, SORTED: tl.constexpr, PART: tl.constexpr, SQUARES: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """SwiGLU of x times gates and ups, [pairs, num_outputs]."""
     wait_for_others(EARLY)
     others_may_start(EARLY)  # so these others may read the choice of experts at once
-    expert, pair = _tile(chosen, order, tiles, num_tokens, num_tiles, NUM_CHOSEN, CHOSEN, ROWS, SORTED)
+    expert, pair = _tile(
+        chosen, order, tiles, num_tokens, num_tiles, first_own, num_own, NUM_CHOSEN, CHOSEN, ROWS, SORTED, PART
+    )
     if expert < 0:
         return
     output, column, token = tl.program_id(0) * OUTPUTS, tl.arange(0, INPUTS), tl.maximum(pair, 0) // NUM_CHOSEN
@@ -155,16 +169,20 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles", "group_stride"])
 def _down_kernel(
-    weight_tiles, scales, x, row_scales, scores, out, chosen, order, tiles, num_tokens, num_tiles, num_outputs,
-    num_inputs, row_stride, group_stride,
+    weight_tiles, scales, x, row_scales, scores, out, chosen, order, tiles, num_tokens, num_tiles, first_own, num_own,
+    num_outputs, num_inputs, row_stride, group_stride,
     KIND: tl.constexpr, NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr, SORTED: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
+    INPUTS: tl.constexpr, SORTED: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`x` [pairs, num_inputs] -> `out` [T, NUM_CHOSEN, num_outputs]; PARTS: [NUM_CHOSEN, T, num_outputs], weighted."""
     others_may_start(EARLY)
-    expert, pair = _tile(chosen, order, tiles, num_tokens, num_tiles, NUM_CHOSEN, CHOSEN, ROWS, SORTED)
+    expert, pair = _tile(
+        chosen, order, tiles, num_tokens, num_tiles, first_own, num_own, NUM_CHOSEN, CHOSEN, ROWS, SORTED, PART
+    )
     if expert < 0:
+        if PART:  # perhaps no program of this rank has work, and later launches count on those before this one
+            wait_for_others(EARLY)
         return
     output, column, known = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS), pair >= 0
     x += tl.maximum(pair, 0).to(tl.int64)[:, None] * num_inputs
@@ -189,22 +207,6 @@ def _down_kernel(
         line = pair % NUM_CHOSEN * num_tokens + pair // NUM_CHOSEN
     at = line[:, None].to(tl.int64) * num_outputs + output[None, :]
     tl.store(out + at, result, mask=known[:, None] & (output < num_outputs)[None, :])
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _sum_kernel(
-    results, scores, out, num_tokens, size,
-    NUM_CHOSEN: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    others_may_start(EARLY)
-    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    wait_for_others(EARLY)
-    total = tl.zeros([COLUMNS], tl.float32)
-    for choice in tl.static_range(NUM_CHOSEN):
-        pair = token * NUM_CHOSEN + choice
-        result = tl.load(results + pair * size + column, mask=column < size, other=0.0)
-        total += tl.load(scores + pair) * result.to(tl.float32)
-    tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=column < size)
 
 
 def experts_tiling(
@@ -239,9 +241,16 @@ def _quantized_tiling(num_tokens: int, mean: float) -> tuple[ExpertTiling, Exper
 
 
 def experts(
-    x: torch.Tensor | HalfNormed, scores: torch.Tensor, chosen: torch.Tensor, gate_up: Weight, down: Weight
+    x: torch.Tensor | HalfNormed | RowsTwice,
+    scores: torch.Tensor,
+    chosen: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    part: ExpertPart | None = None,
 ) -> torch.Tensor:
     """See backends.MixExperts. Raises ValueError unless rows of the weights are multiples of 16 bytes."""
+    quantized, x = (x.quantized, x.plain) if isinstance(x, RowsTwice) else (None, x)
     normed, x = (x, x.x) if isinstance(x, HalfNormed) else (None, x)
     (num_tokens, hidden), num_experts, size, num_chosen = x.shape, gate_up.shape[0], down.shape[2], chosen.shape[1]
     if not num_tokens:
@@ -250,55 +259,69 @@ def experts(
     itemsize = 1 if isinstance(gate_up, QuantizedWeight) else gate_up.element_size()
     if hidden * itemsize % 16 or size * itemsize % 16:
         raise ValueError(f"rows of {hidden} and {size} weights of {itemsize} bytes are not multiples of 16 bytes")
-    first, second = experts_tiling(num_tokens, num_chosen, num_experts, itemsize)
-    values, scales, rows, row_scales, strides, kind = _operands(x, gate_up, size, first.outputs)
+    num_all = num_experts if part is None else part.num_experts
+    own = None if part is None else OwnPairs(chosen, part.first, num_experts)
+    if num_tokens * num_chosen >= _MANY * num_all and (in_tiles := _in_tiles(x, gate_up, down)) is not None:
+        return in_tiles(x, scores, chosen, gate_up, down, part=part)
+    first, second = experts_tiling(num_tokens, num_chosen, num_all, itemsize)
+    values, scales, rows, row_scales, strides, kind = _operands(x, quantized, gate_up, size, first.outputs)
     order, tiles, num_tiles, is_sorted = chosen, chosen, chosen.numel(), num_tokens > FEW
     if is_sorted:
-        pairs = sort_pairs(chosen, num_experts, first.rows)
+        pairs = sort_pairs(chosen, num_experts, first.rows, own=own)
         order, tiles, num_tiles = pairs.order, pairs.tiles, pairs.tiles.shape[1]
-    places, padded = (chosen, order, tiles, num_tokens, num_tiles), triton.next_power_of_2(num_chosen)
+    places = chosen, order, tiles, num_tokens, num_tiles, *((0, 0) if own is None else (own.first, own.num_own))
+    padded = triton.next_power_of_2(num_chosen)
     squares, eps = (scores[:0], 0.0) if normed is None else (normed.squares, normed.eps)
     activated = x.new_empty((num_tokens * num_chosen, size))
     _gate_up_kernel[(triton.cdiv(size, first.outputs), num_tiles)](
         TensorDescriptor.from_tensor(values.view(-1, hidden), [first.outputs, first.inputs]), scales, rows, row_scales,
         squares, activated, *places, size, hidden, rows.stride(0), *strides, len(squares), eps, kind, num_chosen,
-        padded, first.rows, first.outputs, first.inputs, is_sorted,
+        padded, first.rows, first.outputs, first.inputs, is_sorted, part is not None,
         triton.next_power_of_2(len(squares)) if len(squares) else 0, first.num_stages, early,
         num_warps=first.num_warps, **early_options(early),
     )  # fmt: skip
-    is_parts = num_tokens <= _MOST_IN_PARTS
+    is_parts = num_tokens <= _MOST_IN_PARTS and part is None  # the ranks' sum needs one part of each rank
     shape = (num_chosen, num_tokens, hidden) if is_parts else (num_tokens, num_chosen, hidden)
     results = torch.empty(shape, dtype=scores.dtype if is_parts else x.dtype, device=x.device)
-    values, scales, rows, row_scales, strides, kind = _operands(activated, down, hidden, second.outputs)
+    values, scales, rows, row_scales, strides, kind = _operands(activated, None, down, hidden, second.outputs)
     _down_kernel[(triton.cdiv(hidden, second.outputs), num_tiles)](
         TensorDescriptor.from_tensor(values.view(-1, size), [second.outputs, second.inputs]), scales, rows,
         row_scales, scores, results, *places, hidden, size, *strides, kind, num_chosen, padded, second.rows,
-        second.outputs, second.inputs, is_sorted, is_parts, _DTYPES[x.dtype], second.num_stages, early,
-        num_warps=second.num_warps, **early_options(early),
+        second.outputs, second.inputs, is_sorted, part is not None, is_parts, _DTYPES[x.dtype],
+        second.num_stages, early, num_warps=second.num_warps, **early_options(early),
     )  # fmt: skip
-    return results if is_parts else _sum(results, scores)
+    return results if is_parts else sum_pairs(results.view(-1, hidden), scores, own=own)
+
+
+def _in_tiles(x: torch.Tensor, gate_up: Weight, down: Weight) -> Callable[..., torch.Tensor] | None:
+    if not isinstance(gate_up, QuantizedWeight) or not isinstance(down, QuantizedWeight) or not gate_up.is_blocks:
+        return None
+    propose = _for_many()
+    return None if propose is None or x.dtype is not torch.bfloat16 else propose(gate_up, down)
+
+
+@cache
+def _for_many() -> Callable[[QuantizedWeight, QuantizedWeight], Callable[..., torch.Tensor] | None] | None:
+    try:
+        from pd_kernels.gluon_experts import propose_experts
+    except Exception as error:  # Gluon is experimental: in another version its decorators may raise anything
+        logger.warning("no float8 experts of many rows: %s", error)
+        return None
+    return propose_experts
 
 
 def _operands(
-    x: torch.Tensor, weight: Weight, size: int, outputs: int
+    x: torch.Tensor, quantized: QuantizedRows | None, weight: Weight, size: int, outputs: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...], int]:
     """The weight's values and scales, `x` as the weight needs it, its scales and their strides, the kind of weight.
 
-    `size`, `outputs`: gates, ups or outputs of an expert, and of a program.
+    `quantized`: `x` as a quantized weight needs it, if it is at hand. `size`, `outputs`: gates, ups or outputs of an
+    expert, and of a program.
     """
     if not isinstance(weight, QuantizedWeight):
         return weight, weight, x, x, (0, 0), _PLAIN.value
-    rows, kind = quantize(x, weight.group), _BLOCKS if weight.is_blocks else _CHANNELS
+    rows = quantize(x, weight.group) if quantized is None else quantized
+    kind = _BLOCKS if weight.is_blocks else _CHANNELS
     if weight.is_blocks and size % outputs == 0 and outputs in (64, BLOCK):
         kind = _TILES
     return weight.values, weight.scales, rows.values, rows.scales, rows.scales.stride(), kind.value
-
-
-def _sum(results: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    num_tokens, num_chosen, size = results.shape
-    out, early = results.new_empty((num_tokens, size)), launches_early(results.device)
-    columns = min(triton.next_power_of_2(size), 2048)
-    _sum_kernel[(num_tokens, triton.cdiv(size, columns))](
-        results, scores, out, num_tokens, size, num_chosen, columns, early, num_warps=4, **early_options(early),
-    )  # fmt: skip
-    return out

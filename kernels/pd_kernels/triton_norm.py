@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_kernels.quantized import RowsTwice
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_quantize import empty_rows, store_quantized
 
@@ -55,10 +56,10 @@ def _rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_rms_norm_kernel(
-    x, residual, weight, out, scales, num_rows, part_stride, x_stride, residual_stride, out_stride, row_stride,
+    x, residual, weight, out, values, scales, num_rows, part_stride, x_stride, residual_stride, out_stride, row_stride,
     group_stride, eps,
     PARTS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PLAIN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     others_may_start(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -83,9 +84,9 @@ def _add_rms_norm_kernel(
         groups = tl.reshape(normed.to(dtype).to(tl.float32), [ROWS * GROUPS, WIDTH])
         first, line = tl.program_id(0).to(tl.int64) * ROWS, tl.arange(0, ROWS * GROUPS)
         store_quantized(
-            groups, out, scales, first, 0, line, num_rows, SIZE, row_stride, group_stride, WIDTH, GROUPS
+            groups, values, scales, first, 0, line, num_rows, SIZE, row_stride, group_stride, WIDTH, GROUPS
         )  # fmt: skip
-    else:
+    if PLAIN:
         tl.store(out + row[:, None] * out_stride + column[None, :], normed.to(dtype), mask=inside)
 
 
@@ -126,8 +127,19 @@ def add_rms_norm_quantized(
     """See reference.add_rms_norm_quantized. Last strides must be 1. Overwrites `residual`. Raises ValueError."""
     _check(x, residual)
     rows = empty_rows(residual.shape[0], residual.shape[1], group, residual.device)
-    _add(x, residual, weight, eps, rows.values, rows)
+    _add(x, residual, weight, eps, None, rows)
     return rows, residual
+
+
+def add_rms_norm_twice(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group: int
+) -> tuple[RowsTwice, torch.Tensor]:
+    """`add_rms_norm_quantized` that returns the norm too, as it was before."""
+    _check(x, residual)
+    rows = empty_rows(residual.shape[0], residual.shape[1], group, residual.device)
+    out = torch.empty_like(residual)
+    _add(x, residual, weight, eps, out, rows)
+    return RowsTwice(out, rows), residual
 
 
 def _check(x: torch.Tensor, residual: torch.Tensor) -> None:
@@ -142,10 +154,10 @@ def _add(
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     rows: QuantizedRows | None,
 ) -> None:
-    """Write the sum to `residual` and its norm to `out`, which are the values of `rows` if there are rows."""
+    """Write the sum to `residual` and its norm to `out`, to `rows`, or both."""
     num_rows, size = residual.shape
     if not num_rows:
         return
@@ -154,11 +166,12 @@ def _add(
     if parts > 4:  # as many parts as a token has experts: each thread would load 128 numbers
         num_warps = min(4 * num_warps, 16)
     groups = 0 if rows is None else 1 if rows.group >= size else columns // rows.group
-    scales = residual if rows is None else rows.scales
+    values, scales = (residual, residual) if rows is None else (rows.values, rows.scales)
+    is_plain, out = out is not None, residual if out is None else out
     early = launches_early(x.device)
     _add_rms_norm_kernel[(triton.cdiv(num_rows, rows_of_program),)](
-        x, residual, weight, out, scales, num_rows, part_stride, x.stride(-2), residual.stride(0), out.stride(0),
-        *scales.stride(), eps, parts, size, columns, rows_of_program, groups, early,
+        x, residual, weight, out, values, scales, num_rows, part_stride, x.stride(-2), residual.stride(0),
+        out.stride(0), *scales.stride(), eps, parts, size, columns, rows_of_program, groups, is_plain, early,
         num_warps=num_warps, **early_options(early),
     )  # fmt: skip
 

@@ -4,6 +4,9 @@
 The host does not know how many pairs an expert has, so there are as many tiles as there may be at most. Unused tiles
 are marked. Programs count the experts of BLOCK pairs each, then every program adds up all counts and puts its pairs
 into their places.
+
+The memory accelerator copies whole tiles. For it, each pair gets a row instead, and the rows of a tile begin at a
+multiple of its size.
 """
 
 from __future__ import annotations
@@ -27,29 +30,61 @@ class SortedPairs:
     tiles: torch.Tensor  # int32 [3, tiles]: the expert, or -1 for an unused tile; first and last + 1 of its pairs
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedPairs:
+    """As SortedPairs. The rows of tile t are t * rows to (t + 1) * rows - 1; rows of no pair are behind an expert's."""
+
+    rows: torch.Tensor  # int32 [pairs]: of each pair
+    experts: torch.Tensor  # int32 [tiles]; -1 for an unused tile
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPairs:
+    """Those pairs of a step that this rank computes: of `num_own` consecutive experts from `first` on."""
+
+    chosen: torch.Tensor  # int64 [T, k], contiguous, of all pairs
+    first: int
+    num_own: int
+
+
+@triton.jit
+def own_expert(expert, first_own, num_own, PART: tl.constexpr):
+    """The number of an expert among the weights. PART: -1 for one that another rank has."""
+    if PART:
+        expert -= first_own
+        expert = tl.where((expert >= 0) & (expert < num_own), expert, -1)
+    return expert
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
-def _count_kernel(chosen, counts, num_pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _count_kernel(
+    chosen, counts, num_pairs, first_own, num_own,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     others_may_start(EARLY)
     block = tl.program_id(0)
     pair = block * BLOCK + tl.arange(0, BLOCK)
     wait_for_others(EARLY)
-    expert = tl.load(chosen + pair, mask=pair < num_pairs, other=0).to(tl.int32)
-    found = tl.histogram(expert, EXPERTS, mask=pair < num_pairs)
+    expert = own_expert(tl.load(chosen + pair, mask=pair < num_pairs, other=0).to(tl.int32), first_own, num_own, PART)
+    found = tl.histogram(expert, EXPERTS, mask=(pair < num_pairs) & (expert >= 0))
     tl.store(counts + block * EXPERTS + tl.arange(0, EXPERTS), found)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles", "num_blocks"])
 def _place_kernel(
-    chosen, counts, order, tiles, num_pairs, num_tiles, num_blocks,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    chosen, counts, order, tiles, num_pairs, num_tiles, num_blocks, first_own, num_own,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PLACED: tl.constexpr, PART: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    """PLACED: `order` becomes the row of each pair. PART: pairs of other ranks' experts get none."""
     others_may_start(EARLY)
     block = tl.program_id(0)
     place = tl.arange(0, BLOCK)
     expert, pair = tl.arange(0, EXPERTS), block * BLOCK + place
     wait_for_others(EARLY)
     known = pair < num_pairs
-    mine = tl.load(chosen + pair, mask=known, other=0).to(tl.int32)
+    mine = own_expert(tl.load(chosen + pair, mask=known, other=0).to(tl.int32), first_own, num_own, PART)
+    known = known & (mine >= 0)
     own = tl.histogram(mine, EXPERTS, mask=known)
     total, before = own, tl.zeros([EXPERTS], tl.int32)
     if num_blocks > 1:
@@ -59,13 +94,17 @@ def _place_kernel(
             total += count
             before += tl.where(other < block, count, 0)
     end = tl.cumsum(total, 0)
-    start = end - total
+    start, needed = end - total, tl.cdiv(total, ROWS)
+    last = tl.cumsum(needed, 0)
     key = tl.sort(tl.where(known, mine, EXPERTS) * BLOCK + place)  # pairs that are none come last
     group = tl.minimum(key // BLOCK, EXPERTS - 1)
-    shift = tl.gather(start + before - (tl.cumsum(own, 0) - own), group, 0)
-    tl.store(order + shift + place, block * BLOCK + key % BLOCK, mask=key < EXPERTS * BLOCK)
-    needed = tl.cdiv(total, ROWS)
-    last = tl.cumsum(needed, 0)
+    first_place = (last - needed) * ROWS if PLACED else start
+    shift = tl.gather(first_place + before - (tl.cumsum(own, 0) - own), group, 0)
+    there = key < EXPERTS * BLOCK
+    if PLACED:
+        tl.store(order + block * BLOCK + key % BLOCK, shift + place, mask=there)
+    else:
+        tl.store(order + shift + place, block * BLOCK + key % BLOCK, mask=there)
     for index in range(block, tl.max(needed, 0), num_blocks):
         tile, first = last - needed + index, start + index * ROWS
         tl.store(tiles + tile, expert, mask=index < needed)
@@ -75,11 +114,28 @@ def _place_kernel(
         tl.store(tiles + tile + place, -1, mask=tile + place < num_tiles)
 
 
-def sort_pairs(chosen: torch.Tensor, num_experts: int, rows: int, most: int | None = None) -> SortedPairs:
+def sort_pairs(
+    chosen: torch.Tensor, num_experts: int, rows: int, most: int | None = None, own: OwnPairs | None = None
+) -> SortedPairs:
     """Sort the pairs of `chosen` (int64 [T, k], contiguous, T > 0) by expert. Tiles have up to `rows` pairs.
 
-    `most`: pairs that a program sorts, a power of two; None: a number chosen by measurement.
+    `most`: pairs that a program sorts, a power of two; None: a number chosen by measurement. `own`: leave out
+    all other pairs, and number the experts from the first of these on.
     """
+    return SortedPairs(*_place(chosen, num_experts, rows, most, own, is_placed=False))
+
+
+def place_pairs(
+    chosen: torch.Tensor, num_experts: int, rows: int, most: int | None = None, own: OwnPairs | None = None
+) -> PlacedPairs:
+    """Give each pair a row, by expert, in tiles of `rows` rows, undefined for pairs left out. See `sort_pairs`."""
+    placed, tiles = _place(chosen, num_experts, rows, most, own, is_placed=True)
+    return PlacedPairs(placed, tiles[0])
+
+
+def _place(
+    chosen: torch.Tensor, num_experts: int, rows: int, most: int | None, own: OwnPairs | None, *, is_placed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     num_pairs, device, early = chosen.numel(), chosen.device, launches_early(chosen.device)
     num_tiles = num_pairs // rows + min(num_experts, num_pairs)
     order = torch.empty(num_pairs, dtype=torch.int32, device=device)
@@ -87,14 +143,15 @@ def sort_pairs(chosen: torch.Tensor, num_experts: int, rows: int, most: int | No
     most = most or (_BLOCK if num_pairs <= 32768 else 2 * _BLOCK)
     block = max(16, min(most, triton.next_power_of_2(num_pairs)))
     num_blocks, experts = triton.cdiv(num_pairs, block), triton.next_power_of_2(num_experts)
-    counts = order
+    counts, experts_here = order, (0, 0) if own is None else (own.first, own.num_own)
     if num_blocks > 1:
         counts = torch.empty((num_blocks, experts), dtype=torch.int32, device=device)
         _count_kernel[(num_blocks,)](
-            chosen, counts, num_pairs, experts, block, early, num_warps=4, **early_options(early)
-        )
+            chosen, counts, num_pairs, *experts_here, experts, block, own is not None, early,
+            num_warps=4, **early_options(early),
+        )  # fmt: skip
     _place_kernel[(num_blocks,)](
-        chosen, counts, order, tiles, num_pairs, num_tiles, num_blocks, rows, experts, block, early,
-        num_warps=8, **early_options(early),
+        chosen, counts, order, tiles, num_pairs, num_tiles, num_blocks, *experts_here, rows, experts, block,
+        is_placed, own is not None, early, num_warps=8, **early_options(early),
     )  # fmt: skip
-    return SortedPairs(order, tiles)
+    return order, tiles

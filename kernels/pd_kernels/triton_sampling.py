@@ -16,14 +16,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda.libdevice import fast_log2f
 
-from pd_kernels.sampling import lowest_kept, scaled
+from pd_kernels.sampling import check_slice
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
+from pd_kernels.triton_limits import floors as lowest_drawn
+from pd_kernels.triton_masks import load_logits, mask_arguments
 
 if TYPE_CHECKING:
     from pd_kernels.values import Draws
 
 _PIECE, _TILE = 4096, 2048  # tokens of a program; tokens at a time
-_ROUNDING = 2.0**-22  # the kernel's quotient of the lowest kept logit may be smaller than torch's by this factor
 
 
 @triton.jit
@@ -81,19 +82,10 @@ def noise_of(bits, FAST: tl.constexpr):
     return _log2(tl.where(uniform < 0.25, near, far), FAST)
 
 
-@triton.jit
-def _divide(x, y, reciprocal):
-    """x / y, rounded as torch rounds it, without the branches of div_rn: `reciprocal` is 1 / y, rounded (Markstein).
-
-    NaN for infinite x. Where fma rounds twice, as in Triton's interpreter, the last bit may be wrong.
-    """
-    quotient = x * reciprocal
-    return tl.fma(tl.fma(-quotient, y, x), reciprocal, quotient)
-
-
-@triton.jit(do_not_specialize=["temperatures", "seeds", "positions", "floors", "is_limited"])
+@triton.jit(do_not_specialize=["temperatures", "seeds", "positions", "floors", "is_limited", "first_id", "num_words"])
 def _best_of_piece_kernel(
-    logits, temperatures, seeds, positions, floors, is_limited, best, best_token, vocab_size, stride, num_pieces,
+    logits, temperatures, seeds, positions, floors, is_limited, best, best_token, vocab_size, first_id, stride,
+    num_pieces, masks, mask_of_row, num_words, HAS_MASKS: tl.constexpr,
     DRAW: tl.constexpr, PIECE: tl.constexpr, TILE: tl.constexpr, FAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     others_may_start(EARLY)
@@ -108,28 +100,28 @@ def _best_of_piece_kernel(
     wait_for_others(EARLY)
     for tile in tl.static_range(PIECE // TILE):
         token = first + tile * TILE
-        value = tl.load(logits + row * stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+        value = load_logits(logits, row, token, vocab_size, stride, masks, mask_of_row, num_words, HAS_MASKS)
         if DRAW and temperature > 0:
-            score = tl.fma(value, factor, -noise_of(hash_token(low, high, token), FAST))
+            score = tl.fma(value, factor, -noise_of(hash_token(low, high, first_id + token), FAST))
             if is_limited != 0:
-                scaled = _divide(value, temperature, tl.div_rn(1.0, temperature))
-                score = tl.where(scaled < tl.load(floors + row), float("-inf"), score)
+                score = tl.where(value < tl.load(floors + row), float("-inf"), score)
             value = score
         better = value > top  # false for NaN; of equal values the first stays
         top, chosen = tl.where(better, value, top), tl.where(better, token, chosen)
     winner = tl.max(top, 0)
     tl.store(best + row * num_pieces + piece, winner)
-    tl.store(best_token + row * num_pieces + piece, tl.min(tl.where(top == winner, chosen, 2147483647), 0))
+    tl.store(best_token + row * num_pieces + piece, first_id + tl.min(tl.where(top == winner, chosen, 2147483647), 0))
 
 
 @triton.jit
-def _best_of_row_kernel(best, best_token, out, num_pieces, PIECES: tl.constexpr, EARLY: tl.constexpr):
+def _best_of_row_kernel(best, best_token, scores, out, num_pieces, PIECES: tl.constexpr, EARLY: tl.constexpr):
     others_may_start(EARLY)
     wait_for_others(EARLY)
     row = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, PIECES)
     value = tl.load(best + row * num_pieces + piece, mask=piece < num_pieces, other=float("-inf"))
-    _, index = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
+    score, index = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(scores + row, score)
     tl.store(out + row, tl.load(best_token + row * num_pieces + index).to(tl.int64))
 
 
@@ -138,46 +130,46 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
 
     The result is always in [0, V): NaN ranks last. Raises ValueError unless the last stride of `logits` is 1.
     """
-    return _best(logits, None)
+    return _best(logits, None, 0)[1]
 
 
 def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     """See sampling.draw. Logits of rows without limits are read once, in their own dtype. Raises ValueError."""
-    if len(draws.temperature) != len(logits):
-        raise ValueError(f"{len(logits)} rows of logits, {len(draws.temperature)} rows of draws")
-    return _best(logits, draws)
+    return _best(logits, draws, 0)[1]
 
 
-def _best(logits: torch.Tensor, draws: Draws | None) -> torch.Tensor:
+def best(logits: torch.Tensor, draws: Draws | None, first_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """See sampling.best. Scores of drawn rows are in units of log2. Raises ValueError."""
+    check_slice(draws)
+    return _best(logits, draws, first_id)
+
+
+def _best(logits: torch.Tensor, draws: Draws | None, first_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best score of each row, and its token id. `first_id`: the token id of the first column."""
     if logits.dim() != 2 or logits.stride(1) != 1:
         raise ValueError(f"logits must be [rows, vocabulary] with unit last stride, not {tuple(logits.shape)}")
+    if draws is not None and len(draws.temperature) != len(logits):
+        raise ValueError(f"{len(logits)} rows of logits, {len(draws.temperature)} rows of draws")
     num_rows, vocab_size = logits.shape
+    scores = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
-        return out
+        return scores, out
     num_pieces = triton.cdiv(vocab_size, _PIECE)
-    best = torch.empty((num_rows, num_pieces), dtype=torch.float32, device=logits.device)
+    tops = torch.empty((num_rows, num_pieces), dtype=torch.float32, device=logits.device)
     tokens = torch.empty((num_rows, num_pieces), dtype=torch.int32, device=logits.device)
-    temperature, seeds, positions, floors = best, out, out, None  # placeholders; the kernel does not read them
+    temperature, seeds, positions, floors = scores, out, out, None  # placeholders; the kernel does not read them
     if draws is not None:
-        temperature, seeds, positions, floors = draws.temperature, draws.seeds, draws.positions, _floors(logits, draws)
+        temperature, seeds, positions = draws.temperature, draws.seeds, draws.positions
+        floors = lowest_drawn(logits, draws)
     is_limited, early = floors is not None, launches_early(logits.device)
     _best_of_piece_kernel[(num_rows, num_pieces)](
-        logits, temperature, seeds, positions, floors if is_limited else best, int(is_limited), best, tokens,
-        vocab_size, logits.stride(0), num_pieces, draws is not None, _PIECE, _TILE, logits.is_cuda, early,
-        num_warps=4, **early_options(early),
+        logits, temperature, seeds, positions, floors if is_limited else scores, int(is_limited), tops, tokens,
+        vocab_size, first_id, logits.stride(0), num_pieces, *mask_arguments(draws, out),
+        draws is not None, _PIECE, _TILE, logits.is_cuda, early, num_warps=4, **early_options(early),
     )  # fmt: skip
     pieces = triton.next_power_of_2(num_pieces)
-    _best_of_row_kernel[(num_rows,)](best, tokens, out, num_pieces, pieces, early, num_warps=1, **early_options(early))
-    return out
-
-
-def _floors(logits: torch.Tensor, draws: Draws) -> torch.Tensor | None:
-    """Lowest logit over temperature that a row may draw, float32 [R]; None: no row has a limit."""
-    limits = draws.limits
-    if limits is None:
-        return None
-    floors = torch.full_like(draws.temperature, -torch.inf)
-    lowest = lowest_kept(scaled(logits, draws, limits.rows), limits.top_k, limits.top_p, limits.min_p)
-    floors[limits.rows] = lowest - lowest.abs() * _ROUNDING
-    return floors
+    _best_of_row_kernel[(num_rows,)](
+        tops, tokens, scores, out, num_pieces, pieces, early, num_warps=1, **early_options(early)
+    )
+    return scores, out

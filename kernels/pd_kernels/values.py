@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 Ints = npt.NDArray[np.int64]
 
+FEW_ROWS = (16, 64)  # the most rows of kernels for few rows; experts have both
+
 # a packed batch: the tokens of all sequences in one dimension, decodes first
 
 
@@ -86,12 +88,23 @@ class PrefillTiling:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of P rows, which draw only from their best tokens."""
+    """The limits within which each of R rows draws. A row may have none; rows of temperature 0 ignore theirs."""
 
-    rows: torch.Tensor  # int64 [P], indices into R; none of them has temperature 0
-    top_k: torch.Tensor  # int64 [P]; V: all
-    top_p: torch.Tensor  # float32 [P]
-    min_p: torch.Tensor  # float32 [P]
+    top_k: torch.Tensor  # int64 [R], at least 1; V or more: all
+    top_p: torch.Tensor  # float32 [R], above 0; 1 or more: all
+    min_p: torch.Tensor  # float32 [R], at most 1; 0: all
+
+    def of(self, rows: torch.Tensor) -> Limits:
+        """The limits of `rows` (int64 [P])."""
+        return Limits(self.top_k[rows], self.top_p[rows], self.min_p[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens each of R rows may take. M masks of W = ceil(V / 32) words."""
+
+    masks: torch.Tensor  # int32 [M, W]: bit i of word j allows token 32 j + i; bits from V on are ignored
+    mask_of_row: torch.Tensor  # int32 [R], in [-1, M); -1: the row may take every token
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +114,13 @@ class Draws:
     temperature: torch.Tensor  # float32 [R]; 0: the first of the greatest logits is chosen, without a draw
     seeds: torch.Tensor  # int64 [R]: any bits
     positions: torch.Tensor  # int64 [R]: number of the sequence's tokens before the token to choose
-    limits: Limits | None
+    limits: Limits | None = None  # None: no row has a limit
+    masks: TokenMasks | None = None  # None: no row has a mask
+
+    def of(self, rows: torch.Tensor) -> Draws:
+        """The draws of `rows` (int64 [P]), without masks."""
+        limits = self.limits and self.limits.of(rows)
+        return Draws(self.temperature[rows], self.seeds[rows], self.positions[rows], limits)
 
 
 # how a token chooses its experts
@@ -121,6 +140,14 @@ class Routing:
     factor: float = 1.0  # on the scores, at the end
     num_groups: int = 1  # groups of experts with adjacent numbers
     groups_chosen: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPart:
+    """The experts that one rank's weights are of: consecutive ones from `first` on, of a mixture of `num_experts`."""
+
+    first: int
+    num_experts: int
 
 
 # norms

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 
+from pd_cluster.models.head_norms import HeadNormsOverRanks
 from pd_cluster.models.linear_group import LinearGroup
 from pd_cluster.models.paged_attention import PagedAttention
 from pd_cluster.models.parameters import Parameters
+from pd_cluster.models.shard import Cut
 from pd_kernels.values import HeadNorms
 
 if TYPE_CHECKING:
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.models.forward_inputs import ForwardInputs
     from pd_cluster.models.linear import Linear, Normed
+    from pd_cluster.models.model_share import ModelShare
     from pd_cluster.models.slot import Slot
     from pd_cluster.models.spec import ModelSpec
     from pd_kernels.backends import Kernels
@@ -43,22 +48,32 @@ class Decoder(ABC, Generic[FamilyLayer]):
         kernels: Kernels,
         dtype: torch.dtype,
         device: torch.device,
+        share: ModelShare,
         *,
         offset_norms: bool = False,
     ) -> None:
-        """`offset_norms`: see Parameters."""
+        """`offset_norms`: see Parameters. Raises StartupError if the ranks cannot share the model evenly."""
         self.spec = spec
         self.dtype, self.device = dtype, device
         self._kernels = kernels
-        self._parameters = Parameters(kernels, dtype, device, offset_norms=offset_norms, quantization=spec.quantization)
+        self._share, shard = share, share.shard
+        self._queries = shard.cut(spec.num_heads, "query heads", spec.head_dim)
+        self._keys = shard.cut_kv_heads(spec.num_kv_heads, spec.head_dim)
+        self.head_ids = shard.vocabulary(spec.vocab_size)
+        self._num_logits = -(-spec.vocab_size // shard.size)
+        self._parameters = Parameters(
+            kernels, dtype, device, offset_norms=offset_norms, quantization=spec.quantization, share=share
+        )
         # Weights are allocated in the order in which a step reads them
         self._embedding = self._parameters.tensor("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         self._layers = [self._make_layer(f"model.layers.{index}", index) for index in range(spec.num_layers)]
         self._norm = self._parameters.norm("model.norm.weight", spec.hidden_size)
         if spec.tied_embeddings:
-            self._head = self._parameters.tied_linear("head", self._embedding)
+            rows = self._embedding[self.head_ids.start : self.head_ids.stop]
+            self._head = self._parameters.tied_linear("head", rows)
         else:
-            self._head = self._parameters.linear("head", {"lm_head": spec.vocab_size}, spec.hidden_size)
+            head = Cut(spec.vocab_size, self.head_ids)
+            self._head = self._parameters.linear("head", {"lm_head": head}, spec.hidden_size)
         self._next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
 
     @property
@@ -78,10 +93,12 @@ class Decoder(ABC, Generic[FamilyLayer]):
         """
 
     def logits(self, hidden: Normed) -> torch.Tensor:
-        """Multiply `hidden` [R, hidden_size] with the head. -> logits [R, vocab_size]."""
+        """Multiply `hidden` [R, hidden_size] with the head. -> logits as those of `Model.forward`."""
         if isinstance(hidden, torch.Tensor) and not len(hidden):  # chunks in the middle of prompts
-            return hidden.new_empty(0, self.spec.vocab_size)
-        return self._head(hidden)
+            return hidden.new_empty(0, self._num_logits)
+        logits = self._head(hidden)
+        padding = self._num_logits - len(self.head_ids)
+        return F.pad(logits, (0, padding), value=-torch.inf) if padding else logits
 
     def forward(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """See Model."""
@@ -109,35 +126,42 @@ class Decoder(ABC, Generic[FamilyLayer]):
         )
 
     def _make_qkv(self, name: str) -> Linear:
-        """Make the product for queries, keys and values: [(H + 2 G) * head_dim, hidden]."""
-        query_size, key_size = self.spec.num_heads * self.spec.head_dim, self.spec.num_kv_heads * self.spec.head_dim
-        parts = {f"{name}.q_proj": query_size, f"{name}.k_proj": key_size, f"{name}.v_proj": key_size}
+        """Make the product for queries, keys and values: [(H + 2 G) * head_dim, hidden], heads of this rank."""
+        parts = {f"{name}.q_proj": self._queries, f"{name}.k_proj": self._keys, f"{name}.v_proj": self._keys}
         return self._parameters.linear("qkv", parts, self.spec.hidden_size, bias=self.spec.qkv_bias)
 
     def _make_attention(self, name: str, layer: int) -> PagedAttention:
-        spec, norms = self.spec, None
+        spec, norms, kernels = self.spec, None, self._kernels
         if spec.qk_norm:
             norms = HeadNorms(
-                self._make_head_norm(f"{name}.q_norm", spec.num_heads),
-                self._make_head_norm(f"{name}.k_norm", spec.num_kv_heads),
+                self._make_head_norm(f"{name}.q_norm", self._queries),
+                self._make_head_norm(f"{name}.k_norm", self._keys),
                 spec.norm_eps,
             )
+        if spec.norms_heads_together and self._share.reduce is not None:
+            over_ranks = HeadNormsOverRanks(kernels.norm_rope_write, self._share.reduce, self._share.shard.size)
+            kernels = replace(kernels, norm_rope_write=over_ranks)
         group = spec.group_windows.index(spec.windows[layer])
-        return PagedAttention(self._kernels, spec.head_dim, group, spec.attention_scale, norms)
+        return PagedAttention(kernels, spec.head_dim, group, spec.attention_scale, norms)
 
-    def _make_head_norm(self, name: str, num_heads: int) -> torch.Tensor:
+    def _make_head_norm(self, name: str, heads: Cut) -> torch.Tensor:
         """Make the weight of one norm in HeadNorms."""
         size = self.spec.head_dim
         if not self.spec.norms_heads_together:
             return self._parameters.norm(f"{name}.weight", size)
-        return self._parameters.norm(f"{name}.weight", num_heads * size).view(num_heads, size)
+        return self._parameters.norm(f"{name}.weight", heads).view(-1, size)
 
     def _make_gate_up(self, name: str, activate: Callable[[torch.Tensor], torch.Tensor]) -> Linear:
         """Make the product for gates and ups: [2 * intermediate, hidden]. `activate` makes [T, intermediate] of it."""
-        parts = {f"{name}.{part}_proj": self.spec.intermediate_size for part in ("gate", "up")}
+        parts = {f"{name}.{part}_proj": self._activations for part in ("gate", "up")}
         return self._parameters.linear(
             "gate_up", parts, self.spec.hidden_size, bias=self.spec.mlp_bias, activate=activate
         )
+
+    @property
+    def _activations(self) -> Cut:
+        """This rank's activations of a dense feed-forward."""
+        return self._share.shard.cut(self.spec.intermediate_size, "activations of a feed-forward")
 
     @property
     def _linears(self) -> dict[str, list[Linear]]:

@@ -9,19 +9,20 @@ from typing import Any
 import pd_cluster
 from pd_cluster.errors import StartupError
 
+BUNDLED = ("demo_model", "tool_model")  # they come with the package; the first is the default
 _FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 
 
 def model_directory(model: str) -> Path:
-    """The directory of `model`: a path, a hub id (downloaded when not cached), or "" for the demo model.
+    """The directory of `model`: a path, a hub id (downloaded when not cached), or the name of a bundled model.
 
     Raises StartupError when `model` is none of these, or cannot be downloaded.
     """
-    if not model:
-        return Path(pd_cluster.__file__).parent / "demo_model"
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = Path(model or BUNDLED[0]).expanduser()
+    if model and path.is_dir():
         return path
+    if str(path) in BUNDLED:
+        return Path(pd_cluster.__file__).parent / path
     if path.is_absolute() or model.startswith(".") or model.count("/") != 1:
         raise StartupError(f"model {model!r} is neither a directory nor a hub id of the form owner/name")
     from huggingface_hub import snapshot_download

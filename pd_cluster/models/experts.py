@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from pd_kernels.quantized import QuantizedRows
-from pd_kernels.values import HalfNormed, Routing
+from pd_kernels.quantized import QuantizedRows, QuantizedWeight, RowsTwice
+from pd_kernels.values import ExpertPart, HalfNormed, Routing
 
 if TYPE_CHECKING:
     from pd_cluster.models.linear import Linear, Normed
+    from pd_cluster.models.model_share import ModelShare
     from pd_cluster.models.parameters import Parameters
+    from pd_cluster.models.reduce import Reduce
+    from pd_cluster.models.shard import Shard
     from pd_cluster.models.spec import ExpertsSpec
     from pd_kernels.backends import Kernels
     from pd_kernels.quantized import Weight
@@ -33,7 +36,7 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """The expert that computes every token. A sigmoid of its own may weigh its result."""
+    """The expert that computes every token. A sigmoid of its own may weigh its result, on several ranks each part."""
 
     gate: torch.Tensor | None  # [1, hidden]
     gate_up: Linear  # [2 * size, hidden], activated: [T, size]
@@ -48,7 +51,7 @@ class SharedExpert:
         return product.mul_(F.linear(rows, self.gate).sigmoid())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Experts:
     """A FeedForward of experts. One expert's gates, ups and downs are rows of three products."""
 
@@ -56,25 +59,51 @@ class Experts:
     routing: Routing
     router: torch.Tensor  # [E, hidden], float32: with rounded scores, two nodes choose different experts more often
     bias: torch.Tensor | None  # [E], as wide as the router: added to scores to choose by
-    gate_up: Weight  # [E, 2 * size, hidden]
-    down: Weight  # [E, hidden, size]
+    gate_up: Weight  # [experts of this rank, 2 * size, hidden]
+    down: Weight  # [experts of this rank, hidden, size]
     shared: SharedExpert | None
+    part: ExpertPart | None = None  # the experts of this rank; None: all, and there are no other ranks
+    reduce: Reduce | None = None
+    next_group: int = 0  # the group of the Linear that this feeds
+
+    def feed(self, before: Linear, following: Linear | None) -> None:
+        """See FeedForward. The router reads plain rows."""
+        if isinstance(self.gate_up, QuantizedWeight):
+            before.feed_experts(self.gate_up.group)
+        self.next_group = following.group if following is not None else 0
 
     def add_norm(self, residual: torch.Tensor, x: Normed, norm: torch.Tensor, eps: float) -> Normed:
         """See FeedForward."""
-        assert not isinstance(x, QuantizedRows)  # the router reads plain rows, so no product feeds experts
-        scores, chosen = self.kernels.route(x, self.router, self.bias, self.routing)
-        product = self.kernels.experts(x, scores, chosen, self.gate_up, self.down)
+        assert not isinstance(x, QuantizedRows)  # see `feed`
+        plain = x.plain if isinstance(x, RowsTwice) else x
+        scores, chosen = self.kernels.route(plain, self.router, self.bias, self.routing)
+        product = self.kernels.experts(x, scores, chosen, self.gate_up, self.down, part=self.part)
         if self.shared is not None:
-            shared = self.shared(x)
+            shared = self.shared(plain)
             product = product + shared if product.dim() == 2 else torch.cat((product, shared[None]))
+        if self.reduce is not None:
+            if not self.next_group:
+                return self.reduce.add_norm(product, residual, norm, eps)
+            product = self.reduce.add(product)
+        if self.next_group:
+            return self.kernels.add_rms_norm_quantized(product, residual, norm, eps, self.next_group)[0]
         return self.kernels.add_rms_norm(product, residual, norm, eps)[0]
 
 
 def make_experts(
-    layer: str, names: ExpertNames, hidden_size: int, spec: ExpertsSpec, weights: Parameters, kernels: Kernels
+    layer: str,
+    names: ExpertNames,
+    hidden_size: int,
+    spec: ExpertsSpec,
+    weights: Parameters,
+    kernels: Kernels,
+    share: ModelShare,
 ) -> Experts:
-    """The experts of the checkpoint's `layer`."""
+    """The experts of the checkpoint's `layer`. Each rank has some of them, whole, and a part of the shared one.
+
+    Raises StartupError if the ranks cannot share them evenly.
+    """
+    own = share.shard.part(spec.num_experts, "experts")
     block, size, bias = f"{layer}.{names.block}", spec.size, None
     if spec.is_sigmoid:
         bias = weights.tensor(f"{block}.{names.bias}", spec.num_experts, wide=True)
@@ -87,18 +116,26 @@ def make_experts(
         ),
         router=weights.tensor(f"{block}.gate.weight", spec.num_experts, hidden_size, wide=True),
         bias=bias,
-        gate_up=weights.stacked(gates_and_ups, size, hidden_size),
-        down=weights.stacked([[f"{expert}.{names.down}"] for expert in experts], hidden_size, size),
-        shared=_make_shared(block, names, hidden_size, spec, weights, kernels),
+        gate_up=weights.stacked(gates_and_ups, own, size, hidden_size),
+        down=weights.stacked([[f"{expert}.{names.down}"] for expert in experts], own, hidden_size, size),
+        shared=_make_shared(block, names, hidden_size, spec, weights, kernels, share.shard),
+        part=None if share.reduce is None else ExpertPart(own.start, spec.num_experts),
+        reduce=share.reduce,
     )
 
 
 def _make_shared(
-    block: str, names: ExpertNames, hidden_size: int, spec: ExpertsSpec, weights: Parameters, kernels: Kernels
+    block: str,
+    names: ExpertNames,
+    hidden_size: int,
+    spec: ExpertsSpec,
+    weights: Parameters,
+    kernels: Kernels,
+    shard: Shard,
 ) -> SharedExpert | None:
     if not spec.shared_size:
         return None
-    shared, size = f"{block}.{names.shared}", spec.shared_size
+    shared, size = f"{block}.{names.shared}", shard.cut(spec.shared_size, "activations of the shared expert")
     parts = {f"{shared}.{part}": size for part in (names.gate, names.up)}
     return SharedExpert(
         gate=weights.tensor(f"{shared}_gate.weight", 1, hidden_size) if spec.shared_gated else None,

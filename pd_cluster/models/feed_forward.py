@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 class FeedForward(Protocol):
     """Computes rows, and adds them to the residual."""
 
+    def feed(self, before: Linear, following: Linear | None) -> None:
+        """Let `before` quantize its norm for this, and this its own for `following`; see Linear.feed."""
+
     def add_norm(self, residual: torch.Tensor, x: Normed, norm: torch.Tensor, eps: float) -> Normed:
         """Add what is computed of `x` [T, hidden] to `residual`, in place. -> the sum's RMSNorm with weight `norm`."""
 
@@ -25,8 +28,9 @@ class Dense:
     gate_up: Linear  # [2 * intermediate, hidden], activated: [T, intermediate]
     down: Linear  # [hidden, intermediate]
 
-    def feed(self, following: Linear | None) -> None:
-        """Quantize activations for `down`, and the norm for `following`; see Linear.feed."""
+    def feed(self, before: Linear, following: Linear | None) -> None:
+        """See FeedForward."""
+        before.feed(self.gate_up)
         self.gate_up.feed(self.down)
         if following is not None:
             self.down.feed(following)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.models.forward_inputs import ForwardInputs
     from pd_cluster.models.linear import Linear, Normed
+    from pd_cluster.models.model_share import ModelShare
     from pd_cluster.models.paged_attention import PagedAttention
     from pd_cluster.models.spec import ModelSpec
     from pd_kernels.backends import Kernels
@@ -43,12 +44,18 @@ class Gemma3(Decoder[Gemma3Layer]):
     """Weights and forward pass of one decoder. The outputs of attention and MLP are normed before they are added."""
 
     def __init__(
-        self, spec: ModelSpec, kernels: Kernels, max_len: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        kernels: Kernels,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        share: ModelShare,
     ) -> None:
         ropes = [spec.window_rope or spec.rope if window else spec.rope for window in spec.group_windows]
         self._ropes = [make_rope_table(rope, spec.head_dim, max_len, dtype, device) for rope in ropes]
         self._embedding_scale = torch.tensor(spec.hidden_size**0.5, dtype=dtype).item()  # rounded, as in training
-        super().__init__(spec, kernels, dtype, device, offset_norms=True)
+        super().__init__(spec, kernels, dtype, device, share, offset_norms=True)
         for layer, following in zip(self._layers, [*self._layers[1:], None], strict=True):
             layer.out.feed(layer.gate_up)
             if following is not None:
@@ -77,16 +84,17 @@ class Gemma3(Decoder[Gemma3Layer]):
             weights.norm(f"{name}.{norm}_layernorm.weight", spec.hidden_size)
             for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward")
         )
-        query_size = spec.num_heads * spec.head_dim
         return Gemma3Layer(
             input_norm=input_norm,
             qkv=self._make_qkv(f"{name}.self_attn"),
             attention=self._make_attention(f"{name}.self_attn", index),
-            out=weights.linear("out", {f"{name}.self_attn.o_proj": spec.hidden_size}, query_size, bias=spec.out_bias),
+            out=weights.linear(
+                "out", {f"{name}.self_attn.o_proj": spec.hidden_size}, self._queries, bias=spec.out_bias
+            ),
             out_norm=out_norm,
             mlp_norm=mlp_norm,
             gate_up=self._make_gate_up(f"{name}.mlp", gelu_and_mul),
-            down=weights.linear("down", {f"{name}.mlp.down_proj": spec.hidden_size}, spec.intermediate_size),
+            down=weights.linear("down", {f"{name}.mlp.down_proj": spec.hidden_size}, self._activations),
             down_norm=down_norm,
         )
 

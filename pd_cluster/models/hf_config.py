@@ -93,7 +93,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
     query_scalar = rules.query_scalar and reader.integer("query_pre_attn_scalar", rules.query_scalar)
     rope, window_rope = _read_ropes(reader, rules, max_len)
     head_dim = reader.integer("head_dim", rules.head_dim or hidden_size // num_heads)
-    quantization = read_quantization(directory / "config.json", config)
+    quantization = read_quantization(directory, config)
     # MiniMax-M2's config names no dtype; what a float8 checkpoint does not quantize is bfloat16
     dtype = reader.optional("torch_dtype", "bfloat16" if quantization else "float32")
     return ModelSpec(

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from pd_kernels.quantized import QuantizedRows
+from pd_kernels.quantized import QuantizedRows, RowsTwice
 from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from pd_cluster.models.reduce import Reduce
     from pd_kernels.backends import FewRows, Kernels
     from pd_kernels.gemm_selection import From, Product
     from pd_kernels.quantized import Weight
 
 Rows: TypeAlias = torch.Tensor | QuantizedRows  # [T, size]
-Normed: TypeAlias = Rows | HalfNormed  # rows after a norm, or before the norm's division
+Normed: TypeAlias = Rows | HalfNormed | RowsTwice  # rows after a norm, or before the norm's division
 
 
 class Linear:
@@ -40,16 +41,22 @@ class Linear:
         activate: Callable[[torch.Tensor], torch.Tensor] | None = None,
         *,
         adds: bool = False,
+        reduce: Reduce | None = None,
     ) -> None:
-        """`adds`: the product is only used by `add_norm` without a norm before the addition."""
+        """`adds`: the product is only used by `add_norm` without a norm before the addition.
+
+        `reduce`: the weight has the inputs of one rank, so a call returns a partial sum, which `add_norm` reduces.
+        """
         self.weight = weight  # [out, in]
         self.bias = bias  # [out]
         self.activate = activate
-        self.adds = adds
+        self.adds = adds and reduce is None  # a partial sum is reduced first, so it may not come in parts
         self.max_few_rows = 0  # rows up to which `add_norm` is one kernel
         self._kernels = kernels
+        self._reduce = reduce
         self._few_rows: FewRows | None = None
         self._next_group = 0  # the group of the Linear that this one feeds
+        self._is_read_plain = False
         self._multiply: Callable[[Any], torch.Tensor] = self._plain  # quantized rows come to QuantizedLinears only
 
     def __call__(self, x: Normed) -> torch.Tensor:
@@ -57,10 +64,11 @@ class Linear:
 
         `x` may be the HalfNormed that `add_norm` of another Linear returned.
         """
-        if isinstance(x, HalfNormed) or (isinstance(x, torch.Tensor) and x.shape[0] <= self.max_few_rows):
+        rows = x.x if isinstance(x, HalfNormed) else x
+        if isinstance(rows, torch.Tensor) and rows.shape[0] <= self.max_few_rows:
             assert self._few_rows is not None
-            return self._few_rows(x)
-        return self._multiply(x)
+            return self._few_rows(x)  # type: ignore[arg-type]
+        return self._multiply(x.normed() if isinstance(x, HalfNormed) else x)
 
     @property
     def group(self) -> int:
@@ -73,6 +81,10 @@ class Linear:
         Nothing else may use these results.
         """
         self._next_group = following.group
+
+    def feed_experts(self, group: int) -> None:
+        """From now on `add_norm` returns RowsTwice, quantized in groups of `group`."""
+        self._next_group, self._is_read_plain = group, True
 
     def activated(self, x: Normed) -> Rows:
         """The result of a call, for the Linear that this one feeds."""
@@ -91,13 +103,21 @@ class Linear:
         `before`: weight of an RMSNorm of the product, before it is added. Without `before` the result is a HalfNormed
         for up to `max_few_rows` rows. Other results are quantized for the Linear that this one feeds.
         """
-        if before is not None:
+        if self._reduce is not None:
+            if before is None and not self._next_group:
+                return self._reduce.add_norm(self(x), residual, norm, eps)
+            product = self._reduce.add(self(x))
+            if before is not None:
+                product = self._kernels.rms_norm(product, before, eps)
+        elif before is not None:
             product = self._kernels.rms_norm(self._multiply(x), before, eps)
         elif isinstance(x, torch.Tensor) and x.shape[0] <= self.max_few_rows:
             assert self._few_rows is not None
             return self._few_rows.add_to(residual, x, norm, eps)
         else:
             product = self._multiply(x)
+        if self._is_read_plain:
+            return self._kernels.add_rms_norm_twice(product, residual, norm, eps, self._next_group)[0]
         if self._next_group:
             return self._kernels.add_rms_norm_quantized(product, residual, norm, eps, self._next_group)[0]
         return self._kernels.add_rms_norm(product, residual, norm, eps)[0]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pd_cluster.models.feed_forward import FeedForward
     from pd_cluster.models.forward_inputs import ForwardInputs
     from pd_cluster.models.linear import Linear, Normed
+    from pd_cluster.models.model_share import ModelShare
     from pd_cluster.models.paged_attention import PagedAttention
     from pd_cluster.models.spec import ModelSpec
     from pd_kernels.backends import Kernels
@@ -43,14 +44,18 @@ class Llama(Decoder[LlamaLayer]):
     expert_names: ClassVar = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj")
 
     def __init__(
-        self, spec: ModelSpec, kernels: Kernels, max_len: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        kernels: Kernels,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        share: ModelShare,
     ) -> None:
         self._rope = make_rope_table(spec.rope, spec.rotary_dim or spec.head_dim, max_len, dtype, device)
-        super().__init__(spec, kernels, dtype, device)
+        super().__init__(spec, kernels, dtype, device, share)
         for layer, following in zip(self._layers, [*self._layers[1:], None], strict=True):
-            if isinstance(layer.feed_forward, Dense):  # experts and their router use the norm in two ways
-                layer.out.feed(layer.feed_forward.gate_up)
-                layer.feed_forward.feed(following.qkv if following else None)
+            layer.feed_forward.feed(layer.out, following.qkv if following else None)
 
     def hidden(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Normed:
         """See Decoder."""
@@ -70,13 +75,12 @@ class Llama(Decoder[LlamaLayer]):
 
     def _make_layer(self, name: str, index: int) -> LlamaLayer:
         spec, weights = self.spec, self._parameters
-        query_size = spec.num_heads * spec.head_dim
         return LlamaLayer(
             input_norm=weights.norm(f"{name}.input_layernorm.weight", spec.hidden_size),
             qkv=self._make_qkv(f"{name}.self_attn"),
             attention=self._make_attention(f"{name}.self_attn", index),
             out=weights.linear(
-                "out", {f"{name}.self_attn.o_proj": spec.hidden_size}, query_size, bias=spec.out_bias, adds=True
+                "out", {f"{name}.self_attn.o_proj": spec.hidden_size}, self._queries, bias=spec.out_bias, adds=True
             ),
             post_norm=weights.norm(f"{name}.post_attention_layernorm.weight", spec.hidden_size),
             feed_forward=self._make_feed_forward(name, index),
@@ -85,13 +89,14 @@ class Llama(Decoder[LlamaLayer]):
     def _make_feed_forward(self, name: str, index: int) -> FeedForward:
         spec, weights = self.spec, self._parameters
         if spec.experts is not None and index not in spec.experts.dense_layers:
-            return make_experts(name, self.expert_names, spec.hidden_size, spec.experts, weights, self._kernels)
+            names, experts = self.expert_names, spec.experts
+            return make_experts(name, names, spec.hidden_size, experts, weights, self._kernels, self._share)
         return Dense(
             gate_up=self._make_gate_up(f"{name}.mlp", self._kernels.silu_and_mul),
             down=weights.linear(
                 "down",
                 {f"{name}.mlp.down_proj": spec.hidden_size},
-                spec.intermediate_size,
+                self._activations,
                 bias=spec.mlp_bias,
                 adds=True,
             ),

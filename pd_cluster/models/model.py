@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from pd_cluster.models.forward_inputs import ForwardInputs
+    from pd_cluster.models.model_share import ModelShare
     from pd_cluster.models.slot import Slot
     from pd_cluster.models.spec import ModelSpec
     from pd_kernels.backends import Kernels
@@ -20,7 +21,12 @@ class Model(Protocol):
     """Weights and forward pass of one model on one device."""
 
     @property
-    def spec(self) -> ModelSpec: ...
+    def spec(self) -> ModelSpec:
+        """The whole model, of which this may be one rank's part."""
+
+    @property
+    def head_ids(self) -> range:
+        """The token ids of the logits that this rank computes. One rank computes those of the whole vocabulary."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -45,15 +51,23 @@ class Model(Protocol):
         """
 
     def forward(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """Logits [R, vocab_size] of the tail's rows, or of all T. Writes the step's keys and values into the cache.
+        """Logits of the tail's rows, or of all T. Writes the step's keys and values into the cache.
 
-        `layer_views`: by layer, the cache's K and V views, [num_blocks, num_kv_heads, block_size, head_dim] each.
+        The logits are [R, vocab_size]. On one of several ranks they are [R, ceil(vocab_size / size)]: those of
+        `head_ids`, and -inf behind them. `layer_views`: by layer, the cache's K and V views, [num_blocks, num_kv_heads,
+        block_size, head_dim] each, with the rank's KV heads.
         """
 
 
 class BuildModel(Protocol):
-    """Allocates a model for sequences of up to `max_len` tokens."""
+    """Allocates a rank's share of a model for sequences of up to `max_len` tokens."""
 
     def __call__(
-        self, spec: ModelSpec, kernels: Kernels, max_len: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        kernels: Kernels,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        share: ModelShare,
     ) -> Model: ...

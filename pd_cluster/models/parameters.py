@@ -8,8 +8,10 @@ import torch
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.linear import Linear
+from pd_cluster.models.model_share import ModelShare
 from pd_cluster.models.quantization import QuantizationSpec, Scales
 from pd_cluster.models.quantized_linear import QuantizedLinear
+from pd_cluster.models.shard import Cut
 from pd_cluster.models.slot import Slot
 from pd_kernels.quantized import BLOCK, QuantizedWeight
 
@@ -31,16 +33,19 @@ class Parameters:
         *,
         offset_norms: bool = False,
         quantization: QuantizationSpec | None = None,
+        share: ModelShare | None = None,
     ) -> None:
         """`offset_norms`: the checkpoint stores the weight of each norm minus 1.
 
-        The slots add 1, and these weights are float32 or wider. `quantization`: that of the checkpoint.
+        The slots add 1, and these weights are float32 or wider. `quantization`: that of the checkpoint. `share`: the
+        rank that has these weights; None: the only one.
         """
         self.slots: dict[str, Slot] = {}  # by the name of the checkpoint's tensor
         self.linears: dict[str, list[Linear]] = {}  # by kind; those of one kind have one shape
         self._kernels = kernels
         self._dtype, self._device = dtype, device
         self._offset_norms = offset_norms
+        self._share = share or ModelShare()
         self._quantization = quantization or QuantizationSpec(Scales.CHANNELS, ())
         self._is_quantized = quantization.selector() if quantization else lambda name: False
 
@@ -54,20 +59,20 @@ class Parameters:
         self.slots[name] = Slot(tensor, shape)
         return tensor
 
-    def norm(self, name: str, size: int) -> torch.Tensor:
+    def norm(self, name: str, size: int | Cut) -> torch.Tensor:
         """Allocate the weight [size] of the norm `name`."""
-        if not self._offset_norms:
-            return self.tensor(name, size)
-        dtype = torch.promote_types(self._dtype, torch.float32)
-        tensor = torch.empty(size, dtype=dtype, device=self._device)
-        self.slots[name] = Slot(tensor, (size,), offset=1.0)
+        cut = Cut.of(size)
+        dtype = torch.promote_types(self._dtype, torch.float32) if self._offset_norms else self._dtype
+        tensor = torch.empty(len(cut), dtype=dtype, device=self._device)
+        offset = 1.0 if self._offset_norms else 0.0
+        self.slots[name] = Slot(tensor, (cut.total,), start=cut.part.start, offset=offset)
         return tensor
 
     def linear(
         self,
         kind: str,
-        parts: Mapping[str, int],
-        num_inputs: int,
+        parts: Mapping[str, int | Cut],
+        num_inputs: int | Cut,
         *,
         bias: bool = False,
         activate: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -75,34 +80,41 @@ class Parameters:
     ) -> Linear:
         """Allocate a Linear merged from the checkpoint's `parts` (name without ".weight" -> rows), in this order.
 
-        `kind`: a name for the linears of this shape, one in each layer. `activate`, `adds`: see Linear. Raises
-        StartupError if the checkpoint quantizes some of the parts, or blocks of a part do not fit the merged weight.
+        With a part of the inputs the Linear leaves a partial sum, to which rank 0 adds the bias. `kind`: a name for the
+        linears of this shape, one in each layer. `activate`, `adds`: see Linear. Raises StartupError if the checkpoint
+        quantizes some of the parts, or blocks of a part do not fit the merged weight.
         """
-        num_rows = sum(parts.values())
-        weight = self._allocate(parts, num_rows, num_inputs)
-        offsets = self._empty(num_rows) if bias else None
+        rows, inputs = {name: Cut.of(size) for name, size in parts.items()}, Cut.of(num_inputs)
+        num_rows = sum(map(len, rows.values()))
+        weight = self._allocate(parts, num_rows, len(inputs))
+        reduce = self._share.reduce if inputs.is_part else None
+        has_bias = bias and (reduce is None or not self._share.shard.rank)
+        offsets = self._empty(num_rows) if has_bias else None
         start = 0
-        for name, rows in parts.items():
-            self._place(name, weight, start, rows)
-            if offsets is not None:
-                self.slots[f"{name}.bias"] = Slot(offsets[start : start + rows], (rows,))
-            start += rows
+        for name, cut in rows.items():
+            self._place(name, weight, start, cut, inputs)
+            if bias:
+                part = self._empty(0) if offsets is None else offsets[start : start + len(cut)]
+                self.slots[f"{name}.bias"] = Slot(part, (cut.total,), start=cut.part.start)
+            start += len(cut)
         if isinstance(weight, QuantizedWeight):
-            quantized = QuantizedLinear(weight, offsets, self._kernels, self._dtype, activate, adds=adds)
+            quantized = QuantizedLinear(weight, offsets, self._kernels, self._dtype, activate, adds=adds, reduce=reduce)
             return self._add(kind, quantized)
-        return self._add(kind, Linear(weight, offsets, self._kernels, activate, adds=adds))
+        return self._add(kind, Linear(weight, offsets, self._kernels, activate, adds=adds, reduce=reduce))
 
-    def stacked(self, stacks: Sequence[Sequence[str]], num_rows: int, num_inputs: int) -> Weight:
-        """[len(stacks), parts * num_rows, num_inputs]: each stack names its parts, modules [num_rows, num_inputs].
+    def stacked(self, stacks: Sequence[Sequence[str]], own: range, num_rows: int, num_inputs: int) -> Weight:
+        """[len(own), parts * num_rows, num_inputs]: each stack names its parts, modules [num_rows, num_inputs].
 
-        Raises StartupError as `linear` does.
+        `own`: the stacks that this rank has. Raises StartupError as `linear` does.
         """
         parts = [name for names in stacks for name in names]
-        weight = self._allocate(parts, len(stacks), len(stacks[0]) * num_rows, num_inputs)
+        weight = self._allocate(parts, len(own), len(stacks[0]) * num_rows, num_inputs)
         for number, names in enumerate(stacks):
-            expert = weight[number] if isinstance(weight, torch.Tensor) else weight.expert(number)
+            place = number - own.start if number in own else 0
+            rows = Cut(num_rows, range(num_rows if number in own else 0))
+            expert = weight[place] if isinstance(weight, torch.Tensor) else weight.expert(place)
             for index, name in enumerate(names):
-                self._place(name, expert, index * num_rows, num_rows)
+                self._place(name, expert, index * num_rows, rows, Cut.of(num_inputs))
         return weight
 
     def tied_linear(self, kind: str, weight: torch.Tensor) -> Linear:
@@ -130,15 +142,20 @@ class Parameters:
         scales = torch.empty((*experts, *of_each), dtype=torch.float32, device=self._device)
         return QuantizedWeight(values, scales, is_blocks)
 
-    def _place(self, name: str, weight: Weight, start: int, rows: int) -> None:
-        """Note that the checkpoint's module `name` fills `rows` rows of `weight` [out, in] from row `start` on."""
+    def _place(self, name: str, weight: Weight, start: int, rows: Cut, inputs: Cut) -> None:
+        """Note that `rows` and `inputs` of the checkpoint's module `name` fill `weight` [out, in] from row `start` on.
+
+        One of the two is whole.
+        """
+        shape = rows.total, inputs.total
+        dim, cut = (1, inputs) if inputs.is_part else (0, rows)
         if isinstance(weight, torch.Tensor):
-            self.slots[f"{name}.weight"] = Slot(weight[start : start + rows], (rows, weight.shape[1]))
+            self.slots[f"{name}.weight"] = Slot(weight[start : start + len(rows)], shape, dim, cut.part.start)
             return
         if weight.is_blocks and start % BLOCK:
             raise StartupError(f"{name} begins at row {start} of its product, inside of a quantized block of {BLOCK}")
-        part = weight.rows(start, start + rows)
-        slot = self.slots[f"{name}.weight"] = Slot(part.values, tuple(part.shape))
+        part = weight.rows(start, start + len(rows))
+        slot = self.slots[f"{name}.weight"] = Slot(part.values, shape, dim, cut.part.start)
         of_scales = slot.of_scales(name, part.scales, self._quantization.scales)
         self.slots[f"{name}.{self._quantization.tensor_name}"] = of_scales
 

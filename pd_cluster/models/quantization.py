@@ -1,4 +1,4 @@
-"""How a checkpoint quantizes its weights: the setting `quantization_config` of a config. No torch is imported."""
+"""How a checkpoint quantizes its weights: `quantization_config` of its config, or ModelOpt's file. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fnmatch import translate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pd_cluster.errors import StartupError
+from pd_cluster.models.directory import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ class Scales(StrEnum):
     TENSOR = "tensor"  # all
 
 
+MODELOPT_FILE = "hf_quant_config.json"  # beside a config.json which may say nothing of it
 SCALE_NAMES = ("weight_scale", "weight_scale_inv")  # in both, a number is its value times its scale
 
 
@@ -68,17 +70,30 @@ _MODELOPT: Allowed = {"quant_algo": ("FP8",), "kv_cache_quant_algo": (None, "FP8
 _KV_CACHE: Allowed = {"num_bits": (None, 8), "type": (None, "float")}
 
 
-def read_quantization(file: Path, config: Mapping[str, Any]) -> QuantizationSpec | None:
-    """The quantization that a parsed `config.json` describes, None if there is none.
+def quantization_settings(directory: Path, config: Mapping[str, Any]) -> tuple[str, object]:
+    """Where a checkpoint describes its quantization, for errors, and what it says; "" and None if it has none.
+
+    `config`: its parsed `config.json`, which wins over ModelOpt's file. Raises StartupError if that cannot be read.
+    """
+    if settings := config.get("quantization_config"):
+        return f"{directory / 'config.json'}: quantization_config", settings
+    file = directory / MODELOPT_FILE
+    if not file.exists():
+        return "", None
+    settings = read_json(file).get("quantization")
+    return f"{file}: quantization", {"quant_method": "modelopt", **settings} if isinstance(settings, dict) else settings
+
+
+def read_quantization(directory: Path, config: Mapping[str, Any]) -> QuantizationSpec | None:
+    """The quantization of the checkpoint with this parsed `config.json`, None if there is none.
 
     Rows are quantized when they are computed, so static scales of inputs are not used. Nor are scales of an FP8 KV
-    cache: --kv-cache-dtype decides its dtype. `file` is named in errors. Raises StartupError naming the setting that
-    cannot be served.
+    cache: --kv-cache-dtype decides its dtype. Raises StartupError naming the setting that cannot be served.
     """
-    settings = config.get("quantization_config")
-    if not settings:
+    place, settings = quantization_settings(directory, config)
+    if not place:
         return None
-    reader = _Reader(f"{file}: quantization_config", settings)
+    reader = _Reader(place, settings)
     reader.allow({"quant_method": tuple(METHODS)})
     return METHODS[str(reader.get("quant_method"))](reader)
 

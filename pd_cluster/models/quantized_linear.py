@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pd_cluster.models.linear import Linear
-from pd_kernels.quantized import QuantizedRows
+from pd_kernels.quantized import QuantizedRows, RowsTwice
 from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from pd_cluster.models.linear import Normed, Rows
+    from pd_cluster.models.reduce import Reduce
     from pd_kernels.backends import FewRows, Kernels
     from pd_kernels.quantized import QuantizedWeight
 
@@ -30,9 +31,10 @@ class QuantizedLinear(Linear):
         activate: Callable[[torch.Tensor], torch.Tensor] | None = None,
         *,
         adds: bool = False,
+        reduce: Reduce | None = None,
     ) -> None:
         """See Linear. `dtype`: of the product."""
-        super().__init__(weight.values, bias, kernels, activate, adds=adds)
+        super().__init__(weight.values, bias, kernels, activate, adds=adds, reduce=reduce)
         self._quantized, self._dtype = weight, dtype
 
     @property
@@ -51,7 +53,7 @@ class QuantizedLinear(Linear):
 
     def activated(self, x: Normed) -> Rows:
         """See Linear."""
-        if not (self._next_group and self._is_swiglu) or isinstance(x, HalfNormed):
+        if not (self._next_group and self._is_swiglu) or isinstance(x, HalfNormed | RowsTwice):
             return self(x)
         return self._kernels.silu_and_mul_quantized(self._product(x), self._next_group)
 

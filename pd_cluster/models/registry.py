@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import UnservedModel
 from pd_cluster.models.hf_config import ConfigRules, ExpertsRules, Windows, read_spec
+from pd_cluster.models.model_share import ModelShare
 from pd_cluster.models.wrapper import WRAPPERS, text_config
 
 if TYPE_CHECKING:
@@ -170,6 +171,16 @@ def choose_implementation(directory: Path, config: Mapping[str, Any], wanted: st
     return spec, f"{spec.architecture} by transformers' modules: right, not fast ({why})"
 
 
-def build_model(spec: ModelSpec, kernels: Kernels, max_len: int, dtype: torch.dtype, device: torch.device) -> Model:
-    """Allocate the model for sequences of up to `max_len` tokens. Raises torch's errors when it does not fit."""
-    return ARCHITECTURES[spec.architecture].family()(spec, kernels, max_len, dtype, device)
+def build_model(
+    spec: ModelSpec,
+    kernels: Kernels,
+    max_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    share: ModelShare | None = None,
+) -> Model:
+    """Allocate the model for sequences of up to `max_len` tokens, or one rank's `share` of it.
+
+    Raises torch's errors when it does not fit, and StartupError when the ranks cannot share it.
+    """
+    return ARCHITECTURES[spec.architecture].family()(spec, kernels, max_len, dtype, device, share or ModelShare())

@@ -44,7 +44,12 @@ class Slot:
         return (*(slice(None),) * self.dim, slice(self.start, end))
 
     def fill(self, read: Callable[[Index], torch.Tensor]) -> None:
-        """Copy into `tensor` the part that `read` returns for `index`, converted to the tensor's dtype."""
+        """Copy into `tensor` the part that `read` returns for `index`, converted to the tensor's dtype.
+
+        Nothing is read for an empty part: of an expert or a bias that only other ranks have.
+        """
+        if not self.tensor.numel():
+            return
         self.tensor.copy_(read(self.index))
         if self.offset:
             self.tensor.add_(self.offset)

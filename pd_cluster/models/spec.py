@@ -94,13 +94,14 @@ class ModelSpec:
         """Number of weights in the products of all layers."""
         return self._count_parameters(self.experts.num_experts if self.experts else 0)
 
-    def weight_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of all weights, those that are not quantized with `dtype_bytes` each.
+    def weight_bytes(self, dtype_bytes: int, num_ranks: int = 1) -> int:
+        """Bytes of a rank's weights, those that are not quantized with `dtype_bytes` each.
 
         An estimate: all products of layers count as quantized, and scales do not count (at most 0.5%).
         """
-        embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
-        return self.layer_parameters * (1 if self.quantization else dtype_bytes) + embeddings * dtype_bytes
+        embedding = self.vocab_size * self.hidden_size * dtype_bytes  # whole on every rank; a head of its own is cut
+        head = 0 if self.tied_embeddings else embedding
+        return (self.layer_parameters * (1 if self.quantization else dtype_bytes) + head) // num_ranks + embedding
 
     @property
     def keys_per_token(self) -> int:

@@ -31,7 +31,7 @@ class TransformersModel:
 
     def __init__(self, spec: ModelSpec, directory: Path | None, dtype: torch.dtype, device: torch.device) -> None:
         assert spec.modules is not None
-        self.spec = spec
+        self.spec, self.head_ids = spec, range(spec.vocab_size)
         self.dtype, self.device = dtype, device
         # Under a device, transformers reads weights only with the package accelerate
         with device if directory is None else nullcontext():

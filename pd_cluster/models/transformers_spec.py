@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from pd_cluster.errors import StartupError, UnservedModel
+from pd_cluster.models.quantization import quantization_settings
 from pd_cluster.models.spec import ModelSpec, ModulesSpec, RopeSpec
 from pd_cluster.models.transformers_modules import make_modules, run_modules
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from pd_cluster.models.transformers_modules import LayerCall
 
 _NOT_SERVED = {
-    "quantization_config": "quantized weights are",
     "is_encoder_decoder": "an encoder is",
     "index_topk": "attention that chooses its keys is",
     "attention_chunk_size": "chunked attention is",
@@ -43,6 +43,9 @@ def read_modules_spec(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
     try:
         parsed = parse_config(config)
         _check(parsed, config.get("architectures"))
+        place, settings = quantization_settings(directory, config)
+        if settings:
+            raise UnservedModel(f"{place}: quantized weights are not served")
         with torch.device("meta"):
             return _describe(make_modules(parsed, torch.float32), config)
     except StartupError as error:

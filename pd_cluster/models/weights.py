@@ -54,11 +54,12 @@ def fill_at_random(model: Model, seed: int) -> None:
     """Fill the slots with dummy weights: matrices and biases N(0, 0.02), norms 1.
 
     A quantized matrix has values N(0, 100) and equal scales that give N(0, 0.02). A seed gives the same weights on one
-    kind of device.
+    kind of device: each rank draws every tensor whole, and keeps its part.
     """
     generators: dict[torch.device, torch.Generator] = {}
     for name in sorted(model.slots):
-        tensor = model.slots[name].tensor
+        slot = model.slots[name]
+        tensor = slot.tensor
         if tensor.device not in generators:
             generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
         generator = generators[tensor.device]
@@ -67,8 +68,11 @@ def fill_at_random(model: Model, seed: int) -> None:
         elif name.endswith(SCALE_NAMES):
             tensor.fill_(_DUMMY_SCALE)
         elif tensor.dtype is torch.float8_e4m3fn:
-            values = torch.randn(tensor.shape, device=tensor.device, generator=generator)
+            values = torch.randn(slot.shape, device=tensor.device, generator=generator)[slot.index]
             tensor.copy_(values.mul_(_DUMMY_STD / _DUMMY_SCALE).clamp_(-MOST, MOST))
+        elif slot.index:
+            whole = torch.empty(slot.shape, dtype=tensor.dtype, device=tensor.device)
+            tensor.copy_(whole.normal_(0.0, _DUMMY_STD, generator=generator)[slot.index])
         else:
             tensor.normal_(0.0, _DUMMY_STD, generator=generator)
 

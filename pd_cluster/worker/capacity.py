@@ -76,7 +76,7 @@ def decide_capacity(config: NodeConfig, spec: ModelSpec, dtype_bytes: int, gpu_b
         return Capacity(seqs, budget, cache.gpu_memory_utilization, line)
     utilization = cache.gpu_memory_utilization or _utilization(cache.gpu_share, gpu_bytes)
     kv_bytes = 1 if config.model.kv_cache_dtype == "fp8" else dtype_bytes
-    memory = MemoryEstimate(limits, spec, dtype_bytes, gpu_bytes * utilization, kv_bytes)
+    memory = MemoryEstimate(limits, spec, dtype_bytes, gpu_bytes * utilization, kv_bytes, config.model.tp)
     filled = f"{memory.own_bytes / 1e9:.1f} of {gpu_bytes / 1e9:.1f} GB"
     if cache.gpu_share < 1 and not cache.gpu_memory_utilization:
         filled += f", its share is {cache.gpu_share:g}"
@@ -117,16 +117,20 @@ class MemoryEstimate:
     """Bytes that a model needs on a GPU, and the tokens of cache that are left."""
 
     def __init__(
-        self, limits: SchedulerConfig, spec: ModelSpec, dtype_bytes: int, own_bytes: float, kv_bytes: int
+        self, limits: SchedulerConfig, spec: ModelSpec, dtype_bytes: int, own_bytes: float, kv_bytes: int, tp: int = 1
     ) -> None:
-        """`own_bytes`: bytes of the GPU's memory that the node may fill; `kv_bytes`: of one cached number."""
+        """`own_bytes`: bytes of the GPU's memory that the node may fill; `kv_bytes`: of one cached number.
+
+        `tp`: ranks that share the weights. The estimate is for one of them.
+        """
         self._limits = limits
         self._vocab_size, self._dtype_bytes = spec.vocab_size, dtype_bytes
-        heads = spec.num_heads + 2 * spec.num_kv_heads
-        activations = 4 * spec.hidden_size + 2 * heads * spec.head_dim + 3 * spec.intermediate_size  # of a token
+        num_kv_heads = max(1, spec.num_kv_heads // tp)
+        heads = spec.num_heads // tp + 2 * num_kv_heads
+        activations = 4 * spec.hidden_size + 2 * heads * spec.head_dim + 3 * spec.intermediate_size // tp  # of a token
         self._step_bytes = (limits.max_num_batched_tokens or STEP_TOKENS) * activations * dtype_bytes
-        self._kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * kv_bytes  # of a token
-        self.weight_bytes = spec.weight_bytes(dtype_bytes)
+        self._kv_bytes = 2 * spec.num_layers * num_kv_heads * spec.head_dim * kv_bytes  # of a token
+        self.weight_bytes = spec.weight_bytes(dtype_bytes, tp)
         self.own_bytes = own_bytes
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 from pd_cluster.errors import StartupError
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
     from pd_cluster.models.spec import ModelSpec
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import Batch, StepResult
-    from pd_connectors.base import CacheDescription
+    from pd_cluster.scheduling.step_model import StepWork
+    from pd_connectors.base import CacheDescription, ConnectorContext
     from pd_connectors.protocol.layout import BlockLayout
+    from pd_connectors.rank_port import RankPort
     from pd_kernels.values import StepSize
 
 logger = logging.getLogger(__name__)
@@ -37,6 +40,7 @@ class ModelDescription:
     device: str
     fingerprint: str
     measured_keys: int = 0
+    step_times: tuple[tuple[StepWork, float], ...] = ()  # works and seconds of steps that were measured at start
 
     @property
     def keys_per_token(self) -> int:
@@ -54,6 +58,10 @@ class Pending(Protocol):
     @property
     def is_over(self) -> bool:
         """True once every rank's work of the step has ended, so that `result` does not wait."""
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """The sequences without a token in this step, see StepResult. Known before the next step may be launched."""
 
     def result(self) -> StepResult:
         """Wait until every rank's work of the step has ended, then read the sampled tokens.
@@ -106,7 +114,7 @@ class Executor(Protocol):
         """Bytes that a rank can give to its cache: the minimum over the ranks."""
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> tuple[CacheDescription, ...]:
-        """Allocate every rank's cache. -> their descriptions, by rank. Raises StartupError."""
+        """Allocate every rank's cache. -> descriptions of those in this process: rank 0's. Raises StartupError."""
 
     def warm_up(self) -> tuple[StepSize, ...]:
         """Run the first steps, capture graphs, measure steps. -> the sizes that every rank has captured.
@@ -116,18 +124,33 @@ class Executor(Protocol):
         Ranks stop capturing when their own memory runs out; only sizes that all of them have may be replayed.
         """
 
+    def connect(self, name: str, context: ConnectorContext) -> tuple[RankPort, ...]:
+        """Start what the connector `name` needs on the further ranks. -> the ways to them, by rank.
+
+        Call it between the phases and the first launch, before the connector is made. Raises RankLost.
+        """
+
     def check(self, sampling: SamplingParams) -> None:
         """Raises InvalidRequest when the worker cannot serve a request with these parameters.
 
         A grammar is compiled from now on, on another thread: the first step that draws under it needs it.
         """
 
-    def launch(self, batch: Batch) -> Pending:
+    def launch(self, batch: Batch, deadline_s: float = inf) -> Pending:
         """Apply the batch and start its work. Loads and publishes are the connector's part.
+
+        `deadline_s`: a rank on which the step has not ended so long after the step before it is lost, and the engine
+        ends with RankLost.
 
         At most two steps may be under way. A step with rows of a late logits stage is drawn when the result of the step
         before it is read.
         """
+
+    def start_profile(self) -> None:
+        """Record the work of host and devices, until `stop_profile` or `close`. Ignored while it records."""
+
+    def stop_profile(self, directory: str) -> None:
+        """Write the record to a new file of `directory`, which may take a minute. Ignored when there is none."""
 
     def close(self) -> None:
         """Wait for the devices and release what the phases acquired. Idempotent.

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import InvalidRequest
+from pd_cluster.worker.mask_threads import MaskThreads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# Of all first draws of a step; the API process has compiled each grammar in 0.2 s of CPU. An engine that is silent for
-# FROZEN_S (3 s) counts as frozen
-COMPILE_DEADLINE_S = 2.0
 MAX_KEPT = 64  # compiled grammars; a copy takes 22 us, compiling 1.6 ms at the median
 NUM_THREADS = 2  # a slow compilation does not delay a quick one
 # Bounds of llguidance on one grammar. With its own (2,000 and 50,000 items) a mask of a hostile grammar took 0.5 s, and
@@ -95,6 +93,13 @@ class GrammarState:
             else:
                 self.matcher.consume_token(token_id)
 
+    def fill(self, mask: npt.NDArray[np.int32]) -> None:
+        """Write the mask of the next token into `mask` [W], W = ceil(V / 32), without the interpreter's lock.
+
+        Bit i of word j allows token 32 j + i.
+        """
+        self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
     def rollback(self, num_tokens: int) -> None:
         """Take back the last tokens of `advance`, at most all of them. A state with an error keeps it."""
         ignored = min(num_tokens, self._num_ignored)
@@ -113,6 +118,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(token_id for token_id in eos_token_ids if token_id < vocab_size)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self.mask_threads = MaskThreads()
         self._compiled: OrderedDict[str, Future[Any]] = OrderedDict()
         path = model_dir / "tokenizer.json"
         self._refusal = ""
@@ -126,7 +132,8 @@ class Grammars:
             self._tools = self._threads.submit(self._make_tools, path)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)  # first: the end of a compilation begins a mask
+        self.mask_threads.close()
 
     def prepare(self, grammar: str) -> Future[Any]:
         """Begin to compile a grammar. -> its matcher, for `state`; it stays whole when MAX_KEPT other grammars come.
@@ -143,35 +150,39 @@ class Grammars:
         return self._compiled[grammar]
 
     def state(self, compiled: Future[Any]) -> GrammarState:
-        """A new state at the beginning of the grammar that `prepare` compiles. Does not wait.
+        """A new state at the beginning of a grammar that is compiled.
 
-        Raises InvalidRequest for a grammar that is not compiled yet, and for one that cannot be. A state of a grammar
-        that has an error has this error.
+        Raises InvalidRequest for a grammar that cannot be compiled. A state of a grammar that has an error has this
+        error.
         """
-        if not compiled.done():
-            raise InvalidRequest(f"the grammar was not compiled within {COMPILE_DEADLINE_S:g} s")
         if error := compiled.exception():
             raise InvalidRequest(f"the grammar cannot be compiled: {error}")
         return GrammarState(compiled.result().deep_copy())
 
     def fill(self, states: Mapping[int, GrammarState], masks: npt.NDArray[np.int32]) -> None:
-        """Write the mask of each state into the row of `masks` int32 [M, W] that it is listed under.
+        """Write the mask of each state into the row of `masks` (int32 [M, W]) that it is listed under.
 
-        W = ceil(V / 32); bit i of word j allows token 32 j + i. The masks are computed on several threads, without the
-        interpreter's lock.
+        See `GrammarState.fill`. One state is filled on this thread, several on threads of llguidance. The call ends
+        with the slowest of them.
         """
         import llguidance.numpy
 
-        _, executor = self._tools.result()
-        matchers = [(state.matcher, row) for row, state in states.items()]
-        llguidance.numpy.fill_next_token_bitmask_par(executor, matchers, masks)
+        if len(states) > 1:
+            _, _, executor = self._tools.result()
+            matchers = [(state.matcher, row) for row, state in states.items()]
+            llguidance.numpy.fill_next_token_bitmask_par(executor, matchers, masks)
+        else:
+            for row, state in states.items():
+                state.fill(masks[row])
 
-    def _make_tools(self, path: Path) -> tuple[Any, Any]:
+    def _make_tools(self, path: Path) -> tuple[Any, Any, Any]:
+        """The vocabulary, and llguidance's threads for compilations and for masks: neither waits for the other."""
         import llguidance
 
-        return load_vocabulary(path, self._vocab_size, self._eos_token_ids), llguidance.LLExecutor()
+        vocabulary = load_vocabulary(path, self._vocab_size, self._eos_token_ids)
+        return vocabulary, llguidance.LLExecutor(1), llguidance.LLExecutor()
 
     def _compile(self, grammar: str) -> Any:
         """The first mask is computed here too: it took up to 0.1 s, and copies share what it has found."""
-        vocabulary, executor = self._tools.result()
+        vocabulary, executor, _ = self._tools.result()
         return compile_grammar(vocabulary, executor, grammar)

@@ -8,20 +8,26 @@ step's launch. Until then the value is only in `last_tokens`, on the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 
-from pd_cluster.worker.sampling_state import DEFERRED
 from pd_kernels.values import Ints, PackedSequences, leading_ones
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
     from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
-    from pd_cluster.worker.cuda_graphs.captured_step import CapturedStep
+    from pd_cluster.worker.cuda_graphs.captured_step import CapturedStep, StepPlaces
+    from pd_cluster.worker.draw_places import CapturedDraw, DrawLayout
     from pd_cluster.worker.host_buffer import HostBuffer
     from pd_cluster.worker.sampling_state import SamplingInputs, SamplingState
 
+# Starting sequences with active logits stages: those without a late stage, those with one
+Staged: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 LATE = -1  # stands for a token id that is only in `last_tokens` yet
 
 
@@ -47,8 +53,9 @@ class StepInputs:
     sequences: PackedSequences
     fresh_blocks: torch.Tensor | None  # int64: blocks that this step begins and does not fill
     tail: TailInputs | None  # None: all tokens sample, in order
-    sampling: SamplingInputs  # or DEFERRED
+    sampling: SamplingInputs | None  # of the early samples; None: there are none
     samples: Samples
+    parts: SampleParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +63,10 @@ class ReplayInputs:
     """The inputs of a replay with S sequences, except those in the host buffer's first array (StepPlaces)."""
 
     block_tables: torch.Tensor  # int32 [S, width]
-    sampling: SamplingInputs | None  # or DEFERRED; None: the graph draws the tokens by the settings in StepPlaces
+    # Of the early samples. None: the step's own graph draws them by the settings in StepPlaces
+    sampling: SamplingInputs | CapturedDraw | None
     samples: Samples
+    parts: SampleParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,28 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.seq_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of a step's samples, which are drawn together."""
+
+    samples: Samples
+    places: Ints | None  # int64 [R], the part's rows in the step's logits; None: all of them, in order
+    index: torch.Tensor | None  # the same on the device
+
+    def of(self, logits: torch.Tensor) -> torch.Tensor:
+        """The part's rows of the step's `logits`."""
+        return logits if self.index is None else logits[self.index]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleParts:
+    """A step's samples, by the time at which they can be drawn."""
+
+    early: Part | None  # at launch
+    late: Part | None  # rows of late stages: when all of their tokens are on the host
+    late_waits: bool  # some of these tokens are sampled by a step under way
 
 
 class InputBatch:
@@ -127,6 +158,20 @@ class InputBatch:
                 first = chunk.first_new_block
                 self._blocks[self._row_of[chunk.seq_id], first : first + len(chunk.new_block_ids)] = chunk.new_block_ids
 
+    def staged(self, starts: Sequence[SequenceStart]) -> Staged:
+        """The sequences among `starts`, which were applied, that have active stages."""
+        if not starts:
+            return (), ()
+        seq_ids = np.array([start.seq_id for start in starts])
+        rows = np.array([self._row_of[start.seq_id] for start in starts])
+        are_late, are_changed = self._sampling.are_late(rows), self._sampling.are_changed(rows)
+        return tuple(seq_ids[are_changed & ~are_late].tolist()), tuple(seq_ids[are_late].tolist())
+
+    def clear(self) -> None:
+        """Free all rows."""
+        self._free += self._row_of.values()
+        self._row_of.clear()
+
     def build(self, chunks: tuple[SequenceChunk, ...]) -> StepInputs:
         """Pack the chunks (at least one)."""
         rows, lens, ends, row_of_token, positions = self._spread(chunks)
@@ -135,6 +180,7 @@ class InputBatch:
         token_ids, placed_positions, slots = self._move(fields)
         late = np.flatnonzero(ends > self._num_on_host[rows])  # their last token is still on the device only
         samples = self._plan_samples(chunks, rows, ends)
+        parts = self._split(samples)
         return StepInputs(
             token_ids=token_ids,
             late=(self._move(query_starts[late + 1] - 1), self._move(rows[late])) if len(late) else None,
@@ -143,12 +189,18 @@ class InputBatch:
             sequences=self._pack(rows, lens, ends),
             fresh_blocks=self._fresh_blocks(rows, ends - lens, ends),
             tail=self._plan_tail(chunks, samples, query_starts),
-            sampling=self.prepare_sampling(samples),
+            sampling=None if parts.early is None else self.prepare_sampling(parts.early.samples),
             samples=samples,
+            parts=parts,
         )
 
-    def build_replay(self, chunks: tuple[SequenceChunk, ...], step: CapturedStep, padding_slot: int) -> ReplayInputs:
-        """Pack chunks that sample at most one token each, padded to the size of `step`."""
+    def build_replay(
+        self, chunks: tuple[SequenceChunk, ...], step: CapturedStep, padding_slot: int, draws: DrawLayout | None
+    ) -> ReplayInputs:
+        """Pack chunks that sample at most one token each, padded to the size of `step`.
+
+        `draws`: the layout of captured draws; None: there are none.
+        """
         rows, lens, ends, row_of_token, positions = self._spread(chunks)
         places, num_tokens = step.places(self._host_buffer.take_first(step.length)), len(positions)
         step.pad(places, self.padding_row, padding_slot)
@@ -158,14 +210,12 @@ class InputBatch:
         places.positions[:num_tokens] = positions
         places.slots[:num_tokens] = self._slots(row_of_token, positions)
         samples = self._plan_samples(chunks, rows, ends)
-        num_samples, drawn = len(samples), self._sampling.plain_draws(samples.rows)
-        places.owners[:num_samples] = samples.rows
-        places.lengths[:num_samples] = samples.positions
-        if drawn is not None:
-            places.temperatures.view(np.float32)[:num_samples], places.seeds[:num_samples] = drawn
+        parts = self._split(samples)
+        places.owners[: len(samples)] = samples.rows
+        places.lengths[: len(samples)] = samples.positions
         step.fill(places, chunks, lens, ends)
         tables = self._move(self._blocks[rows, : (int(ends.max()) - 1) // self._block_size + 1])
-        return ReplayInputs(tables, self.prepare_sampling(samples) if drawn is None else None, samples)
+        return ReplayInputs(tables, self._plan_draw(parts.early, places, draws), samples, parts)
 
     def fill_late(self, inputs: StepInputs) -> None:
         """Copy the tokens that are only on the device from `last_tokens` into the inputs."""
@@ -173,15 +223,15 @@ class InputBatch:
             places, rows = inputs.late
             inputs.token_ids[places] = self.last_tokens[rows]
 
-    def note_launched(self, samples: Samples, token_ids: torch.Tensor, *, is_written: bool = False) -> None:
+    def note_launched(self, samples: Samples, token_ids: torch.Tensor | None) -> None:
         """Note that the step will sample `token_ids` (int64 [R], on the device). Later steps may use them from now on.
 
-        `is_written`: a captured step writes them into `last_tokens` itself.
+        None: a graph draws the tokens, writes them into `last_tokens`, and counts them.
         """
-        chosen = token_ids if samples.firsts is None else token_ids[samples.firsts]
-        if not is_written:
+        if token_ids is not None:
+            chosen = token_ids if samples.firsts is None else token_ids[samples.firsts]
             self.last_tokens.index_copy_(0, samples.device_rows, chosen)
-        self._sampling.note_sampled(samples.rows, chosen)
+            self._sampling.note_sampled(samples.rows, chosen)
         self._num_tokens[samples.rows] += 1
 
     def note_result(self, samples: Samples, token_ids: Ints) -> None:
@@ -196,12 +246,22 @@ class InputBatch:
         self._num_on_host[rows] = positions + 1
         self._sampling.note_read(rows, known)
 
+    def without_absent(self, part: Part) -> Part:
+        """The samples of a late part that can be drawn now. Late stages wait for their masks."""
+        samples = part.samples
+        assert (self._num_on_host[samples.rows] >= samples.positions).all(), "at most one step is under way beside it"
+        absent = self._sampling.absent(samples.rows)
+        if not absent.any():
+            return part
+        kept = self._part(samples, ~absent)
+        if part.places is None or kept.places is None:
+            return kept
+        places = part.places[kept.places]
+        return Part(kept.samples, places, self._move(places))
+
     def prepare_sampling(self, samples: Samples) -> SamplingInputs:
-        """Make the sampler's inputs; DEFERRED while a late stage needs tokens that are not on the host."""
+        """Make the sampler's inputs. All tokens of rows with a late stage must be on the host."""
         rows, lengths = samples.rows, samples.positions
-        is_late = self._sampling.are_late(rows)
-        if is_late is not None and (is_late & (self._num_on_host[rows] < lengths)).any():
-            return DEFERRED
         if samples.firsts is not None:
             rows, lengths = np.repeat(rows, samples.counts), np.repeat(lengths, samples.counts)
         return self._sampling.prepare(rows, lengths, samples.counts)
@@ -261,6 +321,9 @@ class InputBatch:
             rows, ends = rows[wanted], ends[wanted]
             counts, seq_ids = [counts[index] for index in wanted], [seq_ids[index] for index in wanted]
         assert (ends == self._num_tokens[rows]).all(), "a chunk samples before its sequence's last known token"
+        return self._make_samples(seq_ids, rows, ends, counts)
+
+    def _make_samples(self, seq_ids: Sequence[int], rows: Ints, positions: Ints, counts: Sequence[int]) -> Samples:
         firsts = owners = None
         if sum(counts) > len(counts):
             firsts = self._move(np.concatenate(([0], np.cumsum(counts)[:-1])))
@@ -268,7 +331,7 @@ class InputBatch:
         return Samples(
             seq_ids=tuple(seq_ids),
             rows=rows,
-            positions=ends,
+            positions=positions,
             serials=self._serials[rows],
             counts=tuple(counts),
             num_logprobs=self._sampling.num_logprobs[rows],
@@ -276,6 +339,37 @@ class InputBatch:
             firsts=firsts,
             owners=owners,
         )
+
+    def _split(self, samples: Samples) -> SampleParts:
+        """Part the samples of rows with a late stage from the others."""
+        are_late = self._sampling.are_late(samples.rows)
+        if not are_late.any():
+            return SampleParts(Part(samples, None, None) if len(samples) else None, None, late_waits=False)
+        late_waits = bool((self._num_on_host[samples.rows] < samples.positions)[are_late].any())
+        if are_late.all():
+            return SampleParts(None, Part(samples, None, None), late_waits)
+        return SampleParts(self._part(samples, ~are_late), self._part(samples, are_late), late_waits)
+
+    def _part(self, samples: Samples, chosen: npt.NDArray[np.bool_]) -> Part:
+        at = np.flatnonzero(chosen)
+        counts, seq_ids = [samples.counts[one] for one in at], [samples.seq_ids[one] for one in at]
+        places = np.flatnonzero(np.repeat(chosen, samples.counts))
+        part = self._make_samples(seq_ids, samples.rows[at], samples.positions[at], counts)
+        return Part(part, places, self._move(places))
+
+    def _plan_draw(
+        self, early: Part | None, places: StepPlaces, draws: DrawLayout | None
+    ) -> SamplingInputs | CapturedDraw | None:
+        """Decide how the early samples of a captured step are drawn: by its own graph, by another, or by launches."""
+        if early is None:
+            return None
+        samples = early.samples
+        at = np.arange(len(samples)) if early.places is None else early.places
+        if (drawn := self._sampling.plain_draws(samples.rows)) is not None:
+            places.temperatures.view(np.float32)[at], places.seeds[at] = drawn
+            return None
+        captured = None if draws is None else self._sampling.capture(samples.rows, samples.positions, at, draws)
+        return self.prepare_sampling(samples) if captured is None else captured
 
     def _plan_tail(self, chunks: tuple[SequenceChunk, ...], samples: Samples, query_starts: Ints) -> TailInputs | None:
         if len(samples) == query_starts[-1]:

@@ -33,15 +33,15 @@ def attention_by_group(
     device: torch.device,
     progress: Callable[[str], None],
 ) -> tuple[GroupAttention, ...]:
-    """Choose the attention of each KV group. `dtype`: of queries; `wanted`: see ModelConfig.attention_backend.
+    """Choose a rank's attention of each KV group. `dtype`: of queries; `wanted`: ModelConfig.attention_backend.
 
     Raises StartupError when no allowed backend can serve a group.
     """
     attentions = []
     for group in layout.groups:
-        num_kv_heads, num_layers, _, block_size, head_dim = group.shape
+        num_kv_heads, num_layers, _, block_size, head_dim = group.rank_shape(layout.tp_size)
         shape = AttentionShape(
-            spec.num_heads, num_kv_heads, head_dim, block_size, num_layers, dtype, group.window,
+            spec.num_heads // layout.tp_size, num_kv_heads, head_dim, block_size, num_layers, dtype, group.window,
             has_fp8_cache=KV_DTYPES[group.dtype] is FP8,
         )  # fmt: skip
         try:

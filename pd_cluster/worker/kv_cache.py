@@ -32,8 +32,8 @@ class KVCache:
     """
 
     layout: BlockLayout
-    tensors: tuple[torch.Tensor, ...]  # by group: [num_blocks + padding, *group.shape]
-    hosts: tuple[torch.Tensor, ...]  # by group: [num_host_blocks, *group.shape], pinned when the cache is on a GPU
+    tensors: tuple[torch.Tensor, ...]  # by group: [num_blocks + padding, *group.rank_shape(tp_size)]
+    hosts: tuple[torch.Tensor, ...]  # by group: [num_host_blocks, as above], pinned when the cache is on a GPU
     layer_views: tuple[
         tuple[torch.Tensor, torch.Tensor], ...
     ]  # K and V by layer, each [num_blocks + padding, num_kv_heads, block_size, head_dim]
@@ -42,7 +42,7 @@ class KVCache:
 
     @classmethod
     def allocate(cls, layout: BlockLayout, num_blocks: int, num_host_blocks: int, device: torch.device) -> KVCache:
-        """Allocate the cache, zeroed. Raises StartupError when memory is short.
+        """Allocate the cache of a rank, zeroed. Raises StartupError when memory is short.
 
         Attention multiplies the value of a masked slot by 0, and 0 times uninitialized memory may be NaN.
         """
@@ -51,13 +51,13 @@ class KVCache:
         views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         try:
             for group in layout.groups:
-                shape, dtype = group.shape, KV_DTYPES[group.dtype]
+                shape, dtype = group.rank_shape(layout.tp_size), KV_DTYPES[group.dtype]
                 tensor = torch.zeros((num_blocks + _NUM_PADDING_BLOCKS, *shape), dtype=dtype, device=device)
                 tensors.append(tensor)
                 hosts.append(torch.zeros((num_host_blocks, *shape), dtype=dtype, pin_memory=is_pinned))
                 views |= {layer: (tensor[:, :, i, 0], tensor[:, :, i, 1]) for i, layer in enumerate(group.layers)}
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            size_gb = (num_blocks + num_host_blocks) * layout.block_bytes / 1e9
+            size_gb = (num_blocks + num_host_blocks) * layout.rank_bytes / 1e9
             raise StartupError(f"cannot allocate {size_gb:.2f} GB of KV cache: {error}") from error
         layer_views = tuple(views[layer] for layer in range(len(views)))
         return cls(layout, tuple(tensors), tuple(hosts), layer_views, num_blocks, num_host_blocks)
@@ -97,5 +97,5 @@ class KVCache:
 
 
 def blocks_in(num_bytes: float, layout: BlockLayout) -> int:
-    """The number of blocks, over all groups, that fit into `num_bytes`."""
-    return int(num_bytes // layout.block_bytes)
+    """The number of blocks, over all groups, of which one rank's parts fit into `num_bytes`."""
+    return int(num_bytes // layout.rank_bytes)

@@ -10,7 +10,9 @@ from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import model_directory, read_json
 from pd_cluster.models.fingerprint import fingerprint
 from pd_cluster.models.hf_config import read_eos_token_ids
+from pd_cluster.models.model_share import ModelShare
 from pd_cluster.models.registry import build_model, choose_implementation
+from pd_cluster.models.shard import WHOLE, Shard
 from pd_cluster.models.weights import fill_at_random, load_weights
 from pd_cluster.worker.executor import ModelDescription
 from pd_cluster.worker.kv_cache import DTYPES
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.config import ModelConfig
     from pd_cluster.models.model import Model
+    from pd_cluster.models.reduce import Reduce
     from pd_cluster.models.spec import ModelSpec
     from pd_kernels.backends import Kernels
 
@@ -62,16 +65,22 @@ def load_model(
     kernels: Kernels,
     device: torch.device,
     progress: Callable[[str], None],
+    shard: Shard = WHOLE,
+    reduce: Reduce | None = None,
 ) -> Model:
     """Build the model on the device and fill its weights: from the files, or at random for the load format "dummy".
 
-    Raises StartupError when the weights do not fit on the device, or the files do not fit the model.
+    `shard`, `reduce`: see ModelShare. Raises StartupError when the weights do not fit on the device, the files do not
+    fit the model, or the ranks cannot share it.
     """
+    share = ModelShare(shard, reduce)
+    if shard.size > 1 and description.spec.modules is not None:
+        raise StartupError(f"--tp {shard.size}: {description.spec.architecture} by transformers' modules is not split")
     spec, dtype = description.spec, DTYPES[description.dtype]
     is_dummy, directory = config.load_format == "dummy", model_directory(config.model)
     try:
         if spec.modules is None:
-            model: Model = build_model(spec, kernels, description.max_model_len, dtype, device)
+            model: Model = build_model(spec, kernels, description.max_model_len, dtype, device, share)
         else:
             from pd_cluster.models.transformers_model import TransformersModel
 

@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
+from pd_cluster.worker.cuda_graphs.draw_graphs import DrawGraphs
 from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
+from pd_cluster.worker.draw_places import DrawLayout
 from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.input_batch import InputBatch, table_width
 from pd_cluster.worker.logits_stages.order import make_stages
+from pd_cluster.worker.logits_stages.penalties import Penalties, PenaltyTables
 from pd_cluster.worker.logits_stages.stage import StageContext
-from pd_cluster.worker.pending_step import PendingStep
-from pd_cluster.worker.sampler import Sampled, sample
-from pd_cluster.worker.sampling_state import DEFERRED, SamplingState
+from pd_cluster.worker.pending_step import DrawnPart, PendingStep
+from pd_cluster.worker.rank_sampler import RankPlace, RankSampler
+from pd_cluster.worker.sampler import Sampled, WholeSampler
+from pd_cluster.worker.sampling_state import SamplingInputs, SamplingState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,9 +27,9 @@ if TYPE_CHECKING:
     from pd_cluster.models.model import Model
     from pd_cluster.scheduling.batch import Batch
     from pd_cluster.worker.grammars import Grammars
-    from pd_cluster.worker.input_batch import ReplayInputs, Samples, StepInputs
+    from pd_cluster.worker.input_batch import Part, ReplayInputs, SampleParts, Samples, Staged, StepInputs
     from pd_cluster.worker.kv_cache import KVCache
-    from pd_cluster.worker.sampling_state import SamplingInputs
+    from pd_cluster.worker.sampler import TokenSampler
     from pd_kernels.attention import GroupAttention
     from pd_kernels.backends import Kernels
     from pd_kernels.values import Ints, StepSize
@@ -42,8 +46,10 @@ class ModelRunner:
         host_buffer: HostBuffer,
         kernels: Kernels,
         attentions: Sequence[GroupAttention],
+        draws: DrawGraphs,
+        sampler: TokenSampler,
     ) -> None:
-        """`attentions`: by KV group."""
+        """`attentions`: by KV group. `draws`: without graphs yet."""
         self._model = model
         self.cache = cache
         self.rows = rows
@@ -51,8 +57,10 @@ class ModelRunner:
         self.kernels = kernels
         self._attentions = attentions
         # `launch` may name their sizes
-        self.graphs = StepGraphs(model, cache, rows, host_buffer, kernels, attentions)
-        self._deferred: tuple[PendingStep, torch.Tensor] | None = None  # the step that waits to be drawn, its logits
+        self.graphs = StepGraphs(model, cache, rows, host_buffer, sampler, attentions)
+        self._sampler = sampler
+        self.draws = draws
+        self._deferred: tuple[PendingStep, Part, torch.Tensor] | None = None  # late rows that wait, their step's logits
         self._views = list(cache.layer_views)
         last_layer = len(self._views) - 1
         self._last = next(
@@ -73,30 +81,59 @@ class ModelRunner:
         max_len: int,
         device: torch.device,
         grammars: Grammars | None = None,
+        place: RankPlace | None = None,
     ) -> ModelRunner:
-        """A runner with empty rows. `max_len`: tokens of a sequence, prompt and output."""
+        """A runner with empty rows. `max_len`: tokens of a sequence, prompt and output. `place`: None for one rank."""
         limits, vocab_size, block_size = config.scheduler, model.spec.vocab_size, cache.layout.block_size
         num_rows = limits.max_num_seqs
-        # Up to 50 bytes a token, 150 a sequence, block tables of all sequences and of those that sample. Arrays that do
-        # not fit are copied one by one
-        num_bytes = limits.max_num_batched_tokens * 64 + num_rows * (160 + 8 * table_width(max_len, block_size)) + 1024
-        host_buffer = HostBuffer(device, num_bytes)
-        context = StageContext(num_rows, vocab_size, eos_token_ids, device, host_buffer.move, grammars)
-        stages = make_stages(context, config.model.logits_stages)
+        layout = DrawLayout(num_rows, vocab_size)
+        # Up to 50 bytes a token, 200 a sequence, block tables of all sequences and of those that sample, a draw's
+        # inputs. Arrays that do not fit are copied one by one
+        num_bytes = limits.max_num_batched_tokens * 64 + num_rows * (200 + 8 * table_width(max_len, block_size))
+        host_buffer = HostBuffer(device, num_bytes + 8 * layout.length + 1024)
+        context = StageContext(num_rows, vocab_size, eos_token_ids, device, host_buffer.move, grammars, kernels)
+        sampler: TokenSampler = WholeSampler(vocab_size, kernels)
+        if place is not None:
+            sampler = RankSampler(place, vocab_size, kernels)
+        if place is None or sampler.leads:
+            stages = make_stages(context, config.model.logits_stages)
+        else:
+            stages = place.told.stages(num_rows)
         sampling = SamplingState(num_rows, vocab_size, stages, host_buffer)
         rows = InputBatch(num_rows, max_len, block_size, sampling, host_buffer, device)
-        return cls(model, cache, rows, host_buffer, kernels, attentions)
+
+        def penalty_tables() -> PenaltyTables:
+            return next(stage for stage in stages if isinstance(stage, Penalties)).tables()
+
+        draws = DrawGraphs(layout, rows.last_tokens, penalty_tables, kernels)
+        return cls(model, cache, rows, host_buffer, kernels, attentions, draws, sampler)
 
     @torch.inference_mode()
-    def launch(self, batch: Batch, graph: StepSize | None = None) -> PendingStep:
-        """Apply the batch's changes and start its work. `graph`: the captured size to replay; None: no graph."""
+    def launch(
+        self, batch: Batch, graph: StepSize | None = None, announce: Callable[[Staged], None] | None = None
+    ) -> PendingStep:
+        """Apply the batch's changes and start its work. `graph`: the captured size to replay; None: no graph.
+
+        `announce` is called with the starting sequences that have active stages, before any work of the device.
+        """
         assert self._deferred is None, "a step with late rows is drawn before the next one is launched"
         self.host_buffer.begin()
         self.rows.apply(batch)
+        if announce is not None:
+            announce(self.rows.staged(batch.starts))
         self.cache.run_copies(batch.copies, self.kernels)
         if not batch.chunks:
-            return self._launched(PendingStep(batch.step, None, self._note_result), None)
+            return self._launched(PendingStep(batch.step, self._note_result))
         return self._compute(batch) if graph is None else self._replay(batch, graph)
+
+    def draw_late(self) -> None:
+        """Draw the late rows of the newest step, as rank 0 does now. The steps before it must have been read."""
+        self._draw_deferred()
+
+    def forget_sequences(self) -> None:
+        """Remove all sequences and the step that waits to be drawn, for instance after a launch that failed."""
+        self._deferred = None
+        self.rows.clear()
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Compute the logits [R, vocab_size] of the samples. The inputs must be on the device."""
@@ -108,76 +145,97 @@ class ModelRunner:
         logits = self._model.forward(step, self._views)
         return logits if inputs.samples.owners is None else logits[inputs.samples.owners]
 
+    def make_logits(self, num_rows: int) -> torch.Tensor:
+        """Zeroed logits [num_rows, vocab_size] as the model computes them."""
+        model = self._model
+        return torch.zeros((num_rows, model.spec.vocab_size), dtype=model.dtype, device=model.device)
+
     def _compute(self, batch: Batch) -> PendingStep:
         rows, inputs = self.rows, self.rows.build(batch.chunks)
         self.host_buffer.flush()
         rows.fill_late(inputs)
         if inputs.fresh_blocks is not None:
             self.cache.clear(inputs.fresh_blocks)
-        return self._sample(batch, inputs, self.forward(inputs))
+        return self._sample(PendingStep(batch.step, self._note_result), inputs, self.forward(inputs))
 
     def _replay(self, batch: Batch, graph: StepSize) -> PendingStep:
         """Run the step by the graph of size `graph`.
 
         No blocks are cleared, because kernels that can be captured use nothing past a sequence's length.
         """
-        inputs = self.graphs.build(batch.chunks, graph)
+        inputs = self.graphs.build(batch.chunks, graph, self.draws.layout)
         self.host_buffer.flush()
         outputs = self.graphs.replay(inputs, graph)
-        return self._sample(batch, inputs, outputs.logits, outputs.token_ids)
+        pending, early = PendingStep(batch.step, self._note_result), inputs.parts.early
+        if early is None or isinstance(inputs.sampling, SamplingInputs):
+            return self._sample(pending, inputs, outputs.logits)
+        if self.watcher is not None:
+            self.watcher(outputs.logits)
+        sampled = Sampled(outputs.token_ids)
+        if inputs.sampling is not None:
+            sampled = self.draws.replay(inputs.sampling, graph, len(inputs.samples))
+        self.rows.note_launched(early.samples, None)
+        pending.parts.append(DrawnPart(early.samples, sampled.to_host(), early.places))
+        return self._sample_late(pending, inputs.parts, outputs.logits)
 
-    def _sample(
-        self, batch: Batch, inputs: StepInputs | ReplayInputs, logits: torch.Tensor, drawn: torch.Tensor | None = None
-    ) -> PendingStep:
-        """Draw a step's tokens from its logits [R, vocab_size].
-
-        `drawn`: the tokens that a graph drew; they count if the step needs no other sampling.
-        """
-        samples, sampling = inputs.samples, inputs.sampling
-        pending = PendingStep(batch.step, samples, self._note_result)
-        if not len(samples):
-            return self._launched(pending, None)
+    def _sample(self, pending: PendingStep, inputs: StepInputs | ReplayInputs, logits: torch.Tensor) -> PendingStep:
+        """Draw a step's tokens from its logits [R, vocab_size] by launches."""
+        if not len(inputs.samples):
+            return self._launched(pending)
         if self.watcher is not None:
             self.watcher(logits)
-        if sampling is DEFERRED:
-            self._deferred = pending, logits
-            return pending
-        if sampling is None:
-            assert drawn is not None
-            self.rows.note_launched(samples, drawn, is_written=True)
-            return self._launched(pending, Sampled(drawn))
-        return self._draw(pending, logits, sampling)
+        if (early := inputs.parts.early) is not None:
+            assert isinstance(inputs.sampling, SamplingInputs)
+            self._draw(pending, early, inputs.sampling, logits)
+        return self._sample_late(pending, inputs.parts, logits)
 
-    def _draw(self, pending: PendingStep, logits: torch.Tensor, sampling: SamplingInputs) -> PendingStep:
-        assert pending.samples is not None
-        sampled = sample(logits, sampling, self.kernels)
+    def _sample_late(self, pending: PendingStep, parts: SampleParts, logits: torch.Tensor) -> PendingStep:
+        """Draw the late rows of a step, or let them wait for the result of the step under way."""
+        if parts.late is None:
+            return self._launched(pending)
+        self._deferred = pending, parts.late, logits
+        if not parts.late_waits and self._sampler.leads:
+            self._draw_deferred()
+        return pending
+
+    def _draw(self, pending: PendingStep, part: Part, sampling: SamplingInputs, logits: torch.Tensor) -> None:
+        sampled = self._sampler.sample(part.of(logits), sampling)
         if sampling.failures:
-            by_row = dict(zip(pending.samples.rows.tolist(), pending.samples.seq_ids, strict=True))
-            pending.failures = {by_row[row]: why for row, why in sampling.failures.items()}
-        self.rows.note_launched(pending.samples, sampled.token_ids)
-        return self._launched(pending, sampled)
+            by_row = dict(zip(part.samples.rows.tolist(), part.samples.seq_ids, strict=True))
+            pending.failures |= {by_row[row]: why for row, why in sampling.failures.items()}
+        self.rows.note_launched(part.samples, sampled.token_ids)
+        pending.parts.append(DrawnPart(part.samples, sampled.to_host()))
 
-    def _launched(self, pending: PendingStep, sampled: Sampled | None) -> PendingStep:
+    def _launched(self, pending: PendingStep) -> PendingStep:
         """Note that all of the step's work is on its way to the device."""
-        if sampled is not None:
-            pending.sampled = sampled.to_host()
         if self.cache.tensors[0].is_cuda:
             pending.retired = torch.cuda.Event()  # type: ignore[no-untyped-call]
             pending.retired.record()
         pending.is_launched = True
         return pending
 
-    def _note_result(self, samples: Samples, token_ids: Ints) -> None:
-        """Note that a step's tokens have been read. If a step waits for these tokens, draw its tokens now."""
-        self.rows.note_result(samples, token_ids)
-        if self._deferred is not None:
-            deferred, self._deferred = self._deferred, None
-            self._draw_deferred(*deferred)
+    def _note_result(self, parts: Sequence[tuple[Samples, Ints]]) -> None:
+        """Note that a step's tokens have been read. If rows of a step wait for these tokens, draw them now."""
+        for samples, token_ids in parts:
+            self.rows.note_result(samples, token_ids)
+        if self._deferred is not None and self._sampler.leads:
+            self._draw_deferred()
 
     @torch.inference_mode()
-    def _draw_deferred(self, pending: PendingStep, logits: torch.Tensor) -> None:
-        assert pending.samples is not None
-        sampling = self.rows.prepare_sampling(pending.samples)
-        assert sampling is not DEFERRED, "at most one step is under way when another with late rows is launched"
+    def _draw_deferred(self) -> None:
+        """Draw the late rows that wait, behind the draw of the step's other rows.
+
+        Sequences that are absent leave the step, so that nothing is noted of them.
+        """
+        assert self._deferred is not None
+        (pending, late, logits), self._deferred = self._deferred, None
+        part = self.rows.without_absent(late)
+        pending.absent = frozenset(late.samples.seq_ids).difference(part.samples.seq_ids)
+        self._sampler.tell_late(pending.absent)
+        if not len(part.samples):
+            self._launched(pending)
+            return
+        sampling = self.rows.prepare_sampling(part.samples)
         self.host_buffer.flush()
-        self._draw(pending, logits, sampling)
+        self._draw(pending, part, sampling, logits)
+        self._launched(pending)

@@ -3,21 +3,48 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import numpy as np
 
 from pd_cluster.scheduling.batch import StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
+    from pd_cluster.errors import PdError
     from pd_cluster.worker.input_batch import Samples
+    from pd_cluster.worker.rank_link import StepOnRanks
     from pd_cluster.worker.sampler import Sampled
     from pd_connectors.protocol.messages import SampledToken
     from pd_kernels.values import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnPart:
+    """Some of a step's samples, and their tokens."""
+
+    samples: Samples
+    sampled: Sampled  # in host memory once the step has retired
+    places: Ints | None = None  # the samples' rows in `sampled`; None: all of them, in order
+
+    @property
+    def token_ids(self) -> Ints:
+        """The sampled ids of the part's logits rows."""
+        sampled = self.sampled if self.places is None else self.sampled.at(self.places)
+        ids: Ints = sampled.token_ids.numpy()
+        return ids
+
+    def read(self) -> tuple[Ints, list[SampledToken]]:
+        """Each sequence's first token (int64 [len(samples)]), and the tokens of all logits rows."""
+        counts = np.array(self.samples.counts)
+        sampled = self.sampled if self.places is None else self.sampled.at(self.places)
+        tokens = sampled.read(np.repeat(self.samples.num_logprobs, counts).tolist())
+        return sampled.token_ids.numpy()[np.cumsum(counts) - counts], tokens
 
 
 @dataclass(slots=True)
@@ -25,40 +52,53 @@ class PendingStep:
     """The Pending of a step on one device."""
 
     step: int
-    samples: Samples | None
-    note_result: Callable[[Samples, Ints], None]  # receives the sampled tokens (int64 [len(samples)])
-    is_launched: bool = False  # False: the step is drawn when the result of the step before is read
-    sampled: Sampled | None = None  # in host memory once `retired` has happened
+    # Receives samples with their tokens (int64 [len(samples)]), in one call for the whole step
+    note_result: Callable[[Sequence[tuple[Samples, Ints]]], None]
+    parts: list[DrawnPart] = field(default_factory=list)
+    is_launched: bool = False  # False: its late rows are drawn when the result of the step before is read
     retired: torch.cuda.Event | None = None  # None: the device is a CPU, so the launch was all of the work
-    failures: dict[int, str] = field(default_factory=dict)  # see StepResult
+    failures: dict[int, PdError] = field(default_factory=dict)  # see StepResult
+    absent: frozenset[int] = frozenset()  # see StepResult; no part has their samples
+    others: StepOnRanks | None = None  # the step on the other ranks
 
     @property
     def is_over(self) -> bool:
-        return self.is_launched and (self.retired is None or bool(self.retired.query()))  # type: ignore[no-untyped-call]
+        is_over = self.is_launched and (self.retired is None or bool(self.retired.query()))  # type: ignore[no-untyped-call]
+        return is_over and (self.others is None or self.others.is_over)
 
-    def result(self) -> StepResult:
-        """See Pending. Waits even when nothing was sampled, because others may read the step's blocks next."""
+    def wait(self) -> None:
+        """Wait until the step has ended on this device. Another thread may call it."""
         assert self.is_launched, "results are read in the order of launches"
         if self.retired is not None:
             self.retired.synchronize()
-        samples, sampled = self.samples, self.sampled
-        if samples is None or sampled is None:
-            return StepResult(self.step, {})
-        token_ids = sampled.token_ids.numpy()
-        if samples.firsts is None:
-            tokens = sampled.read(samples.num_logprobs.tolist())
-            self.note_result(samples, token_ids)
-            return StepResult(
-                self.step,
-                {seq_id: (token,) for seq_id, token in zip(samples.seq_ids, tokens, strict=True)},
-                failures=self.failures,
-            )
-        counts = np.array(samples.counts)
-        tokens = sampled.read(np.repeat(samples.num_logprobs, counts).tolist())
-        ends = np.cumsum(counts)
-        self.note_result(samples, token_ids[ends - counts])
+
+    def digest(self) -> int:
+        """A checksum of the sampled ids, once the step has ended. Equal on every rank."""
+        checksum = 0
+        for part in self.parts:
+            checksum = crc32(part.token_ids.tobytes(), checksum)
+        return checksum
+
+    def result(self) -> StepResult:
+        """See Pending. Waits even when nothing was sampled, because others may read the step's blocks next."""
+        if self.others is None:
+            return self._read()
+        with self.others.link.blamed():
+            result = self._read()
+        self.others.confirm(self.digest())
+        return result
+
+    def _read(self) -> StepResult:
+        self.wait()
         runs: dict[int, tuple[SampledToken, ...]] = {}
         firsts: dict[int, tuple[SampledToken, ...]] = {}
-        for seq_id, count, end in zip(samples.seq_ids, samples.counts, ends.tolist(), strict=True):
-            (runs if count == 1 else firsts)[seq_id] = tuple(tokens[end - count : end])
-        return StepResult(self.step, runs, firsts, self.failures)
+        noted = []
+        for part in self.parts:
+            first_ids, tokens = part.read()
+            noted.append((part.samples, first_ids))
+            rest = iter(tokens)
+            for seq_id, count in zip(part.samples.seq_ids, part.samples.counts, strict=True):
+                (runs if count == 1 else firsts)[seq_id] = tuple(islice(rest, count))
+        if noted:
+            self.note_result(noted)
+        return StepResult(self.step, runs, firsts, self.failures, self.absent)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from pd_cluster.protocol.sampling_params import MAX_TOP_LOGPROBS
 from pd_connectors.protocol.messages import SampledToken, TopLogprob
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pd_cluster.worker.sampling_state import SamplingInputs
     from pd_kernels.backends import Kernels
+    from pd_kernels.values import Draws, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +29,22 @@ class Sampled:
 
     def to_host(self) -> Sampled:
         """Start to copy the values to host memory. They are there once the stream has reached this point."""
-        if not self.token_ids.is_cuda:
-            return self
-        more = (part if part is None else _fetch(part) for part in (self.logprobs, self.top_ids, self.top_logprobs))
-        return Sampled(_fetch(self.token_ids), *more)
+        return self._map(_fetch) if self.token_ids.is_cuda else self
+
+    def first(self, count: int) -> Sampled:
+        """The first rows."""
+        return self._map(lambda values: values[:count])
+
+    def at(self, places: Ints) -> Sampled:
+        """The rows at `places`. The values must be on the host."""
+        index = torch.from_numpy(places)
+        return self._map(lambda values: values[index])
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Sampled:
+        more = (
+            values if values is None else change(values) for values in (self.logprobs, self.top_ids, self.top_logprobs)
+        )
+        return Sampled(change(self.token_ids), *more)
 
     def read(self, num_logprobs: list[int]) -> list[SampledToken]:
         """The tokens, from values on the host. `num_logprobs`: alternatives that each row wants; -1: no logprobs."""
@@ -50,6 +66,45 @@ class Sampled:
         ]  # fmt: skip
 
 
+class TokenSampler(Protocol):
+    """Draws tokens from the logits that this rank computes."""
+
+    @property
+    def num_columns(self) -> int:
+        """V', the logits of a row that this rank computes."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank decides when late rows are drawn. Another rank calls `ModelRunner.draw_late`."""
+
+    def draw(self, logits: torch.Tensor, draws: Draws | None) -> torch.Tensor:
+        """Draw rows of `logits` [R, V'] by temperature and seed alone; None: all greedy. -> int64 [R]. Capturable."""
+
+    def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
+        """One token per row of `logits` [R, V'], which may be overwritten."""
+
+    def tell_late(self, absent: frozenset[int]) -> None:
+        """Note that the late rows of the newest step are drawn next, except those of the sequences `absent`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeSampler:
+    """The TokenSampler of a rank that computes all logits."""
+
+    num_columns: int
+    kernels: Kernels
+    leads: bool = True
+
+    def draw(self, logits: torch.Tensor, draws: Draws | None) -> torch.Tensor:
+        return self.kernels.argmax(logits) if draws is None else self.kernels.draw(logits, draws)
+
+    def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
+        return sample(logits, inputs, self.kernels)
+
+    def tell_late(self, absent: frozenset[int]) -> None:
+        return
+
+
 def sample(logits: torch.Tensor, inputs: SamplingInputs, kernels: Kernels) -> Sampled:
     """One token per row of `logits` [R, V], which may be overwritten.
 
@@ -59,16 +114,20 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, kernels: Kernels) -> Sa
     draws = inputs.draws
     if draws is None:
         return Sampled(kernels.argmax(logits))
-    raw = logits.float().log_softmax(-1) if inputs.num_logprobs >= 0 else None
+    raw = logits
     if inputs.changes:
-        logits = logits.float()
+        logits = logits.to(torch.float32, copy=inputs.has_logprobs)
         for stage, stage_inputs in inputs.changes:
             stage.apply(logits, stage_inputs)
     token_ids = kernels.draw(logits, draws)
-    if raw is None:
+    if not inputs.has_logprobs:
         return Sampled(token_ids)
-    top = raw.topk(inputs.num_logprobs, dim=-1)
-    return Sampled(token_ids, raw.gather(1, token_ids[:, None])[:, 0], top.indices, top.values)
+    return Sampled(token_ids, *kernels.logprobs(raw, token_ids, most_logprobs(raw)))
+
+
+def most_logprobs(logits: torch.Tensor) -> int:
+    """The number of best tokens that are looked up for all rows, whatever each wants: a number compiles kernels."""
+    return min(MAX_TOP_LOGPROBS, logits.shape[1])
 
 
 def _fetch(tensor: torch.Tensor) -> torch.Tensor:

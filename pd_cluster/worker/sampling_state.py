@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pd_kernels.values import Draws, Limits
+from pd_cluster.worker.draw_places import CapturedDraw, DrawChanges, DrawVariant
+from pd_cluster.worker.logits_stages.stage import CapturedStage
+from pd_kernels.values import Draws, Limits, TokenMasks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
+    from pd_cluster.errors import PdError
     from pd_cluster.scheduling.batch import SequenceStart
+    from pd_cluster.worker.draw_places import DrawLayout
     from pd_cluster.worker.host_buffer import HostBuffer
     from pd_cluster.worker.logits_stages.stage import LogitsStage
     from pd_kernels.values import Ints
@@ -25,14 +29,14 @@ if TYPE_CHECKING:
 class SamplingInputs:
     """The sampler's inputs for R logits rows."""
 
-    num_logprobs: int  # -1: no row asks for logprobs
+    has_logprobs: bool  # a row asks for logprobs
     changes: tuple[tuple[LogitsStage, Any], ...]  # stages that change the logits, in order, with their inputs
-    draws: Draws | None  # None only in GREEDY and DEFERRED
-    failures: dict[int, str] = field(default_factory=dict)  # rows that cannot go on, with the reason
+    draws: Draws | None  # None only in GREEDY
+    failures: dict[int, PdError] = field(default_factory=dict)  # rows that cannot go on, with the reason
+    is_plain: bool = False  # no row asks for more than temperature and seed; the same on every rank
 
 
-GREEDY = SamplingInputs(-1, (), None)  # every row takes its best token, and nothing else is asked for
-DEFERRED = SamplingInputs(-1, (), None)  # stands for inputs that need the tokens of the step before
+GREEDY = SamplingInputs(False, (), None, is_plain=True)  # every row takes its best token, and nothing else is asked for
 
 
 class SamplingState:
@@ -83,26 +87,63 @@ class SamplingState:
 
         A row with several samples occurs once for each, in neighbouring places. The i-th uses the i-th sample seed.
         """
-        if self._plain[rows].all() and not self._temperature[rows].any():
+        is_plain = bool(self._plain[rows].all())
+        if is_plain and not self._temperature[rows].any():
             return GREEDY
         changes = [
             (stage, inputs)
             for stage, active in self._stages
             if active[rows].any() and (inputs := stage.prepare(rows, lengths)) is not None
         ]
+        masks = None
+        if changes and isinstance(changes[-1][1], TokenMasks):  # the draw itself reads them, and copies no logits
+            masks = changes.pop()[1]
         return SamplingInputs(
-            num_logprobs=int(self.num_logprobs[rows].max()),
+            has_logprobs=bool((self.num_logprobs[rows] >= 0).any()),
             changes=tuple(changes),
-            draws=self._prepare_draws(rows, lengths, num_samples),
+            draws=self._prepare_draws(rows, lengths, num_samples, masks),
             failures={row: why for stage, _ in self._late_stages for row, why in stage.take_failures().items()},
+            is_plain=is_plain,
         )
 
-    def are_late(self, rows: Ints) -> npt.NDArray[np.bool_] | None:
-        """Which of `rows` have an active late stage; None: there is no late stage."""
-        if not self._late_stages:
-            return None
-        are_late: npt.NDArray[np.bool_] = np.logical_or.reduce([active[rows] for _, active in self._late_stages])
+    def capture(self, rows: Ints, lengths: Ints, at: Ints, layout: DrawLayout) -> CapturedDraw | None:
+        """Make the inputs of a captured draw for `rows`. `at`: their rows in the logits of the step.
+
+        `lengths` as for `prepare`; each row has one sample. None if a captured draw cannot draw all of them.
+        """
+        fields = layout.padded()
+        places = layout.places(fields, np.float32)
+        changes = DrawChanges(places, at, layout.vocab_size)
+        for stage, active in self._stages:
+            if not active[rows].any():
+                continue
+            if not isinstance(stage, CapturedStage) or not stage.fold(rows, lengths, changes):
+                return None
+        places.owners[at], places.positions[at], places.seeds[at] = rows, lengths, self._seeds[rows]
+        places.temperature[at], places.top_k[at] = self._temperature[rows], self._top_k[rows]
+        places.top_p[at], places.min_p[at] = self._top_p[rows], self._min_p[rows]
+        variant = DrawVariant(not changes.is_empty, bool((self.num_logprobs[rows] >= 0).any()))
+        return CapturedDraw(variant, self._move(layout.used(fields, has_changes=variant.has_changes)))
+
+    def are_changed(self, rows: Ints) -> npt.NDArray[np.bool_]:
+        """Which of `rows` have an active stage."""
+        changed: npt.NDArray[np.bool_] = self._changed[rows]
+        return changed
+
+    def are_late(self, rows: Ints) -> npt.NDArray[np.bool_]:
+        """Which of `rows` have an active late stage."""
+        are_late = np.zeros(len(rows), bool)
+        for _, active in self._late_stages:
+            are_late |= active[rows]
         return are_late
+
+    def absent(self, rows: Ints) -> npt.NDArray[np.bool_]:
+        """Which of `rows` (distinct) sit out this draw, because a late stage is not ready for them."""
+        found = set[int]()
+        for stage, active in self._late_stages:
+            if len(own := rows[active[rows]]):
+                found |= stage.absent(own)
+        return np.isin(rows, list(found))
 
     def note_sampled(self, rows: Ints, token_ids: torch.Tensor) -> None:
         """Tell the stages that each of `rows` (distinct) continues with its token.
@@ -130,13 +171,12 @@ class SamplingState:
                 at += count
         return seeds
 
-    def _prepare_draws(self, rows: Ints, lengths: Ints, num_samples: Sequence[int]) -> Draws:
+    def _prepare_draws(self, rows: Ints, lengths: Ints, num_samples: Sequence[int], masks: TokenMasks | None) -> Draws:
         limits = None
-        if len(found := np.flatnonzero(self._limited[rows])):
-            bounds = (values[rows[found]] for values in (self._top_k, self._top_p, self._min_p))
-            limits = Limits(*map(self._move, (found, *bounds)))
+        if self._limited[rows].any():
+            limits = Limits(*(self._move(values[rows]) for values in (self._top_k, self._top_p, self._min_p)))
         seeds = self._resolve_seeds(rows, num_samples)
-        return Draws(self._move(self._temperature[rows]), self._move(seeds), self._move(lengths), limits)
+        return Draws(self._move(self._temperature[rows]), self._move(seeds), self._move(lengths), limits, masks)
 
 
 def _wrap_64(seed: int) -> int:

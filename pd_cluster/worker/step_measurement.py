@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice, pairwise
 from typing import TYPE_CHECKING
 
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.scheduling.step_cost import SIZES_BESIDE, tokens_beside_decodes, tokens_of_prompts
+from pd_cluster.scheduling.step_model import StepWork, keys_of
 from pd_cluster.worker.capacity import MOST_STEP_TOKENS, STEP_TOKENS
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 DECODES = 32
 CONTEXT = 1024  # tokens of a decoding sequence, and of a prompt in steps of prompts only
+MOST_DECODES = 128  # of the steps that a StepModel is fitted to
+SIZES_OF_MODEL = (128, 256, 512, 1024)  # tokens of its steps with DECODES decodes
 SIZES_OF_PROMPTS = (STEP_TOKENS, 2 * STEP_TOKENS, MOST_STEP_TOKENS)
 STEPS = 6  # of a measurement; the first two do not count: the device waits for their inputs
 BEHIND = 4096  # tokens before a chunk, where the time of keys is measured
@@ -32,17 +35,22 @@ SAMPLING = SamplingParams(max_tokens=1, temperature=1.0)
 
 @dataclass(frozen=True, slots=True)
 class StepTimer:
-    """Times steps of an executor, two under way at a time. Overwrites the cache."""
+    """Times steps of an executor, two under way at a time. Overwrites the cache.
+
+    `samples`: what was measured, for a StepModel.
+    """
 
     launch: Callable[[Batch], Pending]
     num_blocks: int
     block_size: int
     max_len: int
     vocab_size: int
+    samples: list[tuple[StepWork, float]] = field(default_factory=list)
 
-    def seconds(self, num_decodes: int, prompts: Sequence[int], behind: int = 0) -> float:
-        """The median of steps: decodes behind CONTEXT tokens, and chunks of `prompts` tokens behind `behind`."""
-        batches, ends = self._batches(num_decodes, prompts, behind), list[float]()
+    def seconds(self, num_decodes: int, prompts: Sequence[int], behind: int = 0, context: int = CONTEXT) -> float:
+        """The median of steps: decodes behind `context` tokens, and chunks of `prompts` tokens behind `behind`."""
+        context = min(context, self.max_len - STEPS)
+        batches, ends = self._batches(num_decodes, prompts, behind, context), list[float]()
         pending = self.launch(next(batches))
         for batch in batches:
             launched = self.launch(batch)
@@ -50,11 +58,13 @@ class StepTimer:
             ends.append(time.perf_counter())
             pending = launched
         pending.result()
-        return statistics.median([end - start for start, end in pairwise(ends[1:])])
+        seconds = statistics.median([end - start for start, end in pairwise(ends[1:])])
+        num_keys = sum(keys_of(size, behind) for size in prompts)
+        self.samples.append((StepWork(num_decodes, num_decodes * context, sum(prompts), num_keys), seconds))
+        return seconds
 
-    def _batches(self, num_decodes: int, prompts: Sequence[int], behind: int) -> Iterator[Batch]:
+    def _batches(self, num_decodes: int, prompts: Sequence[int], behind: int, context: int) -> Iterator[Batch]:
         """The steps, and then the departure of their sequences. A chunk draws no token, as its prompt goes on."""
-        context = min(CONTEXT, self.max_len - STEPS)
         starts = self._starts([context] * num_decodes + [behind + size + 1 for size in prompts] * STEPS)
         gone: Sequence[int] = ()
         for step in range(STEPS):
@@ -104,6 +114,22 @@ def limit_beside_decodes(
     return replace(limits, max_tokens_beside_decodes=cost.tokens), keys
 
 
+def measure_for_model(limits: SchedulerConfig, timer: StepTimer) -> None:
+    """Measure the steps that tell a StepModel's terms apart, as far as sequences are many and long enough."""
+    decodes = min(DECODES, limits.max_num_seqs - 1)
+    for num_decodes in {1, decodes, min(MOST_DECODES, limits.max_num_seqs)} - {0}:
+        timer.seconds(num_decodes, [])
+    if not decodes:
+        return
+    timer.seconds(decodes, [], context=BEHIND)
+    most = min(limits.max_num_batched_tokens, decodes + timer.max_len - 1)
+    sizes = [size for size in SIZES_OF_MODEL if decodes + 1 < size <= most]
+    for size in sizes:
+        timer.seconds(decodes, [size - decodes])
+    if sizes and BEHIND + sizes[0] <= timer.max_len:
+        timer.seconds(decodes, [sizes[0] - decodes], BEHIND)
+
+
 def limit_of_prompts(limits: SchedulerConfig, timer: StepTimer, progress: Callable[[str], None]) -> SchedulerConfig:
     """`limits` with a `max_num_batched_tokens` from STEP_TOKENS to the present one, as measured.
 
@@ -112,7 +138,13 @@ def limit_of_prompts(limits: SchedulerConfig, timer: StepTimer, progress: Callab
     most, num_seqs, length = limits.max_num_batched_tokens, limits.max_num_seqs, min(CONTEXT, timer.max_len - 1)
     sizes = [size for size in SIZES_OF_PROMPTS if num_seqs <= size <= min(most, num_seqs * length)]
     if not sizes:
-        return replace(limits, max_num_batched_tokens=min(most, max(STEP_TOKENS, num_seqs)))
+        return unmeasured_limit_of_prompts(limits)
     cost = tokens_of_prompts(sizes, lambda size: timer.seconds(0, [length] * (size // length)))
     progress(f"max_num_batched_tokens {cost.tokens} (tokens of a step of prompts: {cost.text})")
     return replace(limits, max_num_batched_tokens=cost.tokens)
+
+
+def unmeasured_limit_of_prompts(limits: SchedulerConfig) -> SchedulerConfig:
+    """`limits` with the `max_num_batched_tokens` of a dense model, or the present one where that is less."""
+    tokens = min(limits.max_num_batched_tokens, max(STEP_TOKENS, limits.max_num_seqs))
+    return replace(limits, max_num_batched_tokens=tokens)

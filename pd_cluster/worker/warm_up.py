@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
+from pd_kernels.values import FEW_ROWS, Draws, Limits, TokenMasks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -19,9 +22,12 @@ if TYPE_CHECKING:
     from pd_cluster.worker.model_runner import ModelRunner
 
 GREEDY, DRAWN = (SamplingParams(max_tokens=1, temperature=temperature) for temperature in (0.0, 1.0))
-CHANGED = SamplingParams(max_tokens=1, logit_bias={0: 1.0})  # the bias makes the sampler use logits in float32
+# With and without changes, which make the sampler use logits in float32
+ASKING = tuple(
+    SamplingParams(max_tokens=1, top_k=top_k, logprobs=1, repetition_penalty=penalty)
+    for top_k in (0, 2) for penalty in (1.0, 1.1)
+)  # fmt: skip
 LONG_PREFIX = 4096  # tokens; a longer prefix changes no kernel's split
-MOST_FEW_ROWS = (16, 64)  # of kernels for few rows; experts have both
 NUM_BLOCKS = 2  # the first blocks of the cache, which these steps write; the caller zeroes them
 
 Chunks = list[tuple[int, int]]  # per sequence: tokens before the chunk, tokens of the chunk
@@ -40,7 +46,22 @@ def run_steps_of_all_kinds(runner: ModelRunner, block_size: int, max_len: int, l
     num_seqs, budget = limits.max_num_seqs, limits.max_num_batched_tokens
     for chunks in (*mixed_steps(num_seqs), *prompt_steps(num_seqs, budget, max_len)):
         _run(runner, block_size, chunks, (DRAWN, GREEDY))
-    _run(runner, block_size, [(0, 1)], (CHANGED,))
+    for params in ASKING:
+        _run(runner, block_size, [(0, 1)], (params,))
+    _draw_with_masks(runner)
+
+
+@torch.inference_mode()
+def _draw_with_masks(runner: ModelRunner) -> None:
+    """Draw as rows with a grammar do, with and without limits, from logits in the model's type and in float32."""
+    logits = runner.make_logits(1)
+    vocab_size, device = logits.shape[1], logits.device
+    ones, longs = (torch.ones(1, dtype=dtype, device=device) for dtype in (torch.float32, torch.int64))
+    every = torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
+    masks = TokenMasks(every, torch.zeros(1, dtype=torch.int32, device=device))
+    for rows in (logits, logits.float()):
+        for limits in (None, Limits(longs, ones, ones)):
+            runner.kernels.draw(rows, Draws(ones, longs, longs, limits, masks))
 
 
 def mixed_steps(num_seqs: int) -> Iterator[Chunks]:
@@ -62,7 +83,7 @@ def prompt_steps(num_seqs: int, budget: int, max_len: int) -> Iterator[Chunks]:
     power of two.
     """
     largest = min(budget, num_seqs * max_len)
-    sizes = {*(2**power for power in range(1, largest.bit_length())), *(rows + 1 for rows in MOST_FEW_ROWS)}
+    sizes = {*(2**power for power in range(1, largest.bit_length())), *(rows + 1 for rows in FEW_ROWS)}
     for size in sorted({largest, *(size for size in sizes if size < largest)}):
         count = -(-size // max_len)
         shares = [size // count + (index < size % count) for index in range(count)]

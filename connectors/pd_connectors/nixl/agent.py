@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from pd_connectors.nixl.network import KvNetwork
     from pd_connectors.protocol.slices import SliceRead
     from pd_connectors.transport import GroupIds
+
+_Place = tuple[int, int, int]  # group, offset in a block, number of bytes
 
 PROGRESS_DELAY_US = 1000
 WARM_UP_BYTES = 64
@@ -72,32 +75,31 @@ class Region(msgspec.Struct, frozen=True):
         )
 
 
+@dataclass(frozen=True, slots=True)
 class Remote:
-    """Another agent, ready to be read. `block_list` is NIXL's handle of its blocks."""
+    """Another agent, ready to be read. The lists are NIXL's handles of the blocks' slices that are read, and filled."""
 
-    def __init__(self, name: str, regions: tuple[Region, ...], block_list: int) -> None:
-        self.name = name
-        self.regions = regions
-        self.block_list = block_list
+    name: str
+    regions: tuple[Region, ...]
+    slices: tuple[SliceRead, ...]
+    block_list: int
+    own_list: int
 
 
 class NixlAgent:
     """One agent over the tensors of one cache. Not thread-safe: one thread at a time.
 
-    name: unique among all agents that can connect. slices: the part of each block that is read, one entry a group
-    (`plan_slices` for one rank on both sides). network: where UCX may listen.
+    name: unique among all agents that can connect. network: where UCX may listen.
     Raises ConnectorUnavailable when NIXL is missing or does not start, or no port of the network is free.
     """
 
-    def __init__(
-        self, name: str, tensors: Sequence[torch.Tensor], slices: Sequence[SliceRead], network: KvNetwork
-    ) -> None:
+    def __init__(self, name: str, tensors: Sequence[torch.Tensor], network: KvNetwork) -> None:
         self.name = name
         self._bind = _bindings()
         self._scratch = bytearray(WARM_UP_BYTES)
         self._scratch_base = np.frombuffer(self._scratch, np.uint8).ctypes.data
         self.regions = tuple(map(Region.of, tensors))
-        self._slices = slices
+        self._own_lists: dict[tuple[_Place, ...], int] = {}  # one for each way in which peers cut their heads
         config = self._bind.nixlAgentConfig()
         config.useProgThread = True
         config.pthrDelay = PROGRESS_DELAY_US
@@ -109,8 +111,6 @@ class NixlAgent:
             for region in self.regions:
                 self._register(region.segment, region.base, region.num_blocks * region.block_bytes, region.device)
             self._register("DRAM", self._scratch_base, WARM_UP_BYTES, 0)
-            places = [(part.local_offset, part.num_bytes) for part in slices]
-            self._blocks = self._list_blocks(self._bind.NIXL_INIT_AGENT, self.regions, places)
         except Exception as error:
             raise ConnectorUnavailable(f"NIXL did not start: {type(error).__name__}: {error}") from error
 
@@ -118,8 +118,11 @@ class NixlAgent:
         """The metadata that `connect` on another agent needs, beside the regions."""
         return bytes(self._agent.getLocalMD())
 
-    def connect(self, metadata: bytes, regions: tuple[Region, ...]) -> Remote:
-        """Load another agent, or this one itself (a node that reads its own lease). Raises NixlError."""
+    def connect(self, metadata: bytes, regions: tuple[Region, ...], slices: tuple[SliceRead, ...]) -> Remote:
+        """Load another agent, or this one itself (a node that reads its own lease). Raises NixlError.
+
+        slices: the part of each block that is read, at most one a group; groups without are not read from there.
+        """
         try:
             name = self.name
             if metadata != self.metadata():
@@ -127,8 +130,9 @@ class NixlAgent:
         except Exception as error:
             raise NixlError(f"connect: {type(error).__name__}: {error}") from error
         try:
-            places = [(part.remote_offset, part.num_bytes) for part in self._slices]
-            return Remote(name, regions, self._list_blocks(name, regions, places))
+            own_list = self._own_list(slices)
+            places = [(part.group, part.remote_offset, part.num_bytes) for part in slices]
+            return Remote(name, regions, slices, self._list_blocks(name, regions, places), own_list)
         except Exception as error:
             self.disconnect(name)
             raise NixlError(f"connect: {type(error).__name__}: {error}") from error
@@ -170,7 +174,9 @@ class NixlAgent:
         return self._post(int(handle))
 
     def post_read(self, remote: Remote, theirs: GroupIds, ours: GroupIds) -> int:
-        """Start reading blocks `theirs` of the remote cache into our blocks `ours`, in every group. Returns a handle.
+        """Start reading blocks `theirs` of the remote cache into our blocks `ours`, in every group of `remote.slices`.
+
+        Returns a handle.
 
         Raises MayStillLand when a part of the read may be under way. Raises another NixlError when no part is: NIXL
         posted nothing, or the endpoint has failed (EndpointFailed).
@@ -178,11 +184,12 @@ class NixlAgent:
         Between processes of one host UCX copies inside this call (CMA), with the GIL released. NIXL joins neighbours:
         256 blocks that are consecutive on both sides are one descriptor.
         """
-        remote_places, local_places = _places(remote.regions, theirs), _places(self.regions, ours)
+        groups = [part.group for part in remote.slices]
+        remote_places, local_places = _places(remote.regions, groups, theirs), _places(self.regions, groups, ours)
         try:
             handle = self._agent.makeXferReq(
                 self._bind.NIXL_READ,
-                self._blocks,
+                remote.own_list,
                 local_places,
                 remote.block_list,
                 remote_places,
@@ -241,14 +248,21 @@ class NixlAgent:
         regions = self._bind.nixlRegDList(_segment(self._bind, segment), [(base, num_bytes, device, "")])
         self._agent.registerMem(regions, self._backends)
 
-    def _list_blocks(self, agent: str, regions: Sequence[Region], places: Sequence[tuple[int, int]]) -> int:
+    def _own_list(self, slices: Sequence[SliceRead]) -> int:
+        places = tuple((part.group, part.local_offset, part.num_bytes) for part in slices)
+        if places not in self._own_lists:
+            self._own_lists[places] = self._list_blocks(self._bind.NIXL_INIT_AGENT, self.regions, places)
+        return self._own_lists[places]
+
+    def _list_blocks(self, agent: str, regions: Sequence[Region], places: Sequence[_Place]) -> int:
         """One list over all groups, group after group, so that one read, with one handle and one end, covers them all.
 
-        places: offset and length in bytes of the part of a block that is read, by group.
+        places: the part of a block that is read, by group.
         """
-        rows = np.zeros((sum(region.num_blocks for region in regions), 3), np.uint64)
+        rows = np.zeros((sum(regions[group].num_blocks for group, _, _ in places), 3), np.uint64)
         start = 0
-        for region, (offset, num_bytes) in zip(regions, places, strict=True):
+        for group, offset, num_bytes in places:
+            region = regions[group]
             part = rows[start : start + region.num_blocks]
             part[:, 0] = np.arange(region.num_blocks, dtype=np.uint64) * np.uint64(region.block_bytes)
             part[:, 0] += np.uint64(region.base + offset)
@@ -259,10 +273,10 @@ class NixlAgent:
         return int(self._agent.prepXferDlist(agent, blocks, self._backends))
 
 
-def _places(regions: Sequence[Region], ids: GroupIds) -> NDArray[np.int32]:
-    """Where the blocks `ids` lie in the list of all groups' blocks. Raises NixlError for ids outside their region."""
+def _places(regions: Sequence[Region], groups: Sequence[int], ids: GroupIds) -> NDArray[np.int32]:
+    """Where the blocks `ids` lie in the list of these groups' blocks. Raises NixlError for ids outside their region."""
     places, start = [], 0
-    for region, group_ids in zip(regions, ids, strict=True):
+    for region, group_ids in ((regions[group], ids[group]) for group in groups):
         if group_ids and not 0 <= min(group_ids) <= max(group_ids) < region.num_blocks:
             raise NixlError(f"post_read: block ids outside 0..{region.num_blocks - 1}")
         places.append(np.asarray(group_ids, np.int32) + start)

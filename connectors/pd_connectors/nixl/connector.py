@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 from pd_connectors.nixl.machine import local_network
 from pd_connectors.nixl.transfer import NixlTransport
 from pd_connectors.p2p import PeerToPeerConnector
+from pd_connectors.rank_reader import RankReader
+from pd_connectors.ranked_transport import RankedTransport
 from pd_connectors.zmq_channel import ZmqChannel
 
 if TYPE_CHECKING:
-    from pd_connectors.base import ConnectorContext
+    from pd_connectors.base import CacheDescription, ConnectorContext
+    from pd_connectors.rank_port import RankPort
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +34,17 @@ class NixlConnector(PeerToPeerConnector):
             network = local_network(context.host, context.kv_ports)
             for line in network.notes():
                 logger.warning("%s", line)
-            transport = NixlTransport(f"{context.engine_id}/{context.epoch}", network)
+            local = NixlTransport(f"{context.engine_id}/{context.epoch}", network)
+            transport = RankedTransport(local, context.layout, context.rank_ports)
         except BaseException:
             channel.close()
             raise
         super().__init__(context, transport, channel)
+
+    @classmethod
+    def serve_rank(cls, context: ConnectorContext, cache: CacheDescription, port: RankPort) -> RankReader:
+        network = local_network(context.host, context.kv_ports)
+        name = f"{context.engine_id}/{context.epoch}/{context.rank}"
+        reader = RankReader(NixlTransport(name, network, context.rank), port)
+        reader.open(cache)
+        return reader

@@ -26,7 +26,8 @@ import msgspec
 
 from pd_connectors.nixl.agent import EndpointFailed, MayStillLand, NixlAgent, NixlError, Region, Remote
 from pd_connectors.protocol.errors import ConnectorUnavailable
-from pd_connectors.protocol.slices import plan_slices
+from pd_connectors.protocol.layout import BlockLayout
+from pd_connectors.protocol.slices import slices_between
 from pd_connectors.transport import Completion, Connected, ConnectFailed, PeerKey, ReadEnded, ReadId, Transport
 
 if TYPE_CHECKING:
@@ -92,14 +93,17 @@ class _Peer:
 
 
 class NixlTransport(Transport):
-    """agent_name: unique for ever, so that a restarted peer is never taken for its predecessor.
+    """The transport of one rank.
 
-    network: where UCX may listen.
+    agent_name: unique for ever, so that a restarted peer is never taken for its predecessor. network: where UCX may
+    listen.
     """
 
-    def __init__(self, agent_name: str, network: KvNetwork) -> None:
+    def __init__(self, agent_name: str, network: KvNetwork, rank: int = 0) -> None:
         self._agent_name = agent_name
         self._network = network
+        self._rank = rank
+        self._layout = BlockLayout(())  # the engine's, once its cache is registered
         self._left_behind: NixlAgent | None = None
         self._description = b""
         self._calls: queue.SimpleQueue[Callable[[NixlAgent], None] | None] = queue.SimpleQueue()
@@ -159,8 +163,8 @@ class NixlTransport(Transport):
 
     def _run(self, cache: CacheDescription) -> None:
         try:
-            slices = plan_slices(cache.layout, cache.layout)
-            agent = NixlAgent(self._agent_name, cache.tensors, slices, self._network)
+            self._layout = cache.layout
+            agent = NixlAgent(self._agent_name, cache.tensors, self._network)
             self._description = msgspec.msgpack.encode(_Description(agent.name, agent.metadata(), agent.regions))
         except Exception as error:
             self._start_error = error
@@ -194,10 +198,12 @@ class NixlTransport(Transport):
             there = msgspec.msgpack.decode(description, type=_Description)
             if any(there.agent == peer.remote.name for peer in self._retired):
                 raise NixlError("reads over its previous endpoint are still in flight")
-            theirs, ours = ([region.block_bytes for region in regions] for regions in (there.regions, agent.regions))
-            if theirs != ours:
-                raise NixlError(f"its blocks have {theirs} bytes, ours {ours}")
-            peer = _Peer(key, agent.connect(there.metadata, there.regions))
+            theirs = [region.block_bytes for region in there.regions]
+            expected = [group.rank_bytes(key.num_ranks) for group in self._layout.groups]
+            if theirs != expected:  # a slice could reach beyond the region
+                raise NixlError(f"its blocks have {theirs} bytes, not {expected}")
+            slices = slices_between(key.rank, key.num_ranks, self._layout, self._rank)
+            peer = _Peer(key, agent.connect(there.metadata, there.regions, slices))
         except (NixlError, msgspec.MsgspecError) as error:
             self._tell(ConnectFailed(key, str(error)))
             return

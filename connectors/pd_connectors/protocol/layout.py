@@ -16,6 +16,7 @@ import msgspec
 from pd_connectors.protocol.errors import LayoutMismatch
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+MAX_RANKS = 64  # of one engine; bounds the work for a layout that a peer sent
 
 
 class KVKind(StrEnum):
@@ -40,7 +41,7 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def block_bytes(self) -> int:
-        """The size of one block, over all ranks."""
+        """The size of one block with each head once, whatever the ranks replicate."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def first_block(self, num_tokens: int) -> int:
@@ -67,12 +68,20 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         when the heads cannot be split evenly.
         """
         heads = self.shape[0]
+        if not 1 <= tp_size <= MAX_RANKS or (self.sharded and max(heads, tp_size) % min(heads, tp_size)):
+            raise LayoutMismatch(f"{heads} KV heads cannot be split over {tp_size} ranks")
         if not self.sharded:
             return range(heads)
-        if max(heads, tp_size) % min(heads, tp_size):
-            raise LayoutMismatch(f"{heads} KV heads cannot be split over {tp_size} ranks")
         first, count = rank * heads // tp_size, max(1, heads // tp_size)
         return range(first, first + count)
+
+    def rank_shape(self, tp_size: int) -> tuple[int, ...]:
+        """`shape` with the heads of one rank. It is the same on every rank. Raises as `heads_of` does."""
+        return (len(self.heads_of(0, tp_size)), *self.shape[1:])
+
+    def rank_bytes(self, tp_size: int) -> int:
+        """The size of one block on one rank. Raises as `heads_of` does."""
+        return prod(self.rank_shape(tp_size)) * DTYPE_BYTES[self.dtype]
 
 
 class BlockRun(msgspec.Struct, frozen=True, array_like=True):
@@ -104,8 +113,13 @@ class BlockLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def block_bytes(self) -> int:
-        """The size of one block in all groups, over all ranks."""
+        """The size of one block in all groups, with each head once."""
         return sum(group.block_bytes for group in self.groups)
+
+    @property
+    def rank_bytes(self) -> int:
+        """The size of one block in all groups, on one rank. `tp_size` of these hold replicated heads several times."""
+        return sum(group.rank_bytes(self.tp_size) for group in self.groups)
 
     def digest(self) -> bytes:
         """16 bytes that name the groups. Equal for engines with different `tp_size`."""

@@ -38,6 +38,15 @@ def plan_slices(theirs: BlockLayout, ours: BlockLayout) -> tuple[SliceRead, ...]
     )
 
 
+def slices_between(remote_rank: int, num_remote: int, ours: BlockLayout, rank: int) -> tuple[SliceRead, ...]:
+    """What our `rank` reads from rank `remote_rank` of a peer of `num_remote` ranks, at most one slice a group.
+
+    The peer's groups are ours. Raises as `plan_slices` does.
+    """
+    plan = plan_slices(msgspec.structs.replace(ours, tp_size=num_remote), ours)
+    return tuple(part for part in plan if (part.remote_rank, part.local_rank) == (remote_rank, rank))
+
+
 def _plan_group(index: int, rank: int, theirs: BlockLayout, ours: BlockLayout) -> list[SliceRead]:
     group = ours.groups[index]
     head_bytes = group.block_bytes // group.shape[0]

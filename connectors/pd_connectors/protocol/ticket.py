@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hmac
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from typing import Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
@@ -40,6 +40,20 @@ class Ticket(msgspec.Struct, frozen=True, tag=True):
     sampling_digest: bytes = b""
 
 
+NODE_ACTIONS = {
+    "/reset_prefix_cache": "reset_cache",  # vLLM's path
+    "/flush_cache": "reset_cache",  # SGLang's
+    "/start_profile": "start_profile",
+    "/stop_profile": "stop_profile",
+}
+"""Path at a node, and at a router that orders it of all its nodes -> action."""
+FEED_ACTION = "feed"  # of an order to a node alone, to read its feed (`feed.FEED_PATH`)
+ROLE_ACTION: Final = "role"  # to a router, about one node; and of a router to that node, which changes its role
+ROLE_PATH = "/pd/role"  # at the node
+ORDER_HEADER = "x-pd-order"  # of a request: the signed NodeOrder
+ALL_NODES = "*"  # in an order to a router; a node obeys its own id alone
+
+
 class Offer(msgspec.Struct, frozen=True, tag=True):
     """The router's list of nodes that may prefill for D: base URLs, best first."""
 
@@ -49,13 +63,17 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 
 
 class NodeOrder(msgspec.Struct, frozen=True, tag=True):
-    """An order of a supervisor or operator to a router about one node. Idempotent."""
+    """An order of a supervisor or operator to a router about one node. Idempotent.
 
-    action: Literal["add", "remove", "drain", "resume"]
-    node: str  # the base URL for "add", else the node's id or its host:port
+    The actions of `NODE_ACTIONS`, and "role", are orders to the node itself, too.
+    """
+
+    action: Literal["add", "remove", "drain", "resume", "reset_cache", "start_profile", "stop_profile", "feed", "role"]
+    node: str  # the base URL for "add", else the node's id or its host:port; ALL_NODES for an action of NODE_ACTIONS
     expires_at_s: float  # wall clock; until then a process that overhears the order can repeat it, so keep it short
-    role: str = ""  # for "add": prefill, decode or mixed
+    role: str = ""  # for "add" and "role": prefill, decode or mixed
     version: int = PROTOCOL_VERSION
+    is_forced: bool = False  # for "role": even if no node is left that decodes
 
 
 Paper = TypeVar("Paper", Ticket, Offer, NodeOrder)

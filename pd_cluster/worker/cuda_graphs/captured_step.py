@@ -62,7 +62,7 @@ class MixedPlaces(NamedTuple):
 class ReplayOutputs(NamedTuple):
     """The outputs of a replay, for all R rows that its size has room for. The next replay overwrites them."""
 
-    logits: torch.Tensor  # [R, vocab_size]
+    logits: torch.Tensor  # [R, num_columns]
     token_ids: torch.Tensor  # int64 [R]: drawn from the logits, or the greedy choice
 
 
@@ -200,9 +200,9 @@ class MixedStep:
 
 
 def make_captured_steps(
-    sizes: Sequence[StepSize], model: Model, attentions: Sequence[GroupAttention]
+    sizes: Sequence[StepSize], model: Model, attentions: Sequence[GroupAttention], num_columns: int
 ) -> list[CapturedStep]:
-    """Make a step for each size that the attention of every KV group can replay.
+    """Make a step for each size that the attention of every KV group can replay. `num_columns`: logits of a row.
 
     Steps with decodes only come first. Of each kind the largest step comes first.
     """
@@ -211,7 +211,7 @@ def make_captured_steps(
         (size for size in sizes if size.num_chunks),
         key=lambda size: (-size.num_tokens, -size.num_seqs, size.is_far),
     )
-    return [*_decode_steps(decodes, model, attentions), *_mixed_steps(mixed, model, attentions)]
+    return [*_decode_steps(decodes, model, attentions), *_mixed_steps(mixed, model, attentions, num_columns)]
 
 
 def _decode_steps(
@@ -224,10 +224,12 @@ def _decode_steps(
         yield DecodeStep(size, query_starts[: size.num_seqs + 1], no_tiles, replayables)
 
 
-def _mixed_steps(sizes: Sequence[StepSize], model: Model, attentions: Sequence[GroupAttention]) -> Iterator[MixedStep]:
+def _mixed_steps(
+    sizes: Sequence[StepSize], model: Model, attentions: Sequence[GroupAttention], num_columns: int
+) -> Iterator[MixedStep]:
     most, device = max((size.num_seqs for size in sizes), default=0), model.device
     outputs = ReplayOutputs(
-        torch.empty((most, model.spec.vocab_size), dtype=model.dtype, device=device),
+        torch.empty((most, num_columns), dtype=model.dtype, device=device),
         torch.empty(most, dtype=torch.int64, device=device),
     )
     for size, replayables in _captured(sizes, attentions):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,8 +32,12 @@ class Recorder(Protocol):
 class CudaRecorder:
     """Captures graphs that share one pool of memory. Two of them must not run at the same time."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, agree: Callable[[bool], bool] | None = None) -> None:
+        """`agree`: whether every rank says yes. Ranks that record other steps than their peers would hang in them."""
         self._device = device
+        self._agree = agree
+        # torch's NCCL watchdog asks for events from its own thread meanwhile, which a "global" capture forbids
+        self._mode = "thread_local" if dist.is_available() and dist.is_initialized() else "global"
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # the default one cannot capture
 
@@ -41,7 +46,8 @@ class CudaRecorder:
         return torch.cuda.mem_get_info(self._device)[0]
 
     def has_room(self) -> bool:
-        return self.free_bytes > SPARE_BYTES
+        has_room = self.free_bytes > SPARE_BYTES
+        return has_room if self._agree is None else self._agree(has_room)
 
     def __call__(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
         """Runs the function once before the capture, so that the capture compiles and loads nothing.
@@ -53,7 +59,7 @@ class CudaRecorder:
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool)
+            graph.capture_begin(pool=self._pool, capture_error_mode=self._mode)
             try:
                 outputs = run()
             finally:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pd_cluster.config import SchedulerConfig
     from pd_cluster.models.model import Model
     from pd_cluster.models.spec import ModelSpec
+    from pd_cluster.worker.cuda_graphs.draw_graphs import DrawGraphs
     from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
     from pd_kernels.attention import GroupAttention
     from pd_kernels.backends import Kernels
@@ -55,18 +56,27 @@ def captured_bytes(limits: SchedulerConfig, bytes_per_row: int) -> float:
     """The most bytes that captured steps take. `bytes_per_row`: bytes of one row of logits.
 
     Each decode graph keeps its own logits. Graphs of steps with prompts compute their logits in one shared tensor and
-    leave them in another.
+    leave them in another. Draws share a copy in float32, which takes as much as two in bfloat16.
     """
-    num_rows = sum(bucket_sizes(_max_decodes(limits))) + 2 * limits.max_num_seqs
+    num_rows = sum(bucket_sizes(_max_decodes(limits))) + 4 * limits.max_num_seqs
     return GRAPH_BYTES + num_rows * bytes_per_row
 
 
 def capture_steps(
-    model: Model, graphs: StepGraphs, limits: SchedulerConfig, cleanup: ExitStack, progress: Callable[[str], None]
+    model: Model,
+    graphs: StepGraphs,
+    draws: DrawGraphs,
+    limits: SchedulerConfig,
+    cleanup: ExitStack,
+    progress: Callable[[str], None],
+    agree: Callable[[bool], bool] | None = None,
 ) -> None:
-    """Choose the products, then capture as many steps as there is memory for.
+    """Choose the products, then capture as many steps as there is memory for, and the draws from their logits.
 
-    `cleanup` releases what the products use. Raises RuntimeError, of which torch.OutOfMemoryError is one.
+    `cleanup` releases what the products use. `agree`: whether all ranks say yes; None: there is one rank. With several,
+    draws are not captured, because rank 0 alone has their inputs.
+
+    Raises RuntimeError, of which torch.OutOfMemoryError is one.
     """
     device, budget, max_decodes = model.device, limits.max_num_batched_tokens, _max_decodes(limits)
     limit = min(limits.max_graph_tokens, budget)
@@ -75,7 +85,10 @@ def capture_steps(
     products = [*token_buckets(limit), *powers, budget]
     choose_products(model, bucket_sizes(max_decodes), products, device, cleanup, progress)
     mixed = step_sizes(limit, limits.max_num_seqs) if limit else []
-    graphs.capture([*decode_sizes(max_decodes), *mixed], CudaRecorder(device), progress)
+    recorder = CudaRecorder(device, agree)
+    graphs.capture([*decode_sizes(max_decodes), *mixed], recorder, progress)
+    if agree is None:
+        draws.capture(graphs.logits, recorder, progress)
 
 
 def _max_decodes(limits: SchedulerConfig) -> int:

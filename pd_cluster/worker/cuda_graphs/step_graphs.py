@@ -3,8 +3,8 @@
 A step of a few hundred tokens keeps a GPU busy for less time than the host takes to launch its kernels one by one, and
 the host reads no other step's result meanwhile. So a step is padded to a captured size. Its graph reads its inputs from
 fixed places (`HostBuffer.take_first`, the block tables), takes last tokens from where earlier steps left them, and
-writes its own draws there. Requests that need more than temperature and seed are sampled outside the graph, from its
-logits.
+writes its own draws there. Requests that need more than temperature and seed are drawn from its logits by a second
+graph (`draw_graphs.py`).
 
 One memory pool serves all graphs. The largest graph is captured first. The graphs can share the pool because their
 replays follow each other on one stream, and no graph needs the content that an earlier one left in the pool.
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from pd_cluster.models.model import Model
     from pd_cluster.scheduling.batch import SequenceChunk
     from pd_cluster.worker.cuda_graphs.recorder import Recorder
+    from pd_cluster.worker.draw_places import DrawLayout
     from pd_cluster.worker.host_buffer import HostBuffer
     from pd_cluster.worker.input_batch import InputBatch, ReplayInputs
     from pd_cluster.worker.kv_cache import KVCache
+    from pd_cluster.worker.sampler import TokenSampler
     from pd_kernels.attention import GroupAttention
-    from pd_kernels.backends import Kernels
     from pd_kernels.values import StepSize
 
 
@@ -51,14 +52,14 @@ class StepGraphs:
         cache: KVCache,
         rows: InputBatch,
         host_buffer: HostBuffer,
-        kernels: Kernels,
+        sampler: TokenSampler,
         attentions: Sequence[GroupAttention],
     ) -> None:
         """There are no graphs until `capture`. `attentions`: by KV group."""
         self._model = model
         self._rows = rows
         self._host_buffer = host_buffer
-        self._kernels = kernels
+        self._sampler = sampler
         self._attentions = attentions
         self._views = list(cache.layer_views)
         self._padding_slot = cache.padding_block * cache.layout.block_size
@@ -79,7 +80,7 @@ class StepGraphs:
         started_s, free = time.perf_counter(), recorder.free_bytes
         shape = max(size.num_seqs for size in sizes) + 1, self._rows.max_blocks
         self._block_tables = torch.zeros(shape, dtype=torch.int32, device=self._model.device)
-        steps = make_captured_steps(sizes, self._model, self._attentions)
+        steps = make_captured_steps(sizes, self._model, self._attentions, self._sampler.num_columns)
         for step in steps:
             if not recorder.has_room():
                 progress(f"no memory for {len(steps) - len(self._graphs)} of {len(steps)} graphs of steps")
@@ -89,9 +90,17 @@ class StepGraphs:
         used_gb = (free - recorder.free_bytes) / 1e9
         progress(f"{_describe(self.sizes)} in {time.perf_counter() - started_s:.1f} s and {used_gb:.2f} GB")
 
-    def build(self, chunks: tuple[SequenceChunk, ...], size: StepSize) -> ReplayInputs:
-        """Pack the step's inputs, padded to `size`. They are in place once the host buffer was flushed."""
-        return self._rows.build_replay(chunks, self._graphs[size].step, self._padding_slot)
+    @property
+    def logits(self) -> dict[StepSize, torch.Tensor]:
+        """Where each captured size leaves its logits [R, vocab_size]."""
+        return {size: graph.outputs.logits for size, graph in self._graphs.items()}
+
+    def build(self, chunks: tuple[SequenceChunk, ...], size: StepSize, draws: DrawLayout | None) -> ReplayInputs:
+        """Pack the step's inputs, padded to `size`. They are in place once the host buffer was flushed.
+
+        `draws`: the layout of captured draws; None: there are none.
+        """
+        return self._rows.build_replay(chunks, self._graphs[size].step, self._padding_slot, draws)
 
     def replay(self, inputs: ReplayInputs, size: StepSize) -> ReplayOutputs:
         """Run the step. Row i of the outputs belongs to the i-th sequence that samples.
@@ -123,7 +132,7 @@ class StepGraphs:
         inputs = ForwardInputs(token_ids, places.positions, places.slots, plans, tail)
         logits = self._model.forward(inputs, self._views)
         temperatures = places.temperatures.view(torch.float32)[: step.size.num_seqs]
-        chosen = self._kernels.draw(logits, Draws(temperatures, places.seeds, places.lengths, None))
+        chosen = self._sampler.draw(logits, Draws(temperatures, places.seeds, places.lengths))
         last_tokens.index_copy_(0, places.owners, chosen)
         return step.keep(logits, chosen)
 

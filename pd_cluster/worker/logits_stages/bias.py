@@ -6,19 +6,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pd_cluster.worker.logits_stages.stage import LogitsStage
+from pd_cluster.worker.logits_stages.stage import CapturedStage
 from pd_cluster.worker.logits_stages.token_lists import RowLists
 
 if TYPE_CHECKING:
     import torch
 
     from pd_cluster.scheduling.batch import SequenceStart
+    from pd_cluster.worker.draw_places import DrawChanges
     from pd_cluster.worker.logits_stages.stage import StageContext
     from pd_cluster.worker.logits_stages.token_lists import ListInputs
     from pd_kernels.values import Ints
 
 
-class Bias(LogitsStage):
+class Bias(CapturedStage):
     """Adds each request's biases to its logits."""
 
     def __init__(self, context: StageContext) -> None:
@@ -35,3 +36,6 @@ class Bias(LogitsStage):
             logits.index_put_((entries.rows, entries.tokens), entries.amounts, accumulate=True)
         for shift in inputs.shifts:
             shift.apply(logits)
+
+    def fold(self, rows: Ints, lengths: Ints, changes: DrawChanges) -> bool:
+        return self._lists.fold(rows, np.arange(len(rows)), changes)

@@ -2,55 +2,109 @@
 
 from __future__ import annotations
 
-from concurrent.futures import wait
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from pd_cluster.errors import InvalidRequest
-from pd_cluster.worker.grammars import COMPILE_DEADLINE_S, NO_TOKEN
+from pd_cluster.errors import InvalidRequest, Overloaded, PdError
+from pd_cluster.worker.grammars import NO_TOKEN
 from pd_cluster.worker.logits_stages.stage import LogitsStage
+from pd_cluster.worker.mask_threads import Pace
+from pd_kernels.sampling_limits import allowed
+from pd_kernels.values import TokenMasks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from concurrent.futures import Future
 
     import numpy.typing as npt
+    import torch
 
     from pd_cluster.scheduling.batch import SequenceStart
-    from pd_cluster.worker.grammars import GrammarState
+    from pd_cluster.worker.grammars import Grammars, GrammarState
     from pd_cluster.worker.logits_stages.stage import StageContext
     from pd_kernels.values import Ints
 
     Mask = npt.NDArray[np.int32]  # [W], W = ceil(V / 32): bit i of word j allows token 32 j + i
 
 
-# Of an allowed token. A stage from outside may have banned all of these: the draw is then among them all the same.
-# Divided by the least temperature it is finite
-LEAST_LOGIT = -1e30
+# A step waits so long for the masks of its rows, once its forward pass is launched. Rows without one sit out the draw
+MASK_WAIT_S = 0.002
+# From the first draw that a row has sat out to the end of its request. Within the bounds of a grammar a mask takes
+# up to 0.1 s and a compilation 0.2 s, and those of other rows may be in front
+ROW_DEADLINE_S = 5.0
+FIRST_WORDS = 32  # of a mask: most masks allow one of these tokens, which takes a tenth of the time of all words to see
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Constraint:
-    """The grammar of one row, and how far its output has come."""
+    """The grammar of one row, and how far its output has come. It is a task of `MaskThreads`: one at a time.
 
+    The step loop writes it while it `is_ready`, and a thread until then.
+    """
+
+    grammars: Grammars
     compiled: Future[Any]  # see `Grammars.prepare`
-    pending: list[int]  # output tokens that the state has not taken, until there is one
+    eos_token_ids: frozenset[int]
+    eos: Mask  # the same
+    mask: Mask  # of the next token, once it is ready
+    pending: list[int]  # output tokens that the state has not taken
     first_end: int  # length of the sequence before which it must not end while the grammar lets it go on
     ends: Mask | None  # the tokens that end it; None: it may end anywhere
-    state: GrammarState | None = None  # None: the compilation has not been waited for
-    has_failed: bool = False
+    state: GrammarState | None = None  # None: no mask was computed yet
+    is_ready: bool = False
+    pace: Pace = Pace.QUICK
+    cost_s: float = 0.0
+    error: str = ""  # why the row cannot go on
+    has_failed: bool = False  # the error has been told
+    missed_s: float | None = None  # when the first draw was that it sat out for this mask
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a step waits for the mask. One that takes 0.1 s must not cost each of ten steps MASK_WAIT_S."""
+        return not (self.pace is Pace.SLOW or self.has_failed) and self.missed_s is None
+
+    def advance(self) -> GrammarState | None:
+        """The state behind the pending tokens. None: it could not be made, which is the error of this row alone."""
+        try:
+            self.state = state = self.state or self.grammars.state(self.compiled)
+            state.advance(self.pending)
+        except Exception as error:  # llguidance may raise anything, and the row must not wait for its deadline
+            self.fail(str(error))
+            return None
+        self.pending = []
+        return state
+
+    def judge(self, state: GrammarState, *, allows_more: bool) -> None:
+        """Note why the row cannot go on, if it cannot. `allows_more`: the mask allows a token that ends no output."""
+        error = state.error
+        if not (error or allows_more or state.is_accepting or state.ends_by(self.eos_token_ids)):
+            error = NO_TOKEN  # only the end is allowed, where the output must not end
+        if error:
+            self.fail(error)
+
+    def fail(self, error: str) -> None:
+        """Note why the row cannot go on."""
+        self.error = f"the grammar cannot be followed: {error}"
 
 
-@dataclass(frozen=True, slots=True)
-class MaskInputs:
-    """One step's masks, for P of its R logits rows."""
-
-    places: torch.Tensor  # int64 [P] into R
-    sources: torch.Tensor  # int64 [P] into M: the first tokens of one request's sequences share a mask
-    masks: torch.Tensor  # int32 [M, W], see Mask
+def compute_masks(constraints: Sequence[Constraint]) -> None:
+    """Compute the masks of a group of rows behind their pending tokens: see `MaskThreads`."""
+    masks = np.empty((len(constraints), len(constraints[0].mask)), np.int32)
+    live = {at: state for at, one in enumerate(constraints) if (state := one.advance()) is not None}
+    try:
+        constraints[0].grammars.fill(live, masks)
+    except Exception as error:  # as above
+        for at in live:
+            constraints[at].fail(str(error))
+        return
+    others = ~constraints[0].eos
+    first_words = masks[:, :FIRST_WORDS] & others[:FIRST_WORDS]
+    for at, state in live.items():
+        constraints[at].mask = masks[at]
+        constraints[at].judge(state, allows_more=bool(first_words[at].any() or (masks[at] & others).any()))
 
 
 class GrammarMasks(LogitsStage):
@@ -59,6 +113,15 @@ class GrammarMasks(LogitsStage):
     It runs behind all other stages, because none of them may allow what the grammar bans. The grammar also decides
     where the output ends: `min_tokens` bans the end only where another token is allowed. A row that cannot go on fails
     alone, and is drawn without a mask in that step.
+
+    The mask of a row is computed from its start on, and again from each of its tokens on, while the device computes.
+    Where it is not ready when the step is drawn:
+
+        the row           sits out the draw; a later step computes its last token again, and draws with the same seed
+                          and position, so the same token
+        the other rows    wait at most MASK_WAIT_S for it, once for each mask, and never behind a slow mask
+        the mask          is finished meanwhile, because it follows from the tokens, which do not change
+        at the latest     ROW_DEADLINE_S after the first draw that it sat out, the row fails
     """
 
     is_late = True
@@ -69,91 +132,108 @@ class GrammarMasks(LogitsStage):
         self._eos_token_ids = frozenset(one for one in context.eos_token_ids if one < context.vocab_size)
         self._move = context.move
         self._eos = self._mask_of(self._eos_token_ids)
+        self._all = np.full_like(self._eos, -1)
         self._rows: list[Constraint | None] = [None] * context.num_rows
-        self._failures: dict[int, str] = {}
-        self._shifts = torch.arange(8, dtype=torch.uint8, device=context.device)
+        self._failures: dict[int, PdError] = {}
 
     def start(self, row: int, start: SequenceStart) -> bool:
         params, num_prompt = start.sampling, start.num_prompt_tokens
         self._rows[row] = None
         if params.grammar:
-            ends = self._mask_of(params.stop_ids(self._eos_token_ids)) if params.min_tokens else None
-            output = list(start.token_ids[num_prompt:])
             assert self._grammars is not None
-            compiled = self._grammars.prepare(params.grammar)  # again, if it was dropped since the admission
-            self._rows[row] = Constraint(compiled, output, num_prompt + params.min_tokens, ends)
+            constraint = Constraint(
+                self._grammars,
+                self._grammars.prepare(params.grammar),  # again, if it was dropped since the admission
+                self._eos_token_ids,
+                self._eos,
+                self._all,
+                list(start.token_ids[num_prompt:]),
+                num_prompt + params.min_tokens,
+                self._mask_of(params.stop_ids(self._eos_token_ids)) if params.min_tokens else None,
+            )
+            self._rows[row] = constraint
+            threads = self._grammars.mask_threads
+            constraint.compiled.add_done_callback(lambda _: threads.begin([constraint], compute_masks))
         return bool(params.grammar)
 
-    def prepare(self, rows: Ints, lengths: Ints) -> MaskInputs | None:
-        assert self._grammars is not None
-        places = np.array([at for at, row in enumerate(rows.tolist()) if self._rows[row] is not None])
-        chosen, firsts, sources = np.unique(rows[places], return_index=True, return_inverse=True)
-        masks = np.full((len(chosen), len(self._eos)), -1, np.int32)
-        self._await_compilations(chosen)
-        live = {at: state for at, row in enumerate(chosen.tolist()) if (state := self._state(row)) is not None}
-        if live:
-            self._grammars.fill(live, masks)
-        for at, state in live.items():
-            self._finish(int(chosen[at]), state, masks[at], int(lengths[places[firsts[at]]]))
-        return MaskInputs(self._move(places), self._move(sources), self._move(masks))
+    def absent(self, rows: Ints) -> set[int]:
+        waiting = {row: one for row in rows.tolist() if not (one := self._constraint(row)).is_ready}
+        awaited = [one for one in waiting.values() if one.is_awaited]
+        if awaited:
+            assert self._grammars is not None
 
-    def apply(self, logits: torch.Tensor, inputs: MaskInputs) -> None:
-        # byte by byte, which takes a quarter of the memory of shifting words: 8 MB for 64 rows of 128,000 tokens
-        bits = (inputs.masks.view(torch.uint8)[:, :, None] >> self._shifts) & 1
-        is_banned = bits.flatten(1)[:, : self._vocab_size] == 0
-        rows = logits[inputs.places].clamp_min_(LEAST_LOGIT)
-        logits[inputs.places] = rows.masked_fill_(is_banned[inputs.sources], -torch.inf)
+            def is_none_left() -> bool:
+                while awaited and awaited[-1].is_ready:
+                    awaited.pop()
+                return not awaited
+
+            self._grammars.mask_threads.wait(is_none_left, MASK_WAIT_S)
+        now_s = time.monotonic()
+        return {row for row, one in waiting.items() if self._sits_out(one, now_s)}
+
+    def prepare(self, rows: Ints, lengths: Ints) -> TokenMasks | None:
+        places = np.array([at for at, row in enumerate(rows.tolist()) if self._rows[row] is not None])
+        if not len(places):
+            return None
+        chosen, firsts, sources = np.unique(rows[places], return_index=True, return_inverse=True)
+        masks = np.empty((len(chosen), len(self._eos)), np.int32)
+        for at, row in enumerate(chosen.tolist()):
+            masks[at] = self._mask(row, int(lengths[places[firsts[at]]]))
+        mask_of_row = np.full(len(rows), -1, np.int32)
+        mask_of_row[places] = sources
+        return TokenMasks(self._move(masks), self._move(mask_of_row))
+
+    def apply(self, logits: torch.Tensor, inputs: TokenMasks) -> None:
+        logits.copy_(allowed(logits, inputs))
 
     def note(self, rows: Ints, token_ids: torch.Tensor) -> None:
+        noted = []
         for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
             constraint = self._rows[row]
-            if constraint is not None:
+            if constraint is not None and not constraint.has_failed:
+                assert constraint.is_ready, "a row without its mask is not drawn"
                 constraint.pending.append(token_id)
+                constraint.is_ready, constraint.missed_s = False, None
+                noted.append(constraint)
+        if noted:
+            assert self._grammars is not None
+            self._grammars.mask_threads.begin(noted, compute_masks)
 
-    def take_failures(self) -> dict[int, str]:
+    def take_failures(self) -> dict[int, PdError]:
         failures, self._failures = self._failures, {}
         return failures
 
-    def _await_compilations(self, rows: Ints) -> None:
-        """Wait until the grammars of rows without a state are compiled, at most COMPILE_DEADLINE_S for all of them."""
-        constraints = [self._rows[row] for row in rows.tolist()]
-        new = [one.compiled for one in constraints if one is not None and one.state is None and not one.has_failed]
-        if new:
-            wait(new, COMPILE_DEADLINE_S)
+    def _sits_out(self, constraint: Constraint, now_s: float) -> bool:
+        """Whether a row sits out this draw. A row that has missed its deadline does not, and fails."""
+        if constraint.is_ready or constraint.has_failed:
+            return False
+        constraint.missed_s = constraint.missed_s or now_s
+        return now_s - constraint.missed_s < ROW_DEADLINE_S
 
-    def _state(self, row: int) -> GrammarState | None:
-        """The state of a row behind all of its output; None once the row has failed."""
-        constraint = self._rows[row]
-        assert constraint is not None
-        assert self._grammars is not None
+    def _mask(self, row: int, length: int) -> Mask:
+        """The mask of a row, without the end before its `min_tokens`. A row that cannot go on fails, and is free."""
+        constraint = self._constraint(row)
+        error = self._error_of(constraint)
+        if error and not constraint.has_failed:
+            constraint.has_failed = True
+            self._failures[row] = error
         if constraint.has_failed:
-            return None
-        try:
-            state = constraint.state or self._grammars.state(constraint.compiled)
-        except InvalidRequest as error:
-            self._fail(row, str(error))
-            return None
-        state.advance(constraint.pending)
-        constraint.state, constraint.pending = state, []
-        return state
+            return self._all
+        mask = constraint.mask
+        if constraint.ends is not None and length < constraint.first_end and (rest := mask & ~constraint.ends).any():
+            return rest
+        return mask
 
-    def _finish(self, row: int, state: GrammarState, mask: Mask, length: int) -> None:
-        """Keep the row from an end before its `min_tokens`. Free a row that cannot go on, and note why it cannot."""
+    def _error_of(self, constraint: Constraint) -> PdError | None:
+        """Why a row that is drawn now cannot go on. A late mask is the machine's fault, so the client may try again."""
+        if not constraint.is_ready:
+            return Overloaded(f"the mask of the grammar was not computed within {ROW_DEADLINE_S:g} s; try again later")
+        return InvalidRequest(constraint.error, code="grammar_failed") if constraint.error else None
+
+    def _constraint(self, row: int) -> Constraint:
         constraint = self._rows[row]
         assert constraint is not None
-        allows_end_only = not state.is_accepting and not (mask & ~self._eos).any()
-        is_dead_end = allows_end_only and not state.ends_by(self._eos_token_ids)
-        if error := state.error or NO_TOKEN * is_dead_end:
-            self._fail(row, f"the grammar cannot be followed: {error}")
-            mask[:] = -1
-        elif constraint.ends is not None and length < constraint.first_end and (rest := mask & ~constraint.ends).any():
-            mask[:] = rest
-
-    def _fail(self, row: int, why: str) -> None:
-        constraint = self._rows[row]
-        assert constraint is not None
-        constraint.has_failed = True
-        self._failures[row] = why
+        return constraint
 
     def _mask_of(self, token_ids: Iterable[int]) -> Mask:
         allowed = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd_cluster.worker.logits_stages.stage import LogitsStage
+from pd_cluster.worker.logits_stages.stage import CapturedStage
 from pd_cluster.worker.logits_stages.token_lists import RowLists
 
 if TYPE_CHECKING:
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import SequenceStart
+    from pd_cluster.worker.draw_places import DrawChanges
     from pd_cluster.worker.logits_stages.stage import StageContext
     from pd_cluster.worker.logits_stages.token_lists import ListInputs
     from pd_kernels.values import Ints
 
 
-class MinTokens(LogitsStage):
+class MinTokens(CapturedStage):
     """Bans EOS and the request's stop ids from the first `min_tokens` tokens.
 
     Of a request with a grammar `GrammarMasks` does this, because the grammar may allow nothing but the end.
@@ -45,6 +46,9 @@ class MinTokens(LogitsStage):
             logits[entries.rows, entries.tokens] = -torch.inf
         for shift in inputs.shifts:
             shift.apply(logits)
+
+    def fold(self, rows: Ints, lengths: Ints, changes: DrawChanges) -> bool:
+        return self._lists.fold(rows, np.flatnonzero(lengths < self._until[rows]), changes)
 
 
 def _banned(eos_token_ids: frozenset[int], params: SamplingParams) -> dict[int, float]:

@@ -7,6 +7,8 @@ import inspect
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import StartupError
+from pd_cluster.worker.logits_stages.allowed_tokens import AllowedTokens
+from pd_cluster.worker.logits_stages.bad_words import BadWords
 from pd_cluster.worker.logits_stages.bias import Bias
 from pd_cluster.worker.logits_stages.grammar_masks import GrammarMasks
 from pd_cluster.worker.logits_stages.min_tokens import MinTokens
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
 
 
 # Temperature, top k, top p and min p come after all stages, with the draw
-ORDER: tuple[type[LogitsStage], ...] = (Penalties, Bias, MinTokens)
-_PARTS = ("is_late", "check", "start", "prepare", "apply", "note", "take_failures")
+ORDER: tuple[type[LogitsStage], ...] = (Penalties, Bias, MinTokens, BadWords, AllowedTokens)
+_PARTS = ("is_late", "check", "start", "absent", "prepare", "apply", "note", "take_failures")
 
 
 def find_stage(path: str) -> type[LogitsStage]:

@@ -1,6 +1,6 @@
 """The logits stage for penalties on tokens that a sequence has seen.
 
-The first request with a penalty allocates the tables over rows and vocabulary.
+The first request with a penalty allocates the tables over rows and vocabulary, or the capture of draws does.
 """
 
 from __future__ import annotations
@@ -11,88 +11,98 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd_cluster.worker.logits_stages.stage import LogitsStage
-from pd_kernels import sampling
+from pd_cluster.worker.logits_stages.stage import CapturedStage
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd_cluster.scheduling.batch import SequenceStart
+    from pd_cluster.worker.draw_places import DrawChanges
     from pd_cluster.worker.logits_stages.stage import StageContext
     from pd_kernels.values import Ints
+
+NEUTRAL = (1, 0, 0)  # repetition, presence and frequency penalty that change nothing
 
 
 @dataclass(frozen=True, slots=True)
 class PenaltyInputs:
-    """One step's penalties, for P of its R logits rows. A part is None when no row asks for it."""
+    """One step's penalties, for its R logits rows."""
 
-    rows: torch.Tensor | slice  # int64 [P] into R
-    repetition: tuple[torch.Tensor, torch.Tensor] | None  # seen bool [P, V], penalty float32 [P]
-    counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # int32 [P, V], presence, frequency float32 [P]
+    settings: torch.Tensor  # float32 [R, 3]: repetition, presence, frequency
+    rows: torch.Tensor  # int64 [R], of the tables
 
 
-class Penalties(LogitsStage):
+@dataclass(frozen=True, slots=True)
+class PenaltyTables:
+    """The tokens of each row, on the device. The last row belongs to no sequence."""
+
+    seen: torch.Tensor  # bool [rows + 1, V]: tokens of prompt and output
+    counts: torch.Tensor  # int32 [rows + 1, V]: occurrences in the output
+
+    @classmethod
+    def make(cls, num_rows: int, vocab_size: int, device: torch.device) -> PenaltyTables:
+        shape = (num_rows + 1, vocab_size)
+        seen, counts = (torch.zeros(shape, dtype=dtype, device=device) for dtype in (torch.bool, torch.int32))
+        return cls(seen, counts)
+
+    def note(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Count one token (int64 [R]) of each of `rows` (int64 [R]; only the last row of the tables may repeat)."""
+        places = rows * self.seen.shape[1] + token_ids
+        self.seen.view(-1).index_fill_(0, places, True)
+        self.counts.view(-1).scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+
+
+class Penalties(CapturedStage):
     """Repetition, presence and frequency penalties.
 
     The tables are on the device, so that a step can be launched before the previous step's tokens are read.
     """
 
     def __init__(self, context: StageContext) -> None:
-        num_rows = context.num_rows
-        self._shape = (num_rows, context.vocab_size)
+        self._sizes = context.num_rows, context.vocab_size, context.device
         self._device = context.device
-        self._settings = np.tile(np.array([1, 0, 0], np.float32), (num_rows, 1))  # repetition, presence, frequency
-        self._active = np.zeros(num_rows, bool)
-        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None  # seen bool, output counts int32, [rows, V]
+        self._move = context.move
+        self._penalize = context.kernels.penalize
+        self._settings = np.tile(np.array(NEUTRAL, np.float32), (context.num_rows, 1))
+        self._active = np.zeros(context.num_rows, bool)
+        self._tables: PenaltyTables | None = None
+
+    def tables(self) -> PenaltyTables:
+        """The tables, which the first call allocates."""
+        if self._tables is None:
+            self._tables = PenaltyTables.make(*self._sizes)
+        return self._tables
 
     def start(self, row: int, start: SequenceStart) -> bool:
         params = start.sampling
         self._settings[row] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        self._active[row] = tuple(self._settings[row]) != (1, 0, 0)
+        self._active[row] = tuple(self._settings[row]) != NEUTRAL
         if self._active[row]:
-            if self._tables is None:
-                self._tables = (
-                    torch.zeros(self._shape, dtype=torch.bool, device=self._device),
-                    torch.zeros(self._shape, dtype=torch.int32, device=self._device),
-                )
-            tokens = np.array(start.token_ids, np.int64)
-            counts = np.bincount(tokens[start.num_prompt_tokens :], minlength=self._shape[1]).astype(np.int32)
-            seen, table = self._tables
-            seen[row] = False
-            seen[row, self._send(tokens)] = True
-            table[row] = self._send(counts)
+            tokens, tables = np.array(start.token_ids, np.int64), self.tables()
+            counts = np.bincount(tokens[start.num_prompt_tokens :], minlength=self._sizes[1]).astype(np.int32)
+            tables.seen[row] = False
+            tables.seen[row, self._send(tokens)] = True
+            tables.counts[row] = self._send(counts)
         return bool(self._active[row])
 
     def note(self, rows: Ints, token_ids: torch.Tensor) -> None:
         found = np.flatnonzero(self._active[rows])
-        if len(found) and self._tables is not None:
-            seen, counts = self._tables
-            index = self._send(rows[found]), token_ids[self._send(found)]
-            seen[index] = True
-            counts[index] += 1
+        if len(found):
+            self.tables().note(self._send(rows[found]), token_ids[self._send(found)])
 
     def prepare(self, rows: Ints, lengths: Ints) -> PenaltyInputs | None:
-        found = np.flatnonzero(self._active[rows])
-        if not len(found) or self._tables is None:
+        if not self._active[rows].any():
             return None
-        chosen = rows[found]
-        settings = self._send(self._settings[chosen])
-        index, (seen, counts) = self._send(chosen), self._tables
-        repeated, counted = self._settings[chosen, 0] != 1, self._settings[chosen, 1:] != 0
-        return PenaltyInputs(
-            rows=slice(None) if len(found) == len(rows) else self._send(found),
-            repetition=(seen[index], settings[:, 0]) if repeated.any() else None,
-            counts=(counts[index], settings[:, 1], settings[:, 2]) if counted.any() else None,
-        )
+        return PenaltyInputs(self._move(self._settings[rows]), self._move(rows))
 
     def apply(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
-        part = logits[inputs.rows]  # a view when the rows are a slice
-        if inputs.repetition is not None:
-            sampling.penalize_repetition(part, *inputs.repetition)
-        if inputs.counts is not None:
-            sampling.penalize_counts(part, *inputs.counts)
-        if not isinstance(inputs.rows, slice):
-            logits[inputs.rows] = part
+        tables = self.tables()
+        self._penalize(logits, tables.seen, tables.counts, inputs.settings, inputs.rows)
+
+    def fold(self, rows: Ints, lengths: Ints, changes: DrawChanges) -> bool:
+        found = np.flatnonzero(self._active[rows])
+        changes.penalize(found, rows[found], self._settings[rows[found]])
+        return True
 
     def _send(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         """Copy to the device, behind the steps under way and without waiting for them.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pd_kernels.backends import TORCH
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -12,9 +14,12 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+    from pd_cluster.errors import PdError
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import SequenceStart
+    from pd_cluster.worker.draw_places import DrawChanges
     from pd_cluster.worker.grammars import Grammars
+    from pd_kernels.backends import Kernels
     from pd_kernels.values import Ints
 
 
@@ -28,6 +33,7 @@ class StageContext:
     device: torch.device
     move: Callable[[npt.NDArray[np.generic]], torch.Tensor]  # to the device, with a step's other inputs: see `prepare`
     grammars: Grammars | None = None  # None: no request has a grammar
+    kernels: Kernels = TORCH
 
 
 class LogitsStage(Protocol):
@@ -35,8 +41,8 @@ class LogitsStage(Protocol):
 
     A request names the changes that it wants in its SamplingParams. Stages from outside read `logits_args`. A stage's
     methods are called only for steps in which the stage is active in a row. Steps without any active row skip all
-    stages, and the graph of a step draws the tokens if all requests ask for temperature and seed alone. In a step with
-    an active row, all tokens are drawn after the forward pass, which may still be replayed.
+    stages, and a graph draws their tokens. In a step with an active row of a stage from outside, tokens are drawn by
+    launches after the forward pass, which may still be replayed.
 
     A stage allocates its memory on the device in `__init__`. The size of the KV cache is measured with that memory. It
     is measured without any memory that a stage from outside allocates for a request.
@@ -49,7 +55,8 @@ class LogitsStage(Protocol):
     is_late: bool = False
     """True if `prepare` needs the values of all earlier tokens on the host, as grammars do.
 
-    Steps with an active row of such a stage are drawn when the result of the step before has been read, not at launch.
+    Active rows of such a stage are drawn when the result of the step before has been read. The other rows of the step
+    are drawn at launch. `prepare` is called for late rows when the forward pass is on its way to the device.
     """
 
     def __init__(self, context: StageContext) -> None: ...
@@ -68,6 +75,14 @@ class LogitsStage(Protocol):
 
         Called when a sequence enters the worker, and again when it comes back after preemption.
         """
+
+    def absent(self, rows: Ints) -> set[int]:
+        """Those of `rows` (distinct, active) that cannot be drawn yet. Asked of late stages before `prepare`.
+
+        They sit out this draw: no other method is called for them, and a later step draws them. The call may wait for
+        as long as the draw of all other rows may.
+        """
+        return set()
 
     def prepare(self, rows: Ints, lengths: Ints) -> Any | None:
         """Prepare the inputs of `apply` for the logits of `rows` (int64 [R]). None: the stage changes none of them.
@@ -90,9 +105,21 @@ class LogitsStage(Protocol):
         """
         return
 
-    def take_failures(self) -> dict[int, str]:
+    def take_failures(self) -> dict[int, PdError]:
         """The rows that cannot go on since the last call, each with the reason. Asked of late stages after `prepare`.
 
-        The requests of these rows end with status 400. Other rows are not disturbed.
+        The requests of these rows end with the error: InvalidRequest for what the client asked, Overloaded for what may
+        be asked again. Other rows are not disturbed.
         """
         return {}
+
+
+class CapturedStage(LogitsStage):
+    """A stage with changes that a captured draw can apply."""
+
+    def fold(self, rows: Ints, lengths: Ints, changes: DrawChanges) -> bool:
+        """Write the changes to the logits of `rows` for a captured draw, as `prepare` does for `apply`.
+
+        Returns False if the draw has no room for them. The captured draw also does the work of `note`.
+        """
+        raise NotImplementedError

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pd_cluster.protocol.sampling_params import SamplingParams
+    from pd_cluster.worker.draw_places import DrawChanges
     from pd_cluster.worker.logits_stages.stage import StageContext
     from pd_kernels.values import Ints
 
@@ -108,6 +109,13 @@ class RowLists:
         shifts = (Shift(self._index(rows), one.vector) for one, rows in shared.items() if one.vector is not None)
         return ListInputs(self._entries([(at, one) for at, one in lists if one.vector is None]), tuple(shifts))
 
+    def fold(self, rows: Ints, places: Ints, changes: DrawChanges) -> bool:
+        """Write the same lists for a captured draw. Returns False if one of them is long, or there is no room."""
+        lists = [(at, one) for at in places.tolist() if (one := self._lists[rows[at]]) is not None]
+        if any(one.vector is not None for _, one in lists):
+            return False
+        return not lists or changes.add(*_joined(lists))
+
     def _make(self, params: SamplingParams) -> TokenList | None:
         wanted = self._list_of(params)
         tokens = np.fromiter(wanted.keys(), np.int64, len(wanted))
@@ -117,13 +125,17 @@ class RowLists:
     def _entries(self, short: list[tuple[int, TokenList]]) -> Entries | None:
         if not short:
             return None
-        rows = np.repeat([at for at, _ in short], [len(one.tokens) for _, one in short])
-        tokens = np.concatenate([one.tokens for _, one in short])
-        amounts = np.concatenate([one.amounts for _, one in short])
-        return Entries(self._move(rows), self._move(tokens), self._move(amounts))
+        places, tokens, amounts = _joined(short)
+        return Entries(self._move(places), self._move(tokens), self._move(amounts))
 
     def _index(self, places: list[int]) -> torch.Tensor | slice:
         """Places in ascending order; a slice, which copies nothing, when they are neighbours."""
         if places[-1] - places[0] + 1 == len(places):
             return slice(places[0], places[-1] + 1)
         return self._move(np.array(places))
+
+
+def _joined(lists: list[tuple[int, TokenList]]) -> tuple[Ints, Ints, Floats]:
+    """The place, token and amount of each entry of `lists` (at least one, by place)."""
+    places = np.repeat([at for at, _ in lists], [len(one.tokens) for _, one in lists])
+    return places, np.concatenate([one.tokens for _, one in lists]), np.concatenate([one.amounts for _, one in lists])

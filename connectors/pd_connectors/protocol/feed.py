@@ -1,0 +1,70 @@
+"""The feed: what a node tells its routers about its load and its cached prompts.
+
+`GET /pd/feed` is one answer without an end, of messages (`stream_codec`). The first is a `FeedSnapshot`. Each later one
+is a `FeedDelta` with the next number. After a gap, or another epoch, a reader connects again. A node sends a change
+within 10 ms, and a delta without a change every HEARTBEAT_S.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+FEED_PATH = "/pd/feed"
+FEED_TYPE = "application/x-pd-feed"
+HEARTBEAT_S = 1.0
+# Header of a request: "ROUTER.NUMBER" names the charge that the router ROUTER has made for it. Header of GET /pd/feed:
+# "ROUTER", so that the node says which charges of this router its load includes.
+CHARGE_HEADER = "x-pd-charge"
+PREFILL_CHARGE_HEADER = "x-pd-prefill-charge"  # of a request to D: the CHARGE_HEADER of D's request to a P
+
+
+class NodeLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The load of a node, and the measured times of its steps. A time of 0: not measured yet."""
+
+    queued_tokens: int = 0  # prompt tokens of accepted requests that are not computed, without cached ones
+    num_running: int = 0  # sequences that hold a slot
+    num_waiting: int = 0  # accepted sequences that hold none
+    num_slots: int = 0
+    free_blocks: int = 0  # without content, or cached and not in use
+    num_blocks: int = 0
+    block_size: int = 0  # tokens
+    step_s: float = 0.0  # of a step with decodes only, at present
+    token_s: float = 0.0  # to compute one more prompt token at position 0
+    key_s: float = 0.0  # more for each token before it
+    queued_keys: int = 0  # tokens before each queued token, summed: (n - c) * (n + c) // 2 for n tokens with c cached
+    step_tokens: int = 0  # prompt tokens that a step takes at present beside the decodes
+
+
+class StoredBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A cached block. The text up to a step of the text chain decides all of its tokens."""
+
+    block: int  # first 64 bits of the block's hash
+    step: int  # hash of the text chain at that step (`text_chain`)
+    num_tokens: int  # of the prompt, up to the end of this block
+
+
+class FeedSnapshot(msgspec.Struct, frozen=True, array_like=True, tag="snapshot"):
+    """Everything at the time of `number`."""
+
+    epoch: int  # of the engine's boot
+    number: int
+    load: NodeLoad
+    stored: tuple[StoredBlock, ...] = ()
+    charges: tuple[int, ...] = ()  # numbers of this router's charges that `load` includes
+    role: str = ""  # of the node at present; "": a node of before role orders
+    role_changes: int = 0  # since the node's start: of two words the one with more changes is newer
+
+
+class FeedDelta(msgspec.Struct, frozen=True, array_like=True, tag="delta"):
+    """What changed since the message before. Evictions come before the stored blocks of the same message."""
+
+    number: int
+    load: NodeLoad
+    evicted: tuple[int, ...] = ()  # `StoredBlock.block`
+    stored: tuple[StoredBlock, ...] = ()
+    charges: tuple[int, ...] = ()  # numbers of this router's charges that `load` includes from now on
+    role: str = ""  # as in FeedSnapshot
+    role_changes: int = 0
+
+
+FeedMessage = FeedSnapshot | FeedDelta

@@ -1,0 +1,122 @@
+"""Draws that need more than temperature and seed, as CUDA graphs behind the graphs of steps.
+
+The graph of a step ends with logits and with a draw for temperature and seed alone. If a row asks for more, a second
+graph draws all rows again from these logits, and overwrites the tokens in `InputBatch.last_tokens`. It reads its other
+inputs from one array (`DrawLayout`), and the tables of penalties, in which it counts the tokens that it draws.
+
+There are graphs for each number of decodes, because each graph of decodes keeps logits of its own, and as many for the
+logits that graphs of steps with prompts share. Each number has four: with and without changes to the logits, which need
+a copy in float32, and with and without logprobs, which need the best 20 tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from pd_cluster.worker.cuda_graphs.graph_sizes import bucket_sizes
+from pd_cluster.worker.draw_places import DrawVariant
+from pd_cluster.worker.sampler import Sampled, most_logprobs
+from pd_kernels.values import Draws, Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pd_cluster.worker.cuda_graphs.recorder import Recorder
+    from pd_cluster.worker.draw_places import CapturedDraw, DrawLayout
+    from pd_cluster.worker.logits_stages.penalties import PenaltyTables
+    from pd_kernels.backends import Kernels
+    from pd_kernels.values import StepSize
+
+VARIANTS = tuple(DrawVariant(*told) for told in ((False, False), (True, False), (False, True), (True, True)))
+
+
+class _Draw(NamedTuple):
+    """A draw of all rows of one tensor of logits."""
+
+    has_chunks: bool  # of the logits that steps with prompts share
+    num_rows: int
+    variant: DrawVariant
+
+
+class DrawGraphs:
+    """The captured draws of one worker. Their replays follow those of steps on one stream."""
+
+    def __init__(
+        self,
+        layout: DrawLayout,
+        last_tokens: torch.Tensor,
+        penalty_tables: Callable[[], PenaltyTables],
+        kernels: Kernels,
+    ) -> None:
+        """There are no graphs until `capture`. `last_tokens`: of InputBatch."""
+        self._layout = layout
+        self._last_tokens = last_tokens
+        self._penalty_tables = penalty_tables
+        self._kernels = kernels
+        self._fields = torch.from_numpy(layout.padded()).to(last_tokens.device)
+        self._places = layout.places(self._fields, torch.float32)
+        self._graphs: dict[_Draw, tuple[Callable[[], None], Sampled]] = {}
+
+    @property
+    def layout(self) -> DrawLayout | None:
+        """The layout of the draws' inputs; None: nothing was captured."""
+        return self._layout if self._graphs else None
+
+    @torch.inference_mode()
+    def capture(
+        self, logits: dict[StepSize, torch.Tensor], recorder: Recorder, progress: Callable[[str], None]
+    ) -> None:
+        """Capture the draws from the logits [R, V] of each captured size, or none if there is no memory for all.
+
+        Call it once. Until the first replay the draws' inputs are those of padding.
+        """
+        started_s, free, tables = time.perf_counter(), recorder.free_bytes, self._penalty_tables()
+        for has_chunks, rows in self._sources(logits):
+            for variant in VARIANTS:
+                if not recorder.has_room():
+                    self._graphs.clear()
+                    progress("no memory for graphs of draws: top k, penalties and logprobs take more launches")
+                    return
+                run = partial(self._run, rows, variant, tables)
+                self._graphs[_Draw(has_chunks, len(rows), variant)] = recorder(run)
+        used_gb = (free - recorder.free_bytes) / 1e9
+        progress(f"{len(self._graphs)} graphs of draws in {time.perf_counter() - started_s:.1f} s and {used_gb:.2f} GB")
+
+    def replay(self, draw: CapturedDraw, size: StepSize, count: int) -> Sampled:
+        """Draw the `count` logits rows that a step of `size` has just computed."""
+        self._fields[: len(draw.fields)].copy_(draw.fields)
+        num_rows = size.num_seqs
+        if size.num_chunks:
+            num_rows = min(each.num_rows for each in self._graphs if each.has_chunks and each.num_rows >= count)
+        replay, sampled = self._graphs[_Draw(bool(size.num_chunks), num_rows, draw.variant)]
+        replay()
+        return sampled.first(count)
+
+    def _sources(self, logits: dict[StepSize, torch.Tensor]) -> Iterator[tuple[bool, torch.Tensor]]:
+        """Yield the logits to draw from, the largest first, each with whether steps with prompts share them."""
+        sources = [(False, rows) for size, rows in logits.items() if not size.num_chunks]
+        if shared := [rows for size, rows in logits.items() if size.num_chunks]:
+            largest = max(shared, key=len)
+            sources += [(True, largest[:num_rows]) for num_rows in bucket_sizes(len(largest))]
+        yield from sorted(sources, key=lambda source: -len(source[1]))
+
+    def _run(self, logits: torch.Tensor, variant: DrawVariant, tables: PenaltyTables) -> Sampled:
+        """The work that a graph captures, for all R rows of `logits`."""
+        kernels, places = self._kernels, self._places.first(len(logits))
+        changed = logits
+        if variant.has_changes:
+            changed = logits.to(torch.float32, copy=True)
+            kernels.penalize(changed, tables.seen, tables.counts, places.settings, places.owners)
+            changed.view(-1).scatter_add_(0, places.entries, places.amounts)
+        limits = Limits(places.top_k, places.top_p, places.min_p)
+        token_ids = kernels.draw(changed, Draws(places.temperature, places.seeds, places.positions, limits))
+        self._last_tokens.index_copy_(0, places.owners, token_ids)
+        if variant.has_changes:
+            tables.note(places.counted, token_ids)
+        if not variant.has_logprobs:
+            return Sampled(token_ids)
+        return Sampled(token_ids, *kernels.logprobs(logits, token_ids, most_logprobs(logits)))

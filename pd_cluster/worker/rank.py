@@ -1,0 +1,260 @@
+"""A rank > 0 of a tensor-parallel engine: `python -m pd_cluster.worker.rank`, started by rank 0 (`RankLink`).
+
+The first line of standard input is a RankStart; the end of standard input tells that rank 0 is gone, and ends the
+process at once. The main thread takes the frames in their order: it launches step n + 1 without waiting for step n. One
+thread waits for the ends of steps and acknowledges them, one sends heartbeats.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from pd_cluster.config import NodeConfig
+from pd_cluster.errors import PdError
+from pd_cluster.models.shard import Shard
+from pd_cluster.worker.rank_frames import (
+    HEARTBEAT_S,
+    CloseFrame,
+    DrawLate,
+    Heartbeat,
+    PhaseDone,
+    PhaseFrame,
+    PortMessage,
+    RankAnswer,
+    RankFailed,
+    RankLost,
+    RankNews,
+    RankStart,
+    StepFrame,
+    StepRetired,
+    ToRank,
+)
+from pd_cluster.worker.rank_port import LinkPort
+from pd_connectors.base import ConnectorContext
+from pd_connectors.protocol.errors import HandoffError
+
+if TYPE_CHECKING:
+    from pd_cluster.worker.device_executor import DeviceExecutor
+    from pd_cluster.worker.pending_step import PendingStep
+    from pd_connectors.base import Closes
+
+logger = logging.getLogger("pd_cluster.ranks")
+
+ORPHAN_EXIT_CODE = 3
+PR_SET_PDEATHSIG = 1
+SWITCH_INTERVAL_S = 0.0001  # an acknowledgement must not wait 5 ms for a launch, see `engine/process.py`
+
+
+class RankSockets:
+    """A rank's ends of the sockets to rank 0. `answer` belongs to one thread at a time, `tell` to any thread."""
+
+    def __init__(self, rank: int, address: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._news_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # ends before the other, see `tell_last`
+        self._frames = self._context.socket(zmq.PULL)
+        self._frames.set_hwm(0)
+        self._frames.bind(f"{address}.{rank}")
+        self._answers, self._news = self._context.socket(zmq.PUSH), self._news_context.socket(zmq.PUSH)
+        for socket, name in ((self._answers, "answers"), (self._news, "news")):
+            socket.set_hwm(0)
+            socket.connect(f"{address}.{name}")
+        self._lock = threading.Lock()
+        self._decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def receive(self) -> ToRank:
+        """Wait for the next frame."""
+        return self._decoder.decode(self._frames.recv())
+
+    def answer(self, message: RankAnswer) -> None:
+        with self._lock:
+            self._answers.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def tell(self, message: RankNews) -> None:
+        with self._lock:
+            if not self._news.closed:
+                self._news.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def tell_last(self, message: RankNews) -> None:
+        """Wait until rank 0 has the message, at most a second. There is no news after it."""
+        self.tell(message)
+        with self._lock:
+            self._news.close(linger=1000)
+            self._news_context.term()
+
+
+class RankProcess:
+    """Runs one rank's executor as rank 0's frames say."""
+
+    _executor: DeviceExecutor  # from the phase "load" on
+
+    def __init__(self, start: RankStart, sockets: RankSockets) -> None:
+        self._start, self._sockets = start, sockets
+        self._pending: deque[PendingStep] = deque()  # launched, and their tokens were not read
+        self._retiring: queue.SimpleQueue[PendingStep] = queue.SimpleQueue()
+        self._phase = "start"
+        self._reader: Closes | None = None  # of the connector
+        self._num_launched = self._num_retired = 0
+        self._port = LinkPort(start.rank, sockets.tell)
+        for run in (self._beat, self._retire):
+            threading.Thread(target=run, daemon=True).start()
+
+    def run(self) -> None:
+        """Take frames until rank 0 says to close."""
+        while True:
+            match self._sockets.receive():
+                case StepFrame() as frame:
+                    self._launch(frame)
+                case DrawLate(absent):
+                    self._draw_late(absent)
+                case PortMessage(message=message):
+                    self._port.deliver(message)
+                case PhaseFrame(name, arguments):
+                    self._phase = name
+                    result = getattr(self, f"_phase_{name}")(*arguments)
+                    self._phase = "steps"
+                    self._sockets.answer(PhaseDone(self._start.rank, result))
+                case CloseFrame():
+                    return self._close()
+
+    def fail(self, error: Exception) -> None:
+        """Tell rank 0 why this rank cannot go on."""
+        expected = isinstance(error, PdError | HandoffError)
+        text = str(error) if expected else f"{type(error).__name__}: {error}"
+        kind = type(error) if isinstance(error, PdError) else RankLost
+        self._sockets.tell_last(RankFailed(self._start.rank, kind.__name__, text))
+
+    def _make_executor(self) -> DeviceExecutor:
+        # Imported here, because they import torch: rank 0 hears of this process before
+        from pd_cluster.worker.collectives import connect_store
+        from pd_cluster.worker.device_executor import DeviceExecutor
+        from pd_cluster.worker.ranked_executor import make_place
+
+        config, shard = self._start.config, Shard(self._start.rank, self._start.config.model.tp)
+        place = make_place(config.model, shard, connect_store(shard.size, self._start.store_port))
+        return DeviceExecutor(config, lambda _: None, place)
+
+    # phases: the names after "_phase_"; the results are plain values
+
+    def _phase_load(self) -> None:
+        self._executor = self._make_executor()
+        self._executor.load()
+
+    def _phase_adopt(self, config: bytes) -> None:
+        self._executor.adopt(msgspec.json.decode(config, type=NodeConfig))
+
+    def _phase_measure(self) -> int:
+        return self._executor.free_kv_bytes()
+
+    def _phase_allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        self._executor.allocate(num_blocks, num_host_blocks)
+
+    def _phase_capture(self) -> Any:
+        return msgspec.to_builtins(self._executor.capture())
+
+    def _phase_clear(self) -> None:
+        while self._pending:
+            self._pending.popleft().result()
+        self._executor.clear()
+        gc.collect()
+        gc.freeze()
+
+    def _phase_connect(self, name: str, values: dict[str, Any]) -> None:
+        from pd_connectors.registry import rank_reader
+
+        values["options"] = tuple(map(tuple, values["options"]))
+        values["kv_ports"] = values["kv_ports"] and tuple(values["kv_ports"])
+        context = ConnectorContext(layout=self._executor.layout, rank=self._start.rank, **values)
+        self._reader = rank_reader(name, context, self._executor.cache, self._port)
+
+    # steps
+
+    def _close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+        if self._phase != "start":
+            self._executor.close()
+            self._executor.leave()
+
+    def _launch(self, frame: StepFrame) -> None:
+        while len(self._pending) > 1:  # rank 0 has read them, so they have ended
+            self._pending.popleft().result()
+        pending = self._executor.follow(frame.batch, frame.graph, (frame.changed, frame.late))
+        self._num_launched += 1
+        self._pending.append(pending)
+        if pending.is_launched:
+            self._retiring.put(pending)
+
+    def _draw_late(self, absent: tuple[int, ...]) -> None:
+        while len(self._pending) > 1:
+            self._pending.popleft().result()
+        self._executor.draw_late(absent)
+        self._retiring.put(self._pending[-1])
+
+    def _retire(self) -> None:
+        """Acknowledge each step when it has ended on this rank's device."""
+        try:
+            while True:
+                pending = self._retiring.get()
+                if not self._num_retired:
+                    self._executor.use_device()
+                pending.wait()
+                self._num_retired += 1
+                self._sockets.answer(StepRetired(self._start.rank, pending.digest()))
+        except Exception as error:
+            logger.exception("a step failed")
+            self.fail(error)
+            os._exit(1)
+
+    def _beat(self) -> None:
+        waits = threading.Event()
+        while True:
+            self._sockets.tell(Heartbeat(self._start.rank, self._phase, self._num_launched, self._num_retired))
+            waits.wait(HEARTBEAT_S)
+
+
+def _end_with_rank_0() -> None:
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(ORPHAN_EXIT_CODE)
+
+
+def main(kind: type[RankProcess] = RankProcess) -> int:
+    """Entry point of the process."""
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankStart)
+    logging.basicConfig(
+        level=start.config.server.log_level.upper(),
+        format=f"%(asctime)s %(levelname)s rank {start.rank} %(name)s: %(message)s",
+    )
+    for signum in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; rank 0 decides
+        signal.signal(signum, signal.SIG_IGN)
+    # The lifeline's thread does not run while this process is stopped, or while a call holds the interpreter's lock.
+    # The signal comes when the thread that started this process ends: rank 0's main thread
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_end_with_rank_0, name="lifeline", daemon=True).start()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    rank = kind(start, RankSockets(start.rank, start.address))
+    try:
+        rank.run()
+    except Exception as error:
+        if not isinstance(error, PdError):
+            logger.exception("the rank died")
+        rank.fail(error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main())  # at once: the destructor of a group may wait for ranks that are gone
