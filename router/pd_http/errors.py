@@ -54,6 +54,14 @@ class NodesDied(PdError, code="nodes_died"):
     """Several nodes died while they served the request, perhaps because of it: it must not be tried again."""
 
 
+class OrderVersion(PdError, status=409, kind="invalid_request_error", code="protocol_mismatch"):
+    """An order in another protocol version. The sender must be upgraded, or the receiver."""
+
+
+class NotAuthorized(PdError, status=401, kind="authentication_error", code="bad_signature"):
+    """An order that this cluster's key has not signed, or that has expired."""
+
+
 class StartupError(PdError, code="startup"):
     """The process cannot start as configured; the message says which flag, file, port or device to change."""
 

@@ -1,4 +1,4 @@
-"""How the apps of router and node answer exceptions: in OpenAI's shape."""
+"""How the apps of router and node answer exceptions: in the shape of the API that was called."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
 
+from pd_http.dialects import dialect_of
 from pd_http.errors import InvalidRequest, PdError
 from pd_http.reply import json_response
 
@@ -21,7 +22,10 @@ def exception_handlers(headers_of: Callable[[Request], Mapping[str, str]] = lamb
     """Handlers for starlette's `exception_handlers`. `headers_of`: headers of the answer to a request."""
 
     def answer(request: Request, error: PdError, headers: Mapping[str, str] | None = None) -> Response:
-        return json_response(error.to_body(), error.status, {**(headers or {}), **headers_of(request)})
+        dialect = dialect_of(request.url.path)
+        return json_response(
+            dialect.error_body(error), dialect.status(error), {**(headers or {}), **headers_of(request)}
+        )
 
     async def pd_error(request: Request, error: PdError) -> Response:
         return answer(request, error)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pd_http.connection_table import ConnectionTable
 from pd_http.files import RESERVED_FILES, connections_for
+from pd_http.freed_memory import FreedMemory
 from pd_http.protocol import BoundedProtocol
 from pd_http.refusal import Refusal
 from pd_http.unfinished_requests import UnfinishedRequests
@@ -48,6 +49,7 @@ class HttpGate:
         places = min(limits.max_connections, connections_for(num_files, files_per_connection))
         self._table: ConnectionTable[BoundedProtocol] = ConnectionTable(places, limits.max_connections_per_address)
         self._unfinished: UnfinishedRequests[BoundedProtocol] = UnfinishedRequests(limits.max_unfinished_bytes)
+        self._freed = FreedMemory()
         self._open: set[BoundedProtocol] = set()  # including refused connections that linger
         self._held: set[BoundedProtocol] = set()  # reading is stopped to save memory
         self._ticks = False
@@ -69,7 +71,11 @@ class HttpGate:
     @property
     def protocol(self) -> type[BoundedProtocol]:
         """The class that uvicorn instantiates for each connection."""
-        return type("GatedProtocol", (BoundedProtocol,), {"gate": self})
+        return self.protocol_of(BoundedProtocol)
+
+    def protocol_of(self, kind: type[BoundedProtocol]) -> type[BoundedProtocol]:
+        """A `kind` that reports here."""
+        return type("GatedProtocol", (kind,), {"gate": self})
 
     # --- what connections report
 
@@ -145,6 +151,7 @@ class HttpGate:
     def _hold_bytes(self, connection: BoundedProtocol, num_bytes: int) -> None:
         before = self._unfinished.num_bytes
         self._unfinished.hold(connection, num_bytes)
+        self._freed.note(max(0, before - self._unfinished.num_bytes))
         if self._unfinished.num_bytes > before:
             self._end_excess()
         elif self._held and self._unfinished.num_bytes < before:
@@ -168,3 +175,4 @@ class HttpGate:
             connection.check(now_s)
         self._end_excess()
         self._go_on()
+        self._freed.give_back()

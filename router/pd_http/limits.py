@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
+from pd_http.errors import StartupError
 from pd_http.settings import check_numbers, setting
 
 KIB = 1024
+# As browsers write them: other spellings would never match. `null` is the origin of sandboxed pages of all sites
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[^/?#@\sA-Z]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +39,17 @@ class HttpLimits:
         0, "Most open connections of one client address (IPv6: of one /64). 0: three quarters of all."
     )
 
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        "Origins of web pages that may call this server from a browser (CORS), or *. Default: none.",
+        metavar="ORIGIN",
+    )
+
     def __post_init__(self) -> None:
         check_numbers(self)
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise StartupError(f"--allowed-origins {origin}: write SCHEME://HOST[:PORT] in lower case, or *")
 
     @property
     def max_head_bytes(self) -> int:

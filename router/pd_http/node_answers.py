@@ -35,6 +35,7 @@ class FailureKind(StrEnum):
     REFUSED = "refused"  # the node answered 429 or 5xx
     BAD_ANSWER = "bad_answer"  # the answer does not follow the protocol
     PROTOCOL_MISMATCH = "protocol_mismatch"  # the ticket is of another protocol version
+    FINGERPRINT_MISMATCH = "fingerprint_mismatch"  # the ticket is of other weights
 
 
 class PrefillEvents:
@@ -62,10 +63,17 @@ class PrefillEvents:
 
     async def outcome(self, read: Callable[[], Awaitable[bytes]]) -> Event | None:
         """Read to the end. -> `told`; None: the answer broke off before P told anything."""
-        while (event := await self._next(read)) is not None:
+        self.take(b"")
+        while chunk := await read():
+            self.take(chunk)
+        return self.told
+
+    def take(self, chunk: bytes) -> None:
+        """Take the next bytes after the ticket, for `told`. Raises ValueError if an event is too long."""
+        events, self._ready = [*self._ready, *self._parser.feed(chunk)], []
+        for event in events:
             if event.name == "error" or (event.name == "done" and (self.told is None or self.told.name == "done")):
                 self.told = event
-        return self.told
 
     async def _next(self, read: Callable[[], Awaitable[bytes]]) -> Event | None:
         while not self._ready:

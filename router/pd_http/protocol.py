@@ -57,7 +57,7 @@ class ConnectionGate(Protocol):
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. It reports to the gate; the gate ends it when a deadline has passed or a bound is exceeded."""
 
-    gate: ClassVar[ConnectionGate]  # set by the subclass that HttpGate.protocol makes
+    gate: ClassVar[ConnectionGate]  # set by the subclass that HttpGate.protocol_of makes
     flow: HeldFlow
 
     def __init__(
@@ -73,6 +73,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._backlog = b""  # received after a request that waits for the answer before it
         self._has_head = False  # the parser has seen the end of a head
         self._abort_at_s: float | None = None  # set when the connection is over: until then its last bytes may be sent
+        self.serving: Any = None  # the cycle of the last request that was begun; `cycle` may be one that waits for it
 
     # --- called by the transport
 
@@ -84,6 +85,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.gate.left(self)
+        self._disconnect()
         super().connection_lost(exc)
 
     def eof_received(self) -> None:
@@ -146,12 +148,26 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.get_http_version() not in ("1.0", "1.1"):  # a request line without a version is HTTP/0.9
             raise httptools.HttpParserError("not HTTP/1")  # an exception of a callback ends parsing: BAD_REQUEST
-        super().on_headers_complete()
+        self.begin_cycle()
         self._has_head = True
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False
         self.limits.head_ended(self._body_bytes(), self._clock())
         self.gate.moved(self)
+
+    def begin_cycle(self) -> None:
+        """Make the request's cycle and start it, or queue it if another one is under way."""
+        super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self.serving = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _disconnect(self) -> None:
+        """Tell the request under way that its client is gone: uvicorn tells only the newest one."""
+        if self.serving is not None and not self.serving.response_complete:
+            self.serving.disconnected = True
+            self.serving.message_event.set()
 
     def on_response_complete(self) -> None:
         self.limits.answered(self._clock())
@@ -194,9 +210,7 @@ class BoundedProtocol(HttpToolsProtocol):
         # not in the middle of an answer, and not after one: the client expects no second answer
         can_answer = refusal.status and not (is_answering and (cycle.response_started or self.pipeline))
         can_answer = can_answer and not self.limits.discards
-        if is_answering:
-            cycle.disconnected = True
-            cycle.message_event.set()
+        self._disconnect()
         if not can_answer or self.transport.is_closing():
             self._close_unanswered(refusal)
             return

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import orjson
 from starlette.responses import Response
 
 from pd_http.body import ClientGone
-from pd_http.sse import EVENT_STREAM, error_event
+from pd_http.dialect import OPENAI, Dialect
+from pd_http.sse import EVENT_STREAM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -30,10 +32,12 @@ EVENTS_HEADERS = ((b"content-type", EVENT_STREAM.encode() + b"; charset=utf-8"),
 class Reply:
     """One answer. Either `json` or `whole` once, or `start` or `start_events`, then `write`..., then `end`."""
 
-    __slots__ = ("_on_error", "_send", "ended", "headers", "started", "status")
+    __slots__ = ("_on_error", "_send", "dialect", "ended", "headers", "started", "status")
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, dialect: Dialect = OPENAI) -> None:
+        """`dialect`: of its errors."""
         self._send = send
+        self.dialect = dialect
         self._on_error: ErrorEvent | None = None
         self.headers: dict[str, str] = {}  # of any answer, beside its own
         self.started = False
@@ -47,8 +51,8 @@ class Reply:
         self._on_error = on_error
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *_raw(self.headers)]})
 
-    async def start_events(self, headers: Mapping[str, str], on_error: ErrorEvent = error_event) -> None:
-        await self.start(200, [*EVENTS_HEADERS, *_raw(headers)], on_error)
+    async def start_events(self, headers: Mapping[str, str], on_error: ErrorEvent | None = None) -> None:
+        await self.start(200, [*EVENTS_HEADERS, *_raw(headers)], on_error or self.dialect.error_event)
 
     async def write(self, content: bytes) -> None:
         if content:
@@ -68,10 +72,13 @@ class Reply:
     async def fail(self, error: PdError) -> None:
         """Answer with `error`: as a status if nothing was sent, else as the last event of a stream.
 
-        Any other answer that has begun is left incomplete: the server then closes the connection.
+        Any other answer that has begun is left incomplete: the server then closes the connection. A status 503 says
+        when to try again.
         """
         if not self.started:
-            await self.json(error.status, error.to_body())
+            if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                self.headers["retry-after"] = "1"
+            await self.json(self.dialect.status(error), self.dialect.error_body(error))
         elif self._on_error is not None and not self.ended:
             self.status = error.status
             await self.end(self._on_error(error))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from pd_http.files import raise_file_limit
+from pd_http.protocol import BoundedProtocol
 
 if TYPE_CHECKING:
     from pd_http.limits import HttpLimits
@@ -14,15 +15,20 @@ if TYPE_CHECKING:
 
 
 def server_config(
-    app: Any, limits: HttpLimits, metrics: HttpMetrics, files_per_request: int, **settings: Any
+    app: Any,
+    limits: HttpLimits,
+    metrics: HttpMetrics,
+    files_per_request: int,
+    protocol: type[BoundedProtocol] = BoundedProtocol,
+    **settings: Any,
 ) -> uvicorn.Config:
-    """uvicorn's settings for a server of router or node. `settings`: more of uvicorn's.
+    """uvicorn's settings for a server of router or node. `protocol`: of its connections. `settings`: more of uvicorn's.
 
     The server classes stay apart: the node's process handles signals itself, the router hands over on SIGHUP.
     """
     return uvicorn.Config(
         app,
-        http=metrics.make_gate(limits, raise_file_limit(), files_per_request).protocol,
+        http=metrics.make_gate(limits, raise_file_limit(), files_per_request).protocol_of(protocol),
         ws="none",
         lifespan="on",
         log_config=None,

@@ -100,7 +100,12 @@ def _options(item: Field[Any], kind: Any) -> dict[str, Any]:
     if kind == tuple[str, ...]:
         return {"nargs": "+", "action": "extend", "metavar": item.metadata.get("metavar", _METAVARS[str]), "help": text}
     choices = item.metadata.get("choices")
-    return {"type": kind, "choices": choices, "metavar": None if choices else _METAVARS[kind], "help": text}
+    return {
+        "type": kind,
+        "choices": choices,
+        "metavar": None if choices else item.metadata.get("metavar", _METAVARS[kind]),
+        "help": text,
+    }
 
 
 def _from_environment(env: str, text: str, item: Field[Any], kind: type) -> Any:

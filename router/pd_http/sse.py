@@ -6,12 +6,9 @@ The stream that a decode node sends is never parsed: it passes through the route
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
-
-if TYPE_CHECKING:
-    from pd_http.errors import PdError
 
 EVENT_STREAM = "text/event-stream"
 SSE_DONE = b"data: [DONE]\n\n"
@@ -78,8 +75,3 @@ def event_bytes(data: dict[str, Any], name: str = "") -> bytes:
     """One event with `data` as JSON. `name` "": an event without a name."""
     head = b"event: " + name.encode() + b"\n" if name else b""
     return head + b"data: " + orjson.dumps(data) + b"\n\n"
-
-
-def error_event(error: PdError) -> bytes:
-    """The last bytes of a stream that fails."""
-    return event_bytes(error.to_body()) + SSE_DONE

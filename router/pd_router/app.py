@@ -5,24 +5,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
 
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from pd_connectors.protocol.ticket import NODE_ACTIONS
+from pd_http.cross_origin import cross_origin
+from pd_http.dialects import COUNT_TOKENS
 from pd_http.exception_handlers import exception_handlers
 from pd_router import headers as rules
 from pd_router.background import Background
+from pd_router.client_connection import GENERATING_PATHS
+from pd_router.cluster_orders import ClusterOrders
 from pd_router.control import Control, Relay
 from pd_router.discovery import Discovery
+from pd_router.feed_follower import FeedFollower
 from pd_router.health import HealthPoller
 from pd_router.metrics import RouterMetrics
 from pd_router.node_orders import Admin
 from pd_router.node_table import NodeTable
+from pd_router.node_tasks import NodeTasks
+from pd_router.openapi import router_document
 from pd_router.proxy import Proxy
-from pd_router.routed_request import Services
+from pd_router.role_orders import RoleOrders
+from pd_router.services import Services
 from pd_router.sources.posted import PostedNodes
 from pd_router.upstream import Upstream
+from pd_router.worker_views import WorkerViews
+from pd_router.workers import OnlyWorker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -30,11 +42,13 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from pd_router.config import RouterConfig
+    from pd_router.node_change import Heritage
     from pd_router.sources.base import NodeSource
-    from pd_router.succession import Heritage
+    from pd_router.worker_channel import WorkerChannel
 
 # For releasing tickets and finishing prefills when the router stops; leases that are left expire by themselves.
 BACKGROUND_DEADLINE_S = 2.0
+_ANY_NODE = ("/health_generate", "/server_info", "/get_server_info", "/get_model_info")
 
 
 def create_app(
@@ -44,19 +58,26 @@ def create_app(
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
     heritage: Heritage | None = None,
+    worker: WorkerChannel | None = None,
 ) -> Starlette:
-    """The router as an ASGI app.
+    """The router as an ASGI app, without the generating calls: `token_path(app.state.proxy)` serves those.
 
     `key`: the cluster's key; it signs offers. `sources`: of nodes, in addition to flags and posted orders.
-    `heritage`: the orders that the router before this one had. `clock`: monotonic seconds. `wall_clock`: Unix seconds.
+    `heritage`: the orders that the router before this one had. `worker`: of a router with several.
+    `clock`: monotonic seconds. `wall_clock`: Unix seconds.
     """
     table = NodeTable(config, clock)
     upstream = Upstream(config)
     background = Background()
     services = Services(config, table, upstream, RouterMetrics(table), background, key, wall_clock)
     poller = HealthPoller(config, table, upstream)
+    feeds = FeedFollower(table, upstream, services.metrics, key, wall_clock)
     discovery = Discovery(sources, table)
     posted = PostedNodes(table, key, wall_clock)
+    workers = worker or OnlyWorker(posted)
+    views = WorkerViews(table, services.metrics, workers)
+    if worker is not None:
+        worker.adopt, worker.topics = posted.adopt, views.topics
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -64,10 +85,15 @@ def create_app(
             running = [asyncio.ensure_future(discovery.run())]
             try:
                 await discovery.heard_all(config.control_timeout_s)
-                if heritage is not None:
-                    posted.inherit(heritage)  # before the first health check, which finds restarted nodes
+                if worker is not None:
+                    running.append(asyncio.ensure_future(worker.run()))
+                    await worker.adopted()
+                elif heritage is not None:
+                    posted.adopt(heritage)  # before the first health check, which finds restarted nodes
                 await poller.poll_all()  # so that the first request finds the healthy nodes
-                running.append(asyncio.ensure_future(poller.run()))
+                running.append(asyncio.ensure_future(NodeTasks(table, poller.follow, feeds.follow).run()))
+                if worker is not None:
+                    await worker.ready()
                 yield
             finally:
                 for task in running:
@@ -75,30 +101,48 @@ def create_app(
                 await asyncio.wait(running)
                 await background.close(BACKGROUND_DEADLINE_S)
 
-    proxy, relay, control = Proxy(services), Relay(services), Control(services)
-    admin = Admin(table, posted)
     app = Starlette(
-        routes=[
-            Route("/v1/chat/completions", proxy, methods=["POST"]),
-            Route("/v1/completions", proxy, methods=["POST"]),
-            Route("/v1/models", relay, methods=["GET"]),
-            Route("/v1/models/{name:path}", relay, methods=["GET"]),
-            Route("/tokenize", relay, methods=["POST"]),
-            Route("/detokenize", relay, methods=["POST"]),
-            Route("/health", control.health),
-            Route("/metrics", control.metrics),
-            Route("/nodes", control.nodes, methods=["GET"]),
-            Route("/nodes", admin.add, methods=["POST"]),
-            Route("/nodes/{id}", admin.remove, methods=["DELETE"]),
-            Route("/nodes/{id}/drain", admin.drain, methods=["POST"]),
-            Route("/nodes/{id}/drain", admin.resume, methods=["DELETE"]),
-        ],
+        routes=_routes(services, posted, Admin(posted, workers, views, poller.poll), views),
+        middleware=cross_origin(config),
         exception_handlers=exception_handlers(_request_id),
         lifespan=lifespan,
     )
     app.state.services = services
+    app.state.proxy = Proxy(services)
     app.state.posted = posted
     return app
+
+
+def _routes(services: Services, posted: PostedNodes, admin: Admin, views: WorkerViews) -> list[Route]:
+    relay, control, orders = Relay(services), Control(services, views), ClusterOrders(services, posted)
+    routes = [
+        *(Route(path, _generate, methods=["POST"]) for path in GENERATING_PATHS),
+        Route("/v1/models", relay, methods=["GET"]),
+        Route("/v1/models/{name:path}", relay, methods=["GET"]),
+        Route(COUNT_TOKENS, relay, methods=["POST"]),
+        Route("/tokenize", relay, methods=["POST"]),
+        Route("/detokenize", relay, methods=["POST"]),
+        Route("/health", control.health),
+        Route("/ping", control.health, methods=["GET", "POST"]),
+        Route("/version", control.version),
+        Route("/load", control.load),
+        *(Route(path, relay, methods=["GET"]) for path in _ANY_NODE),
+        *(Route(path, orders.give, methods=["POST"]) for path in NODE_ACTIONS),
+        Route("/metrics", control.metrics),
+        Route("/nodes", control.nodes, methods=["GET"]),
+        Route("/nodes", admin.add, methods=["POST"]),
+        Route("/nodes/{id}", admin.remove, methods=["DELETE"]),
+        Route("/nodes/{id}/drain", admin.drain, methods=["POST"]),
+        Route("/nodes/{id}/drain", admin.resume, methods=["DELETE"]),
+        Route("/nodes/{id}/role", RoleOrders(services, posted, views).give, methods=["POST"]),
+    ]
+    rewrite = partial(router_document, routes, services.config.admin_endpoints == "open")
+    routes.append(Route("/openapi.json", Relay(services, rewrite), methods=["GET"]))
+    return routes
+
+
+async def _generate(request: Request) -> NoReturn:
+    raise AssertionError("ClientConnection serves these paths; the routes are for the document and for other methods")
 
 
 def _request_id(request: Request) -> dict[str, str]:

@@ -16,7 +16,7 @@ class Background:
     """Owns its tasks until they end."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[None]] = set()
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -26,6 +26,11 @@ class Background:
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         return task
+
+    def keep(self, future: asyncio.Future[None]) -> None:
+        """Wait for `future` too. Its failure is handled elsewhere."""
+        self._tasks.add(future)
+        future.add_done_callback(self._tasks.discard)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pd_http.errors import InvalidRequest
+from pd_connectors.protocol.text_chain import canonical_text, step_hashes
+from pd_http.dialect import OPENAI, Dialect
+from pd_http.errors import InvalidRequest, PdError
 from pd_http.node_answers import ASK_TICKET
 
 RawObject = dict[str, msgspec.Raw]
 _OBJECT = msgspec.json.Decoder(RawObject)
-_NO_TOKENS = frozenset({"max_tokens", "max_completion_tokens", "stream_options"})
+_NO_TOKENS = frozenset({"max_tokens", "max_completion_tokens", "max_output_tokens", "stream_options"})
 _KV = "kv_transfer_params"
 _PROMPT_LISTS = re.compile(rb'[ \t\n\r]*\[[ \t\n\r]*["\[]')
 _MAX_SAMPLES = 128  # a node refuses more; here it bounds the charge for one request
@@ -33,9 +35,10 @@ def raw_object(data: bytes | msgspec.Raw) -> RawObject:
 class RequestBody:
     """One parsed body. Raises InvalidRequest if `data` is not a JSON object."""
 
-    __slots__ = ("_fields", "num_bytes")
+    __slots__ = ("_dialect", "_fields", "num_bytes")
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, dialect: Dialect = OPENAI) -> None:
+        self._dialect = dialect
         try:
             self._fields = raw_object(data)
         except _BAD_JSON as error:
@@ -55,7 +58,8 @@ class RequestBody:
 
     @property
     def model(self) -> str | None:
-        return self.get("model", str)
+        """The model that the client names; None for "" too, as on nodes: any model."""
+        return self.get("model", str) or None
 
     @property
     def wants_stream(self) -> bool:
@@ -76,6 +80,14 @@ class RequestBody:
         """Whether the first byte of the answer shows that the whole prompt has been prefilled."""
         return self.wants_stream and not self.has_several_prompts
 
+    def text_chain(self, key: bytes) -> tuple[int, ...]:
+        """The names of the prompt's text, as nodes publish them. Empty: it has none. `key`: of the cluster's chains."""
+        try:
+            text = canonical_text(self._dialect.to_chat(self._fields).fields)
+        except PdError:  # the node judges
+            return ()
+        return () if text is None else step_hashes(key, self.get("cache_salt", str) or "", text)
+
     def plain(self) -> bytes:
         """The body for a node that prefills and decodes: the client's fields, without any handoff."""
         return msgspec.json.encode(self._fields)
@@ -87,7 +99,7 @@ class RequestBody:
         """
         fields: dict[str, Any] = {name: raw for name, raw in self._fields.items() if name not in _NO_TOKENS}
         fields["stream"] = False
-        fields["max_tokens"] = 1
+        fields[self._dialect.token_limit] = 1
         if "max_completion_tokens" in self._fields:
             fields["max_completion_tokens"] = 1
         fields[_KV] = ASK_TICKET

@@ -16,21 +16,23 @@ if TYPE_CHECKING:
 class Casualties:
     """The nodes that died while they served one request. `limit`: number of deaths after which the request fails."""
 
-    __slots__ = ("_dead", "_limit", "_met")
+    __slots__ = ("_dead", "_limit", "_met", "_num_outlived")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._met: dict[Node, int | None] = {}
-        self._dead: list[Node] = []
+        self._dead: list[tuple[Node, int | None]] = []  # a node that was started again may die again
+        self._num_outlived = 0  # of the deaths, the first so many
 
     def meet(self, node: Node) -> None:
         """Note that the request goes to `node`, or to a node that may pass it on to `node`."""
-        self._met.setdefault(node, node.epoch)
+        if node not in self._met or (node, self._met[node]) in self._dead:
+            self._met[node] = node.epoch
 
     @property
     def suspects(self) -> list[tuple[Node, int | None]]:
         """Nodes that met the request and are not known to have died, with their boot epoch at that time."""
-        return [(node, epoch) for node, epoch in self._met.items() if node not in self._dead]
+        return [met for met in self._met.items() if met not in self._dead]
 
     def epoch_of(self, node: Node) -> int | None:
         """The node's boot epoch when it met the request."""
@@ -42,13 +44,17 @@ class Casualties:
 
     def add(self, node: Node) -> None:
         """Count `node`, which has died since it met the request, once."""
-        if node not in self._dead:
-            self._dead.append(node)
+        death = (node, self.epoch_of(node))
+        if death not in self._dead:
+            self._dead.append(death)
+
+    def outlive(self) -> None:
+        """Do not count the deaths so far: another node has served the request beyond the place of the last one."""
+        self._num_outlived = len(self._dead)
 
     def check(self) -> None:
         """Raises NodesDied if the request must not go to another node."""
-        if len(self._dead) >= self._limit:
-            names = ", ".join(node.node_id for node in self._dead)
-            raise NodesDied(
-                f"{len(self._dead)} nodes died while they served this request ({names}); it is not tried again"
-            )
+        dead = self._dead[self._num_outlived :]
+        if len(dead) >= self._limit:
+            names = ", ".join(node.node_id for node, _ in dead)
+            raise NodesDied(f"{len(dead)} nodes died while they served this request ({names}); it is not tried again")

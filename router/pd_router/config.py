@@ -32,6 +32,12 @@ class RouterConfig(HttpLimits):
         "Serve on the listening socket inherited as this file descriptor, instead of --host and --port. -1: none.",
         least=-1,
     )
+    workers: int = setting(
+        1,
+        "Processes that serve the port. Each follows all nodes by itself; orders reach all of them, and one that dies "
+        "is replaced.",
+        least=1, most=64,
+    )  # fmt: skip
     prefill: tuple[str, ...] = setting((), "Base URLs of prefill nodes.", metavar="URL")
     decode: tuple[str, ...] = setting((), "Base URLs of decode nodes.", metavar="URL")
     mixed: tuple[str, ...] = setting(
@@ -60,6 +66,11 @@ class RouterConfig(HttpLimits):
         "local prefill is not allowed (--on-prefill-failure) or the request asks for an order.",
         choices=("auto", "never"),
     )
+    slo_ttft_ms: float = setting(
+        0.0,
+        "Target for the first token of a stream. A decode node prefills a prompt that the prefill nodes would answer "
+        "later and it would not. 0: none.",
+    )
     max_prefill_tries: int = setting(0, "Prefill nodes tried for one request. 0: all healthy ones.")
     max_decode_tries: int = setting(0, "Decode nodes tried for one request before its first byte. 0: all healthy ones.")
     max_node_deaths: int = setting(
@@ -73,6 +84,9 @@ class RouterConfig(HttpLimits):
     response_timeout_s: float = setting(600.0, "Deadline for an unstreamed answer to begin: the whole generation.")
     idle_timeout_s: float = setting(
         120.0, "Longest time without progress within an answer, on the node's or the client's side."
+    )
+    continue_wait_s: float = setting(
+        10.0, "How long a stream that lost its decode node waits for a node that can continue it, while there is none."
     )
     control_timeout_s: float = setting(15.0, "Deadline for small calls: models, tokenize, detokenize, release.")
     keepalive_s: float = setting(
@@ -94,6 +108,12 @@ class RouterConfig(HttpLimits):
         "the nodes' setting; otherwise nodes mistake a slow client for a hanging router.",
     )
     drain_s: float = setting(30.0, "Time that a stopping router gives its running requests.")
+    admin_endpoints: str = setting(
+        "signed",
+        "POST /reset_prefix_cache, /flush_cache, /start_profile and /stop_profile, which go to all nodes. signed: with "
+        "an order that the cluster's key has signed; open: for every client, as benchmark tools expect.",
+        choices=("signed", "open"),
+    )
     log_level: str = setting("info", "Log level.", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import orjson
 from starlette.responses import Response
 
 from pd_http.body import ClientGone, read_body
+from pd_http.dialects import dialect_of
 from pd_http.errors import ModelNotFound, PdError
 from pd_http.metrics import EXPOSITION_TYPE
 from pd_http.reply import json_response
 from pd_router import headers as rules
 from pd_router.body import RequestBody
 from pd_router.errors import NodeFailed, NoNode
-from pd_router.first_byte_guard import FirstByteGuard
+from pd_router.liveness_guard import LivenessGuard
 from pd_router.node_table import Node, Role
 from pd_router.reply import RouterReply
 from pd_router.upstream import Answer, LegFailed, Refused
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
-    from pd_router.routed_request import Services
+    from pd_router.services import Services
+    from pd_router.worker_views import WorkerViews
 
 log = logging.getLogger("pd_router")
 _ANY_ROLE = (Role.PREFILL, Role.MIXED, Role.DECODE)
@@ -34,8 +39,9 @@ _ANY_ROLE = (Role.PREFILL, Role.MIXED, Role.DECODE)
 class Control:
     """Handlers for the router's own state."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, views: WorkerViews) -> None:
         self._s = services
+        self._views = views
 
     async def health(self, request: Request) -> Response:
         """200 while a node can decode: then requests can be served, whichever other nodes are down."""
@@ -50,25 +56,39 @@ class Control:
         }
         return json_response(report, 200 if decodes else 503)
 
+    async def version(self, request: Request) -> Response:
+        try:
+            known = version("pd-cluster")
+        except PackageNotFoundError:  # a source tree that is not installed
+            known = "unknown"
+        return json_response({"version": known})
+
+    async def load(self, request: Request) -> Response:
+        """Generations under way on all nodes, by this router."""
+        return json_response({"server_load": await self._views.load()})
+
     async def nodes(self, request: Request) -> Response:
-        return json_response({"nodes": self._s.table.report()})
+        return json_response({"nodes": await self._views.nodes()})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._s.metrics.exposition(), media_type=EXPOSITION_TYPE)
+        return Response(await self._views.metrics(), media_type=EXPOSITION_TYPE)
 
 
 class Relay:
-    """An ASGI endpoint for calls that any healthy node can answer: models, tokenize, detokenize.
+    """An ASGI endpoint for calls that any healthy node can answer: models, tokenize, detokenize, facts of the model.
 
     If a node fails, the next one is asked.
     """
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, rewrite: Callable[[Answer], Answer] = lambda answer: answer) -> None:
+        """`rewrite`: makes the answer to the client from that of a node. May raise PdError."""
         self._s = services
+        self._rewrite = rewrite
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = rules.request_id(rules.first_values(scope["headers"]))
         reply = RouterReply(send, request_id)
+        reply.dialect = dialect_of(scope["path"])
         try:
             raw = await read_body(scope, receive, self._s.longest_body)
             name = scope["path_params"].get("name")
@@ -77,7 +97,7 @@ class Relay:
             else:
                 body = RequestBody(raw) if scope["method"] == "POST" else None
                 model = body.model if body is not None else None
-                answer = await self._ask(scope, scope["path"], request_id, model, body)
+                answer = self._rewrite(await self._ask(scope, scope["path"], request_id, model, body))
             await reply.whole(answer.status, rules.answered(answer.headers), answer.body)
         except ClientGone:
             return  # no node was asked
@@ -101,7 +121,7 @@ class Relay:
         for i, node in enumerate(nodes):
             has_next = i + 1 < len(nodes)
             try:
-                with FirstByteGuard(node, lambda has_next=has_next: has_next):  # type: ignore[misc]
+                with LivenessGuard(node, lambda has_next=has_next: has_next):  # type: ignore[misc]
                     return await self._ask_one(node, path, headers, body)
             except LegFailed as failure:
                 s.metrics.leg_failures.labels("relay", node.node_id, failure.kind.value).inc()

@@ -5,14 +5,6 @@ from __future__ import annotations
 from pd_http.errors import PdError
 
 
-class OrderVersion(PdError, status=409, kind="invalid_request_error", code="protocol_mismatch"):
-    """An order about a node in another protocol version. The sender must be upgraded, or the router."""
-
-
-class NotAuthorized(PdError, status=401, kind="authentication_error", code="bad_signature"):
-    """An order about a node that this cluster's key has not signed, or that has expired."""
-
-
 class NodeUnknown(PdError, status=404, kind="invalid_request_error", code="node_not_found"):
     """No node has this id or address."""
 
@@ -23,6 +15,10 @@ class NodeConflict(PdError, status=409, kind="invalid_request_error", code="node
 
 class HandingOver(PdError, status=503, code="handing_over"):
     """An order about a node would be lost: a successor is replacing this router."""
+
+
+class WorkerLate(PdError, status=503, code="worker_late"):
+    """An order is obeyed, but a worker of the router does not tell its requests to the node. Repeat the order."""
 
 
 class NodeFailed(PdError, status=502, code="node_failed"):

@@ -22,28 +22,30 @@ DECODE_BY = "x-pd-decode"
 
 # RFC 9110, 7.6.1; the headers that `Connection` names are dropped too
 _HOP_BY_HOP = frozenset(
-    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
-     "transfer-encoding", "upgrade"}
+    {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
+     b"trailer", b"transfer-encoding", b"upgrade"}
 )  # fmt: skip
-# The router frames each leg itself, reads P's leg (so no compression), and answers `Expect` itself.
-_REQUEST_ONLY = frozenset({"host", "content-length", "accept-encoding", "expect", REQUEST_ID})
-_ANSWER_ONLY = frozenset({"content-length", "date", "server", REQUEST_ID, ROUTE})
+# The router frames each leg itself, reads P's leg (so no compression), and answers `Expect` itself. It also decides
+# which origins may call: with `origin` a node would answer with its own consent.
+_NOT_FORWARDED = _HOP_BY_HOP | {
+    b"host", b"content-length", b"accept-encoding", b"expect", b"origin", REQUEST_ID.encode()
+}  # fmt: skip
+_NOT_ANSWERED = _HOP_BY_HOP | {b"content-length", b"date", b"server", REQUEST_ID.encode(), ROUTE.encode()}
+_OWN = frozenset({REQUEST_ID.encode(), ROUTE.encode()})  # those that the router reads
 _ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 
 def forwarded(headers: RawHeaders, request_id: str) -> Headers:
     """The client's end-to-end headers for a leg. A client's `x-pd-*` headers never reach a node."""
     kept: Headers = CIMultiDict()
-    named: set[str] = set()
-    for raw_name, raw_value in headers:
-        name = raw_name.decode("latin-1")
-        if name == "connection":
-            named.update(token.strip().lower() for token in raw_value.decode("latin-1").split(","))
-        if name in _HOP_BY_HOP or name in _REQUEST_ONLY or name.startswith("x-pd-"):
-            continue
-        kept.add(name, raw_value.decode("latin-1"))
+    named: set[bytes] = set()
+    for name, value in headers:
+        if name not in _NOT_FORWARDED and not name.startswith(b"x-pd-"):
+            kept.add(name.decode("latin-1"), value.decode("latin-1"))
+        elif name == b"connection":
+            named |= _tokens(value)
     for name in named:
-        kept.popall(name, None)
+        kept.popall(name.decode("latin-1"), None)
     kept[REQUEST_ID] = request_id
     return kept
 
@@ -51,21 +53,26 @@ def forwarded(headers: RawHeaders, request_id: str) -> Headers:
 def answered(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
     """A node's end-to-end headers, for the client."""
     kept = []
-    named: set[str] = set()
+    named: set[bytes] = set()
     for raw_name, value in headers:
-        name = raw_name.decode("latin-1").lower()
-        if name == "connection":
-            named.update(token.strip().lower() for token in value.decode("latin-1").split(","))
-        if name not in _HOP_BY_HOP and name not in _ANSWER_ONLY:
-            kept.append((name.encode("latin-1"), value))
-    return [pair for pair in kept if pair[0].decode("latin-1") not in named] if named else kept
+        name = raw_name.lower()
+        if name not in _NOT_ANSWERED:
+            kept.append((name, value))
+        elif name == b"connection":
+            named |= _tokens(value)
+    return [pair for pair in kept if pair[0] not in named] if named else kept
+
+
+def _tokens(value: bytes) -> set[bytes]:
+    return {token.strip().lower() for token in value.split(b",")}
 
 
 def first_values(headers: RawHeaders) -> dict[str, str]:
-    """Name -> first value."""
+    """Name -> first value, of the headers that the router reads."""
     values: dict[str, str] = {}
     for name, value in headers:
-        values.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+        if name in _OWN:
+            values.setdefault(name.decode("latin-1"), value.decode("latin-1"))
     return values
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from pd_connectors.protocol.clock import patiently
+from pd_connectors.protocol.messages import PROTOCOL_VERSION
 from pd_http.node_answers import FailureKind, object_in
 from pd_router.liveness import Down
 from pd_router.upstream import LegFailed, Upstream
@@ -22,7 +23,7 @@ log = logging.getLogger("pd_router")
 
 
 class HealthPoller:
-    """Writes `reachable`, `liveness`, `node_id`, `epoch`, `num_slots`, `kv_in_use` and `models` of the nodes.
+    """Writes `reachable`, `liveness`, `models` and what /health tells of the nodes: identity, role, versions, size.
 
     A node without progress (process or engine) is judged frozen within `health_interval_s` + `health_timeout_s`.
     """
@@ -34,27 +35,12 @@ class HealthPoller:
         self._health_timeout_s = config.health_timeout_s
         self._models_timeout_s = config.health_timeout_s  # the next poll of /health waits for it
 
-    async def run(self) -> None:
-        """Poll until cancelled, following the node table.
-
-        A node that does not answer delays no other node's poll. A new node is polled at once.
-        """
-        changed = self._table.changed
-        polling: dict[Node, asyncio.Task[None]] = {}
-        async with asyncio.TaskGroup() as group:
-            while True:
-                changed.clear()
-                for node in set(polling).difference(self._table.nodes):
-                    polling.pop(node).cancel()
-                for node in set(self._table.nodes).difference(polling):
-                    polling[node] = group.create_task(self._poll_for_ever(node))
-                await changed.wait()
-
     async def poll_all(self) -> None:
         """Poll every node once. Ends within twice `health_timeout_s`."""
         await asyncio.gather(*(self.poll(node) for node in self._table.nodes))
 
-    async def _poll_for_ever(self, node: Node) -> None:
+    async def follow(self, node: Node) -> None:
+        """Poll a node until cancelled: a new node at once."""
         while True:
             if node.polled:
                 await asyncio.sleep(self._interval_s)
@@ -116,13 +102,22 @@ class HealthPoller:
         restarted = isinstance(epoch, int) and node.epoch is not None and epoch != node.epoch
         if restarted:
             log.warning("node %s has restarted (epoch %s -> %s)", node.node_id, node.epoch, epoch)
-            node.failures_in_row, node.ejected_until_s, node.draining = 0, 0.0, False
+            node.failures_in_row, node.ejected_until_s = 0, 0.0
             node.restarts += 1
+            node.role_changes = None  # it has the role of its command line again
+        if restarted or (isinstance(epoch, int) and node.drained_epoch is not None):
+            node.draining = epoch == node.drained_epoch
+        node.hear_role(report.get("role"), report.get("role_changes", 0))
         node.epoch = epoch if isinstance(epoch, int) else None
         num_slots = report.get("max_num_seqs")
         node.num_slots = num_slots if isinstance(num_slots, int) else None
         max_model_len = report.get("max_model_len")
         node.max_model_len = max_model_len if isinstance(max_model_len, int) and max_model_len > 0 else None
+        version = report.get("stream_version")
+        node.stream_version = version if isinstance(version, str) else ""
+        # A node of before `kv_protocol` pairs as if it spoke this router's
+        fingerprint, protocol = report.get("fingerprint"), report.get("kv_protocol", PROTOCOL_VERSION)
+        node.kv_version = f"{fingerprint}/{protocol}" if isinstance(fingerprint, str) and fingerprint else ""
         kv_in_use = report.get("kv_in_use")
         node.kv_in_use = kv_in_use if isinstance(kv_in_use, float | int) else 0.0
         return restarted
@@ -132,7 +127,8 @@ class HealthPoller:
         try:
             answer = await self._upstream.get(node, "/v1/models", {}, self._models_timeout_s)
             listed = orjson.loads(answer.body)["data"] if answer.status == 200 else None
-            node.models = None if listed is None else frozenset(str(entry["id"]) for entry in listed)
+            models = None if listed is None else frozenset(str(entry["id"]) for entry in listed)
+            self._table.set_models(node, models)
         except (LegFailed, orjson.JSONDecodeError, KeyError, TypeError) as error:
             node.models = None
             log.warning("node %s gave no list of its models: %s", node.node_id, error)

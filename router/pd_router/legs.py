@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import msgspec
+from multidict import CIMultiDict
 
+from pd_http.dialect import OPENAI
+from pd_http.dialects import dialect_of
 from pd_http.errors import ENGINE_DIED
+from pd_http.frames import FRAMES_HEADER, FRAMES_TYPE, FRAMES_VERSION, StreamEnd, StreamFailed
 from pd_http.node_answers import FailureKind, PrefillEvents, code_of, object_in
 from pd_http.sse import EVENT_STREAM
 from pd_router.body import raw_object
+from pd_router.framed_answer import FramedAnswer
 from pd_router.headers import PREFILL_BY
-from pd_router.upstream import LEG_ERRORS, Answer, LegFailed, Refused, Upstream, leg_failure
+from pd_router.upstream import LEG_ERRORS, Answer, LegFailed, Refused, Upstream, leg_failure, whole_answer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    import asyncio
+    from collections.abc import Callable, Mapping
 
     from pd_http.sse import Event
+    from pd_router.node_connection import AnswerHead, NodeExchange, Sink
     from pd_router.node_table import Charge, Node
+    from pd_router.stream_record import StreamRecord
 
 log = logging.getLogger("pd_router")
 _KV = "kv_transfer_params"
@@ -37,7 +45,7 @@ class Handoff:
 
 
 class PrefillLeg:
-    """P's leg. Call `open`, then `drain` in a task of its own; `close` ends it at any time.
+    """P's leg. Call `open`, then `drain`; `close` ends it at any time.
 
     Closing it early makes P abort the request. The charge on P is released when the leg ends.
     """
@@ -47,27 +55,30 @@ class PrefillLeg:
         self._upstream = upstream
         self._charge = charge
         self._events = PrefillEvents()
-        self._response: aiohttp.ClientResponse | None = None
+        self._is_stream = False
+        self._is_closed = False
+        self._exchange: NodeExchange | None = None
 
     async def open(self, path: str, headers: Mapping[str, str], body: bytes, ticket_timeout_s: float) -> Handoff:
         """Send the request and wait for the ticket. Raises LegFailed or Refused, with the leg closed."""
         try:
-            self._response = await self._upstream.post(self.node, path, headers, body, ticket_timeout_s)
+            self._exchange = await self._upstream.post(self.node, path, headers, body, ticket_timeout_s)
+            self._exchange.limit(ticket_timeout_s)
             try:
-                async with asyncio.timeout(ticket_timeout_s):
-                    return await self._handoff(self._response)
+                return await self._handoff(self._exchange)
             except LEG_ERRORS as error:
                 raise leg_failure(self.node, error, "ticket", f"no ticket within {ticket_timeout_s:g} s") from error
-            except (ValueError, msgspec.MsgspecError) as error:
+            except (ValueError, msgspec.MsgspecError, RecursionError) as error:
                 raise LegFailed(self.node, FailureKind.BAD_ANSWER, f"no ticket: {error}") from error
         except BaseException:
             self.close()
             raise
 
-    async def _handoff(self, response: aiohttp.ClientResponse) -> Handoff:
-        if response.content_type != EVENT_STREAM:
-            return self._read_params(await response.read())  # an engine without tickets: it has prefilled already
-        event = await self._events.ticket(response.content.readany)
+    async def _handoff(self, exchange: NodeExchange) -> Handoff:
+        self._is_stream = _head_of(exchange).content_type == EVENT_STREAM
+        if not self._is_stream:
+            return self._read_params(await exchange.whole())  # an engine without tickets: it has prefilled already
+        event = await self._events.ticket(exchange.read)
         if event is None:
             raise LegFailed(self.node, FailureKind.BROKEN, "the answer ended without a ticket")
         if event.name == "error":
@@ -79,33 +90,47 @@ class PrefillLeg:
         if found is None or bytes(found) == b"null":
             raise LegFailed(self.node, FailureKind.BAD_ANSWER, "the answer has no kv_transfer_params")
         params = raw_object(found)
+        if len(ids := params.get("prompt_token_ids", b"")) > len(b"[]"):
+            self._charge.count_prompt(bytes(ids).count(b",") + 1)
         ticket = msgspec.json.decode(params["ticket"], type=str | None) if "ticket" in params else None
         return Handoff(self.node, dict(params), ticket)
 
-    async def drain(self, timeout_s: float) -> None:
-        """Read to the end, so that the connection can be reused. Raises LegFailed if P did not finish."""
-        assert self._response is not None
-        try:
-            if self._response.content_type == EVENT_STREAM:
-                async with asyncio.timeout(timeout_s):
-                    await self._read_to_end(self._response)
-            self._charge.prefill_done()
-        except (*LEG_ERRORS, ValueError) as error:
-            raise leg_failure(self.node, error, "prefill", f"prefill not done within {timeout_s:g} s") from error
-        finally:
-            self.close()
+    def drain(self, timeout_s: float, on_failed: Callable[[LegFailed], None]) -> asyncio.Future[None]:
+        """Read to the end, so that the connection can be reused, and close. `on_failed` is told if P did not finish.
 
-    async def _read_to_end(self, response: aiohttp.ClientResponse) -> None:
-        event = await self._events.outcome(response.content.readany)
-        if event is None:
-            raise LegFailed(self.node, FailureKind.BROKEN, "the answer ended before the prefill did")
-        if event.name == "error":
-            raise _failure_in(self.node, event)
+        A leg that is closed meanwhile has not failed. The future is done when the leg is closed, whatever the reason.
+        """
+        assert self._exchange is not None
+        self._exchange.limit(timeout_s)
+        self._events.take(b"")  # of what came with the ticket
+        done = self._exchange.splice(self._events.take)
+        done.add_done_callback(lambda done: self._drained(done, timeout_s, on_failed))
+        return done
+
+    def _drained(self, done: asyncio.Future[None], timeout_s: float, on_failed: Callable[[LegFailed], None]) -> None:
+        if self._is_closed or done.cancelled():
+            self.close()
+            return
+        failure = self._failure_of(done.exception(), f"prefill not done within {timeout_s:g} s")
+        if failure is None:
+            self._charge.prefill_done()
+        self.close()
+        if failure is not None:
+            on_failed(failure)
+
+    def _failure_of(self, error: BaseException | None, timeout: str) -> LegFailed | None:
+        told = self._events.told
+        if isinstance(error, Exception):
+            return leg_failure(self.node, error, "prefill", timeout)
+        if self._is_stream and told is None:
+            return LegFailed(self.node, FailureKind.BROKEN, "the answer ended before the prefill did")
+        return _failure_in(self.node, told) if told is not None and told.name == "error" else None
 
     def close(self) -> None:
         """Idempotent. After the end of the answer the connection is in the pool already."""
-        if self._response is not None:
-            self._response.close()
+        self._is_closed = True
+        if self._exchange is not None:
+            self._exchange.close()
         self._charge.release()
 
 
@@ -124,15 +149,23 @@ def _refusal_in(event: Event) -> Refused | None:
 
 
 class DecodeLeg:
-    """D's leg. After `open` the answer is `whole` (not streamed), or `first_chunk` and what `read` returns."""
+    """D's leg. After `open` the answer is `whole` (not streamed), or what `splice` gives.
 
-    def __init__(self, upstream: Upstream, node: Node, charge: Charge) -> None:
+    `record`: of the client's stream. A node that can write frames is asked for them; `told` is how such an answer
+    failed by the node's own words.
+    """
+
+    def __init__(self, upstream: Upstream, node: Node, charge: Charge, record: StreamRecord | None = None) -> None:
         self.node = node
+        self.told: StreamFailed | None = None
+        self._record = record if node.stream_version else None
+        self._dialect = OPENAI
+        self._framed: FramedAnswer | None = None
         self.whole: Answer | None = None
-        self.first_chunk = b""
+        self._first_bytes = b""  # of frames, for the client
         self._upstream = upstream
         self._charge = charge
-        self._response: aiohttp.ClientResponse | None = None
+        self._exchange: NodeExchange | None = None
 
     async def open(
         self, path: str, headers: Mapping[str, str], body: bytes, first_byte_s: float, body_timeout_s: float
@@ -142,17 +175,24 @@ class DecodeLeg:
         The client gets no byte before this returns, so another node may still take over. Raises LegFailed or Refused,
         with the leg closed.
         """
+        self._dialect = dialect_of(path)
+        if self._record is not None:
+            headers = CIMultiDict(headers)  # a client may repeat a header
+            headers[FRAMES_HEADER] = FRAMES_VERSION
         try:
-            response = self._response = await self._upstream.post(self.node, path, headers, body, first_byte_s)
+            exchange = self._exchange = await self._upstream.post(self.node, path, headers, body, first_byte_s)
+            kind = _head_of(exchange).content_type
+            if self._record is not None and kind == FRAMES_TYPE:
+                self._framed = FramedAnswer(self._record)
+            is_stream = self._framed is not None or kind == EVENT_STREAM
+            exchange.limit(first_byte_s if is_stream else body_timeout_s)
             try:
-                if response.content_type == EVENT_STREAM:
-                    async with asyncio.timeout(first_byte_s):
-                        self.first_chunk = await response.content.readany()
-                    if not self.first_chunk:
-                        raise LegFailed(self.node, FailureKind.BROKEN, "the stream ended before its first byte")
-                else:
-                    async with asyncio.timeout(body_timeout_s):
-                        self.whole = Answer(response.status, tuple(response.raw_headers), await response.read())
+                if self._framed is not None:
+                    await self._read_head(self._framed, exchange)
+                elif not is_stream:
+                    self.whole = await whole_answer(exchange)
+                elif not await exchange.has_more():
+                    raise LegFailed(self.node, FailureKind.BROKEN, "the stream ended before its first byte")
             except LEG_ERRORS as error:
                 raise leg_failure(self.node, error, "body", "the answer began and then stopped") from error
         except BaseException:
@@ -164,31 +204,92 @@ class DecodeLeg:
             self._charge.prefill_over()  # long before the end of the answer
 
     @property
-    def status(self) -> int:
-        assert self._response is not None
-        return self._response.status
-
-    @property
-    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
-        assert self._response is not None
-        return tuple(self._response.raw_headers)
+    def head(self) -> AnswerHead:
+        return _head_of(self._exchange)
 
     @property
     def prefilled_by(self) -> str:
         """The node that prefilled the prompt, by the answer's headers; "" if they do not name it."""
-        assert self._response is not None
-        return self._response.headers.get(PREFILL_BY, "")
+        return self.head.header(PREFILL_BY.encode())
 
-    async def read(self) -> bytes:
-        """The next bytes of the stream, unchanged; empty at its end. Raises LegFailed if it broke off."""
-        assert self._response is not None
-        try:
-            return await self._response.content.readany()
-        except aiohttp.ClientError as error:
-            raise leg_failure(self.node, error, "", "") from error
+    @property
+    def is_complete(self) -> bool:
+        """Whether frames have come to their end, so that what becomes of the connection does not matter."""
+        return self._framed is not None and isinstance(self._framed.last, StreamEnd)
+
+    def check_end(self, tail: bytes) -> None:
+        """`tail`: the last bytes. Raises LegFailed unless the stream ends as a whole one, or with the node's error."""
+        if self._framed is None:
+            is_whole = self._dialect.is_whole(tail)
+        else:
+            is_whole = self.is_complete
+        if not is_whole:
+            raise LegFailed(self.node, FailureKind.BROKEN, "the stream ended without its last event")
+
+    def splice(self, sink: Sink) -> asyncio.Future[None]:
+        """Give every byte of the stream to `sink`, as `NodeExchange.splice` does; what LEG_ERRORS names ends it.
+
+        Of frames: the client's bytes in each piece that comes, maybe none. Raises LegFailed if they are over.
+        """
+        assert self._exchange is not None
+        self._exchange.limit(inf)
+        if self._framed is None:
+            return self._exchange.splice(sink)
+        first, self._first_bytes = self._first_bytes, b""
+        sink(first)
+        self._check_frames(self._framed)
+        return self._exchange.splice(partial(self._take, self._framed, sink))
+
+    def _take(self, framed: FramedAnswer, sink: Sink, chunk: bytes) -> None:
+        sink(framed.feed(chunk))
+        self._check_frames(framed)
+
+    def pause(self) -> None:
+        """Take nothing from the node until `resume`."""
+        assert self._exchange is not None
+        self._exchange.pause()
+
+    def resume(self) -> None:
+        assert self._exchange is not None
+        self._exchange.resume()
+
+    async def _read_head(self, framed: FramedAnswer, exchange: NodeExchange) -> None:
+        while not framed.has_begun:
+            chunk = await exchange.read()
+            if not chunk:
+                raise LegFailed(self.node, FailureKind.BROKEN, "the stream ended before its head")
+            self._first_bytes = framed.feed(chunk)
+            if not framed.has_begun:
+                self._check_begun(framed)
+
+    def _check_begun(self, framed: FramedAnswer) -> None:
+        """Raises, without a head, what the same status as an answer would raise: the client can still get it."""
+        told = framed.last
+        if isinstance(told, StreamFailed):
+            answer = Answer(told.status, (), told.data.partition(b"data: ")[2].partition(b"\n")[0])
+            if 400 <= told.status < 500 and told.status != 429:
+                raise Refused(answer)
+            kind = FailureKind.DIED if told.code == ENGINE_DIED else FailureKind.REFUSED
+            raise LegFailed(self.node, kind, f"it gave up: {told.status} {told.code}", answer)
+        self._check_frames(framed)
+
+    def _check_frames(self, framed: FramedAnswer) -> None:
+        """Raises LegFailed if no more frames can come, and the stream is not complete."""
+        if framed.error is not None:
+            raise LegFailed(self.node, FailureKind.BAD_ANSWER, str(framed.error))
+        if isinstance(framed.last, StreamFailed):
+            self.told = framed.last
+            kind = FailureKind.DIED if framed.last.code == ENGINE_DIED else FailureKind.REFUSED
+            raise LegFailed(self.node, kind, f"it gave up: {framed.last.status} {framed.last.code}")
 
     def close(self) -> None:
         """Idempotent. Closing it before the end of the answer makes D abort the request."""
-        if self._response is not None:
-            self._response.close()
+        if self._exchange is not None:
+            self._exchange.close()
         self._charge.release()
+
+
+def _head_of(exchange: NodeExchange | None) -> AnswerHead:
+    assert exchange is not None, "the leg is not open"
+    assert exchange.answer is not None
+    return exchange.answer

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pd_http.metrics import HttpMetrics
+from pd_router.node_view import FeedState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +34,9 @@ class RouterMetrics:
         self.requests = counter(
             "requests", "Requests by order, reason of the order, and outcome.", "order", "reason", "outcome"
         )
-        self.in_flight = Gauge("pd_router_requests_in_flight", "Requests being served.", registry=registry)
+        self.num_in_flight = 0
+        in_flight = Gauge("pd_router_requests_in_flight", "Requests being served.", registry=registry)
+        in_flight.set_function(lambda: self.num_in_flight)
         self.ticket_s = histogram("ticket", "From arrival to P's ticket.")
         self.first_byte_s = histogram("first_byte", "From arrival to the first byte of the answer.", "order")
         self.request_s = histogram("request", "From arrival to the last byte.", "order")
@@ -41,9 +44,11 @@ class RouterMetrics:
             "leg_failures", "Legs that failed, by node and kind of failure.", "leg", "node", "kind"
         )
         self.waits = counter("waits_expired", "Waits for a node that reached their deadline, by name.", "wait", "node")
-        self.moves = counter(
-            "legs_moved", "Legs without a byte that left a node judged frozen or dead.", "leg", "node", "kind"
-        )
+        self.moves = counter("legs_moved", "Legs that left a node judged frozen or dead.", "leg", "node", "kind")
+        self.continuations = counter(
+            "continuations", "Streams that lost their decode node after their first byte, by what became of them.",
+            "outcome",
+        )  # fmt: skip
         self.exhausted = counter(
             "tries_exhausted", "Requests for which every healthy node of a role, or as many as allowed, failed.", "leg"
         )
@@ -52,8 +57,32 @@ class RouterMetrics:
         )
         self.client_gone = counter("client_disconnects", "Clients that left, by phase of the request.", "phase")
         self.releases = counter("ticket_releases", "Tickets released because no D took them.", "result")
+        self.feed_losses = counter("feed_losses", "Feeds of nodes that ended or could not be read.", "node")
         self.http = HttpMetrics(registry, "pd_router")
         registry.register(_NodeCollector(table))
+
+        self._children: dict[tuple[str, ...], Any] = {}  # of the three below: finding one costs more than counting
+
+    def request_ended(self, order: str, reason: str, outcome: str) -> None:
+        labels = (order, reason, outcome)
+        child = self._children.get(labels)
+        if child is None:
+            child = self._children[labels] = self.requests.labels(*labels)
+        child.inc()
+
+    def request_took(self, order: str, seconds: float) -> None:
+        """From arrival to the last byte."""
+        self._observe(self.request_s, "request", order, seconds)
+
+    def first_byte_took(self, order: str, seconds: float) -> None:
+        """From arrival to the first byte of the answer."""
+        self._observe(self.first_byte_s, "first_byte", order, seconds)
+
+    def _observe(self, histogram: Histogram, name: str, order: str, seconds: float) -> None:
+        child = self._children.get((name, order))
+        if child is None:
+            child = self._children[name, order] = histogram.labels(order)
+        child.observe(seconds)
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
@@ -76,6 +105,13 @@ class _NodeCollector(Collector):
             "pd_router_node_prefill_bytes_per_second", "Prompt bytes prefilled per second; only recently active nodes.",
             labels=labels,
         )  # fmt: skip
+        feeds = GaugeMetricFamily("pd_router_node_feed_live", "1 while the node's feed is read.", labels=labels)
+        queued = GaugeMetricFamily(
+            "pd_router_node_queued_tokens", "Prompt tokens to compute, by the feed and own charges.", labels=labels
+        )
+        free = GaugeMetricFamily(
+            "pd_router_node_free_tokens", "Room in the KV cache; only nodes with a feed.", labels=labels
+        )
         now_s = self._table.clock()
         for node in self._table.nodes:
             names = [node.node_id, node.url, node.role.value]
@@ -84,4 +120,8 @@ class _NodeCollector(Collector):
             prompts.add_metric(names, node.prefill_bytes)
             if (speed := node.speed.at(now_s)) is not None:
                 speeds.add_metric(names, speed)
-        yield from (healthy, sequences, prompts, speeds)
+            feeds.add_metric(names, float(node.view.feed is FeedState.LIVE))
+            queued.add_metric(names, node.view.queued_tokens)
+            if (free_tokens := node.view.free_tokens) is not None:
+                free.add_metric(names, free_tokens)
+        yield from (healthy, sequences, prompts, speeds, feeds, queued, free)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import secrets
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
-
-from yarl import URL
+from weakref import WeakValueDictionary
 
 from pd_http.body import longest_body
+from pd_router.ledger import ChargeLedger, NodeWork
 from pd_router.liveness import NodeLiveness
+from pd_router.node_view import NodeView, TextRatio
+from pd_router.prefix_index import PrefixIndex
 from pd_router.speed import ReadingSpeed
 
 if TYPE_CHECKING:
@@ -34,16 +38,16 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """One node as a source names it. URL and role identify a node: with another role it is another node."""
+    """One node as a source names it. With another role it is another node, unless the node itself tells its role."""
 
     url: str  # base URL, no trailing slash
-    role: Role
+    role: Role  # until the node tells its own
     node_id: str = ""  # its id until /health names it; "": host:port
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One node. Written by the node table, the health poller, failures of legs, and charges."""
+    """One node. Written by the node table, the health poller, its feed, failures of legs, and charges."""
 
     url: str  # base URL, no trailing slash
     role: Role
@@ -51,9 +55,12 @@ class Node:
     reachable: bool = False  # the last /health was good, and no connection failed since
     polled: bool = False  # /health has been polled
     draining: bool = False  # gets no new requests until it is resumed or restarts
+    drained_epoch: int | None = None  # that an order drained; another worker may have seen that boot first
     gone: bool = False  # no source names it any more; its running requests are finished
     ejected_until_s: float = 0.0
     failures_in_row: int = 0
+    role_changes: int | None = None  # since its boot, by its own word for its role; None: it has not told its role
+    kv_version: str = ""  # nodes with an equal one use each other's KV; "": not told, so it may pair with any node
     epoch: int | None = None  # of the engine's boot; None: /health does not name it
     restarts: int = 0  # changes of epoch seen by this router
     down_since_s: float | None = None  # since when it is not reachable; None: it is reachable
@@ -61,11 +68,12 @@ class Node:
     max_model_len: int | None = None  # in tokens; None: /health does not name it
     num_slots: int | None = None  # sequences that run at once; None: /health does not name it
     kv_in_use: float = 0.0  # share of its KV cache by the last /health; 0: /health does not name it
+    stream_version: str = ""  # nodes with an equal one continue each other's streams; "": it sends no frames
     prefill_bytes: int = 0  # outstanding prompt bytes
     decode_sequences: int = 0  # outstanding generations
     speed: ReadingSpeed = field(default_factory=ReadingSpeed)
     liveness: NodeLiveness = field(default_factory=NodeLiveness)
-    urls: dict[str, URL] = field(default_factory=dict)
+    view: NodeView = field(default_factory=NodeView)
 
     def is_healthy(self, now_s: float) -> bool:
         """Whether requests may go to this node now."""
@@ -88,32 +96,76 @@ class Node:
         """Whether `name` is the node's id or its host:port."""
         return name in (self.node_id, urlsplit(self.url).netloc)
 
+    def pairs_with(self, kv_version: str) -> bool:
+        """Whether this node and nodes of `kv_version` may hand KV over to each other."""
+        return self.kv_version == kv_version or not self.kv_version or not kv_version
+
+    def hear_role(self, role: object, changes: object) -> None:
+        """Take the node's own word, which wins over the role that a source names. An older word is ignored."""
+        if role == self.role and changes == self.role_changes:
+            return  # in nearly every message of a feed
+        if not isinstance(role, str) or role not in tuple(Role) or not isinstance(changes, int):
+            return
+        if changes < (self.role_changes or 0):
+            return
+        if role != self.role:
+            log.info("node %s (%s) says that it is %s, no longer %s", self.node_id, self.url, role, self.role.value)
+        self.role, self.role_changes = Role(role), changes
+
     def serves(self, model: str | None) -> bool:
         return model is None or self.models is None or model in self.models
-
-    def at(self, path: str) -> URL:
-        """The parsed URL of `path` on this node, cached because parsing costs more than a lookup."""
-        url = self.urls.get(path)
-        if url is None:
-            url = self.urls[path] = URL(self.url + path)
-        return url
 
 
 class Charge:
     """Work booked on a node when it is chosen, so that a burst spreads over nodes. Released exactly once."""
 
-    __slots__ = ("_begun_s", "_clock", "_is_hidden", "_node", "_prefill_bytes", "_sequences", "_timer")
+    __slots__ = (
+        "_begun_s", "_clock", "_entry", "_is_hidden", "_node", "_num_bytes", "_prefill_bytes", "_sequences", "_timer",
+    )  # fmt: skip
 
-    def __init__(self, node: Node, clock: Callable[[], float], *, prefill_bytes: int = 0, sequences: int = 0) -> None:
+    def __init__(
+        self,
+        node: Node,
+        clock: Callable[[], float],
+        *,
+        prefill_bytes: int = 0,
+        prompt_tokens: int | None = None,
+        cached_tokens: int = 0,
+        sequences: int = 0,
+    ) -> None:
+        """`prefill_bytes`: of the prompt that the node computes. `prompt_tokens`: of those that it has not cached.
+
+        `prompt_tokens` None: estimated from the bytes. `cached_tokens`: of the prompt, before those.
+        """
         node.prefill_bytes += prefill_bytes
         node.decode_sequences += sequences
+        tokens = round(prefill_bytes * node.view.tokens_per_byte) if prompt_tokens is None else prompt_tokens
+        self._entry = node.view.ledger.open(NodeWork(tokens, cached_tokens, sequences))
         self._node = node
         self._clock = clock
         self._begun_s = clock()
-        self._prefill_bytes = prefill_bytes
+        self._num_bytes = self._prefill_bytes = prefill_bytes
         self._sequences = sequences
         self._is_hidden = False
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def number(self) -> int:
+        """The number by which the node's feed says that the node's load includes this charge."""
+        return self._entry.number
+
+    @property
+    def name(self) -> str:
+        """The value of the leg's header CHARGE_HEADER."""
+        return f"{self._node.view.ledger.router}.{self._entry.number}"
+
+    def count_prompt(self, num_tokens: int) -> None:
+        """Note the prompt's exact length, which a ticket or the head of a stream tells."""
+        self._node.view.ratio.note(num_tokens, self._num_bytes)
+        work = self._entry.work
+        if work.tokens:
+            rest = max(0, num_tokens - work.cached_tokens)
+            self._node.view.ledger.change(self._entry, NodeWork(rest, work.cached_tokens, work.sequences))
 
     def hide_prefill(self, expected_s: float | None) -> None:
         """Assume that the prefill ends `expected_s` from now, because the answer will not show when.
@@ -136,6 +188,8 @@ class Charge:
         """Note that the prefill has ended, or is assumed to have ended."""
         self._node.prefill_bytes -= self._prefill_bytes
         self._prefill_bytes = 0
+        if self._entry.work.tokens:
+            self._node.view.ledger.change(self._entry, NodeWork(sequences=self._sequences))
         if self._timer is not None:
             self._timer.cancel()
 
@@ -143,6 +197,7 @@ class Charge:
         self.prefill_over()
         self._node.decode_sequences -= self._sequences
         self._sequences = 0
+        self._node.view.ledger.close(self._entry)
 
     def __enter__(self) -> Charge:
         return self
@@ -161,16 +216,20 @@ class NodeTable:
         self._eject_s = config.eject_s
         self.clock = clock
         self.nodes: tuple[Node, ...] = ()
-        self.changed = asyncio.Event()  # set when a node was added or removed; the health poller clears it
+        self.changed = asyncio.Event()  # set when a node was added or removed; `NodeTasks` clears it
         self._named: dict[str, tuple[NodeSpec, ...]] = {}
         self._leaving: list[Node] = []  # removed while they still had requests
+        self.ratios: WeakValueDictionary[frozenset[str], TextRatio] = WeakValueDictionary()  # by a node's models
+        self.prefixes: PrefixIndex[Node] = PrefixIndex()
+        self.router_name = secrets.token_hex(8)  # of this process; a node tells routers apart by it
+        self._charge_numbers = itertools.count(1)
         flags = ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode), (Role.MIXED, config.mixed))
         self.apply(FLAGS, (NodeSpec(url.rstrip("/"), role) for role, urls in flags for url in urls))
 
     def apply(self, source: str, specs: Iterable[NodeSpec]) -> None:
         """Replace the nodes of `source` by `specs`. A node that no source names any more gets no new requests.
 
-        If two sources name a URL, the first source decides its role.
+        If two sources name a URL, the first source decides its role, until the node tells its own.
         """
         self._named[source] = tuple(specs)
         wanted: dict[str, NodeSpec] = {}
@@ -179,12 +238,19 @@ class NodeTable:
                 log.warning("%s is named twice; its second role, %s, is ignored", spec.url, spec.role.value)
         self._leaving = [node for node in self._leaving if not node.is_idle]
         known = {(node.url, node.role): node for node in (*self._leaving, *self.nodes)}
+        told = {node.url: node for node in self.nodes if node.role_changes is not None}
         before = self.nodes
-        self.nodes = tuple(known.get((spec.url, spec.role)) or _make_node(spec) for spec in wanted.values())
+        self.nodes = tuple(
+            told.get(spec.url) or known.get((spec.url, spec.role)) or self._make_node(spec) for spec in wanted.values()
+        )
         for node in set(before).difference(self.nodes):
             self._leave(node, source)
         for node in set(self.nodes).difference(before):
             self._enter(node, source)
+
+    def _make_node(self, spec: NodeSpec) -> Node:
+        view = NodeView(ledger=ChargeLedger(self.router_name, self._charge_numbers))
+        return Node(url=spec.url, role=spec.role, node_id=spec.node_id or urlsplit(spec.url).netloc, view=view)
 
     def _leave(self, node: Node, source: str) -> None:
         log.info("node %s (%s, %s) was removed by source %s", node.node_id, node.role.value, node.url, source)
@@ -198,13 +264,19 @@ class NodeTable:
         if node.gone:  # a source names it again before its last request ended: of its state only the load is valid
             self._leaving.remove(node)
             node.gone = node.draining = node.reachable = node.polled = False
-            node.models = None
+            node.models = node.role_changes = node.drained_epoch = None
         self.changed.set()
 
     def source_of(self, node: Node) -> str | None:
         """The source that names the node; None: it is gone."""
         names = (name for name, specs in self._named.items() if any(spec.url == node.url for spec in specs))
         return None if node.gone else next(names, None)
+
+    def set_models(self, node: Node, models: frozenset[str] | None) -> None:
+        """None: requests for any model may go to the node. Nodes with the same models count text alike."""
+        node.models = models
+        if models is not None:
+            node.view.ratio = self.ratios.setdefault(models, TextRatio())
 
     def find(self, name: str) -> list[Node]:
         """The nodes with the id or host:port `name`; if there are none, those that are leaving."""
@@ -271,10 +343,19 @@ class NodeTable:
             "down": None if node.liveness.down is None else node.liveness.down.why,
             "source": self.source_of(node),
             "outstanding": {"prefill_bytes": node.prefill_bytes, "sequences": node.decode_sequences},
+            "load": self._describe_load(node),
             "epoch": node.epoch,
+            "kv_version": node.kv_version,
             "models": None if node.models is None else sorted(node.models),
         }
 
-
-def _make_node(spec: NodeSpec) -> Node:
-    return Node(url=spec.url, role=spec.role, node_id=spec.node_id or urlsplit(spec.url).netloc)
+    def _describe_load(self, node: Node) -> dict[str, object]:
+        """What this router takes for the node's load: with all routers' requests while `feed` is "live"."""
+        view = node.view
+        return {
+            "feed": view.feed.value,
+            "queued_tokens": view.queued_tokens,
+            "sequences": view.num_sequences,
+            "free_tokens": view.free_tokens,
+            "cached_blocks": self.prefixes.num_blocks(node),
+        }

@@ -12,7 +12,11 @@ from pd_http.reply import Reply
 from pd_router.errors import Stopping
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from starlette.types import Send
+
+    from pd_router.client_call import ClientCall
 
 log = logging.getLogger("pd_router")
 STOP_FLUSH_S = 1.0  # time for a client to accept the last bytes of a stopping router
@@ -48,3 +52,21 @@ class RouterReply(Reply):
             raise error
         log.error("request %s: a bug", self._request_id, exc_info=error)
         await self.fail(PdError("internal error"))
+
+
+class CallReply(RouterReply):
+    """The answer to a call on the token path: a stream's bytes need not wait for a task."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: ClientCall, request_id: str) -> None:
+        super().__init__(call.send, request_id)
+        self._call = call
+
+    def write_now(self, content: bytes) -> None:
+        """Send a part of a stream that has started. `watch_flow` tells when the client reads too slowly."""
+        if content:
+            self._call.write(content)
+
+    def watch_flow(self, listener: Callable[[bool], None] | None) -> None:
+        self._call.watch_flow(listener)

@@ -3,65 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
-from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
 from pd_connectors.protocol.ticket import Offer, sign
 from pd_http.errors import NodesDied, PdError
 from pd_http.node_answers import FailureKind
 from pd_http.reply import JSON_TYPE
-from pd_router import policy, spill
 from pd_router.candidates import Candidates, Choose
 from pd_router.casualties import Casualties
-from pd_router.config import HandoffOrder, RouterConfig
+from pd_router.config import HandoffOrder
+from pd_router.continued_stream import ContinuedStream
 from pd_router.errors import NodeFailed, NoNode
-from pd_router.first_byte_guard import FirstByteGuard
 from pd_router.headers import ROUTE, TICKET, Headers
 from pd_router.legs import DecodeLeg, Handoff, PrefillLeg
-from pd_router.node_table import Charge, Node, NodeTable, Role
+from pd_router.liveness_guard import LivenessGuard
+from pd_router.node_table import Charge, Node, Role
 from pd_router.splice import send_answer
-from pd_router.upstream import Answer, LegFailed, Refused, Upstream
+from pd_router.upstream import Answer, LegFailed, Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
-    from pd_router.background import Background
     from pd_router.body import RequestBody
-    from pd_router.metrics import RouterMetrics
-    from pd_router.reply import RouterReply
+    from pd_router.choice import RouteChoice
+    from pd_router.reply import CallReply
+    from pd_router.services import Services
 
 log = logging.getLogger("pd_router")
 # With these statuses another node may succeed. Not 504: the request's time is up on every node.
-_RETRYABLE = frozenset({429, 500, 502, 503})
+_RETRYABLE = frozenset({429, 500, 502, 503, 529})
 # Failures that count against a node. An HTTP answer of any status does not: the request may be its cause, so a client
 # could eject every node. Slowness does not either: it is load, and /health judges it.
 _ILLNESS = frozenset({FailureKind.CONNECT, FailureKind.BROKEN, FailureKind.BAD_ANSWER})
 _JUDGED = frozenset({FailureKind.FROZEN, FailureKind.DIED})
 # A node that failed a leg like this is not probed when another node dies while it serves the request.
 _NO_CASUALTY = frozenset({FailureKind.CONNECT, FailureKind.REFUSED, FailureKind.FROZEN})
-
-
-@dataclass(frozen=True, slots=True)
-class Services:
-    """The objects that all requests share. Built once by the app."""
-
-    config: RouterConfig
-    table: NodeTable
-    upstream: Upstream
-    metrics: RouterMetrics
-    background: Background
-    key: bytes
-    wall_clock: Callable[[], float]
-
-    @property
-    def longest_body(self) -> int:
-        """Largest accepted request body in bytes."""
-        return min(self.config.max_body_bytes, self.table.longest_body or self.config.max_body_bytes)
 
 
 class RoutedRequest:
@@ -76,8 +56,8 @@ class RoutedRequest:
         path: str,
         body: RequestBody,
         headers: Headers,
-        plan: policy.RoutePlan,
-        reply: RouterReply,
+        plan: RouteChoice,
+        reply: CallReply,
         arrived_at: float,
     ) -> None:
         self.plan = plan
@@ -90,7 +70,9 @@ class RoutedRequest:
         self._reply = reply
         self._arrived_at = arrived_at
         self._casualties = Casualties(services.config.max_node_deaths)
-        self._prefills = plan.prefills  # kept when `plan` becomes direct: their speed is the estimate for other nodes
+        self._stream = ContinuedStream(
+            services, path, body, headers, self._casualties, plan.best_direct, self._note, self._judge
+        )
 
     async def run(self) -> None:
         try:
@@ -112,22 +94,20 @@ class RoutedRequest:
         except PdError:
             self._name_route()
             raise
+        finally:
+            del self._stream  # it refers to this request: a cycle would keep the body until a search for garbage
 
     # --- orders
 
     async def _spill(self) -> bool:
-        """Let a decode node prefill if it would finish clearly sooner than P. False: none would, or none succeeded."""
-        planned, body = self.plan, self._body
-
-        def sooner(nodes: Iterable[Node], now_s: float) -> Node | None:
-            return spill.sooner_node(planned.prefills, nodes, body.num_bytes, body.num_samples, now_s)
-
-        if planned.is_asked or not self._s.config.spills or not sooner(planned.decodes, self._s.table.clock()):
+        """Let a decode node prefill although there is a P, as planned. False: it was not planned, or none succeeded."""
+        if (handoff := self.plan.otherwise) is None:
             return False
-        self._set_direct("prefill-busy")
-        decode, _ = await self._try_decodes(body.plain(), sooner, body.num_bytes, has_other_way=True)
+        decode, _ = await self._try_decodes(
+            self._body.plain(), self.plan.sooner, self._body.num_bytes, has_other_way=True
+        )
         if decode is None:
-            self.plan, self.phase = planned, "prefill"
+            self.plan, self.phase = handoff, "prefill"
             return False
         await self._answer(decode, prefill_by=None)
         return True
@@ -138,40 +118,44 @@ class RoutedRequest:
             await self._fall_back()
             return
         # If D's answer fails, P's leg is closed too: nothing needs the rest of the prefill.
-        draining = self._s.background.spawn(self._drain(leg))
-        with ExitStack() as unless_served, ExitStack() as unless_taken:
-            unless_served.callback(leg.close)  # a task that is cancelled before its first step does not do it
-            unless_served.callback(draining.cancel)
-            unless_taken.callback(self._release, handoff)
+        is_served = is_taken = False
+        self._s.background.keep(leg.drain(self._s.config.response_timeout_s, self._drain_failed))
+        try:
             params = dict(handoff.params)
             if spare := self._offer(without=leg.node):
                 params["offer"] = spare
-            decode = await self._open_decode(self._body.with_transfer(params), policy.best_decode)
+            decode = await self._open_decode(self._body.with_transfer(params), self.plan.best_decode)
             if decode is None:
                 return
-            if decode.prefilled_by == decode.node.node_id:  # D refused the ticket, or its load failed
-                unless_served.close()
-                unless_taken.close()
-            unless_taken.pop_all()
-            if await self._answer(decode, prefill_by=leg.node):
-                unless_served.pop_all()
+            is_taken = True
+            is_alone = self.plan.order is HandoffOrder.DIRECT
+            if is_alone or decode.prefilled_by == decode.node.node_id:  # D refused the ticket, or its load failed
+                leg.close()
+                self._release(handoff)
+            is_served = await self._answer(decode, prefill_by=None if is_alone else leg.node)
+        finally:
+            if not is_served:
+                leg.close()
+            if not is_taken:
+                self._release(handoff)
 
     async def _d_first(self) -> None:
-        offered = policy.offer_order(self.plan.prefills, self._s.table.clock())
+        offered = self.plan.offered(self._s.table.clock())
         if not offered:  # all went down during `_spill`
             await self._fall_back()
             return
         body = self._body.with_transfer({"do_remote_prefill": True, "offer": self._offer()})
         # D asks the first node of the offer, if it asks for a prefill at all
         with self._charge(offered[0], self._body.num_bytes) as charge:
-            decode = await self._open_decode(body, policy.best_decode)
+            self._headers[PREFILL_CHARGE_HEADER] = charge.name
+            decode = await self._open_decode(body, self.plan.best_decode)
             if decode is not None and decode.whole is None and decode.prefilled_by == offered[0].node_id:
                 charge.prefill_done()
         if decode is not None:
             await self._answer(decode, prefill_by=None)
 
     async def _direct(self) -> None:
-        decode = await self._open_decode(self._body.plain(), policy.best_direct, prefill_bytes=self._body.num_bytes)
+        decode = await self._open_decode(self._body.plain(), self.plan.best_direct, prefill_bytes=self._body.num_bytes)
         if decode is not None:
             await self._answer(decode, prefill_by=None)
 
@@ -183,7 +167,7 @@ class RoutedRequest:
         await self._direct()
 
     def _set_direct(self, reason: str) -> None:
-        self.plan = dataclasses.replace(self.plan, order=HandoffOrder.DIRECT, reason=reason, prefills=())
+        self.plan = self.plan.direct(reason)
 
     # --- legs
 
@@ -194,15 +178,17 @@ class RoutedRequest:
         headers = self._headers.copy()
         headers[TICKET] = "stream"
         candidates = Candidates(
-            self.plan.prefills, self._healthy(Role.PREFILL), policy.best_prefill, s.config.max_prefill_tries,
+            self.plan.prefills, self._healthy(Role.PREFILL), self.plan.best_prefill, s.config.max_prefill_tries,
             s.table.clock,
         )  # fmt: skip
         has_local = s.config.on_prefill_failure == "local"
         while (node := candidates.take()) is not None:
-            leg = PrefillLeg(s.upstream, node, Charge(node, s.table.clock, prefill_bytes=self._body.num_bytes))
+            charge = self._book(node, self._body.num_bytes)
+            headers[CHARGE_HEADER] = charge.name
+            leg = PrefillLeg(s.upstream, node, charge)
             self._casualties.meet(node)
             try:
-                with FirstByteGuard(node, lambda: has_local or candidates.has_next):
+                with LivenessGuard(node, lambda: has_local or candidates.has_next):
                     handoff = await leg.open(self._path, headers, body, s.config.ticket_timeout_s)
             except LegFailed as failure:
                 await self._judge("prefill", failure)
@@ -218,7 +204,12 @@ class RoutedRequest:
 
         Raises Refused, NodeFailed, NoNode, NodesDied.
         """
-        leg, last = await self._try_decodes(body, choose, prefill_bytes)
+        leg, last = await self._try_decodes(body, choose, prefill_bytes, has_other_way=self._has_alone())
+        if leg is None and (last is None or _may_be_tried_again(last)) and self._has_alone():
+            self._set_direct("no-pair")
+            plain, choose = self._body.plain(), self.plan.best_alone
+            leg, failure = await self._try_decodes(plain, choose, self._body.num_bytes)
+            last = failure or last
         if leg is not None:
             return leg
         if last is None:
@@ -228,7 +219,7 @@ class RoutedRequest:
         if last.answer is None:
             raise NodeFailed(f"no decode node could serve the request; the last one: {last}")
         self.outcome = "failed"
-        await self._pass_on(last.answer, last.answer.status if last.answer.status in (429, 503, 504) else 502)
+        await self._pass_on(last.answer, last.answer.status if last.answer.status in (429, 503, 504, 529) else 502)
         return None
 
     async def _try_decodes(
@@ -248,15 +239,17 @@ class RoutedRequest:
         wait_s = s.config.first_byte_timeout_s if self._body.wants_stream else s.config.response_timeout_s
         ends_at = s.table.clock() + wait_s
         while (node := candidates.take()) is not None:
-            leg = DecodeLeg(s.upstream, node, self._charge(node, prefill_bytes, self._body.num_samples))
+            charge = self._charge(node, prefill_bytes, self._body.num_samples)
+            self._headers[CHARGE_HEADER] = charge.name
+            leg = DecodeLeg(s.upstream, node, charge, self._stream.record if self._body.wants_stream else None)
             self._casualties.meet(node)
             left_s = max(0.0, ends_at - s.table.clock())
             try:
-                with FirstByteGuard(node, lambda: has_other_way or candidates.has_next):
+                with LivenessGuard(node, lambda: has_other_way or candidates.has_next):
                     await leg.open(self._path, self._headers, body, left_s, s.config.idle_timeout_s)
             except LegFailed as failure:
                 await self._judge("decode", failure)
-                last = failure
+                last = failure.with_traceback(None)  # which refers to this frame: a cycle, and it keeps the body
                 if not _may_be_tried_again(failure):
                     return None, last
                 continue
@@ -264,6 +257,13 @@ class RoutedRequest:
             return leg, last
         s.metrics.exhausted.labels("decode").inc()
         return None, last
+
+    def _has_alone(self) -> bool:
+        """Whether a decode node that does not pair with the prefill nodes can serve the request, if no other does."""
+        if self.plan.order is HandoffOrder.DIRECT or self._s.config.on_prefill_failure == "fail":
+            return False
+        decodes = self._healthy(Role.DECODE, Role.MIXED)()
+        return self.plan.best_alone(decodes, self._s.table.clock()) is not None
 
     def _healthy(self, *roles: Role) -> Callable[[], list[Node]]:
         return lambda: self._s.table.healthy(roles, self._body.model)
@@ -279,7 +279,8 @@ class RoutedRequest:
             self._casualties.spare(failure.node)
         if failure.kind is FailureKind.DIED:
             self._casualties.add(failure.node)
-            await self._look_for_others()
+            if self.phase != "stream":  # behind the first byte only the node that writes has the request
+                await self._look_for_others()
             self._casualties.check()
 
     async def _look_for_others(self) -> None:
@@ -292,32 +293,34 @@ class RoutedRequest:
 
     def _charge(self, node: Node, prefill_bytes: int, sequences: int = 0) -> Charge:
         """A charge for a prefill. If its end is visible, then by the decode node's first byte."""
-        clock = self._s.table.clock
-        charge = Charge(node, clock, prefill_bytes=prefill_bytes, sequences=sequences)
+        charge = self._book(node, prefill_bytes, sequences)
         if prefill_bytes and not self._body.shows_reading:
-            charge.hide_prefill(spill.reading_s(node, self._prefills, clock()))
+            charge.hide_prefill(self.plan.costs.queue_s(node))
         return charge
 
-    async def _drain(self, leg: PrefillLeg) -> None:
-        """Read P's leg after the ticket. A failure is only counted: D learns of it from the lease."""
-        try:
-            await leg.drain(self._s.config.response_timeout_s)
-        except LegFailed as failure:
-            if failure.kind is FailureKind.DIED:
-                self._casualties.add(failure.node)
-            self._note("prefill_after_ticket", failure)
+    def _book(self, node: Node, prefill_bytes: int, sequences: int = 0) -> Charge:
+        tokens, cached = self.plan.costs.work(node) if prefill_bytes else (0, 0)
+        return Charge(
+            node, self._s.table.clock, prefill_bytes=prefill_bytes, prompt_tokens=tokens, cached_tokens=cached,
+            sequences=sequences,
+        )  # fmt: skip
+
+    def _drain_failed(self, failure: LegFailed) -> None:
+        """Count a failure of P after its ticket. D learns of it from the lease."""
+        if failure.kind is FailureKind.DIED:
+            self._casualties.add(failure.node)
+        self._note("prefill_after_ticket", failure)
 
     async def _answer(self, leg: DecodeLeg, prefill_by: Node | None) -> bool:
         """Pass D's answer on to the client. False if D broke off; the client then got an error event."""
         s = self._s
         self.phase = "stream"
-        s.metrics.first_byte_s.labels(self.plan.order.value).observe(s.table.clock() - self._arrived_at)
+        s.metrics.first_byte_took(self.plan.order.value, s.table.clock() - self._arrived_at)
         self._name_route()
         try:
-            await send_answer(leg, self._reply, prefill_by or leg.node, s.config.idle_timeout_s)
-        except LegFailed as failure:
+            await send_answer(leg, self._reply, prefill_by or leg.node, s.config.idle_timeout_s, self._stream)
+        except LegFailed:
             self.outcome = "broken"
-            self._note("stream", failure)
             return False
         finally:
             leg.close()
@@ -339,7 +342,7 @@ class RoutedRequest:
         await self._reply.whole(status, [JSON_TYPE, *retry], answer.body)
 
     def _name_route(self) -> None:
-        self._reply.headers[ROUTE] = f"{self.plan.order.value}; reason={self.plan.reason}"
+        self._reply.headers[ROUTE] = self.plan.text
 
     def _note(self, leg: str, failure: LegFailed) -> None:
         self._s.metrics.leg_failures.labels(leg, failure.node.node_id, failure.kind.value).inc()
@@ -356,7 +359,7 @@ class RoutedRequest:
     def _offer(self, without: Node | None = None) -> str | None:
         """The signed list of prefill nodes that D may ask; None: there are none."""
         s = self._s
-        nodes = policy.offer_order(self.plan.prefills, s.table.clock(), without)[: s.config.offer_size]
+        nodes = self.plan.offered(s.table.clock(), without)[: s.config.offer_size]
         if not nodes:
             return None
         for node in nodes:

@@ -7,21 +7,19 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 from typing import TYPE_CHECKING
 
 import uvicorn
 
-from pd_http.sockets import url_of
 from pd_router.succession import SuccessionFailed
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from pd_router.farewell import Farewell
     from pd_router.sources.posted import PostedNodes
-    from pd_router.succession import Predecessor, Succession
+    from pd_router.succession import Succession
 
 log = logging.getLogger("pd_router")
 # How long connections stay open after a successor serves: the first request on a new connection may be on its way, and
@@ -30,7 +28,7 @@ LINGER_S = 1.0
 
 
 class RouterServer(uvicorn.Server):
-    """The router's HTTP server. It prints its URL on stdout when it serves, and exits with status 0 after a signal.
+    """The router's HTTP server. It calls `on_serving` when it serves, and exits with status 0 after a signal.
 
     After SIGINT or SIGTERM the server accepts no new connection, and running requests get drain_s seconds to end. After
     SIGHUP the server does the same once a successor serves, or at once if `succession` is None. SIGHUP stays ignored if
@@ -38,13 +36,13 @@ class RouterServer(uvicorn.Server):
     """
 
     def __init__(
-        self, posted: PostedNodes, farewell: Farewell, predecessor: Predecessor, config: uvicorn.Config
+        self, posted: PostedNodes, farewell: Farewell, on_serving: Callable[[], None], config: uvicorn.Config
     ) -> None:
         super().__init__(config)
         self.posted = posted
         self.succession: Succession | None = None
         self._farewell = farewell
-        self._predecessor = predecessor
+        self._on_serving = on_serving
         self._had_terminal = os.isatty(0)
         self._handing_over: asyncio.Task[None] | None = None
 
@@ -67,9 +65,7 @@ class RouterServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started and sockets:
-            sys.stdout.write(f"router ready on {url_of(sockets[0])}\n")
-            sys.stdout.flush()
-            self._predecessor.serving()
+            self._on_serving()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._handing_over is not None and not self._handing_over.done():

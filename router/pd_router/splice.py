@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pd_http.body import ClientGone
 from pd_http.errors import PdError
+from pd_http.frames import FRAMES_TYPE
 from pd_http.node_answers import FailureKind
-from pd_http.sse import error_event, event_bytes
+from pd_http.sse import EVENT_STREAM, SSE_DONE
 from pd_router.headers import DECODE_BY, PREFILL_BY, RawHeaders, answered
-from pd_router.upstream import LegFailed
+from pd_router.upstream import LEG_ERRORS, LegFailed, leg_failure
 
 if TYPE_CHECKING:
-    from pd_http.reply import HeaderList, Reply
+    from pd_http.dialect import Dialect
+    from pd_http.reply import HeaderList
+    from pd_router.continued_stream import ContinuedStream
     from pd_router.legs import DecodeLeg
+    from pd_router.node_connection import Sink
     from pd_router.node_table import Node
+    from pd_router.reply import CallReply
 
-# The deadline of a stream is moved once per this share of it, not at each chunk.
-_REFRESH_SHARE = 0.1
+_SHORT_BYTES = 64  # a piece of the end of a stream, which a node may write byte by byte
+_EVENTS = (b"content-type", EVENT_STREAM.encode() + b"; charset=utf-8")
 
 
-async def send_answer(leg: DecodeLeg, reply: Reply, prefill_by: Node, idle_timeout_s: float) -> None:
-    """Send all of `leg`'s answer. `prefill_by`: the node that prefilled, unless the answer names one.
+async def send_answer(
+    leg: DecodeLeg, reply: CallReply, prefill_by: Node, idle_timeout_s: float, stream: ContinuedStream
+) -> None:
+    """Send all of `leg`'s answer, and close it. `prefill_by`: the node that prefilled, unless the answer names one.
+    `stream` finds the leg that goes on if one fails.
 
     Raises ClientGone, or LegFailed if a stream breaks off. The client then has an error event without an end of the
     stream: the server closes the connection of an incomplete answer.
@@ -31,61 +40,123 @@ async def send_answer(leg: DecodeLeg, reply: Reply, prefill_by: Node, idle_timeo
         headers = _with_nodes(leg.whole.headers, prefill_by, leg.node)
         await reply.whole(leg.whole.status, headers, leg.whole.body)
         return
-    await reply.start(leg.status, _with_nodes(leg.headers, prefill_by, leg.node), _cut_off)
-    tail = [b"", b""]
+    await reply.start(
+        leg.head.status, _with_nodes(leg.head.headers, prefill_by, leg.node), partial(_cut_off, reply.dialect)
+    )
+    splice = StreamSplice(reply, idle_timeout_s)
+    following: DecodeLeg | None = leg
+    while following is not None:
+        leg = following
+        try:
+            await _pass_on(leg, splice, stream)
+            await reply.end()
+            return
+        except LegFailed as failure:
+            following = await stream.go_on(leg, failure)
+            if following is None and leg.told is not None:
+                await reply.end(leg.told.data)
+                raise
+            if following is None:
+                await reply.write(_last_words(splice.tail, failure, reply.dialect))
+                raise
+        finally:
+            leg.close()
+
+
+async def _pass_on(leg: DecodeLeg, splice: StreamSplice, stream: ContinuedStream) -> None:
+    """Raises LegFailed unless the client gets the stream to its end; also if its node is judged down meanwhile."""
     try:
-        await _splice(leg, reply, idle_timeout_s, tail)
-        _check_end(leg.node, b"".join(tail))
-    except LegFailed as failure:
-        await reply.write(_last_words(b"".join(tail), failure))
-        raise
-    await reply.end()
+        with stream.guard(leg.node):
+            await splice.run(leg)
+    except LegFailed:
+        if not leg.is_complete:
+            raise
+    leg.check_end(splice.tail)
 
 
-async def _splice(leg: DecodeLeg, reply: Reply, idle_timeout_s: float, tail: list[bytes]) -> None:
-    """Copy until the stream ends. `tail` gets the last two chunks.
+class StreamSplice:
+    """Passes the bytes of a leg to the client as they arrive, without a task for each.
 
-    Raises LegFailed, or ClientGone if the client does not take its bytes.
+    `idle_timeout_s` bounds the silence of the node, and apart from it the time in which the client takes nothing: while
+    the client does not read, nothing is read from the node either, so its silence then says nothing.
     """
-    loop = asyncio.get_running_loop()
-    refresh_s = idle_timeout_s * _REFRESH_SHARE
-    chunk = leg.first_chunk
-    sending = True
-    try:
-        async with asyncio.timeout(idle_timeout_s) as limit:
-            refresh_at = loop.time() + refresh_s
-            while chunk:
-                sending = True
-                await reply.write(chunk)
-                sending = False
-                tail[0], tail[1] = tail[1], chunk
-                now = loop.time()
-                if now >= refresh_at:
-                    limit.reschedule(now + idle_timeout_s)
-                    refresh_at = now + refresh_s
-                chunk = await leg.read()
-    except TimeoutError as error:
-        if sending:
-            raise ClientGone from error
-        detail = f"the stream made no progress for {idle_timeout_s:g} s"
-        raise LegFailed(leg.node, FailureKind.TIMEOUT, detail, wait="stream") from error
+
+    __slots__ = ("_done", "_idle_timeout_s", "_is_paused", "_last", "_leg", "_loop", "_moved_s", "_reply", "_sink",
+                 "_timer")  # fmt: skip
+
+    def __init__(self, reply: CallReply, idle_timeout_s: float, sink: Sink | None = None) -> None:
+        """`sink`: takes the bytes of the leg instead of the client; it calls `pass_on` itself."""
+        self._reply = reply
+        self._idle_timeout_s = idle_timeout_s
+        self._sink = sink
+        self._last = (b"", b"")
+        self._done: asyncio.Future[None] | None = None  # while a leg is copied
+
+    @property
+    def tail(self) -> bytes:
+        """The last two pieces that the client got; short ones count as one."""
+        return b"".join(self._last)
+
+    async def run(self, leg: DecodeLeg) -> None:
+        """Copy to the end. Raises LegFailed, ClientGone if the client takes nothing, and what the sink raises."""
+        self._leg = leg
+        self._loop = asyncio.get_running_loop()
+        self._is_paused = False
+        self._moved_s = self._loop.time()
+        self._timer = self._loop.call_later(self._idle_timeout_s, self._look)
+        self._reply.watch_flow(self._flow_changed)
+        try:
+            self._done = leg.splice(self._take)
+            await self._done
+        except LEG_ERRORS as error:
+            raise leg_failure(leg.node, error, "", "") from error
+        finally:
+            self._timer.cancel()
+            self._reply.watch_flow(None)
+            self._done = None  # its failure's traceback refers here: a cycle
+
+    def pass_on(self, data: bytes) -> None:
+        """Give `data` to the client."""
+        before, last = self._last
+        self._last = (last, data) if len(last) >= _SHORT_BYTES else (before, last + data)
+        self._reply.write_now(data)
+
+    def _take(self, data: bytes) -> None:
+        self._moved_s = self._loop.time()
+        if self._sink is None:
+            self.pass_on(data)
+        else:
+            self._sink(data)
+
+    def _flow_changed(self, is_paused: bool) -> None:
+        self._moved_s = self._loop.time()
+        self._is_paused = is_paused
+        if is_paused:
+            self._leg.pause()
+        else:
+            self._leg.resume()
+
+    def _look(self) -> None:
+        """Give the stream up if nothing has moved for too long. One timer, set again: not one for each piece."""
+        left_s = self._moved_s + self._idle_timeout_s - self._loop.time()
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._look)
+        elif self._done is not None and not self._done.done():
+            detail = f"the stream made no progress for {self._idle_timeout_s:g} s"
+            stalled = LegFailed(self._leg.node, FailureKind.TIMEOUT, detail, wait="stream")
+            self._done.set_exception(ClientGone() if self._is_paused else stalled)
 
 
-def _check_end(node: Node, tail: bytes) -> None:
-    """Raises LegFailed unless the stream ends with [DONE] or with the node's own error event."""
-    if not tail.rstrip().endswith(b"[DONE]") and b'data: {"error"' not in tail:
-        raise LegFailed(node, FailureKind.BROKEN, "the stream ended without [DONE]")
-
-
-def _last_words(tail: bytes, failure: LegFailed) -> bytes:
+def _last_words(tail: bytes, failure: LegFailed, dialect: Dialect) -> bytes:
     """An error event; a blank line before it ends an incomplete event."""
-    event = event_bytes(PdError(f"the answer broke off: {failure}", code="stream_interrupted").to_body())
+    error = PdError(f"the answer broke off: {failure}", code="stream_interrupted")
+    event = dialect.error_event(error).removesuffix(SSE_DONE)
     return event if tail.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n" + event
 
 
-def _cut_off(error: PdError) -> bytes:
+def _cut_off(dialect: Dialect, error: PdError) -> bytes:
     """The last events of a stream that the router ends. The blank line ends an event that the node may have begun."""
-    return b"\n\n" + error_event(error)
+    return b"\n\n" + dialect.error_event(error)
 
 
 def _with_nodes(headers: RawHeaders, prefill_by: Node, decode_by: Node) -> HeaderList:
@@ -94,4 +165,4 @@ def _with_nodes(headers: RawHeaders, prefill_by: Node, decode_by: Node) -> Heade
     for name, node in ((PREFILL_BY, prefill_by), (DECODE_BY, decode_by)):
         if name.encode() not in names:
             kept.append((name.encode(), node.node_id.encode()))
-    return kept
+    return [_EVENTS if value == FRAMES_TYPE.encode() else (name, value) for name, value in kept]

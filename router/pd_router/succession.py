@@ -15,10 +15,10 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import orjson
+from pd_http.sockets import url_of
+from pd_router.node_change import Heritage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
@@ -32,25 +32,6 @@ MAX_HERITAGE_BYTES = 1 << 24
 
 class SuccessionFailed(Exception):
     """No successor serves. The message names the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class Heritage:
-    """The changes to the node table that `POST /nodes` and drain orders have made.
-
-    Loads and speeds are not handed over: the successor learns them again in seconds.
-    """
-
-    posted: tuple[tuple[str, str], ...] = ()  # (URL, role) of nodes that were added
-    drained: dict[str, int | None] = field(default_factory=dict)  # URL -> epoch of nodes that were drained
-
-    def to_line(self) -> bytes:
-        return orjson.dumps({"posted": self.posted, "drained": self.drained}) + b"\n"
-
-    @classmethod
-    def from_line(cls, line: bytes) -> Heritage:
-        values = orjson.loads(line)
-        return cls(tuple((url, role) for url, role in values["posted"]), dict(values["drained"]))
 
 
 class Succession:
@@ -111,8 +92,10 @@ class Predecessor:
                 self._channel.close()
                 raise OSError(f"the router before this one sent {line[:80]!r}") from error
 
-    def serving(self) -> None:
-        """Tell the predecessor that it can end. A predecessor that has ended already is not an error."""
+    def serving(self, listener: socket.socket) -> None:
+        """Print the router's URL, and tell the predecessor that it can end. One that has ended is not an error."""
+        sys.stdout.write(f"router ready on {url_of(listener)}\n")
+        sys.stdout.flush()
         if self._channel is not None:
             with self._channel as channel:
                 self._channel = None

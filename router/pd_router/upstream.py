@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
-
-import aiohttp
 
 from pd_connectors.protocol.clock import patiently
 from pd_http.errors import ENGINE_DIED, NodesDied
 from pd_http.node_answers import FailureKind, code_of, has_lost_requests, object_in
+from pd_router.connection_pool import ConnectionPool, NoConnection
+from pd_router.node_connection import AnswerUnreadable, Unanswered
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import TracebackType
 
     from pd_router.config import RouterConfig
+    from pd_router.node_connection import NodeExchange
     from pd_router.node_table import Node
-
-# Above this size aiohttp wants a file instead of bytes, so that writing does not block the event loop.
-_LARGE_BODY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +49,18 @@ class LegFailed(Exception):
         return self.answer is not None and code_of(self.answer.body) == NodesDied.code
 
 
-# What aiohttp and `asyncio.timeout` raise while a leg waits.
-LEG_ERRORS = (TimeoutError, aiohttp.ClientError, OSError)
+# What a connection and `asyncio.timeout` raise while a leg waits.
+LEG_ERRORS = (TimeoutError, OSError)
 
 
 def leg_failure(node: Node, error: Exception, wait: str, timeout: str) -> LegFailed:
     """The LegFailed for `error`, one of LEG_ERRORS. `wait`, `timeout`: name and message if a deadline passed."""
-    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+    if isinstance(error, NoConnection):
         return LegFailed(node, FailureKind.CONNECT, str(error))
     if isinstance(error, TimeoutError):
         return LegFailed(node, FailureKind.TIMEOUT, timeout, wait=wait)
-    return LegFailed(node, FailureKind.BROKEN, f"{type(error).__name__}: {error}")
+    kind = FailureKind.BAD_ANSWER if isinstance(error, AnswerUnreadable) else FailureKind.BROKEN
+    return LegFailed(node, kind, f"{type(error).__name__}: {error}")
 
 
 class Refused(Exception):
@@ -80,90 +79,112 @@ class Upstream:
         self._keepalive_s = config.keepalive_s
         self._body_timeout_s = config.control_timeout_s
         self._probe_timeout_s = config.probe_timeout_s
-        self._session: aiohttp.ClientSession | None = None
+        self._connections: ConnectionPool | None = None
 
     async def __aenter__(self) -> Upstream:
-        # No limit on connections or total time: the nodes admit requests, and streams are long.
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._keepalive_s),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            skip_auto_headers=("User-Agent", "Accept-Encoding", "Content-Type"),
-        )
+        self._connections = ConnectionPool(self._connect_timeout_s, self._keepalive_s)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        if self._connections is not None:
+            self._connections.close()
+            self._connections = None
 
     @property
-    def session(self) -> aiohttp.ClientSession:
-        assert self._session is not None, "used outside `async with`"
-        return self._session
+    def connections(self) -> ConnectionPool:
+        assert self._connections is not None, "used outside `async with`"
+        return self._connections
+
+    async def exchange(
+        self, node: Node, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
+    ) -> NodeExchange:
+        """A request that has been sent; the caller closes it. Raises what LEG_ERRORS names."""
+        return await self.connections.send(node.url, method, path, headers.items(), body)
 
     async def post(
         self, node: Node, path: str, headers: Mapping[str, str], body: bytes, first_byte_s: float
-    ) -> aiohttp.ClientResponse:
+    ) -> NodeExchange:
         """The answer, once its head is there; the caller closes it. Raises LegFailed (429 and 5xx too), Refused (4xx).
 
         A connection that ends at once without an answer is tried once more if the node is alive: the node may just have
         closed a kept-alive connection. If the node is not alive, the request may have killed it.
         """
         retry_until = asyncio.get_running_loop().time() + self._connect_timeout_s
-        response = await self._send(node, path, headers, body, first_byte_s, retry_until)
-        if response.status < 400:
-            return response
+        exchange = await self._send(node, path, headers, body, first_byte_s, retry_until)
+        assert exchange.answer is not None
+        status = exchange.answer.status
+        if status < 400:
+            return exchange
+        exchange.limit(self._body_timeout_s)
         try:
-            async with asyncio.timeout(self._body_timeout_s):
-                answer = Answer(response.status, tuple(response.raw_headers), await response.read())
+            answer = await whole_answer(exchange)
         except LEG_ERRORS as error:
             wait = "error_body" if isinstance(error, TimeoutError) else ""
-            raise LegFailed(
-                node, FailureKind.BROKEN, f"status {response.status} without its body", wait=wait
-            ) from error
+            raise LegFailed(node, FailureKind.BROKEN, f"status {status} without its body", wait=wait) from error
         finally:
-            response.close()
-        if answer.status >= 500 and code_of(answer.body) == ENGINE_DIED:
+            exchange.close()
+        if status >= 500 and code_of(answer.body) == ENGINE_DIED:
             raise LegFailed(node, FailureKind.DIED, "its engine died", answer)
-        if answer.status == 429 or answer.status >= 500:
-            raise LegFailed(node, FailureKind.REFUSED, f"status {answer.status}", answer)
+        if status == 429 or status >= 500:
+            raise LegFailed(node, FailureKind.REFUSED, f"status {status}", answer)
         raise Refused(answer)
 
     async def _send(
         self, node: Node, path: str, headers: Mapping[str, str], body: bytes, first_byte_s: float, retry_until: float
-    ) -> aiohttp.ClientResponse:
+    ) -> NodeExchange:
         epoch = node.epoch
+        is_fresh = False
         try:
-            async with asyncio.timeout(first_byte_s):
-                while True:
-                    data = body if len(body) < _LARGE_BODY_BYTES else io.BytesIO(body)
-                    try:
-                        return await self.session.post(node.at(path), data=data, headers=headers, allow_redirects=False)
-                    except (aiohttp.ServerDisconnectedError, ConnectionResetError, BrokenPipeError) as error:
-                        if asyncio.get_running_loop().time() >= retry_until:
-                            raise
-                        if await self.has_died(node, epoch):
-                            raise LegFailed(node, FailureKind.DIED, f"{type(error).__name__}: {error}") from error
-                        retry_until = 0.0
+            while True:
+                try:
+                    return await self._open("POST", node, path, headers, body, first_byte_s, is_fresh=is_fresh)
+                except Unanswered as error:
+                    if asyncio.get_running_loop().time() >= retry_until:
+                        raise
+                    if await self.has_died(node, epoch):
+                        raise LegFailed(node, FailureKind.DIED, f"{type(error).__name__}: {error}") from error
+                    retry_until, is_fresh = 0.0, True
         except LEG_ERRORS as error:
             raise leg_failure(node, error, "answer", f"no answer within {first_byte_s:g} s") from error
+
+    async def _open(
+        self,
+        method: str,
+        node: Node,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        limit_s: float,
+        *,
+        is_fresh: bool,
+    ) -> NodeExchange:
+        """An exchange with its head. `limit_s`: from the end of the request, for the whole answer unless it is changed.
+
+        Raises what LEG_ERRORS names, with the exchange closed.
+        """
+        exchange = await self.connections.send(node.url, method, path, headers.items(), body, is_fresh=is_fresh)
+        exchange.limit(limit_s)
+        try:
+            await exchange.head()
+        except BaseException:
+            exchange.close()
+            raise
+        return exchange
 
     async def post_whole(
         self, node: Node, path: str, headers: Mapping[str, str], body: bytes, timeout_s: float
     ) -> Answer:
         """A whole small answer. Raises LegFailed, also for 429 and 5xx; Refused for 4xx."""
-        response = await self.post(node, path, headers, body, timeout_s)
+        exchange = await self.post(node, path, headers, body, timeout_s)
+        exchange.limit(timeout_s)
         try:
-            async with asyncio.timeout(timeout_s):
-                return Answer(response.status, tuple(response.raw_headers), await response.read())
+            return await whole_answer(exchange)
         except LEG_ERRORS as error:
             raise leg_failure(node, error, "control", f"no whole answer within {timeout_s:g} s") from error
         finally:
-            response.close()
+            exchange.close()
 
     async def has_died(self, node: Node, epoch: int | None, *, is_silence_death: bool = True) -> bool:
         """Whether the process with this boot epoch is gone. For a node that broke a connection.
@@ -182,8 +203,21 @@ class Upstream:
 
     async def get(self, node: Node, path: str, headers: Mapping[str, str], timeout_s: float | None) -> Answer:
         """A whole small answer, whatever its status. `timeout_s` None: no limit. Raises LegFailed without one."""
+        limit_s = inf if timeout_s is None else timeout_s
         try:
-            async with asyncio.timeout(timeout_s), self.session.get(node.at(path), headers=headers) as response:
-                return Answer(response.status, tuple(response.raw_headers), await response.read())
+            try:
+                exchange = await self._open("GET", node, path, headers, b"", limit_s, is_fresh=False)
+            except Unanswered:  # the node may just have closed a kept-alive connection
+                exchange = await self._open("GET", node, path, headers, b"", limit_s, is_fresh=True)
+            try:
+                return await whole_answer(exchange)
+            finally:
+                exchange.close()
         except LEG_ERRORS as error:
             raise leg_failure(node, error, "control", f"no answer within {timeout_s or 0:g} s") from error
+
+
+async def whole_answer(exchange: NodeExchange) -> Answer:
+    """The answer of an exchange with a head, when all of it has arrived."""
+    assert exchange.answer is not None
+    return Answer(exchange.answer.status, exchange.answer.headers, await exchange.whole())

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pd_router")
 ROLE_LABEL = "pd-cluster/role"
 PORT_NAME = "http"
+DECODE_PORT_NAME = "http-decode"
 RELIST_S = 60.0  # a watch may end silently, so everything is listed again at least this often
 RETRY_S = 0.25  # after the first failure; doubles up to MAX_RETRY_S until a watch delivers an event
 MAX_RETRY_S = 2.0
@@ -37,7 +38,8 @@ _FAILURES = (httpx2.HTTPError, httpx2.StreamError, msgspec.MsgspecError, OSError
 class KubernetesPods:
     """Lists, then watches from the version of the list. Any end of the watch (410 too) leads to a new list.
 
-    A node is a ready pod that is not being deleted, with the label `pd-cluster/role` and a port named `http`.
+    A node is a ready pod that is not being deleted, with the label `pd-cluster/role` and a port named `http`. Its port
+    named `http-decode` is a decode node of the same pod.
     While the API server does not answer, the last pods stay; their /health is still polled.
     """
 
@@ -81,7 +83,7 @@ class KubernetesPods:
     async def _list_and_watch(self, client: AsyncClient) -> AsyncGenerator[tuple[NodeSpec, ...], None]:
         """Ends when it is time to list again. Raises `_FAILURES`."""
         listing = client.list(Pod, namespace=self._namespace, labels=self._labels)
-        nodes = {_name(pod): node_of(pod) async for pod in listing}
+        nodes = {_name(pod): nodes_of(pod) async for pod in listing}
         yield _found(nodes)
         events = client.watch(
             Pod, namespace=self._namespace, labels=self._labels, resource_version=listing.resourceVersion
@@ -98,13 +100,13 @@ class KubernetesPods:
                 if kind == "DELETED":
                     nodes.pop(_name(pod), None)
                 else:
-                    nodes[_name(pod)] = node_of(pod)
+                    nodes[_name(pod)] = nodes_of(pod)
                 yield _found(nodes)
 
 
-def _found(nodes: Mapping[str, NodeSpec | None]) -> tuple[NodeSpec, ...]:
+def _found(nodes: Mapping[str, tuple[NodeSpec, ...]]) -> tuple[NodeSpec, ...]:
     """Sorted by name, so that lists and watches yield equal sets."""
-    return tuple(node for _, node in sorted(nodes.items()) if node is not None)
+    return tuple(node for _, found in sorted(nodes.items()) for node in found)
 
 
 def _name(pod: Pod) -> str:
@@ -113,25 +115,28 @@ def _name(pod: Pod) -> str:
     return name
 
 
-def node_of(pod: Pod) -> NodeSpec | None:
-    """None for a pod that must get no requests: not ready, being deleted, or not a node."""
+def nodes_of(pod: Pod) -> tuple[NodeSpec, ...]:
+    """() for a pod that must get no requests: not ready, being deleted, or not a node."""
     status, spec, metadata = pod.status, pod.spec, pod.metadata
     if status is None or spec is None or metadata is None:
-        return None
+        return ()
     if metadata.deletionTimestamp is not None or not status.podIP:
-        return None
+        return ()
     if not any(condition.type == "Ready" and condition.status == "True" for condition in status.conditions or ()):
-        return None
-    ports = [port.containerPort for box in spec.containers for port in box.ports or () if port.name == PORT_NAME]
+        return ()
+    named = [(port.name, port.containerPort) for box in spec.containers for port in box.ports or ()]
+    ports = [number for name, number in named if name == PORT_NAME]
+    further = [number for name, number in named if name == DECODE_PORT_NAME]
     role = (metadata.labels or {}).get(ROLE_LABEL, "")
     host = f"[{status.podIP}]" if ":" in status.podIP else status.podIP
     try:
         if len(ports) != 1:
             raise ValueError(f"{len(ports)} ports are named {PORT_NAME!r}, not one")
-        return make_spec(f"http://{host}:{ports[0]}", role, _name(pod))
+        first = make_spec(f"http://{host}:{ports[0]}", role, _name(pod))
+        return first, *(make_spec(f"http://{host}:{number}", "decode", f"{_name(pod)}-decode") for number in further)
     except ValueError as error:
         log.warning("pod %s is not a node: %s", metadata.name, error)
-        return None
+        return ()
 
 
 def config_from_environment() -> SingleConfig:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from pd_connectors.protocol.errors import HandoffError, ProtocolMismatch
 from pd_connectors.protocol.ticket import NodeOrder, verify
-from pd_http.errors import InvalidRequest
-from pd_router.errors import HandingOver, NodeConflict, NodeUnknown, NotAuthorized, OrderVersion
+from pd_http.errors import InvalidRequest, NotAuthorized, OrderVersion
+from pd_router.errors import HandingOver, NodeConflict, NodeUnknown
+from pd_router.node_change import Heritage
 from pd_router.sources.base import make_spec
-from pd_router.succession import Heritage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_router.node_table import Node, NodeSpec, NodeTable
 
+log = logging.getLogger("pd_router")
 POSTED = "posted"
 
 
@@ -49,46 +51,51 @@ class PostedNodes:
             raise InvalidRequest(f"the order is for {order.action!r}, the request for {action!r}")
         return order
 
-    def add(self, order: NodeOrder) -> tuple[Node, bool]:
-        """The node, and whether it is new. Raises InvalidRequest, NodeConflict."""
+    def adding(self, order: NodeOrder) -> tuple[NodeSpec, bool]:
+        """The node that an order adds, and whether it is new. The role of a posted node that has told its own stays.
+
+        Raises InvalidRequest, NodeConflict.
+        """
         try:
             spec = make_spec(order.node, order.role)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
         known = next((node for node in self._table.nodes if node.url == spec.url), None)
-        if known is not None and known.role is spec.role:
-            return known, False
-        if known is not None and spec.url not in self._specs:
+        if known is not None and known.role_changes is not None and spec.url in self._specs:
+            return spec, False
+        if known is not None and known.role is not spec.role and spec.url not in self._specs:
             raise NodeConflict(f"{spec.url} is a {known.role.value} node by source {self._table.source_of(known)}")
-        self._specs[spec.url] = spec
-        self._apply()
-        return next(node for node in self._table.nodes if node.url == spec.url), True
+        return spec, known is None or known.role is not spec.role
 
     def heritage(self) -> Heritage:
         """The changes that orders have made, for a successor."""
         posted = tuple((spec.url, spec.role.value) for spec in self._specs.values())
         return Heritage(posted, {node.url: node.epoch for node in self._table.nodes if node.draining})
 
-    def inherit(self, heritage: Heritage) -> None:
-        """Take over a predecessor's orders. A node that has restarted since then is no longer drained."""
-        for url, role in heritage.posted:
-            spec = make_spec(url, role)
-            self._specs[spec.url] = spec
+    def adopt(self, heritage: Heritage) -> None:
+        """Take over all that orders have changed. A node that has restarted since it was drained is not drained.
+
+        By a new order it is, until its next /health: the worker that took the order may have seen a later boot.
+        """
+        specs = (make_spec(url, role) for url, role in heritage.posted)
+        self._specs = {spec.url: spec for spec in specs}
         self._apply()
         for node in self._table.nodes:
-            if node.url in heritage.drained:
-                node.draining, node.epoch = True, heritage.drained[node.url]
+            before, epoch = node.drained_epoch, heritage.drained.get(node.url)
+            node.drained_epoch = epoch
+            node.epoch = epoch if node.epoch is None else node.epoch
+            is_draining = node.url in heritage.drained and (epoch in (None, node.epoch) or epoch != before)
+            if is_draining and not node.draining:
+                log.info("node %s (%s) is drained by order", node.node_id, node.url)
+            node.draining = is_draining
 
-    def remove(self, node: Node) -> None:
-        """Raises NodeConflict for a node that was not added by `add`. Removing a node that is leaving is allowed."""
+    def check_removable(self, node: Node) -> None:
+        """Raises NodeConflict for a node that was not added by an order. One that is leaving is removable."""
         if not node.gone and node.url not in self._specs:
             source = self._table.source_of(node)
             raise NodeConflict(
                 f"node {node.node_id} was not posted; its source is {source}: remove it there, or drain it"
             )
-        if not node.gone:
-            del self._specs[node.url]
-            self._apply()
 
     def find(self, name: str) -> Node:
         """The node with the id or host:port `name`. Raises NodeUnknown for none, NodeConflict for several."""

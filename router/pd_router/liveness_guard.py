@@ -1,4 +1,4 @@
-"""Waits for a client's first byte, which end when their node is judged down."""
+"""Waits for a node that end when it is judged down: for a client's first byte, or for more of a stream."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ if TYPE_CHECKING:
     from pd_router.node_table import Node
 
 
-class FirstByteGuard:
+class LivenessGuard:
     """While entered, cancels the current task if `node` is judged down and `can_move()` is true; raises LegFailed then.
 
-    Only for waits before the client's first byte. Like `asyncio.timeout`, it can be nested with other scopes that
-    cancel. If the request cannot move, the wait continues: the node may recover.
+    Like `asyncio.timeout`, it can be nested with other scopes that cancel. If the request cannot move, the wait
+    continues: the node may recover.
     """
 
-    __slots__ = ("_can_move", "_down", "_node", "_num_cancelled", "_task")
+    __slots__ = ("_can_move", "_cancelling", "_down", "_node", "_num_cancelled", "_task")
 
     def __init__(self, node: Node, can_move: Callable[[], bool]) -> None:
         self._node = node
         self._can_move = can_move
         self._down: Down | None = None
+        self._cancelling: asyncio.Handle | None = None
 
     def __enter__(self) -> None:
         task = asyncio.current_task()
@@ -40,13 +41,22 @@ class FirstByteGuard:
         """Take a judgement that the node is down."""
         if self._down is None and self._can_move():
             self._down = down
-            self._task.cancel()
+            # Not now: a standing judgement is told on entry, and a task that ends the scope before it waits cannot take
+            # its own cancellation back (before Python 3.13).
+            self._cancelling = asyncio.get_running_loop().call_soon(self._cancel)
+
+    def _cancel(self) -> None:
+        self._cancelling = None
+        self._task.cancel()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._node.liveness.leave(self)
         if self._down is None:
+            return
+        if self._cancelling is not None:
+            self._cancelling.cancel()
             return
         others = self._task.uncancel() > self._num_cancelled
         if kind is asyncio.CancelledError and not others:

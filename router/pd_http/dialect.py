@@ -1,0 +1,90 @@
+"""The API in which a client speaks: how its bodies become chat requests, and how errors and streams end in it.
+
+A *dialect* is pure. Nodes serve `/v1/messages` and `/v1/responses` as the chat request that `to_chat` makes; the router
+only names prompts by it. This file has the dialect of chat and completions, which is OpenAI's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import msgspec
+
+from pd_http.errors import InvalidRequest
+from pd_http.sse import SSE_DONE, event_bytes
+
+if TYPE_CHECKING:
+    from pd_http.errors import PdError
+
+RawFields = Mapping[str, msgspec.Raw]
+Kind = TypeVar("Kind")
+# What msgspec raises: not JSON or of another type, not UTF-8, nested too deeply
+_BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class ChatRequest(NamedTuple):
+    """The fields of a chat body, and the members of the client's body that nothing here reads."""
+
+    fields: RawFields
+    ignored: frozenset[str] = frozenset()
+
+
+class Dialect:
+    """OpenAI's chat and completions."""
+
+    token_limit = "max_tokens"  # the field that bounds an answer
+    params: Mapping[str, str] = {}  # the client's names of chat fields, for errors
+
+    def to_chat(self, fields: RawFields) -> ChatRequest:
+        """The chat request that the body with these fields asks for. Raises InvalidRequest."""
+        return ChatRequest(fields)
+
+    def status(self, error: PdError) -> int:
+        return error.status
+
+    def error_body(self, error: PdError) -> dict[str, Any]:
+        body = error.to_body()
+        body["error"]["param"] = self.params.get(error.param or "", error.param)
+        return body
+
+    def error_event(self, error: PdError) -> bytes:
+        """The last bytes of a stream that fails."""
+        return event_bytes(self.error_body(error)) + SSE_DONE
+
+    def is_whole(self, tail: bytes) -> bool:
+        """Whether a stream with these last bytes ended as one should: with its last event, or with an error."""
+        return tail.rstrip().endswith(b"[DONE]") or b'data: {"error"' in tail
+
+
+OPENAI = Dialect()
+
+
+def read(fields: RawFields, kind: type[Kind]) -> Kind:
+    """The fields of the struct `kind`. Raises InvalidRequest that names the wrong place."""
+    names = kind.__struct_fields__  # type: ignore[attr-defined]
+    try:
+        return msgspec.json.decode(
+            msgspec.json.encode({name: fields[name] for name in names if name in fields}), type=kind
+        )
+    except _BAD_JSON as error:
+        raise refusal(str(error)) from error
+
+
+def refusal(message: str, prefix: str = "") -> InvalidRequest:
+    """msgspec's "Invalid value 'image' - at `$.messages[0].content[1].type`" as an error. `prefix`: of the place."""
+    reason, _, path = message.partition(" - at ")
+    place = prefix + path.strip("`").removeprefix("$").lstrip("." if not prefix else "")
+    param = re.split(r"[.\[]", place)[0]
+    if not param and (missing := re.search("required field `(\\w+)`", reason)):
+        param = missing[1]
+    if place.endswith(".type"):
+        reason += " is not supported: this server takes text, and functions as tools"
+        return InvalidRequest(f"{place}: {reason}", param, "unsupported_value")
+    return InvalidRequest(f"{place or 'body'}: {reason.replace(' | null', '')}", param or None, "invalid_type")
+
+
+def raw_fields(chat: Mapping[str, Any]) -> dict[str, msgspec.Raw]:
+    """These values as JSON. None: the chat request does not have the field."""
+    return {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in chat.items() if value is not None}

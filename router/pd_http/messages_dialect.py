@@ -1,0 +1,242 @@
+"""Anthropic's Messages API as chat requests (https://docs.anthropic.com/en/api/messages)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from pd_http.dialect import ChatRequest, Dialect, RawFields, raw_fields, read
+from pd_http.errors import InvalidRequest
+from pd_http.sse import event_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pd_http.errors import PdError
+
+_OVERLOADED = 529  # Anthropic's status for it
+_ERROR_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    409: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+    504: "timeout_error", _OVERLOADED: "overloaded_error",
+}  # fmt: skip
+
+
+# Members without use here are of type Any. A block or tool with any other member is refused.
+class _Object(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    cache_control: Any = None  # prefixes are found by their tokens
+
+
+class TextBlock(_Object, tag_field="type", tag="text"):
+    text: str
+    citations: Any = None
+
+
+class ThinkingBlock(_Object, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: Any = None  # this server signs nothing
+
+
+class ToolUseBlock(_Object, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: Any = None
+
+
+class ToolResultBlock(_Object, tag_field="type", tag="tool_result"):
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+
+
+_BLOCKS: dict[str, tuple[type, ...]] = {
+    "user": (TextBlock, ToolResultBlock), "assistant": (TextBlock, ThinkingBlock, ToolUseBlock), "system": (TextBlock,)
+}  # fmt: skip
+
+
+class MessageTurn(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class MessagesTool(_Object):
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    type: Literal["custom"] | None = None  # others are tools that Anthropic's servers run
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    eager_input_streaming: Any = None  # arguments are streamed in any case
+
+
+class MessagesToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class MessagesFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: MessagesFormat | None = None
+
+
+class MessagesFields(msgspec.Struct, kw_only=True):
+    """The fields that only this API has, or has in another form than chat."""
+
+    messages: list[MessageTurn]
+    system: str | list[TextBlock] | None = None
+    stop_sequences: list[str] | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesDialect(Dialect):
+    """Beside its own fields a body may have those of chat that keep their meaning here."""
+
+    params = {
+        "stop": "stop_sequences", "response_format": "output_config", "reasoning_effort": "output_config",
+        "enable_thinking": "thinking",
+    }  # fmt: skip
+
+    def to_chat(self, fields: RawFields) -> ChatRequest:
+        given = read(fields, MessagesFields)
+        system = [] if given.system is None else [{"role": "system", "content": _text(given.system)}]
+        chat: dict[str, Any] = {
+            "messages": system + [turn for i, one in enumerate(given.messages) for turn in _turns(one, i)],
+            "stop": given.stop_sequences,
+            "tools": None if given.tools is None else [_tool(one) for one in given.tools],
+            **_choice(given.tool_choice),
+            **_thinking(given.thinking),
+            **_output(given.output_config),
+        }
+        if chat.get("enable_thinking") is False:
+            chat["reasoning_effort"] = None  # here the effort is that of reasoning only
+        if given.messages and given.messages[-1].role == "assistant":
+            if chat["messages"][-1].get("tool_calls"):
+                raise InvalidRequest("messages: a tool_use block must be followed by its tool_result", "messages")
+            chat |= {"add_generation_prompt": False, "continue_final_message": True}
+        others = {name: raw for name, raw in fields.items() if name not in MessagesFields.__struct_fields__}
+        return ChatRequest(others | raw_fields(chat), frozenset(_ignored(given)))
+
+    def status(self, error: PdError) -> int:
+        return _OVERLOADED if error.code == "overloaded" else error.status
+
+    def error_body(self, error: PdError) -> dict[str, Any]:
+        """With `param` and `code` beside Anthropic's members: routers read the code."""
+        body = super().error_body(error)
+        body["error"]["type"] = _ERROR_TYPES.get(self.status(error), "api_error")
+        return {"type": "error"} | body
+
+    def error_event(self, error: PdError) -> bytes:
+        return event_bytes(self.error_body(error), "error")
+
+    def is_whole(self, tail: bytes) -> bool:
+        lines = tail.split(b"\n")  # an answer may speak of events, but its JSON has no line breaks
+        return b"event: message_stop" in lines or b"event: error" in lines
+
+
+def _text(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+def _turns(turn: MessageTurn, index: int) -> list[dict[str, Any]]:
+    """The chat messages of one message: a result of a tool is a message of its own."""
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    for i, block in enumerate(turn.content):
+        if not isinstance(block, _BLOCKS[turn.role]):
+            tag = block.__struct_config__.tag
+            raise InvalidRequest(f"messages[{index}].content[{i}]: a {turn.role} message has no {tag}", "messages")
+    return [_assistant(turn.content)] if turn.role == "assistant" else _asked(turn.role, turn.content)
+
+
+def _assistant(blocks: list[Block]) -> dict[str, Any]:
+    """Texts are joined as they stood in the answer."""
+    message: dict[str, Any] = {
+        "role": "assistant", "content": "".join(one.text for one in blocks if isinstance(one, TextBlock))
+    }  # fmt: skip
+    if thoughts := [one.thinking for one in blocks if isinstance(one, ThinkingBlock)]:
+        message["reasoning_content"] = "\n".join(thoughts)
+    calls = [one for one in blocks if isinstance(one, ToolUseBlock)]
+    if calls:
+        message["tool_calls"] = [
+            {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.input}} for one in calls
+        ]
+    return message
+
+
+def _asked(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    texts: list[str] = []
+    for one in blocks:
+        if isinstance(one, ToolResultBlock):
+            messages += [{"role": role, "content": "\n".join(texts)}] if texts else []
+            content = "" if one.content is None else _text(one.content)
+            messages.append({"role": "tool", "tool_call_id": one.tool_use_id, "content": content})
+            texts = []
+        elif isinstance(one, TextBlock):
+            texts.append(one.text)
+    return [*messages, {"role": role, "content": "\n".join(texts)}] if texts or not messages else messages
+
+
+def _tool(tool: MessagesTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    known = {name: value for name, value in function.items() if value is not None}
+    return {"type": "function", "function": known if tool.strict is None else known | {"strict": tool.strict}}
+
+
+def _choice(choice: MessagesToolChoice | None) -> dict[str, Any]:
+    if choice is None:
+        return {}
+    if (choice.name is None) is (choice.type == "tool"):
+        raise InvalidRequest('tool_choice.name goes with type "tool"', "tool_choice")
+    named = {"type": "function", "function": {"name": choice.name}}
+    said = named if choice.type == "tool" else {"any": "required"}.get(choice.type, choice.type)
+    return {"tool_choice": said, "parallel_tool_calls": False if choice.disable_parallel_tool_use else None}
+
+
+def _thinking(config: ThinkingConfig | None) -> dict[str, Any]:
+    """Adaptive thinking is what the chat template does by itself."""
+    if config is None:
+        return {}
+    thinks = {"enabled": True, "disabled": False}.get(config.type)
+    return {"enable_thinking": thinks, "include_reasoning": False if config.display == "omitted" else None}
+
+
+def _output(config: OutputConfig | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    form = None
+    if config.format is not None:
+        form = {"type": "json_schema", "json_schema": {"schema": config.format.schema, "strict": True}}
+    return {"reasoning_effort": "xhigh" if config.effort == "max" else config.effort, "response_format": form}
+
+
+def _ignored(given: MessagesFields) -> Iterable[str]:
+    thinking, output = given.thinking, given.output_config
+    if thinking is not None and thinking.budget_tokens is not None:
+        yield "thinking.budget_tokens"
+    if thinking is not None and thinking.type == "disabled" and output is not None and output.effort is not None:
+        yield "output_config.effort"
+    blocks = (block for turn in given.messages if not isinstance(turn.content, str) for block in turn.content)
+    if any(isinstance(block, ToolResultBlock) and block.is_error for block in blocks):
+        yield "tool_result.is_error"

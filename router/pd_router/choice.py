@@ -1,0 +1,217 @@
+"""The order of the legs of a request, the nodes for each leg, and the reason. Pure: reads the table only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pd_http.errors import ModelNotFound
+from pd_router.config import HandoffOrder
+from pd_router.cost import DOUBT_S, HANDOVER_S, LOCAL_TOKENS, Costs, PromptFacts
+from pd_router.errors import NoNode
+from pd_router.node_table import Node, NodeTable, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from pd_router.config import RouterConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RouteChoice:
+    """An order, and the nodes that may serve its legs. The `best_*` choose among those left when a leg begins.
+
+    Loads change between the legs, so the node of the second is chosen late. `prefills` are in the order of their cost.
+    A handoff is between nodes that pair with `kv_version`; any decode node may read a prompt itself.
+    """
+
+    order: HandoffOrder
+    reason: str  # docs/routing.md lists them
+    prefills: tuple[Node, ...]
+    decodes: tuple[Node, ...]
+    costs: Costs
+    kv_version: str = ""  # see `Node.kv_version`; "": all nodes pair
+    is_asked: bool = False  # the client asked for `order`
+    slo_ttft_s: float = 0.0  # 0: none
+    otherwise: RouteChoice | None = None  # a handoff, for a prompt that no decode node takes DIRECT
+
+    @property
+    def text(self) -> str:
+        """The value of the header `x-pd-route`."""
+        return f"{self.order.value}; reason={self.reason}"
+
+    def direct(self, reason: str) -> RouteChoice:
+        """The same request, if no prefill node reads the prompt."""
+        return replace(self, order=HandoffOrder.DIRECT, reason=reason, otherwise=None)
+
+    def offered(self, now_s: float, without: Node | None = None) -> list[Node]:
+        """The prefill nodes that a decode node may ask, best first."""
+        return [node for node in self._paired(self.prefills) if node is not without and node.is_healthy(now_s)]
+
+    def best_prefill(self, nodes: Iterable[Node], now_s: float) -> Node | None:
+        """The first that is healthy: `prefills` are ranked."""
+        return next((node for node in self._paired(nodes) if node.is_healthy(now_s)), None)
+
+    def best_decode(self, nodes: Iterable[Node], now_s: float) -> Node | None:
+        """For a handoff. D-first, the cache of the decode node may save it."""
+        if self.order is not HandoffOrder.D_FIRST:
+            return self._cheapest(self._paired(nodes), now_s, 0)
+        prefill_s = self._prefill_s(now_s)
+        ready = (node for node in self._paired(nodes) if node.is_healthy(now_s))
+        return min(ready, key=lambda node: self.costs.asking_s(node, prefill_s), default=None)
+
+    def best_alone(self, nodes: Iterable[Node], now_s: float) -> Node | None:
+        """For a handoff that no decode node took: one that does not pair with the prefill nodes reads the prompt."""
+        return self._cheapest((node for node in nodes if not node.pairs_with(self.kv_version)), now_s, 1)
+
+    def _paired(self, nodes: Iterable[Node]) -> Iterable[Node]:
+        return (node for node in nodes if node.pairs_with(self.kv_version)) if self.kv_version else nodes
+
+    def best_direct(self, nodes: Iterable[Node], now_s: float) -> Node | None:
+        """For a prompt that no prefill node reads."""
+        return self._cheapest(nodes, now_s, 1)
+
+    def _cheapest(self, nodes: Iterable[Node], now_s: float, which: int) -> Node | None:
+        """The first node with the least of the costs `which` of `Costs.decoding`."""
+        ready = [node for node in nodes if node.is_healthy(now_s)]
+        costs_s = [costs_s[which] for costs_s in self.costs.decoding(ready)]
+        return ready[costs_s.index(min(costs_s))] if ready else None
+
+    def sooner(self, nodes: Iterable[Node], now_s: float) -> Node | None:
+        """A node that may read the prompt although there are prefill nodes; None: they are better, or not known."""
+        ready = [node for node in nodes if node.is_healthy(now_s)]
+        return self._sooner(ready, self._prefill_s(now_s))[0]
+
+    def _sooner(self, nodes: Sequence[Node], prefill_s: float) -> tuple[Node | None, str]:
+        """The node, and the reason: it costs clearly less than a handoff, or meets the target that P misses.
+
+        A node without room is left out: there a prompt waits for another sequence's end, while one that is handed over
+        already has its first token.
+        """
+        costs = self.costs
+        if prefill_s < DOUBT_S / 2 or not costs.knows_speed:  # the handover is not worth leaving the prefill nodes
+            return None, ""
+        handing_over_s = best_s = math.inf
+        best: Node | None = None
+        sums = costs.decoding(nodes)
+        for at, (over_s, direct_s, has_room) in enumerate(sums):
+            if over_s < handing_over_s and nodes[at].pairs_with(self.kv_version):
+                handing_over_s = over_s
+            if direct_s < best_s and has_room:
+                best, best_s = nodes[at], direct_s
+        if best_s + DOUBT_S < prefill_s + handing_over_s:
+            return best, "prefill-busy"
+        slo_s = self.slo_ttft_s
+        if slo_s and prefill_s + HANDOVER_S > slo_s:
+            ready = [node for node, (_, _, has_room) in zip(nodes, sums, strict=True) if has_room]
+            meeting = [node for node in ready if costs.reading_s(node) <= slo_s]
+            return min(meeting, key=costs.direct_s, default=None), "prefill-late"
+        return None, ""
+
+    def _prefill_s(self, now_s: float) -> float:
+        """Until the best prefill node has read the prompt."""
+        return min(self.costs.reading(node for node in self.prefills if node.is_healthy(now_s)), default=0.0)
+
+
+def choose(
+    table: NodeTable,
+    model: str | None,
+    prompt: PromptFacts,
+    settings: RouterConfig,
+    asked: HandoffOrder | None,
+    turn: int,
+) -> RouteChoice:
+    """Choose for one request. `turn`: any counter; it breaks ties, so that nodes of equal cost take turns.
+
+    Raises ModelNotFound, NoNode.
+    """
+    if model is not None and not table.knows_model(model):
+        raise ModelNotFound(f"no node serves the model {model!r}", param="model")
+    now_s = table.clock()
+    reads = Role.PREFILL  # looking up a member of an enum takes longer than comparing it
+    sides: tuple[list[Node], list[Node]] = ([], [])
+    for node in table.nodes:
+        # `is_healthy` and `serves`, written out: for 100 nodes the calls take 7 us
+        if not node.reachable or node.draining or node.gone or now_s < node.ejected_until_s:
+            continue
+        if model is None or node.models is None or model in node.models:
+            sides[node.role is reads].append(node)
+    decodes, prefills = (rotate(side, turn) for side in sides)
+    if not decodes:
+        raise NoNode(
+            "no healthy node can decode" + (f" for the model {model!r}" if model else "") + "; try again later"
+        )
+    costs = Costs(prompt, prefills, now_s, decodes)
+    if not prefills:
+        return RouteChoice(HandoffOrder.DIRECT, "no-prefill-node", (), decodes, costs)
+    reading_s = dict(zip(prefills, costs.reading(prefills), strict=True))
+    ranked = tuple(sorted(prefills, key=reading_s.__getitem__))  # stable, so equals keep the order of the turn
+    kv_version = _best_version(costs, reading_s, ranked, decodes)
+    if kv_version is None:
+        return RouteChoice(HandoffOrder.DIRECT, "no-pair", (), decodes, costs)
+    if kv_version:
+        ranked = tuple(node for node in ranked if node.pairs_with(kv_version))
+    handoff = _handoff(costs, settings, asked, ranked, decodes, kv_version, is_several=prompt.is_several)
+    return handoff if handoff.is_asked or not settings.spills else _better(handoff, reading_s[ranked[0]])
+
+
+def _best_version(
+    costs: Costs, reading_s: Mapping[Node, float], prefills: Sequence[Node], decodes: Sequence[Node]
+) -> str | None:
+    """The KV version of the cheapest pair. "": no node tells one. None: no prefill node pairs with a decode node."""
+    versions = dict.fromkeys(node.kv_version for node in (*prefills, *decodes))
+    versions.pop("", None)
+    if len(versions) < 2:
+        return next(iter(versions), "")
+    best: tuple[float, str | None] = math.inf, None
+    for version in versions:  # of two equal ones the one of the better prefill node
+        reads = (reading_s[node] for node in prefills if node.pairs_with(version))
+        decoding = (costs.handing_over_s(node) for node in decodes if node.pairs_with(version))
+        total_s = min(reads, default=math.inf) + min(decoding, default=math.inf)
+        if total_s < best[0]:
+            best = total_s, version
+    return best[1]
+
+
+def _handoff(
+    costs: Costs,
+    settings: RouterConfig,
+    asked: HandoffOrder | None,
+    prefills: tuple[Node, ...],
+    decodes: tuple[Node, ...],
+    kv_version: str,
+    *,
+    is_several: bool,
+) -> RouteChoice:
+    """A ticket is for one prompt, so several are never sent P-first: D asks for a ticket for each."""
+    cached = costs.num_cached(prefills[0])
+    order, reason = settings.default_order, "cached" if cached else "default"
+    if asked is not None:
+        order, reason = asked, "header"
+    if is_several and order is HandoffOrder.P_FIRST:
+        order, reason = HandoffOrder.D_FIRST, "several-prompts"
+    return RouteChoice(
+        order, reason, prefills, decodes, costs, kv_version, is_asked=asked is not None,
+        slo_ttft_s=settings.slo_ttft_ms / 1000,
+    )  # fmt: skip
+
+
+def _better(handoff: RouteChoice, prefill_s: float) -> RouteChoice:
+    """`handoff`, or that a decode node reads the prompt."""
+    node, reason = handoff._sooner(handoff.decodes, prefill_s)
+    if node is None:
+        return handoff
+    cached = handoff.costs.num_cached(node)
+    is_whole = cached and handoff.costs.num_missing(node) < LOCAL_TOKENS
+    if is_whole and node.pairs_with(handoff.kv_version):  # D's own word is newer, and it may still ask a P
+        return replace(handoff, order=HandoffOrder.D_FIRST, reason="cached")
+    if cached > handoff.costs.num_cached(handoff.prefills[0]):
+        reason = "cached"
+    return replace(handoff, order=HandoffOrder.DIRECT, reason=reason, otherwise=handoff)
+
+
+def rotate(nodes: Sequence[Node], turn: int) -> tuple[Node, ...]:
+    """`nodes`, starting at another one each turn, which makes ties round-robin."""
+    start = turn % len(nodes) if nodes else 0
+    return (*nodes[start:], *nodes[:start])

@@ -1,0 +1,85 @@
+"""A client's connection to the router: the generating calls leave uvicorn when their head is complete."""
+
+from __future__ import annotations
+
+import urllib.parse
+from typing import TYPE_CHECKING, ClassVar
+
+import httptools
+
+from pd_http.cross_origin import consent
+from pd_http.dialects import MESSAGES, RESPONSES
+from pd_http.protocol import BoundedProtocol
+from pd_router.client_call import ClientCall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_http.reply import HeaderList
+    from pd_router.proxy import Proxy
+
+GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions", MESSAGES, RESPONSES)
+_PATHS = {path.encode(): path for path in GENERATING_PATHS}
+_CLOSE = (b"connection", b"close")
+
+
+class ClientConnection(BoundedProtocol):
+    """Serves `POST` to GENERATING_PATHS by `proxy`; every other request by uvicorn and the app.
+
+    The bounds of the connection, pipelining, keep-alive and the graceful end are those of the base classes for both.
+    """
+
+    proxy: ClassVar[Proxy]  # set by the subclass that `token_path` makes
+    is_leaving: Callable[[], bool]  # static: whether answers ask clients to close the connection
+
+    def begin_cycle(self) -> None:
+        path = self._generating_path() if self.parser.get_method() == b"POST" else None
+        if path is None:
+            super().begin_cycle()
+            return
+        keeps_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
+        before = self.cycle
+        self.cycle = call = ClientCall(  # type: ignore[assignment]
+            path, self.headers, self.proxy.serve, self.transport, self.flow, keep_alive=keeps_alive,
+            expects_continue=self.expect_100_continue, answer_headers=self._answer_headers,
+            on_complete=self.on_response_complete,
+        )  # fmt: skip
+        if before is None or before.response_complete:
+            self._start_asgi_task(call, self.app)
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((self.cycle, self.app))
+
+    def _generating_path(self) -> str | None:
+        """The path if it is one of GENERATING_PATHS, read as uvicorn does: without a query, unquoted."""
+        path = _PATHS.get(self.url)
+        if path is None:
+            path = urllib.parse.unquote(httptools.parse_url(self.url).path.decode("ascii"))
+        return path if path in GENERATING_PATHS else None
+
+    def _answer_headers(self) -> HeaderList:
+        """Of the call under way."""
+        headers = [*self.server_state.default_headers]
+        if self.gate.limits.allowed_origins:
+            origin = next((value for name, value in self.serving.headers if name == b"origin"), None)
+            headers += consent(self.gate.limits, None if origin is None else origin.decode("latin-1"))
+        if self.is_leaving():
+            headers.append(_CLOSE)
+        return headers
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._tell_flow()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._tell_flow()
+
+    def _tell_flow(self) -> None:
+        if isinstance(self.serving, ClientCall):
+            self.serving.flow_changed()
+
+
+def token_path(proxy: Proxy, is_leaving: Callable[[], bool] = lambda: False) -> type[ClientConnection]:
+    """The class of the connections of one router. `is_leaving`: a successor serves."""
+    return type("TokenPath", (ClientConnection,), {"proxy": proxy, "is_leaving": staticmethod(is_leaving)})

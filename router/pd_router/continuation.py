@@ -1,0 +1,59 @@
+"""Whether a stream that lost its decode node may go on, and at which nodes. Pure: reads nodes, changes none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pd_http.errors import NodesDied
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pd_http.frames import StreamFailed
+    from pd_router.node_table import Node
+    from pd_router.stream_record import StreamRecord
+
+
+def may_continue(record: StreamRecord, told: StreamFailed | None) -> bool:
+    """`told`: what the node said when it gave up; None: it broke off, stood still, or was judged down.
+
+    False if every node would say the same: the request is wrong (4xx), its time is up (504), or it kills nodes.
+    """
+    if not record.can_continue:
+        return False
+    return told is None or (told.status >= 500 and told.status != 504 and told.code != NodesDied.code)
+
+
+class Heirs:
+    """The nodes that may go on with a stream after a failure. A node that failed it is not asked again.
+
+    It may be asked once it has restarted, or once another node has sent a frame: two nodes that drain in turn may each
+    have the stream twice.
+    """
+
+    __slots__ = ("_failed", "_record", "_size")
+
+    def __init__(self, record: StreamRecord) -> None:
+        self._record = record
+        self._failed: dict[Node, int | None] = {}
+        self._size = 0
+
+    def fail(self, node: Node, epoch: int | None) -> None:
+        """Note that `node` failed the stream. `epoch`: of its boot when it was asked."""
+        if self._record.num_tokens > self._size:
+            self._size = self._record.num_tokens
+            self._failed.clear()
+        self._failed[node] = epoch
+
+    def among(self, nodes: Iterable[Node]) -> list[Node]:
+        """Those of `nodes` that write the same stream and have not failed it."""
+        head = self._record.head
+        version = head.stream_version if head is not None else ""
+        return [
+            node
+            for node in nodes
+            if version and node.stream_version == version and self._failed.get(node, _NONE) != node.epoch
+        ]
+
+
+_NONE = object()

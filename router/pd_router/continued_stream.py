@@ -1,0 +1,141 @@
+"""Finds the node that goes on with a stream when the one that wrote it failed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from pd_connectors.protocol.feed import CHARGE_HEADER
+from pd_http.errors import NodesDied
+from pd_http.node_answers import FailureKind
+from pd_router.continuation import Heirs, may_continue
+from pd_router.headers import REQUEST_ID
+from pd_router.legs import DecodeLeg
+from pd_router.liveness_guard import LivenessGuard
+from pd_router.node_table import Charge, Node, Role
+from pd_router.stream_record import StreamRecord
+from pd_router.upstream import LegFailed, Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from pd_router.body import RequestBody
+    from pd_router.candidates import Choose
+    from pd_router.casualties import Casualties
+    from pd_router.headers import Headers
+    from pd_router.services import Services
+
+log = logging.getLogger("pd_router")
+LOOK_AGAIN_S = 0.05  # between two looks for a node that came up
+# Of each choice. A node that wrote so many is past the place at which the node before it died. A stream that kills
+# nodes by its tokens kills the next one there, or within a block of KV.
+OUTLIVED_TOKENS = 64
+
+
+class ContinuedStream:
+    """The stream of one request, over all nodes that write it.
+
+    `note` counts a failed leg. `judge` does so too, and raises NodesDied if no other node may be asked.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        path: str,
+        body: RequestBody,
+        headers: Headers,
+        casualties: Casualties,
+        choose: Choose,
+        note: Callable[[str, LegFailed], None],
+        judge: Callable[[str, LegFailed], Awaitable[None]],
+    ) -> None:
+        self.record = StreamRecord()
+        self._s = services
+        self._path = path
+        self._body = body
+        self._headers = headers
+        self._id = headers[REQUEST_ID]
+        self._casualties = casualties
+        self._choose = choose
+        self._note = note
+        self._judge = judge
+        self._heirs = Heirs(self.record)
+        self._num_inherited = 0  # tokens of the record when the newest leg began
+
+    def guard(self, node: Node) -> LivenessGuard:
+        """While entered, LegFailed is raised if `node` is judged down and another one can go on."""
+        return LivenessGuard(node, lambda: self.record.can_continue and bool(self._candidates()))
+
+    async def go_on(self, leg: DecodeLeg, failure: LegFailed) -> DecodeLeg | None:
+        """A leg that has begun behind the last byte that the client has. None: the stream cannot be continued.
+
+        `leg` is closed before: a node that comes back must not write beside the next one. Raises NodesDied.
+        """
+        leg.close()
+        count = self._s.metrics.continuations.labels
+        if not may_continue(self.record, leg.told):
+            count("final" if self.record.head is not None else "no_frames").inc()
+            self._note("stream", failure)
+            return None
+        try:
+            self._heirs.fail(leg.node, self._casualties.epoch_of(leg.node))
+            if self.record.num_tokens - self._num_inherited >= OUTLIVED_TOKENS * self._body.num_samples:
+                self._casualties.outlive()
+            self._num_inherited = self.record.num_tokens
+            await self._judge("stream", failure)
+            heir = await self._find()
+        except NodesDied:
+            count("nodes_died").inc()
+            raise
+        count("no_node" if heir is None else "continued").inc()
+        log.warning(
+            "request %s: %s goes on with its stream after %d tokens of %s",
+            self._id, "no node" if heir is None else heir.node.node_id,
+            self.record.num_tokens, leg.node.node_id,
+        )  # fmt: skip
+        return heir
+
+    async def _find(self) -> DecodeLeg | None:
+        """Ask one node after the other. While there is none, wait: nodes that drained or died are started again."""
+        clock = self._s.table.clock
+        ends_at = clock() + self._s.config.continue_wait_s
+        body = self._body.with_transfer({"continuation": self.record.continuation()})
+        refused: set[Node] = set()  # for now: their queue is full, or they drain
+        ask_again_at, pause_s = clock(), LOOK_AGAIN_S
+        while True:
+            node = self._choose([node for node in self._candidates() if node not in refused], clock())
+            if node is not None:
+                try:
+                    return await self._open(node, body)
+                except LegFailed as failure:
+                    await self._judge("continue", failure)
+                    if failure.kind is FailureKind.REFUSED:
+                        refused.add(node)
+                    else:
+                        self._heirs.fail(node, self._casualties.epoch_of(node))
+                except Refused as refusal:
+                    self._heirs.fail(node, node.epoch)
+                    log.warning("request %s: %s refuses to go on: %s", self._id, node.node_id, refusal)
+            elif clock() >= ends_at:
+                return None
+            else:
+                await asyncio.sleep(LOOK_AGAIN_S)
+                if refused and clock() >= ask_again_at:
+                    refused.clear()
+                    ask_again_at, pause_s = clock() + pause_s, 2 * pause_s
+
+    async def _open(self, node: Node, body: bytes) -> DecodeLeg:
+        """Raises LegFailed, Refused."""
+        s = self._s
+        charge = Charge(node, s.table.clock, prefill_bytes=self._body.num_bytes, sequences=self._body.num_samples)
+        self._headers[CHARGE_HEADER] = charge.name
+        leg = DecodeLeg(s.upstream, node, charge, self.record)
+        self._casualties.meet(node)
+        with LivenessGuard(node, lambda: True):
+            await leg.open(self._path, self._headers, body, s.config.first_byte_timeout_s, s.config.idle_timeout_s)
+        s.table.answered(node)
+        return leg
+
+    def _candidates(self) -> list[Node]:
+        return self._heirs.among(self._s.table.healthy((Role.DECODE, Role.MIXED), self._body.model))

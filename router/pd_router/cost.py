@@ -1,0 +1,212 @@
+"""What one prompt costs at each node: one sum in seconds for every choice of the router.
+
+It is the time until the first token: what the node has to do before this prompt, then what the node lacks of it, then
+the handover. To this comes what the streams beside it cost each other. Pure: reads nodes, changes none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+from typing import TYPE_CHECKING
+
+from pd_router.node_table import Node, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+HANDOVER_S = 0.004  # from P's first token to the client's (two H200s, 8B: 3.6 to 4.1 ms)
+LOOK_S = 0.002  # D-first: a decode node looks into its own cache before it asks a prefill node
+TRANSFER_S = 1e-6  # for each token that is handed over: 128 KiB at 128 GB/s (8B) ...
+CHUNK_TOKENS = 2048  # ... of the last step of a prefill node: the rest is read while it computes
+LOCAL_TOKENS = 64  # a decode node asks no prefill node for fewer tokens (the nodes' --min-remote-tokens)
+# The least saving for which a prompt leaves the prefill nodes: a step or two of each node, which no estimate includes.
+DOUBT_S = 0.02
+# What a second in which a prompt is computed beside a stream costs, for each stream; and the share by which the paces
+# of two equal nodes may be measured differently, so that no idle P is left for that, and idle nodes take turns. With 30
+# streams a prompt costs a quarter of its own time more, the margin that was best in simulation (benchmarks/LOG.md).
+STREAM_SHARE = 1 / 200
+ERROR_FACTOR = 1.1
+SEQUENCE_S = 0.0128  # of one more decode: 50 us (1,200 tokens, 8B, H200) in each step of an answer of 256 tokens
+ENDING_S = 2.5  # of a sequence, in place of which another can run: 256 steps of 10 ms
+TOKEN_S = 25e-6  # where no speed is known: then only ratios count
+# Of a node without samples, as a share of the best prefill node's.
+SPEEDS = {Role.PREFILL: 1.0, Role.MIXED: 1.0, Role.DECODE: 0.5}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFacts:
+    """What the router knows of a request before a node has read it."""
+
+    num_bytes: int
+    num_sequences: int = 1
+    is_several: bool = False  # prompts in one request
+    cached: Mapping[Node, int] = field(default_factory=dict)  # tokens of its prefix; nodes without any are absent
+
+
+class Costs:
+    """Seconds of one prompt at the nodes, at one time. `prefills`, `decodes`: the nodes that may serve it.
+
+    A pace counts as the best of its side if it differs from that by less than the error of the measurement: otherwise
+    the same one of two equal nodes would get all prompts that find both idle.
+    """
+
+    __slots__ = (
+        "_best_decoding", "_best_reading", "_cached", "_even_decoding_s", "_even_reading_s", "_now_s", "_num_bytes",
+        "_num_sequences", "_prefills", "_usual_s",
+    )  # fmt: skip
+
+    def __init__(
+        self, prompt: PromptFacts, prefills: Sequence[Node], now_s: float, decodes: Sequence[Node] = ()
+    ) -> None:
+        self._num_bytes = prompt.num_bytes
+        self._num_sequences = prompt.num_sequences
+        self._cached = prompt.cached
+        self._prefills = prefills
+        self._now_s = now_s
+        self._usual_s: float | None = None
+        self._best_reading = self._best_pace(prefills)
+        self._best_decoding = self._best_pace(decodes)
+        self._even_reading_s = self._best_reading[0] * ERROR_FACTOR
+        self._even_decoding_s = self._best_decoding[0] * ERROR_FACTOR
+
+    def num_cached(self, node: Node) -> int:
+        """Tokens of the prompt that the node has cached, by its feed."""
+        return self._cached.get(node, 0)
+
+    def num_missing(self, node: Node) -> int:
+        """Tokens of the prompt that the node has to compute, estimated."""
+        return max(int(self._num_bytes * node.view.tokens_per_byte) - self._cached.get(node, 0), 1)
+
+    def work(self, node: Node) -> tuple[int, int]:
+        """Tokens of the prompt to compute and tokens cached, for a charge on the node."""
+        return self.num_missing(node), self.num_cached(node)
+
+    def reading_s(self, node: Node) -> float:
+        """Until the node has computed what it was given before, and this prompt."""
+        return self.reading((node,))[0]
+
+    def reading(self, nodes: Iterable[Node]) -> list[float]:
+        """`reading_s` of each node. One loop: for 100 nodes, calls would cost half as much as the sums."""
+        costs_s = []
+        (best_s, best_key_s), even_s, cached_of = self._best_reading, self._even_reading_s, self._cached.get
+        num_bytes, ratio = self._num_bytes, None
+        for node in nodes:
+            view = node.view
+            token_s, key_s, queued, keys, _, _, _ = view.ledger.total
+            if not token_s:
+                token_s, key_s = self._guessed_pace(node)
+            if token_s <= even_s:
+                token_s, key_s = best_s, best_key_s
+            cached = cached_of(node, 0)
+            if cached or token_s is not best_s or view.ratio is not ratio:  # else the same as at the node before
+                tokens = num_bytes * view.ratio.value - cached
+                if tokens < 1.0:  # the prompt's last token is always computed
+                    tokens = 1.0
+                own_s = tokens * (token_s + (cached + tokens / 2) * key_s)
+                ratio = None if cached or token_s is not best_s else view.ratio
+            costs_s.append(queued * token_s + keys * key_s + own_s)
+        return costs_s
+
+    def queue_s(self, node: Node) -> float | None:
+        """Until the node has computed what it was given. None: the speed of no prefill node is known."""
+        if not self.knows_speed:
+            return None
+        token_s, key_s = self._pace(node)
+        return node.view.queued_tokens * token_s + node.view.queued_keys * key_s
+
+    def handing_over_s(self, node: Node) -> float:
+        """From P's first token on, if this decode node goes on. It has the first token before it has room."""
+        return self.decoding((node,))[0][0]
+
+    def direct_s(self, node: Node) -> float:
+        """The node reads the prompt itself, and holds its streams up for so long."""
+        return self.decoding((node,))[0][1]
+
+    def decoding(self, nodes: Iterable[Node]) -> list[tuple[float, float, bool]]:
+        """`handing_over_s` and `direct_s` of each node, and whether the answer's sequences would run at once."""
+        costs_s = []
+        (best_s, best_key_s), even_s, cached_of = self._best_decoding, self._even_decoding_s, self._cached.get
+        num_bytes, num_sequences, ratio = self._num_bytes, self._num_sequences, None
+        for node in nodes:
+            view = node.view
+            token_s, key_s, queued, keys, streams, num_slots, free = view.ledger.total
+            if not token_s:
+                token_s, key_s = self._guessed_pace(node)
+            if token_s <= even_s:
+                token_s, key_s = best_s, best_key_s
+            cached = cached_of(node, 0)
+            if cached or token_s is not best_s or view.ratio is not ratio:
+                tokens = num_bytes * view.ratio.value - cached
+                if tokens < 1.0:
+                    tokens = 1.0
+                own_s = tokens * (token_s + (cached + tokens / 2) * key_s)
+                least_s = HANDOVER_S + TRANSFER_S * (tokens if tokens < CHUNK_TOKENS else CHUNK_TOKENS)
+                ratio = None if cached or token_s is not best_s else view.ratio
+            queue_s = queued * token_s + keys * key_s
+            answer_s = SEQUENCE_S * streams
+            if view.load is None:
+                has_room = node.has_room(num_sequences)
+            else:
+                has_room = streams + num_sequences <= num_slots and free >= cached + tokens
+            if not has_room:
+                answer_s += self._room_s(node)
+            handing_over_s = least_s + STREAM_SHARE * queue_s + answer_s
+            costs_s.append(
+                (handing_over_s, queue_s + own_s * (ERROR_FACTOR + STREAM_SHARE * streams) + answer_s, has_room)
+            )
+        return costs_s
+
+    def asking_s(self, node: Node, prefill_s: float) -> float:
+        """D-first: the node computes a short rest by itself, and asks a prefill node, which takes `prefill_s`, else."""
+        if self.num_missing(node) < LOCAL_TOKENS:
+            return LOOK_S + self.direct_s(node)
+        return LOOK_S + prefill_s + self.handing_over_s(node)
+
+    def _room_s(self, node: Node) -> float:
+        """Until these sequences can run: at least an answer's time, since no router knows how long answers are."""
+        load = node.view.load
+        waiting = self._num_sequences if load is None else load.num_waiting + self._num_sequences
+        return ENDING_S * max(1.0, waiting / max(1, node.view.num_sequences if load is None else load.num_running))
+
+    @property
+    def knows_speed(self) -> bool:
+        """Whether the speed of a prefill node was measured or learned: otherwise no wait there can be told."""
+        return any(_known_s(node, self._now_s) is not None for node in self._prefills)
+
+    def _best_pace(self, nodes: Sequence[Node]) -> tuple[float, float]:
+        """The least seconds for a prompt token at any of the nodes; zeros without nodes."""
+        best = (inf, 0.0)
+        for node in nodes:
+            token_s = node.view.ledger.total[0]
+            if not token_s or token_s <= best[0]:
+                best = min(best, self._pace(node))
+        return best if nodes else (0.0, 0.0)
+
+    def _pace(self, node: Node) -> tuple[float, float]:
+        """Seconds for a prompt token, and for each token before it."""
+        token_s, key_s, *_ = node.view.ledger.told
+        return (token_s, key_s) if token_s else self._guessed_pace(node)
+
+    def _guessed_pace(self, node: Node) -> tuple[float, float]:
+        """Of a node that has measured none: as learned, or by the best prefill node."""
+        if not self._prefills:  # equals take turns, however their few samples differ
+            return TOKEN_S / SPEEDS[node.role], 0.0
+        per_byte = node.view.tokens_per_byte
+        guess = SPEEDS[node.role] / (self._usual() * per_byte)
+        return 1.0 / ((node.speed.at(self._now_s, guess=guess) or guess) * per_byte), 0.0
+
+    def _usual(self) -> float:
+        """Seconds for a token at the best prefill node."""
+        if self._usual_s is None:
+            known = (_known_s(node, self._now_s) for node in self._prefills)
+            self._usual_s = min((token_s for token_s in known if token_s is not None), default=TOKEN_S)
+        return self._usual_s
+
+
+def _known_s(node: Node, now_s: float) -> float | None:
+    """Seconds for a token, measured or learned. None: neither."""
+    if token_s := node.view.ledger.told.token_s:
+        return token_s
+    speed = node.speed.at(now_s)
+    return None if speed is None else 1.0 / (speed * node.view.tokens_per_byte)

@@ -1,0 +1,122 @@
+"""This router's charges on one node, and which of them the load that the node tells includes. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+
+class ToldLoad(NamedTuple):
+    """What a choice reads of a node's load. It is made once a message, because a choice reads it of each node."""
+
+    token_s: float = 0.0  # seconds for a prompt token at present; 0: not measured
+    key_s: float = 0.0  # and for each token before it
+    tokens: int = 0  # prompt tokens to compute
+    keys: int = 0  # tokens before each of them, summed
+    sequences: int = 0  # generations that run or wait
+    num_slots: float = inf
+    free_tokens: float = inf  # room in the KV cache
+
+
+NOTHING_TOLD = ToldLoad()
+
+
+class NodeWork(msgspec.Struct, frozen=True, gc=False):
+    """What a charge adds to a node's load."""
+
+    tokens: int = 0  # prompt tokens to compute
+    cached_tokens: int = 0  # of the same prompts, before those; not to be computed
+    sequences: int = 0  # generations
+
+    @property
+    def keys(self) -> int:
+        """Tokens before each token to compute, summed."""
+        return self.tokens * (2 * self.cached_tokens + self.tokens) // 2
+
+
+class LedgerEntry(msgspec.Struct, eq=False, gc=False):
+    """One charge. Written by the ledger only."""
+
+    number: int
+    work: NodeWork
+    is_included: bool = False  # in the node's load
+
+
+class ChargeLedger:
+    """The open charges on one node. `total`: the node's load with them, its values in the order of ToldLoad.
+
+    Between its opening and its closing a charge is counted exactly once: in the sums of this ledger, or in the node's
+    load from the message on that names its number.
+    """
+
+    __slots__ = ("_entries", "_numbers", "own_keys", "own_sequences", "own_tokens", "router", "told", "total")
+
+    def __init__(self, router: str = "", numbers: Iterator[int] | None = None) -> None:
+        """`router`: this router's name at nodes. `numbers`: the one counter of all ledgers of a router."""
+        self.router = router
+        self.own_tokens = 0
+        self.own_keys = 0
+        self.own_sequences = 0
+        self.told = NOTHING_TOLD
+        self.total: tuple[float, float, int, int, int, float, float] = (*NOTHING_TOLD,)
+        self._numbers = itertools.count(1) if numbers is None else numbers
+        self._entries: dict[int, LedgerEntry] = {}
+
+    def open(self, work: NodeWork) -> LedgerEntry:
+        entry = LedgerEntry(next(self._numbers), work)
+        self._entries[entry.number] = entry
+        self._count(work, 1)
+        self._add_up()
+        return entry
+
+    def change(self, entry: LedgerEntry, work: NodeWork) -> None:
+        """Replace the work of an open charge: an estimate, or what has been done since."""
+        if entry.number in self._entries and not entry.is_included:
+            self._count(entry.work, -1)
+            self._count(work, 1)
+            self._add_up()
+        entry.work = work
+
+    def close(self, entry: LedgerEntry) -> None:
+        """End a charge. Idempotent."""
+        if self._entries.pop(entry.number, None) is not None and not entry.is_included:
+            self._count(entry.work, -1)
+            self._add_up()
+
+    def hear(self, told: ToldLoad, numbers: Iterable[int]) -> None:
+        """Take the node's load, which counts these charges. Numbers of closed charges are ignored."""
+        self.told = told
+        for number in numbers:
+            entry = self._entries.get(number)
+            if entry is not None and not entry.is_included:
+                entry.is_included = True
+                self._count(entry.work, -1)
+        self._add_up()
+
+    def forget(self) -> None:
+        """Note that no load of the node is known: every open charge is this router's own."""
+        self.told = NOTHING_TOLD
+        for entry in self._entries.values():
+            if entry.is_included:
+                entry.is_included = False
+                self._count(entry.work, 1)
+        self._add_up()
+
+    def _count(self, work: NodeWork, sign: int) -> None:
+        if work.tokens:
+            self.own_tokens += sign * work.tokens
+            self.own_keys += sign * work.keys
+        self.own_sequences += sign * work.sequences
+
+    def _add_up(self) -> None:
+        token_s, key_s, tokens, keys, sequences, num_slots, free_tokens = self.told
+        self.total = (  # no named one: those are unpacked in twice the time
+            token_s, key_s, tokens + self.own_tokens, keys + self.own_keys, sequences + self.own_sequences, num_slots,
+            free_tokens - self.own_tokens,
+        )  # fmt: skip

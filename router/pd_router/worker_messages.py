@@ -1,0 +1,89 @@
+"""What the workers of a router and their supervisor tell each other: lines of JSON on a socket pair.
+
+worker                                        supervisor
+  (starts)                                ◄──  State      all that orders have changed
+  Ready      it has applied that, polled  ──►
+             the nodes, does not accept   ◄──  Go         from now on changes wait for its Applied
+  Serving    it accepts                   ──►
+  Commit     of an order                  ──►
+                                          ◄──  State      to every worker, in one order
+  Applied                                 ──►
+                                          ◄──  Committed  when every worker has applied it, or has ended
+  Ask        for /metrics, /nodes         ──►
+                                          ◄──  Asked      to every other worker
+  Told                                    ──►
+                                          ◄──  AllTold    when all have answered, ended or are late
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pd_router.node_change import NodeChange
+
+WORKER_ENV = "PD_ROUTER_WORKER"  # in a worker's environment: NUMBER:FD, its end of the socket pair
+MAX_LINE_BYTES = 64 << 20  # a worker's /metrics with thousands of nodes
+
+
+class State(msgspec.Struct, tag=True, frozen=True):
+    version: int
+    posted: tuple[tuple[str, str], ...]
+    drained: dict[str, int | None]
+
+
+class Go(msgspec.Struct, tag=True, frozen=True):
+    pass
+
+
+class Committed(msgspec.Struct, tag=True, frozen=True):
+    id: int
+    is_refused: bool = False  # a successor has been told the state before it
+
+
+class Asked(msgspec.Struct, tag=True, frozen=True):
+    worker: int  # that asks
+    id: int
+    topic: str
+
+
+class AllTold(msgspec.Struct, tag=True, frozen=True):
+    id: int
+    answers: dict[int, Any]  # by worker; None: it is late
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    pass
+
+
+class Serving(msgspec.Struct, tag=True, frozen=True):
+    pass
+
+
+class Commit(msgspec.Struct, tag=True, frozen=True):
+    id: int
+    change: NodeChange
+
+
+class Applied(msgspec.Struct, tag=True, frozen=True):
+    version: int
+
+
+class Ask(msgspec.Struct, tag=True, frozen=True):
+    id: int
+    topic: str
+
+
+class Told(msgspec.Struct, tag=True, frozen=True):
+    worker: int  # that asked
+    id: int
+    answer: Any
+
+
+ToWorker = State | Go | Committed | Asked | AllTold
+ToSupervisor = Ready | Serving | Commit | Applied | Ask | Told
+
+
+def line_of(message: ToWorker | ToSupervisor) -> bytes:
+    return msgspec.json.encode(message) + b"\n"

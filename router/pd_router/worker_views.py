@@ -1,0 +1,86 @@
+"""`/nodes`, `/load` and `/metrics` of all workers of a router, answered by one of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pd_router.errors import WorkerLate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pd_router.metrics import RouterMetrics
+    from pd_router.node_table import Node, NodeTable
+    from pd_router.workers import Workers
+
+NODES, METRICS = "nodes", "metrics"  # topics of `Workers.ask`
+
+
+class WorkerViews:
+    """What a client sees of the router, whichever worker it has met."""
+
+    def __init__(self, table: NodeTable, metrics: RouterMetrics, workers: Workers) -> None:
+        self._table = table
+        self._metrics = metrics
+        self._workers = workers
+        self.topics = {NODES: table.report, METRICS: lambda: metrics.exposition().decode()}
+
+    async def nodes(self) -> list[dict[str, Any]]:
+        """The nodes as this worker sees them, `outstanding` summed over all workers."""
+        return self._sums(self._table.report(), await self._workers.ask(NODES))
+
+    async def node(self, node: Node) -> dict[str, Any]:
+        """One node in the same way, also one that has left. Raises WorkerLate if a worker's requests are not known."""
+        others = await self._workers.ask(NODES)
+        if late := [number for number, told in others.items() if told is None]:
+            raise WorkerLate(f"workers {late} do not tell their requests to {node.node_id}; repeat the order")
+        return self._sums([self._table.describe(node)], others)[0]
+
+    async def load(self) -> int:
+        """Generations under way."""
+        return sum(node["outstanding"]["sequences"] for node in await self.nodes())
+
+    async def metrics(self) -> bytes:
+        """The exposition; of several workers, each sample with the label `worker`.
+
+        They are not summed: the counters of one that is replaced begin at 0, which a sum would hide from `rate`.
+        """
+        own = self._metrics.exposition()
+        if self._workers.number is None:
+            return own
+        others = {number: told for number, told in (await self._workers.ask(METRICS)).items() if told is not None}
+        return generate_latest(_Labelled({self._workers.number: own.decode(), **others}))
+
+    def _sums(self, report: list[dict[str, Any]], others: dict[int, Any]) -> list[dict[str, Any]]:
+        own = {_key(entry): entry["outstanding"] for entry in report}
+        for entry in (entry for other in others.values() for entry in other or ()):
+            outstanding = own.get(_key(entry))
+            for name, value in entry["outstanding"].items():
+                if outstanding is not None:
+                    outstanding[name] += value
+        return report
+
+
+def _key(entry: dict[str, Any]) -> tuple[str, str]:
+    """The URL; of nodes that leave, which may be several, with the role. Workers may hear of a role one by one."""
+    return entry["url"], entry["role"] if entry["state"] == "leaving" else ""
+
+
+class _Labelled:
+    """A registry, as far as `generate_latest` reads one, of expositions by worker."""
+
+    def __init__(self, texts: dict[int, str]) -> None:
+        self._texts = texts
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for worker, text in sorted(self._texts.items()):
+            for family in text_string_to_metric_families(text):
+                known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                known.samples += [
+                    sample._replace(labels={**sample.labels, "worker": str(worker)}) for sample in family.samples
+                ]
+        return families.values()
