@@ -11,6 +11,16 @@ from pd_cluster.errors import StartupError
 from pd_http.limits import HttpLimits
 from pd_http.settings import setting
 
+TOOL_FORMATS = (
+    "qwen3_coder",
+    "hermes",
+    "mistral_args",
+    "mistral",
+    "deepseek_v3",
+    "deepseek_v31",
+    "gpt_oss",
+    "llama3_json",
+)  # `server/tool_format.py` describes them
 TOKENS_BESIDE_DECODES = 192  # of a decode node, where steps are not measured; a size of captured steps
 
 
@@ -18,8 +28,19 @@ TOKENS_BESIDE_DECODES = 192  # of a decode node, where steps are not measured; a
 class ModelConfig:
     """Which model, and how it is held."""
 
-    model: str = setting("", "Model directory or hub id. Default: the demo model inside the package.")
-    served_model_name: str = setting("", "Name in the API. Default: the model directory's name.")
+    model: str = setting(
+        "", "Model directory, hub id, or a model of the package: demo_model (the default), tool_model."
+    )
+    served_model_name: tuple[str, ...] = setting(
+        (), "Names in the API. Answers have the first one. Default: the model directory's name.", metavar="NAME"
+    )
+    chat_template: str = setting("", "File with a chat template (Jinja). Default: the model's own.", metavar="FILE")
+    generation_config: str = setting(
+        "auto",
+        "Sampling of requests that do not say otherwise. auto: generation_config.json of the model; none, or vllm: "
+        "OpenAI's defaults; else a directory with such a file.",
+        metavar="auto|none|DIR",
+    )
     dtype: str = setting(
         "auto",
         "Weights' dtype. auto: the model's own, float32 on CPU.",
@@ -49,6 +70,9 @@ class ModelConfig:
     max_model_len: int = setting(0, "Longest prompt + output in tokens. 0: the model's own limit.")
     load_format: str = setting("auto", "dummy: random weights from the config alone.", choices=("auto", "dummy"))
     seed: int = setting(0, "Seeds dummy weights and requests that bring no seed.")
+    tp: int = setting(
+        1, "Ranks that share each of the model's weights (tensor parallelism): one process, and one GPU, per rank."
+    )
     num_threads: int = setting(0, "Compute threads on CPU. 0: torch's choice.")
     logits_stages: tuple[str, ...] = setting(
         (),
@@ -100,6 +124,24 @@ class SchedulerConfig:
         "-1: on a decode node's GPU as many as prolong a step little, measured at start (192 for 8B on an H200), else "
         "none.",
     )
+    slo_ttft_ms: float = setting(
+        0.0,
+        "Target of a request's time to first token in ms: a prompt that would miss it takes all slack of the streams "
+        "beside it. 0: none.",
+    )
+    slo_tpot_ms: float = setting(
+        0.0,
+        "Target of a stream's time per output token in ms. In place of max_tokens_beside_decodes, a step takes the "
+        "prompt tokens with which every stream stays within it. 0: none.",
+    )
+    slo_itl_ms: float = setting(
+        0.0, "Target of the longest time between two tokens in ms, as slo_tpot_ms. 0: 3 x slo_tpot_ms."
+    )
+    queue: str = setting(
+        "shortest",
+        "Which prompt is next. shortest: the one with the least work, less its age. fifo: the oldest.",
+        choices=("shortest", "fifo"),
+    )
     max_waiting: int = setting(
         1024, "Prompts that may queue before new ones get 503. The prompts of one request may fill half of it."
     )
@@ -126,6 +168,16 @@ class SchedulerConfig:
             )
         if self.max_tokens_beside_decodes < -1:
             raise StartupError(f"max_tokens_beside_decodes ({self.max_tokens_beside_decodes}) must be at least -1")
+        if not min(self.slo_ttft_ms, self.slo_tpot_ms, self.slo_itl_ms) >= 0:
+            raise StartupError(
+                f"slo_ttft_ms ({self.slo_ttft_ms:g}), slo_tpot_ms ({self.slo_tpot_ms:g}) and slo_itl_ms "
+                f"({self.slo_itl_ms:g}) must be at least 0"
+            )
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether steps are sized by what streams may wait (`scheduling/step_budget.py`)."""
+        return bool(self.slo_tpot_ms or self.slo_itl_ms)
 
     def depth_on(self, device: str) -> int:
         """How many steps may be under way at once on this device ("cpu", "cuda:0", ...)."""
@@ -151,7 +203,7 @@ class HandoffConfig:
     max_readers: int = setting(1024, "Connections to the control port at once: one for each node that reads from here.")
     kv_ports: str = setting(
         "",
-        "Ports on which UCX listens for KV, LOW-HIGH: one for each engine of this host. Default: 45000-45099; on "
+        "Ports on which UCX listens for KV, LOW-HIGH: one for each rank of this host. Default: 45000-45099; on "
         "loopback the OS chooses. $UCX_NET_DEVICES and $UCX_TCP_PORT_RANGE win.",
     )
     lease_ttl_s: float = setting(10.0, "Seconds after the last renewal until P frees a lease's blocks.")
@@ -195,11 +247,26 @@ class ServerConfig:
         -1, "Serve on the listening socket inherited as this file descriptor; --port is not used. -1: none."
     )
     role: str = setting(
-        "mixed", "Policy, not capability: every engine can do both.", choices=("prefill", "decode", "mixed")
+        "mixed",
+        "Policy, not capability: every engine can do both, and orders change it.",
+        choices=("prefill", "decode", "mixed"),
     )
     node_id: str = setting("", "Name in headers, logs and tickets. Default: role-host-port.")
+    tool_format: str = setting(
+        "auto",
+        "How the model writes tool calls and reasoning. auto: as its chat template or response template shows; none: "
+        "chat answers are not parsed, and tools are refused.",
+        choices=("auto", "none", *TOOL_FORMATS),
+    )
+    response_template: str = setting(
+        "",
+        "File with a response template of transformers (JSON) for chat answers. Default: the model's.",
+    )
     output_parser: str = setting(
-        "", "Splits chat answers into content, reasoning and tool calls: package.module:Class. Default: all is content."
+        "", "Parses chat answers instead: package.module:Class, which splits content, reasoning and tool calls."
+    )
+    profile_dir: str = setting(
+        "", "Directory for the records of POST /start_profile. Default: the request is refused.", metavar="DIR"
     )
     start_deadline_s: float = setting(
         600.0, "Seconds until the engine must be ready (weights loaded, cache allocated)."
@@ -219,17 +286,23 @@ class NodeConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     http: HttpLimits = field(default_factory=HttpLimits)
 
-    def tokens_beside_decodes_on(self, device: str) -> int:
-        """`max_tokens_beside_decodes` on this device ("cpu", "cuda:0", ...); 0: no limit.
+    def tokens_beside_decodes_on(self, device: str, role: str = "", measured: int = -1) -> int:
+        """`max_tokens_beside_decodes` on this device ("cpu", "cuda:0", ...); 0: no limit, or targets of streams.
+
+        `role`: "": the one of the command line. `measured`: by the worker; -1: it has not measured.
 
         A GPU reads all weights in each step, and multiplies some hundred tokens in that time: on an H200 30 decodes
         take 5.5 ms alone and 7.4 in a step of 192 tokens (8B). The default is that until the worker has measured its
         steps. On a CPU each token costs the same, whatever it shares a
         step with.
         """
+        if self.scheduler.has_targets:
+            return 0
         if self.scheduler.max_tokens_beside_decodes >= 0:
             return self.scheduler.max_tokens_beside_decodes
-        return TOKENS_BESIDE_DECODES if self.server.role == "decode" and device != "cpu" else 0
+        if (role or self.server.role) != "decode" or device == "cpu":
+            return 0
+        return measured if measured >= 0 else TOKENS_BESIDE_DECODES
 
     @classmethod
     def sections(cls) -> dict[str, type]:

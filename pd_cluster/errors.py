@@ -8,18 +8,23 @@ from pd_http.errors import (
     InvalidRequest,
     ModelNotFound,
     NodesDied,
+    NotAuthorized,
+    OrderVersion,
     PdError,
     StartupError,
 )
 
 __all__ = [
     "BodyTooLarge",
+    "CannotContinue",
     "EngineFrozen",
     "EngineLost",
     "EngineUnavailable",
     "InvalidRequest",
     "ModelNotFound",
     "NodesDied",
+    "NotAuthorized",
+    "OrderVersion",
     "Overloaded",
     "PdError",
     "PrefillUnavailable",
@@ -47,6 +52,10 @@ class EngineLost(EngineUnavailable, code=ENGINE_DIED):
 
 class EngineFrozen(EngineUnavailable, code="engine_frozen"):
     """No step of the engine has ended for longer than a step may take."""
+
+
+class CannotContinue(PdError, status=409, kind="invalid_request_error", code="cannot_continue"):
+    """This node would not write the same stream as the node that began it."""
 
 
 class PrefillUnavailable(PdError, status=502, code="prefill_unavailable"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from array import array
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Admission:
-    """Validates messages against the model and the cache, and draws the seeds that they do not bring."""
+    """Validates messages against the model and the cache."""
 
     def __init__(
         self,
@@ -40,12 +39,11 @@ class Admission:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._check_sampling = check_sampling
-        self._random = random.SystemRandom()
 
     def request(self, message: AddRequest) -> Request:
         """The request of a valid message. Raises InvalidRequest."""
         self.validate(message)
-        return Request.from_message(message, drawn_seed=self._random.getrandbits(63))
+        return Request.from_message(message)
 
     def validate(self, message: AddRequest) -> None:
         """Raises InvalidRequest for a request that this engine can never serve."""

@@ -12,13 +12,15 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from pd_cluster.engine.liveness import STALL_S, EngineLiveness, EngineState
+from pd_cluster.engine.liveness import RANKED_STALL_S, STALL_S, EngineLiveness, EngineState
+from pd_cluster.engine.news_mirror import NewsMirror
 from pd_cluster.engine.step_timing import FROZEN_S
 from pd_cluster.errors import EngineFrozen, EngineLost, EngineUnavailable
 from pd_cluster.protocol.messages import (
     Abort,
     AddRequest,
     EngineDied,
+    EngineNews,
     EngineReady,
     EngineStats,
     FromEngine,
@@ -52,6 +54,9 @@ class EngineClient(Protocol):
     @property
     def stats(self) -> EngineStats | None:
         """The newest statistics; None before the first."""
+
+    @property
+    def news(self) -> NewsMirror: ...
 
     @property
     def alive(self) -> bool:
@@ -159,6 +164,8 @@ class ZmqEngineClient:
         self._is_ready = asyncio.Event()
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
+        self.news = NewsMirror()
+        self.is_stalled = False  # it died by its silence: its process may live, and will not end by itself
         self.death = ""  # why the engine is gone; "" while it lives
 
     @property
@@ -180,6 +187,7 @@ class ZmqEngineClient:
         stream = RequestStream(request.request_id, self.send, self._forget, awaits_ticket=awaits_ticket)
         self.send(request)  # first, so that a message that cannot be encoded leaves no stream behind
         self._streams[request.request_id] = stream
+        self.news.note_sent(request)
         return stream
 
     def _forget(self, request_id: str) -> None:
@@ -226,6 +234,7 @@ class ZmqEngineClient:
         now = self._clock()
         state = self._liveness.state(now)
         if state is EngineState.DEAD:
+            self.is_stalled = True
             self.declare_dead(self._liveness.reason(now))
         elif state is EngineState.FROZEN and not self._frozen:
             self._freeze(self._liveness.reason(now))
@@ -249,12 +258,15 @@ class ZmqEngineClient:
         match message:
             case EngineStats():
                 self.stats = message
+            case EngineNews():
+                self.news.take(message)
             case SilenceAllowed(seconds):
                 if self._liveness is not None:
                     self._liveness.allow(seconds)
             case EngineReady():
                 self.ready = message
-                self._liveness = EngineLiveness(self._clock(), frozen_s=self._frozen_s, stall_s=self._stall_s)
+                stall_s = self._stall_s if message.num_ranks == 1 else min(self._stall_s, RANKED_STALL_S)
+                self._liveness = EngineLiveness(self._clock(), frozen_s=self._frozen_s, stall_s=stall_s)
                 self._is_ready.set()
             case StartupProgress():
                 self._on_progress(message.text)

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.engine.admission import Admission, refusal
 from pd_cluster.engine.kv_transfers import KvTransfers
+from pd_cluster.engine.news_report import NewsReport
 from pd_cluster.engine.pipeline import Pipeline
 from pd_cluster.engine.step_timing import StepForecast
-from pd_cluster.errors import InvalidRequest, PdError
+from pd_cluster.errors import PdError
 from pd_cluster.protocol.messages import (
     HEARTBEAT_S,
     Abort,
@@ -29,27 +30,38 @@ from pd_cluster.protocol.messages import (
     EngineStats,
     PrefillLocally,
     ReleaseLease,
+    ReportNews,
+    ResetCache,
+    SetRole,
     SilenceAllowed,
+    StartProfile,
+    StopProfile,
     ToEngine,
     TokensOut,
     UseTicket,
     Work,
 )
 from pd_cluster.scheduling.block_manager import BlockManager
+from pd_cluster.scheduling.queue_order import Fifo, Shortest
 from pd_cluster.scheduling.scheduler import Scheduler, Update
+from pd_cluster.scheduling.step_budget import FixedBudget, SlackBudget, Targets
+from pd_cluster.scheduling.step_model import StepModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.config import NodeConfig
     from pd_cluster.engine.ipc import EngineSockets
+    from pd_cluster.scheduling.batch import Batch
     from pd_cluster.scheduling.sequence import Request
+    from pd_cluster.scheduling.step_budget import StepBudget
     from pd_cluster.worker.executor import Executor
     from pd_connectors.base import Connector
 
 logger = logging.getLogger("pd_cluster.engine")
 
 IDLE_WAIT_S = HEARTBEAT_S  # upper bound of one sleep; wake-ups make it shorter
+PAUSE_S = 120.0  # to write a record: ten seconds have some million events
 STATS_EVERY_S = 0.1  # while busy; always before sleeping
 
 
@@ -63,7 +75,12 @@ class EngineCore:
         connector: Connector,
         mailbox: EngineSockets,
         clock: Callable[[], float] = time.monotonic,
+        given: NodeConfig | None = None,
     ) -> None:
+        """`config`: with what the worker has decided. `given`: before that, of the command line; None: the same."""
+        self._executor = executor
+        self._given = given or config
+        self._measured_beside = -1 if given is None else config.scheduler.max_tokens_beside_decodes
         self._connector = connector
         self._mailbox = mailbox
         self._clock = clock
@@ -74,17 +91,9 @@ class EngineCore:
             num_groups=len(executor.layout.groups),
             prefix_caching=config.cache.prefix_caching,
         )
-        self._scheduler = Scheduler(
-            config.scheduler,
-            self._blocks,
-            max_tokens_beside_decodes=config.tokens_beside_decodes_on(executor.model.device),
-            keys_per_token=executor.model.keys_per_token,
-            rests=executor.model.device == "cpu",
-            max_model_len=executor.model.max_model_len,
-            eos_token_ids=executor.model.eos_token_ids,
-            retract=connector.retract,
-            clock=clock,
-        )
+        self._step_model = StepModel(executor.model.step_times)
+        self._step_budget = self._make_step_budget(config)
+        self._scheduler = self._make_scheduler(config)
         self._admission = Admission(
             self._blocks,
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -105,7 +114,11 @@ class EngineCore:
                 keys_per_token=executor.model.keys_per_token,
                 is_compiled_lazily=executor.model.device != "cpu",
             ),
+            self._step_model,
             self._allow_silence,
+        )
+        self._news = NewsReport(
+            self._scheduler, self._blocks, self._pipeline, self._step_model, self._step_budget, mailbox, clock
         )
         self._requests: dict[str, Request] = {}
         self._stopping = False
@@ -114,6 +127,33 @@ class EngineCore:
         self._num_steps = 0
         self._num_tokens = 0
         connector.set_waker(mailbox.wake)
+
+    def _make_scheduler(self, config: NodeConfig) -> Scheduler:
+        model = self._executor.model
+        return Scheduler(
+            config.scheduler,
+            self._blocks,
+            step_budget=self._step_budget,
+            order=Shortest(self._step_model, self._blocks) if config.scheduler.queue == "shortest" else Fifo(),
+            rests=model.device == "cpu",
+            max_model_len=model.max_model_len,
+            eos_token_ids=model.eos_token_ids,
+            retract=self._connector.retract,
+            clock=self._clock,
+        )
+
+    def _make_step_budget(self, config: NodeConfig) -> StepBudget:
+        if config.scheduler.has_targets:
+            targets = Targets.of(config.scheduler)
+            return SlackBudget(targets, self._step_model, self._clock, lambda: self._pipeline.busy_s)
+        model = self._executor.model
+        return FixedBudget(config.tokens_beside_decodes_on(model.device), model.keys_per_token)
+
+    def _set_role(self, role: str) -> None:
+        """Targets of streams hold in every role, so only a fixed limit changes."""
+        if isinstance(self._step_budget, FixedBudget):
+            device = self._executor.model.device
+            self._step_budget.limit = self._given.tokens_beside_decodes_on(device, role, self._measured_beside)
 
     def stop(self) -> None:
         """End `run` after the current step. May be called from a signal handler or another thread."""
@@ -128,7 +168,7 @@ class EngineCore:
                 is_settled = False  # even if the next wait times out: this turn may have left something to check
                 continue
             self._send_stats()
-            if self._mailbox.wait(IDLE_WAIT_S):
+            if self._mailbox.wait(self._news.until(IDLE_WAIT_S)):
                 is_settled = False
             elif not is_settled:
                 self.settle()  # after a wait only: it takes milliseconds, and a client often asks again at once
@@ -146,18 +186,24 @@ class EngineCore:
             self._take(message)
         self._transfers.take_events()
         self._transfers.reserve()
+        self._news.send()
         self._mailbox.flush()
         if spare_s := pipeline.spare_s(prompts_wait=scheduler.prompts_wait):
-            self._mailbox.wait(spare_s)  # a request that arrives meanwhile is in the next step
-        elif pipeline.is_full or not scheduler.has_work or not pipeline.launch(scheduler.schedule):
+            self._mailbox.wait(self._news.until(spare_s))  # a request that arrives meanwhile is in the next step
+        elif pipeline.is_full or not scheduler.has_work or not pipeline.launch(self._plan):
             if not len(pipeline):
                 pipeline.rest()
                 return False
             self._await_step()
         if self._clock() - self._stats_sent_at >= STATS_EVERY_S:
             self._send_stats()
+        self._news.send()
         self._mailbox.flush()
         return True
+
+    def _plan(self) -> Batch:
+        self._scheduler.sit_out(self._pipeline.absent)
+        return self._scheduler.schedule()
 
     def _allow_silence(self, allowed_s: float) -> None:
         """Announce to the API process and to reading nodes that the step loop may not turn for `allowed_s`."""
@@ -165,10 +211,18 @@ class EngineCore:
         self._mailbox.send(SilenceAllowed(allowed_s))
         self._mailbox.flush()
 
+    def _pause_for(self, work: Callable[[], None]) -> None:
+        """Do something that may keep the step loop from turning for PAUSE_S, without being taken for frozen."""
+        while len(self._pipeline):
+            self._retire()  # a step that waits for this loop to draw its late rows would miss its deadline
+        self._allow_silence(PAUSE_S)
+        work()
+        self._allow_silence(self._pipeline.allowed_s)
+
     def _await_step(self) -> None:
         """Wait for messages and events until the oldest step may have ended, then wait for its end and retire it."""
         if rest_s := self._pipeline.rest_s:
-            self._mailbox.wait(rest_s)
+            self._mailbox.wait(self._news.until(rest_s))
         else:
             self._retire()
 
@@ -177,12 +231,13 @@ class EngineCore:
         batch, result = self._pipeline.retire()
         self._num_steps += 1
         self._num_tokens += batch.num_tokens
-        for seq_id, why in result.failures.items():
-            self._fail(seq_id, why)
+        for seq_id, error in result.failures.items():
+            self._fail(seq_id, error)
+        publishes = self._scheduler.publishes(batch, result)
         updates = self._scheduler.update(batch, result)
         prefilled = [update for update in updates if update.request.work is Work.PREFILL]
-        if batch.publishes or prefilled:
-            self._connector.send_after(self._transfers.announce(batch.publishes, prefilled))
+        if publishes or prefilled:
+            self._connector.send_after(self._transfers.announce(publishes, prefilled))
         for update in updates:
             self._report(update)
         news = self._scheduler.take_news()
@@ -203,8 +258,19 @@ class EngineCore:
                 self._abort(message)
             case ReleaseLease():
                 self._transfers.release(message.lease_id)
+            case ReportNews():
+                self._news.switch(message)
+            case ResetCache():
+                self._blocks.forget_unused()
+            case SetRole():
+                self._set_role(message.role)
+            case StartProfile():
+                self._pause_for(self._executor.start_profile)
+            case StopProfile():
+                self._pause_for(lambda: self._executor.stop_profile(message.directory))
 
     def _add(self, message: AddRequest) -> None:
+        self._news.num_taken += 1
         try:
             request = self._admission.request(message)
             self._transfers.admit(request)
@@ -225,14 +291,14 @@ class EngineCore:
         if update is not None:
             self._report(update)
 
-    def _fail(self, seq_id: int, why: str) -> None:
+    def _fail(self, seq_id: int, error: PdError) -> None:
         """End the request of a sequence that cannot go on. Does nothing for a sequence that has ended already."""
         request = self._scheduler.request_of(seq_id)
         if request is None:
             return
         self._transfers.revoke(request)
         self._scheduler.abort(request)
-        self._mailbox.send(refusal(request.message, InvalidRequest(why, code="grammar_failed")))
+        self._mailbox.send(refusal(request.message, error))
         self._forget(request)
 
     # replies
@@ -271,7 +337,7 @@ class EngineCore:
         counters = {
             "engine_steps_total": float(self._num_steps),
             "engine_step_tokens_total": float(self._num_tokens),
-            "engine_step_seconds_total": self._pipeline.busy_s,
+            "engine_step_seconds_total": self._pipeline.total_s,
             **scheduler.counters,
             **self._transfers.counters,
         }

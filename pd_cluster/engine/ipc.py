@@ -10,6 +10,16 @@ import zmq
 
 from pd_cluster.protocol.messages import FromEngine, ToEngine
 
+LAST_WORDS_MS = 200  # for the API process to connect and to take the last message
+
+
+def send_last_words(address: str, message: FromEngine) -> None:
+    """Send a message from another thread than the step loop's, which may never run again. See EngineSockets."""
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
+        socket.connect(f"{address}.out")
+        socket.send(msgspec.msgpack.encode([message]), zmq.NOBLOCK)
+
 
 class EngineSockets:
     """Receives and sends on the step loop's thread; `wake` may be called from any thread.

@@ -17,6 +17,7 @@ from enum import StrEnum, auto
 from pd_cluster.engine.step_timing import FROZEN_S
 
 STALL_S = 60.0  # a frozen engine that sends nothing for so long is dead
+RANKED_STALL_S = 0.5  # of several ranks: each holds a GPU that waits in a collective for the one that stands still
 
 
 class EngineState(StrEnum):

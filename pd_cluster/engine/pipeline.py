@@ -17,11 +17,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pd_cluster.engine.step_timing import FROZEN_S, StepForecast, StepTiming
+from pd_cluster.scheduling.step_model import StepWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.scheduling.batch import Batch, StepResult
+    from pd_cluster.scheduling.step_model import StepModel
     from pd_cluster.worker.executor import Executor, Pending
     from pd_connectors.base import LoadSpec, WorkerHalf
 
@@ -35,14 +37,17 @@ class Flight:
     launched_s: float
     kind: int  # see `StepForecast`
     allowed_s: float
+    work: StepWork
+    predicted_s: float
     loads_behind: list[LoadSpec] = field(default_factory=list)  # they start when this step has retired
 
 
 class Pipeline:
     """Launches steps and retires them, oldest first.
 
-    depth: how many steps may run while the host waits.  allow_silence: called before a step that may take longer than
-    the one before it, with the number of seconds in which the step loop may not turn.
+    depth: how many steps may run while the host waits.  model: learns how long steps take.  allow_silence: called
+    before a step that may take longer than the one before it, with the number of seconds in which the step loop may not
+    turn.
     """
 
     def __init__(
@@ -52,14 +57,16 @@ class Pipeline:
         depth: int,
         clock: Callable[[], float],
         forecast: StepForecast,
+        model: StepModel,
         allow_silence: Callable[[float], None],
     ) -> None:
         assert depth >= 1
         self.depth = depth
         self._forecast = forecast
+        self._model = model
         self._allow_silence = allow_silence
-        self._allowed_s = FROZEN_S
-        self.busy_s = 0.0  # total time with at least one step under way
+        self.allowed_s = FROZEN_S  # silence that was announced last
+        self.total_s = 0.0  # with at least one step under way
         self._executor = executor
         self._connector = connector
         self._clock = clock
@@ -87,6 +94,24 @@ class Pipeline:
         return 0.0 if self.depth == 1 else self._timing.rest_s(*self._running)
 
     @property
+    def decode_s(self) -> float:
+        """Seconds of the last step with decodes only; 0: not known."""
+        return self._timing.decode_s
+
+    @property
+    def busy_s(self) -> float:
+        """Predicted seconds until every step under way has ended."""
+        if not self._flights:
+            return 0.0
+        _, running_s = self._running
+        return max(0.0, sum(flight.predicted_s for flight in self._flights) - running_s)
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """The sequences for which the newest step draws no token."""
+        return self._flights[-1].pending.absent if self._flights else frozenset()
+
+    @property
     def _running(self) -> tuple[Batch, float]:
         """The oldest step, and the seconds for which it has run on the device."""
         flight = self._flights[0]
@@ -107,7 +132,10 @@ class Pipeline:
         kind = self._forecast.kind_of(batch)
         allowed_s = self._forecast.allowed_s(kind)
         self._allow(max([allowed_s, *(flight.allowed_s for flight in self._flights)]))
-        self._flights.append(Flight(batch, self._executor.launch(batch), launched_s, kind, allowed_s))
+        work = StepWork.of(batch.chunks)
+        pending = self._executor.launch(batch, self._forecast.deadline_s(kind))
+        predicted_s = self._model.seconds(work)
+        self._flights.append(Flight(batch, pending, launched_s, kind, allowed_s, work, predicted_s))
         self._timing.note_launch(batch, self._clock() - started_s)
         return True
 
@@ -120,7 +148,9 @@ class Pipeline:
         duration_s = now_s - max(flight.launched_s, self._retired_s)
         self._timing.note_step(flight.batch, duration_s, was_over=was_over)
         self._forecast.note_step(flight.kind, duration_s)
-        self.busy_s += duration_s
+        if not was_over or duration_s < flight.predicted_s:
+            self._model.note(flight.work, duration_s)
+        self.total_s += duration_s
         self._retired_s = now_s
         if flight.loads_behind:
             self._connector.recv_before(flight.loads_behind)
@@ -132,6 +162,6 @@ class Pipeline:
         self._allow(FROZEN_S)
 
     def _allow(self, allowed_s: float) -> None:
-        if allowed_s != self._allowed_s:
-            self._allowed_s = allowed_s
+        if allowed_s != self.allowed_s:
+            self.allowed_s = allowed_s
             self._allow_silence(allowed_s)

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,7 +24,7 @@ import zmq
 
 from pd_cluster.config import NodeConfig
 from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.ipc import EngineSockets
+from pd_cluster.engine.ipc import EngineSockets, send_last_words
 from pd_cluster.errors import PdError
 from pd_cluster.protocol.messages import EngineDied, EngineReady, StartupProgress
 from pd_connectors.base import ConnectorContext
@@ -32,12 +33,15 @@ from pd_connectors.protocol.keys import load_cluster_key
 from pd_connectors.registry import create_connector
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, MutableMapping
+    from collections.abc import Callable, Iterator, MutableMapping
+
+    from pd_cluster.worker.device_executor import DeviceExecutor
 
 logger = logging.getLogger("pd_cluster.engine")
 
 ORPHAN_EXIT_CODE = 3
 STOP_GRACE_S = 8.0  # for ending leases and loads after an order to stop; then the process exits at once
+LOSS_GRACE_S = 0.3  # for the step loop to end by itself after a rank was lost
 EPOCH_BITS = 52  # JSON readers that use doubles keep such numbers exactly
 # On a CPU torch and oneDNN each keep the programs of 1,024 shapes, and each number of tokens in a step is one: 1.2 GB
 # after 3,000 steps of varied length, 0.12 GB with 64 of each. A program that is made again costs 0.6 ms.
@@ -106,18 +110,36 @@ class ParentWatch:
         os._exit(ORPHAN_EXIT_CODE)
 
 
-def _build(config: NodeConfig, mailbox: EngineSockets, cleanup: ExitStack) -> tuple[EngineCore, EngineReady]:
+def _end_after_loss(address: str, error: PdError) -> None:
+    """End the process, whatever its step loop is in: a collective may never return when a rank is gone."""
+    send_last_words(address, EngineDied(str(error)))
+    time.sleep(LOSS_GRACE_S)
+    os._exit(1)
+
+
+def _make_executor(config: NodeConfig, address: str, progress: Callable[[str], None]) -> DeviceExecutor:
     # Imported here, because they import torch: configuration errors are reported before
+    if config.model.tp > 1:
+        from pd_cluster.worker.ranked_executor import RankedExecutor
+
+        return RankedExecutor(config, progress, f"{address}.rank", lambda error: _end_after_loss(address, error))
     from pd_cluster.worker.device_executor import DeviceExecutor
+
+    return DeviceExecutor(config, progress)
+
+
+def _build(
+    config: NodeConfig, address: str, mailbox: EngineSockets, cleanup: ExitStack
+) -> tuple[EngineCore, EngineReady]:
     from pd_cluster.worker.executor import run_phases
 
     def progress(text: str) -> None:
         mailbox.send(StartupProgress(text))
         mailbox.flush()
 
-    executor = DeviceExecutor(config, progress)
+    executor = _make_executor(config, address, progress)
     cleanup.callback(executor.close)
-    (cache,) = run_phases(executor, config.cache, progress)  # of one rank
+    (cache,) = run_phases(executor, config.cache, progress)  # of rank 0
     epoch = secrets.randbits(EPOCH_BITS)
     context = ConnectorContext(
         engine_id=config.server.node_id or f"engine-{secrets.token_hex(4)}",
@@ -138,10 +160,11 @@ def _build(config: NodeConfig, mailbox: EngineSockets, cleanup: ExitStack) -> tu
             ("handoff", config.handoff.pool_handoff),
         ),
     )
+    context = replace(context, rank_ports=executor.connect(config.handoff.connector, context))
     connector = create_connector(config.handoff.connector, context)
     cleanup.callback(connector.close)
     connector.register_kv_cache(cache)
-    core = EngineCore(executor.config, executor, connector, mailbox)
+    core = EngineCore(executor.config, executor, connector, mailbox, given=config)
     ready = EngineReady(
         engine_id=context.engine_id,
         epoch=epoch,
@@ -152,6 +175,7 @@ def _build(config: NodeConfig, mailbox: EngineSockets, cleanup: ExitStack) -> tu
         connector=config.handoff.connector,
         control_port=connector.control_port,
         max_num_seqs=executor.config.scheduler.max_num_seqs,
+        num_ranks=config.model.tp,
     )
     return core, ready
 
@@ -169,7 +193,7 @@ def main() -> int:
     mailbox = EngineSockets(context, sys.argv[1])
     try:
         with ExitStack() as cleanup:
-            core, ready = _build(config, mailbox, cleanup)
+            core, ready = _build(config, sys.argv[1], mailbox, cleanup)
             watch.core = core
             cleanup.enter_context(rare_garbage_collection())
             mailbox.send(ready)

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch
 
+RANK_S = 5.0  # for a step's end on every rank, at least
+RANK_FACTOR = 10.0  # of the predicted step; a host that is busy with other processes delays one rank more than all
 FROZEN_S = 3.0  # silence that every engine is allowed: three heartbeats
 STEP_FACTOR = 4.0  # of the predicted step
 WARM_UP_S = 60.0  # a first step with the compilation of its kernels is shorter
@@ -54,6 +56,11 @@ class StepTiming:
     _token_s: float = 0.0  # per token, of the fastest step with prompts so far
     _num_tokens: int = 0  # in it; not extrapolated to larger steps, because a step has a fixed cost too
     _trust: float = 0.0  # in `_token_s` and `_num_tokens`: 0 to 1
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds of the last pure decode step; 0: not known."""
+        return self._last_decode_s
 
     def note_launch(self, batch: Batch, host_s: float) -> None:
         """Note that planning and launching a step took `host_s`."""
@@ -132,6 +139,11 @@ class StepForecast:
         """Seconds after which the engine is frozen if a step of this kind has not ended."""
         predicted_s = self._predicted_s(kind)
         return WARM_UP_S if predicted_s is None else max(FROZEN_S, STEP_FACTOR * predicted_s)
+
+    def deadline_s(self, kind: int) -> float:
+        """Seconds after which a rank is lost if a step of this kind has not ended on it."""
+        predicted_s = self._predicted_s(kind)
+        return WARM_UP_S if predicted_s is None else max(RANK_S, RANK_FACTOR * predicted_s)
 
     def note_step(self, kind: int, duration_s: float) -> None:
         """Note the duration of a step of this kind, which has ended."""

@@ -20,13 +20,21 @@ from rich.table import Table
 
 from pd_cluster.config import HandoffConfig, NodeConfig
 from pd_cluster.errors import StartupError
+from pd_cluster.launch.flags import config_from
 from pd_cluster.launch.kv_network import check_network
 from pd_cluster.launch.model_path import resolve_model
-from pd_cluster.launch.preflight import MachineFacts, key_problems, machine_problems, model_problems
+from pd_cluster.launch.preflight import (
+    MachineFacts,
+    key_problems,
+    machine_problems,
+    model_problems,
+    setting_problems,
+)
 from pd_cluster.launch.sockets import listen
 from pd_cluster.launch.up_flags import POOL_CONNECTORS
 from pd_cluster.models.directory import read_json
 from pd_cluster.models.registry import choose_implementation
+from pd_connectors.link_speed import SLOW_BYTES_PER_S
 from pd_connectors.protocol.errors import HandoffError
 from pd_connectors.protocol.keys import KEY_ENV
 
@@ -35,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 TRANSFER_DEADLINE_S = 90.0  # includes the import of torch in two processes
-SLOW_TRANSFER_MB_S = 500.0  # a copy in memory reaches thousands
+SLOW_GB_S = {"cuda": SLOW_BYTES_PER_S / 1e9, "cpu": 0.5}  # a copy in host memory reaches several
 DEFAULT_PORTS = (8000,)
 
 
@@ -55,10 +63,16 @@ class Finding:
 
 
 def run_check(namespace: argparse.Namespace) -> int:
-    """Print the table. Returns 1 when something failed, else 0; warnings do not count."""
-    findings: list[Finding] = []
+    """Print the table. Returns 1 when something failed, else 0; warnings do not count.
+
+    Raises StartupError if settings contradict each other, as a node does.
+    """
+    config, findings = config_from(namespace), list[Finding]()
+    if namespace.offer_link:
+        check_network(config.handoff)
+        os.execv(sys.executable, _transfer_command("serve", config.handoff.advertise_host, config.handoff.kv_ports))
     table = Table("", "check", "result")
-    for finding in _findings(namespace):
+    for finding in _findings(config, namespace.ports or DEFAULT_PORTS, namespace.read_link):
         findings.append(finding)
         colour = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}[finding.verdict]
         table.add_row(f"[{colour}]{finding.verdict}[/]", finding.what, finding.detail.replace("[", r"\["))
@@ -66,18 +80,21 @@ def run_check(namespace: argparse.Namespace) -> int:
     return 1 if any(finding.verdict is Verdict.FAIL for finding in findings) else 0
 
 
-def _findings(namespace: argparse.Namespace) -> Iterator[Finding]:
+def _findings(config: NodeConfig, ports: Iterable[int], link: str) -> Iterator[Finding]:
+    handoff = config.handoff
     yield check_python()
     yield from check_torch()
-    if namespace.connector in ("nixl", *POOL_CONNECTORS):
-        yield from check_transfer(namespace.advertise_host, namespace.kv_ports)
-    yield check_connector(namespace.connector)
-    for port in namespace.port or DEFAULT_PORTS:
+    if problems := "; ".join(setting_problems(config)):
+        yield Finding("settings", Verdict.FAIL, problems)
+    if handoff.connector in ("nixl", *POOL_CONNECTORS):
+        yield from check_transfer(handoff.advertise_host, handoff.kv_ports, link)
+    yield check_machine(config)
+    for port in ports:
         yield check_port(port)
-    yield check_key(namespace.cluster_key_file, os.environ)
-    yield (model := check_model(namespace.model))
-    if model.verdict is Verdict.OK:
-        yield from check_capacity(resolve_model(namespace.model))
+    yield check_key(handoff.cluster_key_file, os.environ)
+    yield (model := check_model(config))
+    if model.verdict is Verdict.OK and not problems:
+        yield from check_capacity(config, resolve_model(config.model.model))
 
 
 def check_python() -> Finding:
@@ -107,8 +124,11 @@ def check_torch() -> Iterable[Finding]:
     return findings
 
 
-def check_transfer(host: str, ports: str) -> list[Finding]:
-    """Test NIXL with a real transfer between two processes, and report where it listens."""
+def check_transfer(host: str, ports: str, link: str = "") -> list[Finding]:
+    """Test NIXL with a real transfer between two processes, and report where it listens.
+
+    `link`: file with the line that `check --offer-link` printed at the other side; "": two processes here.
+    """
     what = "NIXL transfer"
     try:
         check_network(HandoffConfig(advertise_host=host, kv_ports=ports))
@@ -118,7 +138,7 @@ def check_transfer(host: str, ports: str) -> list[Finding]:
         found = version("nixl-cu13")
     except PackageNotFoundError:
         return [Finding(what, Verdict.FAIL, "not installed: pip install 'pd-cluster[nixl]', or use --connector none")]
-    command = [sys.executable, "-m", "pd_cluster.launch.transfer_check", "read", host, ports]
+    command = _transfer_command("read", host, ports, *([link] if link else []))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TRANSFER_DEADLINE_S)
     except subprocess.TimeoutExpired:
@@ -135,10 +155,16 @@ def read_transfer_result(nixl_version: str, status: int, out: str, err: str) -> 
     result = json.loads(out.splitlines()[-1])
     if "error" in result:
         return [Finding(what, Verdict.FAIL, f"nixl-cu13 {nixl_version}: {result['error']}")]
-    speed = result["bytes"] / 1e6 / result["seconds"]
-    verdict = Verdict.OK if speed >= SLOW_TRANSFER_MB_S else Verdict.WARN
-    detail = f"nixl-cu13 {nixl_version}: {speed:.0f} MB/s between two processes, {result['device']} memory"
-    return [Finding(what, verdict, detail), read_listeners(result["listeners"])]
+    speed, device = result["bytes"] / 1e9 / result["seconds"], result["device"]
+    detail = f"nixl-cu13 {nixl_version}: {speed:.3g} GB/s between two processes, {device} memory"
+    if speed >= SLOW_GB_S[device]:
+        return [Finding(what, Verdict.OK, detail), read_listeners(result["listeners"])]
+    detail += f"; slow, likely because of: {result['slow_cause']}"
+    return [Finding(what, Verdict.WARN, detail), read_listeners(result["listeners"])]
+
+
+def _transfer_command(command: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pd_cluster.launch.transfer_check", command, *arguments]
 
 
 def read_listeners(listeners: Sequence[tuple[str, int]]) -> Finding:
@@ -150,12 +176,14 @@ def read_listeners(listeners: Sequence[tuple[str, int]]) -> Finding:
     return Finding("KV network", Verdict.WARN, detail)
 
 
-def check_connector(connector: str) -> Finding:
-    """Check that the connector and its package exist. Its pool's server need not run: nodes work without it."""
-    config = NodeConfig(handoff=HandoffConfig(connector=connector))
+def check_machine(config: NodeConfig) -> Finding:
+    """Check that the connector, its package and a --device cuda exist.
+
+    A pool's server need not run: nodes work without it.
+    """
     if problems := "; ".join(machine_problems(config, MachineFacts())):
-        return Finding("connector", Verdict.FAIL, problems)
-    return Finding("connector", Verdict.OK, f"{connector}: installed")
+        return Finding("connector, device", Verdict.FAIL, problems)
+    return Finding("connector", Verdict.OK, f"{config.handoff.connector}: installed")
 
 
 def check_port(port: int) -> Finding:
@@ -181,15 +209,15 @@ def check_key(key_file: str, environ: Mapping[str, str]) -> Finding:
     return Finding(what, Verdict.OK, f"this user's own; for several machines set ${KEY_ENV} or --cluster-key-file")
 
 
-def check_model(model: str) -> Finding:
+def check_model(settings: NodeConfig) -> Finding:
     try:
-        path = resolve_model(model)
+        path = resolve_model(settings.model.model)
         config = json.loads((path / "config.json").read_text())
     except (StartupError, OSError, ValueError) as error:
         return Finding("model", Verdict.FAIL, str(error))
     weights = list(path.glob("*.safetensors"))
     kind = ", ".join(config.get("architectures") or ["no architecture named"])
-    if problems := "; ".join(model_problems(NodeConfig(), path)):
+    if problems := "; ".join(model_problems(settings, path)):
         return Finding("model", Verdict.FAIL, problems)
     if unreadable := [file.name for file in weights if not os.access(file, os.R_OK)]:
         return Finding("model", Verdict.FAIL, f"{path}: cannot read {', '.join(unreadable)}")
@@ -197,8 +225,8 @@ def check_model(model: str) -> Finding:
     return Finding("model", Verdict.OK, f"{path} ({kind}, {size_gb:.3g} GB of weights)")
 
 
-def check_capacity(model: Path) -> Iterator[Finding]:
-    """What a node without flags would serve at once: on each GPU, alone on it, else on the CPU."""
+def check_capacity(config: NodeConfig, model: Path) -> Iterator[Finding]:
+    """What the node would serve at once: on each GPU, else on the CPU. `config`: its settings."""
     try:
         import torch
 
@@ -210,12 +238,11 @@ def check_capacity(model: Path) -> Iterator[Finding]:
         from pd_kernels.selection import select_kernels
     except (ImportError, OSError):
         return  # check_torch reports it
-    config = NodeConfig()
     spec, line = choose_implementation(model, read_json(model / "config.json"), config.model.model_impl)
     if line:
         yield Finding("model implementation", Verdict.OK, line)
-    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
-    for device in devices:
+    num_gpus = 0 if config.model.device == "cpu" else torch.cuda.device_count()
+    for device in [torch.device("cuda", index) for index in range(num_gpus)] or [torch.device("cpu")]:
         try:
             dtype = resolve_dtype(config.model.dtype, spec.dtype, device)
             if device.type == "cuda":

@@ -32,6 +32,10 @@ _ORDERS = {
     "remove": "Remove a node that was added; it finishes its requests.",
     "drain": "Send a node no new requests until it restarts or is undrained.",
     "undrain": "Send a drained node requests again.",
+    "role": "Change a node's role without a restart; what it has begun is finished.",
+    "reset-cache": "Make all nodes forget cached prefixes that nothing uses.",
+    "start-profile": "Make all nodes record what their engines do, for two minutes at most.",
+    "stop-profile": "Make all nodes write these records to their --profile-dir.",
 }
 _EPILOG = """\
 one machine:       pd-cluster up
@@ -131,15 +135,16 @@ def _router(namespace: argparse.Namespace) -> int:
     from pd_router.cli import run
 
     hold_lifeline()
-    return run(namespace, is_supervised=LIFELINE_ENV in os.environ)
+    is_supervised = os.environ.pop(LIFELINE_ENV, None) is not None  # workers of this router follow this process
+    return run(namespace, is_supervised=is_supervised)
 
 
 def _add_nodes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "List a router's nodes; add, remove or drain one."
+    text = "List a router's nodes; add, remove or drain one; give all of them an order."
     actions = _add(commands, "nodes", text, _nodes).add_subparsers(title="actions", metavar="ACTION", required=True)
     for action, what in _ORDERS.items():
         parser = actions.add_parser(action, help=what, description=what, allow_abbrev=False)
-        parser.set_defaults(action={"undrain": "resume"}.get(action, action))
+        parser.set_defaults(action={"undrain": "resume"}.get(action, action.replace("-", "_")))
         parser.add_argument(
             "--router", default="http://127.0.0.1:8000", metavar="URL", help="The router (default: %(default)s)."
         )
@@ -149,8 +154,11 @@ def _add_nodes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         if action == "add":
             parser.add_argument("node", metavar="URL", help="The node's base URL.")
             parser.add_argument("--role", required=True, choices=tuple(_NODES), help="Its role.")
-        elif action != "list":
+        elif action in ("remove", "drain", "undrain", "role"):
             parser.add_argument("node", metavar="NODE", help="The node's id or host:port.")
+        if action == "role":
+            parser.add_argument("role", choices=tuple(_NODES), help="Its new role.")
+            parser.add_argument("--force", action="store_true", help="Even if no node is left that decodes.")
         if action == "drain":
             parser.add_argument(
                 "--wait-s", type=float, default=0.0, metavar="X",
@@ -195,20 +203,15 @@ def _ray(namespace: argparse.Namespace) -> int:
 
 
 def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "Check this machine before starting a node: packages, devices, transfers, ports, key, model."
+    text = "Check this machine before starting a node with these flags: packages, devices, transfer, ports, key, model."
     parser = _add(commands, "check", text, _check)
-    parser.add_argument("--model", default="", help="Model directory to check. Default: the demo model.")
-    text = "Port to check; may be given several times."
-    parser.add_argument("--port", type=port_number, action="append", metavar="N", help=text)
-    parser.add_argument("--connector", default="nixl", help="Transport to test (default: nixl).")
-    parser.add_argument(
-        "--advertise-host",
-        default=os.environ.get("PD_ADVERTISE_HOST") or "127.0.0.1",
-        metavar="HOST",
-        help="The node's --advertise-host, at which UCX listens [$PD_ADVERTISE_HOST] (default: 127.0.0.1).",
-    )
-    parser.add_argument("--kv-ports", default="", metavar="LOW-HIGH", help="The node's --kv-ports.")
-    parser.add_argument("--cluster-key-file", default="", metavar="FILE", help="File with the cluster's shared key.")
+    text = "Port to check; may be given several times (default: 8000)."
+    parser.add_argument("--port", dest="ports", type=port_number, action="append", metavar="N", help=text)
+    text = "Only serve memory for a --read-link elsewhere, until standard input ends. Prints one line for its FILE."
+    parser.add_argument("--offer-link", action="store_true", help=text)
+    text = "Measure the transfer from elsewhere. FILE has the line that --offer-link printed there."
+    parser.add_argument("--read-link", default="", metavar="FILE", help=text)
+    add_config_flags(parser, skip={"port", "listen_fd"})
 
 
 def _check(namespace: argparse.Namespace) -> int:

@@ -76,6 +76,8 @@ async def end_of_engine(client: ZmqEngineClient, process: subprocess.Popen[bytes
             client.declare_dead(f"the engine's messages cannot be read: {error!r}")
         elif not client.death:
             client.declare_dead(f"the engine process ended with status {exited.result()}")
+        if client.is_stalled:
+            process.kill()
         return client.death
     finally:
         for task in (watch, exited):

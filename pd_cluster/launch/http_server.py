@@ -70,16 +70,25 @@ class HttpServer:
         """Whether a request is under way."""
         return self._state is not None and self._state.num_in_flight > 0
 
-    def stop_accepting(self) -> None:
-        """Accept no new connection, close idle ones, and let `run` return when the last request is done."""
+    def drain(self) -> None:
+        """Answer new requests with 503, and /health with "draining".
+
+        Connections are still accepted: a router takes a node that refuses them for dead, and moves its streams.
+        """
         self._closing = True
         if self._state is not None:
-            self._state.draining = True  # open connections get 503
+            self._state.draining = True
+            self._state.feed.close()
+
+    def stop_accepting(self) -> None:
+        """Accept no new connection, close idle ones, and let `run` return when the last request is done."""
+        self.drain()
         if self._uvicorn is not None:
             self._uvicorn.should_exit = True
 
     async def cut(self, run: asyncio.Task[None], flush_s: float) -> None:
-        """Cancel the requests that still run and wait up to `flush_s` for `run` to return. After `stop_accepting`."""
+        """Stop accepting, cancel the requests that still run, and wait up to `flush_s` for `run` to return."""
+        self.stop_accepting()
         if self._uvicorn is not None:
             for task in list(self._uvicorn.server_state.tasks):
                 task.cancel()

@@ -14,20 +14,26 @@ import httpx
 
 from pd_cluster.errors import PdError, StartupError
 from pd_connectors.protocol.keys import load_cluster_key
-from pd_connectors.protocol.ticket import NodeOrder, sign
+from pd_connectors.protocol.ticket import ALL_NODES, NODE_ACTIONS, NodeOrder, sign
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
-Action: TypeAlias = Literal["add", "remove", "drain", "resume"]
+Action: TypeAlias = Literal["add", "remove", "drain", "resume", "role", "reset_cache", "start_profile", "stop_profile"]
 Row: TypeAlias = dict[str, Any]  # a node as `GET /nodes` shows it
 
 CALL_S = 10.0  # deadline of a router's answer
 ORDER_LIFETIME_S = 30.0  # more than clocks differ; within it an order that was overheard can be sent again
 LOOK_EVERY_S = 0.5  # between two looks at a draining node
-_METHODS = {"remove": ("DELETE", ""), "drain": ("POST", "/drain"), "resume": ("DELETE", "/drain")}
+_METHODS = {
+    "remove": ("DELETE", ""),
+    "drain": ("POST", "/drain"),
+    "resume": ("DELETE", "/drain"),
+    "role": ("POST", "/role"),
+}
 _COLUMNS = ("node_id", "role", "state", "healthy", "source", "url")
+_LOAD_COLUMNS = ("feed", "queued_tokens", "free_tokens")
 
 
 class OrderRefused(PdError):
@@ -46,9 +52,17 @@ class RouterOrders:
         rows: Sequence[Row] = self._call("GET", "/nodes", {}, "nodes")["nodes"]
         return rows
 
-    def give(self, action: Action, node: str, role: str = "") -> Row:
+    def give(self, action: Action, node: str, role: str = "", *, is_forced: bool = False) -> Row:
         """Send an order. Returns the node's row after it. `node`: the base URL for "add", else the id or host:port."""
-        return self._call(*order_request(self._key, action, node, role, self._wall_clock()), "outstanding")
+        now_s = self._wall_clock()
+        return self._call(*order_request(self._key, action, node, role, now_s, is_forced=is_forced), "outstanding")
+
+    def give_all(self, action: Action) -> Row:
+        """Send an order of NODE_ACTIONS to all nodes. Returns what each of them answered, by its id."""
+        path = next(path for path, one in NODE_ACTIONS.items() if one == action)
+        _, _, headers = order_request(self._key, action, ALL_NODES, "", self._wall_clock())
+        told: Row = self._call("POST", path, headers, "nodes")["nodes"]
+        return told
 
     def _call(self, method: str, path: str, headers: dict[str, str], wanted: str) -> Row:
         """`wanted`: a field that a router's answer has, and that tells it from another server's."""
@@ -66,9 +80,11 @@ class RouterOrders:
         return told
 
 
-def order_request(key: bytes, action: Action, node: str, role: str, now_s: float) -> tuple[str, str, dict[str, str]]:
+def order_request(
+    key: bytes, action: Action, node: str, role: str, now_s: float, *, is_forced: bool = False
+) -> tuple[str, str, dict[str, str]]:
     """Method, path and headers of a signed order. `now_s`: wall clock."""
-    order = NodeOrder(action=action, node=node, role=role, expires_at_s=now_s + ORDER_LIFETIME_S)
+    order = NodeOrder(action=action, node=node, role=role, expires_at_s=now_s + ORDER_LIFETIME_S, is_forced=is_forced)
     method, what = _METHODS.get(action, ("POST", ""))
     path = "/nodes" if action == "add" else f"/nodes/{quote(node, safe=':[]')}{what}"
     return method, path, {"x-pd-order": sign(key, order)}
@@ -96,7 +112,11 @@ def _carry_out(orders: RouterOrders, namespace: argparse.Namespace) -> int:
     if namespace.action == "list":
         _show(orders.list())
         return 0
-    row = orders.give(namespace.action, namespace.node, getattr(namespace, "role", ""))
+    if namespace.action in NODE_ACTIONS.values():
+        sys.stdout.write("".join(f"{node}\n" for node in orders.give_all(namespace.action)))
+        return 0
+    role, is_forced = getattr(namespace, "role", ""), getattr(namespace, "force", False)
+    row = orders.give(namespace.action, namespace.node, role, is_forced=is_forced)
     end_s = time.monotonic() + getattr(namespace, "wait_s", 0.0)
     while _is_busy(row) and time.monotonic() < end_s:
         time.sleep(LOOK_EVERY_S)
@@ -111,11 +131,20 @@ def _is_busy(row: Row) -> bool:
 
 def _show(rows: Sequence[Row]) -> None:
     """Print a table with one line per node."""
-    lines = [(*(title.upper() for title in _COLUMNS), "SEQUENCES", "PROMPT_BYTES")]
+    lines = [
+        (
+            *(title.upper() for title in _COLUMNS),
+            "SEQUENCES",
+            "PROMPT_BYTES",
+            *(title.upper() for title in _LOAD_COLUMNS),
+        )
+    ]
     for row in rows:
         outstanding = row["outstanding"]
-        load = (str(outstanding["sequences"]), str(outstanding["prefill_bytes"]))
-        lines.append((*(_word(row[column]) for column in _COLUMNS), *load))
+        load = row.get("load", {})  # absent: a router of before feeds
+        own = (str(outstanding["sequences"]), str(outstanding["prefill_bytes"]))
+        told = (_word(load.get(column)) for column in _LOAD_COLUMNS)
+        lines.append((*(_word(row[column]) for column in _COLUMNS), *own, *told))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         sys.stdout.write("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() + "\n")

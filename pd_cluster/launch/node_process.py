@@ -66,9 +66,23 @@ def run_node(config: NodeConfig, spawn: SpawnEngine) -> int:
     server = config.server
     opened = inherited(server.listen_fd) if server.listen_fd >= 0 else listen(server.host, server.port)
     with contextlib.closing(opened) as listener:
-        node = NodeProcess(complete(config, port_of(listener)), listener, orphaned, spawn)
+        completed = complete(config, port_of(listener))  # torch describes a model that transformers alone knows
+        if not config.server.output_parser:  # a user's module may import anything
+            leave_out_torch()
+        node = NodeProcess(completed, listener, orphaned, spawn)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(node.run())
+
+
+def leave_out_torch() -> None:
+    """Let this process find no torch from now on, unless it has imported torch already.
+
+    The API process has transformers for the tokenizer alone, and transformers imports torch wherever it finds it: the
+    process took 5.4 s of CPU to start instead of 3.2 s, and 300 MB instead of 110 MB.
+    """
+    if "torch" not in sys.modules:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # the import system's sign for a module that is not there
+        logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
 
 
 def complete(config: NodeConfig, port: int) -> NodeConfig:
@@ -76,10 +90,10 @@ def complete(config: NodeConfig, port: int) -> NodeConfig:
     model, server = config.model, config.server
     path = resolve_model(model.model)
     refuse(model_problems(config, path))
-    name = model.served_model_name or served_name(model.model, path)
+    names = model.served_model_name or (served_name(model.model, path),)
     return replace(
         config,
-        model=replace(model, model=str(path), served_model_name=name),
+        model=replace(model, model=str(path), served_model_name=names),
         server=replace(server, port=port, node_id=server.node_id or f"{server.role}-{server.host}-{port}"),
     )
 
@@ -166,9 +180,8 @@ class NodeProcess:
     async def _drain(self, client: ZmqEngineClient, server: HttpServer, http: asyncio.Task[None]) -> None:
         drain_s = 0.0 if self._orphaned.is_set() or not client.alive else self._config.server.drain_s
         logger.info("stopping: running requests and leases have %g s; a second signal ends them at once", drain_s)
-        server.stop_accepting()
-        news_s = 2 * HEARTBEAT_S if server.is_busy else LEASE_POLL_S
-        idle = asyncio.create_task(_to_end(http, client, news_s))
+        server.drain()
+        idle = asyncio.create_task(_to_end(server, http, client))
         hurry = asyncio.create_task(self._stop_now.wait())
         try:
             await asyncio.wait({idle, hurry}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
@@ -181,18 +194,22 @@ class NodeProcess:
         (self._stop_now if self._stop.is_set() else self._stop).set()
 
 
-async def _to_end(http: asyncio.Task[None], client: ZmqEngineClient, news_s: float) -> None:
-    """Wait for the last request, then until no other node has blocks of this node to read.
+async def _to_end(server: HttpServer, http: asyncio.Task[None], client: ZmqEngineClient) -> None:
+    """Wait for the last request, then until no other node has blocks of this node to read, then for the server.
 
     This order is needed: a prefill's answer ends when it is computed, and its blocks are leased after that. So older
     statistics do not count. The engine has `news_s` to send new ones; it sends none when nothing has changed.
     """
-    await asyncio.wait({http})
+    news_s = 2 * HEARTBEAT_S if server.is_busy else LEASE_POLL_S
+    # polled, because neither the requests nor the leases, which show in the statistics only, set an event
+    while server.is_busy:  # noqa: ASYNC110
+        await asyncio.sleep(LEASE_POLL_S)
     last = client.stats
-    # polled, because leases show in the statistics only, which set no event
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(news_s):
             while client.alive and client.stats is last:  # noqa: ASYNC110
                 await asyncio.sleep(LEASE_POLL_S)
     while client.alive and client.stats is not None and client.stats.kv.leased > 0:  # noqa: ASYNC110
         await asyncio.sleep(LEASE_POLL_S)
+    server.stop_accepting()
+    await asyncio.wait({http})

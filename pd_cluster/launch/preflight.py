@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import read_json
 from pd_cluster.models.registry import choose_implementation
+from pd_cluster.models.shard import Shard
 from pd_connectors.pool_url import DEFAULT_URLS, read_pool_url
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.protocol.keys import load_cluster_key
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from pd_cluster.config import NodeConfig
+    from pd_cluster.models.spec import ModelSpec
 
 HASH_UNIT = 16  # tokens; a block size is a multiple of it
 MAX_KEY_BYTES = 1 << 16
@@ -37,6 +39,7 @@ LARGEST = (1 << 63) - 1  # that a message to the engine can hold
 BOUNDS: dict[str, tuple[float, float]] = {
     "port": (0, MAX_PORT),
     "control_port": (0, MAX_PORT),
+    "tp": (1, 64),  # as in the layout on the wire
     "listen_fd": (-1, LARGEST),
     "seed": (-(1 << 63), (1 << 64) - 1),  # the range of torch
     "max_tokens_beside_decodes": (-1, LARGEST),
@@ -53,9 +56,9 @@ NOT_1 = {
 _PLATFORM = re.compile(r"^(cuda|hip)\b[^=]*= *(\S+)$", re.MULTILINE)  # in torch/version.py
 # Run in another process, to keep the driver's state out of this one. CUDA's count respects CUDA_VISIBLE_DEVICES.
 _COUNT_DEVICES = """
-import ctypes, sys
+import ctypes
 cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-sys.exit(0 if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value else 1)
+print(count.value if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0)
 """
 
 
@@ -80,12 +83,16 @@ class MachineFacts:
             return ""  # torch calls AMD's GPUs "cuda" too, and only torch can look for them
         if platforms.get("cuda") == "None":
             return "the installed torch is built without CUDA"
-        command = [sys.executable, "-c", _COUNT_DEVICES]
         try:
-            done = subprocess.run(command, capture_output=True, timeout=DRIVER_DEADLINE_S)
+            return "" if self.num_cuda_devices() else "this machine has no CUDA device"
         except subprocess.TimeoutExpired:
             return f"the CUDA driver does not answer within {DRIVER_DEADLINE_S:g} s"
-        return "this machine has no CUDA device" if done.returncode else ""
+
+    def num_cuda_devices(self) -> int:
+        """CUDA devices that a process may use here; 0 also without a driver. Raises subprocess.TimeoutExpired."""
+        command = [sys.executable, "-c", _COUNT_DEVICES]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_DEADLINE_S)
+        return int(done.stdout) if done.returncode == 0 else 0
 
 
 def refuse(problems: Iterable[str]) -> None:
@@ -125,6 +132,13 @@ def machine_problems(config: NodeConfig, machine: MachineFacts) -> Iterator[str]
             yield f"{flag}: {error}"
     if config.model.device == "cuda" and (why := machine.cuda_problem()):
         yield f"--device cuda: {why}"
+    elif (tp := config.model.tp) > 1 and config.model.device != "cpu":
+        try:
+            count = machine.num_cuda_devices()
+        except subprocess.TimeoutExpired:
+            return  # the engine reports it
+        if 0 < count < tp:  # without a GPU the ranks run on the CPU
+            yield f"--tp {tp}: each rank needs a GPU of its own, and {count} {'are' if count > 1 else 'is'} visible"
 
 
 def key_problems(key_file: str) -> Iterator[str]:
@@ -154,6 +168,26 @@ def model_problems(config: NodeConfig, directory: Path) -> Iterator[str]:
         yield f"--max-model-len {config.model.max_model_len} exceeds the model's own limit of {spec.max_len} tokens"
     if config.model.load_format != "dummy" and not any(directory.glob("*.safetensors")):
         yield f"--model: {directory} has no .safetensors file"
+    if config.model.tp > 1:
+        yield from _cut_problems(spec, config.model.tp)
+
+
+def _cut_problems(spec: ModelSpec, tp: int) -> Iterator[str]:
+    """What `tp` ranks cannot share."""
+    if spec.modules is not None:
+        yield f"--tp {tp}: transformers' modules compute this model, and only families of this package are cut"
+        return
+    parts = {"query heads": spec.num_heads}
+    if spec.experts is None or spec.experts.dense_layers:
+        parts["activations of a feed-forward"] = spec.intermediate_size
+    if spec.experts is not None:
+        parts |= {"experts": spec.experts.num_experts, "activations of the shared expert": spec.experts.shared_size}
+    shard = Shard(0, tp)
+    for what, total in [("KV heads", spec.num_kv_heads), *parts.items()]:
+        try:
+            shard.kv_heads(total) if what == "KV heads" else shard.part(total, what)
+        except StartupError as error:
+            yield str(error)
 
 
 def _number_problems(flag: str, name: str, value: Any) -> Iterator[str]:

@@ -1,26 +1,33 @@
-"""Measures a real NIXL transfer between two processes of this machine. Run as a module, because native code may crash
-or hang: then only this process does.
+"""Measures a real NIXL transfer between two processes. Run as a module, because native code may crash or hang: then
+only this process does.
 
-    python -m pd_cluster.launch.transfer_check read HOST PORTS    prints {"bytes": ..., "seconds": ..., ...} or
-                                                                  {"error": ...}
+    python -m pd_cluster.launch.transfer_check serve HOST PORTS           prints a line that describes this side, and
+                                                                          serves its memory until standard input ends
+    python -m pd_cluster.launch.transfer_check read HOST PORTS [FILE]     prints {"bytes": ..., "seconds": ..., ...} or
+                                                                          {"error": ...}
 
-HOST: the node's --advertise-host. PORTS: its --kv-ports, may be empty.
+HOST: the node's --advertise-host. PORTS: its --kv-ports, may be empty. FILE: has the other side's line; without it, the
+other side is a process of this machine, on its last GPU where there are several.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from pd_cluster.config import HandoffConfig
+from pd_cluster.launch.link_side import LinkSide
+from pd_cluster.launch.up import visible_gpus
 from pd_connectors.nixl.agent import NixlAgent, Region
 from pd_connectors.nixl.machine import listening_sockets, local_network
 from pd_connectors.protocol.errors import HandoffError
@@ -40,47 +47,61 @@ PEER_STOP_S = 5.0
 class _Description(msgspec.Struct):
     metadata: bytes
     regions: tuple[Region, ...]
+    side: LinkSide
 
 
 def main() -> int:
     """Entry point."""
-    _, command, host, ports = sys.argv
-    return _serve(host, ports) if command == "serve" else _read(host, ports)
+    _, command, host, ports, *link = sys.argv
+    if command == "serve":
+        return _serve(host, ports)
+    sys.stdout.write(
+        json.dumps(_measure(Path(link[0]).read_text(), host, ports) if link else _read(host, ports)) + "\n"
+    )
+    return 0
 
 
 def _serve(host: str, ports: str) -> int:
     memory = _memory(PATTERN)  # referenced here, because the agent does not keep it alive
     agent = _agent(memory, host, ports)
-    description = msgspec.msgpack.encode(_Description(agent.metadata(), agent.regions))
+    description = msgspec.msgpack.encode(_Description(agent.metadata(), agent.regions, _side(memory)))
     sys.stdout.write(description.hex() + "\n")
     sys.stdout.flush()
-    sys.stdin.read()  # until the reading process closes it or dies
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.stdin.read()  # until the reading process closes it or dies
     return 0
 
 
-def _read(host: str, ports: str) -> int:
+def _read(host: str, ports: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "pd_cluster.launch.transfer_check", "serve", host, ports]
-    peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    gpus = visible_gpus(os.environ)
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[-1]} if len(gpus) > 1 else None
+    peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
     try:
         assert peer.stdout is not None
-        theirs = msgspec.msgpack.decode(bytes.fromhex(peer.stdout.readline()), type=_Description)
-        result = _measure(theirs, host, ports)
-    except (HandoffError, msgspec.MsgspecError) as error:
-        result = {"error": str(error)}
+        return _measure(peer.stdout.readline(), host, ports)
     finally:
         try:
             peer.communicate(timeout=PEER_STOP_S)
         except subprocess.TimeoutExpired:
             peer.kill()
             peer.wait()
-    sys.stdout.write(json.dumps(result) + "\n")
-    return 0
 
 
-def _measure(theirs: _Description, host: str, ports: str) -> dict[str, Any]:
+def _measure(link: str, host: str, ports: str) -> dict[str, Any]:
+    """Read all memory of the side that `link` describes. -> the result, as this module prints it."""
+    try:
+        return _timed(msgspec.msgpack.decode(bytes.fromhex(link), type=_Description), host, ports)
+    except (ValueError, msgspec.MsgspecError) as error:
+        return {"error": f"the other side's line cannot be read: {error}"}
+    except HandoffError as error:
+        return {"error": str(error)}
+
+
+def _timed(theirs: _Description, host: str, ports: str) -> dict[str, Any]:
     memory = _memory(0)
     agent = _agent(memory, host, ports)
-    remote = agent.connect(theirs.metadata, theirs.regions)
+    remote = agent.connect(theirs.metadata, theirs.regions, (SliceRead(0, 0, 0, 0, 0, BLOCK_BYTES),))
     _finish(agent, agent.post_warm_up(remote))
     order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(0)).tolist()
     seconds = min(_timed_read(agent, remote, order) for _ in range(3))
@@ -90,13 +111,20 @@ def _measure(theirs: _Description, host: str, ports: str) -> dict[str, Any]:
         "bytes": NUM_BLOCKS * BLOCK_BYTES,
         "seconds": seconds,
         "device": memory.device.type,
+        "slow_cause": _side(memory).slow_cause(theirs.side, visible_gpus({})),
         "listeners": listening_sockets(),
     }
 
 
+def _side(memory: torch.Tensor) -> LinkSide:
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    gpu = f"GPU-{torch.cuda.get_device_properties(memory.device).uuid}" if memory.is_cuda else ""
+    return LinkSide(boot_id, os.readlink("/proc/self/ns/pid"), gpu)
+
+
 def _agent(memory: torch.Tensor, host: str, ports: str) -> NixlAgent:
     network = local_network(host, HandoffConfig(kv_ports=ports).kv_port_range)
-    return NixlAgent(f"check-{secrets.token_hex(8)}", [memory], [SliceRead(0, 0, 0, 0, 0, BLOCK_BYTES)], network)
+    return NixlAgent(f"check-{secrets.token_hex(8)}", [memory], network)
 
 
 def _timed_read(agent: NixlAgent, remote: Remote, order: list[int]) -> float:

@@ -75,7 +75,7 @@ class NodePlan:
 
 def run_up(namespace: argparse.Namespace) -> int:
     """Run the cluster until Ctrl-C (returns 0) or until it can no longer serve (returns 1). Raises StartupError."""
-    flags = given_flags(namespace, skip=("host", "port"))
+    flags = given_flags(namespace, skip=("host", "port", "served_model_name"))
     config = config_from(namespace)
     counts = {role: getattr(namespace, role) for role in ROLES}
     if counts["decode"] + counts["mixed"] == 0:
@@ -89,34 +89,40 @@ def run_up(namespace: argparse.Namespace) -> int:
         model = resolve_model(config.model.model)  # once here, so that not every node downloads it
         preflight.refuse(preflight.model_problems(config, model))
         gpus = [] if config.model.device == "cpu" else visible_gpus(os.environ)
-        name = config.model.served_model_name or served_name(config.model.model, model)
-        flags += [f"--model={model}", f"--served-model-name={name}"]
-        plans = plan_nodes(counts, flags, gpus, len(os.sched_getaffinity(0)))
+        names = config.model.served_model_name or (served_name(config.model.model, model),)
+        flags += [f"--model={model}", *(f"--served-model-name={name}" for name in names)]
+        plans = plan_nodes(counts, flags, gpus, len(os.sched_getaffinity(0)), config.model.tp)
         addresses = [sockets.enter_context(contextlib.closing(reserve(NODE_HOST))) for _ in plans]
         nodes = [replace(plan, port=port_of(address)) for plan, address in zip(plans, addresses, strict=True)]
         display = sockets.enter_context(Display(quiet=namespace.quiet))
-        return asyncio.run(_Cluster(namespace, config, nodes, listener, name, display).run())
+        return asyncio.run(_Cluster(namespace, config, nodes, listener, names[0], display).run())
 
 
-def plan_nodes(counts: Mapping[str, int], flags: Sequence[str], gpus: Sequence[str], num_cores: int) -> list[NodePlan]:
-    """The nodes to start. They get GPUs in turn; without GPUs, they divide the cores.
+def plan_nodes(
+    counts: Mapping[str, int], flags: Sequence[str], gpus: Sequence[str], num_cores: int, tp: int = 1
+) -> list[NodePlan]:
+    """The nodes to start. They get groups of `tp` GPUs in turn; without GPUs, all their ranks divide the cores.
 
-    Every node gets the share of a node on the GPU with most nodes, so that a request fits all nodes or none.
+    Every node gets the share of a node on the group with most nodes, so that a request fits all nodes or none. Nodes
+    share whole groups only. Raises StartupError when the GPUs make no group.
     """
     num_nodes = sum(counts.values())
+    groups = [",".join(gpus[start : start + tp]) for start in range(0, len(gpus) - tp + 1, tp)]
+    if gpus and not groups:
+        raise StartupError(f"--tp {tp}: a node needs {tp} GPUs, and this machine shows {len(gpus)}")
     given = {flag.split("=")[0] for flag in flags}
     shared: list[str] = []
-    nodes_per_gpu = -(-num_nodes // len(gpus)) if gpus else 0
-    if nodes_per_gpu > 1 and "--gpu-share" not in given:
-        shared.append(f"--gpu-share={1 / nodes_per_gpu:.3g}")
+    nodes_per_group = -(-num_nodes // len(groups)) if groups else 0
+    if nodes_per_group > 1 and "--gpu-share" not in given:
+        shared.append(f"--gpu-share={1 / nodes_per_group:.3g}")
     if not gpus and "--num-threads" not in given:
-        shared.append(f"--num-threads={max(1, num_cores // num_nodes)}")
+        shared.append(f"--num-threads={max(1, num_cores // (num_nodes * tp))}")
     if "--drain-s" not in given:
         shared.append(f"--drain-s={DRAIN_S:g}")
     plans: list[NodePlan] = []
     for role in ROLES:
         for index in range(counts[role]):
-            name, devices = f"{role}-{index}", gpus[len(plans) % len(gpus)] if gpus else None
+            name, devices = f"{role}-{index}", groups[len(plans) % len(groups)] if groups else None
             plans.append(NodePlan(name, role, (*flags, *shared, f"--node-id={name}"), devices))
     return plans
 
@@ -231,6 +237,7 @@ class _Cluster:
     def _router(self, key: Mapping[str, str]) -> Service:
         fd = self._listener.fileno()
         arguments = [*_SELF, "router", f"--listen-fd={fd}", f"--drain-s={self._drain_s:g}"]
+        arguments += [f"--allowed-origins={origin}" for origin in self._config.http.allowed_origins]
         arguments += [f"--{plan.role}={plan.url}" for plan in self._plans]
         if self._namespace.route:
             arguments.append(f"--route={self._namespace.route}")

@@ -1,8 +1,9 @@
 """Messages between the API process and the engine process (msgspec over ZMQ).
 
-    API -> engine   AddRequest, UseTicket, PrefillLocally, Abort, ReleaseLease
-    engine -> API   EngineReady, TicketOpened, TokensOut, NeedsPrefill, RequestFailed, EngineStats, SilenceAllowed,
-                    EngineDied
+    API -> engine   AddRequest, UseTicket, PrefillLocally, Abort, ReleaseLease, ResetCache, StartProfile, StopProfile,
+                    ReportNews
+    engine -> API   EngineReady, TicketOpened, TokensOut, NeedsPrefill, RequestFailed, EngineStats, EngineNews,
+                    SilenceAllowed, EngineDied
 
 Every AddRequest gets exactly one terminal reply: the TokensOut with `finished` true, or a RequestFailed.
 An aborted request gets its reply too (finish reason "abort").
@@ -15,6 +16,7 @@ from enum import StrEnum
 import msgspec
 
 from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_connectors.protocol.feed import NodeLoad, StoredBlock
 from pd_connectors.protocol.messages import SampledToken
 from pd_connectors.protocol.ticket import Ticket
 
@@ -54,7 +56,14 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     # GENERATE: output tokens that each of the n sequences has already, from another engine: the answer goes on behind
     # them, as if they had been sampled here. Limits, penalties and seeds count them; they are not sent again
     known: tuple[tuple[int, ...], ...] = ()
+    # the numbers of the n sequences, from which their seeds follow; (): 0 to n - 1. Others where some of an answer's
+    # sequences have ended on another node
+    sequence_numbers: tuple[int, ...] = ()
+    # While routers read the feed: (prompt tokens, text step) of the blocks to name (see `CacheNews`), ascending.
+    # The tokens end with a block
+    steps: tuple[tuple[int, int], ...] = ()
     group: str = ""  # requests of one group share its turns (`scheduling/turns.py`); "": a group of its own
+    drawn_seed: int = 0  # used if `sampling` has none; not part of it, because P draws another one for the same request
 
     @property
     def max_output_tokens(self) -> int:
@@ -90,7 +99,45 @@ class ReleaseLease(msgspec.Struct, frozen=True, tag=True):
     lease_id: str
 
 
-ToEngine = AddRequest | UseTicket | PrefillLocally | Abort | ReleaseLease
+class ResetCache(msgspec.Struct, frozen=True, tag=True):
+    """Forget the cached blocks that no request and no lease uses. Requests sent later find none of them."""
+
+
+class SetRole(msgspec.Struct, frozen=True, tag=True):
+    """Limit prompts beside decodes as a node of this role does: prefill, decode or mixed."""
+
+    role: str
+
+
+class StartProfile(msgspec.Struct, frozen=True, tag=True):
+    """Record what the worker does, until StopProfile. Ignored while it records."""
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag=True):
+    """End the record and write it to a new file of this directory. Ignored when there is none."""
+
+    directory: str
+
+
+class ReportNews(msgspec.Struct, frozen=True, tag=True):
+    """Send EngineNews from now on, or no more. Either way the names of all blocks are forgotten."""
+
+    is_wanted: bool
+    serial: int = 0  # the number of those before it; see `EngineNews`
+
+
+ToEngine = (
+    AddRequest
+    | UseTicket
+    | PrefillLocally
+    | Abort
+    | ReleaseLease
+    | ResetCache
+    | SetRole
+    | StartProfile
+    | StopProfile
+    | ReportNews
+)
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
@@ -105,6 +152,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     connector: str
     control_port: int  # 0 without a peer-to-peer connector
     max_num_seqs: int
+    num_ranks: int = 1
 
 
 class StartupProgress(msgspec.Struct, frozen=True, tag=True):
@@ -212,6 +260,19 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     num_queued: int = 0  # requests of which nothing has run yet: what `max_waiting` bounds
 
 
+class EngineNews(msgspec.Struct, frozen=True, tag=True):
+    """What has changed for routers; sent at most every NEWS_S, and before the engine waits, while they are wanted.
+
+    A reader removes `evicted`, then adds `stored`. After ReportNews all names are new.
+    """
+
+    num_taken: int  # AddRequests since boot; `load` includes them
+    load: NodeLoad
+    evicted: tuple[int, ...] = ()
+    stored: tuple[StoredBlock, ...] = ()
+    serial: int = 0  # of the last ReportNews that the engine has taken: names of an older one are forgotten already
+
+
 class SilenceAllowed(msgspec.Struct, frozen=True, tag=True):
     """Sent before a step that may take long, or is warm-up: an engine that is silent for so long is not frozen yet.
 
@@ -235,6 +296,7 @@ FromEngine = (
     | NeedsPrefill
     | RequestFailed
     | EngineStats
+    | EngineNews
     | SilenceAllowed
     | EngineDied
 )

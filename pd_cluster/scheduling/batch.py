@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pd_cluster.protocol.sampling_params import SamplingParams
+
 if TYPE_CHECKING:
-    from pd_cluster.protocol.sampling_params import SamplingParams
+    from pd_cluster.errors import PdError
     from pd_connectors.base import LoadSpec, PublishSpec
     from pd_connectors.protocol.messages import SampledToken
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceStart:
+class SequenceStart(msgspec.Struct, frozen=True):
     """A sequence enters the worker (first time, or again after preemption). Its row is set to exactly this."""
 
     seq_id: int
@@ -26,12 +27,12 @@ class SequenceStart:
     num_prompt_tokens: int
     block_ids: tuple[int, ...]
     sampling: SamplingParams
-    seed: int  # resolved: the request's, or drawn at admission; differs per index of n
+    seed: int  # resolved: the client's, or a drawn one; differs per index of n
     # n > 1 before the fork: seeds of all n first tokens; the row keeps the first
     num_sample_seeds: tuple[int, ...] = ()
 
 
-class SequenceChunk(msgspec.Struct, frozen=True, gc=False):
+class SequenceChunk(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Compute tokens [start, start + num_tokens) of a sequence. A decode step is a chunk of one."""
 
     seq_id: int
@@ -79,7 +80,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The tokens that a step sampled, by seq_id. Each chunk with `num_samples` > 0 has one entry."""
+    """The tokens that a step sampled, by seq_id.
+
+    Each chunk with `num_samples` > 0 has one entry, or its sequence is absent.
+    """
 
     step: int
     # The new tokens of the sequence, in order: one or more. The KV of all but the last is computed
@@ -87,4 +91,6 @@ class StepResult:
     # For chunks with `num_samples` > 1: the first tokens of the request's n sequences, by index
     first_samples: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)
     # Sequences that cannot go on, with the reason. Their tokens of this step are of no use
-    failures: dict[int, str] = field(default_factory=dict)
+    failures: dict[int, PdError] = field(default_factory=dict)
+    # Sequences that got no token, because it could not be drawn in time; they go on in a later step
+    absent: frozenset[int] = frozenset()

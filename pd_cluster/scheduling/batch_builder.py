@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
 from pd_cluster.scheduling.prefill_budget import PrefillBudget
-from pd_cluster.scheduling.sequence import sequence_seed
 from pd_connectors.base import LoadSpec, PublishSpec
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ class BatchBuilder:
             self.begun.append(PublishSpec(request.lease_id, (), 0, request.lease_generation))
         seeds: tuple[int, ...] = ()
         if seq.num_samples > 1:
-            seeds = tuple(sequence_seed(request.seed, index) for index in range(seq.num_samples))
+            seeds = tuple(map(request.seed_of, range(seq.num_samples)))
         self.starts.append(
             SequenceStart(
                 seq_id=seq.seq_id,

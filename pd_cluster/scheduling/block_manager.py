@@ -16,6 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from pd_cluster.protocol.messages import KvStats
+from pd_cluster.scheduling.cache_news import CacheNews
 from pd_cluster.scheduling.prefix_cache import PrefixCache
 from pd_connectors.base import CachedBlock
 from pd_connectors.protocol.layout import BlockRun
@@ -60,6 +61,7 @@ class BlockManager:
         self._refs = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cache = PrefixCache()
+        self.news = CacheNews()
         self._tables: set[BlockTable] = set()
         self._leases: dict[str, BlockTable] = {}
         self._leased: Counter[int] = Counter()  # block -> leases that hold it
@@ -161,9 +163,14 @@ class BlockManager:
         if self._free:
             block_id = self._free.pop()
         else:
-            block_id = self._cache.evict()
+            block_id = self._evict()
             self.num_evicted += 1
         self._refs[block_id] = 1
+        return block_id
+
+    def _evict(self) -> int:
+        block_id, block_hash = self._cache.evict()
+        self.news.evicted(block_hash)
         return block_id
 
     def _acquire(self, block_id: int) -> None:
@@ -183,6 +190,10 @@ class BlockManager:
                 self._free.append(block_id)
 
     # prefix cache
+
+    def num_cached(self, hashes: list[bytes]) -> int:
+        """The number of tokens in the longest cached run of `hashes`."""
+        return len(self._cache.match(hashes)) * self.block_size
 
     def match(self, table: BlockTable, hashes: list[bytes]) -> int:
         """Extend a table that holds nothing but cached blocks by the longest cached run of `hashes[len(table.ids):]`.
@@ -216,6 +227,11 @@ class BlockManager:
                 self._acquire(cached)
             path.append(cached)
         return news
+
+    def forget_unused(self) -> None:
+        """Free all cached blocks that nothing refers to."""
+        while self._cache.num_evictable:
+            self._free.append(self._evict())
 
     # leases, quarantine
 

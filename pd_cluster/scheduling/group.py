@@ -21,7 +21,7 @@ class Group(Generic[Item]):
     num_queued: int = 0  # requests of which nothing has run yet
     num_slots: int = 0  # held by its running sequences
     is_shared: bool = False  # it has, or had, more than one sequence
-    last_turn: tuple[int, int] = (-1, 0)  # (the last arrival before it, its serial number)
+    last_turn: tuple[int, int] = (-1, 0)  # (the last arrival before it, as `Request.since`; its serial number)
     waiting: RankedQueue[Item] = field(default_factory=RankedQueue)  # sequences that wait for a slot
 
     def owes(self, other: Group[Item]) -> bool:
@@ -30,7 +30,7 @@ class Group(Generic[Item]):
 
     def claim(self, rank: tuple[int, ...]) -> Claim:
         """The claim of a waiting sequence, or of a request, with this rank. Smaller goes first."""
-        priority, arrival = rank[0], rank[1]
+        priority, turn, arrival = rank[:3]
         if not self.is_shared:
-            return (priority, 0, arrival, 0, arrival)
-        return (priority, self.num_slots, *max((arrival, 0), self.last_turn), arrival)
+            return (priority, 0, turn, 0, arrival)
+        return (priority, self.num_slots, *max((turn, 0), self.last_turn), arrival)

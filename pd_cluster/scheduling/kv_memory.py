@@ -16,9 +16,10 @@ from pd_connectors.base import LoadSpec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_cluster.scheduling.block_manager import BlockManager
+    from pd_cluster.scheduling.block_manager import BlockManager, BlockTable
     from pd_cluster.scheduling.queues import Queues
     from pd_cluster.scheduling.sequence import Request, Sequence
+    from pd_connectors.base import CachedBlock
 
 PREEMPTIONS = ("preemptions_recompute_total", "preemptions_swap_total")
 HITS = ("prefix_cache_queried_tokens_total", "prefix_cache_hit_tokens_total")
@@ -101,7 +102,7 @@ class KvMemory:
         seq.table = None
         seq.num_scheduled_tokens = seq.num_computed_tokens
         seq.num_announced_tokens = 0
-        self._queues.add(seq)
+        self._queues.add(seq, self.num_cached(seq))
         return copies
 
     # sequences that wait
@@ -146,6 +147,8 @@ class KvMemory:
         if not self._make_room(blocks.blocks_for(num_tokens) - num_cached, seq.request):
             blocks.close(table)
             return None
+        seq.request.num_named = 0  # some of its blocks may have been evicted since
+        self._name(seq, num_cached)
         copies: Copies = []
         if is_swapped:
             copies = blocks.swap_in(table, seq.host_block_ids)
@@ -156,6 +159,26 @@ class KvMemory:
         blocks.grow(table, seq.num_scheduled_tokens, num_tokens)
         seq.table = table
         return copies
+
+    def num_cached(self, seq: Sequence) -> int:
+        """The tokens that a waiting sequence would find cached now; 0 while no router asks for the load."""
+        blocks = self._blocks
+        if not blocks.news.is_on:
+            return 0
+        return blocks.num_cached(seq.hash_blocks((len(seq.token_ids) - 1) // blocks.block_size, blocks.block_size))
+
+    def publish(self, seq: Sequence, table: BlockTable, num_tokens: int) -> list[CachedBlock]:
+        """Cache the whole blocks of the first `num_tokens`, which are computed. Returns those that were not known."""
+        size = self._blocks.block_size
+        news = self._blocks.publish(table, seq.hash_blocks(num_tokens // size, size))
+        self._name(seq, len(table.path))
+        return news
+
+    def _name(self, seq: Sequence, num_blocks: int) -> None:
+        request, size = seq.request, self._blocks.block_size
+        if request.num_named < len(steps := request.message.steps):
+            hashes = seq.hash_blocks(num_blocks, size)
+            request.num_named = self._blocks.news.name(steps, request.num_named, hashes, size)
 
     def _count_hit(self, seq: Sequence) -> None:
         """Count the prefix-cache hit of a request's first admission. After a preemption it finds its own KV."""
@@ -187,6 +210,15 @@ class KvMemory:
         num_whole = request.num_kept_tokens // size
         self._blocks.truncate(request.table, num_whole)
         return self._blocks.match(request.table, request.sequences[0].hash_blocks(num_whole, size))
+
+    def missing(self, request: Request) -> tuple[list[bytes], int]:
+        """See `Scheduler.missing`."""
+        size = self._blocks.block_size
+        num_whole = (len(request.prompt_token_ids) - 1) // size
+        num_here = self.pin(request)
+        if num_here >= num_whole or not self._blocks.prefix_caching:
+            return [], 0
+        return request.sequences[0].hash_blocks(num_whole, size)[:], num_here
 
     def reserve(self, request: Request, prefix: int | None) -> LoadSpec | None:
         """Reserve blocks for the part of a parked prompt that is not cached. Returns None when they are refused.
@@ -224,15 +256,15 @@ class KvMemory:
         lead, size = request.sequences[0], self._blocks.block_size
         num_blocks = max(lead.num_cached_tokens, num_tokens) // size
         self._blocks.truncate(request.table, num_blocks)
-        self._blocks.publish(request.table, lead.hash_blocks(num_blocks, size))
+        self.publish(lead, request.table, num_blocks * size)
         request.kv = KvArrival.ABSENT
         lead.num_cached_tokens = 0  # counted when it is scheduled, or loaded
 
     def keep_prompt(self, request: Request) -> None:
         """Cache the kept part of a prompt. Its load is confirmed."""
         assert request.table is not None
-        lead, size, num_kept = request.sequences[0], self._blocks.block_size, request.num_kept_tokens
-        self._blocks.publish(request.table, lead.hash_blocks(num_kept // size, size))
+        lead, num_kept = request.sequences[0], request.num_kept_tokens
+        self.publish(lead, request.table, num_kept)
         request.kv = KvArrival.PRESENT
         for seq in request.sequences:
             seq.num_cached_tokens = lead.num_cached_tokens

@@ -46,7 +46,7 @@ class Lifecycle:
         table = lead.table
         assert table is not None
         request.is_parted = True
-        request.marks.first_token_s = self._clock()
+        request.marks.first_token_s = request.marks.stream_s = self._clock()
         if request.lease_id is not None:
             blocks.hold(request.lease_id, table)
             lead.table = None
@@ -59,6 +59,7 @@ class Lifecycle:
     def give_first_tokens(self, request: Request, tokens: tuple[SampledToken, ...]) -> Update:
         """Append the first token of each live sequence, and end the sequences that it completes."""
         request.is_parted = True
+        request.marks.stream_s = request.marks.stream_s or self._clock()
         lead = request.sequences[0]
         lead.num_samples = 1
         reports = []
@@ -78,6 +79,7 @@ class Lifecycle:
         """End a sequence that has its finish reason. A lead goes on while others wait for their first tokens."""
         request = seq.request
         request.num_live -= 1
+        self._queues.num_live -= 1
         if request.is_parted:
             self._retire(seq)
         if request.num_live:

@@ -7,8 +7,8 @@
 Before all that, groups that hold many slots yield some to groups that wait with fewer (`yielding`).
 
 Sequences that have just got their KV and find a slot are counted before prompt chunks, so a long prompt never delays
-their first decode. Where steps with decodes are limited (`max_tokens_beside_decodes`), prompts get what the limit
-leaves, and a minimum (`PrefillBudget`).
+their first decode. Where steps with decodes are limited (`StepBudget`), prompts get what the limit leaves, and a
+minimum (`PrefillBudget`).
 
 Nothing here reads a sampled token, so a step can be planned while the step before it runs.
 """
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.kv_memory import KvMemory
     from pd_cluster.scheduling.queues import Queues
     from pd_cluster.scheduling.sequence import Sequence
+    from pd_cluster.scheduling.step_budget import StepBudget
     from pd_cluster.scheduling.yielding import Yielding
     from pd_connectors.base import LoadSpec
 
@@ -54,9 +55,7 @@ class Planner:
         memory: KvMemory,
         yielding: Yielding,
         clock: Callable[[], float],
-        *,
-        max_tokens_beside_decodes: int,
-        keys_per_token: int,
+        step_budget: StepBudget,
     ) -> None:
         self._config = config
         self._blocks = blocks
@@ -64,8 +63,7 @@ class Planner:
         self._memory = memory
         self._yielding = yielding
         self._clock = clock
-        self._max_tokens_beside_decodes = max_tokens_beside_decodes
-        self._keys_per_token = keys_per_token
+        self._step_budget = step_budget
         self._next_step = 0
 
     def plan(self, loads: list[LoadSpec]) -> Batch:
@@ -77,7 +75,8 @@ class Planner:
         self._yielding.even_out(builder)
         resting = self._yielding.resting()
         prefills = self._plan_decodes(builder, resting)
-        builder.prompts = self._prefill_budget(builder)
+        if prefills or self._queues.waiting:
+            builder.prompts = self._prefill_budget(builder)
         for seq in prefills:
             may_run = seq.status is RUNNING and seq.seq_id not in builder.held
             may_run = may_run and builder.has_rows(seq) and builder.has_portion(seq)
@@ -95,8 +94,9 @@ class Planner:
         num_entering = min(len(queues.loaded), queues.num_free_slots)
         num_decodes = config.max_num_batched_tokens - builder.budget + num_entering
         has_limit = num_decodes or queues.parked  # a parked request decodes soon and must not wait for a long step
-        limit = self._max_tokens_beside_decodes if has_limit else 0
-        return PrefillBudget.beside(num_decodes, config.max_num_batched_tokens, limit, self._keys_per_token)
+        if not has_limit:
+            return PrefillBudget.beside(0, config.max_num_batched_tokens)
+        return self._step_budget.beside(num_decodes, num_entering, config.max_num_batched_tokens, queues)
 
     # running sequences
 

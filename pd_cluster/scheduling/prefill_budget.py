@@ -34,18 +34,20 @@ class PrefillBudget:
     is_limited: bool = False
 
     @classmethod
-    def beside(cls, num_decodes: int, max_num_tokens: int, limit: int = 0, keys_per_token: int = 0) -> Self:
+    def beside(
+        cls, num_decodes: int, max_num_tokens: int, limit: int = 0, keys_per_token: int = 0, *, is_lowered: bool = True
+    ) -> Self:
         """The budget of a step of at most `max_num_tokens` tokens with `num_decodes` decodes.
 
-        limit: the highest cost of the step's tokens; 0: no limit. It is lowered beside many decodes. If it then leaves
-        prompts less than LEAST_PROMPT_TOKENS, it is raised to a multiple of STEP_MULTIPLE, but not above the `limit`
-        that was passed if that one leaves them enough.
+        limit: the highest cost of the step's tokens; 0: no limit. It is lowered beside many decodes, if `is_lowered`.
+        If it then leaves prompts less than LEAST_PROMPT_TOKENS, it is raised to a multiple of STEP_MULTIPLE, but not
+        above the `limit` that was passed if that one leaves them enough.
         """
         room = max_num_tokens - num_decodes
         if not limit:
             return cls(tokens_left=room, cost_left=room)
         asked, least = limit, num_decodes + LEAST_PROMPT_TOKENS
-        if num_decodes > MANY_DECODES:
+        if is_lowered and num_decodes > MANY_DECODES:
             limit -= STEP_MULTIPLE
         if limit < least:
             limit = -(-least // STEP_MULTIPLE) * STEP_MULTIPLE

@@ -86,15 +86,15 @@ class PrefixCache:
         """Make the node of this block not evictable, because the block got its first reference."""
         del self._evictable[block_id]
 
-    def evict(self) -> int:
-        """Forget the least recently used unreferenced leaf and return its block. There must be one."""
+    def evict(self) -> tuple[int, bytes]:
+        """Forget the least recently used unreferenced leaf and return its block and hash. There must be one."""
         block_id, node = self._evictable.popitem(last=False)
         assert node.num_children == 0, f"block {block_id} was to be evicted before its {node.num_children} children"
         if node.parent_block is not None:
             self._by_block[node.parent_block].num_children -= 1
         del self._by_hash[node.hash]
         del self._by_block[block_id]
-        return block_id
+        return block_id, node.hash
 
     def check(self, refs: list[int]) -> None:
         """Raise AssertionError unless the tree agrees with itself and with the reference counts."""

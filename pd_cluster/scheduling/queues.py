@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.ranked_queue import RankedQueue
 from pd_cluster.scheduling.sequence import Request, Sequence, SequenceStatus
+from pd_connectors.protocol.feed import NodeLoad
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pd_cluster.scheduling.block_manager import BlockManager
     from pd_cluster.scheduling.turns import Turns
 
 
@@ -34,7 +36,7 @@ class Queues:
 
     def __init__(self, max_num_seqs: int, turns: Turns) -> None:
         assert max_num_seqs > 0, "the configuration's capacity is not decided"
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self._turns = turns
         self._departures: list[int] = []
         self.waiting: RankedQueue[Sequence] = RankedQueue()
@@ -44,10 +46,13 @@ class Queues:
         self.reserving: RankedQueue[Request] = RankedQueue()
         self.sequences: dict[int, Sequence] = {}  # by id, until finished and untouched by any running step
         self.prefills: dict[str, Request] = {}  # PREFILL requests that have not finished, by lease id
+        self.num_live = 0  # sequences that have not ended
+        self.num_queued_keys = 0  # tokens before each of the following, summed
+        self.num_queued_tokens = 0  # known tokens that no step has computed and that are not cached, without decodes
 
     @property
     def num_free_slots(self) -> int:
-        return self._max_num_seqs - len(self.running)
+        return self.max_num_seqs - len(self.running)
 
     @property
     def has_waiting(self) -> bool:
@@ -58,6 +63,20 @@ class Queues:
     def has_work(self) -> bool:
         """Whether the next batch may have content."""
         return bool(self.running or self.waiting or self.loaded or self._departures)
+
+    def load(self, blocks: BlockManager) -> NodeLoad:
+        """What routers are told, without the times of steps. Every sequence that has no slot counts as waiting."""
+        num_running = len(self.running)
+        return NodeLoad(
+            queued_tokens=self.num_queued_tokens,
+            num_running=num_running,
+            num_waiting=max(0, self.num_live - num_running),
+            num_slots=self.max_num_seqs,
+            free_blocks=blocks.num_available,
+            num_blocks=blocks.num_blocks,
+            block_size=blocks.block_size,
+            queued_keys=self.num_queued_keys,
+        )
 
     def in_turn(self) -> Iterator[Sequence]:
         """The sequences that wait for a slot, in the order of their turns."""
@@ -74,6 +93,7 @@ class Queues:
         """Register a request that has its sequences. None of them is in a queue yet."""
         request.group = self._turns.join(request, request.message.group or request.request_id)
         self.sequences.update((seq.seq_id, seq) for seq in request.sequences)
+        self.num_live += request.num_live
         if request.lease_id is not None:
             self.prefills[request.lease_id] = request
 
@@ -105,9 +125,13 @@ class Queues:
 
     # sequences
 
-    def add(self, seq: Sequence) -> None:
-        """Let the sequence wait for a slot: in `loaded` with its block table, in `waiting` without."""
+    def add(self, seq: Sequence, num_cached: int = 0) -> None:
+        """Let the sequence wait for a slot: in `loaded` with its block table, in `waiting` without.
+
+        `num_cached`: the tokens that it would find cached now.
+        """
         (self.waiting if seq.table is None else self.loaded).add(seq)
+        self.count_queued(seq, max(seq.num_computed_tokens, num_cached))
         seq.request.group.waiting.add(seq)
 
     def run(self, seq: Sequence) -> None:
@@ -115,6 +139,7 @@ class Queues:
         self._stop_waiting(seq)
         seq.status = SequenceStatus.RUNNING
         self.running.add(seq)
+        self.count_queued(seq, seq.num_computed_tokens)
         self._turns.take_slot(seq.request)
 
     def enter(self, seq: Sequence) -> None:
@@ -126,6 +151,7 @@ class Queues:
 
     def remove(self, seq: Sequence) -> None:
         """Take the sequence out of its queue, if it is in one, and its row out of the worker."""
+        self._count(seq, 0, 0)
         if self.running.discard(seq):
             self._turns.return_slot(seq.request)
         else:
@@ -133,6 +159,16 @@ class Queues:
         if seq.in_worker:
             seq.in_worker = False
             self._departures.append(seq.seq_id)
+
+    def count_queued(self, seq: Sequence, num_computed: int) -> None:
+        """Count what a sequence has to compute before it decodes, of which `num_computed` tokens are done."""
+        num_tokens = max(0, len(seq.token_ids) - seq.request.is_parted - num_computed)
+        self._count(seq, num_tokens, num_tokens * (num_tokens + 2 * num_computed) // 2)
+
+    def _count(self, seq: Sequence, num_tokens: int, num_keys: int) -> None:
+        self.num_queued_tokens += num_tokens - seq.num_queued_tokens
+        self.num_queued_keys += num_keys - seq.num_queued_keys
+        seq.num_queued_tokens, seq.num_queued_keys = num_tokens, num_keys
 
     def _stop_waiting(self, seq: Sequence) -> None:
         if seq.request.group.waiting.discard(seq) and not self.waiting.discard(seq):

@@ -41,7 +41,10 @@ if TYPE_CHECKING:
     from pd_cluster.config import SchedulerConfig
     from pd_cluster.scheduling.batch import Batch, StepResult
     from pd_cluster.scheduling.block_manager import BlockManager
-    from pd_connectors.base import CachedBlock, LoadSpec
+    from pd_cluster.scheduling.queue_order import QueueOrder
+    from pd_cluster.scheduling.step_budget import StepBudget
+    from pd_connectors.base import CachedBlock, LoadSpec, PublishSpec
+    from pd_connectors.protocol.feed import NodeLoad
     from pd_connectors.protocol.messages import SampledToken
 
 __all__ = ["Scheduler", "Update"]
@@ -52,9 +55,8 @@ class Scheduler:
     """Takes in requests that `Admission` let pass, decides steps, takes their results, and ends requests.
 
     `retract`: called with a lease before a preemption frees its blocks; takes their announcements back and
-    returns the lease's new generation, or None if the lease has ended. `max_tokens_beside_decodes`: limit of a step
-    with decodes, 0: none. `keys_per_token`: in such steps a prompt's token counts once more per so many tokens before
-    it, 0: it does not. `rests`: see `Yielding` and `Portions`. `clock`: seconds.
+    returns the lease's new generation, or None if the lease has ended. `step_budget`: prompts' share of steps with
+    decodes. `order`: of prompts that wait. `rests`: see `Yielding` and `Portions`. `clock`: seconds.
     """
 
     def __init__(
@@ -65,8 +67,8 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         retract: Callable[[str], int | None],
-        max_tokens_beside_decodes: int = 0,
-        keys_per_token: int = 0,
+        step_budget: StepBudget,
+        order: QueueOrder,
         rests: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -75,22 +77,16 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._clock = clock
+        self._order = order
         self._turns = Turns()
         self._queues = Queues(config.max_num_seqs, self._turns)
         self._memory = KvMemory(blocks, self._queues, retract, clock)
-        self._planner = Planner(
-            config,
-            blocks,
-            self._queues,
-            self._memory,
-            Yielding(self._turns, self._queues, self._memory, rests=rests),
-            clock,
-            max_tokens_beside_decodes=max_tokens_beside_decodes,
-            keys_per_token=keys_per_token,
-        )
+        yielding = Yielding(self._turns, self._queues, self._memory, rests=rests)
+        self._planner = Planner(config, blocks, self._queues, self._memory, yielding, clock, step_budget)
         self._life = Lifecycle(self._queues, blocks, clock)
         self._loads: list[LoadSpec] = []  # for the next batch
         self._news: list[CachedBlock] = []
+        self._num_sat_out = 0
         self._arrivals = count()
         self._seq_ids = count()
 
@@ -104,6 +100,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """The number of sequences without a slot, with or without blocks."""
         return len(self._queues.waiting) + len(self._queues.loaded)
+
+    @property
+    def load(self) -> NodeLoad:
+        """What routers are told, without the times of steps."""
+        return self._queues.load(self._blocks)
 
     @property
     def num_queued(self) -> int:
@@ -133,7 +134,8 @@ class Scheduler:
     @property
     def counters(self) -> dict[str, float]:
         """Totals since boot, by metric name without prefix."""
-        return {**self._memory.counters, "prefix_cache_evicted_blocks_total": float(self._blocks.num_evicted)}
+        own = {"prefix_cache_evicted_blocks_total": self._blocks.num_evicted, "draws_sat_out_total": self._num_sat_out}
+        return self._memory.counters | {name: float(count) for name, count in own.items()}
 
     # admission
 
@@ -150,12 +152,14 @@ class Scheduler:
         self._memory.pin(request)
 
     def _begin(self, request: Request) -> None:
-        turns, limit = self._turns, self._max_waiting
+        # a stream that was cut must not fail where new requests wait: it may queue up to twice the limit
+        turns, limit = self._turns, self._max_waiting * (2 if request.message.known else 1)
         if not turns.may_queue(request.message.group or request.request_id, limit):
             raise Overloaded(
                 f"{turns.num_queued} prompts are waiting; the queue holds {limit}, one request's {crowd_limit(limit)}"
             )
         request.begin(next(self._arrivals), self._clock(), self._seq_ids, self._eos_token_ids, self._max_model_len)
+        self._order.place(request)
         self._queues.join(request)
 
     # parked requests
@@ -172,12 +176,7 @@ class Scheduler:
 
         The block of the last token is left out, because it must be computed for its logits. ([], 0): do not search.
         """
-        size = self._blocks.block_size
-        num_whole = (len(request.prompt_token_ids) - 1) // size
-        num_here = self._memory.pin(request)
-        if num_here >= num_whole or not self._blocks.prefix_caching:
-            return [], 0
-        return request.sequences[0].hash_blocks(num_whole, size)[:], num_here
+        return self._memory.missing(request)
 
     def reserve(self, request: Request, prefix: int | None = None) -> LoadSpec | None:
         """Reserve blocks for the load `request.load_id`: for the part of a parked prompt that is not cached.
@@ -188,8 +187,7 @@ class Scheduler:
         """
         if request not in self._queues.parked or request.kv is not KvArrival.ABSENT:
             return None
-        load = self._memory.reserve(request, prefix)
-        if load is not None:
+        if (load := self._memory.reserve(request, prefix)) is not None:
             if prefix is None:
                 request.marks.reserved_s = self._clock()
             self._loads.append(load)
@@ -266,7 +264,7 @@ class Scheduler:
     def _queue_for_prefill(self, request: Request) -> None:
         for seq in request.heads:
             seq.awaits_first_decode = request.is_parted
-            self._queues.add(seq)
+            self._queues.add(seq, self._memory.num_cached(seq))
 
     def _unpark(self, request: Request) -> None:
         """Release the blocks that the request itself holds. Blocks that a load writes are quarantined. Idempotent."""
@@ -284,8 +282,25 @@ class Scheduler:
         loads, self._loads = self._loads, []
         return self._planner.plan(loads)
 
+    def sit_out(self, absent: frozenset[int]) -> None:
+        """Note the sequences that get no token in the newest step. Call it before the next `schedule`. Idempotent."""
+        for seq_id in absent:
+            seq = self._queues.sequences[seq_id]
+            if seq.status is not FINISHED and not seq.is_absent:
+                seq.sit_out()
+
+    def publishes(self, batch: Batch, result: StepResult) -> tuple[PublishSpec, ...]:
+        """What readers may read when the step has retired; call it before `update`.
+
+        The prompts of absent sequences are left out: the step that draws their token announces all of them.
+        """
+        leases = {self._queues.sequences[seq_id].request.lease_id for seq_id in result.absent}
+        return tuple(publish for publish in batch.publishes if publish.lease_id not in leases)
+
     def update(self, batch: Batch, result: StepResult) -> list[Update]:
         """Take a step's result: cache its computed blocks, append its sampled tokens, end the sequences that ended."""
+        self.sit_out(result.absent)
+        self._num_sat_out += len(result.absent)
         updates: list[Update] = []
         shared: dict[Request, list[SequenceTokens]] = {}  # of requests with several sequences
         samples = result.samples
@@ -297,10 +312,17 @@ class Scheduler:
             if seq.status is FINISHED:  # ended while the step ran
                 self._life.let_go(seq)
                 continue
-            seq.num_computed_tokens = num_computed = chunk.start + chunk.num_tokens
+            num_computed = chunk.start + chunk.num_tokens
+            if is_absent := seq.seq_id in result.absent:
+                num_computed -= 1
+            seq.num_computed_tokens = num_computed
+            if seq.num_queued_tokens:
+                self._queues.count_queued(seq, num_computed)
             if num_computed // block_size > len(seq.table.path):  # type: ignore[union-attr]
                 self._publish(seq)
-            if not chunk.num_samples:
+            if is_absent:
+                seq.is_absent = False
+            if is_absent or not chunk.num_samples:
                 continue
             seq.num_pending -= 1
             if seq.awaits_first_decode:
@@ -315,7 +337,9 @@ class Scheduler:
             if len(tokens) == 1:
                 seq.append(tokens[0].token_id)
             else:
-                tokens = self._append_run(seq, tokens)
+                tokens = seq.append_run(tokens)
+                if len(tokens) > 1:
+                    self._publish(seq)
             if seq.finish_reason is not None:
                 self._life.end(seq)
             report = SequenceTokens(seq.index, tokens, seq.finish_reason, seq.stop_token_id)
@@ -326,17 +350,8 @@ class Scheduler:
         updates += [Update(request, tuple(reports), request.finished) for request, reports in shared.items()]
         return updates
 
-    def _append_run(self, seq: Sequence, tokens: tuple[SampledToken, ...]) -> tuple[SampledToken, ...]:
-        """Append and cache a run of several tokens. Returns those up to the sequence's end."""
-        tokens = seq.append_run(tokens)
-        if len(tokens) > 1:
-            self._publish(seq)
-        return tokens
-
     def _publish(self, seq: Sequence) -> None:
-        assert seq.table is not None
-        size = self._blocks.block_size
-        self._news += self._blocks.publish(seq.table, seq.hash_blocks(seq.num_computed_tokens // size, size))
+        self._news += self._memory.publish(seq, seq.table, seq.num_computed_tokens)  # type: ignore[arg-type]
 
     def take_news(self) -> list[CachedBlock]:
         """Returns the computed blocks that were new to the cache since the last call. Their content is certain only
@@ -374,8 +389,7 @@ class Scheduler:
 
         If its prompt is still being computed, the request is aborted, and the returned Update says so.
         """
-        request = self._queues.prefills.get(lease_id)
-        if request is not None:
+        if (request := self._queues.prefills.get(lease_id)) is not None:
             return self.abort(request)
         self._blocks.end_lease(lease_id)
         return None

@@ -59,8 +59,10 @@ class Marks:
     """When events of a request happened, in seconds of the scheduler's clock; None: not yet."""
 
     arrived_s: float = 0.0
+    begun_s: float = 0.0  # it was admitted
     scheduled_s: float | None = None  # its prefill entered a step
     first_token_s: float | None = None  # its first token was sampled here
+    stream_s: float | None = None  # its first token here was known: sampled here or received; the stream began
     reserved_s: float | None = None
     loaded_s: float | None = None
     decode_scheduled_s: float | None = None  # first decode step after a load
@@ -74,11 +76,13 @@ class Request:
     """One admitted AddRequest. The scheduler fills `arrival`, `sequences` and everything below them."""
 
     message: AddRequest
-    seed: int  # the request's own, or drawn at admission
+    seed: int  # the client's, or the one that the API process drew
     lease_id: str | None = None  # PREFILL: the lease under which its blocks are promised
     lease_generation: int = 0  # for PublishSpec; `retract` raises it
     load_id: str | None = None  # TAKE_OVER: the load in progress; set it before `Scheduler.reserve`
     arrival: int = -1
+    since: int = -1  # its time of arrival in the units of `turn`
+    turn: int = -1  # place among the requests of its priority; see `queue_order`
     sequences: list[Sequence] = field(default_factory=list)
     num_live: int = 0  # sequences that have not ended
     is_parted: bool = False  # each sequence has its own tokens
@@ -90,12 +94,12 @@ class Request:
     marks: Marks = field(default_factory=Marks)
     group: Group[Sequence] = field(init=False, repr=False)  # shares slots and turns with its other requests
     is_queued: bool = True  # nothing of it has run yet
+    num_named: int = 0  # of `message.steps`: see `CacheNews`
 
     @classmethod
-    def from_message(cls, message: AddRequest, *, drawn_seed: int, lease_id: str | None = None) -> Request:
-        """`drawn_seed` is used when the request brings none."""
+    def from_message(cls, message: AddRequest, *, lease_id: str | None = None) -> Request:
         seed = message.sampling.seed
-        return cls(message, drawn_seed if seed is None else seed, lease_id)
+        return cls(message, message.drawn_seed if seed is None else seed, lease_id)
 
     @property
     def request_id(self) -> str:
@@ -120,7 +124,7 @@ class Request:
     @property
     def rank(self) -> tuple[int, ...]:
         """Smaller goes first and is preempted last."""
-        return (self.message.priority, self.arrival)
+        return (self.message.priority, self.turn, self.arrival)
 
     @property
     def claim(self) -> tuple[int, ...]:
@@ -162,8 +166,9 @@ class Request:
         self, arrival: int, now_s: float, seq_ids: Iterator[int], eos_token_ids: frozenset[int], max_model_len: int
     ) -> None:
         """Number the request and make its sequences. Until they part only the lead has tokens."""
-        self.arrival = arrival
+        self.arrival = self.since = self.turn = arrival
         self.marks.arrived_s = self.message.received_s or now_s
+        self.marks.begun_s = now_s
         sampling = self.sampling
         stop_ids = sampling.stop_ids(eos_token_ids)
         num_prompt, known = len(self.prompt_token_ids), self.message.known
@@ -175,12 +180,13 @@ class Request:
                 index=index,
                 request=self,
                 rank=(*self.rank, index),
-                seed=sequence_seed(self.seed, index),
+                seed=self.seed_of(index),
                 num_prompt_tokens=num_prompt,
                 stop_ids=stop_ids,
                 min_tokens=0 if sampling.grammar else sampling.min_tokens,  # see `GrammarMasks`
                 max_len=min(num_prompt + self.message.max_output_tokens, max_model_len),
                 token_ids=[*self.prompt_token_ids, *known[index]] if self.is_parted else [],
+                num_given_tokens=len(known[index]) if self.is_parted else 0,
             )
             for index in range(sampling.n)
         ]
@@ -189,9 +195,21 @@ class Request:
             lead.token_ids = list(self.prompt_token_ids)
             lead.num_samples = sampling.n
 
+    def seed_of(self, index: int) -> int:
+        """The seed of its sequence `index`."""
+        numbers = self.message.sequence_numbers
+        return sequence_seed(self.seed, numbers[index] if numbers else index)
+
+    def set_place(self, since: int, turn: int) -> None:
+        """Set the request's place in its priority. No queue may have it yet."""
+        self.since, self.turn = since, turn
+        for seq in self.sequences:
+            seq.rank = (*self.rank, seq.index)
+
     def mark_first_decode(self, now_s: float) -> None:
         """Note the first decode step of a request with KV from another node."""
         marks = self.marks
+        marks.stream_s = marks.stream_s or now_s
         if marks.loaded_s is None:
             marks.first_token_s = marks.first_token_s or now_s
         else:
@@ -250,10 +268,14 @@ class Sequence:
     num_pending: int = 0  # tokens that running steps sample, one per step: their positions are known, their values not
     num_in_flight: int = 0  # steps that still run and touch this sequence
     num_announced_tokens: int = 0  # PREFILL: announced to the lease's reader
+    num_queued_tokens: int = 0  # its part of `Queues.num_queued_tokens`
+    num_queued_keys: int = 0
     num_cached_tokens: int = 0
     num_external_tokens: int = 0
+    num_given_tokens: int = 0  # of its output, known at admission
     num_samples: int = 1  # sampled when a chunk reaches the last token; n for a lead before the sequences part
     in_worker: bool = False  # the worker has a row for it
+    is_absent: bool = False  # the step that runs draws no token for it: see `sit_out`
     awaits_first_decode: bool = (
         False  # its KV or first token came from another node, and no decode step followed; for the timeline
     )
@@ -274,6 +296,23 @@ class Sequence:
     def num_remaining_tokens(self) -> int:
         """Known or certain tokens that no step computes yet. 1 in a decode."""
         return len(self.token_ids) + self.num_pending - self.num_scheduled_tokens
+
+    def sit_out(self) -> None:
+        """Take the last token of the newest step's chunk back: the step draws no token behind it.
+
+        The last token is computed and drawn again, in the same place and with the same random number. Until the step
+        retires:
+
+            position of the token    not pending, so no step is planned behind it
+            KV of the last token     not counted as computed, so its block stays out of the prefix cache and is the
+                                     sequence's own when the next chunk writes it again
+            the last blocks          not announced to a lease's reader (`Scheduler.publishes`)
+            blocks                   stay with the sequence: it is in flight
+        """
+        self.is_absent = True
+        self.num_pending -= 1
+        self.num_scheduled_tokens -= 1
+        self.num_announced_tokens = min(self.num_announced_tokens, self.num_scheduled_tokens)
 
     def append(self, token_id: int) -> None:
         """Add an output token, and end when it is a stop token, or the last that is allowed.

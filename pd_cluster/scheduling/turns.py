@@ -7,17 +7,17 @@ The *claim* of a sequence that waits, smaller first:
 
     priority    of its request
     slots       that its group holds
-    turn        when its group last had one, or when the request arrived, whichever is later
+    turn        when its group last had one, or the request's (`queue_order`), whichever is later
     arrival     of its request, within the group
 
 So groups take turns: one that has just had a turn stands behind all that wait now, before all that come later. A group
-of one sequence holds no slot while that waits, and has its turn when it arrived: among such groups the order is that of
-arrival, as it is among the sequences of one group.
+of one sequence holds no slot while that waits: among such groups the order is that of `Request.turn`, as it is among
+the sequences of one group. First in, first out, that is when the request arrived; shortest first, later by its work.
 
 Invariants, of sequences of equal priority:
 
     a group takes a slot from another only if that holds at least two more, so each exchange makes them more equal;
-    every group that waits with no slot is passed by no group that arrives later: none starves.
+    every group that waits with no slot is passed by no group that arrives after its turn: none starves.
 
 Pure policy: it knows neither steps nor blocks.
 """
@@ -73,7 +73,7 @@ class Turns:
         group.num_requests += 1
         group.num_queued += 1
         self.num_queued += 1
-        self._last_arrival = request.arrival
+        self._last_arrival = request.since
         if group.num_requests > 1 or request.sampling.n > 1:
             group.is_shared = True
             self._shared.add(group)

@@ -11,12 +11,15 @@ from starlette.responses import Response
 
 from pd_cluster.errors import EngineUnavailable, PdError
 from pd_http.body import ClientGone, read_body
+from pd_http.dialects import dialect_of
 from pd_http.reply import DisconnectWatch, Reply
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
+    from pd_cluster.server.feed_hub import ChargeMark
     from pd_cluster.server.state import NodeState
+    from pd_http.dialect import Dialect
 
 logger = logging.getLogger("pd_cluster.server")
 
@@ -26,8 +29,8 @@ class CountedReply(Reply):
 
     __slots__ = ("endpoint",)
 
-    def __init__(self, send: Send, endpoint: str) -> None:
-        super().__init__(send)
+    def __init__(self, send: Send, endpoint: str, dialect: Dialect) -> None:
+        super().__init__(send, dialect)
         self.endpoint = endpoint
 
 
@@ -37,20 +40,25 @@ Work = Callable[[CountedReply, bytes], Awaitable[None]]
 class AnswerTask(Response):
     """Runs `work(reply, body)`. The client gets its errors; its outcome is counted under `reply.endpoint`."""
 
-    def __init__(self, state: NodeState, endpoint: str, work: Work) -> None:
+    def __init__(self, state: NodeState, endpoint: str, work: Work, charge: ChargeMark) -> None:
         self._state = state
         self._endpoint = endpoint
         self._work = work
+        self._charge = charge
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = CountedReply(send, self._endpoint)
+        reply = CountedReply(send, self._endpoint, dialect_of(scope["path"]))
+        role = self._state.role
+        role_changes = role.take()
         self._state.num_in_flight += 1
         self._state.metrics.in_flight.inc()
         try:
             outcome = await self._run(reply, scope, receive)
         finally:
+            self._charge.end()
             self._state.num_in_flight -= 1
+            role.drop(role_changes)
             self._state.metrics.in_flight.dec()
         self._state.metrics.requests.labels(reply.endpoint, outcome).inc()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 import uuid
 from functools import partial
@@ -16,21 +17,31 @@ from starlette.responses import Response
 
 from pd_cluster import __version__
 from pd_cluster.server.answer_task import AnswerTask
-from pd_cluster.server.endpoints import Caller, chat_completions, completions
+from pd_cluster.server.caller import Caller
+from pd_cluster.server.endpoints import chat_completions, completions, messages, responses
+from pd_cluster.server.feed_hub import ChargeMark
+from pd_cluster.server.feed_route import feed_route
 from pd_cluster.server.meta_routes import admin_routes
+from pd_cluster.server.order_routes import order_routes
+from pd_cluster.server.request_id import MAX_REQUEST_ID_CHARS, is_request_id
+from pd_cluster.server.status_routes import status_routes
 from pd_cluster.server.takeover_policy import GROUP_HEADER
+from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
 from pd_http.body import ClientGone
+from pd_http.cross_origin import cross_origin
+from pd_http.dialects import MESSAGES, RESPONSES
 from pd_http.exception_handlers import exception_handlers
+from pd_http.frames import FRAMES_HEADER, FRAMES_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from pd_cluster.server.answer_task import CountedReply
     from pd_cluster.server.state import NodeState
 
 CONNECT_DEADLINE_S = 3.0  # to a prefill node
-MAX_REQUEST_ID_CHARS = 128
 
 
 def create_app(state: NodeState) -> FastAPI:
@@ -52,38 +63,69 @@ def create_app(state: NodeState) -> FastAPI:
         version=__version__,
         lifespan=lifespan,
         openapi_url=None,  # no /docs either
+        middleware=cross_origin(state.config.http),
         exception_handlers=exception_handlers() | {ClientGone: _on_client_gone},
     )
     state.metrics.add_engine(lambda: state.engine.stats, partial(_node_info, state), lambda: state.engine.num_freezes)
     app.add_middleware(RequestIdMiddleware)
     app.include_router(admin_routes(state))
+    app.include_router(status_routes(state))
+    app.include_router(order_routes(state))
+    app.include_router(feed_route(state))
 
     @app.post("/v1/chat/completions", response_class=Response)
     async def chat_route(request: Request) -> Response:
-        return AnswerTask(state, "chat", partial(chat_completions, state, _caller(request)))
+        return _answer(state, request, "chat", chat_completions)
 
     @app.post("/v1/completions", response_class=Response)
     async def completions_route(request: Request) -> Response:
-        return AnswerTask(state, "completions", partial(completions, state, _caller(request)))
+        return _answer(state, request, "completions", completions)
+
+    @app.post(MESSAGES, response_class=Response)
+    async def messages_route(request: Request) -> Response:
+        return _answer(state, request, "messages", messages)
+
+    @app.post(RESPONSES, response_class=Response)
+    async def responses_route(request: Request) -> Response:
+        return _answer(state, request, "responses", responses)
 
     return app
 
 
-def _caller(request: Request) -> Caller:
+def _answer(
+    state: NodeState,
+    request: Request,
+    endpoint: str,
+    work: Callable[[NodeState, Caller, CountedReply, bytes], Awaitable[None]],
+) -> AnswerTask:
+    caller = _caller(request, ChargeMark(state.feed, request.headers.get(CHARGE_HEADER, "")))
+    return AnswerTask(state, endpoint, partial(work, state, caller), caller.charge)
+
+
+def _caller(request: Request, charge: ChargeMark) -> Caller:
     """A request from D names its group; any other request gets a new one: 122 random bits, which no answer contains."""
     wants_stream = request.headers.get("x-pd-ticket") == "stream"
     group = request.headers.get(GROUP_HEADER, "")[:MAX_REQUEST_ID_CHARS] or uuid.uuid4().hex
-    return Caller(request.state.request_id, group, wants_stream, time.monotonic())
+    wants_frames = request.headers.get(FRAMES_HEADER) == FRAMES_VERSION
+    return Caller(
+        request_id=request.state.request_id,
+        group=group,
+        wants_ticket_stream=wants_stream,
+        wants_frames=wants_frames,
+        started_s=time.monotonic(),
+        drawn_seed=secrets.randbits(63),
+        charge=charge,
+        prefill_charge=request.headers.get(PREFILL_CHARGE_HEADER, ""),
+    )
 
 
 def _node_info(state: NodeState) -> dict[str, str] | None:
     ready = state.engine.ready
     if ready is None:
         return None
-    server = state.config.server
     return {
         "node_id": state.node_id,
-        "role": server.role,
+        "role": state.role.name,
         "model": state.model_name,
         "engine_id": ready.engine_id,
         "connector": ready.connector,
@@ -109,8 +151,7 @@ class RequestIdMiddleware:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        usable = 0 < len(given) <= MAX_REQUEST_ID_CHARS and given.isascii() and given.isprintable()
-        request_id = given if usable else uuid.uuid4().hex
+        request_id = given if is_request_id(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:

@@ -10,9 +10,11 @@ import orjson
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.protocol.messages import FinishReason
+from pd_cluster.server.answer_extras import NO_EXTRAS, AnswerExtras, more_fields
 from pd_cluster.server.logprobs import chat_logprobs
 from pd_cluster.server.output_parser import Reasoning, ToolCall
 from pd_cluster.server.schema import NOT_JSON
+from pd_http.sse import SSE_DONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from pd_cluster.server.output_parser import Part
     from pd_cluster.server.schema import ChatBody, TokenizeBody
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def chat_num_logprobs(body: ChatBody) -> int | None:
@@ -30,24 +32,6 @@ def chat_num_logprobs(body: ChatBody) -> int | None:
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
-
-
-def check_tools(body: ChatBody) -> None:
-    """Raises InvalidRequest when the model may call a tool: the call would come back as text."""
-    choice = body.tool_choice
-    if choice not in (None, "none", "auto"):
-        raise InvalidRequest(
-            "tool_choice must be none: the model cannot be made to call a tool", "tool_choice", "unsupported_value"
-        )
-    if choice == "auto" and not body.tools:
-        raise InvalidRequest("tool_choice auto needs tools", "tool_choice")
-    if body.tools and choice != "none":
-        raise InvalidRequest(
-            "tools is not supported: this server has no tool-call parser, so a call would come back as text; "
-            'with tool_choice "none" the request is answered without tools',
-            "tools",
-            "unsupported_parameter",
-        )
 
 
 def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
@@ -77,6 +61,7 @@ def _normal_message(message: dict[str, Any], place: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in _ROLES:
         raise InvalidRequest(f"{place}.role must be one of {', '.join(_ROLES)}", "messages")
+    message = _without_functions(message, place)
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(_part_text(part, f"{place}.content[{i}]") for i, part in enumerate(content))
@@ -93,6 +78,19 @@ def _normal_message(message: dict[str, Any], place: str) -> dict[str, Any]:
     return normal
 
 
+def _without_functions(message: dict[str, Any], place: str) -> dict[str, Any]:
+    """OpenAI's older form of a call and of its result in the newer form, the only one that chat templates read."""
+    if message["role"] == "function":
+        if not isinstance(message.get("name"), str):
+            raise InvalidRequest(f"{place}.name must be the name of the function", "messages")
+        return message | {"role": "tool"}
+    if message["role"] == "tool" and not isinstance(message.get("tool_call_id"), str):
+        raise InvalidRequest(f"{place}.tool_call_id must be the id of a call", "messages")
+    if message.get("function_call") is not None and not message.get("tool_calls"):
+        message = message | {"tool_calls": [{"function": message["function_call"]}]}
+    return message
+
+
 def _part_text(part: Any, place: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", "refusal"):
@@ -105,37 +103,57 @@ def _part_text(part: Any, place: str) -> str:
 
 def _normal_calls(calls: Any, place: str) -> list[dict[str, Any]]:
     """The tool calls with their arguments, which clients send as JSON text, as objects, which templates expect."""
-    if not isinstance(calls, list) or not all(
-        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
-    ):
+    if not isinstance(calls, list):
         raise InvalidRequest(f"{place} must be a list of function calls", "messages")
-    normal = []
-    for call in calls:
-        function = call["function"]
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
-            except NOT_JSON as error:
-                raise InvalidRequest(f"{place}: arguments is not valid JSON", "messages") from error
-        normal.append(call | {"function": function | {"arguments": arguments}})
-    return normal
+    return [_normal_call(call, f"{place}[{i}]") for i, call in enumerate(calls)]
+
+
+def _normal_call(call: Any, place: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise InvalidRequest(f"{place} must be a function call", "messages")
+    if not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"{place}.function.name must be a string", "messages")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
+        except NOT_JSON as error:
+            raise InvalidRequest(f"{place}.function.arguments is not valid JSON", "messages") from error
+    if not isinstance(arguments, dict | None):
+        raise InvalidRequest(f"{place}.function.arguments must be a JSON object", "messages")
+    normal: dict[str, Any] = function | {"arguments": arguments or {}}
+    return {"type": "function", **call, "function": normal}
 
 
 class ChatShape:
     """`chat.completion` and its chunks. The constant part of a chunk is encoded once."""
 
+    needs_usage = False
+    end = SSE_DONE
+
     def __init__(
-        self, request_id: str, model: str, vocabulary: Vocabulary, *, with_logprobs: bool, include_usage: bool
+        self,
+        request_id: str,
+        model: str,
+        vocabulary: Vocabulary,
+        *,
+        with_logprobs: bool,
+        include_usage: bool,
+        extras: AnswerExtras = NO_EXTRAS,
+        created: int | None = None,
     ) -> None:
+        """`created`: Unix seconds; None: now."""
+        self.created = int(time.time()) if created is None else created
         self._head = {
             "id": f"chatcmpl-{request_id}",
             "object": "chat.completion.chunk",
-            "created": int(time.time()),
+            "created": self.created,
             "model": model,
         }
         self._vocabulary = vocabulary
         self._with_logprobs = with_logprobs
+        self._extras = extras
         self._started: set[int] = set()  # choices that have sent their role
         self._calling: set[int] = set()  # choices with a tool call
         self._before = (
@@ -148,16 +166,18 @@ class ChatShape:
         after = self._after if usage is None else b'}],"usage":%s}\n\n' % orjson.dumps(usage)
         if index not in self._started:
             self._started.add(index)
-            events.append(self._event(index, b'{"role":"assistant","content":""}', after))
+            prompt = more_fields(self._extras.prompt_ids(index))  # a field of the chunk, not of the choice
+            events.append(self._event(index, b'{"role":"assistant","content":""}', b"}]" + prompt + after[2:]))
         show_logprobs = self._with_logprobs and output.tokens
-        if output.parts or show_logprobs:
+        ids = self._extras.output_ids(output.tokens) if output.tokens else {}
+        if output.parts or show_logprobs or ids:
             delta = _message(output.parts)
             if "tool_calls" in delta:
                 self._calling.add(index)
-            logprobs = orjson.dumps(chat_logprobs(self._vocabulary, output.tokens)) if show_logprobs else b"null"
+            logprobs = orjson.dumps(self._logprobs(output) if output.tokens else None) + more_fields(ids)
             events.append(self._event(index, orjson.dumps(delta), after, logprobs))
         if output.finish_reason is not None:
-            reason = _finish_reason(output.finish_reason, index in self._calling)
+            reason = _finish_reason(output, has_calls=index in self._calling)
             end = b'%s,"stop_reason":%s' % (orjson.dumps(reason), orjson.dumps(output.stop_reason))
             events.append(self._event(index, b"{}", after, finish_reason=end))
         return b"".join(events)
@@ -167,20 +187,26 @@ class ChatShape:
 
     def body(self, choices: Sequence[ChoiceOutput], usage: dict[str, Any]) -> dict[str, Any]:
         shaped = [self._choice(index, choice) for index, choice in enumerate(choices)]
-        return self._head | {"object": "chat.completion", "choices": shaped, "usage": usage}
+        more = self._extras.prompt_ids(0)
+        return self._head | {"object": "chat.completion", "choices": shaped, "usage": usage} | more
 
     def _choice(self, index: int, choice: ChoiceOutput) -> dict[str, Any]:
         said = _message(choice.parts)
         calls = said.get("tool_calls", ())
         for call in calls:
             del call["index"]  # the calls of a whole message are in order
-        return {
+        return self._extras.output_ids(choice.tokens) | {
             "index": index,
             "message": {"role": "assistant", "content": None, "refusal": None} | said,
-            "logprobs": chat_logprobs(self._vocabulary, choice.tokens) if self._with_logprobs else None,
-            "finish_reason": _finish_reason(choice.finish_reason, bool(calls)),
+            "logprobs": self._logprobs(choice),
+            "finish_reason": _finish_reason(choice, has_calls=bool(calls)),
             "stop_reason": choice.stop_reason,
         }
+
+    def _logprobs(self, output: ChoiceOutput) -> dict[str, Any] | None:
+        if not self._with_logprobs:
+            return None
+        return chat_logprobs(self._vocabulary, output.tokens, names_are_ids=self._extras.names_are_ids)
 
     def _event(
         self, index: int, delta: bytes, after: bytes, logprobs: bytes = b"null", finish_reason: bytes = b"null"
@@ -196,7 +222,8 @@ def _message(parts: Sequence[Part]) -> dict[str, Any]:
         return {"content": "".join(content)}
     message: dict[str, Any] = {"content": "".join(content)} if content else {}
     if reasoning := [part.text for part in parts if isinstance(part, Reasoning)]:
-        message["reasoning_content"] = "".join(reasoning)
+        # vLLM's newer name, and the one of DeepSeek that most clients read
+        message["reasoning"] = message["reasoning_content"] = "".join(reasoning)
     if calls := _tool_calls(part for part in parts if isinstance(part, ToolCall)):
         message["tool_calls"] = calls
     return message
@@ -214,6 +241,7 @@ def _tool_calls(pieces: Iterable[ToolCall]) -> list[dict[str, Any]]:
     return list(calls.values())
 
 
-def _finish_reason(reason: FinishReason | None, has_calls: bool) -> str | None:
-    """OpenAI's word. A choice that was cut off is "length", even inside a tool call."""
-    return "tool_calls" if has_calls and reason is FinishReason.STOP else reason
+def _finish_reason(output: ChoiceOutput, *, has_calls: bool) -> str | None:
+    """OpenAI's word. A choice that was cut off is "length", even inside a tool call; "stop" if it ended inside one."""
+    is_called = has_calls and not output.has_cut_call and output.finish_reason is FinishReason.STOP
+    return "tool_calls" if is_called else output.finish_reason

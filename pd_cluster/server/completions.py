@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from pd_cluster.errors import InvalidRequest
+from pd_cluster.server.answer_extras import NO_EXTRAS, AnswerExtras, more_fields
 from pd_cluster.server.logprobs import completion_logprobs
-from pd_cluster.server.sampling import check_num_tokens
+from pd_cluster.server.sampling import check_num_tokens, last_tokens
 from pd_cluster.server.schema import MAX_PROMPTS, CompletionBody, decode_value
+from pd_http.sse import SSE_DONE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,10 +49,18 @@ def prompts_of(body: CompletionBody, vocab_size: int, max_model_len: int) -> lis
             raise InvalidRequest("prompt must not be empty", "prompt")
         if isinstance(prompt, str):
             continue
-        check_num_tokens(len(prompt), max_model_len, "prompt")  # first: min and max read every id
+        check_num_tokens(len(last_tokens(prompt, body)), max_model_len, "prompt")  # first: min and max read every id
         if not (min(prompt) >= 0 and max(prompt) < vocab_size):
             raise InvalidRequest(f"prompt has token ids outside the vocabulary 0..{vocab_size - 1}", "prompt")
     return prompts
+
+
+def check_echo(body: CompletionBody) -> None:
+    """Raises InvalidRequest for the logprobs of an echoed prompt."""
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequest(
+            "echo excludes logprobs: the prompt's logprobs are not computed", "echo", "unsupported_value"
+        )
 
 
 def check_best_of(body: GenerationBody) -> None:
@@ -62,17 +72,32 @@ def check_best_of(body: GenerationBody) -> None:
 class CompletionShape:
     """`text_completion` and its chunks: content only, no parser runs. The constant part of a chunk is encoded once."""
 
+    needs_usage = False
+    end = SSE_DONE
+
     def __init__(
-        self, request_id: str, model: str, vocabulary: Vocabulary, *, with_logprobs: bool, include_usage: bool
+        self,
+        request_id: str,
+        model: str,
+        vocabulary: Vocabulary,
+        *,
+        with_logprobs: bool,
+        include_usage: bool,
+        extras: AnswerExtras = NO_EXTRAS,
+        created: int | None = None,
     ) -> None:
+        """`created`: Unix seconds; None: now."""
+        self.created = int(time.time()) if created is None else created
         self._head = {
             "id": f"cmpl-{request_id}",
             "object": "text_completion",
-            "created": int(time.time()),
+            "created": self.created,
             "model": model,
         }
         self._vocabulary = vocabulary
         self._with_logprobs = with_logprobs
+        self._extras = extras
+        self._begun: set[int] = set()  # choices of which a chunk was sent
         self._offsets: dict[int, int] = {}  # choice -> number of characters before the next token
         self._before = (
             b"data: " + orjson.dumps(self._head)[:-1].replace(b"%", b"%%") + b',"choices":[{"index":%d,"text":'
@@ -80,19 +105,21 @@ class CompletionShape:
         self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
 
     def chunk(self, index: int, output: ChoiceOutput, usage: dict[str, Any] | None = None) -> bytes:
-        logprobs = b"null"
+        logprobs, extras = b"null", self._extras
         if self._with_logprobs and output.tokens:
-            shaped, self._offsets[index] = completion_logprobs(
-                self._vocabulary, output.tokens, self._offsets.get(index, 0)
-            )
+            shaped, self._offsets[index] = self._logprobs(output, self._offsets.get(index, 0))
             logprobs = orjson.dumps(shaped)
-        elif not output.parts and output.finish_reason is None:
+        elif not output.parts and output.finish_reason is None and not (extras.token_ids and output.tokens):
             return b""
+        text, ids = _text(output), extras.output_ids(output.tokens)
+        if index not in self._begun:
+            self._begun.add(index)
+            text, ids = extras.echo(index) + text, ids | extras.prompt_ids(index)
         end = b"null"
         if output.finish_reason is not None:
             end = b'"%s","stop_reason":%s' % (output.finish_reason.encode(), orjson.dumps(output.stop_reason))
         after = self._after if usage is None else b'}],"usage":%s}\n\n' % orjson.dumps(usage)
-        rest = b'%s,"logprobs":%s,"finish_reason":%s%s' % (orjson.dumps(_text(output)), logprobs, end, after)
+        rest = b'%s,"logprobs":%s%s,"finish_reason":%s%s' % (orjson.dumps(text), logprobs, more_fields(ids), end, after)
         return self._before % index + rest
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
@@ -100,16 +127,20 @@ class CompletionShape:
 
     def body(self, choices: Sequence[ChoiceOutput], usage: dict[str, Any]) -> dict[str, Any]:
         def shaped(index: int, choice: ChoiceOutput) -> dict[str, Any]:
-            logprobs = completion_logprobs(self._vocabulary, choice.tokens, 0)[0] if self._with_logprobs else None
-            return {
+            ids = self._extras.output_ids(choice.tokens) | self._extras.prompt_ids(index)
+            return ids | {
                 "index": index,
-                "text": _text(choice),
-                "logprobs": logprobs,
+                "text": self._extras.echo(index) + _text(choice),
+                "logprobs": self._logprobs(choice, 0)[0] if self._with_logprobs else None,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
             }
 
         return self._head | {"choices": [shaped(i, choice) for i, choice in enumerate(choices)], "usage": usage}
+
+    def _logprobs(self, output: ChoiceOutput, offset: int) -> tuple[dict[str, Any], int]:
+        names_are_ids = self._extras.names_are_ids
+        return completion_logprobs(self._vocabulary, output.tokens, offset, names_are_ids=names_are_ids)
 
 
 def _text(output: ChoiceOutput) -> str:

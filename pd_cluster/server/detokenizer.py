@@ -6,7 +6,11 @@ import codecs
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
+
+# Precedes the text of a marker, so that a parser can tell the token from the same characters. Decoded text never has
+# it: a lone surrogate is not UTF-8.
+MARK = "\udc80"
 
 
 class Vocabulary(Protocol):
@@ -65,7 +69,8 @@ def _borders(text: str) -> list[int]:
 class Detokenizer:
     """The text of one sequence. `push` each token once, `flush` at the end.
 
-    `stop` is the stop string that ended it. The first `min_tokens` tokens are not searched for stop strings.
+    `stop` is the stop string that ended it. The first `min_tokens` tokens are not searched for stop strings. The text
+    of `markers` (token ids) is shown, special or not, and follows `MARK`.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class Detokenizer:
         include_stop: bool = False,
         skip_special: bool = True,
         min_tokens: int = 0,
+        markers: Collection[int] = (),
     ) -> None:
         self._vocabulary = vocabulary
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
@@ -83,6 +89,7 @@ class Detokenizer:
         self._include_stop = include_stop
         self._skip_special = skip_special
         self._min_tokens = min_tokens
+        self._markers = markers
         self._held = ""
         self.num_tokens = 0
         self.stop: str | None = None
@@ -90,7 +97,12 @@ class Detokenizer:
     def push(self, token_id: int, *, hidden: bool = False) -> str:
         """The text that became certain. `hidden`: the token is counted and shows no text (a stop token)."""
         self.num_tokens += 1
-        if hidden or (self._skip_special and self._vocabulary.is_special(token_id)):
+        if hidden:
+            return ""
+        if token_id in self._markers:
+            marker = self._vocabulary.token_bytes(token_id)
+            return self._release(f"{self._decode(marker)[: -len(marker.decode())]}{MARK}{marker.decode()}")
+        if self._skip_special and self._vocabulary.is_special(token_id):
             return ""
         return self._release(self._decode(self._vocabulary.token_bytes(token_id)))
 

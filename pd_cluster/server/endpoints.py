@@ -1,7 +1,8 @@
-"""POST /v1/chat/completions and /v1/completions: from a body to generation requests and the way to answer them."""
+"""The generating endpoints: from a body to generation requests and the way to answer them."""
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,60 +10,73 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from pd_cluster.errors import EngineUnavailable, InvalidRequest, Overloaded
+from pd_cluster.errors import EngineUnavailable, InvalidRequest
 from pd_cluster.protocol.messages import Work
-from pd_cluster.scheduling.turns import crowd_limit
-from pd_cluster.server.chat import ChatShape, chat_num_logprobs, check_tools, normal_messages, template_options
-from pd_cluster.server.completions import DEFAULT_MAX_TOKENS, CompletionShape, Prompt, check_best_of, prompts_of
+from pd_cluster.server.answer_extras import AnswerExtras
+from pd_cluster.server.chat import ChatShape, chat_num_logprobs, normal_messages, template_options
+from pd_cluster.server.chat_grammar import chat_grammar_source, check_format, parser_options
+from pd_cluster.server.completions import (
+    DEFAULT_MAX_TOKENS,
+    CompletionShape,
+    Prompt,
+    check_echo,
+    prompts_of,
+)
+from pd_cluster.server.continuation import check_prompt, known_answer, resume
 from pd_cluster.server.fields import ignored_header
-from pd_cluster.server.generation_request import GenerationRequest, KvSource
+from pd_cluster.server.generation_request import GenerationRequest, KnownAnswer, KvSource
 from pd_cluster.server.generation_stream import GenerationStream
 from pd_cluster.server.grammar_source import grammar_source
+from pd_cluster.server.messages_shape import MessagesShape
+from pd_cluster.server.output_parser import DEFAULT_OPTIONS, ParserOptions
 from pd_cluster.server.prefill_endpoint import (
     answer_prefill_stream,
     answer_prefill_whole,
     answer_without_prefill,
     keeping_alive,
 )
-from pd_cluster.server.response import answer_stream, answer_whole
+from pd_cluster.server.prompt_steps import NO_STEPS, PromptSteps, given_steps, names_for
+from pd_cluster.server.reasoning_options import reasoning_options
+from pd_cluster.server.request_checks import check_common, check_lists, check_queue_room, disabled_fields
+from pd_cluster.server.response import ResponseShape, answer_stream, answer_whole, stream_head
+from pd_cluster.server.responses_shape import ResponsesShape
 from pd_cluster.server.sampling import (
     SAMPLING_PARAM,
     check_logits_args,
     check_min_tokens,
     check_room_for_output,
     decode_sampling,
+    last_tokens,
     sampling_params,
     text_options,
 )
 from pd_cluster.server.schema import (
-    MAX_LISTED_TOKENS,
     ChatBody,
     CompletionBody,
     GenerationBody,
     KvTransferParams,
     decode_body,
 )
+from pd_cluster.server.stream_writer import EventWriter, FrameWriter
 from pd_cluster.server.takeover_policy import Tokenize, choose_kv_source
+from pd_cluster.server.template_stability import Decider
+from pd_cluster.server.tool_use import tool_use
+from pd_cluster.server.translated_body import translated
+from pd_http.dialects import MESSAGES, RESPONSES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.server.answer_task import CountedReply
+    from pd_cluster.server.caller import Caller
+    from pd_cluster.server.grammar_source import GrammarSource
     from pd_cluster.server.output_parser import ParserFactory
     from pd_cluster.server.state import NodeState
+    from pd_cluster.server.stream_writer import StreamWriter
+    from pd_http.frames import Continuation
 
 Generating = TypeVar("Generating", bound=GenerationBody)
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Values of the request's headers, and its time of arrival."""
-
-    request_id: str
-    group: str  # see `GenerationRequest.group`
-    wants_ticket_stream: bool
-    started_s: float  # monotonic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +86,23 @@ class _Call:
     body: GenerationBody
     prompts: Sequence[Tokenize]
     logprobs: int | None  # alternatives for each token; None: no logprobs
-    shape: type[ChatShape | CompletionShape]
+    shape: Callable[..., ResponseShape]
     echo_ids: bool  # the caller sent text, so a prefill leg answers with its token ids
     prompt_field: str
+    source: Callable[[], Awaitable[GrammarSource | None]]  # of the output's grammar
     default_max_tokens: int | None = None
     parser: ParserFactory | None = None
+    parser_options: ParserOptions = DEFAULT_OPTIONS
     grammar: str = ""  # of the output
+    bad_words: tuple[tuple[int, ...], ...] = ()  # as token ids
+    echoes: Sequence[Prompt] = ()  # with `echo`: the prompts as they came
+    known: KnownAnswer | None = None  # of a stream that another node has begun
+    names: PromptSteps | None = None  # of the blocks of a single prompt; None: no router asks for them
+
+    @property
+    def continuation(self) -> Continuation | None:
+        params = self.body.kv_transfer_params
+        return None if params is None else params.continuation
 
     @property
     def is_prefill_leg(self) -> bool:
@@ -87,28 +112,67 @@ class _Call:
 
 async def chat_completions(state: NodeState, caller: Caller, reply: CountedReply, raw: bytes) -> None:
     """Serve `POST /v1/chat/completions`: generate for the body `raw`, and answer through `reply`. Raises PdError."""
-    body = _decoded(state, reply, raw, ChatBody)
+    await _chat(state, caller, reply, raw, ChatShape)
+
+
+async def messages(state: NodeState, caller: Caller, reply: CountedReply, raw: bytes) -> None:
+    """Serve `POST /v1/messages`, as a chat request. Raises PdError."""
+    one = translated(MESSAGES, raw)
+    if "max_tokens" not in one.given:
+        raise InvalidRequest("max_tokens is required", "max_tokens", "missing_required_parameter")
+    await _chat(state, caller, reply, one.chat, MessagesShape, one.ignored)
+
+
+async def responses(state: NodeState, caller: Caller, reply: CountedReply, raw: bytes) -> None:
+    """Serve `POST /v1/responses`, as a chat request. Raises PdError."""
+    one = translated(RESPONSES, raw)
+    await _chat(state, caller, reply, one.chat, partial(ResponsesShape, one.given), one.ignored)
+
+
+async def _chat(
+    state: NodeState,
+    caller: Caller,
+    reply: CountedReply,
+    raw: bytes,
+    shape: Callable[..., ResponseShape],
+    ignored: Iterable[str] = (),
+) -> None:
+    """`raw`: a chat body. `ignored`: members of the client's own body that nothing reads."""
+    body = _decoded(state, reply, raw, ChatBody, ignored)
     logprobs = chat_num_logprobs(body)
-    check_tools(body)
-    messages, options = normal_messages(body.messages), template_options(body)
+    use = tool_use(body)
+    check_format(use, state.tool_format, has_parser=state.output_parser is not None)
+    messages = normal_messages(body.messages)
+    options = reasoning_options(body) | template_options(body)
+    params = body.kv_transfer_params
+    # A stream that goes on behind midnight has the prompt of the day on which it began
+    began_s = None if params is None or params.continuation is None else params.continuation.head.created
+    names = names_for(state, body, raw) if began_s is None or not state.tokenizer.writes_date else None
+    contents = [message.get("content") or "" for message in messages]
 
     async def tokenize() -> list[int]:
-        return await state.tokenizer.encode_chat(
+        prompt = await state.tokenizer.encode_chat(
             messages,
-            None,
+            use.shown,
             options,
             max_tokens=state.ready.max_model_len,
             add_special_tokens=bool(body.add_special_tokens),
+            note=None if names is None else lambda encoded, deciders: names.name_text(encoded, contents, deciders),
+            at_s=began_s,
         )
+        return last_tokens(prompt, body)
 
     call = _Call(
         body=body,
         prompts=[tokenize],
         logprobs=logprobs,
-        shape=ChatShape,
+        shape=shape,
         echo_ids=True,
         prompt_field="messages",
+        source=partial(chat_grammar_source, body, use, state.tool_format, state.tokenizer, options),
         parser=state.output_parser,
+        parser_options=parser_options(body, use),
+        names=names,
     )
     await _generate(state, caller, reply, call)
 
@@ -116,16 +180,22 @@ async def chat_completions(state: NodeState, caller: Caller, reply: CountedReply
 async def completions(state: NodeState, caller: Caller, reply: CountedReply, raw: bytes) -> None:
     """Serve `POST /v1/completions`: generate for the body `raw`, and answer through `reply`. Raises PdError."""
     body = _decoded(state, reply, raw, CompletionBody)
+    check_echo(body)
     prompts = prompts_of(body, state.tokenizer.vocab_size, state.ready.max_model_len)
+    names = names_for(state, body, raw) if len(prompts) == 1 else None
 
     async def tokenize(prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            return prompt
-        return await state.tokenizer.encode(
+            if names is not None:
+                await asyncio.to_thread(names.name_ids, len(prompt))
+            return last_tokens(prompt, body)
+        token_ids = await state.tokenizer.encode(
             prompt,
             max_tokens=state.ready.max_model_len,
             add_special_tokens=body.add_special_tokens is not False,
+            note=None if names is None else lambda encoded: names.name_text(encoded, [prompt], [Decider(0)]),
         )
+        return last_tokens(token_ids, body)
 
     call = _Call(
         body=body,
@@ -134,7 +204,10 @@ async def completions(state: NodeState, caller: Caller, reply: CountedReply, raw
         shape=CompletionShape,
         echo_ids=any(isinstance(prompt, str) for prompt in prompts),
         prompt_field="prompt",
+        source=partial(_form_of, body),
         default_max_tokens=DEFAULT_MAX_TOKENS,
+        echoes=prompts if body.echo else (),
+        names=names,
     )
     await _generate(state, caller, reply, call)
 
@@ -143,26 +216,26 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
     if state.draining:
         raise EngineUnavailable("this node is shutting down")
     body, prompts = call.body, call.prompts
-    include_usage = bool(body.stream and body.stream_options and body.stream_options.include_usage)
-    shape = call.shape(
-        caller.request_id,
-        state.model_name,
-        state.tokenizer,
-        with_logprobs=call.logprobs is not None,
-        include_usage=include_usage,
-    )
     state.check_model(body.model)
-    _check_common(body)
+    check_common(body)
+    caller = replace(caller, request_id=body.request_id or body.rid or caller.request_id)
+    if call.continuation is not None:
+        version, vocab_size = state.stream_version(state.ready), state.tokenizer.vocab_size
+        known = known_answer(call.continuation, body, version, vocab_size=vocab_size, num_prompts=len(prompts))
+        head, call = call.continuation.head, replace(call, known=known)
+        caller = replace(caller, request_id=head.response_id, drawn_seed=head.seed)
     if call.is_prefill_leg:
         reply.endpoint = "prefill"
         if len(prompts) > 1:
             state.metrics.fallbacks.labels("several_prompts").inc()
+            shape = _shape(state, caller, call, ())
             await answer_without_prefill(reply, shape, prompts, wants_ticket=caller.wants_ticket_stream)
             return
-    _check_lists(body, len(prompts))
+    check_lists(body, len(prompts))
     check_logits_args(body.logits_args, state.config.model.logits_stages, len(prompts))
-    _check_queue_room(state, len(prompts))
-    call = replace(call, grammar=await _grammar(state, call))
+    check_queue_room(state, len(prompts))
+    bad_words = await state.tokenizer.encode_words(body.bad_words) if body.bad_words else ()
+    call = replace(call, grammar=await _grammar(state, call), bad_words=bad_words)
     if call.is_prefill_leg and caller.wants_ticket_stream:
         async with keeping_alive(state, reply) as alive:
             request = await _request(state, caller, call, 0)
@@ -171,12 +244,44 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
         return
     requests = [await _request(state, caller, call, i) for i in range(len(prompts))]
     streams = [GenerationStream(state, request, caller.started_s) for request in requests]
+    shape = _shape(state, caller, call, requests)
     if call.is_prefill_leg:
         await answer_prefill_whole(state, reply, streams[0], shape, echo_ids=call.echo_ids)
     elif body.stream:
-        await answer_stream(state, reply, streams, shape, body.stream_options)
+        writer: StreamWriter = EventWriter(reply)
+        if call.known is not None:
+            await resume(streams[0], shape)
+        if caller.wants_frames:
+            version = state.stream_version(state.ready)
+            writer = FrameWriter(reply, partial(stream_head, version, caller.request_id, shape.created, streams))
+        await answer_stream(state, writer, streams, shape, body.stream_options)
     else:
         await answer_whole(state, reply, streams, shape)
+
+
+def _shape(state: NodeState, caller: Caller, call: _Call, requests: Sequence[GenerationRequest]) -> ResponseShape:
+    body = call.body
+    is_cut = body.truncate_prompt_tokens is not None
+    pairs = zip(call.echoes, requests, strict=False)
+    extras = AnswerExtras(
+        n=body.n or 1,
+        names_are_ids=bool(body.return_tokens_as_token_ids),
+        token_ids=bool(body.return_token_ids),
+        prompts=[request.prompt for request in requests] if body.return_token_ids else (),
+        echoes=[
+            text if isinstance(text, str) and not is_cut else state.tokenizer.text_of(request.prompt, skip_special=True)
+            for text, request in pairs
+        ],
+    )
+    return call.shape(
+        caller.request_id,
+        state.model_name,
+        state.tokenizer,
+        with_logprobs=call.logprobs is not None,
+        include_usage=bool(body.stream and body.stream_options and body.stream_options.include_usage),
+        extras=extras,
+        created=None if call.known is None else call.known.created,
+    )
 
 
 async def _request(state: NodeState, caller: Caller, call: _Call, index: int) -> GenerationRequest:
@@ -191,19 +296,32 @@ async def _request(state: NodeState, caller: Caller, call: _Call, index: int) ->
             # a ticket is for one prompt: each prompt asks the offer's nodes for its own
             params = KvTransferParams(do_remote_prefill=params.do_remote_prefill, offer=params.offer)
         prompt, kv_source = await choose_kv_source(state, params, call.prompts[index], salt)
+    names, steps = call.names, NO_STEPS
+    if names is not None:
+        given = params.prompt_steps if params is not None else None
+        steps = names.steps or given_steps(given or (), len(prompt), state.ready.block_size)
     if not prompt:
         raise InvalidRequest("the prompt has no tokens; at least one is required", call.prompt_field)
-    return GenerationRequest(
+    priority = body.priority or 0 if state.config.scheduler.priorities else 0
+    request = GenerationRequest(
         request_id=uuid.uuid4().hex,
         client_request_id=caller.request_id,
         prompt=prompt,
         sampling=_sampling(state, call, len(prompt)),
-        text=text_options(body, call.parser),
-        priority=body.priority or 0 if state.config.scheduler.priorities else 0,
+        text=text_options(body, call.parser, call.parser_options),
+        priority=priority - (call.known is not None),  # a cut stream goes on before others of its priority begin
         salt=salt,
         kv_source=kv_source,
         group=caller.group,
+        drawn_seed=(caller.drawn_seed + index) % (1 << 63),
+        known=call.known,
+        charge=caller.charge,
+        prefill_charge=caller.prefill_charge,
+        steps=steps,
     )
+    if call.continuation is not None:
+        check_prompt(call.continuation, request)
+    return request
 
 
 async def _grammar(state: NodeState, call: _Call) -> str:
@@ -214,7 +332,11 @@ async def _grammar(state: NodeState, call: _Call) -> str:
         if grammar:
             await state.grammar_checks.check(grammar, SAMPLING_PARAM)
         return grammar
-    return await state.grammar_checks.grammar(grammar_source(call.body), len(call.prompts))
+    return await state.grammar_checks.grammar(await call.source(), len(call.prompts))
+
+
+async def _form_of(body: GenerationBody) -> GrammarSource | None:
+    return grammar_source(body)
 
 
 def _sampling(state: NodeState, call: _Call, num_prompt_tokens: int) -> SamplingParams:
@@ -236,6 +358,7 @@ def _sampling(state: NodeState, call: _Call, num_prompt_tokens: int) -> Sampling
             max_model_len=max_model_len,
             default_max_tokens=call.default_max_tokens,
             grammar=call.grammar,
+            bad_words=call.bad_words,
         )
     sampling.validate(state.tokenizer.vocab_size)
     if not call.is_prefill_leg:
@@ -243,53 +366,10 @@ def _sampling(state: NodeState, call: _Call, num_prompt_tokens: int) -> Sampling
     return sampling
 
 
-def _decoded(state: NodeState, reply: CountedReply, raw: bytes, kind: type[Generating]) -> Generating:
+def _decoded(
+    state: NodeState, reply: CountedReply, raw: bytes, kind: type[Generating], ignored: Iterable[str] = ()
+) -> Generating:
     body, unread = decode_body(raw, kind)
     state.metrics.unknown_fields.inc(len(unread))
-    reply.headers |= ignored_header(unread | _disabled_fields(state, body))
+    reply.headers |= ignored_header({*ignored, *unread, *disabled_fields(state, body)})
     return body
-
-
-def _check_lists(body: GenerationBody, num_prompts: int) -> None:
-    """Raises InvalidRequest when the token lists of all prompts together are too long."""
-    for name in ("logit_bias", "stop_token_ids"):
-        num_listed = len(getattr(body, name) or ()) * num_prompts
-        if num_listed > MAX_LISTED_TOKENS:
-            raise InvalidRequest(
-                f"{name} lists {num_listed // num_prompts} tokens for each of {num_prompts} prompts; "
-                f"{MAX_LISTED_TOKENS} are allowed in all",
-                name,
-            )
-
-
-def _check_queue_room(state: NodeState, num_prompts: int) -> None:
-    """Refuse several prompts that the engine's queue cannot take together, before it has taken some of them.
-
-    The engine decides: its statistics may be 0.1 s old. Raises InvalidRequest, Overloaded.
-    """
-    if num_prompts == 1:
-        return
-    limit, stats = crowd_limit(state.config.scheduler.max_waiting), state.engine.stats
-    if num_prompts > limit:
-        raise InvalidRequest(f"prompt has {num_prompts} entries; this node queues {limit} of one request", "prompt")
-    num_queued = 0 if stats is None else stats.num_queued
-    if num_queued + num_prompts > limit:
-        raise Overloaded(
-            f"{num_queued} prompts are waiting; this request's {num_prompts} may fill the queue up to {limit}"
-        )
-
-
-def _disabled_fields(state: NodeState, body: GenerationBody) -> set[str]:
-    """Fields of the request that this node's settings disable."""
-    return {"priority"} if body.priority and not state.config.scheduler.priorities else set()
-
-
-def _check_common(body: GenerationBody) -> None:
-    """Raises InvalidRequest."""
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options needs stream: true", "stream_options")
-    check_best_of(body)
-    if not -(1 << 31) <= (body.priority or 0) < 1 << 31:
-        raise InvalidRequest(f"priority must fit into 32 bits, not {body.priority}", "priority")
-    if body.n is not None and not 1 <= body.n <= 128:
-        raise InvalidRequest(f"n must be between 1 and 128, not {body.n}", "n")

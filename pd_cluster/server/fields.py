@@ -1,8 +1,8 @@
-"""Fields of a request body that this server does not read: the table of refused fields, names of ignored ones.
+"""Fields of a request body that this server does not read.
 
-A field is refused when it would change the answer of a server that honours it. The table covers the fields of OpenAI's
-document and of vLLM's and SGLang's protocols, except two that their routers add to every request (`separate_reasoning`,
-`stream_reasoning`). Every other field is ignored, and the header `x-pd-ignored` of the answer names it.
+A field is refused when it would change the answer of a server that honours it. A field of `HARMLESS` would not. The two
+tables and the structs of `schema.py` cover OpenAI's document and vLLM's and SGLang's protocols. All other fields are
+ignored as harmless ones are: the header `x-pd-ignored` of the answer names them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from pd_cluster.errors import InvalidRequest
+from pd_http.dialects import COUNT_TOKENS, MESSAGES, RESPONSES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -32,7 +33,9 @@ class FieldRefusal(NamedTuple):
 
 
 _STRUCTURED = FieldRefusal("use structured_outputs")
-_THINKING = "the model's chat template controls reasoning: use chat_template_kwargs"
+_THINKING = "use reasoning_effort or enable_thinking"
+_STATELESS = "no answers are stored: send the whole conversation, and wait for the answer"
+_HOSTED = "this server runs no tools"
 _ONE_PROMPT = "the prompt must come as text or token ids in prompt, or as messages"
 
 REFUSED: dict[str, FieldRefusal] = {
@@ -41,29 +44,40 @@ REFUSED: dict[str, FieldRefusal] = {
     "input_ids": FieldRefusal(_ONE_PROMPT),
     "input_embeds": FieldRefusal(_ONE_PROMPT),
     "prompt_embeds": FieldRefusal(_ONE_PROMPT),
-    "truncate_prompt_tokens": FieldRefusal("prompts are not truncated", (None,)),
+    "truncation_side": FieldRefusal("prompts are cut at their beginning", (None, "left")),
     "chat_template": FieldRefusal("the chat template is the model's: a request must not contain one"),
     "documents": FieldRefusal("use chat_template_kwargs if the model's chat template reads documents"),
     "functions": FieldRefusal("functions is superseded by tools"),
     "function_call": FieldRefusal("function_call is superseded by tool_choice", (*_NOTHING, "none", "auto")),
     "web_search_options": FieldRefusal("this server does not search the web", (None,)),
+    "task": FieldRefusal("chat templates know no tasks"),
+    "ec_transfer_params": FieldRefusal("this server reads text alone"),
+    "extra_key": FieldRefusal("use cache_salt"),
     "lora_path": FieldRefusal("adapters are not supported"),
+    "previous_response_id": FieldRefusal(_STATELESS),
+    "conversation": FieldRefusal(_STATELESS),
+    "thread": FieldRefusal(_STATELESS),
+    "background": FieldRefusal(_STATELESS),
+    "container": FieldRefusal(_HOSTED),
+    "mcp_servers": FieldRefusal(_HOSTED),
+    "truncation": FieldRefusal("input that is too long is an error", (None, "disabled")),
+    "context_management": FieldRefusal("the conversation is taken as it is"),
+    "compaction": FieldRefusal("the conversation is taken as it is"),
+    "fallbacks": FieldRefusal("this server answers with one model"),
+    "moderation": FieldRefusal("this server does not moderate"),
+    "access_programs": FieldRefusal("this server does not moderate"),
     "session_params": FieldRefusal("sessions are not supported"),
     # reasoning
-    "reasoning_effort": FieldRefusal(_THINKING, (None,)),
     "reasoning": FieldRefusal(_THINKING, (None,)),
-    "enable_thinking": FieldRefusal(_THINKING, (None,)),
     "thinking_token_budget": FieldRefusal(_THINKING, (None,)),
-    "include_reasoning": FieldRefusal("reasoning is part of the content", (None, True)),
     # the choice of tokens
     "structural_tag": _STRUCTURED,
     "grammar": _STRUCTURED,
-    "allowed_token_ids": FieldRefusal("use logit_bias", (None,)),
-    "bad_words": FieldRefusal("use logit_bias"),
     "logits_processors": FieldRefusal("logits processors are not supported"),
     "custom_logit_processor": FieldRefusal("logits processors are not supported"),
     "custom_params": FieldRefusal("logits processors are not supported"),
     "vllm_xargs": FieldRefusal("logits processors are not supported"),
+    "watermarking": FieldRefusal("answers get no watermark"),
     "use_beam_search": FieldRefusal("beam search is not supported"),
     # the end of the output
     "max_new_tokens": FieldRefusal("use max_tokens", (None,)),
@@ -72,11 +86,13 @@ REFUSED: dict[str, FieldRefusal] = {
     "no_stop_trim": FieldRefusal("use include_stop_str_in_output"),
     "repetition_detection": FieldRefusal("repetition is not detected"),
     # the content of the answer
-    "echo": FieldRefusal("the answer does not repeat the prompt"),
+    "echo": FieldRefusal("a chat answer does not repeat the last message"),
     "prompt_logprobs": FieldRefusal("the prompt's logprobs are not computed"),
     "logprob_token_ids": FieldRefusal("use logprobs or top_logprobs"),
-    "return_token_ids": FieldRefusal("the answer holds text"),
-    "return_tokens_as_token_ids": FieldRefusal("the answer holds text"),
+    "return_prompt_token_ids": FieldRefusal("use return_token_ids"),
+    "return_prompt_text": FieldRefusal("use return_token_ids and /detokenize"),
+    "return_meta_info": FieldRefusal("the fields of the answer are OpenAI's"),
+    "return_cached_tokens_details": FieldRefusal("use usage.prompt_tokens_details"),
     "return_hidden_states": FieldRefusal("the answer holds text"),
     "return_routed_experts": FieldRefusal("the answer holds text"),
     "audio": FieldRefusal("this server generates text"),
@@ -84,10 +100,105 @@ REFUSED: dict[str, FieldRefusal] = {
 }
 
 
-def refuse(unread: Mapping[str, msgspec.Raw]) -> None:
-    """Raises InvalidRequest for the first of these fields that cannot be ignored."""
-    for name in REFUSED.keys() & unread.keys():
-        refusal = REFUSED[name]
+_LABEL = "a label for the operator's records; none are kept"
+_BEAMS = "beam search, which is refused, alone would read it"
+_MEDIA = "messages have no images, audio or video"
+_PLACEMENT = "the router chooses the nodes, and kv_transfer_params carry the handoff"
+
+# Why a field changes no answer of this server
+HARMLESS: dict[str, str] = {
+    "user": _LABEL,
+    "metadata": _LABEL,
+    "custom_labels": _LABEL,
+    "safety_identifier": _LABEL,
+    "session_id": _LABEL,
+    "store": "answers are not stored",
+    "service_tier": "there is one tier",
+    "prediction": "it may only make an answer faster",
+    "ngram_corpus_id": "it may only make an answer faster",
+    "prompt_cache_key": "prefixes are found by their tokens",
+    "prompt_cache_options": "prefixes are found by their tokens",
+    "cache_control": "prefixes are found by their tokens",
+    "inference_geo": _PLACEMENT,
+    "diagnostics": _LABEL,
+    "user_profile_id": _LABEL,
+    "workspace_id": _LABEL,
+    "billing_policy": _LABEL,
+    "fallback_credit_token": _LABEL,
+    "betas": "each field is judged by itself",
+    "speed": "there is one speed",
+    "max_tool_calls": "it bounds the calls of tools that a server runs",
+    "image": _MEDIA,
+    "prompt_cache_retention": "prefixes stay cached as long as there is room",
+    "verbosity": "the models served here have no such setting",
+    "length_penalty": _BEAMS,
+    "early_stopping": _BEAMS,
+    "spaces_between_special_tokens": "tokens are joined by their bytes",
+    "stream_interval": "each chunk holds the tokens that have come",
+    "mm_processor_kwargs": _MEDIA,
+    "media_io_kwargs": _MEDIA,
+    "images_config": _MEDIA,
+    "max_dynamic_patch": _MEDIA,
+    "min_dynamic_patch": _MEDIA,
+    "use_audio_in_video": _MEDIA,
+    "return_mm_kwargs": _MEDIA,
+    "return_token_offsets": "only vLLM's render endpoints read it",
+    "routed_experts_prompt_start": "return_routed_experts, which is refused, alone would need it",
+    "routed_experts_start_len": "return_routed_experts, which is refused, alone would need it",
+    "stream_reasoning": "SGLang's router adds it to every request",
+    "bootstrap_host": _PLACEMENT,
+    "bootstrap_port": _PLACEMENT,
+    "bootstrap_room": _PLACEMENT,
+    "routed_dp_rank": _PLACEMENT,
+    "data_parallel_rank": _PLACEMENT,
+    "disagg_prefill_dp_rank": _PLACEMENT,
+}
+
+
+_NO_PLACE = FieldRefusal("the answer has no place for it")
+_ONE_ANSWER = FieldRefusal("there is one answer", (None, 1))
+_OF_CHAT = {
+    "n": _ONE_ANSWER,
+    "best_of": _ONE_ANSWER,
+    "logprobs": _NO_PLACE,
+    "top_logprobs": FieldRefusal(_NO_PLACE.why, (None, 0)),
+    "return_token_ids": _NO_PLACE,
+    "return_tokens_as_token_ids": _NO_PLACE,
+    "separate_reasoning": _NO_PLACE,
+    "max_completion_tokens": FieldRefusal("it is a field of chat", (None,)),
+    "add_generation_prompt": FieldRefusal("it is a field of chat", (None, True)),
+    "continue_final_message": FieldRefusal("it is a field of chat"),
+}
+# By path: fields that chat reads and this API does not have, or has under another name
+ELSEWHERE: dict[str, dict[str, FieldRefusal]] = {
+    MESSAGES: _OF_CHAT
+    | {
+        "stop": FieldRefusal("use stop_sequences"),
+        "stream_options": FieldRefusal("the usage is in message_delta"),
+        "response_format": FieldRefusal("use output_config.format"),
+        "reasoning_effort": FieldRefusal("use thinking or output_config.effort", (None,)),
+        "enable_thinking": FieldRefusal("use thinking", (None,)),
+        "include_reasoning": FieldRefusal("use thinking.display", (None, True)),
+        "parallel_tool_calls": FieldRefusal("use tool_choice.disable_parallel_tool_use", (None, True)),
+        "output_format": FieldRefusal("use output_config.format"),
+    },
+    RESPONSES: _OF_CHAT
+    | {
+        "messages": FieldRefusal("use input"),
+        "max_tokens": FieldRefusal("use max_output_tokens", (None,)),
+        "response_format": FieldRefusal("use text.format"),
+        "reasoning_effort": FieldRefusal("use reasoning.effort", (None,)),
+        "enable_thinking": FieldRefusal("use reasoning.effort", (None,)),
+        "prompt": FieldRefusal("this server keeps no templates of prompts"),
+    },
+}
+ELSEWHERE[COUNT_TOKENS] = ELSEWHERE[MESSAGES]
+
+
+def refuse(unread: Mapping[str, msgspec.Raw], refused: Mapping[str, FieldRefusal] = REFUSED) -> None:
+    """Raises InvalidRequest for the first of these fields that cannot be ignored. `refused`: why, by name."""
+    for name in refused.keys() & unread.keys():
+        refusal = refused[name]
         if not _is_one_of(bytes(unread[name]), refusal.harmless):
             raise InvalidRequest(f"{name} is not supported: {refusal.why}", name, "unsupported_parameter")
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from pd_cluster.protocol.messages import AddRequest, Work
 
 if TYPE_CHECKING:
     from pd_cluster.protocol.sampling_params import SamplingParams
+    from pd_cluster.server.feed_hub import ChargeMark
     from pd_cluster.server.sampling import TextOptions
     from pd_connectors.protocol.ticket import Ticket
+    from pd_http.frames import KnownChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +27,20 @@ class KvSource:
     ticket: Ticket | None = None  # TAKE_OVER: verified
     prefill_urls: tuple[str, ...] = ()  # TAKE_OVER: other nodes that may prefill, best first
     hold_lease: bool = False  # PREFILL: the ticket is shown to D only after prefill
+
+
+@dataclass(frozen=True, slots=True)
+class KnownAnswer:
+    """The part of an answer that the client has from another node."""
+
+    choices: tuple[KnownChoice, ...]  # all n, in order; one without tokens has not begun
+    created: int  # Unix seconds
+    num_cached_tokens: int  # as the usage of that node says
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """The choices that have not ended."""
+        return tuple(choice.index for choice in self.choices if not choice.finish_reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +58,37 @@ class GenerationRequest:
     # All prompts of one HTTP request share turns (`scheduling/turns.py`), on this node and on the P that D asks. It is
     # not `x-request-id`: clients choose that, and two clients may send the same one. "": a group of its own
     group: str = ""
+    drawn_seed: int = 0  # used if `sampling` has no seed
+    known: KnownAnswer | None = None  # None: the answer begins here
+    charge: ChargeMark | None = None  # None: of no router
+    steps: tuple[tuple[int, int], ...] = ()  # see `AddRequest`
+    prefill_charge: str = ""  # the router's name of its charge on the P that D asks
+
+    @property
+    def seed(self) -> int:
+        """The seed of its first choice."""
+        return self.drawn_seed if self.sampling.seed is None else self.sampling.seed
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """The choices that the engine generates, in the order of its sequences."""
+        return tuple(range(self.sampling.n)) if self.known is None else self.known.live
+
+    @property
+    def prompt_digest(self) -> bytes:
+        """Names the prompt, 16 bytes. The digest of a ticket is chained over units of 16 tokens, which takes longer."""
+        return blake2b(array("I", self.prompt).tobytes(), digest_size=16).digest()
 
     def to_engine(self, *, min_remote_tokens: int, load_deadline_s: float, received_s: float) -> AddRequest:
+        """The engine's n sequences are the choices that have not ended, see `live`."""
+        sampling, live, known = self.sampling, self.live, None
+        if self.known is not None:
+            sampling = msgspec.structs.replace(sampling, n=len(live))
+            known = tuple(self.known.choices[index].token_ids for index in live)
         return AddRequest(
             request_id=self.request_id,
             prompt_token_ids=self.prompt,
-            sampling=self.sampling,
+            sampling=sampling,
             work=self.kv_source.work,
             ticket=self.kv_source.ticket,
             hold_lease=self.kv_source.hold_lease,
@@ -52,5 +97,9 @@ class GenerationRequest:
             min_remote_tokens=min_remote_tokens,
             load_deadline_s=load_deadline_s,
             received_s=received_s,
+            known=known if known is not None and any(known) else (),
+            sequence_numbers=live if len(live) < self.sampling.n else (),
             group=self.group,
+            drawn_seed=self.drawn_seed,
+            steps=self.steps,
         )

@@ -48,6 +48,9 @@ class GenerationStream:
         self._search = PrefillSearch(state, request)
         self.stopwatch = Stopwatch(started_s)
         self._choices = [Choice(i, request, state.tokenizer) for i in range(request.sampling.n)]
+        self._live = request.live  # by index of the engine
+        known = () if request.known is None else request.known.choices
+        self._num_known_tokens = sum(len(choice.token_ids) for choice in known)
         self._stream: RequestStream | None = None
         self._failure: PdError | None = None  # raised after the tokens before it are delivered
         self.ticket: Ticket | None = None  # PREFILL: for D
@@ -60,9 +63,25 @@ class GenerationStream:
         """The node that computes the prompt; None: not known yet."""
         return self._search.prefill_node
 
+    def choice(self, index: int) -> Choice:
+        """One of the n, to bring it to the state in which another node left it, before the request is admitted."""
+        return self._choices[index]
+
     @property
-    def num_generated_tokens(self) -> int:
+    def num_answer_tokens(self) -> int:
+        """Tokens of all choices so far, known ones too."""
         return sum(choice.num_tokens for choice in self._choices)
+
+    @property
+    def num_reported_cached_tokens(self) -> int:
+        """The cached tokens of the client's usage: those on the node that began the answer."""
+        return self.num_cached_tokens if self.request.known is None else self.request.known.num_cached_tokens
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """None: no parser that counts them."""
+        counts = [one.num_reasoning_tokens for one in self._choices]
+        return None if None in counts else sum(filter(None, counts))
 
     @property
     def finished(self) -> bool:
@@ -77,14 +96,18 @@ class GenerationStream:
                 received_s=self._started_s,
             )
         )
+        if self.request.charge is not None:
+            self.request.charge.include()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._count()
         try:
-            await self._admitted.__aexit__(*exc)
+            self._count()
         finally:
-            await self._search.close()
+            try:
+                await self._admitted.__aexit__(*exc)
+            finally:
+                await self._search.close()
 
     @property
     def _admitted(self) -> RequestStream:
@@ -149,14 +172,14 @@ class GenerationStream:
         return ()
 
     def _extend(self, new: SequenceTokens) -> ChoiceOutput | None:
-        choice = self._choices[new.index]
+        choice = self._choices[self._live[new.index]]
         if choice.finished:
             return None  # a step that was under way when the stop string was found
         if new.finish_reason is FinishReason.ABORT:
             raise EngineUnavailable("the engine aborted the request")
         output = choice.extend(new)
         if choice.met_stop_string and new.finish_reason is None:
-            self._state.engine.send(Abort(self.request.request_id, choice.index, FinishReason.STOP))
+            self._state.engine.send(Abort(self.request.request_id, new.index, FinishReason.STOP))
         return output
 
     def _count(self) -> None:
@@ -164,10 +187,11 @@ class GenerationStream:
         metrics.prompt_tokens.inc(len(request.prompt))
         metrics.cached_tokens.inc(self.num_cached_tokens)
         metrics.external_tokens.inc(self.num_external_tokens)
-        metrics.generation_tokens.inc(self.num_generated_tokens)
+        metrics.generation_tokens.inc(self.num_answer_tokens - self._num_known_tokens)
         if request.kv_source.work is Work.TAKE_OVER and self.prefill_node is not None:
             metrics.handoffs.labels("local" if self.prefill_node == self._state.node_id else "remote").inc()
-        if request.kv_source.work is not Work.PREFILL:  # the client does not see the times of a prefill leg
+        # the client does not see the times of a prefill leg, and of a continued answer not the first
+        if request.kv_source.work is not Work.PREFILL and request.known is None:
             longest = max(choice.num_tokens for choice in self._choices)
             self.stopwatch.observe(metrics, longest, complete=self.finished)
 

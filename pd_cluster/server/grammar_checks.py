@@ -8,8 +8,9 @@ import subprocess
 import sys
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from threading import Timer
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -58,8 +59,9 @@ class GrammarChecks:
         if source.kind == "choice" and not (choices and all(choices)):
             raise InvalidRequest(f"{source.param}: a choice needs strings that are not empty", source.param)
         value = source.value if isinstance(source.value, str) else msgspec.json.encode(source.value).decode()
-        _check_size(value, num_prompts, source.param)
-        return await self._written(source.param, source.kind, value, choices, source.coerces_one_of)
+        message = None if source.message is None else asdict(source.message)
+        _check_size(value + (msgspec.json.encode(message).decode() if message else ""), num_prompts, source.param)
+        return await self._written(source.param, source.kind, value, choices, source.coerces_one_of, message)
 
     async def check(self, grammar: str, param: str) -> None:
         """Check a grammar that another node has written. Raises InvalidRequest that names `param`, Overloaded."""
@@ -68,11 +70,18 @@ class GrammarChecks:
         await self._written(param, "", grammar)
 
     async def _written(
-        self, param: str, kind: str, value: str, choices: list[str] | None = None, coerces_one_of: bool = False
+        self,
+        param: str,
+        kind: str,
+        value: str,
+        choices: list[str] | None = None,
+        coerces_one_of: bool = False,
+        message: dict[str, Any] | None = None,
     ) -> str:
         if importlib.util.find_spec("llguidance") is None:
             raise InvalidRequest(NO_PACKAGE, param, "unsupported_value")
         asked = {"kind": kind, "value": value, "choices": choices or [], "coerces_one_of": coerces_one_of}
+        asked |= {"message": message} if message else {}
         request = msgspec.json.encode(asked)
         answer = self._answers.get(request) or await self._checked(request)
         if request in self._answers:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pd_cluster.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from pd_cluster.server.message_grammar import MessageForm
     from pd_cluster.server.schema import GenerationBody, ResponseFormat, StructuredOutputs
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -29,9 +30,10 @@ class GrammarSource:
     """What a request says about the form of its output."""
 
     param: str  # the field that says it
-    kind: str  # json, json_object, regex, choice or grammar
+    kind: str  # json, json_object, regex, choice or grammar; "" for any text
     value: Any
     coerces_one_of: bool = False  # read `oneOf` of a JSON schema as `anyOf`
+    message: MessageForm | None = None  # of a chat answer: the source is then the form of its content
 
 
 def grammar_source(body: GenerationBody) -> GrammarSource | None:

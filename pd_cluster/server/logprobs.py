@@ -13,12 +13,15 @@ if TYPE_CHECKING:
 _LOWEST = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
 
-def chat_logprobs(vocabulary: Vocabulary, tokens: Iterable[SampledToken]) -> dict[str, Any]:
+def chat_logprobs(
+    vocabulary: Vocabulary, tokens: Iterable[SampledToken], *, names_are_ids: bool = False
+) -> dict[str, Any]:
     """`choices[].logprobs` of chat completions: one entry for each token, with the token that ended the sequence."""
 
     def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
         raw = vocabulary.token_bytes(token_id)
-        return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
+        name = f"token_id:{token_id}" if names_are_ids else raw.decode(errors="replace")
+        return {"token": name, "logprob": _finite(logprob), "bytes": list(raw)}
 
     return {
         "content": [
@@ -30,20 +33,24 @@ def chat_logprobs(vocabulary: Vocabulary, tokens: Iterable[SampledToken]) -> dic
 
 
 def completion_logprobs(
-    vocabulary: Vocabulary, tokens: Iterable[SampledToken], offset: int
+    vocabulary: Vocabulary, tokens: Iterable[SampledToken], offset: int, *, names_are_ids: bool = False
 ) -> tuple[dict[str, Any], int]:
     """`choices[].logprobs` of legacy completions, and the text offset after it. `offset`: characters before it."""
+
+    def name_of(token_id: int) -> str:
+        return f"token_id:{token_id}" if names_are_ids else _name(vocabulary, token_id)
+
     names: list[str] = []
     offsets: list[int] = []
     tops: list[dict[str, float]] = []
     values: list[float] = []
     for token in tokens:
-        name = _name(vocabulary, token.token_id)
+        name = name_of(token.token_id)
         names.append(name)
         values.append(_finite(token.logprob))
         offsets.append(offset)
         offset += len(vocabulary.token_bytes(token.token_id).decode(errors="replace"))
-        top = {_name(vocabulary, one.token_id): _finite(one.logprob) for one in token.top}
+        top = {name_of(one.token_id): _finite(one.logprob) for one in token.top}
         tops.append({name: values[-1]} | top)
     return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}, offset
 

@@ -15,11 +15,16 @@ from pd_cluster.protocol.messages import ReleaseLease
 from pd_cluster.server.chat import normal_messages, template_options
 from pd_cluster.server.fields import ignored_header
 from pd_cluster.server.openapi import openapi_document
+from pd_cluster.server.reasoning_options import reasoning_options
 from pd_cluster.server.sampling import check_num_tokens
-from pd_cluster.server.schema import DetokenizeBody, ReleaseBody, TokenizeBody, decode_body
+from pd_cluster.server.schema import ChatBody, DetokenizeBody, ReleaseBody, TokenizeBody, decode_body
+from pd_cluster.server.tool_use import tool_use
+from pd_cluster.server.translated_body import translated
 from pd_connectors.protocol.errors import ProtocolMismatch, TicketError, TicketExpired
+from pd_connectors.protocol.messages import PROTOCOL_VERSION
 from pd_connectors.protocol.ticket import Ticket, verify
 from pd_http.body import read_body
+from pd_http.dialects import COUNT_TOKENS
 from pd_http.metrics import EXPOSITION_TYPE
 from pd_http.reply import json_response
 
@@ -38,16 +43,16 @@ def admin_routes(state: NodeState) -> APIRouter:
 
     @routes.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [_model_card(state)]})
+        return json_response({"object": "list", "data": [_model_card(state, name) for name in state.model_names]})
 
     @routes.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         state.check_model(name)
-        return json_response(_model_card(state))
+        return json_response(_model_card(state, name))
 
     @routes.get("/health")
     async def health() -> Response:
-        body = _health(state)
+        body = health_report(state)
         return json_response(body, 200 if body["status"] == "ok" else 503)
 
     @routes.get("/metrics")
@@ -61,6 +66,10 @@ def admin_routes(state: NodeState) -> APIRouter:
     @routes.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         return await _tokenize(state, await _body(state, request))
+
+    @routes.post(COUNT_TOKENS)
+    async def count_tokens(request: Request) -> Response:
+        return await _count_tokens(state, await _body(state, request))
 
     @routes.post("/detokenize")
     async def detokenize(request: Request) -> Response:
@@ -77,10 +86,10 @@ async def _body(state: NodeState, request: Request) -> bytes:
     return await read_body(request.scope, request.receive, state.max_body_bytes)
 
 
-def _model_card(state: NodeState) -> dict[str, Any]:
+def _model_card(state: NodeState, name: str) -> dict[str, Any]:
     ready = state.engine.ready
     return {
-        "id": state.model_name,
+        "id": name,
         "object": "model",
         "created": state.created_s,
         "owned_by": "pd-cluster",
@@ -90,11 +99,11 @@ def _model_card(state: NodeState) -> dict[str, Any]:
     }
 
 
-def _health(state: NodeState) -> dict[str, Any]:
+def health_report(state: NodeState) -> dict[str, Any]:
     ready, stats = state.engine.ready, state.engine.stats
     body: dict[str, Any] = {
         "status": _status(state),
-        "role": state.config.server.role,
+        **state.role.report(),
         "node_id": state.node_id,
         "model": state.model_name,
         "epoch": ready.epoch if ready else None,
@@ -107,6 +116,8 @@ def _health(state: NodeState) -> dict[str, Any]:
         body["reason"] = state.engine.frozen
     if ready is not None:
         body |= {"fingerprint": ready.fingerprint, "connector": ready.connector, "max_model_len": ready.max_model_len}
+        body["kv_protocol"] = PROTOCOL_VERSION
+        body["stream_version"] = state.stream_version(ready)
     return body
 
 
@@ -147,8 +158,24 @@ async def _tokenize(state: NodeState, raw: bytes) -> Response:
         ids = await state.tokenizer.encode(
             body.prompt, max_tokens=limit, add_special_tokens=body.add_special_tokens is not False
         )
-    answer = {"count": len(ids), "max_model_len": limit, "tokens": ids}
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": limit, "tokens": ids}
+    if body.return_token_strs:
+        answer["token_strs"] = await state.tokenizer.pieces(ids)
     return json_response(answer, headers=ignored_header(ignored))
+
+
+async def _count_tokens(state: NodeState, raw: bytes) -> Response:
+    one = translated(COUNT_TOKENS, raw)
+    body, unread = decode_body(one.chat, ChatBody)
+    state.check_model(body.model)
+    ids = await state.tokenizer.encode_chat(
+        normal_messages(body.messages),
+        tool_use(body).shown,
+        reasoning_options(body) | template_options(body),
+        max_tokens=state.ready.max_model_len,
+        add_special_tokens=bool(body.add_special_tokens),
+    )
+    return json_response({"input_tokens": len(ids)}, headers=ignored_header(one.ignored | unread))
 
 
 async def _detokenize(state: NodeState, raw: bytes) -> Response:
@@ -158,7 +185,8 @@ async def _detokenize(state: NodeState, raw: bytes) -> Response:
     limit = state.tokenizer.vocab_size
     if any(not 0 <= token_id < limit for token_id in body.tokens):
         raise InvalidRequest(f"tokens must be in the vocabulary 0..{limit - 1}", "tokens")
-    answer = {"prompt": await state.tokenizer.decode(body.tokens)}
+    text = await state.tokenizer.decode(body.tokens, skip_special=bool(body.skip_special_tokens))
+    answer = {"prompt": text}
     return json_response(answer, headers=ignored_header(ignored))
 
 

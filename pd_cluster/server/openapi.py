@@ -10,8 +10,14 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from pd_cluster import __version__
+from pd_cluster import __version__, errors
+from pd_cluster.errors import PdError, StartupError
 from pd_cluster.server.schema import ChatBody, CompletionBody, DetokenizeBody, ReleaseBody, TokenizeBody
+from pd_connectors.protocol.feed import FEED_PATH, FEED_TYPE
+from pd_connectors.protocol.ticket import NODE_ACTIONS, ORDER_HEADER, ROLE_PATH
+from pd_http.dialects import COUNT_TOKENS, MESSAGES, RESPONSES
+from pd_http.messages_dialect import MessagesFields
+from pd_http.responses_dialect import ResponsesFields
 
 FinishWord = Literal["stop", "length", "tool_calls"]
 
@@ -22,6 +28,12 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """`reasoning_tokens`: from the first token of the reasoning to the marker that ends it."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, kw_only=True):
     """Token counts. `timings` (ms by phase): in a stream, for clients that set `stream_options.include_timings`."""
 
@@ -29,6 +41,7 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
     timings: dict[str, float] | UnsetType = UNSET
 
 
@@ -53,7 +66,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class CalledFunction(msgspec.Struct):
-    """`arguments` is JSON text as the model wrote it."""
+    """`arguments` is JSON text."""
 
     name: str
     arguments: str
@@ -68,27 +81,29 @@ class MessageToolCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """`reasoning_content` and `tool_calls` need a node with an output parser."""
+    """`reasoning` and `tool_calls` need a known format of answers (`--tool-format`)."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
-    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # the same
     tool_calls: list[MessageToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(msgspec.Struct):
-    """`stop_reason`: the stop string or the stop token that ended the choice."""
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """`stop_reason`: the stop string or the stop token that ended the choice. `token_ids`: with `return_token_ids`."""
 
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishWord
     stop_reason: str | int | None
+    token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(msgspec.Struct):
-    """A whole chat answer."""
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """A whole chat answer. `prompt_token_ids`: with `return_token_ids`."""
 
     id: str
     object: Literal["chat.completion"]
@@ -96,6 +111,7 @@ class ChatCompletion(msgspec.Struct):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -107,14 +123,16 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-class CompletionChoice(msgspec.Struct):
-    """`stop_reason`: the stop string or the stop token that ended the choice."""
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """`stop_reason`: as in `ChatChoice`. The token ids are there with `return_token_ids`."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishWord
     stop_reason: str | int | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class TextCompletion(msgspec.Struct):
@@ -147,12 +165,40 @@ class ModelList(msgspec.Struct):
     data: list[ModelCard]
 
 
+class MessagesBody(MessagesFields, kw_only=True):
+    """POST /v1/messages. Most of chat's fields for sampling can be added."""
+
+    model: str | None = None
+    max_tokens: int | None = None  # required unless tokens are counted
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+
+class ResponsesBody(ResponsesFields, kw_only=True):
+    """POST /v1/responses. Most of chat's fields for sampling can be added."""
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class TokenCount(msgspec.Struct):
+    """Tokens of the prompt that a conversation becomes."""
+
+    input_tokens: int
+
+
 class TokenizedPrompt(msgspec.Struct):
-    """The token ids of a prompt."""
+    """The token ids of a prompt. `token_strs`, with `return_token_strs`: the vocabulary's entries."""
 
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
 
 
 class DetokenizedPrompt(msgspec.Struct):
@@ -165,6 +211,24 @@ class LeaseReleased(msgspec.Struct):
     """`released` is false when the lease is not, or no longer, of this engine."""
 
     released: bool
+
+
+class ServerVersion(msgspec.Struct):
+    """Version of this package."""
+
+    version: str
+
+
+class ServerLoad(msgspec.Struct):
+    """Requests that are being answered."""
+
+    server_load: int
+
+
+class OrderTaken(msgspec.Struct):
+    """The engine has the order before any later request."""
+
+    success: bool
 
 
 class ErrorDetail(msgspec.Struct):
@@ -183,7 +247,7 @@ class ErrorBody(msgspec.Struct):
 
 
 class Operation(NamedTuple):
-    """One route. `answer` None: plain text; dict: an object with fields that depend on the node's state."""
+    """One route. `answer` None: plain text; bytes: a feed; dict: an object with fields that depend on the node."""
 
     method: str
     path: str
@@ -196,20 +260,41 @@ class Operation(NamedTuple):
 OPERATIONS = (
     Operation("post", "/v1/chat/completions", "Answer a conversation", ChatBody, ChatCompletion, True),
     Operation("post", "/v1/completions", "Continue one prompt or several", CompletionBody, TextCompletion, True),
+    Operation("post", MESSAGES, "Answer a conversation, as Anthropic does", MessagesBody, dict, True),
+    Operation("post", COUNT_TOKENS, "Tokens of such a conversation", MessagesBody, TokenCount),
+    Operation("post", RESPONSES, "Answer a conversation, in OpenAI's newer form", ResponsesBody, dict, True),
     Operation("get", "/v1/models", "List the model", None, ModelList),
     Operation("get", "/v1/models/{name}", "Describe the model", None, ModelCard),
     Operation("post", "/tokenize", "Token ids of a prompt or of messages", TokenizeBody, TokenizedPrompt),
     Operation("post", "/detokenize", "Text of token ids", DetokenizeBody, DetokenizedPrompt),
     Operation("get", "/health", "State of the node; status 503 unless it is ok", None, dict),
+    Operation("get", "/ping", "As /health", None, dict),
+    Operation("post", "/ping", "As /health", None, dict),
+    Operation("get", "/health_generate", "As /health, after one token was generated", None, dict),
+    Operation("get", "/version", "Version of this package", None, ServerVersion),
+    Operation("get", "/load", "Requests under way", None, ServerLoad),
+    Operation("get", "/server_info", "Settings and sizes of the node", None, dict),
+    Operation("get", "/get_server_info", "As /server_info", None, dict),
+    Operation("get", "/get_model_info", "The model, as SGLang describes it", None, dict),
+    Operation(
+        "post", "/reset_prefix_cache", "Forget cached prefixes that nothing uses (signed order)", None, OrderTaken
+    ),
+    Operation("post", "/flush_cache", "As /reset_prefix_cache", None, OrderTaken),
+    Operation("post", "/start_profile", "Record what the engine does (signed order)", None, OrderTaken),
+    Operation("post", "/stop_profile", "Write that record to `--profile-dir` (signed order)", None, OrderTaken),
     Operation("get", "/kv", "State of the KV cache", None, dict),
+    Operation("get", FEED_PATH, "Load and cached prefixes, as they change, for routers (signed order)", None, bytes),
     Operation("get", "/metrics", "Prometheus metrics", None, None),
+    Operation("post", ROLE_PATH, "Change the node's role (signed order)", None, dict),
     Operation("post", "/pd/release", "Release the lease of a signed ticket", ReleaseBody, LeaseReleased),
 )
+
+_HEALTH = ("/health", "/ping")  # their body is the same with status 503
 
 
 def openapi_document() -> dict[str, Any]:
     """OpenAPI 3.1. Takes some milliseconds: build it once."""
-    kinds = [kind for one in OPERATIONS for kind in (one.body, one.answer) if kind not in (None, dict)]
+    kinds = [kind for one in OPERATIONS for kind in (one.body, one.answer) if kind not in (None, dict, bytes)]
     _, schemas = msgspec.json.schema_components([*kinds, ErrorBody], ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {}
     for one in OPERATIONS:
@@ -220,17 +305,36 @@ def openapi_document() -> dict[str, Any]:
 
 def _operation(one: Operation) -> dict[str, Any]:
     content = _json(one.answer) if one.answer is not None else {"text/plain": {"schema": {"type": "string"}}}
+    if one.answer is bytes:
+        content = {FEED_TYPE: {"schema": {"type": "string", "format": "binary"}}}
     if one.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    answers = {"200": {"description": "success", "content": content}}
+    answers = {"200": {"description": "success", "content": content}} | (_errors() if one.method == "post" else {})
     error = {"description": "an error", "content": _json(ErrorBody)}
+    if one.path in _HEALTH:
+        answers["503"] = {"description": "the node is not ok", "content": content}
     described: dict[str, Any] = {"summary": one.summary, "responses": answers | {"default": error}}
     if one.body is not None:
         described["requestBody"] = {"required": True, "content": _json(one.body)}
     if "{name}" in one.path:
-        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-        described["parameters"] = [name]
+        described["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if one.path in (*NODE_ACTIONS, ROLE_PATH, FEED_PATH):
+        order = {"name": ORDER_HEADER, "in": "header", "required": True, "schema": {"type": "string"}}
+        described["parameters"] = [order | {"description": "a NodeOrder, signed with the cluster's key"}]
     return described
+
+
+def _errors() -> dict[str, Any]:
+    """The answers of errors by status, with the codes that programs may read."""
+    codes: dict[int, set[str]] = {}
+    for kind in (getattr(errors, name) for name in errors.__all__):
+        if isinstance(kind, type) and issubclass(kind, PdError) and not issubclass(kind, StartupError):
+            codes.setdefault(kind.status, set()).add(kind.code)
+    content = _json(ErrorBody)
+    return {
+        str(status): {"description": ", ".join(sorted(some)), "content": content}
+        for status, some in sorted(codes.items())
+    }
 
 
 def _json(kind: type) -> dict[str, Any]:

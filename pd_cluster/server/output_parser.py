@@ -2,15 +2,16 @@
 
     token ids -> Detokenizer -> text -> OutputParser -> parts -> ResponseShape -> bytes
 
-A node has at most one parser (`--output-parser package.module:Class`). Without one the text is the content.
+A node has at most one parser: `--output-parser package.module:Class`, else that of a response template
+(`template_parser.py`). Without one the text is the content.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pd_cluster.errors import StartupError
 
@@ -40,22 +41,51 @@ class ToolCall:
 Part = Content | Reasoning | ToolCall
 
 
+def num_chars(part: Part) -> int:
+    """Characters of a part that clients see: of content, of reasoning, or of a call's name and arguments."""
+    if isinstance(part, str):
+        return len(part)
+    return len(part.text) if isinstance(part, Reasoning) else len(part.name) + len(part.arguments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParserOptions:
+    """What a request asks of its answer's parts."""
+
+    # The JSON schema of the arguments by name of each tool that may be called; {}: what looks like a call is content
+    tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    parallel_calls: bool = True  # False: of several calls only the first is shown
+    # Pieces of a call are shown before its end. What follows may then break the call, see `TemplateParser`.
+    streamed: bool = False
+    # "drop": it is not shown (`include_reasoning: false`); "content": it stays in the content as the model wrote it
+    # (`separate_reasoning: false`)
+    reasoning: Literal["separate", "drop", "content"] = "separate"
+
+
+DEFAULT_OPTIONS = ParserOptions()
+
+
 @dataclass(frozen=True, slots=True)
 class ParserContext:
     """The argument of a parser's constructor. Each choice of a request has a parser of its own."""
 
     vocabulary: Vocabulary
     prompt: Sequence[int]  # token ids; a chat template may have opened the reasoning
+    options: ParserOptions = DEFAULT_OPTIONS
+    call_ids: str = ""  # a text of which ids of calls are made: the same wherever this choice is continued
 
 
 class OutputParser(Protocol):
-    """Splits the text of one choice into parts.
+    """Splits the text of one choice into parts. It is given one token at a time, and the rest of the text at the end.
 
     The state must depend on the text and the token ids so far, not on how they were cut into calls of `push`. To
     continue a stream of another node, all that is known is passed to one `push`, and the returned parts are dropped.
     """
 
     reads_special_tokens: bool  # True: special tokens are in `text`, and the parser removes them from the content
+    # Optional attributes. `markers`: token ids, special or not, of which the text is shown and preceded by
+    # `detokenizer.MARK`, so that the same characters are not taken for the token. `num_reasoning_tokens`: so far.
+    # `has_cut_call`: a call of which pieces were returned did not end; then `finish_reason` is not "tool_calls".
 
     def push(self, text: str, token_ids: Sequence[int]) -> Sequence[Part]:
         """Add new text and new tokens. Returns the parts that have become certain.

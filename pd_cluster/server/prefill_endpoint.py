@@ -17,6 +17,7 @@ leg with several prompts that asks for a ticket is an error.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import InvalidRequest, PdError
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from pd_cluster.server.generation_stream import GenerationStream
     from pd_cluster.server.state import NodeState
     from pd_cluster.server.takeover_policy import Tokenize
+    from pd_http.dialect import Dialect
     from pd_http.reply import Reply
 
 
@@ -53,12 +55,14 @@ def transfer_params(state: NodeState, stream: GenerationStream, *, echo_ids: boo
         "remote_port": ticket.port,
         "ticket": sign(state.key, ticket),
     }
+    if stream.request.steps:
+        params["prompt_steps"] = stream.request.steps
     return params | {"prompt_token_ids": stream.request.prompt} if echo_ids else params
 
 
 def keeping_alive(state: NodeState, reply: Reply) -> KeepAlive:
     """Keep-alives until there is a ticket. Enter it before any slow part of the request."""
-    return KeepAlive(reply, {"x-pd-prefill": state.node_id}, _error_event)
+    return KeepAlive(reply, {"x-pd-prefill": state.node_id}, partial(_error_event, reply.dialect))
 
 
 async def answer_prefill_stream(
@@ -108,5 +112,5 @@ async def answer_without_prefill(
     await reply.json(200, shape.body(choices, usage))
 
 
-def _error_event(error: PdError) -> bytes:
-    return event_bytes(error.to_body() | {"status": error.status}, "error")
+def _error_event(dialect: Dialect, error: PdError) -> bytes:
+    return event_bytes(dialect.error_body(error) | {"status": error.status}, "error")

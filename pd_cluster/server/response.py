@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pd_cluster.server.choice import ChoiceOutput
-from pd_http.sse import SSE_DONE
+from pd_http.frames import StreamHead
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pd_cluster.server.generation_stream import GenerationStream
     from pd_cluster.server.schema import StreamOptions
     from pd_cluster.server.state import NodeState
+    from pd_cluster.server.stream_writer import StreamWriter
     from pd_http.reply import Reply
 
 
@@ -25,14 +26,19 @@ class ResponseShape(Protocol):
     the output of `Choice.replay` to `chunk` and drop the bytes.
     """
 
+    created: int  # Unix seconds, as the answer says
+    needs_usage: bool  # in every call of `chunk`
+    end: bytes  # of a stream, behind everything else
+
     def chunk(self, index: int, output: ChoiceOutput, usage: dict[str, Any] | None = None) -> bytes:
         """The server-sent events of new output of choice `index`; b"" when there is nothing to show.
 
-        `usage`: of the request so far, for clients that asked for it in every chunk.
+        `usage`: of the request so far, for clients that asked for it in every chunk, and if `needs_usage`. None in a
+        replay, of which the bytes are dropped.
         """
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        """The last event before [DONE], for clients that asked for the usage."""
+        """The last event before `end`, for clients that asked for the usage."""
 
     def body(self, choices: Sequence[ChoiceOutput], usage: dict[str, Any]) -> dict[str, Any]:
         """The whole answer. `choices`: all of them, complete and in order."""
@@ -41,14 +47,18 @@ class ResponseShape(Protocol):
 def usage_of(streams: Sequence[GenerationStream]) -> dict[str, Any]:
     """OpenAI's `usage`. A prompt counts once, whatever n is."""
     prompt = sum(len(one.request.prompt) for one in streams)
-    completion = sum(one.num_generated_tokens for one in streams)
-    cached = sum(one.num_cached_tokens for one in streams)
-    return {
+    completion = sum(one.num_answer_tokens for one in streams)
+    cached = sum(one.num_reported_cached_tokens for one in streams)
+    usage: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    reasoning = [one.num_reasoning_tokens for one in streams]
+    if None not in reasoning:
+        usage["completion_tokens_details"] = {"reasoning_tokens": sum(filter(None, reasoning))}
+    return usage
 
 
 def timings_of(streams: Sequence[GenerationStream]) -> dict[str, float]:
@@ -69,31 +79,55 @@ def node_headers(state: NodeState, streams: Sequence[GenerationStream]) -> dict[
     return {"x-pd-prefill": ",".join(prefill), "x-pd-decode": state.node_id}
 
 
+def stream_head(version: str, response_id: str, created: int, streams: Sequence[GenerationStream]) -> StreamHead:
+    """The head of an answer. The streams of several prompts do not tell their cached tokens at one time."""
+    request, usage = streams[0].request, usage_of(streams)
+    is_one = len(streams) == 1
+    return StreamHead(
+        stream_version=version if is_one else "",
+        response_id=response_id,
+        created=created,
+        seed=request.seed,
+        num_prompt_tokens=usage["prompt_tokens"],
+        num_cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+        prompt_digest=request.prompt_digest if is_one else b"",
+    )
+
+
 async def answer_stream(
     state: NodeState,
-    reply: Reply,
+    writer: StreamWriter,
     streams: Sequence[GenerationStream],
     shape: ResponseShape,
     options: StreamOptions | None,
 ) -> None:
-    """Server-sent events. The headers wait for the first tokens: the prefill node is not known earlier."""
+    """Server-sent events. The headers wait for the first tokens: the prefill node is not known earlier.
+
+    Of a stream that another node has begun and all choices have ended, only the end is written, without the engine.
+    """
+    has_started, live = False, [one for one in streams if not one.finished]
+    counts = shape.needs_usage or (options is not None and bool(options.continuous_usage_stats))
     async with AsyncExitStack() as stack:
-        for stream in streams:
+        for stream in live:
             await stack.enter_async_context(stream)
-        async with aclosing(_interleaved(streams)) as outputs:
+        async with aclosing(_interleaved(live)) as outputs:
             async for first_index, some in outputs:
-                if not reply.started:
-                    await reply.start_events(node_headers(state, streams))
-                usage = usage_of(streams) if options is not None and options.continuous_usage_stats else None
-                await reply.write(b"".join(shape.chunk(first_index + output.index, output, usage) for output in some))
+                if not has_started:
+                    has_started = True
+                    await writer.start(node_headers(state, streams))
+                usage = usage_of(streams) if counts else None
+                chunks = [shape.chunk(first_index + output.index, output, usage) for output in some]
+                await writer.write(first_index, some, b"".join(chunks))
+        if not has_started:
+            await writer.start(node_headers(state, streams))
         last = b""
         if options is not None and options.include_usage:
             usage = usage_of(streams)
             if options.include_timings:
                 usage["timings"] = timings_of(streams)
             last = shape.usage_chunk(usage)
-        await reply.end(last + SSE_DONE)
-        for stream in streams:
+        await writer.end(last + shape.end)
+        for stream in live:
             await stream.settle()
 
 

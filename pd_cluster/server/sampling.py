@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,7 +12,9 @@ import orjson
 
 from pd_cluster.errors import InvalidRequest, StartupError
 from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.server.output_parser import DEFAULT_OPTIONS, ParserOptions
 from pd_cluster.server.schema import (
+    LISTS,
     MAX_LIST_BYTES,
     MAX_LOGITS_ARGS_BYTES,
     MAX_STOP_CHARS,
@@ -22,12 +25,12 @@ from pd_cluster.server.schema import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from pd_cluster.server.output_parser import ParserFactory
 
 SAMPLING_PARAM = "kv_transfer_params.sampling"
-MAX_SAMPLING_BYTES = 2 * MAX_LIST_BYTES  # logit_bias and stop_token_ids of a client may have MAX_LIST_BYTES each
+MAX_SAMPLING_BYTES = len(LISTS) * MAX_LIST_BYTES  # each of a client's may have MAX_LIST_BYTES
+MAX_BAD_WORD_CHARS = 4096  # of all words together
 _SEED_LIMIT = 1 << 63
 
 
@@ -40,6 +43,17 @@ class SamplingDefaults:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+
+    @classmethod
+    def choose(cls, where: str, model_dir: Path) -> SamplingDefaults:
+        """Those that `--generation-config` names. Raises StartupError."""
+        if where in ("none", "vllm"):
+            return cls()
+        if where == "auto":
+            return cls.load(model_dir)
+        if not (Path(where) / "generation_config.json").is_file():
+            raise StartupError(f"--generation-config {where}: there is no generation_config.json in this directory")
+        return cls.load(Path(where))
 
     @classmethod
     def load(cls, model_dir: Path) -> SamplingDefaults:
@@ -63,9 +77,10 @@ class TextOptions:
     include_stop: bool = False
     skip_special: bool = True
     parser: ParserFactory | None = None  # None: the text is the content
+    parser_options: ParserOptions = DEFAULT_OPTIONS
 
 
-def text_options(body: GenerationBody, parser: ParserFactory | None) -> TextOptions:
+def text_options(body: GenerationBody, parser: ParserFactory | None, options: ParserOptions) -> TextOptions:
     """The TextOptions of a request. Raises InvalidRequest for stop strings that are too many, too long or empty."""
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if len(stop) > MAX_STOP_STRINGS:
@@ -74,7 +89,8 @@ def text_options(body: GenerationBody, parser: ParserFactory | None) -> TextOpti
         raise InvalidRequest("stop must not contain an empty string", "stop")
     if any(len(text) > MAX_STOP_CHARS for text in stop):
         raise InvalidRequest(f"a stop string may have at most {MAX_STOP_CHARS} characters", "stop")
-    return TextOptions(stop, bool(body.include_stop_str_in_output), body.skip_special_tokens is not False, parser)
+    skip_special = body.skip_special_tokens is not False
+    return TextOptions(stop, bool(body.include_stop_str_in_output), skip_special, parser, options)
 
 
 def check_num_tokens(num_tokens: int, max_model_len: int, param: str) -> None:
@@ -107,12 +123,13 @@ def sampling_params(
     max_model_len: int,
     default_max_tokens: int | None = None,
     grammar: str = "",
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
     """The sampling parameters of a client's body. The ranges are not checked: see `SamplingParams.validate`.
 
     `num_prompt_tokens` is less than `max_model_len`, see `check_room_for_output`. `default_max_tokens` applies when
     the body sets no limit; None, or more than the prompt leaves of `max_model_len`: the output may fill the rest.
-    `grammar`: that of the body's fields, see `grammar_source.py`.
+    `grammar`: that of the body's fields, see `grammar_source.py`. `bad_words`: the body's, as token ids.
     Raises InvalidRequest when the limit that the body sets does not fit.
     """
     room = max_model_len - num_prompt_tokens
@@ -139,6 +156,8 @@ def sampling_params(
         frequency_penalty=_or(body.frequency_penalty, 0.0),
         seed=body.seed,
         logit_bias=body.logit_bias or {},
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words=bad_words,
         min_tokens=_or(body.min_tokens, 0),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
@@ -155,6 +174,28 @@ def check_min_tokens(sampling: SamplingParams) -> None:
             f"min_tokens is {sampling.min_tokens}, and the request may generate {sampling.max_tokens} tokens",
             "min_tokens",
         )
+
+
+def last_tokens(prompt: list[int], body: GenerationBody) -> list[int]:
+    """The prompt, cut to its last `truncate_prompt_tokens` ids if the body says so."""
+    return prompt if body.truncate_prompt_tokens is None else prompt[-body.truncate_prompt_tokens :]
+
+
+def check_prompt_and_tokens(body: GenerationBody) -> None:
+    """Raises InvalidRequest for values of fields that `SamplingParams.validate` does not see."""
+    if body.truncate_prompt_tokens is not None and body.truncate_prompt_tokens < 1:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be at least 1, not {body.truncate_prompt_tokens}: the prompt's last tokens "
+            "are kept",
+            "truncate_prompt_tokens",
+        )
+    if body.allowed_token_ids is not None and not body.allowed_token_ids:
+        raise InvalidRequest("allowed_token_ids must not be empty: no token could be generated", "allowed_token_ids")
+    words = body.bad_words or ()
+    if any(not word.strip() for word in words):
+        raise InvalidRequest("bad_words must not contain an empty or blank string", "bad_words")
+    if sum(map(len, words)) > MAX_BAD_WORD_CHARS:
+        raise InvalidRequest(f"bad_words may have at most {MAX_BAD_WORD_CHARS} characters in all", "bad_words")
 
 
 def check_logits_args(args: dict[str, Any] | None, logits_stages: Sequence[str], num_prompts: int) -> None:

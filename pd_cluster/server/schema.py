@@ -13,6 +13,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.server.fields import refuse
+from pd_http.frames import Continuation
 
 # what msgspec raises for bytes that are not JSON; RecursionError: nested too deeply
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -20,10 +21,11 @@ NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_PROMPTS = 256  # prompts of one /v1/completions request
-# Entries of logit_bias and stop_token_ids, counted once for each prompt: each prompt is a request of its own to the
+# Entries of each of `LISTS`, counted once for each prompt: each prompt is a request of its own to the
 # engine, and 131,072 entries take 11 ms there. The limit allows eight prompts with an entry for each token of such a
 # vocabulary.
 MAX_LISTED_TOKENS = 1 << 20
+LISTS = ("logit_bias", "stop_token_ids", "allowed_token_ids")
 MAX_LOGITS_ARGS_BYTES = 64 << 10  # of all prompts together: each has a copy on the engine
 MAX_LIST_BYTES = 8 << 20  # of such a field: 262,144 entries of 17 digits; decoding blocks the event loop for 60 ms
 _WHOLE = re.compile(rb"[ \t\n\r]*(-?[0-9]+)\.0+[ \t\n\r]*")
@@ -78,6 +80,8 @@ class KvTransferParams(msgspec.Struct, kw_only=True):
     ticket: str | None = None
     offer: str | None = None
     prompt_token_ids: list[int] | None = None
+    continuation: Continuation | None = None  # see `continuation.py`
+    prompt_steps: list[tuple[int, int]] | None = None  # names of the prompt's blocks: see `AddRequest.steps`
     # D to P, see `decode_sampling`; without it P reads the body's own fields
     sampling: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})] | UnsetType = UNSET
 
@@ -99,6 +103,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     seed: int | None = None
     logit_bias: Annotated[dict[int, float], _TOKEN_KEYS] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -120,6 +126,11 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     ebnf: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    request_id: str | None = None
+    rid: str | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     kv_transfer_params: KvTransferParams | None = None
 
@@ -132,6 +143,11 @@ class ChatBody(GenerationBody, kw_only=True):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -153,6 +169,7 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     prompt: Annotated[msgspec.Raw, Meta(extra_json_schema=_PROMPT)]  # decoded by `completions.prompts_of`
     logprobs: int | None = None
+    echo: bool | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -166,6 +183,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -173,6 +191,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     tokens: list[int]
+    skip_special_tokens: bool | None = None
 
 
 class ReleaseBody(msgspec.Struct, kw_only=True):
@@ -186,8 +205,8 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 def decode_body(raw: bytes, kind: type[Body]) -> tuple[Body, set[str]]:
     """The body, and the names of its fields that are not read. Raises InvalidRequest that names the wrong field."""
-    fields = _fields(raw)
-    for name in ("logit_bias", "stop_token_ids"):
+    fields = object_fields(raw)
+    for name in LISTS:
         if len(fields.get(name, b"")) > MAX_LIST_BYTES:
             raise InvalidRequest(f"{name} has more than {MAX_LIST_BYTES} bytes, the most allowed", name)
     try:
@@ -200,7 +219,7 @@ def decode_body(raw: bytes, kind: type[Body]) -> tuple[Body, set[str]]:
     refuse(unread)
     names = set(unread)
     if isinstance(body, GenerationBody) and body.stream_options is not None:
-        members = _fields(bytes(fields["stream_options"])).keys() - set(StreamOptions.__struct_fields__)
+        members = object_fields(bytes(fields["stream_options"])).keys() - set(StreamOptions.__struct_fields__)
         names |= {f"stream_options.{member}" for member in members}
     return body, names
 
@@ -224,7 +243,8 @@ def decode_value(raw: bytes, kind: Any, param: str) -> Any:
         raise InvalidRequest(f"{param}: {_reason(str(error))}", param, "invalid_type") from error
 
 
-def _fields(raw: bytes) -> dict[str, msgspec.Raw]:
+def object_fields(raw: bytes) -> dict[str, msgspec.Raw]:
+    """The top level of a body. Raises InvalidRequest unless it is a JSON object."""
     try:
         return msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError as error:

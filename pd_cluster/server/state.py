@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import EngineUnavailable, ModelNotFound, StartupError
+from pd_cluster.server.feed_hub import FeedHub
 from pd_cluster.server.grammar_checks import GrammarChecks
 from pd_cluster.server.metrics import NodeMetrics
+from pd_cluster.server.node_role import NodeRole
 from pd_cluster.server.output_parser import load_parser
 from pd_cluster.server.sampling import SamplingDefaults
+from pd_cluster.server.stream_version import settings_digest, stream_version
+from pd_cluster.server.template_parser import template_parser
 from pd_cluster.server.tokenizer import Tokenizer
+from pd_cluster.server.tool_format import find_format
 from pd_connectors.protocol.keys import load_cluster_key
 from pd_http.body import longest_body
 
@@ -23,13 +29,14 @@ if TYPE_CHECKING:
     from pd_cluster.engine.client import EngineClient
     from pd_cluster.protocol.messages import EngineReady
     from pd_cluster.server.output_parser import ParserFactory
+    from pd_cluster.server.tool_format import ToolFormat
 
 MAX_BODY_BYTES = 64 << 20
 
 
 @dataclass(slots=True, kw_only=True)
 class NodeState:
-    """Fixed for the life of the node, except `draining` (set when the node stops) and `num_in_flight`."""
+    """Fixed for the life of the node, except `draining` (set when the node stops), `role` and `num_in_flight`."""
 
     config: NodeConfig  # with model directory, served name and node id filled in
     engine: EngineClient
@@ -37,15 +44,24 @@ class NodeState:
     key: bytes  # the cluster's
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     output_parser: ParserFactory | None = None  # of chat answers
+    tool_format: ToolFormat | None = None  # of the model, None: not known
     grammar_checks: GrammarChecks = field(init=False)
+    role: NodeRole = field(init=False)
+    feed: FeedHub = field(init=False)
     metrics: NodeMetrics = field(default_factory=NodeMetrics)
     created_s: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     num_in_flight: int = 0
+    settings_digest: bytes = field(init=False)  # see `stream_version`
     peers: aiohttp.ClientSession | None = None  # to prefill nodes; the app's lifespan opens and closes it
 
     def __post_init__(self) -> None:
+        self.role = NodeRole(self.config.server.role, self.engine.send)
+        self.feed = FeedHub(self.engine, self.role)
         self.grammar_checks = GrammarChecks(Path(self.config.model.model), self.tokenizer.vocab_size)
+        self.settings_digest = settings_digest(
+            self.config, self.model_name, self.tokenizer, self.defaults, self.tool_format
+        )
 
     @classmethod
     def load(cls, config: NodeConfig, engine: EngineClient) -> NodeState:
@@ -56,18 +72,30 @@ class NodeState:
             key = load_cluster_key(config.handoff.cluster_key_file)
         except (OSError, ValueError) as error:
             raise StartupError(f"the cluster key cannot be read: {error}") from error
+        tokenizer = Tokenizer.load(model_dir, config.model.chat_template)
+        choice = config.server.tool_format
+        tool_format = find_format(_model_type(model_dir), tokenizer.chat_template, choice)
+        if output_parser is None:
+            file = config.server.response_template
+            output_parser = template_parser(tokenizer, tool_format, file, enabled=choice != "none")
         return cls(
             config=config,
             engine=engine,
-            tokenizer=Tokenizer.load(model_dir),
+            tokenizer=tokenizer,
             key=key,
-            defaults=SamplingDefaults.load(model_dir),
+            defaults=SamplingDefaults.choose(config.model.generation_config, model_dir),
             output_parser=output_parser,
+            tool_format=tool_format,
         )
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.config.model.served_model_name or (Path(self.config.model.model).name,)
+
+    @property
     def model_name(self) -> str:
-        return self.config.model.served_model_name or Path(self.config.model.model).name
+        """The name in answers."""
+        return self.model_names[0]
 
     @property
     def node_id(self) -> str:
@@ -82,6 +110,10 @@ class NodeState:
             raise EngineUnavailable("the engine is still starting" if ready is None else "the engine is gone")
         return ready
 
+    def stream_version(self, ready: EngineReady) -> str:
+        """Equal on nodes that write the same answers."""
+        return stream_version(self.settings_digest, ready.fingerprint, ready.max_model_len)
+
     @property
     def max_body_bytes(self) -> int:
         """The longest request body that is read."""
@@ -92,5 +124,12 @@ class NodeState:
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFound. A request without a model gets the node's model."""
-        if name and name not in (self.model_name, self.config.model.model):
+        if name and name not in (*self.model_names, self.config.model.model):
             raise ModelNotFound(f"the model `{name}` does not exist: this node serves `{self.model_name}`")
+
+
+def _model_type(model_dir: Path) -> str:
+    try:
+        return str(json.loads((model_dir / "config.json").read_text()).get("model_type", ""))
+    except (OSError, ValueError, AttributeError):
+        return ""  # the engine says what is wrong with it

@@ -6,6 +6,7 @@ ticket, verified                          that ticket's lease (P-first)
 do_remote_prefill and an offer            this engine's cache, else the offer's nodes, best first (D-first)
 a ticket of another protocol version      this node: during an upgrade the offer's nodes would answer with such tickets
 none, or none that can be trusted         this node
+a continuation of a stream                this node: the known tokens must be computed here in any case
 
 after a failed load, `on_load_failure`:   any: the offer's next node, else this one   remote: the next node, else error
                                           local: this node                            fail: error
@@ -24,6 +25,7 @@ from pd_cluster.server.generation_request import GenerationRequest, KvSource
 from pd_cluster.server.prefill_client import PeerError, PrefillClient
 from pd_cluster.server.sampling import encode_sampling
 from pd_connectors.protocol.errors import BadSignature, LoadFailure, ProtocolMismatch, TicketError, TicketExpired
+from pd_connectors.protocol.feed import CHARGE_HEADER
 from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.ticket import Offer, Paper, Ticket, verify
 from pd_http.node_answers import ASK_TICKET, FailureKind
@@ -54,7 +56,7 @@ def trusted_ticket(state: NodeState, token: str, prompt: list[int], salt: str) -
     """
     ticket = _verified(state, token, Ticket)
     if ticket.fingerprint != state.ready.fingerprint:
-        raise Untrusted("fingerprint_mismatch")
+        raise Untrusted(FailureKind.FINGERPRINT_MISMATCH)
     if ticket.num_tokens != len(prompt) or ticket.prompt_digest != prompt_digest(prompt, salt):
         raise Untrusted("prompt_mismatch")
     return ticket
@@ -81,6 +83,9 @@ async def choose_kv_source(
 
     Raises PrefillUnavailable when `params` has nothing that can be trusted and this node may not prefill locally.
     """
+    if params is not None and params.continuation is not None:
+        known = _plausible_ids(state, params.prompt_token_ids)  # compared with the digest of the stream's prompt
+        return await tokenize() if known is None else known, KvSource()
     if params is None or not params.do_remote_prefill:
         return await tokenize(), KvSource()
     faults: list[str] = []
@@ -207,17 +212,20 @@ class PrefillSearch:
             "prompt": request.prompt,
             "priority": request.priority,
             "cache_salt": request.salt or None,
-            "kv_transfer_params": ASK_TICKET | {"sampling": encode_sampling(request.sampling)},
+            "kv_transfer_params": ASK_TICKET
+            | {"sampling": encode_sampling(request.sampling), "prompt_steps": request.steps or None},
         }
         headers = {"x-request-id": request.client_request_id, GROUP_HEADER: request.group}
+        if request.prefill_charge:
+            headers[CHARGE_HEADER] = request.prefill_charge
         leg = await PrefillClient.open(self._state.peers, url, body, headers, left_s)
         self._legs.append(leg)
         try:
             return trusted_ticket(self._state, leg.ticket, request.prompt, request.salt)
         except Untrusted as error:
             await self.close()
-            is_other_version = error.reason == FailureKind.PROTOCOL_MISMATCH
-            kind = FailureKind.PROTOCOL_MISMATCH if is_other_version else FailureKind.BAD_ANSWER
+            is_mismatch = error.reason in (FailureKind.PROTOCOL_MISMATCH, FailureKind.FINGERPRINT_MISMATCH)
+            kind = FailureKind(error.reason) if is_mismatch else FailureKind.BAD_ANSWER
             raise PeerError(kind, f"{url}: {error.reason}") from error
 
     def _fell_back(self, reason: str, detail: str = "") -> None:

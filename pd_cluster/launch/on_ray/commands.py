@@ -216,11 +216,11 @@ def _phase(unit: UnitStatus) -> str:
 def _greet(status: ClusterStatus, spec: ClusterSpec) -> None:
     urls = [unit.url for unit in status.units if unit.role == ROUTER]
     model = str(spec.flags.get("model", ""))
-    name = str(spec.flags.get("served-model-name", "")) or served_name(model, Path(model or "demo_model"))
+    names = str(spec.flags.get("served-model-name", "")).split() or [served_name(model, Path(model or "demo_model"))]
     nodes = ", ".join(unit.name for unit in status.units if unit.role != ROUTER)
-    _say(f"ready: {', '.join(urls)} serves {name} on {nodes}")
+    _say(f"ready: {', '.join(urls)} serves {names[0]} on {nodes}")
     _say("try it:")
-    _say(f"  {curl_line(urls[0], name, not model)}")
+    _say(f"  {curl_line(urls[0], names[0], not model)}")
 
 
 def _ask(method: Any, *arguments: Any, deadline_s: float = ANSWER_S) -> Any:

@@ -39,7 +39,7 @@ class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     count: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 0
     cpus: Amount = 1.0
-    gpus: Amount = 0.0  # below 1: a share of one GPU and of its memory
+    gpus: Amount = 0.0  # below 1: a share of one GPU and of its memory; above: as many ranks (--tp)
     resources: dict[str, Amount] = {}  # Ray's custom resources
     flags: dict[str, FlagValue] = {}  # as on the command line, without dashes in front
 
@@ -98,8 +98,10 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         spec = self.role(role)
         given = _node_values({**self.flags, **spec.flags}, role)
         values: dict[str, Any] = {"start_deadline_s": self.start_deadline_s, "drain_s": self.grace_s}
-        if spec.gpus == 0:
-            values["num_threads"] = max(1, int(spec.cpus))
+        if spec.gpus > 1:
+            values["tp"] = int(spec.gpus)
+        elif spec.gpus == 0:
+            values["num_threads"] = max(1, int(spec.cpus) // given.get("tp", 1))
         elif spec.gpus < 1:  # several nodes share the GPU, and so its memory
             values["gpu_share"] = spec.gpus
         return tuple(given_flags(Namespace(**{**values, **given})))
@@ -129,6 +131,9 @@ def check(spec: ClusterSpec) -> ClusterSpec:
         if spec.role(role).gpus > 1 and spec.role(role).gpus % 1:
             raise StartupError(f"{role}: gpus must be a share of one GPU or a whole number of them")
         values = _node_values({**spec.flags, **spec.role(role).flags}, role)
+        gpus, tp = spec.role(role).gpus, values.get("tp")
+        if gpus and tp is not None and tp != max(1, gpus):
+            raise StartupError(f"{role}: tp is {tp}, but gpus is {gpus:g}; a rank has one GPU, so leave tp out")
         try:
             refuse(setting_problems(config_from(Namespace(**values))))
         except StartupError as error:
@@ -171,6 +176,8 @@ def _node_values(flags: Mapping[str, FlagValue], role: str) -> dict[str, Any]:
 
 
 def _typed(value: FlagValue, kind: Any, choices: Any, where: str) -> Any:
+    if kind == tuple[str, ...]:
+        return str(value).split()
     try:
         typed = msgspec.convert(value, kind)
     except msgspec.ValidationError as error:

@@ -1,0 +1,82 @@
+"""Tells the API process of this engine's load and cached blocks, while routers read the node's feed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pd_cluster.protocol.messages import EngineNews
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_cluster.engine.ipc import EngineSockets
+    from pd_cluster.engine.pipeline import Pipeline
+    from pd_cluster.protocol.messages import ReportNews
+    from pd_cluster.scheduling.block_manager import BlockManager
+    from pd_cluster.scheduling.scheduler import Scheduler
+    from pd_cluster.scheduling.step_budget import StepBudget
+    from pd_cluster.scheduling.step_model import StepModel
+    from pd_connectors.protocol.feed import NodeLoad
+
+NEWS_S = 0.005  # between two reports
+
+
+class NewsReport:
+    """Sends EngineNews when something has changed. Off at first: then a turn costs one look at a flag.
+
+    A turn calls `send` before each wait, and `until` bounds the wait by the next report that is due.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        pipeline: Pipeline,
+        model: StepModel,
+        budget: StepBudget,
+        mailbox: EngineSockets,
+        clock: Callable[[], float],
+    ) -> None:
+        self._scheduler = scheduler
+        self._news = blocks.news
+        self._pipeline = pipeline
+        self._model = model
+        self._budget = budget
+        self._mailbox = mailbox
+        self._clock = clock
+        self.num_taken = 0  # AddRequests
+        self._told: tuple[int, NodeLoad] | None = None
+        self._told_at_s = 0.0
+        self._is_due = False
+        self._serial = 0
+
+    def switch(self, message: ReportNews) -> None:
+        self._serial = message.serial
+        self._news.switch(is_on=message.is_wanted)
+        self._told, self._is_due = None, False
+
+    def until(self, wait_s: float) -> float:
+        """The seconds to wait at most, of `wait_s`."""
+        return min(wait_s, NEWS_S) if self._is_due else wait_s
+
+    def send(self) -> None:
+        """Report what has changed, unless the last report is less than NEWS_S old: then it is due."""
+        if not self._news.is_on:
+            return
+        told = self.num_taken, self._scheduler.load
+        now_s = self._clock()
+        is_new = told != self._told or bool(self._news)
+        self._is_due = is_new and now_s - self._told_at_s < NEWS_S
+        if is_new and not self._is_due:
+            self._told, self._told_at_s = told, now_s
+            evicted, stored = self._news.take()
+            self._mailbox.send(EngineNews(self.num_taken, self._timed(told[1]), evicted, stored, self._serial))
+
+    def _timed(self, load: NodeLoad) -> NodeLoad:
+        """The load with the times of steps, as far as they are measured. A time that changes is no news."""
+        model = self._model
+        token_s, key_s = (model.token_s, model.key_s) if model.is_fitted else (0.0, 0.0)
+        step_s, step_tokens = self._pipeline.decode_s, self._budget.step_tokens
+        return msgspec.structs.replace(load, step_s=step_s, token_s=token_s, key_s=key_s, step_tokens=step_tokens)

@@ -1,0 +1,215 @@
+"""Predicts how long a step takes, from what it computes. Pure: fed works and seconds.
+
+The time is a sum of terms. Each term has a coefficient in seconds, always above 0:
+
+    base        reading the weights, once a step
+    decode      for each decode, by segments of their number, because the first decodes of a mixture read most experts
+    context     for each token that the decodes read KV of
+    token       for each token, decodes included, less what `decode` counts: by segments of the step's number of tokens,
+                because a GPU computes the first hundred or two while it reads the weights. Only prompts pay
+    key         for each product of a prompt's token and a token before it
+
+The first coefficients are those of the 8B shape on an H200. `fit` replaces them by measurements at start, else by the
+first steps. `note` corrects them while the engine runs: least squares of the relative errors of some hundred steps that
+forget old ones, and a weak pull to the coefficients of `fit`, which keeps those of terms that no step has. A step
+counts as at most OUTLIER times its prediction: a process that was stopped for a minute changes predictions by 0.2%.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from operator import mul
+from statistics import median
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pd_cluster.scheduling.batch import SequenceChunk
+
+# 8B, bf16, one H200 ("Steps with prompts" and "Disaggregation" in benchmarks/LOG.md): 30, 60 and 90 decodes of 1,200
+# tokens take 5.5, 7.2 and 8.3 ms; 32 decodes in steps of 128, 256, 512 and 1,024 tokens 6.2, 8.1, 13.7 and 23.8
+BASE_S, CONTEXT_S, KEY_S = 4.1e-3, 33e-9, 1.5e-9
+DECODE_KNOTS, DECODE_S = (0, 32), (6e-6, 6e-6)  # decodes where the price of one changes; between and beyond
+TOKEN_KNOTS, TOKEN_S = (0, 128, 256, 512), (8e-6, 15e-6, 22e-6, 20e-6)  # tokens of a step, alike
+
+MOST_TOKENS = 1 << 20  # of a step that can be asked for
+FULL_STEP = 2048  # tokens of a step that reads prompts only, for the mean price of a token
+NUM_EARLY = 32  # steps that take the place of measurements at start where there are none
+OUTLIER = 1.5  # a step counts as at most so many times its prediction, or as one part in so many
+EARLY_OUTLIER = 4.0  # of a step before the model is fitted
+CORRECT_EVERY = 16  # steps; 0.1 ms each
+MEMORY = 0.97  # of what was noted, at each correction: about 500 steps count
+PULL, EARLY_PULL = 1.0, 1e-4  # to the coefficients before, in steps
+LEAST = 0.01  # of the coefficients of `fit`, so that predictions stay above 0
+SWEEPS, EARLY_SWEEPS = 8, 3000  # of a solution at most; the latter take 0.1 s
+EXACT = 1e-5  # it is found when a sweep changes no coefficient by a larger share
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computes."""
+
+    num_decodes: int = 0
+    context: int = 0  # tokens before those of the decodes, of all of them
+    num_tokens: int = 0  # of prompts
+    num_keys: int = 0  # products of a prompt's token and a token before it
+
+    @classmethod
+    def of(cls, chunks: Iterable[SequenceChunk]) -> Self:
+        """A chunk of one token counts as a decode: it takes as long."""
+        num_decodes = context = num_tokens = num_keys = 0
+        for chunk in chunks:
+            size, start = chunk.num_tokens, chunk.start
+            if size == 1:
+                num_decodes += 1
+                context += start
+            else:
+                num_tokens += size
+                num_keys += keys_of(size, start)
+        return cls(num_decodes, context, num_tokens, num_keys)
+
+
+def keys_of(num_tokens: int, start: int) -> int:
+    """Products of each token of a chunk behind `start` tokens and the tokens before it."""
+    return num_tokens * (2 * start + num_tokens - 1) // 2
+
+
+class StepModel:
+    """Predicts the seconds of steps. Invariant: predictions are above 0 and do not fall when a step computes more."""
+
+    _products: list[list[float]]
+    _sums: list[float]
+
+    def __init__(self, measured: Sequence[tuple[StepWork, float]] = ()) -> None:
+        """`measured`: works and seconds of steps at start; empty: predictions begin with the defaults."""
+        self._early: list[tuple[StepWork, float]] = []
+        self._num_noted = 0
+        self._restart([BASE_S, CONTEXT_S, KEY_S, *DECODE_S, *TOKEN_S])
+        if measured:
+            self.fit(measured)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether predictions rest on this engine's steps. Before that they are the defaults, or nearly."""
+        return not self._early and self._num_noted > 0
+
+    @property
+    def token_s(self) -> float:
+        """Seconds of a prompt's token without tokens before it, in a full step of prompts only."""
+        return self.seconds(StepWork(num_tokens=FULL_STEP)) / FULL_STEP
+
+    @property
+    def key_s(self) -> float:
+        """Further seconds of a prompt's token for each token before it."""
+        return self._seconds[2]
+
+    def decode_s(self, num_decodes: int, context: int) -> float:
+        """Seconds of a step of decodes only, behind `context` tokens in all."""
+        return self.seconds(StepWork(num_decodes, context))
+
+    def prefill_s(self, num_tokens: int, start: int = 0) -> float:
+        """Seconds of steps that compute `num_tokens` of one prompt behind `start` tokens, and nothing else."""
+        return num_tokens * self.token_s + keys_of(num_tokens, start) * self.key_s
+
+    def seconds(self, work: StepWork) -> float:
+        """Predicted seconds of a step."""
+        return sum(part for _, part in self._parts(work))
+
+    def tokens_within(self, num_decodes: int, seconds: float) -> int:
+        """The most prompt tokens without tokens before them that prolong a step of decodes by at most `seconds`."""
+        num_tokens = 0
+        for index, length in _segments(TOKEN_KNOTS, num_decodes, num_decodes + MOST_TOKENS, _TOKENS):
+            if seconds < length * self._seconds[index]:
+                return num_tokens + int(max(0.0, seconds) / self._seconds[index])
+            num_tokens += length
+            seconds -= length * self._seconds[index]
+        return num_tokens
+
+    def token_s_at(self, num_tokens: int) -> float:
+        """Seconds of one more prompt token in a step of so many tokens."""
+        return self._seconds[_TOKENS + sum(num_tokens >= knot for knot in TOKEN_KNOTS[1:])]
+
+    def note(self, work: StepWork, seconds: float) -> None:
+        """Correct the model by a step of this work that took so long."""
+        if seconds <= 0:
+            return
+        if self.is_fitted:
+            self._add(work, seconds, OUTLIER)
+            if not self._num_noted % CORRECT_EVERY:
+                self._solve(PULL, SWEEPS)
+                self._products = [[MEMORY * product for product in row] for row in self._products]
+                self._sums = [MEMORY * total for total in self._sums]
+            return
+        self._early.append((work, seconds))
+        if len(self._early) == NUM_EARLY:
+            self.fit(self._early, EARLY_OUTLIER)
+
+    def fit(self, measured: Sequence[tuple[StepWork, float]], most: float = inf) -> None:
+        """Replace the coefficients by measured steps. Each counts as at most `most` times the median error of all."""
+        samples = [(work, seconds) for work, seconds in measured if seconds > 0]
+        if not samples:
+            return
+        scale = median(seconds / self.seconds(work) for work, seconds in samples)
+        self._restart([scale * own for own in self._seconds])
+        for work, seconds in samples:
+            self._add(work, seconds, most)
+        self._solve(EARLY_PULL, EARLY_SWEEPS)
+        self._restart(self._seconds)
+        self._early = []
+
+    def _restart(self, seconds: Sequence[float]) -> None:
+        """Set the coefficients, and forget the steps behind them."""
+        count = len(seconds)
+        self._base = list(seconds)
+        self._seconds = list(seconds)
+        self._factors = [1.0] * count  # `_seconds` / `_base`
+        self._products = [[0.0] * count for _ in seconds]  # of terms' shares of steps, summed up
+        self._sums = [0.0] * count  # of the shares
+
+    def _add(self, work: StepWork, seconds: float, most: float) -> None:
+        self._num_noted += 1
+        parts = self._parts(work)
+        predicted = sum(part for _, part in parts)
+        seconds = min(max(seconds, predicted / most), predicted * most)
+        shares = [(index, part / self._factors[index] / seconds) for index, part in parts]
+        for index, share in shares:
+            self._sums[index] += share
+            row = self._products[index]
+            for other, others in shares:
+                row[other] += share * others
+
+    def _solve(self, pull: float, sweeps: int) -> None:
+        """Find the factors with the least squared error: sum(share * factor) is to be 1 in each step."""
+        factors = self._factors
+        for _ in range(sweeps):
+            before = factors[:]
+            for index, row in enumerate(self._products):
+                own = row[index]
+                rest = self._sums[index] + pull - sum(map(mul, row, factors)) + own * factors[index]
+                factors[index] = max(LEAST, rest / (own + pull))
+            if all(abs(new - old) < EXACT * new for new, old in zip(factors, before, strict=True)):
+                break
+        self._seconds = list(map(mul, self._base, factors))
+
+    def _parts(self, work: StepWork) -> list[tuple[int, float]]:
+        """The terms that the work has: (index of the coefficient, seconds)."""
+        num_decodes, num_tokens = work.num_decodes, work.num_tokens
+        amounts = [(0, 1)]
+        if num_decodes:
+            amounts += [(1, work.context), *_segments(DECODE_KNOTS, 0, num_decodes, _DECODES)]
+        if num_tokens:
+            amounts += [(2, work.num_keys), *_segments(TOKEN_KNOTS, num_decodes, num_decodes + num_tokens, _TOKENS)]
+        return [(index, self._seconds[index] * amount) for index, amount in amounts]
+
+
+_DECODES = 3  # index of the first coefficient of decodes, and of tokens
+_TOKENS = _DECODES + len(DECODE_S)
+
+
+def _segments(knots: tuple[int, ...], start: int, end: int, first: int) -> list[tuple[int, int]]:
+    """The parts of [start, end) in each segment between the knots that it meets: (first + segment, length)."""
+    bounds = enumerate(zip(knots, (*knots[1:], end), strict=True), start=first)
+    lengths = [(index, min(high, end) - max(low, start)) for index, (low, high) in bounds]
+    return [(index, length) for index, length in lengths if length > 0]

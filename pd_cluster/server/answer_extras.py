@@ -1,0 +1,44 @@
+"""The parts of an answer beside the generated text: token ids, and the text of the prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd_connectors.protocol.messages import SampledToken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerExtras:
+    """What a request asked for. The prompts are those of the request, in order; each has `n` choices."""
+
+    n: int = 1
+    names_are_ids: bool = False  # `return_tokens_as_token_ids`: logprobs name token 5 "token_id:5"
+    token_ids: bool = False  # `return_token_ids`
+    prompts: Sequence[Sequence[int]] = ()  # token ids, with `token_ids`
+    echoes: Sequence[str] = ()  # with `echo`: the text before each choice of a prompt
+
+    def echo(self, index: int) -> str:
+        """The prompt's text that choice `index` begins with."""
+        return self.echoes[index // self.n] if self.echoes else ""
+
+    def prompt_ids(self, index: int) -> dict[str, Any]:
+        """The field with the ids of the prompt of choice `index`, if it was asked for."""
+        return {"prompt_token_ids": self.prompts[index // self.n]} if self.prompts else {}
+
+    def output_ids(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
+        """The field with the ids of these tokens, if it was asked for."""
+        return {"token_ids": [token.token_id for token in tokens]} if self.token_ids else {}
+
+
+NO_EXTRAS = AnswerExtras()
+
+
+def more_fields(fields: dict[str, Any]) -> bytes:
+    """`fields` as JSON that goes on behind another field of an object; b"" for none."""
+    return b"," + orjson.dumps(fields)[1:-1] if fields else b""

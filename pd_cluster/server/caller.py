@@ -1,0 +1,23 @@
+"""What a request says beside its body."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pd_cluster.server.feed_hub import ChargeMark
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Values of the request's headers, its time of arrival, and what was drawn for it."""
+
+    request_id: str
+    group: str  # see `GenerationRequest.group`
+    wants_ticket_stream: bool
+    wants_frames: bool
+    started_s: float  # monotonic
+    drawn_seed: int  # 63 random bits, for a request without a seed
+    charge: ChargeMark
+    prefill_charge: str  # see `GenerationRequest`

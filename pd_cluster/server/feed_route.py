@@ -1,0 +1,65 @@
+"""GET /pd/feed: one answer without an end for each router. The order of a router is its authority."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter
+from starlette.requests import Request  # noqa: TC002 (FastAPI reads the annotation)
+from starlette.responses import Response
+
+from pd_cluster.errors import PdError
+from pd_cluster.server.feed_hub import MAX_NAME_CHARS
+from pd_cluster.server.order_routes import check_order
+from pd_connectors.protocol.feed import CHARGE_HEADER, FEED_PATH, FEED_TYPE
+from pd_connectors.protocol.ticket import FEED_ACTION, ORDER_HEADER
+from pd_http.body import ClientGone
+from pd_http.reply import DisconnectWatch, Reply
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from pd_cluster.server.feed_hub import FeedHub
+    from pd_cluster.server.state import NodeState
+
+_HEADERS = [(b"content-type", FEED_TYPE.encode()), (b"cache-control", b"no-store")]
+
+
+def feed_route(state: NodeState) -> APIRouter:
+    """The route of the feed. It counts as no request: a node with readers is idle."""
+    routes = APIRouter()
+
+    @routes.get(FEED_PATH, response_class=Response)
+    async def feed(request: Request) -> Response:
+        check_order(state, request.headers.get(ORDER_HEADER, ""), FEED_ACTION)
+        _ = state.ready
+        return _FeedAnswer(state.feed, request.headers.get(CHARGE_HEADER, "")[:MAX_NAME_CHARS])
+
+    return routes
+
+
+class _FeedAnswer(Response):
+    def __init__(self, hub: FeedHub, router: str) -> None:
+        self._hub = hub
+        self._router = router
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = Reply(send)
+        try:
+            with DisconnectWatch(receive, reply):
+                await self._serve(reply)
+        except ClientGone:
+            pass  # the router reads a snapshot when it connects again
+        except PdError as error:
+            await reply.fail(error)
+
+    async def _serve(self, reply: Reply) -> None:
+        reader = await self._hub.open(self._router)
+        try:
+            await reply.start(200, _HEADERS)
+            while not reader.is_cut:
+                await reply.write(await reader.next())
+            await reply.end()
+        finally:
+            self._hub.leave(reader)

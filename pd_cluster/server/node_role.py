@@ -1,0 +1,75 @@
+"""The role of this node. It is a policy, so an order can change it while requests run.
+
+The node serves every kind of request in every role: one that a router sent before it heard of the change is answered.
+What changes is what routers send here, and how far prompts may hold up streams (`tokens_beside_decodes_on`).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from pd_cluster.errors import InvalidRequest
+from pd_cluster.protocol.messages import SetRole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_cluster.protocol.messages import ToEngine
+
+logger = logging.getLogger("pd_cluster.server")
+ROLES = ("prefill", "decode", "mixed")
+
+
+class NodeRole:
+    """The present role, and how many requests of earlier roles still run. `on_change` is called after each change."""
+
+    def __init__(self, name: str, send: Callable[[ToEngine], None]) -> None:
+        self.name = name
+        self.changes = 0  # since the node's start: routers tell a newer word from an older one by it
+        self.num_draining = 0  # requests that arrived under an earlier role
+        self.on_change: Callable[[], None] = lambda: None
+        self._send = send
+        self._num_running = 0  # requests that arrived under this role
+        self._is_due = False  # the engine hears of the role when `num_draining` is 0
+
+    def change(self, name: str) -> None:
+        """Routers hear of the new role at once, so that no more work of the old one comes. Idempotent.
+
+        A limit for the sake of streams is set at once, and lifted only when the streams of the old role have ended.
+        Raises InvalidRequest for a word that is no role.
+        """
+        if name not in ROLES:
+            raise InvalidRequest(f"bad role {name!r}: write one of {', '.join(ROLES)}")
+        if name == self.name:
+            return
+        self.num_draining += self._num_running
+        self._num_running = 0
+        logger.info("role: %s, no longer %s; %d requests of before run on", name, self.name, self.num_draining)
+        self.name = name
+        self.changes += 1
+        self._is_due = True
+        if name == "decode" or not self.num_draining:
+            self._tell_engine()
+        self.on_change()
+
+    def take(self) -> int:
+        """Count a request that arrives. Returns what `drop` needs at its end."""
+        self._num_running += 1
+        return self.changes
+
+    def drop(self, changes: int) -> None:
+        if changes == self.changes:
+            self._num_running -= 1
+            return
+        self.num_draining -= 1
+        if self._is_due and not self.num_draining:
+            self._tell_engine()
+
+    def report(self) -> dict[str, Any]:
+        """The fields of /health, and of the answer to a role order."""
+        return {"role": self.name, "role_changes": self.changes, "num_draining": self.num_draining}
+
+    def _tell_engine(self) -> None:
+        self._is_due = False
+        self._send(SetRole(self.name))

@@ -1,0 +1,149 @@
+"""Names for the blocks of a prompt: after which step of its text chain the tokens of a block are certain.
+
+A block is certain when every request with the same text up to that step has the same tokens in it. So a place in the
+rendered prompt maps to a place in the canonical text (`text_chain`) that is certainly not before the text that decides
+it:
+
+    inside a message's content    the same character of the content
+    between two contents          the beginning of the second: its role and calls come before it in the canonical text
+    behind the last content       none
+
+and behind a message that a later one decides (`TemplateStability`) not before the beginning of that one's content.
+
+Contents are found in the rendered text in order, each at the first place: a wrong place is too early, and names a later
+step. A tokenizer may join the last tokens of a block with what follows, so a block ends MARGIN_TOKENS later.
+"""
+
+from __future__ import annotations
+
+from datetime import date
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from pd_connectors.protocol.text_chain import STEP_BYTES, TOKEN_BYTES, chain_key, read_canonical, step_hashes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from pd_cluster.server.schema import GenerationBody
+    from pd_cluster.server.state import NodeState
+    from pd_cluster.server.template_stability import Decider
+    from pd_cluster.server.tokenizer import Encoded
+    from pd_connectors.protocol.text_chain import CanonicalText
+
+MARGIN_TOKENS = 8
+Steps = tuple[tuple[int, int], ...]  # see `AddRequest.steps`
+NO_STEPS: Steps = ()
+
+
+class PromptSteps:
+    """Makes the names of one request's prompt while that is tokenized, on the tokenizer's thread."""
+
+    def __init__(self, raw: bytes, key: bytes, salt: str, block_size: int) -> None:
+        self._raw = raw
+        self._key = key
+        self._salt = salt
+        self._block_size = block_size
+        self.steps: Steps = ()
+
+    def name_text(self, encoded: Encoded, contents: Sequence[str], deciders: Sequence[Decider]) -> None:
+        """`contents`: those of the messages, or the prompt. `deciders`: see `TemplateStability`."""
+        canonical = self._canonical()
+        if canonical is not None and not canonical.is_ids and encoded.has_ends:
+            places = _Places(_spans(encoded.text, contents, canonical.starts, deciders))
+            self._name(self._ends(encoded, places), canonical.text)
+
+    def name_ids(self, num_tokens: int) -> None:
+        """A prompt of so many ids."""
+        canonical = self._canonical()
+        if canonical is not None and canonical.is_ids:
+            ends = range(self._block_size, num_tokens + 1, self._block_size)
+            self._name(((end, canonical.starts[0] + TOKEN_BYTES * end) for end in ends), canonical.text)
+
+    def _canonical(self) -> CanonicalText | None:
+        return read_canonical(msgspec.json.decode(self._raw, type=dict[str, msgspec.Raw]))
+
+    def _name(self, ends: Iterable[tuple[int, int]], text: bytes) -> None:
+        """Name the last block of each step. `ends`: blocks as (tokens, bytes of the text that decides them)."""
+        hashes, named = step_hashes(self._key, self._salt, text), {}
+        for num_tokens, num_bytes in ends:
+            step = max(0, -(-num_bytes // STEP_BYTES) - 1)
+            if step >= len(hashes):
+                break
+            named[step] = num_tokens
+        self.steps = tuple((num_tokens, hashes[step]) for step, num_tokens in named.items())
+
+    def _ends(self, encoded: Encoded, places: _Places) -> Iterator[tuple[int, int]]:
+        for num_tokens in range(self._block_size, len(encoded.ids) - MARGIN_TOKENS + 1, self._block_size):
+            place = places.canonical(encoded.end_of(num_tokens - 1 + MARGIN_TOKENS))
+            if place is None:
+                return
+            yield num_tokens, place
+
+
+class _Span(NamedTuple):
+    """A content in the rendered text."""
+
+    begin: int  # characters
+    end: int
+    start: int  # bytes, of the first character in the canonical text
+    decided: int  # bytes of canonical text that decide it and everything before it
+    text: str
+
+
+class _Places:
+    """Places in a rendered prompt, in ascending order, as places in the canonical text."""
+
+    def __init__(self, spans: Iterator[_Span]) -> None:
+        self._spans = spans
+        self._step()
+
+    def _step(self) -> None:
+        self._span = span = next(self._spans, None)
+        self._char, self._byte = (0, 0) if span is None else (span.begin, span.start)
+        self._is_ascii = span is not None and span.text.isascii()
+
+    def canonical(self, char: int) -> int | None:
+        """Bytes of canonical text that certainly decide the first `char` characters. None: no text does."""
+        while (span := self._span) is not None and char > span.end:
+            self._step()
+        if span is None:
+            return None
+        if self._is_ascii:
+            return max(span.start, span.decided, span.start + char - span.begin)
+        if char > self._char:
+            self._byte += len(span.text[self._char - span.begin : char - span.begin].encode())
+            self._char = char
+        return max(self._byte, span.decided)
+
+
+def _spans(text: str, contents: Sequence[str], starts: Sequence[int], deciders: Sequence[Decider]) -> Iterator[_Span]:
+    """The contents that are not blank, as far as they are decided and are found."""
+    end = decided = 0
+    for index, (content, decider) in enumerate(zip(contents, deciders, strict=False)):
+        if decider.message > index:
+            by = contents[decider.message].encode() if decider.is_whole else b""
+            decided = max(decided, starts[decider.message] + len(by) + decider.is_whole)
+        shown = content.strip()  # many templates trim it
+        if shown:
+            begin = text.find(shown, end)
+            if begin < 0:
+                return
+            end = begin + len(shown)
+            yield _Span(begin, end, starts[index] + len(content[: content.index(shown)].encode()), decided, shown)
+
+
+def names_for(state: NodeState, body: GenerationBody, raw: bytes) -> PromptSteps | None:
+    """None: no router reads the feed."""
+    if not state.feed.is_on:
+        return None
+    if state.tokenizer.writes_date:
+        state.feed.begin_day(date.today())
+    return PromptSteps(raw, chain_key(state.key), body.cache_salt or "", state.ready.block_size)
+
+
+def given_steps(steps: Iterable[tuple[int, int]], num_tokens: int, block_size: int) -> Steps:
+    """Names from another node, for a prompt of `num_tokens`: those that can be used here."""
+    usable = {n: step for n, step in steps if 0 < n <= num_tokens and n % block_size == 0 and 0 <= step < 1 << 64}
+    return tuple(sorted(usable.items()))

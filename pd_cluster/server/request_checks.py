@@ -1,0 +1,66 @@
+"""What is checked of every generating request before its prompts are tokenized."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pd_cluster.errors import InvalidRequest, Overloaded
+from pd_cluster.scheduling.turns import crowd_limit
+from pd_cluster.server.completions import check_best_of
+from pd_cluster.server.reasoning_options import unread_reasoning_fields
+from pd_cluster.server.request_id import MAX_REQUEST_ID_CHARS, is_request_id
+from pd_cluster.server.sampling import check_prompt_and_tokens
+from pd_cluster.server.schema import LISTS, MAX_LISTED_TOKENS, ChatBody, GenerationBody
+
+if TYPE_CHECKING:
+    from pd_cluster.server.state import NodeState
+
+
+def check_lists(body: GenerationBody, num_prompts: int) -> None:
+    """Raises InvalidRequest when the token lists of all prompts together are too long."""
+    for name in LISTS:
+        num_listed = len(getattr(body, name) or ()) * num_prompts
+        if num_listed > MAX_LISTED_TOKENS:
+            raise InvalidRequest(
+                f"{name} lists {num_listed // num_prompts} tokens for each of {num_prompts} prompts; "
+                f"{MAX_LISTED_TOKENS} are allowed in all",
+                name,
+            )
+
+
+def check_queue_room(state: NodeState, num_prompts: int) -> None:
+    """Refuse several prompts that the engine's queue cannot take together, before it has taken some of them.
+
+    The engine decides: its statistics may be 0.1 s old. Raises InvalidRequest, Overloaded.
+    """
+    if num_prompts == 1:
+        return
+    limit, stats = crowd_limit(state.config.scheduler.max_waiting), state.engine.stats
+    if num_prompts > limit:
+        raise InvalidRequest(f"prompt has {num_prompts} entries; this node queues {limit} of one request", "prompt")
+    num_queued = 0 if stats is None else stats.num_queued
+    if num_queued + num_prompts > limit:
+        raise Overloaded(
+            f"{num_queued} prompts are waiting; this request's {num_prompts} may fill the queue up to {limit}"
+        )
+
+
+def disabled_fields(state: NodeState, body: GenerationBody) -> set[str]:
+    """Fields of the request that this node's settings, or its chat template, disable."""
+    names = {"priority"} if body.priority and not state.config.scheduler.priorities else set()
+    return names | unread_reasoning_fields(body, state.tokenizer.chat_template) if isinstance(body, ChatBody) else names
+
+
+def check_common(body: GenerationBody) -> None:
+    """Raises InvalidRequest."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream: true", "stream_options")
+    check_best_of(body)
+    check_prompt_and_tokens(body)
+    for name in ("request_id", "rid"):
+        if (given := getattr(body, name)) is not None and not is_request_id(given):
+            raise InvalidRequest(f"{name} must have 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters", name)
+    if not -(1 << 31) <= (body.priority or 0) < 1 << 31:
+        raise InvalidRequest(f"priority must fit into 32 bits, not {body.priority}", "priority")
+    if body.n is not None and not 1 <= body.n <= 128:
+        raise InvalidRequest(f"n must be between 1 and 128, not {body.n}", "n")

@@ -1,0 +1,143 @@
+"""What a chat request says about tools: the tools themselves, whether one must be called, and how many."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pd_cluster.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from pd_cluster.server.schema import ChatBody
+
+MAX_TOOLS = 128  # OpenAI's limit
+MAX_DEPTH = 96  # levels of a schema: llguidance reads 128, and functions here recurse by level
+_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")  # OpenAI's, and the dot of MCP servers
+_REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
+_CHOICES = ("none", "auto", "required")
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that the model may call."""
+
+    name: str
+    parameters: dict[str, Any]  # JSON schema of its arguments
+    strict: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What the model may call. Without `functions` it calls nothing."""
+
+    shown: list[dict[str, Any]] | None = None  # the tools as the client sent them, for the chat template
+    functions: tuple[Function, ...] = ()
+    required: bool = False  # the answer is calls, without text
+    parallel: bool = True  # an answer may have several calls
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar has to hold the calls to their schemas."""
+        return self.required or any(function.strict for function in self.functions)
+
+
+def tool_use(body: ChatBody) -> ToolUse:
+    """What the body says. Raises InvalidRequest that names the wrong place."""
+    functions = _functions(body.tools or [])
+    choice = body.tool_choice
+    if choice is not None and not isinstance(choice, dict) and choice not in _CHOICES:
+        raise InvalidRequest(f"tool_choice must be {', '.join(_CHOICES)} or name a function", "tool_choice")
+    if choice not in (None, "none") and not functions:
+        raise InvalidRequest("tool_choice needs tools", "tool_choice")
+    if choice == "none" or not functions:
+        return ToolUse()
+    parallel = body.parallel_tool_calls is not False
+    if isinstance(choice, dict):
+        name = _named(choice)
+        functions = tuple(function for function in functions if function.name == name)
+        if not functions:
+            raise InvalidRequest(f"tool_choice names the function {name!r}, which is not in tools", "tool_choice")
+        parallel = False
+    return ToolUse(body.tools, functions, choice not in (None, "auto"), parallel)
+
+
+def _named(choice: dict[str, Any]) -> str:
+    """The function of `{"type": "function", "function": {"name": ...}}`."""
+    if choice.get("type") != "function":
+        raise InvalidRequest("tool_choice.type must be function", "tool_choice", "unsupported_value")
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise InvalidRequest("tool_choice.function.name must be a string", "tool_choice")
+    return name
+
+
+def _functions(tools: list[dict[str, Any]]) -> tuple[Function, ...]:
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(tools)} entries; {MAX_TOOLS} are allowed", "tools")
+    functions: dict[str, Function] = {}
+    for i, tool in enumerate(tools):
+        function = _function(tool, f"tools[{i}]")
+        if function.name in functions:
+            raise InvalidRequest(f"tools[{i}].function.name: {function.name!r} is there twice", "tools")
+        functions[function.name] = function
+    return tuple(functions.values())
+
+
+def _function(tool: dict[str, Any], place: str) -> Function:
+    if tool.get("type") != "function":
+        raise InvalidRequest(f"{place}.type must be function", "tools", "unsupported_value")
+    given, place = tool.get("function"), f"{place}.function"
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"{place} must be an object", "tools")
+    name = given.get("name")
+    if not (isinstance(name, str) and _NAME.fullmatch(name)):
+        raise InvalidRequest(f"{place}.name must be 1 to 64 letters, digits, dots, dashes or underscores", "tools")
+    if not isinstance(given.get("description"), str | None):
+        raise InvalidRequest(f"{place}.description must be a string", "tools")
+    if not isinstance(given.get("strict"), bool | None):
+        raise InvalidRequest(f"{place}.strict must be true or false", "tools")
+    return Function(name, _schema(given.get("parameters"), f"{place}.parameters"), bool(given.get("strict")))
+
+
+def _schema(schema: Any, place: str) -> dict[str, Any]:
+    """The schema of a function's arguments, which are an object; any object where there is none."""
+    if schema is None or schema == {}:
+        return {"type": "object"}
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{place} must be a JSON schema, which is an object", "tools")
+    if schema.get("type", "object") != "object":
+        raise InvalidRequest(f"{place}.type must be object", "tools")
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not (isinstance(properties, dict) and all(isinstance(value, dict | bool) for value in properties.values())):
+        raise InvalidRequest(f"{place}.properties must map names to schemas", "tools")
+    if not (isinstance(required, list) and all(isinstance(key, str) for key in required)):
+        raise InvalidRequest(f"{place}.required must be a list of strings", "tools")
+    for key in ("$defs", "definitions"):
+        if not isinstance(schema.get(key, {}), dict):
+            raise InvalidRequest(f"{place}.{key} must map names to schemas", "tools")
+    if not _is_flat(schema):
+        raise InvalidRequest(f"{place} is nested more than {MAX_DEPTH} levels deep", "tools")
+    return {"type": "object"} | schema
+
+
+def _is_flat(schema: dict[str, Any]) -> bool:
+    """Whether the schema has at most `MAX_DEPTH` levels of objects and lists."""
+    level: list[Any] = [schema]
+    for _ in range(MAX_DEPTH):
+        members = (member for one in level for member in (one.values() if isinstance(one, dict) else one))
+        level = [member for member in members if isinstance(member, dict | list)]
+        if not level:
+            return True
+    return False
+
+
+def inlined(schema: Any, root: dict[str, Any]) -> Any:
+    """The schema with the definitions of `root` that it, or an alternative of it, refers to."""
+    if not isinstance(schema, dict):
+        return schema
+    if match := _REFERENCE.fullmatch(str(schema.get("$ref", ""))):
+        return root.get(match[1], {}).get(match[2], {})
+    forms = {key: schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)}
+    return schema | {key: [inlined(one, root) for one in choices] for key, choices in forms.items()}
