@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -69,6 +69,12 @@ def test_public_class_names_are_unique() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
+def test_names_of_test_files_are_unique() -> None:
+    """Else pytest can collect only one of them, and `make test-slow` none."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert {name for name, count in names.items() if count > 1} == set()
+
+
 def test_documents_name_files_that_exist() -> None:
     named = {
         (document, path)
@@ -96,7 +102,8 @@ def test_documents_are_short_and_narrow(document: str, most: int) -> None:
 PERSONS = re.compile(r"\b(who|whoever|whose|whom|nobodys?|somebody|anybody|everybody|lest|amid)\b", re.IGNORECASE)
 QUOTATIONS = {"Who are you?"}
 PROSE = {".py", ".md", ".yaml", ".yml", ".toml", ".sh", ".txt", ".json", ".tpl", ".cfg"}
-NOT_PROSE = ("deploy/demo_model", "pd_cluster/demo_model", "benchmarks/results", "tests/test_house.py")
+MODELS = ("deploy/demo_model", "deploy/tool_model", "pd_cluster/demo_model", "pd_cluster/tool_model")
+NOT_PROSE = (*MODELS, "benchmarks/results", "tests/server/foreign_exchanges", "tests/test_house.py")
 
 
 def test_prose_names_things() -> None:

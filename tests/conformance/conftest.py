@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.conformance.handoffs import HandoffHarness, LoopbackHandoff, RemoteHandoff
+from tests.conformance.handoffs import (
+    HandoffHarness,
+    LoopbackHandoff,
+    RankedLoopbackHandoff,
+    RankedRemoteHandoff,
+    RemoteHandoff,
+)
 from tests.conformance.harness import Harness
-from tests.conformance.pools import LMCacheHarness, MooncakeHarness, PoolHarness
+from tests.conformance.pools import LMCacheHarness, MooncakeHarness, PoolHarness, RankedLMCacheHarness
 from tests.connectors.mooncake_master import needs_mooncake
 from tests.connectors.store_server import needs_lmcache
 
@@ -23,8 +29,11 @@ if TYPE_CHECKING:
 needs_nixl = pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="NIXL is not installed: [nixl]")
 OURS: dict[type[Harness], list[pytest.MarkDecorator]] = {
     LoopbackHandoff: [],
+    RankedLoopbackHandoff: [],
     RemoteHandoff: [needs_nixl, pytest.mark.integration],
+    RankedRemoteHandoff: [needs_nixl, pytest.mark.integration],
     LMCacheHarness: [needs_lmcache, pytest.mark.integration],
+    RankedLMCacheHarness: [needs_lmcache, pytest.mark.integration, pytest.mark.slow],
     MooncakeHarness: [needs_mooncake, pytest.mark.integration],
 }
 
@@ -43,9 +52,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         module, _, name = path.partition(":")
         chosen = {getattr(import_module(module), name): []}
     wanted = {"handoff": HandoffHarness, "pool": PoolHarness}.get(getattr(metafunc.module, "KIND", ""), Harness)
-    matching = [pytest.param(kind, id=kind.connector, marks=marks) for kind, marks in chosen.items()
+    matching = [pytest.param(kind, id=_name(kind), marks=marks) for kind, marks in chosen.items()
                 if issubclass(kind, wanted)]  # fmt: skip
     metafunc.parametrize("harness", matching, indirect=True, scope="module")
+
+
+def _name(kind: type[Harness]) -> str:
+    ranks = (kind.source_ranks, kind.reader_ranks)
+    return kind.connector if ranks == (1, 1) else "{}-{}-to-{}".format(kind.connector, *ranks)
 
 
 @pytest.fixture(scope="module")

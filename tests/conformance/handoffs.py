@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pd_connectors.loopback import Faults, LoopbackNetwork
 from tests.conformance.harness import LOAD_DEADLINE_S, NUM_SOURCE_BLOCKS, SIZE, Harness, Prompt, Reader
-from tests.connectors.remote_node import COMMANDS, DrivenNode, Node, RemoteNode, context, remote_node, stamp
+from tests.connectors.layouts import over
+from tests.connectors.remote_node import COMMANDS, LAYOUT, DrivenNode, Node, RemoteNode, context, remote_node, stamp
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -106,13 +107,20 @@ class RemoteHandoff(HandoffHarness):
 
     def restart(self, part: str) -> None:
         self._stack.close()
-        settings = context("P", self._next_epoch(), port=self._port, options=self.options())
+        layout = over(LAYOUT, self.source_ranks)
+        settings = context("P", self._next_epoch(), port=self._port, layout=layout, options=self.options())
         self.source = self._stack.enter_context(remote_node(self.connector, settings, NUM_SOURCE_BLOCKS))
         self._port = self.source.port
 
     def __enter__(self) -> RemoteHandoff:
         self.restart("peer")
         return self
+
+
+class RankedRemoteHandoff(RemoteHandoff):
+    """The source has one rank, the reader two."""
+
+    reader_ranks = 2
 
 
 class LocalNode(DrivenNode):
@@ -156,7 +164,8 @@ class LoopbackHandoff(HandoffHarness):
         self.source.kill()
 
     def restart(self, part: str) -> None:
-        settings = context("P", self._next_epoch(), port=self._port, options=self.options())
+        layout = over(LAYOUT, self.source_ranks)
+        settings = context("P", self._next_epoch(), port=self._port, layout=layout, options=self.options())
         node = Node.start(self.connector, settings, NUM_SOURCE_BLOCKS)
         self._stack.callback(node.connector.close)
         for block_id in range(NUM_SOURCE_BLOCKS):
@@ -167,3 +176,9 @@ class LoopbackHandoff(HandoffHarness):
     def __enter__(self) -> LoopbackHandoff:
         self.restart("peer")
         return self
+
+
+class RankedLoopbackHandoff(LoopbackHandoff):
+    """The source has four ranks, which hold each head twice; the reader has two."""
+
+    source_ranks, reader_ranks = 4, 2

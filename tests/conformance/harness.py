@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from pd_connectors.base import LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec, PrefixFound, PrefixLoaded
+from tests.connectors.layouts import over
 from tests.connectors.remote_node import LAYOUT, Node, context, is_stamped, runs
 from tests.integration.system import wait_until
 
@@ -153,6 +154,8 @@ class Harness(ABC):
     connector: ClassVar[str]  # as `create_connector` takes it
     waits_for_the_rest: ClassVar[bool]  # an offer of a part is a promise of all, not an answer
     parts: ClassVar[tuple[str, ...]]  # what may stand still or die
+    source_ranks: ClassVar[int] = 1  # tensor-parallel ranks of the source, all in its process
+    reader_ranks: ClassVar[int] = 1
 
     def __init__(self) -> None:
         self._num_prompts = 0
@@ -173,7 +176,7 @@ class Harness(ABC):
 
     def reader(self, name: str) -> Reader:
         """A new node. Close its connector."""
-        settings = context(name, options=self.options())
+        settings = context(name, layout=over(LAYOUT, self.reader_ranks), options=self.options())
         return Reader(Node.start(self.connector, settings, NUM_READER_BLOCKS))
 
     def fetch(

@@ -66,9 +66,12 @@ class PoolHarness(Harness):
         return self.options()
 
     def names(self, prompt: Prompt) -> list[ObjectName]:
-        """What its blocks are stored under."""
+        """The first object of each of its blocks."""
+        return self._objects(prompt)[:: len(Sealer(context("any")).parts)]
+
+    def _objects(self, prompt: Prompt) -> list[ObjectName]:
         sealer = Sealer(context("any"))
-        return [sealer.names(block_hash)[0] for block_hash in hashes_of(prompt, prompt.num_blocks)]
+        return [name for block_hash in hashes_of(prompt, prompt.num_blocks) for name in sealer.names(block_hash)]
 
     def ask(
         self, reader: Reader, prompt: Prompt, load_id: str, first_block: int = 0, deadline_s: float = LOAD_DEADLINE_S
@@ -93,7 +96,8 @@ class PoolHarness(Harness):
             self.source.call("store", cached)
             try:
                 with closing(self.open_store()) as store:
-                    return all(store.contains(self.names(prompt)[: prompt.num_offered]))
+                    names = self._objects(prompt)
+                    return all(store.contains(names[: prompt.num_offered * len(names) // prompt.num_blocks]))
             except StoreUnavailable:
                 return False
 
@@ -172,6 +176,12 @@ class LMCacheHarness(PoolHarness):
                 if not any(store.contains(names)):
                     return
         raise AssertionError("the server evicts nothing")
+
+
+class RankedLMCacheHarness(LMCacheHarness):
+    """The source has one rank, the reader two."""
+
+    reader_ranks = 2
 
 
 class MooncakeHarness(PoolHarness):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pd_connectors.base import CachedBlock
+from pd_connectors.head_parts import head_parts
 from pd_connectors.store import HEADER_BYTES
 from tests.conformance.harness import NUM_READER_BLOCKS, SIZE, End, Reader
 from tests.conformance.pools import hashes_of
@@ -48,7 +49,8 @@ def test_a_flipped_bit_ends_the_prefix_before_it(harness: PoolHarness, reader: R
     harness.offer(prompt)
     pool = reader.node.connector.pool
     assert pool is not None
-    positions = (0, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + LAYOUT.groups[0].block_bytes - 1)
+    (part, *_) = head_parts(LAYOUT, 0)
+    positions = (0, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + part.num_bytes - 1)
     for position in positions:
         reader.wipe()
         harness.damage(prompt, 1, position)

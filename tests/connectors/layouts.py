@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from pd_connectors.base import CacheDescription
@@ -30,9 +31,25 @@ def two_groups(block_size: int = 16, num_kv_heads: int = 2, head_dim: int = 16, 
     return BlockLayout((full, window))
 
 
+def mixed_heads(block_size: int = 16, head_dim: int = 1) -> BlockLayout:
+    """Groups of 2 and 4 heads, and one that every rank holds whole. 4 ranks hold each head of the first one twice."""
+    full = KVGroup(KVKind.FULL, (0,), (2, 1, 2, block_size, head_dim), "float32", block_size)
+    window = KVGroup(KVKind.WINDOW, (1,), (4, 1, 2, block_size, head_dim), "float32", block_size, window=8)
+    latent = KVGroup(KVKind.LATENT, (2,), (1, 1, block_size, head_dim), "float32", block_size, sharded=False)
+    return BlockLayout((full, window, latent))
+
+
+def over(layout: BlockLayout, tp_size: int) -> BlockLayout:
+    """The layout on so many ranks."""
+    return msgspec.structs.replace(layout, tp_size=tp_size)
+
+
 def make_cache(layout: BlockLayout, num_blocks: int) -> CacheDescription:
-    """A cache of zeros on the CPU."""
-    tensors = (torch.zeros((num_blocks, *group.shape), dtype=DTYPES[group.dtype]) for group in layout.groups)
+    """One rank's cache of zeros on the CPU."""
+    shapes = ((num_blocks, *group.rank_shape(layout.tp_size)) for group in layout.groups)
+    tensors = (
+        torch.zeros(shape, dtype=DTYPES[group.dtype]) for shape, group in zip(shapes, layout.groups, strict=True)
+    )
     return CacheDescription(tuple(tensors), layout, num_blocks)
 
 

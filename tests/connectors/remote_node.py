@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -18,15 +19,17 @@ from pd_connectors.base import CachedBlock, CacheDescription, Connector, Connect
 from pd_connectors.protocol.errors import LeaseEnd
 from pd_connectors.protocol.messages import SampledToken
 from pd_connectors.protocol.ticket import Ticket
-from pd_connectors.registry import create_connector
+from pd_connectors.registry import create_connector, rank_reader
 from tests.connectors import layouts
 from tests.connectors.layouts import make_cache, two_groups
+from tests.connectors.rank_wires import PortPair
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
+    from pd_connectors.base import Closes
     from pd_connectors.protocol.layout import BlockRun
 
 LAYOUT = two_groups()
@@ -59,41 +62,49 @@ def runs(first_block: int, block_ids: Sequence[int]) -> tuple[BlockRun, ...]:
 
 def stamp(cache: CacheDescription, block_id: int, version: int, like: int | None = None) -> None:
     """Fill a block with numbers that only (group, block id, version) has. like: another block's id in its place."""
-    for group, tensor in enumerate(cache.tensors):
-        tensor[block_id].copy_(_stamp_of(tensor[0], group, block_id if like is None else like, version))
+    for part, expected in _parts(cache, block_id if like is None else like, version):
+        part[block_id].copy_(expected)
 
 
 def is_stamped(cache: CacheDescription, block_id: int, like: int, version: int) -> bool:
     """Whether a block holds, in every group, what `stamp` writes into block `like`."""
-    return all(
-        torch.equal(tensor[block_id], _stamp_of(tensor[0], group, like, version))
-        for group, tensor in enumerate(cache.tensors)
-    )
+    return all(torch.equal(part[block_id], expected) for part, expected in _parts(cache, like, version))
 
 
-def _stamp_of(shape: torch.Tensor, group: int, block_id: int, version: int) -> torch.Tensor:
-    values = torch.arange(shape.numel()) + 1000.0 * block_id + 1e6 * version + 0.5 * group
-    return values.view(shape.shape)
+def _parts(cache: CacheDescription, block_id: int, version: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each tensor of a node's cache, with what a block of it holds."""
+    layout, tensors = cache.layout, iter(cache.tensors)
+    for rank in range(layout.tp_size):
+        for index, group in enumerate(layout.groups):
+            heads = group.heads_of(rank, layout.tp_size)
+            values = torch.arange(prod(group.shape)) + 1000.0 * block_id + 1e6 * version + 0.5 * index
+            yield next(tensors), values.view(group.shape)[heads.start : heads.stop]
 
 
 @dataclass
 class Node:
-    """A connector with its cache, and every event that came out of it."""
+    """A connector with its cache, and every event that came out of it. All its ranks are in this process."""
 
     connector: Connector
-    cache: CacheDescription
+    cache: CacheDescription  # with the tensors of all ranks, rank after rank
+    readers: list[Closes | None] = field(default_factory=list)  # of the further ranks
     events: list[Event] = field(default_factory=list)
 
     @classmethod
     def start(cls, connector_name: str, settings: ConnectorContext, num_blocks: int) -> Node:
-        connector = create_connector(connector_name, settings)
+        caches = [make_cache(settings.layout, num_blocks) for _ in range(settings.layout.tp_size)]
+        pairs = [PortPair() for _ in caches[1:]]
+        connector = create_connector(connector_name, replace(settings, rank_ports=tuple(pair.zero for pair in pairs)))
+        readers: list[Closes | None] = []
         try:
-            cache = make_cache(settings.layout, num_blocks)
-            connector.register_kv_cache(cache)
+            for rank, pair in enumerate(pairs, start=1):
+                readers.append(rank_reader(connector_name, replace(settings, rank=rank), caches[rank], pair.rank))
+            connector.register_kv_cache(caches[0])
         except BaseException:
             connector.close()
             raise
-        return cls(connector, cache)
+        tensors = tuple(tensor for cache in caches for tensor in cache.tensors)
+        return cls(connector, replace(caches[0], tensors=tensors), readers)
 
     def wait_for(self, kind: type[Event], load_or_lease: str, patience_s: float = PATIENCE_S) -> Any:
         """The event of that kind; fails the test when it does not come."""

@@ -2,14 +2,21 @@
 
 Each engine is prefill and decode node at once. It is as hostile as an engine may be: it overwrites a block in the very
 moment in which it becomes free, and checks that nothing else ever writes one.
+
+Engines may have several ranks, each of its own degree. A rank that dies takes its engine with it, but only after a
+while, in which rank 0 goes on without it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING
 
+import torch
+
 from pd_connectors.base import (
+    CacheDescription,
     ConnectorContext,
     Event,
     FirstTokens,
@@ -28,14 +35,21 @@ from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.messages import LeaseRef, SampledToken
 from pd_connectors.protocol.ticket import Ticket
 from pd_connectors.pull_limits import PullLimits
-from tests.connectors.layouts import full_layout, make_cache, runs, two_groups
+from pd_connectors.ranked_transport import RankedTransport
+from tests.connectors.layouts import full_layout, mixed_heads, over, runs, two_groups
+from tests.connectors.rank_wires import VirtualRank
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Sequence
+
+    from pd_connectors.protocol.layout import BlockLayout
 
 LAYOUT = full_layout()  # of tests with one group; the engines here have two
 TWO_GROUPS = two_groups(num_kv_heads=1, head_dim=1)
 NUM_GROUPS = len(TWO_GROUPS.groups)
+RANKED_GROUPS = mixed_heads()
+RANK_SILENCE_S = 3.0  # after which an engine notices that a rank is dead, and ends
 NUM_BLOCKS = 24
 MAX_PROMPT_BLOCKS = 6
 FREE = -7.0  # what a free block holds
@@ -107,24 +121,55 @@ class Load:
     waits_for_blocks: bool = False
 
 
+def _make_caches(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor, list[CacheDescription]]:
+    """The caches by rank, as views of one memory [num_blocks, numbers], so that a block is checked in one operation.
+
+    The second result, [numbers], is what is added to a block's content to get its numbers.
+    """
+    heads = [
+        (rank, index, head, prod(group.shape[1:]))
+        for rank in range(layout.tp_size)
+        for index, group in enumerate(layout.groups)
+        for head in group.heads_of(rank, layout.tp_size)
+    ]
+    pattern = torch.cat([torch.full((size,), index / 4 + head / 32) for _, index, head, size in heads])
+    memory = torch.zeros((NUM_BLOCKS, pattern.numel()))
+    parts = iter(memory.split([prod(group.rank_shape(layout.tp_size)) for group in layout.groups] * layout.tp_size, 1))  # type: ignore[no-untyped-call]
+    caches = [
+        tuple(next(parts).unflatten(1, group.rank_shape(layout.tp_size)) for group in layout.groups)
+        for _ in range(layout.tp_size)
+    ]
+    return memory, pattern, [CacheDescription(tensors, layout, NUM_BLOCKS) for tensors in caches]
+
+
 class Engine:
     """One node: a connector without its thread, and the model of an engine around it."""
 
-    def __init__(self, network: LoopbackNetwork, clock: VirtualClock, port: int, epoch: int) -> None:
+    def __init__(
+        self, network: LoopbackNetwork, clock: VirtualClock, port: int, epoch: int, layout: BlockLayout = TWO_GROUPS
+    ) -> None:
         self.clock = clock
         self.network = network
+        self.layout = layout
         self.node: LoopbackNode = network.attach("sim", port)
-        self.context = replace(CONTEXT, layout=TWO_GROUPS, engine_id=f"engine-{port}", epoch=epoch, port=port)
-        self.cache = make_cache(TWO_GROUPS, NUM_BLOCKS)
+        self.memory, self.pattern, self.caches = _make_caches(layout)
+        self.ranks = [VirtualRank(network, rank, cache) for rank, cache in enumerate(self.caches) if rank]
         for block in range(NUM_BLOCKS):
             self.fill(block, FREE)
-        transport = LoopbackTransport(self.node)
+        self.dies_at = float("inf")  # a rank has died
+        ports = tuple(rank.port for rank in self.ranks)
+        self.context = replace(
+            CONTEXT, layout=layout, engine_id=f"engine-{port}", epoch=epoch, port=port, rank_ports=ports
+        )
+        transport = RankedTransport(LoopbackTransport(self.node), layout, ports)
+        for rank in self.ranks:
+            rank.start()
         limits = PullLimits(
             renew_every_s=0.5, silence_s=1.5, read_s=2.0, confirm_s=1.0, confirm_every_s=0.2, max_blocks_per_read=2
         )
         channel = LoopbackChannel(self.node)
         self.connector = PeerToPeerConnector(self.context, transport, channel, clock=clock, limits=limits)
-        self.connector.open(self.cache)
+        self.connector.open(self.caches[0])
         self.free = list(range(NUM_BLOCKS))
         self.prefills: dict[str, Prefill] = {}
         self.loads: dict[str, Load] = {}
@@ -137,12 +182,11 @@ class Engine:
     # blocks
 
     def fill(self, block: int, content: float) -> None:
-        """Write a block in every group; each group's numbers differ."""
-        for group, tensor in enumerate(self.cache.tensors):
-            tensor[block].fill_(content + group / 2)
+        """Write a block on every rank; the numbers of groups and heads differ."""
+        self.memory[block] = content + self.pattern
 
     def holds(self, blocks: int | list[int], content: float) -> bool:
-        return all(bool((tensor[blocks] == content + i / 2).all()) for i, tensor in enumerate(self.cache.tensors))
+        return bool((self.memory[blocks] == content + self.pattern).all())
 
     def take(self, count: int) -> list[int]:
         taken, self.free = self.free[:count], self.free[count:]
@@ -171,7 +215,7 @@ class Engine:
             generation=0,
             expires_at_s=1e12,
             fingerprint=self.context.fingerprint,
-            layout=TWO_GROUPS,
+            layout=self.layout,
             prompt_digest=prompt_digest(range(prompt.num_tokens)),
             num_tokens=prompt.num_tokens,
             num_samples=1,
@@ -183,8 +227,8 @@ class Engine:
         """A step: the oldest unfinished prefill begins, or goes on by so many blocks. `sample`: its token comes with
         the last, of every second prompt in one announcement."""
         request = next((request for request in self.prefills.values() if not request.is_finished), None)
-        if request is None:
-            return
+        if request is None or self.dies_at < float("inf"):
+            return  # without a rank no step retires
         if not request.is_begun:
             request.is_begun = True
             self.connector.leases.announce(PublishSpec(request.lease.lease_id, (), 0, request.generation))
@@ -194,7 +238,7 @@ class Engine:
         for block in range(start, stop):
             self.fill(request.blocks[block], prompt.content(block))
         request.num_computed = min(prompt.num_tokens, stop * LAYOUT.block_size)
-        readable = runs(0, request.blocks[:stop], NUM_GROUPS)
+        readable = runs(0, request.blocks[:stop], len(self.layout.groups))
         publish = PublishSpec(request.lease.lease_id, readable, request.num_computed, request.generation)
         first_tokens = (SampledToken(prompt.number),)
         request.is_finished = stop == prompt.num_blocks and (start == stop or sample)
@@ -208,7 +252,7 @@ class Engine:
         request = next((request for request in self.prefills.values() if not request.is_finished), None)
         if request is None or len(self.free) < request.prompt.num_blocks:
             return
-        readable = runs(0, request.blocks, NUM_GROUPS)
+        readable = runs(0, request.blocks, len(self.layout.groups))
         stale = PublishSpec(request.lease.lease_id, readable, request.prompt.num_tokens, request.generation)
         generation = self.connector.leases.retract(request.lease.lease_id)
         self.connector.leases.announce(stale)  # of a step that was in flight: must be void
@@ -246,6 +290,8 @@ class Engine:
     # turns
 
     def turn(self) -> None:
+        for rank in self.ranks:
+            rank.turn(self.clock.now)
         self.next_turn = self.clock.now + self.connector.turn()
         for event in self.connector.poll():
             self.on_event(event)
@@ -282,7 +328,8 @@ class Engine:
                 self.failures.append(reason)
             case LoadDrained():
                 assert load.failed_at is not None
-                grace_s = CONTEXT.drain_deadline_s + self.network.faults.max_delay_s + self.paused_s + 0.01
+                delay_s = self.network.faults.max_delay_s * (3 if self.ranks else 1)  # also to the rank and back
+                grace_s = CONTEXT.drain_deadline_s + delay_s + self.paused_s + 0.01
                 assert self.clock.now <= load.failed_at + grace_s, "drained too late"
                 self.end(load)
 
@@ -292,7 +339,9 @@ class Engine:
         load.waits_for_blocks = len(self.free) < count
         if not load.waits_for_blocks:
             load.blocks = self.take(count)
-            spec = LoadSpec(load_id, runs(first_block, tuple(load.blocks), NUM_GROUPS), load.prompt.num_tokens)
+            spec = LoadSpec(
+                load_id, runs(first_block, tuple(load.blocks), len(self.layout.groups)), load.prompt.num_tokens
+            )
             self.submit(lambda reader, now: reader.reserve(spec, now))
 
     def check_bytes(self, load: Load) -> None:
@@ -307,12 +356,13 @@ class Engine:
 
 
 class Simulation:
-    """`ports` engines. Operations may come in any order and at any time."""
+    """`ports` engines. Operations may come in any order and at any time. degrees: their numbers of ranks."""
 
-    def __init__(self, network: LoopbackNetwork, clock: VirtualClock, ports: int) -> None:
+    def __init__(self, network: LoopbackNetwork, clock: VirtualClock, ports: int, degrees: Sequence[int] = ()) -> None:
         self.network = network
         self.clock = clock
-        self.engines = [Engine(network, clock, port + 1, epoch=1) for port in range(ports)]
+        layouts = [over(RANKED_GROUPS, degree) for degree in degrees] or [TWO_GROUPS] * ports
+        self.engines = [Engine(network, clock, port, 1, layout) for port, layout in enumerate(layouts, start=1)]
         self.num_prompts = 0
         self.num_loads = 0
         self.failures: list[LoadFailure] = []
@@ -333,8 +383,23 @@ class Simulation:
         """A node dies and is back at once, as another epoch under the same address."""
         old = self.engines[which]
         self._count(old)
-        self.network.detach(old.node)
-        self.engines[which] = Engine(self.network, self.clock, old.context.port, old.context.epoch + 1)
+        for node in (old.node, *(rank.node for rank in old.ranks)):
+            self.network.detach(node)
+        context = old.context
+        self.engines[which] = Engine(self.network, self.clock, context.port, context.epoch + 1, context.layout)
+
+    def kill_rank(self, which: int, rank: int) -> None:
+        """A further rank dies at once, and its engine when it has noticed that."""
+        engine = self.engines[which]
+        engine.ranks[rank - 1].is_dead = True
+        self.network.detach(engine.ranks[rank - 1].node)
+        engine.dies_at = min(engine.dies_at, self.clock.now + self.network.random.uniform(0.0, RANK_SILENCE_S))
+
+    def pause_rank(self, which: int, rank: int, duration_s: float) -> None:
+        """A further rank lags; its memory can still be read."""
+        engine = self.engines[which]
+        engine.ranks[rank - 1].paused_until = self.clock.now + duration_s
+        engine.paused_s += duration_s
 
     def pause(self, which: int, duration_s: float) -> None:
         """SIGSTOP: the node does nothing, its memory can still be read."""
@@ -351,6 +416,9 @@ class Simulation:
                 self.clock.now = until
                 return
             self.clock.now = max(self.clock.now, due)
+            if engine.dies_at <= self.clock.now:
+                self.crash(self.engines.index(engine))
+                continue
             engine.turn()
             engine.check_free_blocks()
         raise AssertionError("the nodes spin")
@@ -374,7 +442,8 @@ class Simulation:
             self._count(engine)
 
     def _due(self, engine: Engine) -> float:
-        return max(engine.paused_until, min(engine.next_turn, engine.node.next_due()))
+        dues = (engine.next_turn, engine.node.next_due(), *(rank.next_due for rank in engine.ranks))
+        return min(engine.dies_at, max(engine.paused_until, min(dues)))
 
     def _count(self, engine: Engine) -> None:
         self.failures += engine.failures
@@ -387,9 +456,10 @@ def random_operation(simulation: Simulation, rng: random.Random) -> None:
     which = rng.choice(engines)
     engine = simulation.engines[which]
     kind = rng.choices(
-        ("request", "compute", "preempt", "revoke", "cancel", "crash", "pause"), (30, 40, 8, 8, 6, 2, 4)
+        ("request", "compute", "preempt", "revoke", "cancel", "crash", "pause", "kill_rank", "pause_rank"),
+        (30, 40, 8, 8, 6, 2, 4, 2 if engine.ranks else 0, 6 if engine.ranks else 0),
     )[0]
-    if engine.paused_until > simulation.clock.now and kind != "crash":
+    if engine.paused_until > simulation.clock.now and kind not in ("crash", "kill_rank"):
         return
     match kind:
         case "request":
@@ -412,3 +482,7 @@ def random_operation(simulation: Simulation, rng: random.Random) -> None:
             simulation.crash(which)
         case "pause":
             simulation.pause(which, rng.uniform(0.1, 4.0))
+        case "kill_rank":
+            simulation.kill_rank(which, rng.randint(1, len(engine.ranks)))
+        case "pause_rank":
+            simulation.pause_rank(which, rng.randint(1, len(engine.ranks)), rng.uniform(0.05, RANK_SILENCE_S))

@@ -118,6 +118,7 @@ def test_a_ticket_with_an_address_that_is_none(decode: Node) -> None:
         decode.connector.begin_load("misnamed", ticket, 10.0)
         load_whole(prefill, decode, "well-named")
         assert decode.wait_for(LoadFailed, "misnamed").reason is LoadFailure.UNREACHABLE
+        decode.wait_for(LoadDrained, "misnamed")
         assert decode.kinds("misnamed") == ["LoadFailed", "LoadDrained"]
 
 

@@ -26,7 +26,7 @@ TOKEN = SampledToken(9)
 
 
 def new_pull(deadline_s: float = 30.0) -> Pull:
-    return Pull("load", TICKET, deadline_s, LIMITS, now=0.0)
+    return Pull("load", TICKET, TICKET.layout, deadline_s, LIMITS, now=0.0)
 
 
 def state(version: int, num_tokens: int = 0, *, generation: int = 0, tokens: bool = False) -> LeaseState:
@@ -358,7 +358,7 @@ def test_a_ticket_for_another_prompt_length_is_refused() -> None:
 def long_pull(limits: PullLimits) -> Pull:
     """A prompt of 12 blocks, all announced; the reads of one block each."""
     ticket = Ticket("r", LEASE, 0, 1e12, "f", LAYOUT, b"d", 192, 1, "h", 1)
-    pull = Pull("load", ticket, 1e6, limits, now=0.0)
+    pull = Pull("load", ticket, ticket.layout, 1e6, limits, now=0.0)
     pull.accepted(0.0)
     pull.connected(PEER, 0.0)
     pull.lease_state(LeaseState(LEASE, 0, 1, 192, runs(0, tuple(range(12))), (), ttl_s=1e6), 0.0)
@@ -403,7 +403,7 @@ def test_a_link_on_which_nothing_moves_fails_its_load() -> None:
 
 def test_long_reads_are_cut() -> None:
     limits = PullLimits(max_blocks_per_read=2)
-    pull = Pull("load", TICKET, 30.0, limits, now=0.0)
+    pull = Pull("load", TICKET, TICKET.layout, 30.0, limits, now=0.0)
     pull.accepted(0.0)
     pull.connected(PEER, 0.0)
     pull.lease_state(state(1, 40), 0.0)

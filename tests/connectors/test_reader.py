@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from pd_connectors import link_speed
 from pd_connectors.base import (
     CacheDescription,
     Event,
@@ -175,6 +176,21 @@ def test_renewal_and_greeting_go_out_together(bench: Bench) -> None:
     assert len([message for message in bench.sent if isinstance(message, Hello)]) == 2
 
 
+@pytest.mark.parametrize(("memory", "num_warnings"), [("cuda", 1), ("cpu", 0)])
+def test_a_slow_link_between_gpus_is_told_once(
+    bench: Bench, memory: str, num_warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(link_speed, "MIN_BYTES", 1)
+    bench.reader.memory = memory
+    for number, load_id in enumerate("ab"):
+        bench.reading(load_id, now=float(number))
+        assert len(bench.reader.link_speeds()) == number, "nothing is known before a read has ended"
+        bench.finish(load_id, now=number + 0.5)
+    assert bench.reader.link_speeds() == {f"{OWNER[0]}:{OWNER[1]}": 2 * LAYOUT.block_bytes / 0.5}
+    warnings = [record.message for record in caplog.records if "Likely causes on one host" in record.message]
+    assert len(warnings) == num_warnings
+
+
 def test_loads_of_one_peer_share_greeting_and_endpoint(bench: Bench) -> None:
     first, second = bench.begin("a"), bench.begin("b")
     bench.answer()
@@ -204,7 +220,8 @@ def test_the_first_token_does_not_wait_for_the_endpoint_but_for_the_greeting(ben
             {"layout": full_layout(dtype="float8_e4m3fn"), "fingerprint": "other"},
             "LayoutMismatch: the peer's KV is float8_e4m3fn, ours float32: start both nodes with the same dtype",
         ),
-        ({"layout": msgspec.structs.replace(full_layout(), tp_size=2)}, "split over 2 ranks"),
+        ({"layout": msgspec.structs.replace(full_layout(), tp_size=0)}, "cannot be split over 0 ranks"),
+        ({"layout": msgspec.structs.replace(full_layout(), tp_size=10**9)}, "cannot be split over 1000000000 ranks"),
     ],
 )
 def test_a_reply_that_does_not_match_is_refused(bench: Bench, changes: dict[str, Any], word: str) -> None:
@@ -217,6 +234,13 @@ def test_a_reply_that_does_not_match_is_refused(bench: Bench, changes: dict[str,
     assert word in failed.detail
     assert bench.outcome("a") == [LoadFailure.REJECTED, LoadDrained]
     assert bench.transport.connects == []
+
+
+def test_a_peer_of_another_degree_is_read(bench: Bench) -> None:
+    bench.begin("a")
+    bench.answer(layout=msgspec.structs.replace(LAYOUT, tp_size=2))
+    (key,) = bench.transport.connects
+    assert (key.num_ranks, key.rank) == (2, 0)
 
 
 def test_another_epoch_fails_the_old_loads_and_serves_the_new(bench: Bench) -> None:

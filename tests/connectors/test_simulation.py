@@ -6,7 +6,9 @@ its deadline, and drains; nothing ever lands in a free block; (c) every lease en
 
 from __future__ import annotations
 
+import itertools
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +17,9 @@ from hypothesis import strategies as st
 from pd_connectors.loopback import Faults, LoopbackNetwork
 from pd_connectors.protocol.errors import LoadFailure
 from tests.connectors.simulation import Simulation, VirtualClock, random_operation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FAULTS = st.builds(
     Faults,
@@ -26,9 +31,9 @@ FAULTS = st.builds(
 )
 
 
-def run(faults: Faults, seed: int, num_operations: int, num_engines: int) -> Simulation:
+def run(faults: Faults, seed: int, num_operations: int, num_engines: int, degrees: Sequence[int] = ()) -> Simulation:
     clock = VirtualClock()
-    simulation = Simulation(LoopbackNetwork(faults, seed, clock), clock, num_engines)
+    simulation = Simulation(LoopbackNetwork(faults, seed, clock), clock, num_engines, degrees)
     rng = random.Random(seed)
     for _ in range(num_operations):
         random_operation(simulation, rng)
@@ -43,10 +48,52 @@ def run(faults: Faults, seed: int, num_operations: int, num_engines: int) -> Sim
     num_operations=st.integers(1, 60),
     num_engines=st.integers(1, 3),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_schedule(faults: Faults, seed: int, num_operations: int, num_engines: int) -> None:
     simulation = run(faults, seed, num_operations, num_engines)
     assert simulation.num_done + len(simulation.failures) <= simulation.num_loads
+
+
+RANKED = {
+    "faults": FAULTS,
+    "seed": st.integers(0, 2**32),
+    "num_operations": st.integers(1, 60),
+    "degrees": st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=3),
+}
+
+
+def check_ranked(faults: Faults, seed: int, num_operations: int, degrees: list[int]) -> None:
+    simulation = run(faults, seed, num_operations, len(degrees), degrees)
+    assert simulation.num_done + len(simulation.failures) <= simulation.num_loads
+
+
+@given(**RANKED)
+@settings(max_examples=200, deadline=None)
+def test_every_schedule_of_engines_with_ranks_that_die_or_lag(
+    faults: Faults, seed: int, num_operations: int, degrees: list[int]
+) -> None:
+    check_ranked(faults, seed, num_operations, degrees)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@given(**RANKED)
+@settings(max_examples=10_000, deadline=None)
+def test_ten_thousand_schedules_of_engines_with_ranks(
+    faults: Faults, seed: int, num_operations: int, degrees: list[int]
+) -> None:
+    check_ranked(faults, seed, num_operations, degrees)
+
+
+@pytest.mark.parametrize("degrees", list(itertools.product((1, 2, 4), repeat=2)))
+def test_without_faults_every_load_between_unequal_engines_succeeds(degrees: tuple[int, int]) -> None:
+    clock = VirtualClock()
+    simulation = Simulation(LoopbackNetwork(Faults(max_delay_s=0.01), clock=clock), clock, 2, degrees)
+    for i in range(5):
+        simulation.request(0, [1], 16 * i + 1 + i, i % 3, hold=i % 2 == 0)
+    simulation.settle()
+    assert simulation.engines[1].num_done == 5
+    assert simulation.failures == []
 
 
 def test_without_faults_every_load_succeeds() -> None:
@@ -87,7 +134,7 @@ def race(seed: int, drop: float) -> Simulation:
 
 
 @given(seed=st.integers(0, 2**32), drop=st.sampled_from([0.0, 0.4]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_fence(seed: int, drop: float) -> None:
     simulation = race(seed, drop)
     assert simulation.num_done + len(simulation.failures) == simulation.num_loads

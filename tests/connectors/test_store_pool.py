@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pd_connectors.base import CachedBlock, Event, LoadSpec, PrefixFound, PrefixLoaded
+from pd_connectors.head_parts import head_parts
 from pd_connectors.null import NullConnector
 from pd_connectors.pool import PoolLimits
 from pd_connectors.pooled import PooledConnector, pool_address
@@ -19,7 +20,7 @@ from pd_connectors.protocol.messages import LeaseRef
 from pd_connectors.protocol.ticket import Ticket
 from pd_connectors.search import Search
 from pd_connectors.store import HEADER_BYTES, ObjectName, Sealer
-from tests.connectors.layouts import make_cache, runs, two_groups
+from tests.connectors.layouts import full_layout, make_cache, runs, two_groups
 from tests.connectors.pool_bench import (
     DEADLINE_S,
     LAYOUT,
@@ -216,7 +217,7 @@ def test_an_object_opens_only_under_its_own_name() -> None:
     """Whatever a store mixes up or a stranger writes there is refused, though it is whole."""
     sealer = Sealer(POOL_CONTEXT)
     mine, other = (sealer.names(block_hash)[0] for block_hash in hashes_of(2))
-    block = memoryview(bytes(range(256)) * (LAYOUT.block_bytes // 256))
+    block = memoryview(bytes(range(256)) * (LAYOUT.block_bytes // 2 // 256))  # one of two heads
     sealed = bytearray(sealer.seal(mine, block))
     opened = sealer.open(mine, sealed)
     assert opened is not None
@@ -252,22 +253,22 @@ def test_another_blocks_object_under_a_name_is_damaged_and_mended() -> None:
 
 
 def test_a_block_is_there_when_every_group_has_it() -> None:
-    """Two groups: two objects a block, each in its own tensor; without one of them the prefix ends before the block."""
+    """Two groups of two heads: four objects a block; without one of them the prefix ends before the block."""
     shelf, context = Shelf(), replace(POOL_CONTEXT, layout=two_groups())
     hashes = hashes_of(3)
     with nodes(lambda: MemoryStore(shelf), context, context) as (p, d):
         p.store(hashes, [3, 9, 1])
-        assert (len(shelf.objects), p.stat("pool_blocks_stored_total")) == (6, 3)
+        assert (len(shelf.objects), p.stat("pool_blocks_stored_total")) == (12, 3)
         assert d.recall(hashes, [8, 2, 5]) == 3 * SIZE
         assert all(
             torch.equal(theirs[[8, 2, 5]], ours[[3, 9, 1]]) for ours, theirs in zip(p.caches, d.caches, strict=True)
         )
         assert d.stat("pool_read_bytes_total") == 3 * context.layout.block_bytes
-        del shelf.objects[Sealer(context).names(hashes[1])[1]]
+        del shelf.objects[Sealer(context).names(hashes[1])[2]]
         assert d.recall(hashes, [8, 2, 5], name="gap") == SIZE
         assert d.misses() == {"absent": 1}
         before = [cache[[2, 5]] for cache in d.caches]
-        shelf.objects[Sealer(context).names(hashes[1])[1]] = shelf.objects[Sealer(context).names(hashes[1])[0]]
+        shelf.objects[Sealer(context).names(hashes[1])[2]] = shelf.objects[Sealer(context).names(hashes[1])[0]]
         assert d.recall(hashes, [8, 2, 5], name="mixed up") == SIZE
         assert d.misses() == {"absent": 1, "damaged": 1}
         assert torch.equal(d.caches[1][[2, 5]], before[1]), "the damaged part was not written"
@@ -283,7 +284,7 @@ class GatedInlet:
         self.written: list[int] = []
         self.flushed: list[list[int]] = []
 
-    def write(self, group: int, block_id: int, content: memoryview) -> None:
+    def write(self, group: int, heads: slice, block_id: int, content: memoryview) -> None:
         self.begun.set()
         assert self.gate.wait(DEADLINE_S)
         self.written.append(block_id)
@@ -293,11 +294,12 @@ class GatedInlet:
 
 
 def test_a_search_is_over_only_when_the_block_that_is_being_written_has_landed() -> None:
+    (part,) = head_parts(full_layout(), 0)
     name, inlet = ObjectName("", b""), GatedInlet()
     search = Search("r", [[name]], 0, 0.0)
     ends: list[bool] = []
     with ThreadPoolExecutor(2) as threads:
-        landing = threads.submit(search.land, cast("Inlet", inlet), name, 8, memoryview(b""))
+        landing = threads.submit(search.land, cast("Inlet", inlet), part, name, 8, memoryview(b""))
         assert inlet.begun.wait(DEADLINE_S)
         ending = threads.submit(lambda: ends.append(search.finish()))
         with pytest.raises(TimeoutError):
@@ -308,7 +310,7 @@ def test_a_search_is_over_only_when_the_block_that_is_being_written_has_landed()
         ending.result(DEADLINE_S)
     assert ends == [True]
     assert (inlet.written, inlet.flushed, search.num_read) == ([8], [[8]], 1)
-    assert not search.land(cast("Inlet", inlet), name, 9, memoryview(b"")), "nothing lands once it is over"
+    assert not search.land(cast("Inlet", inlet), part, name, 9, memoryview(b"")), "nothing lands once it is over"
     assert not search.finish()
     assert (inlet.written, inlet.flushed, search.num_read) == ([8], [[8]], 1)
 
@@ -362,7 +364,7 @@ def test_blocks_on_a_gpu_are_copied_in_order_with_its_steps(dtype: str) -> None:
 
 def test_a_backlog_is_bounded() -> None:
     shelf = Shelf()
-    one = LAYOUT.block_bytes + HEADER_BYTES
+    one = LAYOUT.block_bytes + 2 * HEADER_BYTES
     with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT, limits=PoolLimits(backlog_bytes=2 * one)) as (node,):
         shelf.gate.clear()
         for block_hash in hashes_of(3):

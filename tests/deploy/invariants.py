@@ -130,7 +130,8 @@ def node_network(objects: list[Object]) -> list[str]:
         for rule in (rule for found in mine for rule in found["spec"]["ingress"]):
             peers = {peer.get("podSelector", {}).get("matchLabels", {}).get("pd-cluster/part") for peer in rule["from"]}
             ports = ["kv" if "endPort" in port else port["port"] for port in rule.get("ports", [])]
-            if ports != (["http", "control", "kv"] if peers == {"node"} else ["http"]):
+            mine_only = {name for name in part.port_names if peers == {"node"} or name.startswith("http")}
+            if set(ports) != mine_only | ({"kv"} if peers == {"node"} else set()):
                 wrong.append(f"{part.owner}: {sorted(map(str, peers))} may reach {ports or 'all ports'}")
     return wrong
 
@@ -251,9 +252,10 @@ def grace(objects: list[Object]) -> list[str]:
     for part in pods(of_kind(objects, "Deployment", "StatefulSet")):
         if _part(part) == "pool":
             continue
-        [container] = part.spec["containers"]
-        command = container["lifecycle"]["preStop"]["exec"]["command"]
-        needed = float(command[1]) + float(flag_of(container, "drain-s"))
+        needed = max(
+            float(container["lifecycle"]["preStop"]["exec"]["command"][1]) + float(flag_of(container, "drain-s"))
+            for container in part.spec["containers"]
+        )
         if part.spec["terminationGracePeriodSeconds"] <= needed:
             wrong.append(
                 f"{part.owner}: needs {needed:g} s, is killed after {part.spec['terminationGracePeriodSeconds']}"
@@ -265,16 +267,16 @@ def probes(objects: list[Object]) -> list[str]:
     """Three probes with time to answer; starting may take as long as the node's own deadline allows."""
     wrong = []
     for part in pods(of_kind(objects, "Deployment", "StatefulSet")):
-        [container] = part.spec["containers"]
-        wrong += [
-            f"{part.owner}: {name} is missing or impatient"
-            for name in ("startupProbe", "readinessProbe", "livenessProbe")
-            if container.get(name, {}).get("timeoutSeconds", 0) < 5
-        ]
-        if "--start-deadline-s" in " ".join(container["args"]) and "startupProbe" in container:
-            patience = container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"]
-            if patience <= float(flag_of(container, "start-deadline-s")):
-                wrong.append(f"{part.owner}: restarted while it may still be starting")
+        for container in part.spec["containers"]:
+            wrong += [
+                f"{part.owner}: {name} is missing or impatient"
+                for name in ("startupProbe", "readinessProbe", "livenessProbe")
+                if container.get(name, {}).get("timeoutSeconds", 0) < 5
+            ]
+            if "--start-deadline-s" in " ".join(container["args"]) and "startupProbe" in container:
+                patience = container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"]
+                if patience <= float(flag_of(container, "start-deadline-s")):
+                    wrong.append(f"{part.owner}: restarted while it may still be starting")
     return wrong
 
 
@@ -313,11 +315,11 @@ def router_knows_nodes(objects: list[Object]) -> list[str]:
         if is_node is not found:
             wrong.append(f"{part.owner}: {'not found by' if is_node else 'a node for'} the router")
         if is_node:
-            [node] = part.containers
-            if part.labels.get("pd-cluster/role") != node["args"][0]:
-                wrong.append(f"{part.owner}: its role label is not its role")
-            if [port["name"] for port in node["ports"]].count("http") != 1:
-                wrong.append(f"{part.owner}: no port named http")
+            made = [(node["args"][0], port["name"]) for node in part.containers for port in node["ports"]]
+            if [role for role, name in made if name == "http"] != [part.labels.get("pd-cluster/role")]:
+                wrong.append(f"{part.owner}: no port named http, or its role label is not its role")
+            if [role for role, name in made if name == "http-decode"] not in ([], ["decode"]):
+                wrong.append(f"{part.owner}: what is no decode node has a port named http-decode")
     if router.spec.get("automountServiceAccountToken") is not True:
         wrong.append("the router has no token to read pods with")
     account = router.spec["serviceAccountName"]
@@ -338,7 +340,7 @@ def nodes_know_pool(objects: list[Object]) -> list[str]:
     pools = [part for part in pods(objects) if _part(part) == "pool"]
     services = {found["metadata"]["name"]: found["spec"] for found in of_kind(objects, "Service")}
     for part in (part for part in pods(objects) if _part(part) == "node"):
-        [node] = part.containers
+        node = part.containers[0]
         if (flag_of(node, "connector") == "lmcache") is not bool(pools):
             wrong.append(f"{part.owner}: connector {flag_of(node, 'connector')}, and {len(pools)} pools")
         elif pools:

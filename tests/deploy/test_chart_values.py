@@ -43,6 +43,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": {"existingClaim": "a", "claim": {"create": True}}}, "exclude each other"),
     ({"monitoring": {"podMonitor": {"enabled": True}}}, "networkPolicy.metricsFrom"),
     ({"nodePorts": {"http": 8100, "control": 8100}}, "must differ"),
+    ({"nodePorts": {"http": 8102}}, "must differ"),
+    ({"nodePorts": {"kv": "8103-8200"}}, "contains nodePorts.decodeControl"),
+    ({"roles": {"decode": {"gpus": {"count": 2}, "args": {"tp": 4}}}}, "4 ranks, but gpus.count is 2"),
+    ({"roles": {"decode": {"gpus": {"count": 2}, "args": {"tp": 1}}}}, "leave tp out"),
+    ({"roles": {"decode": {"gpus": {"count": 2}, "shmSize": "512Mi"}}}, "shmSize: 512Mi is too little"),
+    ({"roles": {"decode": {"args": {"tp": 2}, "shmSize": "1G"}}}, "shmSize: 1G is too little"),
+    ({"roles": {"host": {"kind": "pair", "gpus": {"count": 1}}}}, "roles.host.gpus.claimTemplate"),
+    ({"roles": {"host": {"kind": "pair", "pair": {"decode": {"gpus": {"count": 2}}}, "shmSize": "1Mi"}}}, "too little"),
+    ({"roles": {"host": {"kind": "pair", "pair": {"decode": {"args": {"block-size": 32}}}}}}, "block-size differs"),
+    ({"roles": {"host": {"kind": "pair", "pair": {"mixed": {}}}}}, "mixed"),
+    ({"roles": {"host": {"kind": "pair", "replicas": 0}, "decode": None}}, "0 replicas"),
     ({"roles": {"pool": {"kind": "decode"}}}, "name is taken"),
     ({"nodePorts": {"kv": "45000"}}, "kv"),
     ({"nodePorts": {"kv": "45099-45000"}}, "45099-45000 is no range"),
@@ -89,6 +100,46 @@ def test_schema_describes_every_default() -> None:
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())
     compare(defaults, schema, "")
     assert missing == []
+
+
+def nodes_of(objects: list[dict[str, Any]], role: str) -> list[list[str]]:
+    containers: list[dict[str, Any]] = one(objects, "StatefulSet", f"-{role}")["spec"]["template"]["spec"]["containers"]
+    return [container["args"] for container in containers]
+
+
+def test_ranks_follow_from_the_gpus() -> None:
+    objects = render({"roles": {"decode": {"gpus": {"count": 4}}, "prefill": {"gpus": {"count": 1}}}})
+    assert "--tp=4" in nodes_of(objects, "decode")[0]
+    assert not any(argument.startswith("--tp") for argument in nodes_of(objects, "prefill")[0])
+    container = one(objects, "StatefulSet", "-decode")["spec"]["template"]["spec"]["containers"][0]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    assert one(objects, "PodDisruptionBudget", "-decode")["spec"]["maxUnavailable"] == 1
+    on_cpus = render({"nodeDefaults": {"args": {"tp": 2}, "shmSize": "1Gi"}})
+    assert [argument for argument in nodes_of(on_cpus, "decode")[0] if argument.startswith("--tp")] == ["--tp=2"]
+
+
+def test_a_pair_is_two_nodes_that_see_each_other() -> None:
+    pair = {"kind": "pair", "gpus": {"count": 1, "claimTemplate": "gpus"}, "pair": {"decode": {"gpus": {"count": 2}}}}
+    objects = render({"roles": {"prefill": None, "decode": None, "host": pair}})
+    spec = one(objects, "StatefulSet", "-host")["spec"]["template"]["spec"]
+    assert spec["shareProcessNamespace"] is True
+    assert spec["resourceClaims"] == [{"name": "gpus", "resourceClaimTemplateName": "gpus"}]
+    prefill, decode = spec["containers"]
+    assert (prefill["args"][0], decode["args"][0]) == ("prefill", "decode")
+    assert "--tp=2" in decode["args"]
+    for container, devices in ((prefill, "0"), (decode, "1,2")):
+        assert container["resources"]["claims"] == [{"name": "gpus"}], "both are shown all GPUs of the pod"
+        assert "nvidia.com/gpu" not in container["resources"]["limits"]
+        assert {"name": "CUDA_VISIBLE_DEVICES", "value": devices} in container["env"]
+    assert invariants.ports(objects) == invariants.router_knows_nodes(objects) == []
+
+
+def test_only_pairs_share_their_processes() -> None:
+    objects = render({"roles": {"decode": {"gpus": {"count": 2, "claimTemplate": "two"}}}})
+    spec = one(objects, "StatefulSet", "-decode")["spec"]["template"]["spec"]
+    assert "shareProcessNamespace" not in spec
+    assert spec["containers"][0]["resources"]["claims"] == [{"name": "gpus"}]
+    assert not any(entry["name"] == "CUDA_VISIBLE_DEVICES" for entry in spec["containers"][0]["env"])
 
 
 def test_upgrade_keeps_the_key() -> None:

@@ -15,7 +15,7 @@ from tests.deploy.chart import CHART
 from tests.deploy.fake_api import api_server
 
 if TYPE_CHECKING:
-    from tests.cluster import Launcher
+    from tests.integration.system import System
 
 PROMTOOL = shutil.which("promtool") or ""
 SCRIPT = CHART / "files" / "ask.py"
@@ -26,24 +26,19 @@ def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.integration
-def test_script_and_metrics_of_a_live_cluster(launcher: Launcher) -> None:
-    prefill, decode = launcher.node("prefill"), launcher.node("decode")
-    router = launcher.router(prefill=[prefill], decode=[decode])
-    done = ask(router.url, "Oskar 2210")
+def test_script_and_metrics_of_a_live_cluster(shared_system: System) -> None:
+    router_url = shared_system.router_url
+    done = ask(router_url, "Oskar 2210")
     assert done.returncode == 0, done.stderr
     assert "'Oskar 2210'" in done.stdout
-    assert "prefilled by prefill-" in done.stdout
-    assert "decoded by decode-" in done.stdout
-    assert ask(router.url, "Lena").returncode == 1
+    assert "prefilled by prefill" in done.stdout
+    assert "decoded by decode" in done.stdout
+    assert ask(router_url, "Lena").returncode == 1
 
-    live = {
-        line.split("{")[0].split(" ")[0]
-        for part in (prefill, decode, router)
-        for line in httpx.get(f"{part.url}/metrics").text.splitlines()
-        if not line.startswith("#")
-    }
-    for part in (prefill, decode, router) if PROMTOOL else ():
-        text = httpx.get(f"{part.url}/metrics").text
+    told = [httpx.get(f"{url}/metrics", trust_env=False).text for url in (*shared_system.urls.values(), router_url)]
+    lines = [line for text in told for line in text.splitlines() if not line.startswith("#")]
+    live = {line.split("{")[0].split(" ")[0] for line in lines}
+    for text in told if PROMTOOL else ():
         checked = subprocess.run([PROMTOOL, "check", "metrics"], input=text, capture_output=True, text=True, timeout=30)
         assert (checked.returncode, checked.stderr) == (0, "")
     created = {name for name in live if name.endswith("_created")}  # prometheus_client's own addition

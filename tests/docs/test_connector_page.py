@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pd_connectors.base import CachedBlock
+from pd_connectors.head_parts import head_parts
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
 from pd_connectors.registry import create_connector
@@ -61,7 +62,7 @@ def test_what_one_node_stores_another_reads(module: None, tmp_path: Path) -> Non
             stamp(source.cache, block_id, 1)
         assert source.connector.pool is not None
         source.connector.pool.store([CachedBlock(*pair) for pair in zip(HASHES, range(3), strict=True)])
-        num_files = 3 * len(LAYOUT.groups)
+        num_files = 3 * len(head_parts(LAYOUT, 0))
         wait_until(lambda: len(list(folder.glob("pd-*"))) == num_files, lambda: f"{list(folder.iterdir())}")
         assert loaded(reader, "whole") == 3 * LAYOUT.block_size
         assert all(is_stamped(reader.cache, 5 + block, block, 1) for block in range(3))

@@ -89,9 +89,12 @@ def test_its_account_of_the_chart_is_measured() -> None:
 
 def test_its_claim_about_the_engine_is_measured() -> None:
     lines = (RESULTS / "engine_gpu.jsonl").read_text().splitlines()
-    record = [found for found in map(json.loads, lines) if found["shape"] == "8b"][-1]
-    gains = [row["gain"] - 1 for row in record["results"]]
-    assert f"**{min(gains):.0%} to {max(gains):.0%} faster** than vLLM 0.25.1" in WORDS
+    gains = [
+        [row["gain"] - 1 for row in found["results"] if row["kind"] != "draws"]
+        for found in map(json.loads, lines) if found["shape"] == "8b"
+    ]  # fmt: skip
+    last = [some for some in gains if some][-1]
+    assert f"**{min(last):.0%} to {max(last):.0%} faster** than vLLM 0.25.1" in WORDS
 
 
 @pytest.mark.parametrize(

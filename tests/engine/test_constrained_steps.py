@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -15,16 +16,18 @@ import pytest
 from transformers import AutoTokenizer
 
 from pd_cluster.errors import InvalidRequest
-from pd_cluster.protocol.messages import AddRequest, FinishReason, RequestFailed, Work
+from pd_cluster.protocol.messages import AddRequest, FinishReason, ReleaseLease, RequestFailed, TicketOpened, Work
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.kv_memory import PREEMPTIONS
 from pd_cluster.worker.device_executor import DeviceExecutor
+from pd_cluster.worker.logits_stages.grammar_masks import GrammarMasks
 from tests.engine.test_core_pipeline import CONFIG, PROMPTS, Bench, make_connector
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from pd_connectors.base import Connector
+    from pd_connectors.base import Connector, PublishSpec
+    from pd_kernels.values import Ints
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -147,11 +150,10 @@ def follows(grammar: str, token_ids: list[int]) -> bool:
     return bool(matcher.consume_tokens(token_ids))
 
 
-@pytest.mark.parametrize("mode", ["off", "on"])
-def test_answers_follow_their_schemas(mode: str, executor: DeviceExecutor, connector: Connector) -> None:
+def test_answers_follow_their_schemas(executor: DeviceExecutor, connector: Connector) -> None:
     """All at once, at temperature 1, two sequences each. Some are cut after 40 tokens."""
     assert len(SCHEMAS) == 60
-    bench = Bench(executor, connector, mode, max_num_seqs=24)
+    bench = Bench(executor, connector, "on", max_num_seqs=24)
     for at, schema in enumerate(SCHEMAS):
         sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=at, n=2, grammar=json_grammar(schema))
         bench.send(AddRequest(f"{at}", PROMPTS[1], sampling))
@@ -240,6 +242,108 @@ def test_preemption_changes_no_answer(executor: DeviceExecutor, connector: Conne
         assert bench.stats is not None
         assert sum(bench.stats.counters[name] for name in PREEMPTIONS) > 0
     assert all(follows(grammar, output) for output in roomy.values())
+
+
+def sit_out(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let constrained rows sit out this share of their draws, as if their masks were late."""
+    rng, absent = random.Random(share), GrammarMasks.absent
+
+    def some(stage: GrammarMasks, rows: Ints) -> set[int]:
+        return absent(stage, rows) | {row for row in rows.tolist() if rng.random() < share}
+
+    monkeypatch.setattr(GrammarMasks, "absent", some)
+
+
+@pytest.mark.parametrize(("mode", "is_roomy"), [("off", True), ("on", False)])
+def test_rows_that_sit_out_change_no_answer(
+    mode: str, is_roomy: bool, executor: DeviceExecutor, connector: Connector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In captured steps' order of draws, beside free rows, with several first tokens, logprobs and preemption."""
+    wanted = requests(json_grammar(a_list(PERSON, 1, 4)), 'start: /[0-9]{4}/ ("a" | "b")+ "."')
+    wanted["penalized json"] = SamplingParams(
+        max_tokens=40,
+        temperature=1.0,
+        seed=8,
+        grammar=json_grammar(PERSON),
+        frequency_penalty=1.0,
+        presence_penalty=0.5,
+    )
+    plain = serve(Bench(executor, connector, mode, max_num_seqs=24), wanted)
+    sit_out(0.3, monkeypatch)
+    if is_roomy:
+        bench = Bench(executor, connector, mode, max_num_seqs=24)
+        assert serve(bench, wanted) == plain
+    else:
+        with small(mode) as bench:
+            assert serve(bench, wanted) == plain
+    assert bench.stats is not None
+    assert bench.stats.counters["draws_sat_out_total"] > 50
+    assert is_roomy or sum(bench.stats.counters[name] for name in PREEMPTIONS) > 0
+
+
+def test_a_prompt_with_a_first_draw_that_is_sat_out_is_announced_once(
+    executor: DeviceExecutor, connector: Connector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last block is announced with the first token, not with the step that drew none."""
+    draws = iter([True, True, False])
+    absent = GrammarMasks.absent
+    monkeypatch.setattr(
+        GrammarMasks, "absent", lambda stage, rows: set(rows.tolist()) if next(draws) else absent(stage, rows)
+    )
+    sent = list[tuple[int, bool]]()
+    send_after = connector.send_after
+
+    def note(publishes: Sequence[PublishSpec]) -> None:
+        sent.extend((publish.num_tokens, bool(publish.first_tokens)) for publish in publishes)
+        send_after(publishes)
+
+    monkeypatch.setattr(connector, "send_after", note)
+    bench = Bench(executor, connector, "on")
+    leases = list[str]()
+    bench.on_ticket = lambda message: leases.append(message.ticket.lease.lease_id)
+    bench.send(
+        AddRequest("p", PROMPTS[0], SamplingParams(max_tokens=9, seed=1, grammar=json_grammar(PERSON)), Work.PREFILL)
+    )
+
+    def release() -> None:
+        while bench.reasons and leases:
+            bench.send(ReleaseLease(leases.pop()))
+
+    bench.run(release)
+    assert [each for each in sent if each[0] == len(PROMPTS[0])] == [(len(PROMPTS[0]), True)]
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_handovers_redraws_and_prefills_on_d_change_no_answer(
+    mode: str, executor: DeviceExecutor, connector: Connector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each three: one takes P's tokens, one draws them again, one computes the prompt itself. Draws are sat out."""
+    wanted = {
+        f"{at}": SamplingParams(max_tokens=40, temperature=1.0, seed=at, n=1 + at % 2, grammar=json_grammar(PERSON))
+        for at in range(6)
+    }
+    plain = serve(Bench(executor, connector, mode, max_num_seqs=24), wanted)
+    sit_out(0.3, monkeypatch)
+    bench = Bench(executor, connector, mode, prefix_caching=False, max_num_seqs=24)
+
+    def take_over(message: TicketOpened) -> None:
+        name, ticket = message.request_id[1:], message.ticket
+        if int(name) % 3 == 1:
+            ticket = msgspec.structs.replace(ticket, sampling_digest=b"")
+        if int(name) % 3 == 2:
+            bench.send(ReleaseLease(ticket.lease.lease_id))
+        bench.send(AddRequest(f"d{name}", PROMPTS[int(name)], wanted[name], Work.TAKE_OVER, ticket))
+
+    bench.on_ticket = take_over
+    for at, (name, sampling) in enumerate(wanted.items()):
+        bench.send(AddRequest(f"p{name}", PROMPTS[at], sampling, Work.PREFILL))
+    bench.run()
+    assert {key: bench.tokens[f"d{key[0]}", key[1]] for key in plain} == plain
+    assert bench.stats is not None
+    counters = bench.stats.counters
+    assert counters["prefills_remote_total"] == 4
+    assert counters["first_token_redraws_total|reason=no_digest"] == counters["prefills_local_total"] == 2
+    assert counters["draws_sat_out_total"] > 20
 
 
 def test_an_answer_goes_on_behind_known_tokens(executor: DeviceExecutor, connector: Connector) -> None:

@@ -299,8 +299,9 @@ def test_handoffs_between_overlapping_steps(
             assert bench.tokens[f"p{request_id[1:]}", index] == tokens[:1]
 
 
-@pytest.mark.parametrize("mode", ["off", "on"])
-@pytest.mark.parametrize("reason", ["sampling_mismatch", "no_digest"])
+@pytest.mark.parametrize(
+    ("reason", "mode"), [("sampling_mismatch", "off"), ("sampling_mismatch", "on"), ("no_digest", "on")]
+)
 def test_first_tokens_of_another_sampling_are_drawn_again(
     roomy_executor: Executor,
     roomy_connector: Connector,

@@ -75,6 +75,26 @@ def test_a_silent_engine_fails_its_requests(tmp_path: Path, caplog: pytest.LogCa
     }  # fmt: skip
 
 
+async def _engine_of_two_ranks_that_stands_still(directory: Path) -> None:
+    context = zmq.asyncio.Context()
+    client = ZmqEngineClient(context, f"ipc://{directory}/engine", lambda text: None, frozen_s=0.5)
+    engine = context.socket(zmq.PUSH)
+    try:
+        engine.connect(f"ipc://{directory}/engine.out")
+        await _say(engine, msgspec.structs.replace(READY, num_ranks=2))
+        await asyncio.wait_for(client.watch(), 20)
+        assert client.is_stalled
+    finally:
+        engine.close(linger=0)
+        client.close()
+        context.destroy(linger=0)
+
+
+def test_an_engine_of_several_ranks_is_dead_soon_after_it_is_frozen(tmp_path: Path) -> None:
+    """With one rank it would have a minute."""
+    asyncio.run(_engine_of_two_ranks_that_stands_still(tmp_path))
+
+
 async def _engine_that_stands_still(directory: Path) -> None:
     """Its API process fails what waits for a ticket, refuses what is new, and takes it back with the next message."""
     context = zmq.asyncio.Context()

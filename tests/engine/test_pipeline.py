@@ -9,6 +9,7 @@ import pytest
 from pd_cluster.engine.pipeline import Pipeline
 from pd_cluster.engine.step_timing import StepForecast
 from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, StepResult
+from pd_cluster.scheduling.step_model import StepModel, StepWork
 from pd_connectors.base import LoadSpec, PublishSpec
 from tests.connectors.layouts import runs
 
@@ -38,7 +39,7 @@ class FakeDevice:
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    def launch(self, batch: Batch) -> FakePending:
+    def launch(self, batch: Batch, deadline_s: float) -> FakePending:
         self.log.append(f"step {batch.step} begins")
         return FakePending(self.log, batch.step)
 
@@ -57,7 +58,13 @@ def device() -> FakeDevice:
 def pipeline(device: FakeDevice, depth: int) -> Pipeline:
     forecast = StepForecast(is_compiled_lazily=False)
     return Pipeline(
-        cast("Executor", device), cast("WorkerHalf", device), depth, lambda: 0.0, forecast, allow_silence=lambda _: None
+        cast("Executor", device),
+        cast("WorkerHalf", device),
+        depth,
+        lambda: 0.0,
+        forecast,
+        StepModel(),
+        allow_silence=lambda _: None,
     )
 
 
@@ -145,3 +152,36 @@ def test_a_begun_prompt_is_told_before_its_step_and_its_blocks_by_the_caller(
     assert not steps.is_full
     steps.retire()
     assert device.log[4:] == ["step 2 over"]
+
+
+def test_the_model_learns_from_steps_that_the_host_waited_for(device: FakeDevice) -> None:
+    """A step that was over before the host looked may have been shorter than it seemed."""
+    now_s, model = 100.0, StepModel()
+    forecast = StepForecast(is_compiled_lazily=False)
+    steps = Pipeline(
+        cast("Executor", device), cast("WorkerHalf", device), 2, lambda: now_s, forecast, model,
+        allow_silence=lambda _: None,
+    )  # fmt: skip
+    assert steps.busy_s == 0.0
+    noted: list[tuple[StepWork, float]] = []
+    model.note = lambda work, seconds: noted.append((work, seconds))  # type: ignore[method-assign]
+    work = StepWork(1, 7)
+    step_s = model.seconds(work)
+    assert steps.launch(lambda: step(7))
+    assert steps.busy_s == pytest.approx(step_s)
+    now_s += step_s / 4
+    assert steps.launch(lambda: step(7))
+    assert steps.busy_s == pytest.approx(step_s * 7 / 4)
+    now_s += step_s
+    steps.retire()
+    [(noted_work, seconds)] = noted
+    assert noted_work == work
+    assert seconds == pytest.approx(step_s * 5 / 4)
+    now_s += 10 * step_s
+    assert steps.busy_s == 0.0
+    FakePending.is_over = True
+    try:
+        steps.retire()
+    finally:
+        FakePending.is_over = False
+    assert len(noted) == 1

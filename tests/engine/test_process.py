@@ -21,5 +21,5 @@ def test_an_engine_tells_what_it_has_decided() -> None:
     cache = CacheConfig(kv_cache_gb=20.5 * BLOCK_BYTES / 1e9)
     config = replace(CONFIG, cache=cache, scheduler=SchedulerConfig(), handoff=HandoffConfig(connector="none"))
     with ExitStack() as cleanup:
-        _, ready = _build(config, cast("EngineSockets", FakeMailbox()), cleanup)
+        _, ready = _build(config, "", cast("EngineSockets", FakeMailbox()), cleanup)
     assert (ready.block_size, ready.num_blocks, ready.max_model_len, ready.max_num_seqs) == (16, 20, 20 * 16, 64)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd_cluster.engine.step_timing import StepTiming
+from pd_cluster.engine.step_timing import WARM_UP_S, StepForecast, StepTiming
 from pd_cluster.scheduling.batch import Batch, SequenceChunk
 
 HOST_S = 0.001
@@ -181,6 +181,16 @@ def test_one_stall_is_no_rule() -> None:
     assert 0 < pace.rest_s(decodes(32), 0.0) < 0.01
     pace.note_step(decodes(8), 10.0, was_over=False)  # the first of its kind
     assert pace.rest_s(decodes(8), 0.0) == 0
+
+
+def test_a_rank_has_longer_than_the_step_loop() -> None:
+    forecast = StepForecast(is_compiled_lazily=True)
+    kind = forecast.kind_of(decodes(32))
+    assert forecast.deadline_s(kind) == WARM_UP_S  # its kernels may be compiled first
+    for duration_s, deadline_s in ((0.01, 5.0), (0.7, 5.0), (0.7, 7.0)):  # the shorter of the last two counts
+        forecast.note_step(kind, duration_s)
+        assert forecast.deadline_s(kind) == pytest.approx(deadline_s)
+        assert forecast.deadline_s(kind) > forecast.allowed_s(kind)
 
 
 def test_another_number_of_sequences_is_not_like_the_last() -> None:

@@ -173,4 +173,15 @@ def test_a_due_connection_stays_due(events: list[str]) -> None:
 @pytest.mark.parametrize("name", ["head_timeout_s", "write_timeout_s", "max_headers", "max_connections"])
 def test_a_bound_of_nothing_is_refused_at_start(name: str) -> None:
     with pytest.raises(StartupError, match=name.replace("_", "-")):
-        replace(LIMITS, **{name: 0})
+        replace(LIMITS, **{name: 0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("origin", ["*", "https://a.example", "http://localhost:3000", "app://obsidian.md"])
+def test_origins_as_browsers_write_them(origin: str) -> None:
+    assert HttpLimits(allowed_origins=(origin,)).allowed_origins == (origin,)
+
+
+@pytest.mark.parametrize("origin", ["https://a.example/", "a.example", "null", "https://A.example", "", "https://*/x"])
+def test_origins_that_would_never_match_are_refused(origin: str) -> None:
+    with pytest.raises(StartupError, match="--allowed-origins"):
+        HttpLimits(allowed_origins=("https://b.example", origin))

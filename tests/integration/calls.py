@@ -29,23 +29,38 @@ class Outcome:
     error: dict[str, Any] | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    longest_gap_s: float = 0.0  # between two pieces of a streamed answer
 
     def check(self, expected: Outcome) -> None:
         """Asserts that it is the answer that `expected` is."""
-        assert (self.status, self.error) == (200, None)
-        assert (self.text, self.finish_reason) == (expected.text, expected.finish_reason)
+        assert (self.status, self.error) == (200, None), self
+        assert (self.text, self.finish_reason) == (expected.text, expected.finish_reason), (self, expected)
 
 
 class Call:
     """One request, under way in a task from the start."""
 
-    def __init__(self, url: str, body: dict[str, Any], route: str = "") -> None:
+    def __init__(
+        self, url: str, body: dict[str, Any], route: str = "", *, deadline_s: float = REQUEST_DEADLINE_S
+    ) -> None:
         self._has_text = asyncio.Event()
         self._url = url + COMPLETIONS
         self._body = body
         self._headers = {"x-pd-route": route} if route else {}
+        self._deadline_s = deadline_s
         self._outcome = Outcome()
+        self._last_s = 0.0
         self._task = asyncio.create_task(self._run())
+
+    @property
+    def has_text(self) -> bool:
+        """Whether a streamed answer has begun to be told."""
+        return self._has_text.is_set()
+
+    @property
+    def longest_gap_s(self) -> float:
+        """So far."""
+        return self._outcome.longest_gap_s
 
     @property
     def done(self) -> bool:
@@ -54,14 +69,14 @@ class Call:
     async def begun(self) -> None:
         """Until a streamed answer has begun to be told. Asserts that it comes to that."""
         begun = asyncio.create_task(self._has_text.wait())
-        await asyncio.wait({begun, self._task}, timeout=REQUEST_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({begun, self._task}, timeout=self._deadline_s, return_when=asyncio.FIRST_COMPLETED)
         begun.cancel()
         assert self._has_text.is_set(), f"no text; so far {self._outcome}"
 
     async def outcome(self) -> Outcome:
         """Its end. Asserts that it comes in time."""
-        done, _ = await asyncio.wait({self._task}, timeout=REQUEST_DEADLINE_S)
-        assert done, f"no end within {REQUEST_DEADLINE_S:g} s; so far {self._outcome}"
+        done, _ = await asyncio.wait({self._task}, timeout=self._deadline_s)
+        assert done, f"no end within {self._deadline_s:g} s; so far {self._outcome}"
         return self._task.result()
 
     async def leave(self) -> None:
@@ -82,7 +97,7 @@ class Call:
 
     async def _stream(self) -> None:
         outcome = self._outcome
-        timeout = httpx.Timeout(REQUEST_DEADLINE_S, connect=CONNECT_DEADLINE_S)
+        timeout = httpx.Timeout(self._deadline_s, connect=CONNECT_DEADLINE_S)
         async with (
             httpx.AsyncClient(timeout=timeout, trust_env=False) as client,
             client.stream("POST", self._url, json=self._body, headers=self._headers) as response,
@@ -96,6 +111,10 @@ class Call:
                 self._take(orjson.loads(await response.aread()))
 
     def _take(self, told: dict[str, Any]) -> None:
+        now_s = time.monotonic()
+        if self._has_text.is_set():
+            self._outcome.longest_gap_s = max(self._outcome.longest_gap_s, now_s - self._last_s)
+        self._last_s = now_s
         self._outcome.error = told.get("error", self._outcome.error)
         for choice in told.get("choices", ()):
             self._outcome.text += choice["text"]

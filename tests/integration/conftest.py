@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.integration.reference import DemoModel, Reference, make_prompts
+from tests.integration.system import System, running_system
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SEED = 20
 
@@ -15,6 +20,22 @@ SEED = 20
 def _quiet_clients() -> None:
     """Each request of ours is no news."""
     logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+@pytest.fixture(scope="session")
+def system_with_mixed() -> Iterator[System]:
+    """With a mixed node beside P and D, and a logits stage that only requests with `logits_args` use.
+
+    For tests that leave no trace and salt what is handed over.
+    """
+    with running_system("--kv-cache-gb=0.1", "--logits-stage=tests.ban_token:BanToken", own_mixed=True) as system:
+        yield system
+
+
+@pytest.fixture(scope="session")
+def shared_system(system_with_mixed: System) -> System:
+    """In place of that for all tests: one cluster less on two cores."""
+    return system_with_mixed.without_mixed()
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +48,10 @@ def demo_model() -> DemoModel:
 def references(demo_model: DemoModel) -> list[Reference]:
     """200 prompts and what transformers makes of them."""
     return demo_model.generate(make_prompts(demo_model, SEED))
+
+
+@pytest.fixture(scope="session")
+def tool_system() -> Iterator[System]:
+    """P and D with the tool model."""
+    with running_system("--model=tool_model") as system:
+        yield system

@@ -83,9 +83,10 @@ class Member:
     def is_running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
-    def begin(self) -> None:
-        """Start it, under its old address when it had one. `wait_ready` follows."""
+    def begin(self, *more: str) -> None:
+        """Start it, under its old address when it had one. `more`: flags from now on. `wait_ready` follows."""
         assert not self.is_running, f"{self.name} runs already"
+        self._flags += more
         self._process = self._launcher.node(
             self._role, *self._flags, *self._ports, environment=self._environment, wait=False
         )
@@ -206,10 +207,14 @@ class FaultCluster:
     p0 is slow. p1 is not, so that what falls back to it is done before the deadline. strict reports every failed load.
     """
 
-    def __init__(self, launcher: Launcher, *names: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, launcher: Launcher, *names: str, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`flags`: of all nodes."""
         self.launcher = launcher
         self.nodes = {
-            name: Member(launcher, name, ROLES[name[0]], *FLAGS[name], environment=environment) for name in names
+            name: Member(launcher, name, ROLES[name[0]], *FLAGS[name], *flags, environment=environment)
+            for name in names
         }
         start(list(self.nodes.values()))
         self._routers: list[RouterMember] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -66,6 +67,12 @@ class System:
         self.urls = {role: _url(node) for role, node in nodes.items()}
         self.mixed = "mixed" if own_mixed else "decode"
         self.router_url = launcher.router(prefill=[nodes["prefill"]], decode=[nodes["decode"]]).url
+
+    def without_mixed(self) -> System:
+        """The same processes; the way `mixed` goes to D."""
+        same = copy.copy(self)
+        same.mixed = "decode"
+        return same
 
     def stop(self) -> None:
         """End all nodes at once. Asserts that each ends well."""

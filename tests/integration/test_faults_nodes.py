@@ -321,8 +321,23 @@ async def test_d_killed_another_d_lives(part: Part, route: str, cluster: FaultCl
 
 
 async def test_d_killed_in_the_middle_of_a_stream(cluster: FaultCluster) -> None:
+    """Another one goes on behind what the client has."""
+    bodies = [cluster.body(SHORT, num_tokens=600, stream=True) for _ in range(2)]  # the router sends cached ones there
+    expected = await Call(cluster.nodes["strict"].url, bodies[0]).outcome()
+    call = Call(cluster.new_router(["p0"], ["d0", "strict"]).url, bodies[1])
+    await call.begun()
+    await cluster.d0.kill(Part.API)
+    outcome = await call.outcome()
+    outcome.check(expected)
+    assert outcome.headers["x-pd-decode"] == "d0"
+    logger.info("the longest gap was %.2f s", outcome.longest_gap_s)
+    await cluster.check_clean(cluster.p0, cluster.nodes["strict"])
+
+
+async def test_the_only_d_killed_in_the_middle_of_a_stream(cluster: FaultCluster) -> None:
     """What the client has cannot be taken back; it is told that more will not come."""
-    call = cluster.call(SHORT, P_FIRST, stream=True, num_tokens=3000)
+    router = cluster.new_router(["p0"], ["d0"], "--continue-wait-s=0.1")
+    call = cluster.call(SHORT, P_FIRST, stream=True, num_tokens=3000, url=router.url)
     await call.begun()
     await cluster.d0.kill(Part.API)
     outcome = await call.outcome()

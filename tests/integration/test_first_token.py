@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from itertools import permutations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from pd_cluster.protocol.sampling_params import NOT_OF_FIRST_TOKENS, SamplingParams
 from tests.integration.foreign import COMPLETIONS, num_redraws, two_legs
-from tests.integration.system import Answer, Path, System, running_system
+from tests.integration.system import Answer, Path, System
 from tests.integration.test_sampling_parity import EOS, STORY, same_numbers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -35,6 +32,8 @@ CASES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "frequency_penalty": ({}, [0, 2.0]),
     "seed": ({}, [6, 1]),
     "logit_bias": ({}, [{}, {"1000": 100}, {"1001": 100}]),
+    "allowed_token_ids": ({"logit_bias": {"1000": 100, "1001": 90}}, [None, [1001], [1002]]),
+    "bad_words": ({"temperature": 0, "logit_bias": {"263": 100, "1228": 90, "643": 80}}, [[], ["the"], ["the", "boy"]]),
     "min_tokens": ({"temperature": 0, "ignore_eos": False, "logit_bias": {str(EOS): 100}}, [0, 3]),
     "stop_token_ids": (GREEDY | {"logit_bias": {"77": 100}}, [[], [77]]),
     "ignore_eos": (GREEDY | {"logit_bias": {str(EOS): 100}}, [False, True]),
@@ -47,10 +46,9 @@ BODY_FIELDS = {"grammar": "structured_outputs"}  # for fields that bodies call o
 SAME_TOKEN = {"max_tokens", "n", "presence_penalty", "frequency_penalty", "logprobs"}
 
 
-@pytest.fixture(scope="module")
-def system() -> Iterator[System]:
-    with running_system("--kv-cache-gb=0.1", "--logits-stage=tests.ban_token:BanToken", own_mixed=True) as system:
-        yield system
+@pytest.fixture
+def system(system_with_mixed: System) -> System:
+    return system_with_mixed
 
 
 def check_same(ours: Answer, theirs: Answer) -> None:

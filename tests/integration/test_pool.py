@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 import pytest
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from tests.integration.reference import DemoModel, Reference
+    from tests.integration.system import System
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -33,6 +34,20 @@ VOCABULARY = range(40, 900)
 SHORT = 300  # longest prompt of the parity run that is not slow
 
 
+class Served(Protocol):
+    """Whatever answers completions."""
+
+    @property
+    def url(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A node without a pool."""
+
+    url: str
+
+
 @dataclass(frozen=True)
 class PoolCluster:
     """`plain` has no pool and no part in the cluster: its answers are what every other node must answer."""
@@ -41,25 +56,25 @@ class PoolCluster:
     p1: Launched
     p2: Launched
     d: Launched
-    plain: Launched
+    plain: Plain
     router: Launched  # knows P2 and D
 
     def answer(
-        self, node: Launched, prompt: Sequence[int], route: str = "", salt: str = "", num_tokens: int = NUM_NEW_TOKENS
+        self, node: Served, prompt: Sequence[int], route: str = "", salt: str = "", num_tokens: int = NUM_NEW_TOKENS
     ) -> Answer:
         """A completion of `prompt`."""
         response = httpx.post(
             f"{node.url}/v1/completions",
             json={
-                "model": "demo", "prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0,
-                "ignore_eos": True, "logprobs": 0, "cache_salt": salt or None,
+                "prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True,
+                "logprobs": 0, "cache_salt": salt or None,
             },
             headers={"x-pd-route": route} if route else {}, timeout=ANSWER_DEADLINE_S, trust_env=False,
         )  # fmt: skip
         assert response.status_code == 200, response.text
         return Answer(response.json(), response.headers)
 
-    def ask(self, node: Launched, prompt: Sequence[int], route: str = "", salt: str = "") -> dict[str, Any]:
+    def ask(self, node: Served, prompt: Sequence[int], route: str = "", salt: str = "") -> dict[str, Any]:
         """Its tokens, how many of the prompt's were cached, and which node prefilled."""
         answer = self.answer(node, prompt, route, salt)
         return {
@@ -101,20 +116,19 @@ UNAVAILABLE = 'pd_pool_misses_total{reason="unavailable"}'
         pytest.param("mooncake", marks=[needs_mooncake, pytest.mark.slow]),
     ],
 )
-def cluster(request: pytest.FixtureRequest) -> Iterator[PoolCluster]:
+def cluster(request: pytest.FixtureRequest, shared_system: System) -> Iterator[PoolCluster]:
     kind: str = request.param
     with StoreServer() if kind == "lmcache" else MooncakeMaster() as server, Launcher() as launcher:
-        flags = ("--served-model-name=demo", "--kv-cache-gb=0.3", "--block-size=16", "--min-remote-tokens=17")
+        flags = ("--kv-cache-gb=0.3", "--block-size=16", "--min-remote-tokens=17")
         pooled = (f"--connector={kind}", f"--pool-url={server.url}", "--pool-segment-gb=0.2", *flags)
         nodes = {
             name: launcher.node(role, f"--node-id={name}", *pooled, wait=False)
             for name, role in (("p1", "prefill"), ("p2", "prefill"), ("d", "decode"))
         }
-        nodes["plain"] = launcher.node("mixed", "--node-id=plain", "--connector=none", *flags, wait=False)
         for node in nodes.values():
             node.wait_line("ready: ")
         router = launcher.router(prefill=[nodes["p2"]], decode=[nodes["d"]])
-        yield PoolCluster(server, **nodes, router=router)
+        yield PoolCluster(server, **nodes, plain=Plain(shared_system.urls["decode"]), router=router)
 
 
 def make_prompts(seed: int) -> list[list[int]]:

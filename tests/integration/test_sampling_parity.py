@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integration.system import Answer, Path, System, running_system
+from tests.integration.system import Answer, Path, System
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.integration.reference import DemoModel
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -38,6 +36,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "penalties decide": {"temperature": 0, "presence_penalty": 1.0, "frequency_penalty": 2.0, "logprobs": 0,
                          "logit_bias": {"1000": 100, "1001": 100, "1002": 100}},
     "bias": {"seed": 9, "temperature": 1.0, "logit_bias": {"1000": 8, "1001": 7.5, "17": -100}, "logprobs": 3},
+    "allowed": {"seed": 19, "n": 2, "temperature": 1.5, "allowed_token_ids": [*range(1000, 1020), EOS], "logprobs": 1},
+    "bad words": {"temperature": 0, "bad_words": ["the", "was a", "boy named"], "ignore_eos": True, "logprobs": 1},
     "top_k": {"seed": 10, "temperature": 1.5, "top_k": 4, "ignore_eos": True, "logprobs": 1},
     "top_p": {"seed": 11, "temperature": 1.5, "top_p": 0.7, "ignore_eos": True, "logprobs": 1},
     "min_p": {"seed": 12, "temperature": 1.8, "min_p": 0.05, "ignore_eos": True, "logprobs": 1},
@@ -55,10 +55,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def system() -> Iterator[System]:
-    with running_system("--kv-cache-gb=0.1", own_mixed=True) as system:
-        yield system
+@pytest.fixture
+def system(system_with_mixed: System) -> System:
+    return system_with_mixed
 
 
 @pytest.fixture(scope="module")

@@ -9,28 +9,23 @@ import pytest
 
 from benchmarks.__main__ import main
 from pd_cluster.bench.statistics import HANDOVER_STEPS
-from tests.integration.system import Path, System, running_system
+from tests.integration.system import Path, System
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Iterator
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    model = tmp_path_factory.mktemp("model")
-    assert main(["model", "--shape", "tiny", str(model)]) == 0
-    with running_system(
-        f"--model={model}", "--load-format=dummy", "--kv-cache-gb=0.1", "--no-prefix-caching"
-    ) as system:
-        yield system
+@pytest.fixture
+def system(shared_system: System) -> System:
+    return shared_system
 
 
 def timings(system: System, path: Path, num_tokens: int) -> dict[str, float]:
     body = {
-        "prompt": list(range(num_tokens)), "max_tokens": 4, "temperature": 0, "ignore_eos": True, "stream": True,
+        "prompt": list(range(num_tokens)), "cache_salt": f"{path} {num_tokens}", "max_tokens": 4, "temperature": 0,
+        "ignore_eos": True, "stream": True,
         "stream_options": {"include_usage": True, "include_timings": True},
     }  # fmt: skip
     usage: dict[str, Any] = system.ask(path, "/v1/completions", body).body["usage"]
@@ -59,8 +54,8 @@ def test_handovers_of_a_real_cluster(
     system: System, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.jsonl"
-    arguments = f"handover --url {system.router_url} --tokens 200 --samples 4 --batches 0 4 --vocab-size 2048"
-    assert main([*arguments.split(), f"--json={out}"]) == 0
+    arguments = f"handover --url {system.router_url} --route p-first --tokens 200 --samples 4 --batches 0 4"
+    assert main([*arguments.split(), "--vocab-size=2048", f"--json={out}"]) == 0
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record["batch"] for record in records] == [0, 4]
     assert all(record["summary"]["spreads"]["handover"]["count"] == 4 for record in records)

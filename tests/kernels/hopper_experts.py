@@ -18,7 +18,8 @@ from triton.compiler import compile as compile_source
 
 from pd_kernels.triton_experts import FEW, ExpertTiling, _down_kernel, _gate_up_kernel, experts_tiling
 
-PLACES = {"chosen": "*i64", "order": "*i32", "tiles": "*i32", "num_tokens": "i32", "num_tiles": "i32"}
+PLACES = {"chosen": "*i64", "order": "*i32", "tiles": "*i32", "num_tokens": "i32", "num_tiles": "i32",
+          "first_own": "i32", "num_own": "i32"}  # fmt: skip
 SIZES = dict.fromkeys(("num_outputs", "num_inputs"), "i32")
 
 
@@ -43,6 +44,7 @@ def compile_products(num_tokens: int, is_quantized: bool) -> dict[str, str]:
     operands = {"scales": scale, "x": f"*{dtype}", "row_scales": scale, "out": "*bf16", **PLACES, **SIZES}
     operands |= dict.fromkeys(("row_stride", "group_stride"), "i32")
     common = {"KIND": 3 if is_quantized else 0, "NUM_CHOSEN": 8, "CHOSEN": 8, "SORTED": num_tokens > FEW, "EARLY": True}
+    common["PART"] = not is_quantized  # of one rank in bfloat16, of all experts in float8
     gate_up = compile_kernel(
         _gate_up_kernel,
         {"weight_tiles": f"tensordesc<{dtype}[{first.outputs},{first.inputs}]>", **operands, "squares": "*fp32",

@@ -1,14 +1,15 @@
-"""The draw: its distribution, its bits, its independence of the batch; truncation against its definition."""
+"""The draw: its distribution, its bits, its independence of the batch; penalties and logprobs."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_kernels import sampling
+from pd_kernels.logprobs import logprobs
+from pd_kernels.sampling_limits import floors
 from pd_kernels.values import Draws, Limits
 
 MASK = (1 << 64) - 1
@@ -64,79 +65,6 @@ def test_a_single_allowed_token_is_always_drawn() -> None:
     assert (sampling.gumbel_sample(logits, torch.arange(500), torch.arange(500)) == 17).all()
 
 
-def limits(rows: list[tuple[int, float, float]], vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    top_k, top_p, min_p = zip(*rows, strict=True)
-    return torch.tensor([k or vocab_size for k in top_k]), torch.tensor(top_p), torch.tensor(min_p)
-
-
-def kept_by_definition(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:  # type: ignore[type-arg]
-    """Tokens at least as good as the last one that all three limits keep, in float64."""
-    order = np.argsort(-logits, kind="stable")
-    inside = order[: top_k or len(order)]
-    share = np.exp(logits[inside] - logits[order[0]])
-    before = np.cumsum(share) - share
-    last = inside[np.flatnonzero(before / share.sum() < top_p)[-1]] if top_p < 1 else inside[-1]
-    floor = max(logits[last], logits[order[0]] + np.log(min_p)) if min_p else logits[last]
-    return set(np.flatnonzero(logits >= floor).tolist())
-
-
-@pytest.mark.parametrize("spread", [0.3, 3.0])
-@pytest.mark.parametrize("vocab_size", [40, 3000])
-def test_truncate_keeps_what_the_definition_keeps(vocab_size: int, spread: float) -> None:
-    settings_of_rows = [
-        (0, 0.9, 0.0),
-        (5, 1.0, 0.0),
-        (30, 0.5, 0.0),
-        (0, 1.0, 0.2),
-        (7, 0.8, 0.05),
-        (1, 1.0, 0.0),
-        (0, 0.01, 0.0),
-    ]
-    logits = torch.randn(7, vocab_size, generator=torch.Generator().manual_seed(3)) * spread
-    logits[2, 4] = logits[2, 9]  # a tie
-    found = sampling.truncate(logits, *limits(settings_of_rows, vocab_size)).isfinite()
-    for row, (top_k, top_p, min_p) in enumerate(settings_of_rows):
-        expected = kept_by_definition(logits[row].double().numpy(), top_k, top_p, min_p)
-        assert set(found[row].nonzero()[:, 0].tolist()) == expected
-
-
-@given(
-    st.integers(0, 10_000),
-    st.lists(
-        st.tuples(
-            st.sampled_from([0, 1, 2, 40, 63, 64, 65, 1000, 1024, 1500]),
-            st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
-            st.sampled_from([0.0, 1e-4, 0.1, 1.0]),
-        ),
-        min_size=1,
-        max_size=6,
-    ),
-    st.sampled_from([0.01, 1.0, 6.0]),
-    st.booleans(),
-)
-@settings(max_examples=150, deadline=None)
-def test_candidates_draw_what_the_whole_row_would(
-    seed: int, rows: list[tuple[int, float, float]], spread: float, coarse: bool
-) -> None:
-    """The quick way equals truncate + gumbel_sample, with ties (coarse logits) and with sets of every size."""
-    vocab_size = 2000
-    logits = torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
-    if coarse:
-        logits = logits.bfloat16().float()
-    seeds, positions = torch.arange(len(rows)) + seed, torch.arange(len(rows)) * 7
-    bounds = limits(rows, vocab_size)
-    expected = sampling.gumbel_sample(sampling.truncate(logits, *bounds), seeds, positions)
-    assert torch.equal(sampling.truncated_sample(logits.clone(), *bounds, seeds, positions), expected)
-
-
-def test_ties_beyond_the_candidates_can_be_drawn() -> None:
-    """All 2000 tokens tie with the 40th best, so all are in the set of every row."""
-    bounds = limits([(40, 1.0, 0.0)] * 50, 2000)
-    seeds, positions = torch.arange(50), torch.zeros(50, dtype=torch.int64)
-    expected = sampling.gumbel_sample(torch.zeros(50, 2000), seeds, positions)
-    assert torch.equal(sampling.truncated_sample(torch.zeros(50, 2000), *bounds, seeds, positions), expected)
-
-
 def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
     vocab_size, count = 5000, 24
     logits = torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(0))
@@ -155,15 +83,16 @@ def test_a_draw_is_that_of_logits_over_their_temperature(dtype: torch.dtype) -> 
     count, vocab_size = 8, 3000
     logits = (3 * torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(4))).to(dtype)
     temperature = torch.tensor([0.6, 0.0, 1.3, 0.2, 0.9, 1.0, 0.0, 0.7])
-    bounds = [torch.tensor([5, vocab_size]), torch.tensor([1.0, 0.8]), torch.tensor([0.0, 0.05])]
+    limits = Limits(torch.tensor([5000] * 4 + [5] + [5000] * 3), torch.ones(8), torch.tensor([0.0] * 7 + [0.05]))
     limited, free, greedy = torch.tensor([4, 7]), torch.tensor([0, 2, 3, 5]), torch.tensor([1, 6])
     seeds, positions, before = torch.arange(count) * 977, torch.arange(count) + 5, logits.clone()
-    found = sampling.draw(logits, Draws(temperature, seeds, positions, Limits(limited, *bounds)))
+    draws = Draws(temperature, seeds, positions, limits)
+    found = sampling.draw(logits, draws)
     assert torch.equal(logits, before)
     over = logits.float() / temperature[:, None]
     assert torch.equal(found[free], sampling.gumbel_sample(over[free], seeds[free], positions[free]))
-    cut = sampling.truncate(over[limited], *bounds)
-    assert torch.equal(found[limited], sampling.gumbel_sample(cut, seeds[limited], positions[limited]))
+    over[logits < floors(logits, draws)[:, None]] = -torch.inf
+    assert torch.equal(found[limited], sampling.gumbel_sample(over[limited], seeds[limited], positions[limited]))
     assert torch.equal(found[greedy], logits.argmax(-1)[greedy])
 
 
@@ -175,3 +104,43 @@ def test_penalties() -> None:
     counts = torch.tensor([[0, 1, 3, 0], [0, 0, 0, 2]], dtype=torch.int32)
     sampling.penalize_counts(logits, counts, torch.tensor([0.5, 0.0]), torch.tensor([0.25, -1.0]))
     assert logits.tolist() == [[1.0, -4.75, -0.25, 1.0], [2.0, -2.0, 1.0, 2.25]]
+
+
+def test_penalties_of_all_rows_from_the_tables_of_their_sequences() -> None:
+    """Rows of one sequence read the same table; neutral settings change nothing."""
+    seen = torch.tensor([[False] * 4, [True, True, False, False]])
+    counts = torch.tensor([[9, 9, 9, 9], [0, 1, 3, 0]], dtype=torch.int32)
+    settings = torch.tensor([[2.0, 0.5, 0.25], [1.0, 0.0, 0.0], [1.0, 0.0, 1.0]])
+    logits = torch.tensor([[2.0, -2.0, 1.0, 1.0]]).repeat(3, 1)
+    sampling.penalize(logits, seen, counts, settings, torch.tensor([1, 0, 1]))
+    assert logits.tolist() == [[1.0, -4.75, -0.25, 1.0], [2.0, -2.0, 1.0, 1.0], [2.0, -3.0, -2.0, 1.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_are_those_of_the_softmax(dtype: torch.dtype) -> None:
+    logits = (4 * torch.randn(5, 3001, generator=torch.Generator().manual_seed(8))).to(dtype)
+    token_ids = torch.tensor([0, 3000, 17, 5, 5])
+    chosen, top_ids, top = logprobs(logits, token_ids, 7)
+    expected = logits.double().log_softmax(-1)
+    assert (chosen - expected.gather(1, token_ids[:, None])[:, 0]).abs().max() < 2e-6
+    assert (top - expected.gather(1, top_ids)).abs().max() < 2e-6
+    assert torch.equal(top.double().sort(-1, descending=True).values, top.double())
+    assert (expected > expected.gather(1, top_ids[:, -1:])).sum(-1).max() < 7
+
+
+def test_rows_without_penalties_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU one penalized row of 32 must not cost the work of 32, nor a penalty that is not asked for."""
+    widths = list[int]()
+    inner = sampling.penalize_counts
+    monkeypatch.setattr(sampling, "penalize_repetition", None)
+
+    def noted(part: torch.Tensor, *told: torch.Tensor) -> None:
+        widths.append(len(part))
+        inner(part, *told)
+
+    monkeypatch.setattr(sampling, "penalize_counts", noted)
+    logits, wanted = torch.zeros(3, 5), torch.tensor([[1.0, 0, 0], [1.0, 0.5, 0], [1.0, 0, 0]])
+    seen, counts = torch.ones(4, 5, dtype=torch.bool), torch.ones(4, 5, dtype=torch.int32)
+    sampling.penalize(logits, seen, counts, wanted, torch.tensor([3, 0, 2]))
+    assert widths == [1]
+    assert logits.tolist() == [[0.0] * 5, [-0.5] * 5, [0.0] * 5]

@@ -36,12 +36,15 @@ def test_products_of_experts_use_the_matrix_unit_and_spill_no_registers(tmp_path
         assert "cp.async.bulk.tensor" in ptx, name
         assert re.search(r"wgmma\.mma_async\S+" + ("e4m3" if "float8" in name else "bf16"), ptx), name
         assert_registers_are_read(ptx, name)
+        if "down bfloat16" in name:  # of one rank, of which perhaps no program has work
+            assert ptx.count("griddepcontrol.wait") == 2, name
     assert len(re.findall("spill stores", log)) >= len(found)
     assert re.findall(r"([1-9]\d*) bytes spill stores", log) == []
 
 
 def test_products_of_few_rows_hold_weights_ahead_in_registers_and_let_them_be_read(tmp_path: Path) -> None:
     found, _ = compile_by("tests.kernels.hopper", tmp_path)
+    assert len(found) == 5
     for name, ptx in found.items():
         ahead, behind = ptx.split("griddepcontrol.wait", 1)
         assert "griddepcontrol.launch_dependents" in ahead, name
@@ -49,6 +52,26 @@ def test_products_of_few_rows_hold_weights_ahead_in_registers_and_let_them_be_re
         assert "cp.async.bulk.tensor" in behind, name
         assert len(re.findall(r"wgmma\.mma_async\S+\s*\{[^}]*\},\s*\{", behind)) >= 8, name  # left operand in registers
         assert_registers_are_read(ptx, name)
+
+
+def test_sums_over_ranks_publish_what_is_written_and_read_what_has_come(tmp_path: Path) -> None:
+    """Whole words of 16 bytes to and from the buffers; flags are set behind a barrier, and with the release of all."""
+    found, _ = compile_by("tests.kernels.hopper_reduce", tmp_path)
+    assert len(found) == 4
+    for name, ptx in found.items():
+        num_peers = 3 if "4 ranks" in name else 1
+        ahead, behind = ptx.split("griddepcontrol.wait", 1)
+        assert "griddepcontrol.launch_dependents" in ahead, name
+        assert "st.global" not in ahead, name
+        written, published = behind.split("atom.global.sys.release.exch", 1)
+        assert len(re.findall(r"st\.global\.v4\.b32", written)) == num_peers, name
+        assert "bar.sync" in written.rpartition("st.global")[2], name
+        assert published.count("atom.global.sys.release.exch") == num_peers - 1, name
+        waited, added = published.rsplit("sys.acquire", 1)
+        assert waited.count("sys.acquire") == num_peers - 1, name
+        assert "ld.global.cg" not in waited, name
+        assert len(re.findall(r"ld\.global\.cg\.v4\.b32", added)) == num_peers, name
+        assert not re.search(r"(ld|st)\.global\S*\.b16", ptx), name
 
 
 def assert_registers_are_read(ptx: str, name: str) -> None:

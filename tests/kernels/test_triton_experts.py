@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from pd_kernels import reference, torch_experts, triton_experts, triton_pairs, triton_routing
-from pd_kernels.values import Routing
+from pd_kernels.values import ExpertPart, Routing
 from tests.kernels.quantized_weights import quantize_weight
 
 if TYPE_CHECKING:
@@ -121,6 +121,24 @@ def test_experts(count: int, num_experts: int, num_chosen: int, hidden: int, siz
     for choice in (chosen, torch.zeros_like(chosen) + torch.arange(num_chosen, device=DEVICE)):  # all to few experts
         found = mix(x, scores, choice, gate_up, down)
         assert error(found, torch_experts.experts(x, scores, choice, gate_up, down)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("count", [1, 3, 17, 70])
+def test_each_rank_adds_what_its_experts_compute(count: int) -> None:
+    """Beside the definition, and together the whole sum: of few and of sorted pairs, and where a rank has none."""
+    router, gate_up, down = mixture(6, 64, 48, torch.float32)
+    x = rows(count, 64, torch.float32)
+    scores, chosen = torch_experts.route(x, router, None, Routing(3, True))
+    for choice in (chosen, torch.zeros_like(chosen) + torch.tensor([5, 0, 4], device=DEVICE)):
+        total = torch.zeros_like(x)
+        for first, last in ((0, 3), (3, 4), (4, 6)):
+            given, part = (x, scores, choice, gate_up[first:last], down[first:last]), ExpertPart(first, 6)
+            expected = reference.experts(*given, part=part)
+            for compute in (torch_experts.experts, triton_experts.experts):
+                found = compute(*given, part=part)
+                torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+            total += found
+        assert error(total, torch_experts.experts(x, scores, choice, gate_up, down)) < 2e-5
 
 
 @pytest.mark.parametrize("is_blocks", [False, True], ids=["channels", "blocks"])

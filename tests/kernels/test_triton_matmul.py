@@ -45,13 +45,12 @@ def few_rows(
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 @pytest.mark.parametrize("tiling", list(TILINGS.values()), ids=list(TILINGS))
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
-def test_product(
-    rows: int, outputs: int, inputs: int, tiling: MatmulTiling, gated: bool, has_bias: bool, dtype: torch.dtype
-) -> None:
+def test_product(rows: int, outputs: int, inputs: int, tiling: MatmulTiling, gated: bool, dtype: torch.dtype) -> None:
+    """Each shape with a bias, and without: the one gated, the other not."""
+    has_bias = (rows + gated) % 2 == 1
     x = random(rows, inputs, dtype=dtype)
     weight = random(outputs * (2 if gated else 1), inputs, dtype=dtype, seed=1)
     bias = random(len(weight), dtype=dtype, seed=2) if has_bias else None

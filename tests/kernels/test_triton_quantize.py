@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from pd_kernels import reference, torch_quantized
 from pd_kernels.triton_activation import silu_and_mul_quantized
-from pd_kernels.triton_norm import add_rms_norm_quantized
+from pd_kernels.triton_norm import add_rms_norm_quantized, add_rms_norm_twice
 from pd_kernels.triton_quantize import quantize
 
 if TYPE_CHECKING:
@@ -88,6 +88,12 @@ def test_norms(count: int, size: int, group: int) -> None:
         assert same is left
         torch.testing.assert_close(left, total, rtol=0, atol=0.01)
         assert_as_defined(found, expected, 0.01)
+        again = residual.clone()
+        twice, _ = add_rms_norm_twice(given.clone(), again, weight, 1e-5, group)
+        assert torch.equal(again, left)
+        assert torch.equal(twice.quantized.values.float(), found.values.float())
+        plain = reference.add_rms_norm(x, residual, weight, 1e-5)[0]
+        torch.testing.assert_close(twice.plain, plain, rtol=2**-7, atol=0.01)  # a step of bfloat16
     left = residual.clone()
     by_library, _ = torch_quantized.add_rms_norm_quantized(x, left, weight, 1e-5, group)
     assert torch.equal(left, total)

@@ -90,10 +90,9 @@ def test_the_draw_is_the_references(num_rows: int, vocab_size: int, dtype: torch
 def test_a_limited_draw_is_the_references() -> None:
     logits = torch.randn((9, 700), generator=torch.Generator().manual_seed(3)).to(DEVICE, torch.float16)
     limits = Limits(
-        rows=torch.tensor([1, 2, 4, 7, 8], device=DEVICE),
-        top_k=torch.tensor([1, 5, 700, 700, 700], device=DEVICE),
-        top_p=torch.tensor([1, 1, 0.5, 1.0, 1.0], device=DEVICE),
-        min_p=torch.tensor([0, 0, 0, 0.2, 1.0], device=DEVICE),
+        top_k=torch.tensor([700, 1, 5, 700, 700, 700, 700, 700, 700], device=DEVICE),
+        top_p=torch.tensor([1, 1, 1, 1, 0.5, 1, 1, 1, 1], dtype=torch.float32, device=DEVICE),
+        min_p=torch.tensor([0, 0, 0, 0, 0, 0, 0, 0.2, 1.0], device=DEVICE),
     )
     draws = draws_of([0.7, 0.3, 0.9, 0.0, 1.7, 1.0, 0.0, 1.1, 0.6], limits)
     found = triton_sampling.draw(logits, draws)

@@ -13,7 +13,12 @@ from pd_cluster.launch.flags import add_config_flags, config_from, given_flags
 from pd_http.settings import flag_of
 
 NUMBERS: dict[type, object] = {int: 4096, float: 4096.0, str: "4096"}
-FORMS: dict[str, object] = {"kv_ports": "4096-4097", "logits_stages": ("a:B", "c:D")}  # settings that are not any text
+FORMS: dict[str, object] = {  # settings that are not any text
+    "kv_ports": "4096-4097",
+    "logits_stages": ("a:B", "c:D"),
+    "served_model_name": ("a", "b"),
+    "allowed_origins": ("https://a", "https://b"),
+}
 
 
 def parse(*arguments: str, skip: frozenset[str] = frozenset()) -> argparse.Namespace:

@@ -42,8 +42,9 @@ def test_a_node_is_added_drained_and_removed(nodes: Callable[..., str]) -> None:
     titles, row = nodes("add", NODE, "--role=decode").splitlines()
     assert titles.split() == [
         "NODE_ID", "ROLE", "STATE", "HEALTHY", "SOURCE", "URL", "SEQUENCES", "PROMPT_BYTES",
+        "FEED", "QUEUED_TOKENS", "FREE_TOKENS",
     ]  # fmt: skip
-    assert row.split() == ["127.0.0.1:9", "decode", "active", "no", "posted", NODE, "0", "0"]
+    assert row.split() == ["127.0.0.1:9", "decode", "active", "no", "posted", NODE, "0", "0", "none", "0", "-"]
     assert "draining" in nodes("drain", "127.0.0.1:9", "--wait-s=30")  # nothing runs there, so nothing is waited for
     assert "draining" in nodes("list")
     assert "active" in nodes("undrain", "127.0.0.1:9")
@@ -57,6 +58,8 @@ def test_a_node_is_added_drained_and_removed(nodes: Callable[..., str]) -> None:
     [
         (["drain", "unknown"], TEST_KEY, "404: no node is called 'unknown'"),
         (["add", NODE, "--role=decode"], "another key", "401: the nodeorder was not signed with this cluster's key"),
+        (["reset-cache"], TEST_KEY, "503: no node is reachable"),
+        (["stop-profile"], "another key", "401: the nodeorder was not signed with this cluster's key"),
         (["add", "no-url", "--role=decode"], TEST_KEY, "400: bad node URL 'no-url'"),
     ],
 )

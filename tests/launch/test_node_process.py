@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
@@ -34,6 +35,12 @@ except StartupError as error:
     sys.exit(2)
 """
 TIMEOUT_S = 30.0
+
+
+INHERIT = """
+import socket, sys
+sys.argv.append(f"--listen-fd={socket.create_server(('127.0.0.1', 0)).detach()}")
+"""
 
 
 def start(launcher: Launcher, behaviour: str, *flags: str) -> Launched:
@@ -81,7 +88,9 @@ def wait_in_flight(url: str) -> None:
 
 
 def test_ready_serve_stop(launcher: Launcher) -> None:
-    node = start(launcher, "")
+    """On an inherited socket, as with systemd's socket activation: its address counts, not --host and --port."""
+    node = launcher.start("node", [sys.executable, "-c", INHERIT + NODE, "--port=1"], {"FAKE_ENGINE": ""})
+    assert not node.url.endswith(":1")
     line = node.wait_line("ready: ")
     assert line.startswith(f"ready: mixed node n on {node.url} (engine fake, epoch 1, 8 blocks of 16 tokens")
     health = httpx.get(f"{node.url}/health", timeout=TIMEOUT_S)
@@ -89,19 +98,12 @@ def test_ready_serve_stop(launcher: Launcher) -> None:
     answer = ask(node.url)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 3
+    mapped = [Path(file.path).name for file in psutil.Process(node.pid).memory_maps()]
+    assert not [name for name in mapped if name.startswith("libtorch")], "the API process is small and starts fast"
+    assert "tokenizers.abi3.so" in mapped
+    assert "PyTorch was not found" not in node.output
     assert node.stop(signal.SIGTERM) == 0
     assert node.leftovers() == []
-
-
-def test_an_inherited_socket_is_served(launcher: Launcher) -> None:
-    """As with systemd's socket activation: the address is the socket's, whatever --host and --port say."""
-    inherit = (
-        "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); sys.argv.append(f'--listen-fd={s.detach()}')"
-    )
-    node = launcher.start("node", [sys.executable, "-c", inherit + NODE, "--port=1"], {"FAKE_ENGINE": ""})
-    assert not node.url.endswith(":1")
-    assert httpx.get(f"{node.url}/health", timeout=TIMEOUT_S).status_code == 200
-    assert node.stop(signal.SIGTERM) == 0
 
 
 def test_health_is_503_while_the_engine_starts(launcher: Launcher) -> None:
@@ -119,6 +121,9 @@ def test_running_requests_are_finished(launcher: Launcher) -> None:
     engine = engine_of(node)
     node.send(signal.SIGTERM)
     node.wait_line("stopping")
+    health = httpx.get(f"{node.url}/health", timeout=TIMEOUT_S)  # on a new connection: a router probes with one
+    assert (health.status_code, health.json()["status"]) == (503, "draining")
+    assert ask(node.url).status_code == 503
     engine.send_signal(signal.SIGUSR1)
     assert asking.result().status_code == 200
     assert node.wait() == 0

@@ -30,17 +30,21 @@ GARBAGE = bytes(range(128, 256))
 
 
 class KnownMachine(MachineFacts):
-    """Has all modules but `missing`, and no CUDA device when `cuda` says why."""
+    """Has all modules but `missing`, no usable CUDA device when `cuda` says why, and `gpus` that a rank may use."""
 
-    def __init__(self, *missing: str, cuda: str = "") -> None:
+    def __init__(self, *missing: str, cuda: str = "", gpus: int = 0) -> None:
         self._missing = missing
         self._cuda = cuda
+        self._gpus = gpus
 
     def has_module(self, name: str) -> bool:
         return name not in self._missing
 
     def cuda_problem(self) -> str:
         return self._cuda
+
+    def num_cuda_devices(self) -> int:
+        return self._gpus
 
 
 def test_the_defaults_are_right() -> None:
@@ -84,6 +88,7 @@ def test_no_number_setting_takes_nonsense(section: str, name: str, value: float)
         (CacheConfig(kv_cache_gb=0.0), "--kv-cache-gb must be above 0"),
         (CacheConfig(gpu_memory_utilization=1.5), "--gpu-memory-utilization 1.5 must be from 0 to 1"),
         (CacheConfig(gpu_share=0.0), "--gpu-share must be above 0"),
+        (ModelConfig(tp=0), "--tp 0 must be at least 1"),
         (ModelConfig(max_model_len=1), "--max-model-len 1: a prompt and an output token need at least 2"),
         (HandoffConfig(connector="lmcache", pool_url="foo"), "--pool-url: the pool needs a URL like lm://"),
         (HandoffConfig(connector="mooncake", pool_url="lm://a:1"), "--pool-url: the pool needs a URL like mooncake://"),
@@ -118,6 +123,49 @@ def test_cuda_is_asked_for_only_when_it_is_wanted() -> None:
     assert list(machine_problems(NodeConfig(model=ModelConfig(device="auto")), machine)) == []
     assert list(machine_problems(NodeConfig(model=ModelConfig(device="cuda")), machine)) == [
         "--device cuda: there is none"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "problems"),
+    [
+        ("cuda", 1, ["--tp 4: each rank needs a GPU of its own, and 1 is visible"]),
+        ("auto", 2, ["--tp 4: each rank needs a GPU of its own, and 2 are visible"]),
+        ("auto", 4, []),
+        ("auto", 0, []),
+        ("cpu", 2, []),
+    ],
+)
+def test_each_rank_needs_a_gpu_where_there_are_gpus(device: str, gpus: int, problems: list[str]) -> None:
+    config = NodeConfig(model=ModelConfig(device=device, tp=4))
+    assert list(machine_problems(config, KnownMachine(gpus=gpus))) == problems
+
+
+def test_what_ranks_cannot_share_is_named(tmp_path: Path) -> None:
+    def problems(tp: int, **changes: Any) -> list[str]:
+        told = json.loads((DEMO_MODEL / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**told, **changes}))
+        config = NodeConfig(model=ModelConfig(load_format="dummy", tp=tp))
+        return list(model_problems(config, tmp_path))
+
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 512}
+    assert problems(1, **heads) == problems(2, **heads) == problems(4, **heads) == []
+    assert problems(8, **heads) == [], "ranks may share a KV head"
+    assert problems(3, **heads) == [
+        "--tp 3: 4 KV heads cannot be split over 3 ranks",
+        "--tp 3: 8 query heads cannot be split evenly over 3 ranks",
+        "--tp 3: 512 activations of a feed-forward cannot be split evenly over 3 ranks",
+    ]
+    assert problems(4, **heads, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True,
+                    architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe") == [
+        "--tp 4: 6 experts cannot be split evenly over 4 ranks"
+    ]  # fmt: skip
+
+
+def test_modules_of_transformers_are_not_cut() -> None:
+    config = NodeConfig(model=ModelConfig(model_impl="transformers", tp=2))
+    assert [problem.split(": ")[1][:28] for problem in model_problems(config, DEMO_MODEL)] == [
+        "transformers' modules comput"
     ]
 
 
@@ -164,6 +212,7 @@ def test_models(tmp_path: Path) -> None:
 COMMANDS = (
     ["--block-size=17"], ["--connector=foo"], ["--connector=lmcache", "--pool-url=foo"], ["--max-model-len=1000000"],
     ["--num-blocks=-3"], ["--cluster-key-file=/dev/null/x"], ["--kv-cache-gb=nan"],
+    ["--tp=0"], ["--tp=3"],
 )  # fmt: skip
 
 

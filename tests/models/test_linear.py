@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pd_cluster.models.experts import Experts
 from pd_cluster.models.linear import Linear
 from pd_cluster.models.linear_group import LinearGroup
 from pd_cluster.models.quantized_linear import QuantizedLinear
 from pd_kernels import reference
 from pd_kernels.backends import TORCH
-from pd_kernels.quantized import QuantizedRows
-from pd_kernels.values import HalfNormed
+from pd_kernels.quantized import QuantizedRows, RowsTwice
+from pd_kernels.values import HalfNormed, Routing
 from tests.kernels.quantized_weights import random_quantized
 from tests.worker.test_few_rows import FEW_ROWS, PlainFewRows
 
@@ -133,3 +134,24 @@ def test_results_are_quantized_for_the_only_product_that_uses_them(is_blocks: bo
     assert torch.equal(*results)
     first.feed(Linear(random(4, 128), None, TORCH))
     assert isinstance(first.activated(x), torch.Tensor)
+
+
+def test_a_mixture_gets_rows_twice_and_quantizes_for_the_product_behind_it() -> None:
+    """The numbers are those of plain rows, which the experts and the next product quantize."""
+    gate_up, down = random_quantized(4, 128, 128, is_blocks=True), random_quantized(4, 128, 64, is_blocks=True)
+    weight, router = random_quantized(128, 128, is_blocks=True), random(4, 128, seed=3).float()
+    x, norm, results = random(3, 128).float(), random(128, seed=1).float(), []
+    residuals = [random(3, 128, seed=2).float() for _ in range(2)]
+    for residual, feeds in zip(residuals, (False, True), strict=True):
+        linear = QuantizedLinear(weight, None, TORCH, x.dtype)
+        mixture = Experts(TORCH, Routing(2, True), router, None, gate_up, down, None)
+        if feeds:
+            mixture.feed(linear, linear)
+        normed = linear.add_norm(residual, x, norm, EPS)
+        found = mixture.add_norm(residual, normed, norm, EPS)
+        assert (isinstance(normed, RowsTwice), isinstance(found, QuantizedRows)) == (feeds, feeds)
+        results.append(QuantizedLinear(weight, None, TORCH, x.dtype)(found))
+    assert torch.equal(*residuals)
+    assert torch.equal(*results)
+    mixture.feed(linear, None)
+    assert isinstance(mixture.add_norm(residual, normed, norm, EPS), torch.Tensor), "the last norm is the head's"

@@ -14,7 +14,7 @@ from benchmarks.shapes import CONFIGS
 from pd_cluster.config import SchedulerConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.models.fingerprint import fingerprint
-from pd_cluster.models.quantization import QuantizationSpec, Scales
+from pd_cluster.models.quantization import MODELOPT_FILE, QuantizationSpec, Scales
 from pd_cluster.models.registry import build_model, resolve_spec
 from pd_cluster.models.slot import Slot
 from pd_cluster.models.weights import fill_at_random
@@ -134,6 +134,28 @@ def test_other_formats_are_refused_by_name(settings: object, message: str) -> No
     with pytest.raises(StartupError, match=message) as refused:
         read(settings)
     assert str(refused.value).startswith("model/config.json: quantization_config")
+
+
+def test_modelopts_own_file_is_read_where_the_config_names_no_quantization(tmp_path: Path) -> None:
+    file = tmp_path / MODELOPT_FILE
+
+    def read_beside(content: object, **changes: Any) -> QuantizationSpec | None:
+        file.write_text(json.dumps(content))
+        return resolve_spec(tmp_path, {**CONFIGS["tiny"], **changes}).quantization
+
+    settings = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "*.o_proj"]}
+    own = {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": settings}
+    assert read_beside(own) == read(MODELOPT)
+    assert read_beside(own, quantization_config=BLOCKS) == read(BLOCKS)
+    for content, message in (
+        ({"quantization": {**settings, "quant_algo": "NVFP4"}}, "quantization.quant_algo = 'NVFP4' cannot be served"),
+        ({"quantization": "FP8"}, "quantization must be an object, not 'FP8'"),
+        ({}, "quantization must be an object, not None"),
+        ([], "does not hold a JSON object"),
+    ):
+        with pytest.raises(StartupError, match=message) as refused:
+            read_beside(content)
+        assert str(refused.value).startswith(str(file))
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pd_cluster.config import SchedulerConfig
+from pd_cluster.config import NodeConfig, SchedulerConfig
 from pd_cluster.errors import StartupError, UnservedModel
 from pd_cluster.launch.check import check_capacity
 from pd_cluster.models.fingerprint import fingerprint
+from pd_cluster.models.quantization import MODELOPT_FILE
 from pd_cluster.models.registry import choose_implementation
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.cuda_graphs.set_up import capturable
@@ -247,6 +248,12 @@ def test_what_the_modules_would_compute_wrongly_is_refused(
         choose("transformers", {"architectures": [architecture], **changes})
 
 
+def test_quantization_in_a_file_of_its_own_is_refused(tmp_path: Path) -> None:
+    (tmp_path / MODELOPT_FILE).write_text('{"quantization": {"quant_algo": "FP8"}}')
+    with pytest.raises(UnservedModel, match=f"{MODELOPT_FILE}: quantization: quantized weights are not served"):
+        choose_implementation(tmp_path, LLAMA, "transformers")
+
+
 def test_a_model_must_take_positions_and_the_rows_that_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where `forward` has `**kwargs` instead, it would drop both."""
     monkeypatch.setattr("transformers.LlamaForCausalLM.forward", lambda model, input_ids, **others: None)
@@ -317,7 +324,7 @@ def test_steps_are_not_captured() -> None:
 
 def test_the_check_says_what_computes_the_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "rope_parameters": YARN}))
-    finding = next(check_capacity(tmp_path))
+    finding = next(check_capacity(NodeConfig(), tmp_path))
     assert finding.what == "model implementation"
     assert finding.detail.startswith("LlamaForCausalLM by transformers' modules: right, not fast (")
 

@@ -63,5 +63,8 @@ TARGETS = (
     Target("pd_cluster/scheduling/queues.py", (*_SCHEDULER, "tests/scheduling/test_turns.py")),
     Target("pd_cluster/scheduling/scheduler.py", _SCHEDULER),
     Target("router/pd_router/legs.py", ("tests/router/test_legs.py", *_ROUTER)),
+    Target("router/pd_router/node_connection.py", ("tests/router/test_node_connection.py", *_ROUTER)),
+    Target("router/pd_router/connection_pool.py", ("tests/router/test_node_connection.py", *_ROUTER)),
+    Target("router/pd_router/client_call.py", ("tests/router/test_client_connection.py", *_ROUTER)),
     Target("router/pd_router/splice.py", ("tests/router/test_splice.py", *_ROUTER)),
 )

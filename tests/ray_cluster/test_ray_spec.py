@@ -65,6 +65,14 @@ def test_nodes_that_share_a_gpu_share_its_memory() -> None:
     assert not [flag for flag in spec.arguments("decode") if flag.startswith("--num-threads")]
 
 
+def test_ranks_follow_from_the_gpus() -> None:
+    spec = ClusterSpec(decode=RoleSpec(count=1, gpus=2), prefill=RoleSpec(count=1, gpus=1), mixed=RoleSpec(cpus=6))
+    assert "--tp=2" in spec.arguments("decode")
+    assert not any(flag.startswith("--tp") for role in ("prefill", "mixed") for flag in spec.arguments(role))
+    on_cpus = ClusterSpec(mixed=RoleSpec(count=1, cpus=6), flags={"tp": 2})
+    assert {"--tp=2", "--num-threads=3"} <= set(on_cpus.arguments("mixed"))
+
+
 def test_a_role_without_needs_still_has_a_bundle() -> None:
     assert RoleSpec(cpus=0).bundle == {"CPU": 0.001}
     assert RoleSpec(cpus=2, gpus=1, resources={"edge": 1}).bundle == {"CPU": 2, "GPU": 1, "edge": 1}
@@ -82,6 +90,9 @@ def test_a_role_without_needs_still_has_a_bundle() -> None:
         ("{decode: {count: 1}, placement: near}", "'near' - at `$.placement`"),
         ("{decode: {count: 1}, grace_s: 0}", "at `$.grace_s`"),
         ("{decode: {count: 1, gpus: 1.5}}", "gpus must be a share of one GPU or a whole number"),
+        ("{decode: {count: 1, gpus: 2, flags: {tp: 4}}}", "decode: tp is 4, but gpus is 2; a rank has one GPU"),
+        ("{decode: {count: 1, gpus: 0.5, flags: {tp: 2}}}", "decode: tp is 2, but gpus is 0.5"),
+        ("{decode: {count: 1, flags: {tp: 0}}}", "--tp 0 must be at least 1"),
         ("{decode: {count: 1, resources: {GPU: 1}}}", "decode: write CPU and GPU as cpus and gpus"),
         ("{decode: {count: 1}, flags: {max-seqs: 3}}", "'max-seqs' is unknown or cannot be set here"),
         ("{decode: {count: 1}, flags: {port: 3}}", "'port' is unknown or cannot be set here"),

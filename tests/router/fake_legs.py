@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
 from pd_router.config import RouterConfig
+from pd_router.node_connection import AnswerHead
 from pd_router.node_table import FLAGS, Charge, Node, NodeSpec, NodeTable, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 EVENTS = "text/event-stream"
 STUCK = 1e9  # seconds: longer than every limit
@@ -49,13 +51,21 @@ class VirtualTime:
 
 
 @dataclass
-class FakeContent:
-    """`parts`: bytes, seconds to wait, or what to raise."""
+class FakeExchange:
+    """A NodeExchange. `parts`: bytes, seconds to wait, or what to raise."""
 
     parts: list[bytes | float | Exception]
+    answer: AnswerHead
     time: VirtualTime | None = None
+    closed: int = 0
+    pauses: list[str] = field(default_factory=list)
+    _splicing: asyncio.Task[None] | None = None
+    _expires_s: float = inf
 
-    async def readany(self) -> bytes:
+    def limit(self, seconds: float) -> None:
+        self._expires_s = asyncio.get_running_loop().time() + seconds
+
+    async def read(self) -> bytes:
         while self.parts:
             part = self.parts.pop(0)
             if isinstance(part, Exception):
@@ -63,43 +73,62 @@ class FakeContent:
             if isinstance(part, bytes):
                 return part
             assert self.time is not None
-            await self.time.advance(part)
+            await self.time.advance(min(part, self._expires_s - self.time.now_s))
+            if self.time.now_s >= self._expires_s:
+                raise TimeoutError
         return b""
 
+    async def has_more(self) -> bool:
+        part = await self.read()
+        if part:
+            self.parts.insert(0, part)
+        return bool(part)
 
-@dataclass
-class FakeResponse:
-    """Of aiohttp's, what legs use."""
-
-    content: FakeContent
-    content_type: str = EVENTS
-    status: int = 200
-    raw_headers: tuple[tuple[bytes, bytes], ...] = ()
-    closed: int = 0
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {name.decode(): value.decode() for name, value in self.raw_headers}
-
-    async def read(self) -> bytes:
+    async def whole(self) -> bytes:
         parts = []
-        while part := await self.content.readany():
+        while part := await self.read():
             parts.append(part)
         return b"".join(parts)
 
+    def splice(self, sink: Callable[[bytes], None]) -> asyncio.Future[None]:
+        done = self._done = asyncio.get_running_loop().create_future()
+        self._splicing = asyncio.create_task(self._splice(sink, done))
+        return done
+
+    async def _splice(self, sink: Callable[[bytes], None], done: asyncio.Future[None]) -> None:
+        try:
+            while part := await self.read():
+                sink(part)
+        except Exception as error:
+            if not done.done():
+                done.set_exception(error)
+        else:
+            if not done.done():
+                done.set_result(None)
+
+    def pause(self) -> None:
+        self.pauses.append("pause")
+
+    def resume(self) -> None:
+        self.pauses.append("resume")
+
     def close(self) -> None:
         self.closed += 1
+        if self._splicing is not None:
+            self._splicing.cancel()
 
 
 @dataclass
 class FakeUpstream:
     """Answers each `post` with the same response, or raises."""
 
-    response: FakeResponse | Exception
+    response: FakeExchange | Exception
     posted: list[tuple[str, str, bytes, float]] = field(default_factory=list)
+    headers: list[Mapping[str, str]] = field(default_factory=list)
 
     async def post(self, on: Node, path: str, headers: Mapping[str, str], body: bytes, first_byte_s: float) -> Any:
         self.posted.append((on.node_id, path, body, first_byte_s))
+        self.headers.append(headers)
         if isinstance(self.response, Exception):
             raise self.response
         return self.response
@@ -111,8 +140,9 @@ def answer(
     headers: Iterable[tuple[bytes, bytes]] = (),
     time: VirtualTime | None = None,
     status: int = 200,
-) -> FakeResponse:
-    return FakeResponse(FakeContent(list(parts), time), content_type, status, tuple(headers))
+) -> FakeExchange:
+    named = ((b"content-type", f"{content_type}; charset=utf-8".encode()), *headers)
+    return FakeExchange(list(parts), AnswerHead(status, named), time)
 
 
 def as_any(fake: object) -> Any:

@@ -50,11 +50,15 @@ class FakeNode:
         self.epoch = 7
         self.num_slots: int | None = None  # as other engines, which do not tell
         self.kv_in_use: float | None = None  # the same
+        self.stream_version: str | None = None  # the same
+        self.facts: dict[str, Any] = {}  # further fields of /health
         self.max_model_len = max_model_len  # the same
+        self.prompt_ids = [1, 2, 3]  # of every prompt, by its tickets
         self.is_up = True
         self.is_silent = False  # /health is heard and not answered
         self.is_frozen = False  # /health says so of the engine
         self.num_checks = 0  # of /health
+        self.feed: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None  # answers GET /pd/feed
         self.seen: list[Seen] = []
         self.released: list[str] = []
         self.go_on = asyncio.Event()  # scripts that stop half-way wait for this
@@ -66,6 +70,7 @@ class FakeNode:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/pd/feed", self._feed)
         app.router.add_post("/pd/release", self._release)
         app.router.add_post("/{path:.*}", self._generate)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -115,13 +120,17 @@ class FakeNode:
             "epoch": self.epoch,
             "max_num_seqs": self.num_slots,
             "kv_in_use": self.kv_in_use,
+            "stream_version": self.stream_version,
             "model": self.models[0],
             "max_model_len": self.max_model_len,
-        }
+        } | self.facts
         return web.json_response(told, status=200 if self.is_up else 503)
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]})
+
+    async def _feed(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(status=404) if self.feed is None else await self.feed(request)
 
     async def _release(self, request: web.Request) -> web.Response:
         self.released.append((await request.json())["ticket"])
@@ -163,7 +172,7 @@ def kv_params(node: FakeNode, ticket: str = "ticket-1") -> dict[str, Any]:
         "remote_host": "127.0.0.1",
         "remote_port": 1,
         "ticket": ticket,
-        "prompt_token_ids": [1, 2, 3],
+        "prompt_token_ids": node.prompt_ids,
         "later": {"key": [1.00000000000000000001]},
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import aiohttp
 import uvicorn
@@ -14,32 +14,33 @@ from pd_connectors.protocol.ticket import NodeOrder, sign
 from pd_http.sockets import bound
 from pd_router.app import create_app
 from pd_router.cli import FILES_PER_REQUEST
+from pd_router.client_connection import token_path
 from pd_router.config import RouterConfig
 from pd_router.sources.make import make_sources
 from tests.in_loop_server import in_loop
 from tests.router.fake_nodes import WAIT_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
-    from pd_router.routed_request import Services
+    from pd_router.services import Services
     from pd_router.sources.base import NodeSource
-    from tests.router.fake_nodes import FakeNode
 
 KEY = b"k" * 32
 NUM_FILES = 4096
 
 
 def signed(
-    action: Literal["add", "remove", "drain", "resume"],
+    action: Literal["add", "remove", "drain", "resume", "role", "reset_cache", "start_profile", "stop_profile"],
     node: str,
     role: str = "",
     *,
     key: bytes = KEY,
     lives_s: float = 30.0,
+    is_forced: bool = False,
 ) -> dict[str, str]:
     """The header of an order."""
-    order = NodeOrder(action=action, node=node, role=role, expires_at_s=time.time() + lives_s)
+    order = NodeOrder(action=action, node=node, role=role, expires_at_s=time.time() + lives_s, is_forced=is_forced)
     return {"x-pd-order": sign(key, order)}
 
 
@@ -48,6 +49,13 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
             await asyncio.sleep(0)
+
+
+class HasUrl(Protocol):
+    """A node: a fake one, or a real one."""
+
+    @property
+    def url(self) -> str: ...
 
 
 class Router:
@@ -73,10 +81,12 @@ class Router:
 
 @contextlib.asynccontextmanager
 async def serving(
-    prefill: list[FakeNode] | None = None,
-    decode: list[FakeNode] | None = None,
-    mixed: list[FakeNode] | None = None,
+    prefill: Sequence[HasUrl] | None = None,
+    decode: Sequence[HasUrl] | None = None,
+    mixed: Sequence[HasUrl] | None = None,
     sources: list[NodeSource] | None = None,
+    key: bytes = KEY,
+    num_files: int = NUM_FILES,
     **settings: object,
 ) -> AsyncIterator[Router]:
     """Starts the router over nodes that run already. Health is polled once, then only when a test asks; no order is
@@ -90,10 +100,11 @@ async def serving(
         mixed=tuple(n.url for n in mixed or []),
         **{"health_interval_s": 3600.0, "connect_timeout_s": 2.0, "prefill_on_decode": "never", **settings},  # type: ignore[arg-type]
     )
-    app = create_app(config, KEY, make_sources(config) if sources is None else sources)
+    app = create_app(config, key, make_sources(config) if sources is None else sources)
     listener = bound("127.0.0.1", 0)
-    gate = app.state.services.metrics.http.make_gate(config, NUM_FILES, FILES_PER_REQUEST)
+    gate = app.state.services.metrics.http.make_gate(config, num_files, FILES_PER_REQUEST)
+    protocol = gate.protocol_of(token_path(app.state.proxy))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    served = uvicorn.Config(app, http=gate.protocol, log_config=None, access_log=False, timeout_graceful_shutdown=1)
+    served = uvicorn.Config(app, http=protocol, log_config=None, access_log=False, timeout_graceful_shutdown=1)
     async with in_loop(served, listener), aiohttp.ClientSession() as session:
         yield Router(url, app.state.services, session)

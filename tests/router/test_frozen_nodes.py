@@ -9,8 +9,12 @@ import orjson
 import pytest
 
 from pd_http.errors import NodesDied
+from pd_http.node_answers import FailureKind
 from pd_router.casualties import Casualties
+from pd_router.liveness import Down
+from pd_router.liveness_guard import LivenessGuard
 from pd_router.node_table import Node, Role
+from pd_router.upstream import LegFailed
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import Router, serving, until
@@ -211,6 +215,22 @@ def test_casualties_are_counted_once_each() -> None:
         dead.add(first)
         dead.check()
     assert dead.suspects == [(second, 1)]
+    dead.meet(first)  # started again
+    assert dead.suspects == [(first, 2), (second, 1)]
     dead.add(second)
     with pytest.raises(NodesDied, match="a, b"):
         dead.check()
+
+
+async def test_a_scope_that_ends_before_it_waits_leaves_no_cancellation() -> None:
+    node = Node(url="a", role=Role.DECODE, node_id="a")
+    node.liveness.judge(Down(FailureKind.FROZEN, "no progress"))
+    with pytest.raises(LegFailed, match="its own"), LivenessGuard(node, lambda: True):
+        raise LegFailed(node, FailureKind.BROKEN, "its own")
+    with LivenessGuard(node, lambda: True):
+        pass
+    await asyncio.sleep(0)
+    with pytest.raises(LegFailed, match="no progress"), LivenessGuard(node, lambda: True):
+        await asyncio.Event().wait()
+    with LivenessGuard(node, lambda: False):
+        await asyncio.sleep(0)

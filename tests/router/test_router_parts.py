@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_http.errors import InvalidRequest, ModelNotFound
+from pd_http.errors import InvalidRequest
 from pd_http.sse import Event, SseParser
-from pd_router import headers, policy
+from pd_router import headers
 from pd_router.body import RequestBody
 from pd_router.config import HandoffOrder, RouterConfig
-from pd_router.errors import NoNode
 from pd_router.node_table import Charge, Node, NodeTable, Role
 
 NAMES = st.sampled_from(["ticket", "done", "error", "message"])
@@ -114,7 +113,7 @@ def test_only_two_orders_can_be_asked_for() -> None:
             headers.asked_order({"x-pd-route": asked})
 
 
-# --- policy
+# --- the table
 
 
 class FakeClock:
@@ -137,65 +136,6 @@ def table(num_prefill: int = 2, num_decode: int = 2, num_mixed: int = 0) -> Node
         node.reachable = True
         node.models = frozenset({"demo"})
     return made
-
-
-def plan(
-    nodes: NodeTable, turn: int = 0, asked: HandoffOrder | None = None, model: str | None = "demo"
-) -> policy.RoutePlan:
-    return policy.make_plan(nodes, model, HandoffOrder.P_FIRST, asked, turn)
-
-
-@given(loads=st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=6), turn=st.integers(0, 20))
-def test_the_best_node_is_healthy_and_has_the_least_load(loads: list[tuple[int, bool]], turn: int) -> None:
-    nodes = [Node(url="", role=Role.DECODE, node_id="d", reachable=up, decode_sequences=n) for n, up in loads]
-    best = policy.best_decode(policy.rotate(nodes, turn), 0.0)
-    healthy = [node.decode_sequences for node in nodes if node.reachable]
-    if best is None:
-        assert not healthy
-    else:
-        assert best.reachable
-        assert best.decode_sequences == min(healthy)
-
-
-def test_equal_nodes_take_turns() -> None:
-    nodes = table(num_prefill=3, num_decode=2)
-    chosen = [plan(nodes, turn) for turn in range(6)]
-    ps = [policy.best_prefill(p.prefills, 0.0) for p in chosen]
-    ds = [policy.best_decode(p.decodes, 0.0) for p in chosen]
-    assert [p.url for p in ps if p] == ["http://p0:1", "http://p1:1", "http://p2:1"] * 2
-    assert [d.url for d in ds if d] == ["http://d0:1", "http://d1:1"] * 3
-
-
-def test_long_prompts_weigh_more() -> None:
-    nodes = table()
-    p0, p1, clock = *nodes.nodes[:2], nodes.clock
-    with Charge(p0, clock, prefill_bytes=1000), Charge(p1, clock, prefill_bytes=10):
-        for turn in range(4):
-            assert policy.best_prefill(plan(nodes, turn).prefills, 0.0) is p1
-
-
-def test_reasons() -> None:
-    nodes = table()
-    assert (plan(nodes).order, plan(nodes).reason) == (HandoffOrder.P_FIRST, "default")
-    asked = plan(nodes, asked=HandoffOrder.D_FIRST)
-    assert (asked.order, asked.reason) == (HandoffOrder.D_FIRST, "header")
-    for node in nodes.nodes[:2]:
-        node.reachable = False
-    alone = plan(nodes, asked=HandoffOrder.P_FIRST)
-    assert (alone.order, alone.reason, alone.prefills) == (HandoffOrder.DIRECT, "no-prefill-node", ())
-
-
-def test_no_plan_without_a_decoder_or_for_an_unknown_model() -> None:
-    nodes = table()
-    with pytest.raises(ModelNotFound, match="'other'"):
-        plan(nodes, model="other")
-    for node in nodes.nodes[2:]:
-        node.reachable = False
-    with pytest.raises(NoNode):
-        plan(nodes)
-    nodes.nodes[2].models = None  # a node that never told might serve anything
-    with pytest.raises(NoNode):
-        plan(nodes, model="other")
 
 
 def test_it_is_told_since_when_a_node_is_down() -> None:

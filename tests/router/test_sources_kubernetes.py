@@ -7,7 +7,7 @@ import contextlib
 import json
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from lightkube.resources.core_v1 import Pod
@@ -16,7 +16,7 @@ from pd_http.errors import StartupError
 from pd_router.config import RouterConfig
 from pd_router.discovery import Discovery
 from pd_router.node_table import NodeSpec, NodeTable, Role
-from pd_router.sources.kubernetes import MAX_RETRY_S, KubernetesPods, node_of
+from pd_router.sources.kubernetes import MAX_RETRY_S, KubernetesPods, nodes_of
 from pd_router.sources.make import make_sources
 from tests.router import fake_nodes as fakes
 from tests.router.fake_kubernetes import kubernetes, make_pod
@@ -79,7 +79,24 @@ def names(table: NodeTable) -> list[str]:
 def test_which_pods_are_nodes(fields: dict[str, object], url: str | None) -> None:
     pod = Pod.from_dict(make_pod("d-0", **fields))  # type: ignore[arg-type]
     assert isinstance(pod, Pod)
-    assert node_of(pod) == (None if url is None else NodeSpec(url, Role.DECODE, "d-0"))
+    assert nodes_of(pod) == (() if url is None else (NodeSpec(url, Role.DECODE, "d-0"),))
+
+
+def test_a_pod_may_hold_a_prefill_and_a_decode_node() -> None:
+    told: dict[str, Any] = dict(make_pod("host-0", "prefill", port=8100))
+    sidecar = {"name": "mesh", "ports": [{"name": "http-envoy-prom", "containerPort": 15090}]}
+    ports = [{"name": "http-decode", "containerPort": 8102}, {"name": "control-decode", "containerPort": 8103}]
+    told["spec"]["containers"] += [{"name": "decode", "ports": ports}, sidecar]
+    pod = Pod.from_dict(told)
+    assert isinstance(pod, Pod)
+    assert nodes_of(pod) == (
+        NodeSpec("http://127.0.0.1:8100", Role.PREFILL, "host-0"),
+        NodeSpec("http://127.0.0.1:8102", Role.DECODE, "host-0-decode"),
+    )
+    told["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
+    pod = Pod.from_dict(told)
+    assert isinstance(pod, Pod)
+    assert nodes_of(pod) == ()
 
 
 @pytest.mark.anyio

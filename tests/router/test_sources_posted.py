@@ -51,7 +51,7 @@ async def test_nodes_come_and_go_by_order() -> None:
 
 @pytest.mark.anyio
 async def test_another_role_is_another_node() -> None:
-    d = FakeNode("decode", fakes.decode)
+    d = FakeNode("", fakes.decode, node_id="of-another-engine")  # which tells no role
     async with running(d), serving(start_empty=True) as router:
         assert (await call(router, "POST", "/nodes", signed("add", d.url, "decode")))[0] == 201
         (before,) = router.services.table.nodes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +12,17 @@ import pytest
 
 from pd_http.body import ClientGone
 from pd_http.node_answers import FailureKind
-from pd_http.reply import Reply
+from pd_router.legs import DecodeLeg
 from pd_router.node_table import Role
-from pd_router.splice import send_answer
+from pd_router.reply import CallReply
+from pd_router.splice import StreamSplice, send_answer
 from pd_router.upstream import Answer, LegFailed
-from tests.router.fake_legs import STUCK, FakeContent, VirtualTime, as_any, node
+from tests.router.fake_legs import STUCK, FakeExchange, VirtualTime, answer, as_any, charge, node
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from pd_router.node_table import Node
 
 pytestmark = pytest.mark.anyio
 IDLE_S = 10.0
@@ -32,34 +36,54 @@ def anyio_backend() -> str:
     return "asyncio"  # a test can move its clock
 
 
-@dataclass
-class FakeLeg:
-    """A DecodeLeg after `open`."""
+class FakeLeg(DecodeLeg):
+    """After `open`."""
 
-    content: FakeContent
-    first_chunk: bytes = b""
-    whole: Answer | None = None
-    status: int = 200
-    headers: tuple[tuple[bytes, bytes], ...] = ((b"Content-Type", b"text/event-stream"),)
-    node: Any = D
+    def __init__(self, response: FakeExchange, whole: Answer | None = None) -> None:
+        super().__init__(as_any(None), D, charge(D))
+        self.response = response
+        self._exchange = as_any(response)
+        self.whole = whole
 
-    async def read(self) -> bytes:
-        return await self.content.readany()
+
+class Alone:
+    """A ContinuedStream without another node."""
+
+    def guard(self, node: Node) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    async def go_on(self, leg: DecodeLeg, failure: LegFailed) -> None:
+        """There is none."""
 
 
 @dataclass
 class Client:
-    """The other end of a Reply. `slow`: seconds that each chunk takes to be sent."""
+    """The other end of a reply, a ClientCall to it. `slow`: seconds for which it takes nothing after each chunk."""
 
     time: VirtualTime | None = None
     slow: float = 0.0
     messages: list[dict[str, Any]] = field(default_factory=list)
+    listener: Callable[[bool], None] | None = None
+    reading: asyncio.Task[None] | None = None
 
     async def send(self, message: Any) -> None:
-        if self.slow and message["type"] == "http.response.body":
-            assert self.time is not None
-            await self.time.advance(self.slow)
         self.messages.append(dict(message))
+
+    def write(self, content: bytes) -> None:
+        self.messages.append({"type": "http.response.body", "body": content, "more_body": True})
+        if self.slow:
+            assert self.listener is not None
+            self.listener(True)
+            self.reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        assert self.time is not None
+        await self.time.advance(self.slow)
+        if self.listener is not None:
+            self.listener(False)
+
+    def watch_flow(self, listener: Callable[[bool], None] | None) -> None:
+        self.listener = listener
 
     @property
     def body(self) -> bytes:
@@ -71,18 +95,17 @@ class Client:
 
     @property
     def headers(self) -> dict[bytes, bytes]:
-        return dict(self.messages[0]["headers"])
+        named = dict(self.messages[0]["headers"])
+        assert named.pop(b"x-request-id") == b"id"
+        return named
 
 
 async def send(leg: FakeLeg, client: Client) -> None:
-    await send_answer(as_any(leg), Reply(client.send), P, IDLE_S)
+    await send_answer(as_any(leg), CallReply(as_any(client), "id"), P, IDLE_S, as_any(Alone()))
 
 
 def stream(*parts: bytes | float | Exception, time: VirtualTime | None = None) -> FakeLeg:
-    """The first part has come already."""
-    first, *rest = parts
-    assert isinstance(first, bytes)
-    return FakeLeg(FakeContent(rest, time), first)
+    return FakeLeg(answer(*parts, time=time))
 
 
 async def broken(leg: FakeLeg, client: Client) -> tuple[LegFailed, dict[str, Any]]:
@@ -100,7 +123,7 @@ async def broken(leg: FakeLeg, client: Client) -> tuple[LegFailed, dict[str, Any
 async def test_a_whole_answer_is_passed_on_with_the_names_of_both_nodes() -> None:
     client = Client()
     headers = ((b"Content-Type", b"application/json"), (b"Connection", b"close"), (b"X-Extra", b"1"))
-    await send(FakeLeg(FakeContent([]), whole=Answer(201, headers, b"{}")), client)
+    await send(FakeLeg(answer(), Answer(201, headers, b"{}")), client)
     assert client.messages[0]["status"] == 201
     assert client.headers == {
         b"content-type": b"application/json", b"x-extra": b"1", b"x-pd-prefill": b"p-1", b"x-pd-decode": b"d-1",
@@ -112,12 +135,11 @@ async def test_a_whole_answer_is_passed_on_with_the_names_of_both_nodes() -> Non
 
 async def test_what_a_node_says_of_itself_stays() -> None:
     client = Client()
-    leg = stream(DONE)
-    leg.headers = ((b"x-pd-prefill", b"itself"),)
-    leg.status = 206
-    await send(leg, client)
+    await send(FakeLeg(answer(DONE, headers=((b"x-pd-prefill", b"itself"),), status=206)), client)
     assert client.messages[0]["status"] == 206
-    assert client.headers == {b"x-pd-prefill": b"itself", b"x-pd-decode": b"d-1"}
+    assert {key: value for key, value in client.headers.items() if key != b"content-type"} == {
+        b"x-pd-prefill": b"itself", b"x-pd-decode": b"d-1",
+    }  # fmt: skip
 
 
 async def test_a_stream_is_passed_on_byte_for_byte_and_ended() -> None:
@@ -132,6 +154,8 @@ async def test_a_stream_is_passed_on_byte_for_byte_and_ended() -> None:
     [
         (CHUNK + DONE,),
         (CHUNK, b"data: [DO", b"NE]\n\n"),
+        (CHUNK, b"data: [DONE]", b"\n", b"\n"),
+        tuple(bytes([byte]) for byte in CHUNK * 9 + DONE),
         (CHUNK, b"data: [DONE]", b"\r\n\r\n"),
         (CHUNK, b'data: {"error": {"message": "no"}}\n\n'),
         (CHUNK, b'data: {"err', b'or": {}}\n\n'),
@@ -148,7 +172,7 @@ async def test_a_stream_that_just_stops_is_no_answer() -> None:
     client = Client()
     failure, error = await broken(stream(CHUNK, CHUNK), client)
     assert (failure.kind, failure.node) == (FailureKind.BROKEN, D)
-    assert "without [DONE]" in error["message"]
+    assert "without its last event" in error["message"]
     assert "d-1" in error["message"]
     assert client.body.startswith(CHUNK * 2 + b'data: {"error"')
 
@@ -199,29 +223,55 @@ async def test_a_stream_that_stands_still_is_given_up(parts: tuple[Any, ...]) ->
         assert time.now_s - begun_s == pytest.approx(IDLE_S * 1.75, abs=0.5)
 
 
-@pytest.mark.parametrize("num_read", [0, 2])
+@pytest.mark.parametrize("num_read", [1, 3])
 async def test_a_client_that_does_not_read_is_gone_and_its_node_is_not_blamed(num_read: int) -> None:
     time = VirtualTime()
     client = Client(time)
-    take: Callable[[Any], Any] = client.send
+    take = client.write
 
-    async def stop_reading(message: Any) -> None:
-        client.slow = STUCK if len(client.messages) > num_read else 0.0
-        await take(message)
+    def stop_reading(content: bytes) -> None:
+        client.slow = STUCK if len(client.messages) >= num_read else 0.0
+        take(content)
 
+    client.write = stop_reading  # type: ignore[method-assign]
+    leg = stream(*[CHUNK] * num_read, STUCK, time=time)
     with pytest.raises(ClientGone):
-        await send_answer(as_any(stream(CHUNK, CHUNK, CHUNK, DONE, time=time)), Reply(stop_reading), P, IDLE_S)
-    assert client.body == CHUNK * num_read, "and nothing more is written to it"
+        await send(leg, client)
+    assert leg.response.pauses == ["pause"], "and nothing more is read from the node"
+    assert client.body == CHUNK * num_read
+
+
+async def test_a_slow_client_is_no_stalled_node() -> None:
+    """The node is silent for as long as the client reads nothing, and for nearly as long again."""
+    time = VirtualTime()
+    client = Client(time, slow=IDLE_S * 0.9)
+    leg = stream(CHUNK, IDLE_S * 1.8, CHUNK, IDLE_S * 1.8, DONE, time=time)
+    await send(leg, client)
+    assert client.body == CHUNK * 2 + DONE
+    assert leg.response.pauses == ["pause", "resume"] * 2 + ["pause"]
 
 
 async def test_a_client_that_leaves_ends_it_there() -> None:
     client = Client()
-
-    async def leave(message: Any) -> None:
-        await client.send(message)
-        if len(client.messages) == 2:
-            raise asyncio.CancelledError
-
+    task = asyncio.create_task(send(stream(CHUNK, STUCK, DONE, time=VirtualTime()), client))
+    while not client.body:  # noqa: ASYNC110 - what is waited for has no event of its own
+        await asyncio.sleep(0)
+    task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await send_answer(as_any(stream(CHUNK, CHUNK, DONE)), Reply(leave), P, IDLE_S)
+        await task
     assert client.body == CHUNK
+    assert client.listener is None
+
+
+async def test_a_sink_may_stand_between_and_its_failure_ends_the_stream() -> None:
+    client = Client()
+    splice = StreamSplice(CallReply(as_any(client), "id"), IDLE_S, lambda data: splice.pass_on(data.upper()))
+    await splice.run(as_any(stream(b"a", b"b")))
+    assert client.body == splice.tail == b"AB"
+
+    def refuse(_: bytes) -> None:
+        raise ValueError("not a frame")
+
+    splice = StreamSplice(CallReply(as_any(client), "id"), IDLE_S, refuse)
+    with pytest.raises(ValueError, match="not a frame"):
+        await splice.run(as_any(stream(b"a", b"b")))

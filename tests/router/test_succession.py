@@ -16,7 +16,9 @@ import psutil
 import pytest
 
 from pd_connectors.protocol.keys import derive_key
-from pd_router.succession import PREDECESSOR_ENV, Heritage, Predecessor
+from pd_http.sockets import bound
+from pd_router.node_change import Heritage
+from pd_router.succession import PREDECESSOR_ENV, Predecessor
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import WAIT_S, FakeNode, running
 from tests.router.router_process import signed
@@ -45,14 +47,14 @@ async def decode(node: FakeNode, request: web.Request, seen: Seen) -> web.Stream
 class Routers:
     """A router process and its successors, which all write to `output`."""
 
-    def __init__(self, output: Path, *flags: str) -> None:
+    def __init__(self, output: Path, *flags: str, stdin: int = subprocess.DEVNULL) -> None:
         self._output = output
         inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and then by routers too
         try:
             with output.open("wb") as stream:
                 self.first = subprocess.Popen(
                     [sys.executable, "-m", "pd_router", "--port", "0", "--drain-s", "20", *flags],
-                    stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=os.environ | {"PD_CLUSTER_KEY": KEY},
+                    stdin=stdin, stdout=stream, stderr=stream, env=os.environ | {"PD_CLUSTER_KEY": KEY},
                 )  # fmt: skip
         finally:
             signal.signal(signal.SIGHUP, inherited)
@@ -98,8 +100,8 @@ class Routers:
 
 
 @contextlib.asynccontextmanager
-async def routers(tmp_path: Path, *flags: str) -> AsyncIterator[Routers]:
-    running = Routers(tmp_path / "output", *flags)
+async def routers(tmp_path: Path, *flags: str, stdin: int = subprocess.DEVNULL) -> AsyncIterator[Routers]:
+    running = Routers(tmp_path / "output", *flags, stdin=stdin)
     try:
         await running.wait_ready()
         yield running
@@ -202,9 +204,11 @@ def test_a_heritage_is_told_whole() -> None:
     assert Heritage.from_line(heritage.to_line()) == heritage
 
 
-def test_a_router_without_a_predecessor_inherits_nothing() -> None:
+def test_a_router_without_a_predecessor_inherits_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     predecessor = Predecessor({})
-    predecessor.serving()
+    with bound("127.0.0.1", 0) as listener:
+        predecessor.serving(listener)
+    assert capsys.readouterr().out.startswith("router ready on http://127.0.0.1:")
     assert predecessor.heritage == Heritage()
 
 

@@ -7,7 +7,7 @@ and the sequence's seed: `continuation` says what a request must generate, whate
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from pd_cluster.scheduling.sequence import sequence_seed
 from pd_connectors.protocol.messages import SampledToken
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pd_cluster.scheduling.batch import SequenceChunk, SequenceStart
     from pd_connectors.base import LoadSpec
@@ -125,6 +125,7 @@ class FakeWorker:
     max_num_seqs: int
     max_num_tokens: int
     longest_run: int = 1
+    are_late: Callable[[], bool] = lambda: False  # whether a sequence gets no token in a step
     device: dict[tuple[int, int], int] = field(default_factory=dict)
     host: dict[tuple[int, int], int] = field(default_factory=dict)
     rows: dict[int, Row] = field(default_factory=dict)
@@ -143,7 +144,9 @@ class FakeWorker:
         result = StepResult(batch.step, {})
         for chunk in batch.chunks:
             tokens = self._compute(chunk)
-            if chunk.num_samples > 1:
+            if chunk.num_samples and not tokens:
+                result = replace(result, absent=result.absent | {chunk.seq_id})
+            elif chunk.num_samples > 1:
                 result.first_samples[chunk.seq_id] = tokens
             elif chunk.num_samples:
                 result.samples[chunk.seq_id] = tokens
@@ -182,7 +185,7 @@ class FakeWorker:
         self.expect(row.block_ids, hashes[: chunk.start], f"sequence {chunk.seq_id}")
         for position in range(chunk.start, end):
             self.device[row.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE] = hashes[position]
-        if not chunk.num_samples:
+        if not chunk.num_samples or self.are_late():
             return ()
         seeds = row.start.num_sample_seeds if chunk.num_samples > 1 else (row.start.seed,)
         assert len(seeds) == chunk.num_samples

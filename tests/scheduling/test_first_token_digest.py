@@ -23,6 +23,8 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "frequency_penalty": (0.1, -0.1),
     "seed": (0, 1),
     "logit_bias": ({5: 1.0}, {5: 1.0, 6: 1.0}),
+    "allowed_token_ids": ((5,), (5, 6)),
+    "bad_words": (((5,),), ((5, 6), (7,))),
     "min_tokens": (1, 2),
     "stop_token_ids": ((5,), (5, 6)),
     "ignore_eos": (True, True),

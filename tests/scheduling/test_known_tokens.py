@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pd_cluster.errors import InvalidRequest
+from pd_cluster.errors import InvalidRequest, Overloaded
 from pd_cluster.protocol.messages import FinishReason, Work
 from pd_cluster.scheduling.batch import StepResult
+from pd_cluster.scheduling.sequence import sequence_seed
 from pd_connectors.protocol.messages import SampledToken
 from tests.scheduling.simulation import BLOCK_SIZE, EOS, begun, message, prompt
 from tests.scheduling.world import World
@@ -112,3 +113,33 @@ def test_no_step_may_be_planned_behind_one_that_samples_several_tokens() -> None
     run = (SampledToken(1), SampledToken(2))
     with pytest.raises(AssertionError, match="planned behind one that sampled several tokens"):
         world.scheduler.update(first, StepResult(first.step, {request.sequences[0].seq_id: run}))
+
+
+@pytest.mark.parametrize("known", [(), ((1,), ())])
+def test_the_seeds_of_sequences_follow_from_their_numbers_in_the_whole_answer(
+    known: tuple[tuple[int, ...], ...],
+) -> None:
+    """Those of which nothing is known are drawn by the first of them, until they part."""
+    world = World()
+    asked = msgspec.structs.replace(message("a", prompt(20), max_tokens=9, n=2, known=known), sequence_numbers=(1, 3))
+    seeds = [sequence_seed(7, 1), sequence_seed(7, 3)]
+    request = world.submit(msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, seed=7)))
+    assert [seq.seed for seq in request.sequences] == seeds
+    starts = world.scheduler.schedule().starts
+    drawn = [seed for start in starts for seed in start.num_sample_seeds or (start.seed,)]
+    assert drawn == seeds[: len(drawn)]
+    assert len(drawn) == 2 or known
+
+
+def test_a_full_queue_takes_streams_that_were_cut() -> None:
+    world = World(max_waiting=2)
+    for index in range(2):
+        world.submit(message(f"r{index}", prompt(20, index), max_tokens=5))
+    with pytest.raises(Overloaded):
+        world.submit(message("new", prompt(20, 3), max_tokens=5))
+    for index in range(2):
+        world.submit(begun(message(f"cut{index}", prompt(20, 4 + index), max_tokens=5), 2))
+    with pytest.raises(Overloaded):
+        world.submit(begun(message("cut", prompt(20, 6), max_tokens=5), 2))
+    world.run_until_idle()
+    world.check_empty()

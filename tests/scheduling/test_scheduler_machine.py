@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import hypothesis.strategies as st
 import pytest
@@ -16,6 +16,9 @@ from pd_cluster.scheduling import prefill_budget
 from pd_cluster.scheduling.sequence import KvArrival, Request
 from tests.scheduling.simulation import begun, message
 from tests.scheduling.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 # Few prompts with long common prefixes, ends on and off block boundaries.
@@ -54,10 +57,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         keys_per_token=st.sampled_from([0, 1, 15]),
         rests=st.booleans(),
         longest_run=st.sampled_from([1, 1, 4]),
+        lateness=st.sampled_from([0.0, 0.0, 0.2, 0.7]),
+        tpot_s=st.sampled_from([0.0, 0.0, 0.01, 3.0]),
+        shortest_first=st.booleans(),
     )
     def boot(
         self, num_blocks: int, num_host_blocks: int, max_num_seqs: int, budget: int, prefix_caching: bool, depth: int,
-        limit: int, keys_per_token: int, rests: bool = False, longest_run: int = 1,
+        limit: int, keys_per_token: int, rests: bool = False, longest_run: int = 1, lateness: float = 0.0,
+        tpot_s: float = 0.0, shortest_first: bool = False,
     ) -> None:  # fmt: skip
         self.world = World(
             num_blocks=num_blocks,
@@ -71,9 +78,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens_beside_decodes=limit,
             keys_per_token=keys_per_token,
             rests=rests,
+            tpot_s=tpot_s,
+            shortest_first=shortest_first,
+            are_late=self.late_rows(lateness),
             forgets=True,
         )
         self.num_requests = 0
+
+    def late_rows(self, share: float) -> Callable[[], bool]:
+        """Draws that sit out, in this share. None in the steps that let the engine come to rest."""
+        rng = random.Random(share)
+        self.may_sit_out = True
+        return lambda: self.may_sit_out and rng.random() < share
 
     def live(self, *works: Work) -> list[Request]:
         requests = (client.request for client in self.world.clients.values())
@@ -185,6 +201,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
+        self.may_sit_out = False
         for request in self.parked():
             if request.kv is KvArrival.PRESENT:
                 world.give_first_tokens(request)
@@ -238,6 +255,7 @@ def test_random_operations_leak_nothing_and_change_no_token() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # two hundred of these runs take 9 s of CPU
 def test_many_random_operations_leak_nothing_and_change_no_token() -> None:
     assert run_machine(max_examples=2000, steps=60) >= 2000
 
@@ -257,6 +275,9 @@ def random_walk(seed: int, num_steps: int) -> int:
         keys_per_token=rng.choice([0, 1, 15]),
         rests=rng.random() < 0.5,
         longest_run=rng.choice([1, 4]),
+        lateness=rng.choice([0.0, 0.3]),
+        tpot_s=rng.choice([0.0, 0.01, 3.0]),
+        shortest_first=rng.random() < 0.5,
     )
     for _ in range(num_steps):
         pick = rng.randrange(8)

@@ -46,6 +46,6 @@ def test_what_was_not_computed_took_no_time_that_could_be_told() -> None:
 @pytest.mark.parametrize(("received_s", "arrived_s"), [(4.0, 4.0), (0.0, 5.0)])
 def test_arrival_is_what_the_api_process_says(received_s: float, arrived_s: float) -> None:
     message = AddRequest("r", [1, 2], SamplingParams(max_tokens=1), received_s=received_s)
-    one = Request.from_message(message, drawn_seed=1)
+    one = Request.from_message(message)
     one.begin(0, 5.0, iter(range(9)), frozenset(), 100)
     assert one.marks.arrived_s == arrived_s

@@ -53,11 +53,15 @@ ABUSES: dict[str, dict[str, int]] = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("abuse", ABUSES)
-@pytest.mark.parametrize(("num_blocks", "rests"), [(400, False), (400, True), (40, False)])
+@pytest.mark.parametrize(
+    ("abuse", "num_blocks", "rests", "depth"),
+    [
+        *((abuse, *world) for abuse in ABUSES for world in ((400, True, 2), (40, False, 1))),
+        *(("many prompts with many samples", 400, False, depth) for depth in (1, 2)),
+    ],
+)
 def test_a_client_beside_an_abusive_one_has_its_first_tokens(
-    abuse: str, depth: int, num_blocks: int, *, rests: bool
+    abuse: str, num_blocks: int, depth: int, *, rests: bool
 ) -> None:
     """In virtual time: every victim, whether slots are short (400 blocks) or memory is (40)."""
     sizes = ABUSES[abuse]

@@ -7,21 +7,37 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pd_cluster.config import SchedulerConfig
 from pd_cluster.engine.admission import Admission
 from pd_cluster.protocol.messages import FinishReason, Work
 from pd_cluster.scheduling.block_manager import BlockManager
+from pd_cluster.scheduling.cache_news import block_id as feed_id
+from pd_cluster.scheduling.queue_order import Fifo, Shortest
 from pd_cluster.scheduling.scheduler import Scheduler, Update
 from pd_cluster.scheduling.sequence import Request, Sequence, sequence_seed
+from pd_cluster.scheduling.step_budget import FixedBudget, SlackBudget, Targets
+from pd_cluster.scheduling.step_model import StepModel
 from pd_connectors.protocol.messages import SampledToken
 from tests.scheduling.simulation import BLOCK_SIZE, EOS, VOCAB_SIZE, FakeWorker, continuation, history
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pd_cluster.protocol.messages import AddRequest
     from pd_cluster.scheduling.batch import Batch, StepResult
+    from pd_cluster.scheduling.step_budget import StepBudget
     from pd_connectors.base import LoadSpec, PublishSpec
+    from pd_connectors.protocol.feed import StoredBlock
 
 MAX_MODEL_LEN = 160
+
+
+def steps_of(message: AddRequest) -> tuple[tuple[int, int], ...]:
+    """Names for every other block of the prompt."""
+    ends = range(BLOCK_SIZE, len(message.prompt_token_ids) + 1, 2 * BLOCK_SIZE)
+    return tuple((end, hash((message.salt, *message.prompt_token_ids[:end])) % 2**64) for end in ends)
 
 
 @dataclass
@@ -76,10 +92,14 @@ class World:
     max_waiting: int = 64
     max_tokens_beside_decodes: int = 0
     keys_per_token: int = 0
+    tpot_s: float = 0.0  # a target, in place of the limit; a step takes a second
+    model: StepModel = field(default_factory=StepModel)
+    shortest_first: bool = False
     rests: bool = False
     prefix_caching: bool = True
     depth: int = 1
     longest_run: int = 1
+    are_late: Callable[[], bool] = lambda: False  # see FakeWorker
     forgets: bool = False  # a request's sequences when it has ended, as the core does; tests may want to see them
     clients: dict[str, Client] = field(default_factory=dict)
     loads: dict[str, tuple[LoadSpec, Request]] = field(default_factory=dict)  # in progress, or not drained
@@ -102,8 +122,8 @@ class World:
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=frozenset({EOS}),
             retract=self._retract,
-            max_tokens_beside_decodes=self.max_tokens_beside_decodes,
-            keys_per_token=self.keys_per_token,
+            step_budget=self._step_budget(),
+            order=Shortest(self.model, self.blocks) if self.shortest_first else Fifo(),
             rests=self.rests,
             clock=lambda: self.now_s,
         )
@@ -111,9 +131,17 @@ class World:
             self.blocks, max_num_seqs=self.max_num_seqs, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE,
             eos_token_ids=frozenset({EOS}), check_sampling=lambda sampling: None,
         )  # fmt: skip
-        self.worker = FakeWorker(self.max_num_seqs, self.max_num_batched_tokens, self.longest_run)
+        self.blocks.news.switch(is_on=True)
+        self.named: dict[int, StoredBlock] = {}  # as a router knows them
+        self.worker = FakeWorker(self.max_num_seqs, self.max_num_batched_tokens, self.longest_run, self.are_late)
         self._running: deque[tuple[Batch, StepResult]] = deque()
         self._load_ids = count()
+
+    def _step_budget(self) -> StepBudget:
+        if not self.tpot_s:
+            return FixedBudget(self.max_tokens_beside_decodes, self.keys_per_token)
+        targets = Targets(self.tpot_s, self.tpot_s, 3 * self.tpot_s)
+        return SlackBudget(targets, self.model, lambda: self.now_s, lambda: float(len(self._running)))
 
     def _retract(self, lease_id: str) -> int:
         """The blocks are still the lease's at this moment."""
@@ -129,12 +157,12 @@ class World:
 
     def request(self, message: AddRequest) -> Request:
         lease_id = f"lease-{message.request_id}" if message.work is Work.PREFILL else None
-        return Request.from_message(message, drawn_seed=99, lease_id=lease_id)
+        return Request.from_message(message, lease_id=lease_id)
 
     def submit(self, message: AddRequest) -> Request:
         """Validate and admit. Raises what the scheduler raises."""
         self.admission.validate(message)
-        request = self.request(message)
+        request = self.request(msgspec.structs.replace(message, steps=steps_of(message)))
         if message.work is Work.TAKE_OVER:
             self.scheduler.park(request)
         else:
@@ -159,6 +187,8 @@ class World:
 
     def start_step(self) -> Batch:
         """Schedule one step and run it; its result is known `depth` - 1 steps later."""
+        if self._running:
+            self.scheduler.sit_out(self._running[-1][1].absent)
         batch = self.scheduler.schedule()
         self._check_writes(batch)
         self.now_s += 1
@@ -170,9 +200,11 @@ class World:
         return batch
 
     def _check_writes(self, batch: Batch) -> None:
-        """A block that a step writes has one holder, and the prefix cache does not know it."""
+        """A block that a step writes has one holder, and neither the prefix cache nor a lease's reader knows it."""
         for chunk in batch.chunks:
-            table = self.scheduler._queues.sequences[chunk.seq_id].table
+            seq = self.scheduler._queues.sequences[chunk.seq_id]
+            table, publish = seq.table, self.published.get(seq.request.lease_id or "")
+            assert publish is None or chunk.start >= publish.num_tokens, "an announced token is written"
             assert table is not None
             end = chunk.start + chunk.num_tokens
             for block_id in table.ids[chunk.start // BLOCK_SIZE : self.blocks.blocks_for(end)]:
@@ -185,7 +217,7 @@ class World:
 
     def _retire(self) -> None:
         batch, result = self._running.popleft()
-        for publish in batch.publishes:
+        for publish in self.scheduler.publishes(batch, result):
             request = self.leases.get(publish.lease_id)
             if request is not None and publish.generation == request.lease_generation:
                 num_prompt = len(request.prompt_token_ids)
@@ -270,6 +302,45 @@ class World:
         assert stats.leased + stats.quarantined <= stats.in_use
         for lease_id in self.published:
             self.read_lease(lease_id)
+        self.check_load()
+        self.check_names()
+
+    def check_load(self) -> None:
+        """What routers are told is what can be counted."""
+        load, queues = self.scheduler.load, self.scheduler._queues
+        num_tokens, num_keys = 0, 0
+        for seq in (*queues.waiting, *queues.loaded, *queues.running):
+            target, done = len(seq.token_ids) - seq.request.is_parted, seq.num_computed_tokens
+            rest = seq.num_queued_tokens
+            num_tokens += rest
+            num_keys += sum(range(target - rest, target))
+            if seq in queues.waiting and rest != max(0, target - done):
+                assert (target - rest) % BLOCK_SIZE == 0, "what it would find cached are blocks"
+            elif seq not in queues.waiting:
+                sat_out = seq.num_output_tokens > 0 and target - done == 1  # a decode is no queued token
+                assert rest == max(0, target - done) or (sat_out and not rest)
+        assert load.queued_tokens == num_tokens
+        assert abs(load.queued_keys - num_keys) <= num_tokens, "half a token for each"
+        live = [seq for c in self.clients.values() for seq in c.request.sequences if seq.finish_reason is None]
+        assert queues.num_live == len(live)
+        assert load.num_running == len(queues.running)
+        assert load.free_blocks == self.blocks.stats().free + self.blocks.stats().cached
+
+    def check_names(self) -> None:
+        """A router knows the named blocks that are cached, and no other."""
+        evicted, stored = self.blocks.news.take()
+        for block in evicted:
+            del self.named[block]
+        for one in stored:
+            assert one.block not in self.named
+            self.named[one.block] = one
+        cached = {feed_id(block_hash) for block_hash in self.blocks._cache._by_hash}
+        assert self.named.keys() <= cached
+        for seq in self.scheduler._queues.running:
+            for num_tokens, _ in seq.request.message.steps:
+                if seq.table is not None and num_tokens <= len(seq.table.path) * BLOCK_SIZE:
+                    block = feed_id(seq.block_hashes[num_tokens // BLOCK_SIZE - 1])
+                    assert self.named[block].num_tokens == num_tokens
 
     def check_empty(self) -> None:
         """Nothing is left but the prefix cache."""

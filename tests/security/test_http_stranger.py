@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.router import fake_nodes as fakes
-from tests.security.stranger import MB, POST, Target, deaf, error_in, post, router, until
+from tests.security.stranger import MB, POST, WAIT_S, Connection, Target, deaf, error_in, post, router, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -141,12 +142,37 @@ async def test_unfinished_bodies_share_their_memory(framing: bytes, size_mb: int
     bound = 64 * MB if size_mb == 60 else 32 * MB
 
     async with router("--body-timeout-s=1", *flags) as target, unharmed(target, bound):
-        sending = [asyncio.create_task(flood(target, head, piece, (size_mb - 1) * len(piece))) for _ in range(12)]
+        strangers = [await target.connect() for _ in range(12)]
+        # from here on only the oldest is read: what follows of it exceeds the memory
+        crowded_bytes = 0.75 * (16e6 if flags == ("--max-unfinished-mb=16",) else 48e6)
+        num_first = math.ceil(crowded_bytes / len(strangers) / MB)
+        await asyncio.gather(*(stranger.send(head + piece * num_first) for stranger in strangers))
+        await until_unfinished(target, crowded_bytes)
+        num_rest = size_mb - 1 - num_first
+        sending = [asyncio.create_task(send_rest(stranger, piece, num_rest)) for stranger in strangers]
         assert [await target.ask(prompt="x" * 200_000) for _ in range(10)] == [200] * 10
         answers = [answer for answer in await asyncio.gather(*sending) if answer]
         assert answers
         assert {error_in(answer)[0] for answer in answers} <= {503, 408, 413}
         assert await target.refusals("unfinished_memory") > 0
+
+
+async def until_unfinished(target: Target, num_bytes: float) -> None:
+    """Until the router holds so many bytes of incomplete requests."""
+    async with asyncio.timeout(WAIT_S):
+        while await target.count("pd_router_http_unfinished_bytes") < num_bytes:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def send_rest(stranger: Connection, piece: bytes, count: int) -> bytes:
+    """The answer to what was sent so far and `piece` so often."""
+    with contextlib.suppress(ConnectionError):
+        for _ in range(count):
+            await stranger.send(piece)
+    try:
+        return await stranger.end()
+    finally:
+        stranger.close()
 
 
 async def test_a_burst_of_long_prompts_is_served_within_that_memory() -> None:

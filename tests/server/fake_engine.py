@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from pd_cluster.engine.client import RequestMessage, RequestStream
+from pd_cluster.engine.news_mirror import NewsMirror
 from pd_cluster.errors import EngineFrozen, EngineUnavailable
 from pd_cluster.protocol.messages import (
     Abort,
@@ -49,6 +50,11 @@ class Line:
         """The next message of the API process about this request."""
         async with asyncio.timeout(WAIT_S):
             return await self.from_api.get()
+
+    async def taken(self) -> None:
+        """Wait until the API process has taken what was pushed."""
+        while not self._stream._messages.empty():  # noqa: ASYNC110 (the queue belongs to the product)
+            await asyncio.sleep(0)
 
     def tokens(
         self,
@@ -110,6 +116,7 @@ class FakeEngine:
             counters={"kv_transfer_bytes_total|direction=read": 1024.0, "preemptions_total": 3.0},
             gauges={"step_tokens": 17.0},
         )
+        self.news = NewsMirror()
         self.requests: list[AddRequest] = []
         self.sent: list[ToEngine] = []
         self.released = asyncio.Event()  # for scripts that wait for their test
@@ -128,6 +135,7 @@ class FakeEngine:
             raise EngineFrozen(self.frozen)
         stream = RequestStream(request.request_id, self.send, self._forget)
         self.requests.append(request)
+        self.news.note_sent(request)
         self._lines[request.request_id] = line = Line(self, request, stream)
         self._tasks[request.request_id] = asyncio.create_task(self._run(line))
         return stream

@@ -55,7 +55,7 @@ def make_state(
     model_name: str = "demo",
 ) -> NodeState:
     config = NodeConfig(
-        model=ModelConfig(model=str(MODEL_DIR), served_model_name=model_name),
+        model=ModelConfig(model=str(MODEL_DIR), served_model_name=(model_name,)),
         server=ServerConfig(role=role, node_id=node_id),
         handoff=handoff or HandoffConfig(),
     )

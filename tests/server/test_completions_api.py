@@ -93,7 +93,7 @@ async def test_one_failing_prompt_fails_the_request_and_aborts_the_others() -> N
 
     async with running(FakeEngine(script)) as node:
         async with node.session.post(f"{node.url}/v1/completions", json={"prompt": ["a", "b"]}) as response:
-            assert response.status == 503
+            assert (response.status, response.headers["retry-after"]) == (503, "1")
         assert node.engine.aborts.get_nowait().request_id == node.engine.requests[0].request_id
 
 

@@ -158,7 +158,7 @@ EVERY_SAMPLING_FIELD: dict[str, Any] = {
     "max_tokens": 5, "n": 2, "temperature": 0.4, "top_p": 0.9, "top_k": 7, "min_p": 0.05, "repetition_penalty": 1.1,
     "presence_penalty": 0.2, "frequency_penalty": -0.3, "seed": -(2**63), "logit_bias": {"9": 1.5}, "min_tokens": 3,
     "stop_token_ids": [8, 9], "ignore_eos": True, "logprobs": 2, "logits_args": {"ban": 7},
-    "guided_regex": "a",
+    "guided_regex": "a", "allowed_token_ids": [5, 6], "bad_words": ["no"],
 }  # fmt: skip
 
 
@@ -233,6 +233,7 @@ async def test_policy_decides_what_follows_a_node_that_refuses(policy: str, num_
         ("no ticket", "peer_bad_answer"),
         ("foreign ticket", "peer_bad_answer"),
         ("other version", "peer_protocol_mismatch"),
+        ("other weights", "peer_fingerprint_mismatch"),
         ("other prompt", "peer_bad_answer"),
     ],
 )
@@ -249,6 +250,7 @@ async def test_answers_that_are_no_ticket(answer: str, reason: str) -> None:
             "no ticket": 'event: ticket\ndata: {"kv_transfer_params": {}}\n\n',
             "foreign ticket": ticket_event(sign(b"y" * 32, p.make_ticket(ids))),
             "other version": ticket_event(version_one.sign(KEY, version_one.TICKET)),
+            "other weights": ticket_event(sign(KEY, msgspec.structs.replace(p.make_ticket(ids), fingerprint="other"))),
             "other prompt": ticket_event(sign(KEY, p.make_ticket([1]))),
         }[answer]
         return Response(text, media_type="text/event-stream")

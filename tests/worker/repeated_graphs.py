@@ -13,6 +13,7 @@ import torch
 from pd_cluster.worker.cuda_graphs.captured_step import ReplayOutputs
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes, step_sizes
 from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
+from pd_cluster.worker.sampler import Sampled
 from pd_kernels import reference
 from pd_kernels.chunk_tiles import ChunkTiles
 from pd_kernels.torch_attention import TorchAttention
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.worker.cuda_graphs.recorder import Outputs
     from pd_cluster.worker.device_executor import DeviceExecutor
+    from pd_cluster.worker.draw_places import CapturedDraw, DrawVariant
     from pd_cluster.worker.input_batch import ReplayInputs
     from pd_kernels.attention import AttentionPlan, GroupAttention
     from pd_kernels.values import PackedSequences, StepOnDevice, StepSize
@@ -146,9 +148,12 @@ class Repeater:
         return replay, outputs
 
 
-def tensors_of(outputs: object) -> ReplayOutputs:
+def tensors_of(outputs: object) -> list[torch.Tensor]:
+    if isinstance(outputs, Sampled):
+        values = (outputs.token_ids, outputs.logprobs, outputs.top_ids, outputs.top_logprobs)
+        return [tensor for tensor in values if tensor is not None]
     assert isinstance(outputs, ReplayOutputs)
-    return outputs
+    return [*outputs]
 
 
 @dataclass
@@ -158,6 +163,7 @@ class Repeated:
     graphs: StepGraphs
     lines: list[str]  # what the capture told
     replayed: list[StepSize] = field(default_factory=list)  # the size of each replayed step
+    drawn: list[DrawVariant] = field(default_factory=list)  # the variant of each replayed draw
 
 
 def near_sizes(limit: int, max_seqs: int) -> list[StepSize]:
@@ -168,7 +174,7 @@ def near_sizes(limit: int, max_seqs: int) -> list[StepSize]:
 def step_graphs(executor: DeviceExecutor, attentions: Sequence[GroupAttention]) -> StepGraphs:
     """For the executor's steps, without graphs yet."""
     runner = executor._runner
-    return StepGraphs(executor._model, executor._cache, runner.rows, runner.host_buffer, executor._kernels, attentions)
+    return StepGraphs(executor._model, executor._cache, runner.rows, runner.host_buffer, runner._sampler, attentions)
 
 
 def with_graphs(executor: DeviceExecutor, sizes: list[StepSize], room: int = 100) -> Repeated:
@@ -177,12 +183,19 @@ def with_graphs(executor: DeviceExecutor, sizes: list[StepSize], room: int = 100
     graphs = step_graphs(executor, reference_attentions(executor))
     graphs.capture(sizes, Repeater(room), lines.append)
     runner.graphs, executor._graph_sizes = graphs, GraphSizes(graphs.sizes)
-    repeated, replay = Repeated(graphs, lines), graphs.replay
+    runner.draws._graphs.clear()  # of a call before
+    runner.draws.capture(graphs.logits, Repeater(1 << 20), lambda _: None)
+    repeated, replay, draw = Repeated(graphs, lines), graphs.replay, runner.draws.replay
 
     def noted(inputs: ReplayInputs, size: StepSize) -> ReplayOutputs:
         repeated.replayed.append(size)
         outputs = replay(inputs, size)
         return ReplayOutputs(outputs.logits, outputs.token_ids.clone())  # as the copy to the host does on a device
 
+    def noted_draw(inputs: CapturedDraw, size: StepSize, count: int) -> Sampled:
+        repeated.drawn.append(inputs.variant)
+        return draw(inputs, size, count)._map(torch.Tensor.clone)
+
     graphs.replay = noted  # type: ignore[method-assign]
+    runner.draws.replay = noted_draw  # type: ignore[method-assign, assignment]
     return repeated

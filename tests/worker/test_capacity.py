@@ -108,7 +108,7 @@ def test_the_line_gives_reasons() -> None:
         cache=CacheConfig(gpu_memory_utilization=0.4, gpu_share=0.5),
     )
     assert decided("8b", H200, given)[3] == (
-        "max_num_seqs 512 (given; room for 280 sequences of 1,024 tokens), max_num_batched_tokens 4096 (given), "
+        "max_num_seqs 512 (given; room for 278 sequences of 1,024 tokens), max_num_batched_tokens 4096 (given), "
         "gpu_memory_utilization 0.4 (given; 60.0 of 150.1 GB)"
     )
     assert decided("8b", 0, NodeConfig())[3] == "max_num_seqs 64, max_num_batched_tokens 2048 (CPU)"
@@ -129,6 +129,13 @@ def test_the_estimate_knows_weights_and_kv(shape: str, weights_gb: float, kv_byt
     )
     assert small.weight_bytes / 1e9 == pytest.approx(weights_gb, rel=0.005)
     assert large.cache_tokens(64) - small.cache_tokens(64) == pytest.approx(10e9 / kv_bytes, rel=1e-4)
+
+
+def test_a_rank_has_its_part_of_the_weights_and_the_whole_embedding() -> None:
+    spec = SPECS["8b"]
+    whole, part = (MemoryEstimate(SchedulerConfig(), spec, BF16, 60e9, BF16, tp).weight_bytes for tp in (1, 2))
+    embedding = spec.vocab_size * spec.hidden_size * BF16
+    assert part == (whole - embedding) / 2 + embedding
 
 
 @pytest.mark.parametrize(

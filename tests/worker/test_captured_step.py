@@ -22,6 +22,7 @@ from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.input_batch import LATE, InputBatch
 from pd_cluster.worker.kv_cache import DTYPES, KVCache
+from pd_cluster.worker.sampler import WholeSampler
 from pd_cluster.worker.sampling_state import SamplingState
 from pd_kernels.attention import AttentionShape
 from pd_kernels.backends import TORCH
@@ -126,7 +127,8 @@ def make_graphs(problem: Problem, rows: InputBatch, host_buffer: HostBuffer) -> 
     model = cast("Any", SimpleNamespace(device=CPU, dtype=torch.float32, spec=spec))
     shape = AttentionShape(2 * problem.group, 2, 16, BLOCK_SIZE, 1, DTYPES[problem.dtype])
     attentions = [TritonAttention.of(shape, CPU, large_tiles=cast("Any", large)) for large in (None, "a kernel", None)]
-    steps = StepGraphs(model, KVCache.allocate(layout, 1, 0, CPU), rows, host_buffer, TORCH, attentions)
+    sampler = WholeSampler(spec.vocab_size, TORCH)
+    steps = StepGraphs(model, KVCache.allocate(layout, 1, 0, CPU), rows, host_buffer, sampler, attentions)
     decodes = decode_sizes(problem.max_seqs) if problem.with_decode_sizes else []
     mixed = (step_sizes if problem.with_far else near_sizes)(problem.limit, problem.max_seqs)
     steps.capture([*decodes, *mixed], NoRecorder(), lambda _: None)
@@ -216,7 +218,7 @@ def test_a_step_in_any_place_is_the_step(problem: Problem) -> None:
     assert size.num_chunks >= len(chunks) - num_decodes
     assert size.has_decodes or not num_decodes
     host_buffer.begin()
-    inputs = steps.build(chunks, size)
+    inputs = steps.build(chunks, size, None)
     step = steps._graphs[size].step
     places = step.places(host_buffer.first(step.length))
     assert [len(part) for part in places[:8]] == [size.num_tokens] * 4 + [size.num_seqs] * 4

@@ -108,7 +108,7 @@ def test_blocks_of_another_node_give_its_tokens(models: ModelStore) -> None:
     blocks = driver.sequences[0].blocks[:3]
     staged, inlet = BlockStaging(prefill.cache.tensors[0]).gather(blocks), Inlet(decode.cache)
     for index in range(3):
-        inlet.write(0, 10 + index, staged.block(index))
+        inlet.write(0, slice(None), 10 + index, staged.block(index, slice(None)))
     start = SequenceStart(0, (*PROMPT, expected[0]), 45, (10, 11, 12), GREEDY, 0)
     samples = decode.launch(Batch(0, (start,), (SequenceChunk(0, 45, 1, num_samples=1),))).result().samples
     assert samples[0][0].token_id == expected[1]

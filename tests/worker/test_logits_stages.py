@@ -16,10 +16,12 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes
 from pd_cluster.worker.device_executor import DeviceExecutor
+from pd_cluster.worker.draw_places import DrawVariant
 from pd_cluster.worker.logits_stages.stage import LogitsStage, StageContext
 from pd_cluster.worker.pending_step import PendingStep
 from pd_cluster.worker.sampler import Sampled, sample
 from pd_cluster.worker.sampling_state import GREEDY, SamplingInputs
+from pd_connectors.protocol.messages import SampledToken
 from pd_kernels.values import StepSize
 from tests.ban_token import BanToken
 from tests.engine.test_core_pipeline import CONFIG, PROMPTS, Bench, make_connector
@@ -113,7 +115,7 @@ def test_a_stage_changes_its_own_rows_alone(mode: str, monkeypatch: pytest.Monke
             return sample(logits, step, kernels)
 
         with monkeypatch.context() as patch:
-            patch.setattr("pd_cluster.worker.model_runner.sample", recorded)
+            patch.setattr("pd_cluster.worker.sampler.sample", recorded)
             assert tokens_of(bench, one=greedy(), other=greedy())["one"] == plain["one"]
         assert len(inputs) >= 12
         assert all(step is GREEDY for step in inputs)
@@ -192,6 +194,53 @@ def test_a_step_with_late_rows_is_drawn_when_the_one_before_was_read(models: Mod
     executor.close()
 
 
+@pytest.mark.parametrize("is_replayed", [False, True])
+@pytest.mark.parametrize(
+    "others", [{}, {"top_k": 9, "logprobs": 2}, {"frequency_penalty": 0.9, "logit_bias": {5: 4.0}}]
+)
+def test_rows_beside_late_ones_are_drawn_at_launch(
+    models: ModelStore, is_replayed: bool, others: dict[str, Any]
+) -> None:
+    """In each step two rows count up, between two that do not. One of each kind has penalties."""
+    executor, drawn = make_executor(models.get("qwen3").directory, logits_stages=STAGES), list[DrawVariant]()
+    if is_replayed:
+        drawn = with_graphs(executor, [*decode_sizes(6), *near_sizes(32, 6)]).drawn
+    counting: dict[str, Any] = {"logits_args": {"count": 1}}
+    kinds = [
+        SamplingParams(max_tokens=9, **settings)
+        for settings in (others, counting, {}, {**counting, "presence_penalty": 1.0, "logprobs": 1})
+    ]
+    prompts, found = random_prompts([9, 20, 5, 11], VOCAB_SIZE), list[list[list[SampledToken]]]()
+    for depth in (1, 2):
+        starts = tuple(
+            SequenceStart(i, tuple(prompt), len(prompt), (2 * i, 2 * i + 1), kind, i)
+            for i, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))
+        )
+        flights, tokens, at_launch = list[PendingStep](), list[list[SampledToken]](), list[list[int]]()
+        for step in range(6):
+            ends = [len(prompt) + step for prompt in prompts]
+            chunks = [
+                SequenceChunk(i, end - 1 if step else 0, 1 if step else end, num_samples=1)
+                for i, end in enumerate(ends)
+            ]
+            flights.append(executor.launch(Batch(step, () if step else starts, tuple(chunks))))
+            rows = executor._runner.rows
+            at_launch.append([int(rows.last_tokens[rows._row_of[i]]) for i in (0, 2)])
+            while flights and (len(flights) == depth or step == 5):
+                samples = flights.pop(0).result().samples
+                tokens.append([samples[i][0] for i in range(4)])
+        executor.launch(Batch(6, departures=(0, 1, 2, 3))).result()
+        assert at_launch == [[step[0].token_id, step[2].token_id] for step in tokens]
+        for i in (1, 3):
+            expected = [(prompts[i][-1] + 1 + step) % VOCAB_SIZE for step in range(6)]
+            assert [step[i].token_id for step in tokens] == expected
+        assert [step[3].logprob is not None for step in tokens] == [True] * 6
+        found.append(tokens)
+    assert found[0] == found[1]
+    assert len(drawn) == 10 * bool(others) * is_replayed, "all steps but the prompts, which no graph has room for"
+    executor.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("with_chunks", [False, True])
@@ -219,7 +268,7 @@ def test_on_a_gpu_late_rows_are_drawn_from_what_a_graph_computed(models: ModelSt
         ("no.such.module:Stage", "No module named"),
         (f"{__name__}:Missing", "has no attribute 'Missing'"),
         (f"{__name__}:Broken", "no licence"),
-        ("builtins:id", "is not a LogitsStage: it lacks is_late, check, start, prepare"),
+        ("builtins:id", "is not a LogitsStage: it lacks is_late, check, start, absent, prepare"),
     ],
 )
 def test_a_path_that_names_no_stage_ends_the_start(models: ModelStore, path: str, words: str) -> None:

@@ -177,7 +177,7 @@ def test_the_sizes_that_warm_up_captured_serve_steps(models: ModelStore, monkeyp
     for name, value in (
         ("device_executor.attention_by_group", attentions),
         ("device_executor.captures_steps", lambda *arguments: True),
-        ("cuda_graphs.set_up.CudaRecorder", lambda device: repeater),
+        ("cuda_graphs.set_up.CudaRecorder", lambda *arguments: repeater),
         ("cuda_graphs.set_up.choose_products", lambda *arguments: None),
     ):
         monkeypatch.setattr(f"pd_cluster.worker.{name}", value)
@@ -222,8 +222,8 @@ def test_steps_with_experts_are_captured_if_their_kernel_can_be(tmp_path: Path) 
 def test_captured_steps_leave_less_for_the_cache(
     monkeypatch: pytest.MonkeyPatch, free: float, captures: bool, left: float
 ) -> None:
-    """By a GB and 2,000 rows of logits in float32: 80 of seven decode graphs, and twice max_num_seqs."""
-    limits = SchedulerConfig(max_num_seqs=960, max_num_batched_tokens=2000, max_graph_batch=25)
+    """By a GB and 2,000 rows of logits in float32: 80 of seven decode graphs, and four times max_num_seqs."""
+    limits = SchedulerConfig(max_num_seqs=480, max_num_batched_tokens=2000, max_graph_batch=25)
     executor = DeviceExecutor(NodeConfig(model=ModelConfig(device="cpu"), scheduler=limits), lambda _: None)
     executor._device, executor.layout, executor._attentions = torch.device("cuda"), Phases.layout, ()
     executor.model = cast("Any", SimpleNamespace(vocab_size=125_000, dtype="float32"))

@@ -13,6 +13,7 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes, decode_sizes, step_sizes
 from pd_cluster.worker.device_executor import DeviceExecutor
+from pd_cluster.worker.draw_places import DrawVariant
 from pd_cluster.worker.sampler import Sampled, sample
 from pd_kernels.backends import TORCH, Kernels
 from pd_kernels.values import StepSize
@@ -54,11 +55,14 @@ def test_replayed_decodes_sample_the_same(models: ModelStore, name: str) -> None
     assert {size.num_seqs for size in replayed} == {6, 4, 2, 1}  # five, then fewer and fewer
 
 
-def test_what_temperature_and_seed_say_is_drawn_by_the_graph(
-    models: ModelStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows that draw beside greedy ones and padding; once a row comes that asks for more, others draw for all."""
+def test_graphs_draw_whatever_they_can(models: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that draw beside greedy ones and padding. A row with a limit leads to a second graph.
+
+    A list of biases that is too long for a graph leads to launches.
+    """
     outputs: list[object] = []
+    long_list = SamplingParams(max_tokens=3, logit_bias=dict.fromkeys(range(VOCAB_SIZE), 1.0), stop_token_ids=(9,))
+    monkeypatch.setattr("pd_cluster.worker.logits_stages.token_lists.LONG_LIST", VOCAB_SIZE - 1)
     for is_replayed in (False, True):
         executor, calls = make_executor(models.get("qwen3").directory), list[int]()
 
@@ -70,14 +74,21 @@ def test_what_temperature_and_seed_say_is_drawn_by_the_graph(
         for seed, prompt in enumerate(random_prompts((5, 16, 40), VOCAB_SIZE)):
             driver.add(prompt, SamplingParams(max_tokens=9, temperature=0.6 * seed), seed)
         driver.step()
+        drawn = list[DrawVariant]()
         if is_replayed:
-            with_graphs(executor, DECODES)
-            monkeypatch.setattr("pd_cluster.worker.model_runner.sample", counted)
+            drawn = with_graphs(executor, DECODES).drawn
+            monkeypatch.setattr("pd_cluster.worker.sampler.sample", counted)
         for _ in range(3):
             driver.step()
-        driver.add(random_prompts([9], VOCAB_SIZE)[0], SamplingParams(max_tokens=3, top_k=5), 7)
+        driver.add(random_prompts([9], VOCAB_SIZE)[0], SamplingParams(max_tokens=2, top_k=5), 7)
+        driver.step()
+        driver.step()
+        assert calls == [4] * is_replayed, "its prompt, which no graph has room for"
+        assert drawn == [DrawVariant()] * is_replayed
+        driver.add(random_prompts([9], VOCAB_SIZE)[0], long_list, 7)
         outputs.append(driver.run())
-        assert calls == [4, 4, 4] * is_replayed, "its prompt and two tokens"
+        assert calls == [4, 4, 4, 4] * is_replayed, "its prompt and two tokens"
+        assert drawn == [DrawVariant()] * is_replayed
         executor.close()
     assert outputs[0] == outputs[1]
 

@@ -10,10 +10,25 @@ import pytest
 import torch
 
 from benchmarks.shapes import CONFIGS
-from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig, ServerConfig
+from pd_cluster.config import (
+    TOKENS_BESIDE_DECODES,
+    CacheConfig,
+    ModelConfig,
+    NodeConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from pd_cluster.scheduling.step_cost import SIZES_BESIDE
+from pd_cluster.worker.capacity import STEP_TOKENS
 from pd_cluster.worker.device_executor import DeviceExecutor
-from pd_cluster.worker.step_measurement import STEPS, StepTimer, limit_beside_decodes, limit_of_prompts
+from pd_cluster.worker.pending_step import PendingStep
+from pd_cluster.worker.step_measurement import (
+    STEPS,
+    StepTimer,
+    limit_beside_decodes,
+    limit_of_prompts,
+    measure_for_model,
+)
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts
 
@@ -22,7 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pd_cluster.scheduling.batch import Batch
-    from pd_cluster.worker.pending_step import PendingStep
+    from pd_kernels.values import StepSize
 
 SMALL = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 4096}
 KEY_S = 1e-6
@@ -35,7 +50,7 @@ class TableTimer(StepTimer):
 
     bend: int = 1
 
-    def seconds(self, num_decodes: int, prompts: Sequence[int], behind: int = 0) -> float:
+    def seconds(self, num_decodes: int, prompts: Sequence[int], behind: int = 0, context: int = 0) -> float:
         tokens = num_decodes + sum(prompts)
         return max(1.0, tokens / self.bend) + KEY_S * behind * sum(prompts)
 
@@ -111,6 +126,44 @@ def test_keys_cost_as_much_as_was_measured() -> None:
 
 
 @pytest.mark.parametrize(
+    ("limits", "max_len", "expected"),
+    [
+        (LIMITS, 8192, [(1, 0), (32, 0), (64, 0), (32, 0), (32, 96), (32, 224), (32, 480), (32, 992), (32, 96)]),
+        (LIMITS, 300, [(1, 0), (32, 0), (64, 0), (32, 0), (32, 96), (32, 224)]),  # no prompt is longer
+        (replace(LIMITS, max_num_seqs=1), 8192, [(1, 0)]),
+    ],
+)
+def test_the_steps_that_a_model_is_fitted_to(
+    limits: SchedulerConfig, max_len: int, expected: list[tuple[int, int]]
+) -> None:
+    steps: list[tuple[int, int]] = []
+
+    @dataclass(frozen=True, slots=True)
+    class Noting(TableTimer):
+        def seconds(self, num_decodes: int, prompts: Sequence[int], behind: int = 0, context: int = 0) -> float:
+            steps.append((num_decodes, sum(prompts)))
+            return 1.0
+
+    timer = Noting(bent(1, max_len).launch, num_blocks=10, block_size=16, max_len=max_len, vocab_size=100)
+    measure_for_model(limits, timer)
+    assert sorted(steps) == sorted(expected)
+
+
+@pytest.mark.parametrize("role", ["decode", "mixed"])
+def test_a_node_with_targets_measures_its_steps_and_sets_no_limit(models: ModelStore, role: str) -> None:
+    executor = make_executor(models.get("qwen3").directory, num_blocks=40, max_num_seqs=4)
+    executor.model = replace(executor.model, device="cuda:0")
+    limits = replace(executor.config.scheduler, slo_tpot_ms=10.0)
+    executor._config = replace(executor.config, server=ServerConfig(role=role), scheduler=limits)
+    executor._measure_steps()
+    assert executor.config.scheduler == limits
+    assert not executor.model.measured_keys
+    assert len(executor.model.step_times) >= 4
+    assert all(seconds > 0 for _, seconds in executor.model.step_times)
+    assert not any(tensor.any() for tensor in executor._cache.tensors)
+
+
+@pytest.mark.parametrize(
     ("bend", "limits", "max_len", "expected"),
     [
         (1000, LIMITS, 4096, 2048),
@@ -145,6 +198,37 @@ def test_an_executor_measures_what_a_decode_node_was_not_told(
     assert bool(executor.model.measured_keys) == is_measured
     assert executor.model.keys_per_token >= executor.model.spec.keys_per_token
     assert not any(tensor.any() for tensor in executor._cache.tensors)
+
+
+@pytest.mark.parametrize("last", [0, 1, STEPS])  # launches that succeed
+def test_a_measurement_that_fails_leaves_the_defaults_and_no_rows(models: ModelStore, last: int) -> None:
+    saved, lines = models.get("qwen3"), list[str]()
+    executor = make_executor(saved.directory, num_blocks=40, max_num_seqs=6)
+    executor._progress, executor._is_budget_measured = lines.append, True
+    executor.model = replace(executor.model, device="cuda:0")
+    limits = replace(executor.config.scheduler, max_num_batched_tokens=8192)
+    executor._config = config = replace(executor.config, server=ServerConfig(role="decode"), scheduler=limits)
+    launch, launched = executor._runner.launch, list[PendingStep]()
+
+    def launch_some(batch: Batch, graph: StepSize | None = None, announce: object = None) -> PendingStep:
+        pending = launch(batch, graph)
+        launched.append(pending)
+        if len(launched) > last:
+            raise torch.OutOfMemoryError("no room")
+        return pending
+
+    executor._runner.launch = launch_some  # type: ignore[method-assign]
+    executor._measure_steps()
+    executor._runner.launch = launch  # type: ignore[method-assign]
+    assert lines == ["default sizes of steps: their measurement failed (OutOfMemoryError: no room)"]
+    assert executor.config == replace(config, scheduler=replace(limits, max_num_batched_tokens=STEP_TOKENS))
+    assert executor.config.tokens_beside_decodes_on("cuda:0") == TOKENS_BESIDE_DECODES
+    assert not executor.model.measured_keys
+    assert not any(tensor.any() for tensor in executor._cache.tensors)
+    driver = Driver(executor)
+    for prompt in random_prompts((5, 9, 30, 4, 17, 8), VOCAB_SIZE):  # as many as there are rows
+        driver.add(prompt)
+    assert driver.run() == [saved.generate(one.prompt, 12) for one in driver.sequences]
 
 
 @pytest.mark.gpu

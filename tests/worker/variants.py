@@ -1,5 +1,7 @@
 """Print what Triton would compile after a worker's start, as JSON: there should be nothing. No GPU is needed.
 
+Arguments: names of CASES.
+
 Kernels do nothing here; each launch only notes for which variant of its kernel Triton would look. A process of its own:
 where the tests run in Triton's interpreter, kernels have no variants.
 """
@@ -26,6 +28,7 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker import model_loading
 from pd_cluster.worker.device_executor import DeviceExecutor
+from pd_cluster.worker.logits_stages.penalties import PenaltyTables
 from pd_cluster.worker.warm_up import run_steps_of_all_kinds
 from pd_kernels import triton_dependent_launch
 from pd_kernels.selection import BACKENDS
@@ -37,7 +40,9 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 64
 SIZES = {2, 15, 16, 17, 31, 33, 63, 64, 65, 200, 384, 500, 1000, 1100, 1584, 2000}  # some by which kernels are cut
 PARAMS = [SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k) for temperature, top_k in
-          ((0.0, 0), (1.0, 0), (1.0, 9))] + [SamplingParams(max_tokens=1, logit_bias={0: 1.0})]  # fmt: skip
+          ((0.0, 0), (1.0, 0), (1.0, 9))] + [
+    SamplingParams(max_tokens=1, logit_bias={0: 1.0}), SamplingParams(max_tokens=1, presence_penalty=1.0, logprobs=7),
+]  # fmt: skip
 WINDOWS = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True,
            "sliding_window": 100, "max_window_layers": 1}  # fmt: skip
 
@@ -102,9 +107,10 @@ def hopper_kernels() -> Kernels:
 
 
 def leave_out_products() -> None:
-    """Weights are not filled, nor read: what torch multiplies is of any value."""
+    """Weights are not filled, nor read: what torch multiplies is of any value, and so are drawn tokens."""
     model_loading.fill_at_random = lambda model, seed: None  # type: ignore[attr-defined]
     linear._packs = lambda dtype: False
+    PenaltyTables.note = lambda tables, rows, token_ids: None  # type: ignore[method-assign, assignment]
     F.linear = lambda x, weight, bias: x.new_empty(len(x), len(weight))  # type: ignore[assignment, misc]
 
 
@@ -167,7 +173,8 @@ def main() -> None:
     TritonBackend.why_not = lambda backend, shape, device: ""  # type: ignore[method-assign, assignment]
     JITFunction.run = lambda kernel, *args, **options: variants.run(kernel, *args, **options)
     names = set[str]()
-    for name, case in CASES.items():
+    for name in sys.argv[1:]:
+        case = CASES[name]
         later[name] = compiled_later(start(case), case, variants)
         names.update(variant[0] for variant in variants.seen)
         variants.seen.clear()

@@ -1,0 +1,153 @@
+"""The canonical text of a request: equal for equal requests, longer for longer ones, different for all others."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pd_connectors.protocol.text_chain import (
+    MAX_MESSAGES,
+    STEP_BYTES,
+    canonical_text,
+    chain_key,
+    read_canonical,
+    step_hashes,
+)
+
+KEY = chain_key(b"k" * 32)
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"b": 1, "a": 2}}}
+CONTENT = st.one_of(
+    st.text(max_size=40),
+    st.none(),
+    st.lists(st.builds(lambda text: {"type": "text", "text": text}, st.text(max_size=9)), max_size=3),
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant"]), "content": CONTENT},
+    optional={"reasoning_content": st.text(max_size=9), "name": st.text(max_size=3)},
+)
+MESSAGES = st.lists(MESSAGE, min_size=1, max_size=5)
+
+
+def text_of(**body: Any) -> bytes:
+    raw = json.dumps(body, ensure_ascii=False).encode(errors="surrogatepass")
+    text = canonical_text(msgspec.json.decode(raw, type=dict[str, msgspec.Raw]))
+    assert text is not None
+    return text
+
+
+def fields_of(**body: Any) -> dict[str, bytes]:
+    return {name: json.dumps(value).encode() for name, value in body.items()}
+
+
+@settings(max_examples=100, deadline=None)
+@given(MESSAGES, MESSAGES)
+def test_a_longer_conversation_extends_the_text_and_no_other_does(first: list[Any], second: list[Any]) -> None:
+    text, other = text_of(messages=first), text_of(messages=second)
+    assert text_of(messages=first + second).startswith(text)
+    is_prefix = [flat(one) for one in second[: len(first)]] == [flat(one) for one in first]
+    assert other.startswith(text) == is_prefix
+
+
+def flat(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with parts as one string, which the node gives to the template."""
+    content = message["content"]
+    return message | {"content": "\n".join(part["text"] for part in content) if isinstance(content, list) else content}
+
+
+@settings(max_examples=50, deadline=None)
+@given(MESSAGES, st.randoms())
+def test_white_space_escapes_and_the_order_of_keys_change_nothing(messages: list[Any], random: Any) -> None:
+    def shuffled(given: dict[str, Any]) -> dict[str, Any]:
+        return dict(random.sample(list(given.items()), len(given)))
+
+    body = shuffled({"messages": [shuffled(one) for one in messages], "tools": [TOOL], "temperature": 1, "stop": None})
+    raw = json.dumps(body, indent=random.choice([None, 3]), ensure_ascii=True).encode()
+    fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    assert canonical_text(fields) == text_of(messages=messages, tools=[TOOL])
+
+
+def test_the_client_s_text_lies_where_the_parts_say() -> None:
+    messages: list[dict[str, str | None]] = [
+        {"role": "system", "content": "You are ä"},
+        {"content": None, "role": "assistant"},
+        {"content": "b"},
+    ]
+    read = read_canonical(fields_of(messages=messages))
+    assert read is not None
+    ends = [start + len((one.get("content") or "").encode()) for start, one in zip(read.starts, messages, strict=True)]
+    texts = [read.text[start:end].decode() for start, end in zip(read.starts, ends, strict=True)]
+    assert texts == ["You are ä", "", "b"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tools": [TOOL]},
+        {"tools": [{"type": "function", "function": {"name": "look", "parameters": {"a": 2, "b": 1}}}]},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"enable_thinking": False},
+        {"reasoning_effort": "low"},
+        {"documents": [{"text": "a"}]},
+        {"continue_final_message": True},
+    ],
+)
+def test_what_a_template_reads_comes_before_the_messages(change: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "x" * STEP_BYTES}]
+    plain, changed = text_of(messages=messages), text_of(messages=messages, **change)
+    assert step_hashes(KEY, "", plain)[0] != step_hashes(KEY, "", changed)[0]
+    seen = {text_of(messages=messages, tools=tools) for tools in ([TOOL], [TOOL, TOOL])}
+    assert len(seen) == 2
+
+
+def test_tools_that_are_not_shown_count_as_absent() -> None:
+    messages = [{"role": "user", "content": "a"}]
+    assert text_of(messages=messages, tools=[TOOL], tool_choice="none") == text_of(messages=messages)
+    assert text_of(messages=messages, tools=[]) == text_of(messages=messages, tools=None)
+
+
+def test_prompts_as_text_and_as_ids() -> None:
+    assert text_of(prompt="abc").startswith(text_of(prompt="ab"))
+    assert text_of(prompt=["ab"]) == text_of(prompt="ab")
+    assert text_of(prompt=[[1, 2]]) == text_of(prompt=[1, 2])
+    assert text_of(prompt=[1, 2, 3]).startswith(text_of(prompt=[1, 2]))
+    assert not text_of(prompt=[1, 2, 3]).startswith(text_of(prompt="a")[:-1])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"prompt": ["a", "b"]},
+        {"prompt": [[1], [2]]},
+        {"prompt": [-1]},
+        {"prompt": 7},
+        {"prompt": "a", "truncate_prompt_tokens": 3},
+        {"messages": "hello"},
+        {"messages": ["hello"]},
+        {"messages": [{}] * (MAX_MESSAGES + 1)},
+    ],
+)
+def test_bodies_without_a_chain(body: dict[str, Any]) -> None:
+    assert canonical_text(fields_of(**body)) is None
+
+
+def test_bytes_that_are_not_json_have_no_chain() -> None:
+    for raw in (b"[", b'["\xff"]', b"[" * 100_000, b'[{"content": "\\ud800"}]'):
+        assert canonical_text({"messages": raw}) is None
+
+
+def test_hashes_depend_on_key_salt_and_all_text_before() -> None:
+    text = bytes(range(256)) * 10
+    hashes = step_hashes(KEY, "", text)
+    assert len(hashes) == len(text) // STEP_BYTES == 5
+    assert step_hashes(KEY, "", text + b"more") == hashes
+    assert step_hashes(KEY, "", text[: 3 * STEP_BYTES]) == hashes[:3]
+    changed = step_hashes(KEY, "", text[: STEP_BYTES + 7] + b"?" + text[STEP_BYTES + 8 :])
+    assert changed[0] == hashes[0]
+    for others in (changed[1:], step_hashes(KEY, "tenant", text), step_hashes(chain_key(b"other"), "", text)):
+        assert not set(others) & set(hashes)

@@ -1,0 +1,140 @@
+"""What an engine reports to routers, as the API process adds it up: exact at every moment, and little when idle."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pd_cluster.engine.core import EngineCore
+from pd_cluster.engine.news_mirror import NewsMirror
+from pd_cluster.engine.news_report import NEWS_S
+from pd_cluster.protocol.messages import (
+    Abort,
+    AddRequest,
+    EngineNews,
+    ReportNews,
+    RequestFailed,
+    ResetCache,
+    ToEngine,
+    TokensOut,
+)
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.worker.device_executor import DeviceExecutor
+from tests.engine.test_core_pipeline import CONFIG, FakeMailbox, make_connector
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pd_connectors.base import Connector
+    from pd_connectors.protocol.feed import StoredBlock
+
+SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[DeviceExecutor]:
+    executor = DeviceExecutor.started(CONFIG, lambda text: None)
+    yield executor
+    executor.close()
+
+
+@pytest.fixture
+def connector(executor: DeviceExecutor) -> Iterator[Connector]:
+    yield from make_connector(executor)
+
+
+class Node:
+    """An engine and its API process's mirror; a router that reads each change."""
+
+    def __init__(self, executor: DeviceExecutor, connector: Connector) -> None:
+        self.now_s = 0.0
+        self.mailbox = FakeMailbox()
+        self.core = EngineCore(CONFIG, executor, connector, self.mailbox, self.clock)  # type: ignore[arg-type]
+        self.mirror = NewsMirror()
+        self.known: dict[int, StoredBlock] = {}
+        self.live: set[str] = set()
+        self.num_news = 0
+
+    def clock(self) -> float:
+        self.now_s += NEWS_S / 20
+        return self.now_s
+
+    def send(self, message: ToEngine) -> None:
+        if isinstance(message, ReportNews):
+            message = self.mirror.switch(is_on=message.is_wanted)
+        self.mailbox.inbox.append(message)
+        if isinstance(message, AddRequest):
+            self.live.add(message.request_id)
+            self.mirror.note_sent(message)
+
+    def turn(self) -> None:
+        self.core.turn()
+        for message in self.mailbox.outbox:
+            if isinstance(message, EngineNews):
+                self.num_news += 1
+                self.mirror.take(message)
+            elif isinstance(message, RequestFailed) or (isinstance(message, TokensOut) and message.finished):
+                self.live.discard(message.request_id)
+        self.mailbox.outbox.clear()
+        evicted, stored = self.mirror.take_news()
+        for block in evicted:
+            del self.known[block]
+        self.known |= {one.block: one for one in stored}
+        assert self.known == self.mirror.stored
+
+    def rest(self) -> None:
+        for _ in range(300):
+            self.turn()
+            self.now_s += NEWS_S
+        assert not self.live
+
+
+def request(rng: random.Random, name: str) -> AddRequest:
+    prompt = [rng.randrange(2) + 5] * rng.randrange(1, 90)
+    ends = range(SIZE, len(prompt) + 1, SIZE)
+    sampling = SamplingParams(max_tokens=rng.choice([1, 3, 9]), n=rng.choice([1, 1, 2]), ignore_eos=True)
+    if rng.random() < 0.1:
+        prompt *= 99  # longer than the model's context: refused
+    return AddRequest(name, prompt, sampling, steps=tuple((end, prompt[0] * 1000 + end) for end in ends))
+
+
+def test_the_reported_load_ends_at_nothing_and_names_are_those_of_the_cache(
+    executor: DeviceExecutor, connector: Connector
+) -> None:
+    node, rng = Node(executor, connector), random.Random(4)
+    node.send(request(rng, "before"))
+    node.rest()
+    assert not node.num_news
+    node.send(ReportNews(True))
+    most = 0
+    for i in range(24):
+        node.send(request(rng, f"r{i}"))
+        if rng.random() < 0.3:
+            node.send(Abort(f"r{rng.randrange(i + 1)}"))
+        if rng.random() < 0.1:
+            node.send(ResetCache())
+        for _ in range(rng.randrange(5)):
+            node.turn()
+            most = max(most, 0 if node.mirror.load is None else node.mirror.load.queued_tokens)
+    assert most > 100
+    node.rest()
+    load = node.mirror.load
+    assert load is not None
+    assert (load.queued_tokens, load.queued_keys, load.num_running, load.num_waiting) == (0, 0, 0, 0)
+    assert load.free_blocks == load.num_blocks
+    cached = node.core._blocks._cache._by_hash
+    assert node.known
+    assert node.known.keys() <= {int.from_bytes(one[:8], "little") for one in cached}
+    num_news = node.num_news
+    node.rest()
+    assert node.num_news == num_news, "an idle engine has no news"
+
+
+def test_an_idle_engine_waits_as_long_as_ever(executor: DeviceExecutor, connector: Connector) -> None:
+    node = Node(executor, connector)
+    node.send(ReportNews(True))
+    node.send(request(random.Random(1), "r"))
+    node.rest()
+    assert node.core._news.until(1.0) == pytest.approx(1.0)

@@ -1,0 +1,130 @@
+"""Orders to the engine: cached prefixes are forgotten, and its work is recorded."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from pd_cluster.config import TOKENS_BESIDE_DECODES
+from pd_cluster.engine.core import PAUSE_S, EngineCore
+from pd_cluster.protocol.messages import AddRequest, ResetCache, SetRole, SilenceAllowed, StartProfile, StopProfile
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.step_budget import FixedBudget, SlackBudget
+from pd_cluster.worker.device_executor import DeviceExecutor
+from tests.engine.test_core_pipeline import CONFIG, PROMPTS, Bench, FakeMailbox, make_connector
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pd_cluster.config import NodeConfig
+    from pd_cluster.engine.ipc import EngineSockets
+
+PARAMS = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    executor = DeviceExecutor.started(CONFIG, lambda _: None)
+    for connector in make_connector(executor):
+        yield Bench(executor, connector, "off")
+    executor.close()
+
+
+def num_cached_blocks(bench: Bench) -> int:
+    assert bench.stats is not None
+    return bench.stats.kv.cached
+
+
+def ask(bench: Bench, name: str) -> list[int]:
+    bench.send(AddRequest(name, list(PROMPTS[0]), PARAMS))
+    bench.run()
+    return bench.tokens[name, 0]
+
+
+def test_a_reset_frees_what_nothing_uses_and_answers_stay_the_same(bench: Bench) -> None:
+    first = ask(bench, "a")
+    assert num_cached_blocks(bench) > 0
+    bench.send(ResetCache())
+    bench.run()
+    assert bench.stats is not None
+    assert (bench.stats.kv.cached, bench.stats.kv.free) == (0, bench.stats.kv.num_blocks)
+    assert ask(bench, "b") == first
+    # beside a running request: its blocks stay, and the engine counts all of them at its end (`BlockManager.check`)
+    bench.send(AddRequest("c", list(PROMPTS[0]), PARAMS))
+    bench.core.turn()
+    bench.send(ResetCache())
+    bench.run()
+    assert bench.tokens["c", 0] == first
+
+
+def test_a_record_is_written_once(bench: Bench, tmp_path: Path) -> None:
+    bench.send(StopProfile(str(tmp_path)))  # there is none
+    bench.send(StartProfile())
+    bench.send(StartProfile())
+    ask(bench, "recorded")
+    bench.send(StopProfile(str(tmp_path / "new")))
+    bench.core.turn()
+    allowed = [one.seconds for one in bench.mailbox.outbox if isinstance(one, SilenceAllowed)]
+    assert allowed == [PAUSE_S, bench.core._pipeline.allowed_s], "the longer silence is over"
+    bench.send(StopProfile(str(tmp_path)))
+    bench.run()
+    (path,) = (one for one in tmp_path.rglob("*") if one.is_file())
+    assert json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+
+
+def test_no_step_is_under_way_while_a_record_is_written(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes up to a minute, and a step that waits for the draw of its late rows has 5 s on other ranks."""
+    overlapped = Bench(bench.core._executor, bench.core._connector, "on")
+    under_way: list[int] = []
+    pipeline = overlapped.core._pipeline
+    monkeypatch.setattr(overlapped.core._executor, "stop_profile", lambda _: under_way.append(len(pipeline)))
+    overlapped.send(AddRequest("a", list(PROMPTS[0]), SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)))
+    while len(pipeline) < 2:
+        overlapped.core.turn()
+    overlapped.send(StopProfile("d"))
+    overlapped.run()
+    assert under_way == [0]
+    assert len(overlapped.tokens["a", 0]) == 9
+
+
+def test_a_directory_that_cannot_be_written_ends_nothing(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    bench.send(StartProfile())
+    bench.send(StopProfile(str(tmp_path / "file")))
+    assert len(ask(bench, "afterwards")) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "decided", "limits"),
+    [
+        (-1, 320, {"decode": 320, "mixed": 0, "prefill": 0}),  # measured, as a decode node
+        (-1, -1, {"decode": TOKENS_BESIDE_DECODES, "mixed": 0, "prefill": 0}),  # started in another role
+        (64, 64, {"decode": 64, "mixed": 64, "prefill": 64}),
+    ],
+)
+def test_a_role_sets_the_limit_of_prompts_beside_decodes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, given: int, decided: int, limits: dict[str, int]
+) -> None:
+    def config(limit: int) -> NodeConfig:
+        return replace(CONFIG, scheduler=replace(CONFIG.scheduler, max_tokens_beside_decodes=limit))
+
+    executor, connector = bench.core._executor, bench.core._connector
+    monkeypatch.setattr(executor, "model", replace(executor.model, device="cuda:0"))
+    core = EngineCore(config(decided), executor, connector, cast("EngineSockets", FakeMailbox()), given=config(given))
+    for role, limit in limits.items():
+        core._take(SetRole(role))
+        assert isinstance(core._step_budget, FixedBudget)
+        assert core._step_budget.limit == limit, role
+
+
+def test_a_role_changes_no_targets_of_streams(bench: Bench) -> None:
+    executor, connector = bench.core._executor, bench.core._connector
+    config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, slo_tpot_ms=20.0))
+    core = EngineCore(config, executor, connector, cast("EngineSockets", FakeMailbox()))
+    core._take(SetRole("prefill"))
+    assert isinstance(core._step_budget, SlackBudget)

@@ -1,0 +1,217 @@
+"""Requests of other APIs as chat requests: by table, and a 400 that names the wrong place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import orjson
+import pytest
+
+from pd_http.dialect import OPENAI, RawFields
+from pd_http.dialects import COUNT_TOKENS, MESSAGES, RESPONSES, dialect_of
+from pd_http.errors import InvalidRequest, ModelNotFound, NodesDied, PdError
+
+HI = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+NAMED = {"type": "function", "function": {"name": "f"}}
+USE = {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}}
+
+
+def raw(body: dict[str, Any]) -> RawFields:
+    return msgspec.json.decode(orjson.dumps(body), type=dict[str, msgspec.Raw])
+
+
+def chat_of(path: str, body: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    chat, ignored = dialect_of(path).to_chat(raw(body))
+    return {name: orjson.loads(bytes(value)) for name, value in chat.items()}, set(ignored)
+
+
+def result(content: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": "c1", "content": content} | more
+
+
+def text(value: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": value} | more
+
+
+@pytest.mark.parametrize(
+    ("body", "chat"),
+    [
+        ({"system": "s"}, {"messages": [{"role": "system", "content": "s"}, *HI]}),
+        ({"system": [text("a", cache_control={"type": "ephemeral"}), text("b")]},
+         {"messages": [{"role": "system", "content": "a\nb"}, *HI]}),
+        ({"messages": [{"role": "user", "content": [text("a"), text("b")]}]},
+         {"messages": [{"role": "user", "content": "a\nb"}]}),
+        ({"messages": [*HI, {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "why"}, text("I"), text(" see."), USE]},
+            {"role": "user", "content": [text("first"), result("r"), result([text("x"), text("y")]), text("so?")]}]},
+         {"messages": [*HI, {"role": "assistant", "content": "I see.", "reasoning_content": "why",
+                              "tool_calls": [CALL]},
+                       {"role": "user", "content": "first"},
+                       {"role": "tool", "tool_call_id": "c1", "content": "r"},
+                       {"role": "tool", "tool_call_id": "c1", "content": "x\ny"},
+                       {"role": "user", "content": "so?"}]}),
+        ({"messages": [*HI, {"role": "assistant", "content": "I"}]},
+         {"messages": [*HI, {"role": "assistant", "content": "I"}], "add_generation_prompt": False,
+          "continue_final_message": True}),
+        ({"tools": [{"name": "f", "description": "d", "input_schema": SCHEMA, "strict": True}]},
+         {"messages": HI, "tools": [{"type": "function", "function": {
+             "name": "f", "description": "d", "parameters": SCHEMA, "strict": True}}]}),
+        ({"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+         {"messages": HI, "tool_choice": "required", "parallel_tool_calls": False}),
+        ({"tool_choice": {"type": "tool", "name": "f"}}, {"messages": HI, "tool_choice": NAMED}),
+        ({"tool_choice": {"type": "auto"}}, {"messages": HI, "tool_choice": "auto"}),
+        ({"tool_choice": {"type": "none"}}, {"messages": HI, "tool_choice": "none"}),
+        ({"stop_sequences": ["a"], "temperature": 0.5, "stream": True},
+         {"messages": HI, "stop": ["a"], "temperature": 0.5, "stream": True}),
+        ({"thinking": {"type": "adaptive"}}, {"messages": HI}),
+        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}},
+         {"messages": HI, "enable_thinking": False}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5, "display": "omitted"}},
+         {"messages": HI, "enable_thinking": True, "include_reasoning": False}),
+        ({"output_config": {"effort": "max", "format": {"type": "json_schema", "schema": SCHEMA}}},
+         {"messages": HI, "reasoning_effort": "xhigh", "response_format": {
+             "type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": True}}}),
+    ],
+)  # fmt: skip
+def test_messages(body: dict[str, Any], chat: dict[str, Any]) -> None:
+    assert chat_of(MESSAGES, {"messages": HI} | body)[0] == chat
+    assert chat_of(COUNT_TOKENS, {"messages": HI} | body)[0] == chat
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        ({"messages": "hi"}, "messages: Expected"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+         "messages[0].content[0].type: Invalid value 'image' is not supported"),
+        ({"messages": [{"role": "user", "content": [text("a", colour=1)]}]}, "messages[0].content[0]: Object contains"),
+        ({"messages": [{"role": "user", "content": [USE]}]}, "messages[0].content[0]: a user message has no tool_use"),
+        ({"messages": [{"role": "assistant", "content": [result("r")]}]}, "messages[0].content[0]: a assistant"),
+        ({"messages": [*HI, {"role": "assistant", "content": [USE]}]}, "messages: a tool_use block must be followed"),
+        ({"tools": [{"type": "web_search_20250305", "name": "f", "input_schema": {}}]}, "tools[0].type"),
+        ({"tools": [{"name": "f"}]}, "tools[0]: Object missing required field `input_schema`"),
+        ({"tools": [{"name": "f", "input_schema": {}, "defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "any", "name": "f"}}, "tool_choice.name"),
+        ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+        ({"output_config": {"task_budget": 5}}, "output_config: Object contains unknown field `task_budget`"),
+        ({"output_config": {"effort": "huge"}}, "output_config.effort"),
+        ({"stop_sequences": "a"}, "stop_sequences: Expected"),
+    ],
+)  # fmt: skip
+def test_wrong_messages_are_named_by_place(body: dict[str, Any], place: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        chat_of(MESSAGES, {"messages": HI} | body)
+    assert str(raised.value).startswith(place)
+    assert raised.value.param == next(iter(body))
+
+
+def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content} | more
+
+
+REASONING = {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "why"}]}
+FUNCTION_CALL = {"type": "function_call", "id": "fc", "call_id": "c1", "name": "f", "arguments": '{"a":1}'}
+CALLED = CALL | {"function": {"name": "f", "arguments": '{"a":1}'}}
+OUTPUT = {"type": "output_text", "text": "I see.", "annotations": [], "logprobs": []}
+
+
+@pytest.mark.parametrize(
+    ("body", "chat"),
+    [
+        ({"input": "hi", "instructions": "s"}, {"messages": [said("system", "s"), *HI]}),
+        ({"input": [said("developer", "d"), said("user", [{"type": "input_text", "text": "hi"}], type="message")],
+          "instructions": "s"}, {"messages": [said("system", "s\nd"), *HI]}),
+        ({"input": [*HI, REASONING, said("assistant", [OUTPUT], type="message", id="m", status="completed"),
+                    FUNCTION_CALL, {"type": "function_call_output", "call_id": "c1", "output": "r"}]},
+         {"messages": [*HI, said("assistant", "I see.", reasoning_content="why", tool_calls=[CALLED]),
+                       {"role": "tool", "tool_call_id": "c1", "content": "r"}]}),
+        ({"input": [*HI, FUNCTION_CALL, FUNCTION_CALL | {"call_id": "c2"}]},
+         {"messages": [*HI, said("assistant", "", tool_calls=[CALLED, CALLED | {"id": "c2"}])]}),
+        ({"input": [said("assistant", "a"), said("assistant", "b"), REASONING]},
+         {"messages": [said("assistant", "a"), said("assistant", "b"),
+                       said("assistant", "", reasoning_content="why")]}),
+        ({"tools": [{"type": "function", "name": "f", "parameters": SCHEMA, "strict": None}],
+          "tool_choice": {"type": "function", "name": "f"}},
+         {"messages": HI, "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}],
+          "tool_choice": NAMED}),
+        ({"tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 5, "store": False},
+         {"messages": HI, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 5}),
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}}},
+         {"messages": HI, "response_format": {
+             "type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}}),
+        ({"text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"}},
+         {"messages": HI, "response_format": {"type": "text"}, "reasoning_effort": "low"}),
+    ],
+)  # fmt: skip
+def test_responses(body: dict[str, Any], chat: dict[str, Any]) -> None:
+    assert chat_of(RESPONSES, {"input": "hi"} | body)[0] == chat
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        ({"input": 5}, "input: Expected"),
+        ({"input": [said("user", [{"type": "input_image", "image_url": "x"}])]}, "input[0].content[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [*HI, {"type": "function_call", "name": "f"}]}, "input[1]: Object missing required field"),
+        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input: encrypted_content"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+        ({"include": ["message.output_text.logprobs"]}, "include[0]"),
+        ({"stream_options": {"include_usage": True}}, "stream_options: Object contains"),
+        ({"store": True}, "store: answers are not stored"),
+        ({"max_output_tokens": "5"}, "max_output_tokens: Expected"),
+    ],
+)  # fmt: skip
+def test_wrong_responses_are_named_by_place(body: dict[str, Any], place: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        chat_of(RESPONSES, {"input": "hi"} | body)
+    assert str(raised.value).startswith(place), raised.value
+    assert raised.value.param == next(iter(body))
+
+
+def test_what_nothing_reads_is_named() -> None:
+    shown = [{"role": "assistant", "content": [USE]}, {"role": "user", "content": [result("r", is_error=True)]}]
+    thinking = {"type": "disabled", "budget_tokens": 5}
+    body = {"messages": [*HI, *shown], "thinking": thinking, "output_config": {"effort": "low"}}
+    assert chat_of(MESSAGES, body)[1] == {
+        "thinking.budget_tokens", "tool_result.is_error", "output_config.effort"
+    }  # fmt: skip
+    more = {"reasoning": {"summary": "auto"}, "text": {"verbosity": "low"}, "include": ["reasoning.encrypted_content"]}
+    assert chat_of(RESPONSES, {"input": "hi"} | more)[1] == {"reasoning.summary", "text.verbosity", "include"}
+    assert chat_of("/v1/chat/completions", {"messages": HI, "tools": []}) == ({"messages": HI, "tools": []}, set())
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (InvalidRequest("x", "stop"), 400, "invalid_request_error"),
+        (ModelNotFound("x"), 404, "not_found_error"),
+        (PdError("x", code="overloaded", status=503), 529, "overloaded_error"),
+        (PdError("x", status=504), 504, "timeout_error"),
+        (NodesDied("x"), 500, "api_error"),
+    ],
+)
+def test_errors(error: PdError, status: int, kind: str) -> None:
+    messages, responses = dialect_of(MESSAGES), dialect_of(RESPONSES)
+    body = messages.error_body(error)
+    assert (messages.status(error), body["type"], body["error"]["type"]) == (status, "error", kind)
+    assert body["error"]["code"] == error.code, "routers read it"
+    assert body["error"]["param"] == ("stop_sequences" if error.param else None)
+    assert responses.error_body(error) == OPENAI.error_body(error)
+    for dialect in (messages, responses):
+        event = dialect.error_event(error)
+        assert event.startswith(b"event: error\n")
+        assert event.endswith(b"\n\n")
+        assert dialect.is_whole(event)
+        assert not dialect.is_whole(b"data: [DONE]\n\n")
+    assert not messages.is_whole(b'data: {"text":"the last line is event: message_stop"}\n\n')
+    assert not responses.is_whole(b'data: {"delta":"then comes event: response.completed"}\n\n')
+    assert responses.is_whole(b'event: response.completed\ndata: {"type":"response.completed"}\n\n')
+    assert OPENAI.is_whole(OPENAI.error_event(error))

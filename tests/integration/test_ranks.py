@@ -1,0 +1,176 @@
+"""Nodes of two ranks (`--tp 2`) beside a node of one: equal answers, and ranks that are killed or stand still.
+
+A node ends within 2 s of a rank's death and 5 s of a rank's stop, its requests are answered by the other node, and no
+process of it is left. Times are logged: `pytest -o log_cli=true --log-cli-level=INFO`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from tests.cluster import Launcher
+from tests.integration.calls import Call
+from tests.integration.fault_cluster import fetch, make_prompt, parse_metrics, until
+from tests.integration.system import ask_url
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import psutil
+
+    from tests.cluster import Launched
+    from tests.integration.calls import Outcome
+
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.anyio, pytest.mark.timeout(300)]
+logger = logging.getLogger(__name__)
+
+COMMON = (
+    "--async-scheduling=on", "--max-num-seqs=8", "--max-num-batched-tokens=256", "--kv-cache-gb=0.1",
+    "--max-model-len=700",  # streams go on at nodes of equal limits only
+)  # fmt: skip
+RANKED = ("--tp=2", "--num-blocks=48", "--swap-gb=0.01")  # too few blocks for what runs at once
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+ASKED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 0.9, "seed": 3},
+    {"temperature": 0.9, "seed": 4, "top_k": 30, "logprobs": 2},
+    {"temperature": 0.7, "seed": 5, "n": 2},
+    {"temperature": 0, "frequency_penalty": 0.7, "repetition_penalty": 1.1},
+    {"temperature": 0.8, "seed": 6, "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+)
+STREAMS: tuple[dict[str, Any], ...] = ({"temperature": 0}, {"temperature": 0.8, "seed": 11})
+BODIES: list[dict[str, Any]] = [
+    {"prompt": make_prompt(40 + 30 * number), "max_tokens": 150, "ignore_eos": True, "stream": True}
+    | STREAMS[number % len(STREAMS)]
+    for number in range(6)
+]
+MARGIN_S = {signal.SIGKILL: 2.0, signal.SIGSTOP: 5.0}
+STATUS = 1  # of a node that has lost its engine
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    with Launcher() as launcher:
+        yield launcher
+
+
+@pytest.fixture(scope="module")
+def nodes(launcher: Launcher) -> list[Launched]:
+    """Of one rank, and of two. They start at once."""
+    found = [
+        launcher.node("mixed", "--node-id=plain", *COMMON, wait=False),
+        launcher.node("mixed", "--node-id=ranked", *COMMON, *RANKED, wait=False),
+    ]
+    for node in found:
+        node.wait_line("ready: ")
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(nodes: list[Launched]) -> Launched:
+    return nodes[0]
+
+
+@pytest.fixture(scope="module")
+def ranked(nodes: list[Launched]) -> Launched:
+    return nodes[1]
+
+
+def rank_process(node: Launched, rank: int) -> psutil.Process:
+    """Rank 0 lives in the engine's process."""
+    module = "pd_cluster.worker.rank" if rank else "pd_cluster.engine.process"
+    return next(one for one in node.family() if module in " ".join(one.cmdline()))
+
+
+def test_answers_equal_those_of_one_rank(plain: Launched, ranked: Launched) -> None:
+    """All at once, so that the sequences do not fit: some are preempted to host memory and come back."""
+    requests = [
+        ("/v1/completions", {"prompt": make_prompt(90 + 17 * number), "max_tokens": 48, "ignore_eos": True} | asked)
+        for number, asked in enumerate((*ASKED, *ASKED[:2]))
+    ]
+    expected, found = ask_url(plain.url, requests), ask_url(ranked.url, requests)
+    told = parse_metrics(httpx.get(f"{ranked.url}/metrics", trust_env=False).text)
+    assert told["pd_preemptions_swap_total"] > 0
+    for (_, body), theirs, ours in zip(requests, expected, found, strict=True):
+        for their, our in zip(theirs.choices, ours.choices, strict=True):
+            assert (our["text"], our["finish_reason"]) == (their["text"], their["finish_reason"]), body
+            if "logprobs" in body:
+                assert our["logprobs"]["tokens"] == their["logprobs"]["tokens"]
+                assert our["logprobs"]["token_logprobs"] == pytest.approx(their["logprobs"]["token_logprobs"], abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+async def expected(plain: Launched) -> list[Outcome]:
+    outcomes = [await Call(plain.url, body).outcome() for body in BODIES]
+    assert all(outcome.error is None for outcome in outcomes)
+    return outcomes
+
+
+async def fail(node: Launched, rank: int, signum: signal.Signals) -> float:
+    """Signal a rank. -> seconds until the node's own end. No process of it is left."""
+    process = rank_process(node, rank)
+    started_s = time.monotonic()
+    process.send_signal(signum)
+    assert await asyncio.to_thread(node.wait) == STATUS, node.output
+    seconds = time.monotonic() - started_s
+    assert await asyncio.to_thread(node.leftovers) == []
+    return seconds
+
+
+async def check_fault(
+    launcher: Launcher, plain: Launched, ranked: Launched, expected: list[Outcome], rank: int, signum: signal.Signals
+) -> None:
+    router = launcher.router("--health-interval-s=0.2", "--continue-wait-s=60", mixed=[plain, ranked])
+
+    async def counted(name: str) -> float:
+        told = parse_metrics((await fetch(f"{router.url}/metrics")).text)
+        return sum(value for key, value in told.items() if key.startswith(name))
+
+    calls = [Call(router.url, body) for body in BODIES]
+    await asyncio.gather(*(call.begun() for call in calls))
+    seconds = await fail(ranked, rank, signum)
+    for call, outcome in zip(calls, expected, strict=True):
+        (await call.outcome()).check(outcome)
+    continued = await counted("pd_router_continuations_total")
+    logger.info("%s of rank %d: the node ended after %.1f s; %g streams moved", signum.name, rank, seconds, continued)
+    assert continued >= 1
+    assert seconds < MARGIN_S[signum]
+
+    async def holds_nothing() -> bool:
+        kv = (await fetch(f"{plain.url}/kv")).json()
+        return bool(kv["in_use"] + kv["leased"] + kv["quarantined"] == 0)
+
+    await until(holds_nothing, "the other node holds nothing")
+    router.stop()
+
+
+async def test_a_killed_rank(launcher: Launcher, plain: Launched, ranked: Launched, expected: list[Outcome]) -> None:
+    """The last test of `ranked`."""
+    await check_fault(launcher, plain, ranked, expected, 1, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("rank", "signum"),
+    [
+        (1, signal.SIGSTOP),
+        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+)
+async def test_a_rank_that_fails(
+    launcher: Launcher, plain: Launched, expected: list[Outcome], rank: int, signum: signal.Signals
+) -> None:
+    ranked = launcher.node("mixed", f"--node-id=ranked-{rank}-{signum.name}", *COMMON, *RANKED)
+    await check_fault(launcher, plain, ranked, expected, rank, signum)

@@ -1,0 +1,163 @@
+"""OpenAI's own Python client against the tool model, by both orders: a call, its result, the final answer.
+
+What the decode node answers alone is what P and D answer together.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Literal
+
+import openai
+import pydantic
+import pytest
+
+from tests.integration.system import Path, System
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytest.importorskip("llguidance")
+
+TIMEOUT_S = 60.0
+CITIES = ["Paris", "Oslo"]  # the second is none of the training
+RESULT = "sunny, 21 degrees"
+
+
+class get_weather(pydantic.BaseModel):
+    """The name is the tool's."""
+
+    city: str
+
+
+class add(pydantic.BaseModel):
+    a: int
+    b: int
+
+
+class Answer(pydantic.BaseModel):
+    text: Literal["yes", "no"]
+
+
+WEATHER, ADD = openai.pydantic_function_tool(get_weather), openai.pydantic_function_tool(add)
+assert WEATHER["function"]["strict"]
+FREE = [tool | {"function": tool["function"] | {"strict": False}} for tool in (WEATHER, ADD)]
+
+
+@pytest.fixture(params=list(Path))
+def client(request: pytest.FixtureRequest, tool_system: System) -> Iterator[Any]:
+    path = request.param
+    url = tool_system.urls[tool_system.mixed] if path is Path.MIXED else tool_system.router_url
+    headers = {} if path is Path.MIXED else {"x-pd-route": path.value}
+    with openai.OpenAI(
+        base_url=f"{url}/v1", api_key="none", default_headers=headers, timeout=TIMEOUT_S, max_retries=0
+    ) as client:
+        yield client
+
+
+def ask(client: Any, text: str | list[Any], *, stream: bool = False, **more: Any) -> Any:
+    """The completion, put together by the client's own helper if it is streamed."""
+    messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
+    body = {"model": "tool_model", "messages": messages, "temperature": 0, "max_tokens": 80} | more
+    if not stream:
+        return client.chat.completions.create(**body)
+    with client.chat.completions.stream(**body) as events:
+        return events.get_final_completion()
+
+
+def calls_of(completion: Any) -> list[tuple[str, dict[str, Any]]]:
+    choice = completion.choices[0]
+    assert (choice.finish_reason, choice.message.content or None) == ("tool_calls", None), choice
+    calls = choice.message.tool_calls
+    assert len({call.id for call in calls}) == len(calls)
+    assert {call.type for call in calls} == {"function"}
+    return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_its_result_and_the_answer(client: Any, stream: bool) -> None:
+    for city in CITIES:
+        messages: list[Any] = [{"role": "user", "content": f"What is the weather in {city}?"}]
+        first = ask(client, messages, stream=stream, tools=[WEATHER, ADD])
+        assert calls_of(first) == [("get_weather", {"city": city})]
+        message = first.choices[0].message
+        messages += [
+            {"role": "assistant", "tool_calls": [call.model_dump() for call in message.tool_calls]},
+            {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": RESULT},
+        ]
+        last = ask(client, messages, stream=stream, tools=[WEATHER, ADD]).choices[0]
+        assert (last.finish_reason, last.message.tool_calls or None) == ("stop", None)
+        assert last.message.content == f"The weather in {city} is {RESULT}."
+
+
+def test_free_calls_are_those_of_the_model(client: Any) -> None:
+    assert calls_of(ask(client, "Add 17 and 25.", tools=FREE)) == [("add", {"a": 17, "b": 25})]
+    assert ask(client, "Hello", tools=FREE).choices[0].message.content == "I can tell the weather and add numbers."
+
+
+def test_parse(client: Any) -> None:
+    body = {"model": "tool_model", "temperature": 0, "max_tokens": 80, "tools": [WEATHER, ADD]}
+    question = [{"role": "user", "content": "What is 4 plus 38?"}]
+    parsed = client.chat.completions.parse(messages=question, response_format=Answer, **body)
+    assert parsed.choices[0].message.tool_calls[0].function.parsed_arguments == add(a=4, b=38)
+    with client.chat.completions.stream(messages=question, response_format=Answer, **body) as events:
+        pieces = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+        final = events.get_final_completion().choices[0].message.tool_calls[0].function
+    assert len(pieces) > 1  # arguments come in pieces
+    assert "".join(event.arguments_delta for event in pieces) == final.arguments
+    assert final.parsed_arguments == add(a=4, b=38)
+    said = client.chat.completions.parse(
+        messages=[{"role": "user", "content": "Hello"}], response_format=Answer, tool_choice="none", **body
+    )
+    assert said.choices[0].message.parsed.text in ("yes", "no")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_must_be_made(client: Any, stream: bool) -> None:
+    named = {"type": "function", "function": {"name": "add"}}
+    for seed in range(3):
+        drawn: dict[str, Any] = {"temperature": 1.5, "seed": seed, "tools": FREE, "stream": stream, "max_tokens": 400}
+        ((name, arguments),) = calls_of(ask(client, "Hello", tool_choice=named, **drawn))
+        assert name == "add"
+        add.model_validate(arguments, strict=True)
+        required = ask(client, "Hello", tool_choice="required", parallel_tool_calls=False, **drawn)
+        ((name, arguments),) = calls_of(required)
+        models: dict[str, type[pydantic.BaseModel]] = {"add": add, "get_weather": get_weather}
+        models[name].model_validate(arguments, strict=True)
+    two = ask(client, "What is the weather in Paris and Lima?", tools=FREE, tool_choice="required", stream=stream)
+    assert [name for name, _ in calls_of(two)] == ["get_weather"] * 2
+    one = ask(client, "What is the weather in Paris and Lima?", tools=FREE, parallel_tool_calls=False, stream=stream)
+    assert len(calls_of(one)) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning(client: Any, stream: bool) -> None:
+    """The template opens the reasoning; a call that must be made comes behind it."""
+    for more in (
+        {"extra_body": {"enable_thinking": True}},
+        {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}, "tool_choice": "required"},
+        {"reasoning_effort": "low"},
+    ):
+        completion = ask(client, "What is the weather in Paris?", stream=stream, tools=[WEATHER], **more)
+        assert calls_of(completion) == [("get_weather", {"city": "Paris"})]
+        if not stream:  # the client's helper does not join fields that it does not know
+            assert completion.choices[0].message.reasoning_content.strip() == "I need a tool."
+            assert completion.usage.completion_tokens_details.reasoning_tokens > 3
+    hidden = ask(
+        client, "Hello", stream=stream, extra_body={"enable_thinking": True, "include_reasoning": False}
+    ).choices[0]
+    assert hidden.message.content == "I can tell the weather and add numbers."
+    assert getattr(hidden.message, "reasoning_content", None) is None
+
+
+def test_refusals(client: Any) -> None:
+    for more, place in (
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tool_choice": "required"}, "tool_choice needs tools"),
+        ({"tools": [FREE[0] | {"function": FREE[0]["function"] | {"parameters": {"minProperties": "x"}}}],
+          "tool_choice": "required"}, "tools: "),
+    ):  # fmt: skip
+        with pytest.raises(openai.BadRequestError) as raised:
+            ask(client, "Hello", **more)
+        assert place in str(raised.value)

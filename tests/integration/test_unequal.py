@@ -1,0 +1,95 @@
+"""A node of one rank and a node of two: each prefills for the other, in both orders, and the answers are equal."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from pd_cluster.launch.node_commands import RouterOrders
+from pd_connectors.protocol.keys import derive_key
+from tests.cluster import TEST_KEY, Launcher
+from tests.integration.fault_cluster import parse_metrics
+from tests.integration.reference import random_prompt
+from tests.integration.system import BLOCK_BYTES, BLOCK_SIZE, Answer, ask_url, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tests.cluster import Launched
+    from tests.integration.reference import DemoModel
+
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(300)]
+
+LENGTHS = (97, 160, 300)  # a node that may decode computes shorter ones by itself
+SAMPLING: tuple[dict[str, Any], ...] = ({"temperature": 0}, {"temperature": 0.8, "seed": 3})
+FLAGS = ("--kv-cache-gb=0.1", "--max-num-batched-tokens=64")  # prompts are computed in chunks
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    with Launcher() as launcher:
+        yield launcher
+
+
+@pytest.fixture(scope="module")
+def nodes(launcher: Launcher) -> list[Launched]:
+    """Of one rank, and of two. A router goes by a node's own role, which each test orders."""
+    found = [launcher.node("mixed", f"--node-id=tp{degree}", f"--tp={degree}", *FLAGS, wait=False) for degree in (1, 2)]
+    for node in found:
+        node.wait_line("ready: ")
+    return found
+
+
+def ask(server: Launched, prompts: Sequence[list[int]], route: str = "", salt: str = "") -> list[Answer]:
+    """Salted: nothing is found that another test has cached. Each prompt is asked for greedily, and drawn."""
+    body = {"max_tokens": 16, "ignore_eos": True, "cache_salt": salt or None, "logprobs": 0}
+    requests = [("/v1/completions", {"prompt": prompt, **body, **how}) for prompt in prompts for how in SAMPLING]
+    return ask_url(server.url, requests) if not route else _ask_by(server.url, route, requests)
+
+
+def _ask_by(url: str, route: str, requests: list[tuple[str, dict[str, Any]]]) -> list[Answer]:
+    answers = []
+    for path, body in requests:
+        response = httpx.post(f"{url}{path}", json=body, headers={"x-pd-route": route}, timeout=120.0, trust_env=False)
+        assert response.status_code == 200, response.text
+        answers.append(Answer(response.json(), response.headers))
+    return answers
+
+
+def tokens(answers: Sequence[Answer]) -> list[list[str]]:
+    return [answer.choices[0]["logprobs"]["tokens"] for answer in answers]
+
+
+def metric(node: Launched, name: str) -> float:
+    return parse_metrics(httpx.get(f"{node.url}/metrics", trust_env=False).text)[name]
+
+
+@pytest.mark.parametrize("source", [0, 1], ids=["1-to-2", "2-to-1"])
+def test_either_node_prefills_for_the_other(
+    launcher: Launcher, nodes: list[Launched], demo_model: DemoModel, source: int
+) -> None:
+    prompts = [random_prompt(demo_model, random.Random(length), length) for length in LENGTHS]
+    prefill, decode = nodes[source], nodes[1 - source]
+    prefill_name, decode_name = (f"tp{1 + number}" for number in (source, 1 - source))
+    router = launcher.router(prefill=[prefill], decode=[decode])
+    with httpx.Client(base_url=router.url, trust_env=False, timeout=30.0) as client:
+        orders = RouterOrders(client, derive_key(TEST_KEY))
+        orders.give("role", decode_name, "decode")
+        orders.give("role", prefill_name, "prefill")
+    expected = tokens(ask(nodes[0], prompts, salt=f"alone {source}"))
+    assert tokens(ask(nodes[1], prompts, salt=f"alone {source}")) == expected
+    for route in ("p-first", "d-first"):
+        before = metric(decode, "pd_kv_transfer_bytes_total")
+        salt = f"{route} {source}"
+        answers = ask(router, prompts, route, salt)
+        assert tokens(answers) == expected
+        assert {answer.headers["x-pd-prefill"] for answer in answers[:: len(SAMPLING)]} == {prefill_name}
+        read = metric(decode, "pd_kv_transfer_bytes_total") - before
+        cold = sum(-(-length // BLOCK_SIZE) for length in LENGTHS) * BLOCK_BYTES
+        assert cold <= read <= 2 * cold, "each prompt moved when it was asked for first"
+    for node in nodes:
+        wait_until(lambda node=node: metric(node, "pd_leases_open") == 0, lambda: "a lease is left")  # type: ignore[misc]
+        assert metric(node, "pd_quarantined_blocks") == 0

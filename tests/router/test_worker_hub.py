@@ -1,0 +1,230 @@
+"""Changes and questions between the workers of a router: one order for all, whatever dies in between."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+
+from pd_router import worker_messages as messages
+from pd_router.node_change import Heritage, NodeChange
+from pd_router.worker_hub import ANSWER_S, COMMIT_S, WorkerHub
+
+NUM_WORKERS = 3
+
+
+@dataclass
+class SimulatedWorker:
+    """What a process holds. Its wires lose nothing while it lives."""
+
+    to_worker: deque[messages.ToWorker] = field(default_factory=deque)
+    to_hub: deque[messages.ToSupervisor] = field(default_factory=deque)
+    state: Heritage | None = None
+    serves: bool = False
+    committed: list[messages.Committed] = field(default_factory=list)
+    answers: list[messages.AllTold] = field(default_factory=list)
+
+    def read(self) -> None:
+        match self.to_worker.popleft():
+            case messages.State(version, posted, drained):
+                self.state = Heritage(posted, drained)
+                self.to_hub.append(messages.Applied(version))
+            case messages.Go():
+                self.serves = True
+            case messages.Committed() as committed:
+                self.committed.append(committed)
+            case messages.Asked(worker, number, topic):
+                self.to_hub.append(messages.Told(worker, number, topic))
+            case messages.AllTold() as answers:
+                self.answers.append(answers)
+
+
+class World:
+    def __init__(self, heritage: Heritage | None = None) -> None:
+        self.now_s = 0.0
+        self.hub = WorkerHub(heritage or Heritage(), lambda: self.now_s)
+        self.workers: dict[int, SimulatedWorker] = {}
+        self.numbers = iter(range(1 << 30))
+
+    def start(self, at: int) -> SimulatedWorker:
+        worker = self.workers[at] = SimulatedWorker()
+        self.hub.join(at, worker.to_worker.append)
+        worker.to_hub.append(messages.Ready())  # it waits for its state first; the hub must not rely on that
+        return worker
+
+    def kill(self, at: int) -> None:
+        if self.workers.pop(at, None) is not None:
+            self.hub.leave(at)
+
+    def commit(self, at: int, change: NodeChange) -> int:
+        number = next(self.numbers)
+        self.workers[at].to_hub.append(messages.Commit(number, change))
+        return number
+
+    def hear(self, at: int) -> None:
+        self.hub.take(at, self.workers[at].to_hub.popleft())
+
+    def settle(self) -> None:
+        while any(worker.to_worker or worker.to_hub for worker in self.workers.values()):
+            for at, worker in self.workers.items():
+                while worker.to_worker:
+                    worker.read()
+                while worker.to_hub:
+                    self.hear(at)
+
+
+def random_change(draw: random.Random) -> NodeChange:
+    kind = draw.choice(("add", "remove", "drain", "resume"))
+    return NodeChange(kind, f"http://{draw.randrange(4)}", "decode", draw.randrange(3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_committed_is_in_every_worker_that_serves(seed: int) -> None:
+    """Orders at all workers at once; workers that die, join and read late."""
+    draw = random.Random(seed)
+    world = World()
+    sent: dict[tuple[int, int], NodeChange] = {}
+    num_committed = 0
+    for at in range(NUM_WORKERS):
+        world.start(at)
+    for _ in range(600):
+        at = draw.randrange(NUM_WORKERS)
+        worker = world.workers.get(at)
+        event = draw.choices(("read", "hear", "commit", "kill"), (45, 45, 8, 2))[0]
+        if worker is None:
+            world.start(at)
+        elif event == "read" and worker.to_worker:
+            before = len(worker.committed)
+            worker.read()
+            if len(worker.committed) > before:
+                num_committed += 1
+                change = sent[at, worker.committed[-1].id]
+                assert not any(lacks(other, change) for other in world.workers.values())
+        elif event == "hear" and worker.to_hub:
+            world.hear(at)
+        elif event == "commit" and worker.serves:
+            change = NodeChange("add", f"http://{len(sent)}", "decode")  # so that each one can be told apart
+            sent[at, world.commit(at, change)] = change
+        elif event == "kill":
+            world.kill(at)
+    world.settle()
+    assert num_committed > 10
+    assert all(worker.state == world.hub.heritage for worker in world.workers.values())
+
+
+def lacks(worker: SimulatedWorker, change: NodeChange) -> bool:
+    """Whether a worker serves without a committed change."""
+    return worker.serves and change.url not in dict((worker.state or Heritage()).posted)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_all_workers_end_with_one_state_whatever_was_ordered(seed: int) -> None:
+    draw = random.Random(seed)
+    world = World()
+    for at in range(NUM_WORKERS):
+        world.start(at)
+    for _ in range(200):
+        world.commit(draw.randrange(NUM_WORKERS), random_change(draw))
+        at = draw.randrange(NUM_WORKERS)
+        if draw.random() < 0.5:
+            world.settle()
+        elif world.workers[at].to_hub:
+            world.hear(at)
+    world.settle()
+    assert {str(worker.state) for worker in world.workers.values()} == {str(world.hub.heritage)}
+
+
+def two_that_serve() -> tuple[World, SimulatedWorker, SimulatedWorker]:
+    world = World()
+    one, other = world.start(0), world.start(1)
+    world.settle()
+    assert (one.serves, other.serves) == (True, True)
+    return world, one, other
+
+
+def test_an_order_waits_for_a_frozen_worker_until_that_is_replaced() -> None:
+    world, one, other = two_that_serve()
+    world.commit(0, NodeChange("drain", "http://n", epoch=7))
+    world.hear(0)
+    one.read()
+    world.hear(0)
+    assert not one.to_worker, "the other has not read it"
+    assert world.hub.late() == set()
+    world.now_s += COMMIT_S
+    assert world.hub.late() == {1}
+    world.kill(1)
+    one.read()
+    assert one.committed
+    assert (late := world.start(1)) is not other
+    world.settle()
+    assert late.state == Heritage((), {"http://n": 7})
+
+
+def test_a_worker_that_starts_delays_no_order_and_misses_none() -> None:
+    world, one, _ = two_that_serve()
+    starting = world.start(2)
+    starting.to_hub.clear()  # it polls the nodes
+    world.commit(0, NodeChange("add", "http://n", "decode"))
+    for at in (0, 1):
+        if world.workers[at].to_hub:
+            world.hear(at)
+    for at in (0, 1):
+        world.workers[at].read()
+        world.hear(at)
+    one.read()
+    assert one.committed, "it does not serve yet"
+    starting.to_hub.append(messages.Ready())
+    world.hear(2)
+    while not starting.serves:
+        starting.read()
+    assert starting.state == world.hub.heritage, "all of it before it may serve"
+
+
+def test_a_question_is_answered_without_those_that_are_late_or_gone() -> None:
+    world, one, _ = two_that_serve()
+    world.start(2)
+    world.settle()
+    one.to_hub.append(messages.Ask(1, "nodes"))
+    world.hear(0)
+    world.workers[2].read()
+    world.hear(2)
+    assert not one.to_worker
+    world.now_s += ANSWER_S
+    assert world.hub.late() == set(), "a question replaces no worker"
+    one.read()
+    assert one.answers == [messages.AllTold(1, {1: None, 2: "nodes"})]
+    one.to_hub.append(messages.Ask(2, "nodes"))
+    world.hear(0)
+    world.kill(1)
+    world.workers[2].read()
+    world.hear(2)
+    one.read()
+    assert one.answers[1] == messages.AllTold(2, {2: "nodes"})
+
+
+def test_an_order_that_a_successor_would_miss_is_refused() -> None:
+    world, one, _ = two_that_serve()
+    world.hub.is_handed_over = True
+    world.commit(0, NodeChange("add", "http://n", "decode"))
+    world.settle()
+    assert one.committed[-1].is_refused
+    assert world.hub.heritage == Heritage()
+
+
+@pytest.mark.parametrize(
+    ("change", "after"),
+    [
+        (NodeChange("add", "b", "mixed"), Heritage((("a", "decode"), ("b", "mixed")), {"a": 1})),
+        (NodeChange("remove", "a"), Heritage()),
+        (NodeChange("remove", "b"), Heritage((("a", "decode"),), {"a": 1})),
+        (NodeChange("drain", "b", epoch=2), Heritage((("a", "decode"),), {"a": 1, "b": 2})),
+        (NodeChange("resume", "a"), Heritage((("a", "decode"),), {})),
+    ],
+)
+def test_a_change_is_made_to_a_copy(change: NodeChange, after: Heritage) -> None:
+    before = Heritage((("a", "decode"),), {"a": 1})
+    assert before.changed(change) == after
+    assert before.changed(change).changed(change) == after, "an order may be repeated"
+    assert before == Heritage((("a", "decode"),), {"a": 1})

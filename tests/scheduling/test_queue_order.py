@@ -1,0 +1,113 @@
+"""The order of prompts that wait: shortest first, and none starves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pd_cluster.protocol.messages import Work
+from pd_cluster.scheduling.queue_order import AGEING
+from pd_cluster.scheduling.step_model import StepModel, StepWork
+from tests.scheduling.simulation import message, prompt
+from tests.scheduling.world import World
+
+TOKEN_S = 0.1  # of a prompt here; a step of the world takes a second
+
+
+MODEL = StepModel([(StepWork(num_tokens=num), TOKEN_S * num) for num in (100, 200, 400, 2048)])
+
+
+def world(**settings: Any) -> World:
+    return World(model=MODEL, shortest_first=True, **{"max_num_seqs": 1, "num_blocks": 64, **settings})
+
+
+def begun(world: World) -> list[str]:
+    """Names of the requests in the order in which their prompts began. Runs the world until it is idle."""
+    requests = {seq_id: seq.request.request_id for seq_id, seq in world.scheduler._queues.sequences.items()}
+    names: list[str] = []
+    while world.scheduler.has_work:
+        names += [requests[start.seq_id] for start in world.start_step().starts]
+    return names
+
+
+def test_the_shortest_is_first_and_priority_before_that() -> None:
+    one = world()
+    for name, length, priority in (("long", 150, 0), ("short", 10, 0), ("middle", 60, 0), ("last", 5, 1)):
+        one.submit(message(name, prompt(length), max_tokens=1, priority=priority))
+    assert begun(one) == ["short", "middle", "long", "last"]
+    one.check_empty()
+
+
+def test_first_in_first_out_is_the_order_of_arrival() -> None:
+    one = World(max_num_seqs=1, num_blocks=64)
+    for name, length in (("long", 150), ("short", 10), ("middle", 60)):
+        one.submit(message(name, prompt(length), max_tokens=1))
+    assert begun(one) == ["long", "short", "middle"]
+
+
+def test_cached_tokens_are_no_work() -> None:
+    one = world(num_blocks=128)
+    one.submit(message("before", prompt(140, 3), max_tokens=1))
+    assert begun(one) == ["before"]
+    one.submit(message("new", prompt(60, 4), max_tokens=1))
+    one.submit(message("cached", [*prompt(140, 3), 5], max_tokens=1))
+    assert begun(one) == ["cached", "new"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 158)), min_size=2, max_size=12))
+def test_a_prompt_is_passed_only_by_shorter_ones_and_only_for_as_long_as_it_takes(
+    arrivals: list[tuple[float, int]],
+) -> None:
+    """`arrivals`: (seconds, tokens), in any order."""
+    one = world(num_blocks=300)
+    requests = []
+    for index, (at_s, length) in enumerate(sorted(arrivals)):
+        one.now_s = at_s
+        requests.append((at_s, one.submit(message(f"r{index}", prompt(length, index), max_tokens=1))))
+    ranks = {request.request_id: request.rank for _, request in requests}
+    names = begun(one)
+    assert names == sorted(names, key=ranks.__getitem__)
+    for index, (at_s, request) in enumerate(requests):
+        seconds = MODEL.prefill_s(len(request.prompt_token_ids))
+        for later_s, later in requests[index + 1 :]:
+            if names.index(later.request_id) < names.index(request.request_id):
+                assert len(later.prompt_token_ids) < len(request.prompt_token_ids)
+                assert later_s - at_s <= seconds / AGEING + 1e-5
+
+
+@pytest.mark.parametrize("group", ["", "crowd"])
+def test_a_long_prompt_is_not_passed_for_ever(group: str) -> None:
+    """A short one arrives in each step, of one HTTP request or of many."""
+    one = world(num_blocks=300, max_waiting=500)
+    one.submit(message("busy", prompt(10), max_tokens=2))
+    one.start_step()
+    long = one.submit(message("long", prompt(150, 7), max_tokens=1))
+    steps = 0
+    while long.sequences[0].table is None and not long.finished:
+        one.submit(message(f"short{steps}", prompt(3, steps), max_tokens=1, group=group))
+        one.start_step()
+        steps += 1
+        assert steps < 3 * MODEL.prefill_s(150) / AGEING
+    one.run_until_idle()
+    one.check_empty()
+
+
+def test_what_is_handed_over_waits_for_nothing_to_be_computed() -> None:
+    one = world()
+    parked = one.submit(message("from afar", prompt(150), work=Work.TAKE_OVER, max_tokens=2))
+    local = one.submit(message("local", prompt(20), max_tokens=2))
+    assert parked.turn == parked.since <= local.since < local.turn
+
+
+def test_the_cost_of_a_place_is_one_look_at_the_cache() -> None:
+    """The hashes are those that the prompt's admission needs anyway."""
+    one = world()
+    request = one.submit(message("r", prompt(150), max_tokens=1))
+    hashes = request.sequences[0].block_hashes[:]
+    assert len(hashes) == 149 // 16
+    begun(one)
+    assert request.sequences[0].block_hashes[: len(hashes)] == hashes

@@ -1,0 +1,118 @@
+"""Predictions of the times of steps: fitted to measurements, corrected by steps, never by one alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pd_cluster.scheduling.batch import SequenceChunk
+from pd_cluster.scheduling.step_model import CORRECT_EVERY, NUM_EARLY, StepModel, StepWork, keys_of
+
+CONTEXT = 1024
+# ms of steps with 32 decodes behind 1,024 tokens, by the tokens of the step ("Steps with prompts" in benchmarks/LOG.md)
+TABLES = {
+    "8B": ((4.3, 5.4, 9.5), {128: 6.2, 192: 7.1, 256: 8.1, 384: 11.1, 512: 13.7, 768: 19.1, 1024: 23.8}),
+    "0.6B": ((1.6, 1.8, 2.6), {128: 2.2, 192: 2.4, 256: 2.4, 384: 2.7, 512: 2.9, 768: 3.5, 1024: 3.9}),
+    "experts": ((3.5, 13.5, 19.1), {128: 15.7, 192: 16.3, 256: 16.7, 384: 18.7, 512: 19.0, 768: 21.9, 1024: 24.9}),
+}
+WORKS = st.builds(
+    StepWork, st.integers(0, 256), st.integers(0, 10**6), st.integers(0, 8192), st.integers(0, 10**8)
+)  # fmt: skip
+
+
+def measured(name: str, scale: float = 1.0) -> list[tuple[StepWork, float]]:
+    """Decodes alone, 1, 32 and 128 of them, then steps with a prompt."""
+    alone, beside = TABLES[name]
+    samples = [(StepWork(num, num * CONTEXT), ms) for num, ms in zip((1, 32, 128), alone, strict=True)]
+    for size, ms in beside.items():
+        samples.append((StepWork(32, 32 * CONTEXT, size - 32, keys_of(size - 32, 0)), ms))
+    return [(work, scale * ms / 1e3) for work, ms in samples]
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+@pytest.mark.parametrize("name", TABLES)
+def test_a_fitted_model_predicts_what_was_measured(name: str, scale: float) -> None:
+    samples = measured(name, scale)
+    model = StepModel(samples)
+    assert model.is_fitted
+    for work, seconds in samples:
+        assert model.seconds(work) == pytest.approx(seconds, rel=0.1 if name == "experts" else 0.06)
+
+
+def test_the_defaults_are_those_of_8b() -> None:
+    model = StepModel()
+    assert not model.is_fitted
+    for work, seconds in measured("8B"):
+        assert model.seconds(work) == pytest.approx(seconds, rel=0.06)
+    assert model.decode_s(60, 60 * 1200) == pytest.approx(7.1e-3, rel=0.06)
+    assert model.prefill_s(2048) == pytest.approx(45e-3, rel=0.06)
+
+
+@given(works=st.lists(st.tuples(WORKS, st.floats(0, 100)), max_size=60), small=WORKS, more=WORKS)
+@settings(max_examples=30, deadline=None)
+def test_predictions_stay_above_zero_and_grow_with_the_work(
+    works: list[tuple[StepWork, float]], small: StepWork, more: StepWork
+) -> None:
+    model = StepModel()
+    for work, seconds in works:
+        model.note(work, seconds)
+    sums = (
+        small.num_decodes + more.num_decodes, small.context + more.context, small.num_tokens, small.num_keys
+    )  # fmt: skip
+    assert model.seconds(small) > 0
+    if not small.num_tokens:  # more decodes make prompt tokens dearer or cheaper
+        assert model.seconds(small) <= model.seconds(StepWork(*sums))
+    longer = StepWork(small.num_decodes, small.context, small.num_tokens + more.num_tokens, small.num_keys)
+    assert model.seconds(small) <= model.seconds(longer)
+    assert model.token_s > 0
+    assert model.key_s > 0
+
+
+def test_one_long_step_changes_little_and_its_like_change_the_prediction() -> None:
+    model = StepModel(measured("8B"))
+    work = StepWork(32, 32 * CONTEXT, 160, keys_of(160, 0))
+    before = model.seconds(work)
+    for _ in range(CORRECT_EVERY):
+        model.note(work, before)
+    model.note(work, 60.0)
+    for _ in range(CORRECT_EVERY - 1):
+        model.note(work, before)
+    assert model.seconds(work) == pytest.approx(before, rel=0.03)
+    for _ in range(1000):
+        model.note(work, 1.3 * before)
+    assert model.seconds(work) == pytest.approx(1.3 * before, rel=0.02)
+
+
+def test_terms_that_no_step_has_keep_what_was_measured() -> None:
+    """An hour without prompts: a decode node knows its price of a prompt's token all the same."""
+    model = StepModel(measured("8B"))
+    token_s, key_s = model.token_s_at(100), model.key_s
+    for number in range(3000):
+        model.note(StepWork(1 + number % 40, 1000 * (number % 40)), 5e-3)
+    assert model.decode_s(20, 20_000) == pytest.approx(5e-3, rel=0.02)
+    assert (model.token_s_at(100), model.key_s) == pytest.approx((token_s, key_s), rel=0.01)
+
+
+def test_a_model_without_measurements_learns_another_device() -> None:
+    """A CPU: 4.5 ms for a decode and 0.25 more for each, 0.12 ms for a prompt's token. Steps vary by 5%; one stalls."""
+
+    def truth(work: StepWork) -> float:
+        return 4.3e-3 + 0.25e-3 * work.num_decodes + 0.12e-3 * work.num_tokens
+
+    model, rng = StepModel(), random.Random(1)
+    for number in range(400):
+        num_decodes, num_tokens = rng.randint(0, 64), rng.choice([0, 0, rng.randint(2, 200)])
+        work = StepWork(num_decodes, 100 * num_decodes, num_tokens, keys_of(num_tokens, 0))
+        if num_decodes + num_tokens:
+            model.note(work, truth(work) * rng.uniform(0.95, 1.05) + (number % 50 == 3) * 2.0)
+        assert model.is_fitted or number < 2 * NUM_EARLY
+    for work in (StepWork(8, 800), StepWork(64, 6400), StepWork(4, 400, 60, keys_of(60, 0))):
+        assert model.seconds(work) == pytest.approx(truth(work), rel=0.05)
+
+
+def test_the_work_of_a_step_is_that_of_its_chunks() -> None:
+    chunks = (SequenceChunk(1, 10, 1), SequenceChunk(2, 30, 1), SequenceChunk(3, 5, 4), SequenceChunk(4, 0, 3))
+    assert StepWork.of(chunks) == StepWork(2, 40, 7, (5 + 6 + 7 + 8) + (0 + 1 + 2))

@@ -1,0 +1,127 @@
+"""Answers of a real engine that are cut behind each frame and continued: seeds, penalties, grammars, text."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pd_cluster.server.app import create_app
+from pd_cluster.worker.device_executor import DeviceExecutor
+from tests.cut_streams import CHAT, COMPLETIONS, Case, asking, check_cuts, same_content
+from tests.engine.test_core_pipeline import CONFIG, make_connector
+from tests.in_loop_engine import InLoopEngine
+from tests.server.cut_nodes import ASKED, PACKAGE, TOOL, USAGE, tool_state
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from fastapi import FastAPI
+
+    from pd_cluster.config import NodeConfig
+    from pd_connectors.base import Connector
+
+pytestmark = [pytest.mark.anyio, pytest.mark.long]
+
+GREEDY, SEEDED, DRAWN = {"temperature": 0}, {"temperature": 0.9, "seed": -5}, {"temperature": 1.1}
+STREAM = {"stream": True, "stream_options": USAGE}
+HI: list[Any] = [{"role": "user", "content": "Tell me a story."}]
+PENALTIES = {"frequency_penalty": 0.6, "presence_penalty": 0.4, "repetition_penalty": 1.2, "logit_bias": {"40": 1.5}}
+OBJECT = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": OBJECT}}
+
+
+def plain(name: str, path: str, **more: Any) -> Case:
+    prompt = {"messages": HI} if path == CHAT else {"prompt": "Once upon"}
+    return Case(name, path, STREAM | prompt | {"max_tokens": 10} | more)
+
+
+def tools(name: str, **more: Any) -> Case:
+    return Case(name, CHAT, STREAM | {"messages": ASKED, "tools": [TOOL], "max_tokens": 60} | more)
+
+
+DEMO = [
+    plain("two choices with logprobs", COMPLETIONS, n=2, logprobs=2, ignore_eos=True),
+    plain("penalties", CHAT, n=2, min_tokens=8, bad_words=["the"], logprobs=True, **PENALTIES),
+    plain("stop strings", CHAT, stop=["e ", "th", "zzz"], min_tokens=5),
+    plain("whole bytes", COMPLETIONS, allowed_token_ids=[172, 253, 247, 222, 100], n=2),
+    plain("a JSON object", COMPLETIONS, response_format=FORM, max_tokens=40),
+]
+CASES = [
+    *(("demo_model", one.drawn(**draw)) for one in DEMO for draw in (GREEDY, SEEDED)),
+    ("demo_model", DEMO[0].drawn(**DRAWN)),
+    ("tool_model", tools("calls").drawn(**GREEDY)),
+    ("tool_model", tools("calls that must be made", tool_choice="required", n=2).drawn(temperature=1.5, seed=4)),
+    ("tool_model", tools("reasoning", enable_thinking=True).drawn(**GREEDY)),
+    ("tool_model", tools("reasoning", enable_thinking=True, n=2).drawn(**SEEDED)),
+]
+
+
+def config_of(model: str) -> NodeConfig:
+    return replace(
+        CONFIG,
+        model=replace(CONFIG.model, model=str(PACKAGE / model)),
+        cache=replace(CONFIG.cache, num_blocks=20, prefix_caching=False),
+        scheduler=replace(CONFIG.scheduler, max_num_seqs=32, max_num_batched_tokens=512),
+    )
+
+
+@pytest.fixture(scope="module", params=["demo_model", "tool_model"])
+def model(request: pytest.FixtureRequest) -> Iterator[tuple[str, DeviceExecutor, Connector]]:
+    executor = DeviceExecutor.started(config_of(request.param), lambda text: None)
+    for connector in make_connector(executor):
+        yield request.param, executor, connector
+    executor.close()
+
+
+@contextlib.asynccontextmanager
+async def engine_of(executor: DeviceExecutor, connector: Connector, model: str) -> AsyncIterator[InLoopEngine]:
+    engine = InLoopEngine(config_of(model), executor, connector)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(engine.run())
+        try:
+            yield engine
+            await engine.rest()
+        finally:
+            running.cancel()
+
+
+def node_of(engine: InLoopEngine, node_id: str, model: str, stack: contextlib.AsyncExitStack) -> FastAPI:
+    """The app of a node, of which the lifespan does not run: `stack` ends its process that checks grammars."""
+    state = tool_state(engine, node_id, model)
+    stack.callback(state.grammar_checks.close)
+    return create_app(state)
+
+
+async def test_a_cut_generation_goes_on(model: tuple[str, DeviceExecutor, Connector]) -> None:
+    """All cases at once, in a cache that is too small for them: some are preempted with their known tokens."""
+    name, executor, connector = model
+    async with engine_of(executor, connector, name) as engine, contextlib.AsyncExitStack() as stack:
+        first, second = (asking(node_of(engine, node, name, stack)) for node in ("first", "second"))
+        mine = [case for of, case in CASES if of == name]
+        await asyncio.gather(*(check_cuts(case, first, second, same=same_content) for case in mine))
+        known = [request for request in engine.requests if request.known]
+        assert len(known) > 5 * len(mine)
+    assert engine.stats is not None
+    preempted = sum(engine.stats.counters[f"preemptions_{kind}_total"] for kind in ("recompute", "swap"))
+    assert preempted > 0
+
+
+async def test_each_case_needs_continuation(model: tuple[str, DeviceExecutor, Connector]) -> None:
+    name, executor, connector = model
+    async with engine_of(executor, connector, name) as engine, contextlib.AsyncExitStack() as stack:
+        ask = asking(node_of(engine, "node", name, stack))
+
+        async def fails(case: Case) -> None:
+            with pytest.raises(AssertionError, match="cut behind message"):
+                await check_cuts(case, ask, ask, same=same_content, step=1000, continues=False)
+
+        await asyncio.gather(*(fails(case) for of, case in CASES if of == name))

@@ -1,0 +1,189 @@
+"""Answers of scripted engines that are cut behind each frame and continued by a second node."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from dataclasses import replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from pd_cluster.server.sampling import SamplingDefaults
+from pd_cluster.server.state import NodeState
+from pd_cluster.server.tool_format import FORMATS
+from pd_http.frames import AnyFrame, Continuation, KnownChoice
+from tests.cut_streams import CHAT, Case, Refused, check_cuts, continuation_of, continuing, same_bytes
+from tests.server.cut_nodes import ASKED, PACKAGE, SCRIPTED, Pair, says_nothing, tool_state
+from tests.server.fake_engine import FakeEngine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pd_cluster.config import NodeConfig
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def _later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the wall clock is a minute behind the one before: `created` must be the first node's."""
+    minutes = itertools.count(30_000_000)
+    monkeypatch.setattr("time.time", lambda: next(minutes) * 60.0)
+
+
+@pytest.mark.parametrize(
+    ("case", "texts", "end"), SCRIPTED, ids=lambda value: str(value) if isinstance(value, Case) else ""
+)
+async def test_a_cut_answer_goes_on_byte_by_byte(case: Case, texts: tuple[str, ...], end: bool) -> None:
+    async with Pair(texts, end=end) as pair:
+        num_cuts = await check_cuts(case, pair.first, pair.second, same=same_bytes)
+        assert num_cuts > 4
+        # the last cut is behind the last choice's end: nothing is generated
+        assert len(pair.engines[1].requests) == num_cuts - 1
+        assert all(request.priority == -1 for request in pair.engines[1].requests)
+
+
+@pytest.mark.parametrize(("case", "texts", "end"), SCRIPTED[:1] + SCRIPTED[5:6] + SCRIPTED[-1:], ids=str)
+async def test_the_harness_sees_what_is_missing_without_continuation(
+    case: Case, texts: tuple[str, ...], end: bool
+) -> None:
+    async with Pair(texts, end=end) as pair:
+        with pytest.raises(AssertionError, match="cut behind message 2 "):
+            await check_cuts(case, pair.first, pair.second, same=same_bytes, continues=False)
+
+
+async def test_a_stream_may_be_cut_twice() -> None:
+    case, texts, end = SCRIPTED[2]
+    async with Pair(texts, end=end) as pair:
+        messages = await pair.first(case.path, case.body)
+        rest = await pair.second(case.path, continuing(case.body, continuation_of(messages[:9])))
+
+        async def cut_once(path: str, body: dict[str, Any]) -> list[AnyFrame]:
+            return [*messages[:9], *rest[1:]]
+
+        await check_cuts(case, cut_once, pair.first, same=same_bytes)
+
+
+BODY = {"messages": ASKED, "stream": True, "n": 2, "max_tokens": 5}
+
+
+def choice(
+    index: int = 0, token_ids: tuple[int, ...] = (70,), num_chars: int = 1, finish_reason: str = ""
+) -> KnownChoice:
+    return KnownChoice(index=index, token_ids=token_ids, num_chars=num_chars, finish_reason=finish_reason)
+
+
+@pytest.mark.parametrize(
+    ("head", "choices", "more", "status", "what"),
+    [
+        ({"stream_version": "another"}, [choice()], {}, 409, "of version 'another'"),
+        ({"prompt_digest": "00"}, [choice()], {}, 409, "prompt"),
+        ({}, [choice()], {"messages": [{"role": "user", "content": "other"}]}, 409, "prompt"),
+        ({}, [choice()], {"seed": 4}, 409, "another seed"),
+        ({}, [choice(num_chars=99)], {}, 409, "characters here, not 99"),
+        ({}, [choice()], {"stop": "e"}, 409, "release"),
+        ({}, [choice(token_ids=(70,) * 3, finish_reason="stop")], {"stop": "e"}, 409, "of choice 0 end after"),
+        ({}, [choice(token_ids=(70,) * 5)], {}, 409, "has had its last token"),
+        ({}, [choice(token_ids=(70,) * 6, finish_reason="length")], {}, 409, "has had its last token"),
+        ({}, [choice(2)], {}, 400, "not below n"),
+        ({}, [choice(-1)], {}, 400, "not below n"),
+        ({}, [choice(), choice()], {}, 400, "twice"),
+        ({}, [choice(token_ids=())], {}, 400, "needs token_ids"),
+        ({}, [choice(finish_reason="tired")], {}, 400, "needs token_ids"),
+        ({}, [choice(token_ids=(1 << 40,))], {}, 400, "outside the vocabulary"),
+        ({}, [choice(token_ids=(-1,))], {}, 400, "outside the vocabulary"),
+        ({"num_cached_tokens": 1 << 20}, [choice()], {}, 400, "cannot be cached"),
+        ({"response_id": "a\nb"}, [choice()], {}, 400, "response_id"),
+        ({"created": 1 << 60}, [choice()], {}, 400, "out of range"),
+        ({"seed": -1}, [choice()], {}, 400, "out of range"),
+        ({}, [choice()], {"stream": False}, 400, "stream: true"),
+    ],
+)
+async def test_a_stream_that_this_node_would_not_write_is_refused(
+    head: dict[str, Any], choices: list[KnownChoice], more: dict[str, Any], status: int, what: str
+) -> None:
+    async with Pair(["e" * 5] * 2, end=False) as pair:
+        begun = continuation_of((await pair.first(CHAT, BODY))[:2])
+        good, token_id = begun.head, begun.choices[0].token_ids[0]
+        choices = [
+            msgspec.structs.replace(one, token_ids=tuple(token_id if id == 70 else id for id in one.token_ids))
+            for one in choices
+        ]
+        known = Continuation(head=msgspec.structs.replace(good, **head), choices=tuple(choices))
+        with pytest.raises(Refused, match=what) as caught:
+            await pair.second(CHAT, continuing(BODY | more, known))
+        assert (caught.value.status, caught.value.code) == (
+            status,
+            "cannot_continue" if status == 409 else "invalid_value",
+        )
+        assert not pair.engines[1].requests
+
+
+async def test_the_replay_of_one_request_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of 16 MiB has room for 8 million tokens, a minute of the node's event loop."""
+    async with Pair(["e" * 5] * 2, end=False) as pair:
+        begun = continuation_of((await pair.first(CHAT, BODY))[:3])
+        monkeypatch.setattr("pd_cluster.server.continuation.MAX_KNOWN_TOKENS", 3)
+        with pytest.raises(Refused, match="more than 3 tokens") as caught:
+            await pair.second(CHAT, continuing(BODY, begun))
+        assert caught.value.code == "cannot_continue"
+
+
+async def test_a_stream_goes_on_behind_midnight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second node renders a template that writes the date as on the day of `created`."""
+    tokenizer = tool_state(FakeEngine(says_nothing), "node").tokenizer._tokenizer
+    template = tokenizer.chat_template
+
+    async def begun_on(day: str) -> Continuation:
+        monkeypatch.setattr(tokenizer, "chat_template", day + template)
+        async with Pair(["e" * 5] * 2, end=False) as pair:
+            return continuation_of((await pair.first(CHAT, BODY))[:3])
+
+    dated = "{{ strftime_now( '%d %b %Y' ) }}"
+    begun = await begun_on(dated)
+    day = datetime.fromtimestamp(begun.head.created).strftime("%d %b %Y")
+    then = (await begun_on(day)).head
+    monkeypatch.setattr(tokenizer, "chat_template", dated + template)
+    assert then.prompt_digest != begun.head.prompt_digest, "the clock of this test is not on the real day"
+    head = msgspec.structs.replace(
+        begun.head, prompt_digest=then.prompt_digest, num_prompt_tokens=then.num_prompt_tokens
+    )
+    async with Pair(["e" * 5] * 2, end=False) as pair:
+        await pair.second(CHAT, continuing(BODY, msgspec.structs.replace(begun, head=head)))
+        assert len(pair.engines[1].requests) == 1
+
+
+async def test_only_the_node_with_the_same_settings_continues(tmp_path: Path) -> None:
+    """What changes the text of an answer changes the version, and so does what ends one."""
+    state = tool_state(FakeEngine(says_nothing), "node")
+    other = tmp_path / "model"
+    shutil.copytree(PACKAGE / "tool_model", other)
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+
+    def version(config: NodeConfig, **more: Any) -> str:
+        return NodeState(
+            **{"config": config, "engine": state.engine, "tokenizer": state.tokenizer, "key": b"", **more}
+        ).stream_version(state.ready)
+
+    config = state.config
+    model, server = config.model, config.server
+    versions = [
+        version(config),
+        version(config, defaults=SamplingDefaults(temperature=0.5)),
+        version(config, tool_format=FORMATS["mistral"]),
+        version(config, tokenizer=tool_state(state.engine, "node", "demo_model").tokenizer),
+        version(replace(config, model=replace(model, served_model_name=("other",)))),
+        version(replace(config, model=replace(model, model=str(other)))),
+        version(replace(config, model=replace(model, logits_stages=("tests.ban_token:BanToken",)))),
+        version(replace(config, server=replace(server, output_parser="a:B"))),
+        version(replace(config, server=replace(server, tool_format="none"))),
+    ]
+    assert len(set(versions)) == len(versions)
+    assert version(replace(config, server=replace(server, node_id="another", port=9))) == versions[0]
+    shorter = msgspec.structs.replace(state.ready, max_model_len=100)
+    other_weights = msgspec.structs.replace(state.ready, fingerprint="other")
+    assert len({state.stream_version(ready) for ready in (state.ready, shorter, other_weights)}) == 3

@@ -1,0 +1,271 @@
+"""GET /pd/feed of a node over a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from datetime import date
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pd_cluster.protocol.messages import EngineNews, ReportNews
+from pd_cluster.server import feed_hub
+from pd_connectors.protocol.feed import (
+    CHARGE_HEADER,
+    FEED_PATH,
+    FEED_TYPE,
+    FeedDelta,
+    FeedMessage,
+    FeedSnapshot,
+    NodeLoad,
+    StoredBlock,
+)
+from pd_connectors.protocol.stream_codec import StreamParser
+from pd_connectors.protocol.ticket import FEED_ACTION, ORDER_HEADER, NodeOrder, sign
+from tests.server.fake_engine import FakeEngine, Line, says
+from tests.server.live_server import KEY, Node, running
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = pytest.mark.anyio
+WAIT_S = 10.0
+LOAD = NodeLoad(queued_tokens=5, num_running=2, num_slots=48, block_size=16)
+BLOCKS = tuple(StoredBlock(i, 100 + i, 16 * i) for i in range(1, 4))
+
+
+def order(action: str = FEED_ACTION, node: str = "node", key: bytes = KEY, lifetime_s: float = 30.0) -> dict[str, str]:
+    paper = NodeOrder(action=action, node=node, expires_at_s=time.time() + lifetime_s)  # type: ignore[arg-type]
+    return {ORDER_HEADER: sign(key, paper), CHARGE_HEADER: "r1"}
+
+
+class Reader:
+    """A router that reads a feed: it keeps the load and the blocks, and checks the numbers."""
+
+    def __init__(self, node: Node, content: Any) -> None:
+        self.node = node
+        self._content = content
+        self._parser: StreamParser[FeedMessage] = StreamParser(FeedMessage)
+        self._ready: list[FeedMessage] = []
+        self.load = NodeLoad()
+        self.blocks: dict[int, StoredBlock] = {}
+        self.charges: list[int] = []
+        self.number = -1
+
+    async def next(self) -> FeedMessage | None:
+        """None: the feed has ended."""
+        async with asyncio.timeout(WAIT_S):
+            while not self._ready:
+                data = await self._content.readany()
+                if not data:
+                    return None
+                self._ready = self._parser.feed(data)
+        message = self._ready.pop(0)
+        if isinstance(message, FeedDelta):
+            assert message.number == self.number + 1
+            for block in message.evicted:
+                del self.blocks[block]
+        else:
+            assert self.number == -1
+        self.number = message.number
+        self.load = message.load
+        self.blocks |= {stored.block: stored for stored in message.stored}
+        self.charges += message.charges
+        return message
+
+
+@contextlib.asynccontextmanager
+async def reading(node: Node, router: str = "r1") -> AsyncIterator[Reader]:
+    """A reader that has its snapshot."""
+    get = node.session.get(node.url + FEED_PATH, headers=order() | {CHARGE_HEADER: router})
+    asked = asyncio.create_task(get.__aenter__())
+    async with asyncio.timeout(WAIT_S):
+        while not node.state.feed.is_on:  # noqa: ASYNC110 (the request is on its way)
+            await asyncio.sleep(0.001)
+        if node.engine.news.load is None:
+            assert node.engine.sent[-1] == ReportNews(True)
+            node.engine.news.take(EngineNews(len(node.engine.requests), LOAD))
+        answer = await asked
+    try:
+        assert answer.status == 200
+        assert answer.content_type == FEED_TYPE
+        reader = Reader(node, answer.content)
+        assert isinstance(await reader.next(), FeedSnapshot)
+        yield reader
+    finally:
+        answer.close()
+
+
+async def test_a_snapshot_and_numbered_deltas() -> None:
+    async with running(FakeEngine(says([5]))) as node, reading(node) as reader:
+        assert reader.load == LOAD
+        assert not node.state.num_in_flight
+        tell = node.engine.news.take
+        tell(EngineNews(0, LOAD, (), BLOCKS))
+        await reader.next()
+        assert list(reader.blocks.values()) == list(BLOCKS)
+        tell(EngineNews(0, LOAD, (2,), ()))
+        tell(EngineNews(0, NodeLoad(queued_tokens=9), (3,), (StoredBlock(2, 7, 32),)))
+        await reader.next()  # both in one
+        assert reader.load.queued_tokens == 9
+        assert list(reader.blocks) == [1, 2]
+        async with reading(node, "r2") as other:
+            assert other.blocks == reader.blocks
+        await reader.next()
+        assert (await reader.next()) is not None, "heartbeats without a change"
+
+
+async def test_requests_on_their_way_to_the_engine_count_and_charges_are_acknowledged() -> None:
+    is_asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def script(line: Line) -> None:
+        is_asked.set()
+        await may_answer.wait()
+        await says([5])(line)
+
+    async with running(FakeEngine(script)) as node, reading(node) as reader, reading(node, "r2") as other:
+        body = {"model": "demo", "prompt": [5] * 40, "max_tokens": 1}
+        post = node.session.post(f"{node.url}/v1/completions", json=body, headers={CHARGE_HEADER: "r1.17"})
+        answer = asyncio.create_task(post.__aenter__())
+        await is_asked.wait()
+        while reader.load.queued_tokens != LOAD.queued_tokens + 40 or not reader.charges:
+            await reader.next()
+        assert reader.load.num_waiting == 1
+        assert reader.load.queued_keys == 800
+        assert reader.charges == [17]
+        async with reading(node) as late:
+            assert late.charges == [17]  # it still lives
+        node.engine.news.take(EngineNews(1, LOAD))
+        while reader.load != LOAD:
+            await reader.next()
+        may_answer.set()
+        (await answer).close()
+        bad = body | {"prompt": []}
+        async with node.session.post(f"{node.url}/v1/completions", json=bad, headers={CHARGE_HEADER: "r1.18"}) as one:
+            assert one.status == 400
+        while 18 not in reader.charges:
+            await reader.next()
+        assert reader.charges == [17, 18]
+        async with reading(node) as late:
+            assert late.charges == []
+        assert other.charges == []
+
+
+@pytest.mark.parametrize(
+    ("signed", "status"),
+    [
+        (None, 401),
+        ({"key": b"x" * 32}, 401),
+        ({"lifetime_s": -1.0}, 401),
+        ({"action": "reset_cache"}, 400),
+        ({"node": "another"}, 400),
+    ],
+)
+async def test_strangers_read_nothing(signed: dict[str, Any] | None, status: int) -> None:
+    headers = {} if signed is None else order(**signed)
+    async with running(FakeEngine(says([5]))) as node:
+        async with node.session.get(node.url + FEED_PATH, headers=headers) as answer:
+            assert answer.status == status
+            assert answer.content_type == "application/json"
+        assert not node.state.feed.is_on
+
+
+async def test_a_slow_reader_is_cut_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_hub, "MAX_UNREAD_BYTES", 10_000)
+    async with running(FakeEngine(says([5]))) as node:
+        engine, hub = node.engine, node.state.feed
+        async with reading(node) as reader:
+            slow = await hub.open("slow")
+            await slow.next()
+            for i in range(200):
+                engine.news.take(EngineNews(0, LOAD, (), tuple(StoredBlock(1000 * i + j, j, 16) for j in range(10))))
+                await reader.next()
+            assert slow.is_cut
+            assert len(reader.blocks) == 2000
+            hub.leave(slow)
+
+
+async def test_so_many_readers_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_hub, "MAX_READERS", 1)
+    async with running(FakeEngine(says([5]))) as node, reading(node):
+        answer = await node.session.get(node.url + FEED_PATH, headers=order())
+        assert answer.status == 503
+        assert "1 routers read" in await answer.text()
+
+
+async def test_a_node_that_stops_ends_its_feeds() -> None:
+    async with running(FakeEngine(says([5]))) as node, reading(node) as reader:
+        node.state.feed.close()
+        assert await reader.next() is None
+        async with node.session.get(node.url + FEED_PATH, headers=order()) as answer:
+            assert answer.status == 503
+
+
+async def test_the_engine_rests_when_no_router_has_read_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_hub, "LINGER_S", 0.05)
+    async with running(FakeEngine(says([5]))) as node:
+        async with reading(node):
+            node.engine.news.take(EngineNews(0, LOAD, (), BLOCKS))
+        async with asyncio.timeout(WAIT_S):
+            while node.state.feed.is_on:  # noqa: ASYNC110 (a timer of the node)
+                await asyncio.sleep(0.01)
+        assert node.engine.sent == [ReportNews(True, 0), ReportNews(False, 1)]
+        assert not node.engine.news.stored
+
+
+async def test_an_idle_node_sends_heartbeats_to_its_first_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them a router takes the feed of a node without any change for lost, every three seconds."""
+    monkeypatch.setattr(feed_hub, "HEARTBEAT_S", 0.05)
+    async with running(FakeEngine(says([5]))) as node, reading(node) as reader:
+        assert [type(await reader.next()) for _ in range(3)] == [FeedDelta] * 3
+        assert reader.load == LOAD
+
+
+async def test_no_rest_while_a_router_reads_however_others_left() -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        hub = node.state.feed
+        first, second = (asyncio.create_task(hub.open(name)) for name in ("r1", "r2"))
+        await asyncio.sleep(0)
+        second.cancel()  # it gives up before the engine has said its load
+        await asyncio.wait([second])
+        node.engine.news.take(EngineNews(0, LOAD))
+        reader = await first
+        assert hub._linger is None
+        hub.leave(reader)
+        assert (timer := hub._linger) is not None
+        hub.begin_day(date(2026, 1, 1))
+        assert timer.cancelled(), "it would end the feed of a router that comes later"
+        assert hub._linger is not None, "no router reads, so the engine rests some time"
+        again = asyncio.create_task(hub.open("r1"))
+        await asyncio.sleep(0)
+        node.engine.news.take(EngineNews(0, LOAD, serial=1))
+        hub.begin_day(date(2026, 1, 2))  # between the news and the router's task
+        await asyncio.sleep(0)
+        node.engine.news.take(EngineNews(0, LOAD, (), BLOCKS, serial=1))  # of yesterday
+        assert not node.engine.news.stored, "the engine has forgotten these names and tells no eviction of them"
+        node.engine.news.take(EngineNews(0, LOAD, serial=2))
+        await again
+        assert hub._linger is None
+
+
+async def test_a_snapshot_of_more_blocks_than_a_router_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_hub, "MAX_NAMED", 2)
+    async with running(FakeEngine(says([5]))) as node, reading(node):
+        node.engine.news.take(EngineNews(0, LOAD, (), BLOCKS))
+        async with reading(node, "r2") as other:
+            assert list(other.blocks.values()) == list(BLOCKS[1:])
+
+
+async def test_prompts_get_names_while_a_router_reads() -> None:
+    body = {"model": "demo", "messages": [{"role": "user", "content": "word " * 400}], "max_tokens": 1}
+    async with running(FakeEngine(says([5]))) as node:
+        async with node.session.post(f"{node.url}/v1/chat/completions", json=body) as answer:
+            assert answer.status == 200
+        async with reading(node), node.session.post(f"{node.url}/v1/chat/completions", json=body) as answer:
+            assert answer.status == 200
+        unnamed, named = node.engine.requests
+        assert not unnamed.steps
+        assert len(named.steps) == 3
+        assert all(num_tokens % 16 == 0 for num_tokens, _ in named.steps)

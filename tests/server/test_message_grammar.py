@@ -1,0 +1,257 @@
+"""The grammars of messages with calls: what a model may write under them is what the parser reads back."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import pytest
+
+from pd_cluster.protocol.messages import FinishReason, SequenceTokens
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.server.chat_grammar import parser_options
+from pd_cluster.server.choice import Choice
+from pd_cluster.server.generation_request import GenerationRequest
+from pd_cluster.server.grammar_process import write
+from pd_cluster.server.output_parser import Reasoning, ToolCall
+from pd_cluster.server.sampling import TextOptions
+from pd_cluster.server.schema import ChatBody
+from pd_cluster.server.template_parser import template_parser
+from pd_cluster.server.tokenizer import Tokenizer
+from pd_cluster.server.tool_format import FORMATS
+from pd_cluster.server.tool_use import Function, ToolUse
+from pd_cluster.worker.grammars import GrammarState, compile_grammar, load_vocabulary
+from pd_connectors.protocol.messages import SampledToken
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pd_cluster.server.tool_format import ToolFormat
+
+llguidance = pytest.importorskip("llguidance")
+
+EOS = "<|eos|>"
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 6},
+        "unit": {"enum": ["C", "F"], "type": "string"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "hours": {"type": "array", "items": {"type": "integer", "maximum": 23, "minimum": 0}, "maxItems": 2},
+        "at": {"$ref": "#/$defs/place"},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"place": {"type": "object", "properties": {"x": {"type": "integer"}}, "additionalProperties": False}},
+}
+ADD = {
+    "type": "object",
+    "properties": {"a": {"type": "number", "minimum": 0, "maximum": 100}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class Model:
+    """A vocabulary of all bytes and a format's markers, with its parser."""
+
+    def __init__(self, tool_format: ToolFormat, directory: Path, *, markers: bool = True) -> None:
+        from tokenizers import AddedToken, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Fast
+        from transformers import PreTrainedTokenizerFast
+
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        fast = Fast(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        fast.decoder = decoders.ByteLevel()
+        fast.add_special_tokens([EOS])
+        fast.add_tokens([AddedToken(text, normalized=False) for text in (tool_format.tokens if markers else ())])
+        fast.save(str(directory / "tokenizer.json"))
+        self.tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=EOS))
+        self.format = tool_format
+        self._fast = fast
+        self.ids = {token.content: i for i, token in fast.get_added_tokens_decoder().items()}
+        self.eos = self.ids[EOS]
+        self._vocabulary = load_vocabulary(directory / "tokenizer.json", self.tokenizer.vocab_size, [self.eos])
+        self._executor = llguidance.LLExecutor(1)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._fast.encode(text).ids)
+
+    def write(self, content: tuple[str, str] = ("", ""), **form: Any) -> str:
+        message = {"tool_format": self.format.name} | form
+        return write(*content, [], coerces_one_of=False, message=message, token_ids=self.ids)
+
+    def state(self, grammar: str) -> GrammarState:
+        state = GrammarState(compile_grammar(self._vocabulary, self._executor, grammar))
+        assert not state.error, (state.error, grammar)
+        return state
+
+    def allows(self, grammar: str, text: str) -> bool:
+        """Whether the text, as this vocabulary has it, is a whole output."""
+        state, ids = self.state(grammar), self.encode(text)
+        return state.matcher.try_consume_tokens(ids) == len(ids) and state.is_accepting
+
+    def walk(self, grammar: str, rng: random.Random) -> list[int]:
+        """A random output: any allowed token, and now and then the end of a long text."""
+        state, output = self.state(grammar), list[int]()
+        closings = [self.encode(text) for text in ("</think>", "[/THINK]", "<|end|>", "\n</parameter>\n", '"', "}")]
+        while not state.matcher.is_stopped() and len(output) < 2000:
+            mask = state.matcher.compute_logit_bias()
+            allowed = [token_id for token_id, bias in enumerate(mask) if bias]
+            if self.eos in allowed and rng.random() < 0.5:
+                break
+            next_ids = [rng.choice(allowed)]
+            if len(allowed) > 100 and rng.random() < 0.2:
+                closing = rng.choice(closings)
+                if state.matcher.deep_copy().try_consume_tokens(closing) == len(closing):
+                    next_ids = closing
+            state.advance(next_ids)
+            assert not state.error
+            output += [token_id for token_id in next_ids if token_id != self.eos]
+        assert state.is_accepting, "the walk did not end"
+        return output
+
+    def parse(self, output: list[int], tools: dict[str, Any], prompt: str = "") -> tuple[str, str, list[ToolCall]]:
+        """Content, reasoning and calls."""
+        use = ToolUse(functions=tuple(Function(name, schema, strict=False) for name, schema in tools.items()))
+        options = parser_options(ChatBody(messages=[]), use)
+        factory = template_parser(self.tokenizer, self.format, "", enabled=True)
+        text = TextOptions(parser=factory, parser_options=options)
+        anchors = self.format.template["start_anchor"]
+        start = self.encode((anchors if isinstance(anchors, str) else anchors[0]) + prompt)
+        choice = Choice(0, GenerationRequest("r", "c", start, SamplingParams(max_tokens=4096), text), self.tokenizer)
+        tokens = tuple(SampledToken(token_id) for token_id in output)
+        parts = choice.extend(SequenceTokens(0, tokens, finish_reason=FinishReason.STOP)).parts
+        calls: dict[int, ToolCall] = {}
+        for part in parts:
+            if isinstance(part, ToolCall):
+                before = calls.get(part.index, ToolCall(part.index))
+                joined = before.arguments + part.arguments
+                calls[part.index] = ToolCall(part.index, joined, before.id or part.id, before.name or part.name)
+        said = "".join(part for part in parts if isinstance(part, str))
+        thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        return said, thought, list(calls.values())
+
+
+@pytest.fixture(scope="module", params=FORMATS, ids=str)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(FORMATS[request.param], tmp_path_factory.mktemp("tokenizer"))
+
+
+def schemas(tool_format: ToolFormat) -> dict[str, Any]:
+    """The tools; a text of XML takes no maximal length."""
+    weather = json.loads(json.dumps(WEATHER))
+    if tool_format.arguments == "xml":
+        del weather["properties"]["city"]["maxLength"]
+    return {"get_weather": weather, "add-2": ADD, "stop": EMPTY}
+
+
+@pytest.mark.parametrize("thinking", ["no", "may", "open"])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_required_calls_parse_back(model: Model, thinking: str, parallel: bool) -> None:
+    tools = schemas(model.format)
+    grammar = model.write(functions=list(tools.items()), required=True, parallel=parallel, thinking=thinking)
+    rng, opened = random.Random(f"{thinking} {parallel}"), model.format.reasoning_start if thinking == "open" else ""
+    for _ in range(6):
+        output = model.walk(grammar, rng)
+        content, thought, calls = model.parse(output, tools, opened)
+        text = "".join(model.tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in output)
+        assert not content.strip(), text
+        assert (len(calls) == 1) if not parallel or model.format.separator is None else calls, text
+        for call in calls:
+            jsonschema.validate(json.loads(call.arguments), tools[call.name])
+        if thinking == "no":
+            assert not thought
+
+
+def test_free_text_or_strict_calls(model: Model) -> None:
+    grammar = model.write(functions=[("add", ADD)])
+    one = model.format
+    call = f'{one.begin}{one.head}add{one.middle}{{"a": 1.5, "b": true}}{one.tail}{one.end}'
+    wrong = call.replace("true", "7")
+    if one.arguments == "xml":
+        parameters = "<parameter=a>\n1.5\n</parameter>\n<parameter=b>\ntrue\n</parameter>\n"
+        call = f"{one.head}add{one.middle}{parameters}{one.tail}"
+        wrong = call.replace("1.5", "many")
+    assert model.allows(grammar, call)
+    assert not model.allows(grammar, wrong)
+    assert model.allows(grammar, f"{one.content_start}Hello {{ }}.")
+    assert not model.allows(grammar, "")
+    content, _, calls = model.parse(model.encode(call), {"add": ADD})
+    assert (content, [one.name for one in calls]) == ("", ["add"])
+
+
+def test_content_of_a_form_or_calls(model: Model) -> None:
+    start = model.format.content_start
+    if model.format.name == "llama3_json":
+        with pytest.raises(ValueError, match="cannot tell a call from an answer"):
+            model.write(("json_object", "true"), functions=[("add", EMPTY)])
+        return
+    for content, right, wrong in (
+        (("json_object", "true"), '{"x":1}', "text"),
+        (("regex", "ab+"), "abb", "a"),
+        (("grammar", 'start: "yes" | "no"'), "yes", "maybe"),
+    ):
+        grammar = model.write(content, functions=[("add", EMPTY)], thinking="may")
+        assert model.allows(grammar, start + right), content
+        assert not model.allows(grammar, start + wrong), content
+        if model.format.reasoning_start:
+            thought = f"{model.format.reasoning_start}hm{model.format.reasoning_end}"
+            assert model.allows(grammar, thought + start + right), content
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "mistral", "deepseek_v3", "llama3_json"])
+def test_markers_of_a_tokenizer_that_lacks_them(name: str, tmp_path: Path) -> None:
+    """They are text then, and a free text does not contain them."""
+    model = Model(FORMATS[name], tmp_path, markers=False)
+    tools = schemas(model.format)
+    for required in (True, False):
+        grammar = model.write(functions=list(tools.items()), required=required, thinking="open" if required else "no")
+        output = model.walk(grammar, random.Random(3))
+        content, _, calls = model.parse(output, tools, model.format.reasoning_start if required else "")
+        assert bool(calls) if required else not calls or not content
+        for call in calls:
+            jsonschema.validate(json.loads(call.arguments), tools[call.name])
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": "x+"}}}, "cannot follow pattern beside text"),
+        ({"anyOf": [{"required": ["a"]}]}, "cannot follow anyOf of a tool's parameters"),
+        ({"properties": {"a>": {"type": "string"}}}, "cannot write the parameter 'a>'"),
+    ],
+)
+def test_xml_refuses_what_it_cannot_hold_to(schema: dict[str, Any], why: str, tmp_path: Path) -> None:
+    model = Model(FORMATS["qwen3_coder"], tmp_path)
+    with pytest.raises(ValueError, match=why):
+        model.write(functions=[("f", schema)], required=True)
+
+
+def test_xml_of_a_tool_that_names_no_parameters_takes_any(tmp_path: Path) -> None:
+    """So are free tools beside a strict one, or beside a form of the content."""
+    model = Model(FORMATS["qwen3_coder"], tmp_path)
+    call = "<tool_call>\n<function=f>\n{}</function>\n</tool_call>"
+    some = "<parameter=a b>\n1 < 2\nx\n</parameter>\n<parameter=c>\ntrue\n</parameter>\n"
+    for schema, allowed in (({"type": "object"}, True), (EMPTY, False)):
+        grammar = model.write(functions=[("f", schema)], required=True)
+        assert model.allows(grammar, call.format(""))
+        assert model.allows(grammar, call.format(some)) is allowed
+    text = model.encode(call.format(some))
+    (parsed,) = model.parse(text, {"f": {"type": "object"}})[2]
+    assert json.loads(parsed.arguments) == {"a b": "1 < 2\nx", "c": "true"}
+    grammar = model.write(functions=[("f", {"type": "object", "required": ["a"]})], required=True)
+    assert not model.allows(grammar, call.format(""))
+    assert model.allows(grammar, call.format("<parameter=a>\nx\n</parameter>\n"))
+
+
+def test_only_strict_functions_take_one_of_at_its_word(tmp_path: Path) -> None:
+    model = Model(FORMATS["hermes"], tmp_path)
+    overlapping = {"type": "object", "properties": {"a": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}}
+    model.state(model.write(functions=[("f", overlapping)], required=True))
+    strict = model.write(functions=[("f", overlapping)], required=True, strict=["f"])
+    assert "oneOf" in GrammarState(compile_grammar(model._vocabulary, model._executor, strict)).error

@@ -1,0 +1,149 @@
+"""Role orders to a node: what it tells, what its engine hears and when, and that it serves what was on its way."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pd_cluster.errors import InvalidRequest
+from pd_cluster.protocol.messages import FinishReason, SetRole, TicketOpened, ToEngine, Work
+from pd_cluster.server.node_role import ROLES, NodeRole
+from pd_connectors.protocol.feed import FeedDelta
+from pd_connectors.protocol.messages import PROTOCOL_VERSION
+from pd_connectors.protocol.ticket import ROLE_PATH, NodeOrder, sign
+from tests.server.fake_engine import FakeEngine, Line, says
+from tests.server.live_server import KEY, Node, running
+from tests.server.test_feed import reading
+from tests.server.test_prefill_endpoint import FOREIGN, STREAM
+from tests.server.test_status_routes import call, order
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BODY = {"model": "demo", "prompt": [5] * 40, "max_tokens": 1}
+WAIT_S = 10.0
+
+STEPS = st.lists(st.one_of(st.sampled_from(["take", "drop"]), st.sampled_from(ROLES)), max_size=40)
+
+
+@given(st.sampled_from(ROLES), STEPS)
+def test_the_limit_for_streams_outlasts_the_streams_of_the_old_role(first: str, steps: Sequence[str]) -> None:
+    told = [first]
+
+    def send(message: ToEngine) -> None:
+        assert isinstance(message, SetRole)
+        told.append(message.role)
+
+    role = NodeRole(first, send)
+    held: list[int] = []
+    for step in steps:
+        if step == "take":
+            held.append(role.take())
+        elif step == "drop":
+            if held:
+                role.drop(held.pop(0))
+        else:
+            num_told, is_other = len(told), step != role.name
+            role.change(step)
+            assert role.name == step
+            if is_other and step != "decode" and held:
+                assert len(told) == num_told, "its streams are still protected"
+        assert role.num_draining == sum(one != role.changes for one in held)
+        if role.name == "decode" or not role.num_draining:
+            assert told[-1] == role.name
+    for one in held:
+        role.drop(one)
+    assert (role.num_draining, told[-1]) == (0, role.name)
+
+
+def test_what_is_no_role_changes_nothing() -> None:
+    role = NodeRole("mixed", lambda message: None)
+    with pytest.raises(InvalidRequest, match="encode"):
+        role.change("encode")
+    assert role.report() == {"role": "mixed", "role_changes": 0, "num_draining": 0}
+
+
+pytestmark = pytest.mark.anyio
+
+
+def signed(role: str) -> dict[str, str]:
+    return {"x-pd-order": sign(KEY, NodeOrder("role", "node", 9e9, role))}
+
+
+async def change(node: Node, role: str) -> tuple[int, Any]:
+    return await call(node.session, "POST", node.url + ROLE_PATH, headers=signed(role))
+
+
+def heard(node: Node) -> list[str]:
+    """The roles that the engine has heard of."""
+    return [message.role for message in node.engine.sent if isinstance(message, SetRole)]
+
+
+async def test_an_order_changes_what_the_node_tells() -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        told = await change(node, "decode")
+        assert told == await change(node, "decode") == (
+            200, {"role": "decode", "role_changes": 1, "num_draining": 0},
+        )  # fmt: skip
+        assert heard(node) == ["decode"]
+        _, health = await call(node.session, "GET", node.url + "/health")
+        assert (health["role"], health["role_changes"], health["node_id"]) == ("decode", 1, "node")
+        assert (health["fingerprint"], health["kv_protocol"]) == ("fingerprint", PROTOCOL_VERSION)
+        assert (await call(node.session, "GET", node.url + "/server_info"))[1]["role"] == "decode"
+        async with node.session.get(node.url + "/metrics") as answer:
+            assert 'role="decode"' in await answer.text()
+
+
+async def test_bad_orders_and_orders_at_a_bad_time() -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        for headers, status in (
+            ({}, 401), (order("role", key=b"x" * 32), 401), (order("role", lives_s=-1), 401),
+            (order("role", "other"), 400), (order("feed"), 400), (signed(""), 400), (signed("encode"), 400),
+        ):  # fmt: skip
+            assert (await call(node.session, "POST", node.url + ROLE_PATH, headers=headers))[0] == status
+        node.state.draining = True
+        assert (await change(node, "decode"))[0] == 503
+        node.state.draining, node.engine.is_alive = False, False
+        assert (await change(node, "decode"))[0] == 503
+        assert (heard(node), node.state.role.name) == ([], "mixed")
+
+
+async def test_the_feed_tells_a_change_at_once() -> None:
+    async with running(FakeEngine(says([5]))) as node, reading(node) as reader:
+        await change(node, "prefill")
+        message = await reader.next()
+        assert isinstance(message, FeedDelta)
+        assert (message.role, message.role_changes) == ("prefill", 1)
+
+
+async def test_requests_of_the_old_role_are_finished_and_those_on_their_way_are_served() -> None:
+    """From decode to prefill while a stream runs; a request to decode and a prefill leg come after it."""
+
+    async def script(line: Line) -> None:
+        if line.request.work is Work.PREFILL:
+            line.push(TicketOpened(line.request.request_id, line.ticket()))
+        elif len(line.engine.requests) == 1:
+            await line.engine.released.wait()
+        line.tokens([5], finish=FinishReason.LENGTH)
+
+    async with running(FakeEngine(script)) as node:
+        await change(node, "decode")
+        stream = asyncio.create_task(call(node.session, "POST", node.url + "/v1/completions", json=BODY))
+        async with asyncio.timeout(WAIT_S):
+            while not node.engine.requests:  # noqa: ASYNC110 (the request is on its way)
+                await asyncio.sleep(0)
+        assert await change(node, "prefill") == (200, {"role": "prefill", "role_changes": 2, "num_draining": 1})
+        assert heard(node) == ["decode"]
+        assert (await call(node.session, "POST", node.url + "/v1/completions", json=BODY))[0] == 200
+        leg = BODY | {"kv_transfer_params": FOREIGN}
+        async with node.session.post(node.url + "/v1/completions", json=leg, headers=STREAM) as answer:
+            assert b"event: done" in await answer.read()
+        assert heard(node) == ["decode"]
+        node.engine.released.set()
+        assert (await stream)[0] == 200
+        assert heard(node) == ["decode", "prefill"]
+        assert node.state.role.num_draining == 0

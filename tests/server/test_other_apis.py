@@ -1,0 +1,199 @@
+"""/v1/messages and /v1/responses of a node: fields, answers and errors, over a scripted engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pd_cluster.protocol.messages import RequestFailed
+from pd_cluster.server.fields import ELSEWHERE, HARMLESS, IGNORED_HEADER, REFUSED
+from pd_connectors.protocol.text_chain import chain_key
+from pd_http.dialects import COUNT_TOKENS, MESSAGES, RESPONSES, dialect_of
+from pd_http.messages_dialect import MessagesFields
+from pd_http.responses_dialect import ResponsesFields
+from pd_router.body import RequestBody
+from tests.cut_streams import post
+from tests.server.cut_nodes import Pair, message, response
+from tests.server.fake_engine import FakeEngine, Line, says
+from tests.server.live_server import Node, running
+from tests.server.sse import parse_events, post_events
+
+pytestmark = pytest.mark.anyio
+
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {MESSAGES: {"messages": HI, "max_tokens": 9}, RESPONSES: {"input": "hi"}}
+TEXTS = "<think>why</think>I see. Paris"
+
+
+async def ask(node: Node, path: str, **more: Any) -> tuple[int, dict[str, Any], str | None]:
+    async with node.session.post(f"{node.url}{path}", json=BODIES.get(path, {}) | more) as answer:
+        return answer.status, await answer.json(), answer.headers.get(IGNORED_HEADER)
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_every_field_is_refused_by_name_or_named_as_ignored(path: str) -> None:
+    own = set((MessagesFields if path == MESSAGES else ResponsesFields).__struct_fields__)
+    renamed = dialect_of(path).params
+    async with running(FakeEngine(says([5]))) as node:
+        for name, refusal in (REFUSED | ELSEWHERE[path]).items():
+            if name in own:
+                continue
+            status, content, _ = await ask(node, path, **{name: "something" * 20})
+            assert (status, content["error"]["param"]) == (400, renamed.get(name, name)), content
+            assert refusal.why in content["error"]["message"]
+        assert node.engine.requests == []
+        names = sorted(HARMLESS.keys() - own)
+        for some in (names[:30], names[30:]):
+            status, content, ignored = await ask(node, path, **dict.fromkeys(some, "x"))
+            assert (status, ignored) == (200, ",".join(some)), content
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+async def test_an_answer(path: str) -> None:
+    make = message if path == MESSAGES else response
+    case, texts, end = make("an answer", TEXTS)
+    async with Pair(texts, end=end) as pair:
+        status, raw = await post(pair.apps[0], path, case.body | {"stream": False}, {"x-request-id": "one"})
+    assert status == 200, raw
+    answer = json.loads(raw)
+    if path == MESSAGES:
+        assert (answer["id"], answer["type"], answer["role"], answer["model"]) == (
+            "msg_one",
+            "message",
+            "assistant",
+            "m",
+        )
+        assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)
+        assert [block.get("text") or block["thinking"] for block in answer["content"]] == ["why", "I see. Paris"]
+        return
+    assert (answer["id"], answer["object"], answer["status"], answer["store"]) == (
+        "resp_one",
+        "response",
+        "completed",
+        False,
+    )
+    assert answer["tools"] == case.body["tools"]
+    assert [(item["type"], item["content"][0]["text"]) for item in answer["output"]] == [
+        ("reasoning", "why"), ("message", "I see. Paris")
+    ]  # fmt: skip
+    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+
+
+async def test_ends_of_messages() -> None:
+    for more, text, end, wanted in (
+        ({}, "Hello, there", True, ("end_turn", None)),
+        ({"stop_sequences": [", th"]}, "Hello, there", True, ("stop_sequence", ", th")),
+        ({}, "Hello", False, ("max_tokens", None)),
+    ):
+        case, texts, end = message("end", text, end=end, **more)
+        async with Pair(texts, end=end) as pair:
+            _, raw = await post(pair.apps[0], MESSAGES, case.body | {"stream": False}, {})
+            _, events = await post(pair.apps[0], MESSAGES, case.body, {})
+        answer, told = json.loads(raw), parse_events(events.decode())
+        names = [name for name, _ in told]
+        assert names[:3] == ["message_start", "ping", "content_block_start"]
+        assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+        assert all(name == data["type"] for name, data in told)
+        assert (answer["stop_reason"], answer["stop_sequence"]) == wanted
+        assert (told[-2][1]["delta"]["stop_reason"], told[-2][1]["delta"]["stop_sequence"]) == wanted
+        assert told[-2][1]["usage"]["output_tokens"] == answer["usage"]["output_tokens"] > 0
+
+
+async def test_events_of_responses() -> None:
+    case, texts, end = response("cut", "Hello", end=False)
+    async with Pair(texts, end=end) as pair:
+        _, raw = await post(pair.apps[0], RESPONSES, case.body, {})
+    events = parse_events(raw.decode())
+    numbers = [data["sequence_number"] for _, data in events]
+    assert numbers == sorted(set(numbers)), "they rise"
+    name, last = events[-1]
+    assert (name, last["response"]["status"]) == ("response.incomplete", "incomplete")
+    assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert last["response"]["output"][0]["status"] == "incomplete"
+    assert "".join(data["delta"] for name, data in events if name.endswith(".delta")) == "Hello"
+    assert events[0][1]["response"]["usage"] is None
+
+
+async def test_fields_that_are_echoed() -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        big = b'{"input": "hi", "metadata": {"a":\n 1%s}, "temperature": null}' % (b"0" * 30)
+        for raw, status in (
+            (big, 200),
+            (b'{"input":"hi","metadata":"\xff"}', 400),
+            (b'{"input":"hi","metadata":1e400}', 400),
+        ):
+            async with node.session.post(f"{node.url}{RESPONSES}", data=raw) as answer:
+                assert answer.status == status, await answer.text()
+                told = await answer.json()
+                if status == 200:
+                    assert (told["metadata"], told["temperature"]) == ({"a": 10**30}, None)
+                else:
+                    assert told["error"]["param"] == "metadata"
+        async with node.session.post(f"{node.url}{RESPONSES}", data=big[:-1] + b', "stream": true}') as answer:
+            assert parse_events(await answer.text())[-1][0] == "response.incomplete"
+
+
+async def test_tokens_are_counted_as_they_are_charged() -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        body = {"messages": HI, "system": "Be brief."}
+        _, counted, _ = await ask(node, COUNT_TOKENS, **body)
+        _, answer, _ = await ask(node, MESSAGES, **body)
+        assert counted == {"input_tokens": answer["usage"]["input_tokens"]}
+        status, content, _ = await ask(node, COUNT_TOKENS, messages=5)
+        assert (status, content["type"], content["error"]["param"]) == (400, "error", "messages")
+
+
+async def test_errors_have_the_shape_of_their_api() -> None:
+    async def fails(line: Line) -> None:
+        line.tokens([5])
+        await line.taken()
+        line.push(RequestFailed(line.request.request_id, "EngineUnavailable", "gone"))
+
+    async with running(FakeEngine(fails)) as node:
+        for path, more, status, kind in (
+            (MESSAGES, {"model": "other"}, 404, "not_found_error"),
+            (MESSAGES, {"max_tokens": 100_000}, 400, "invalid_request_error"),
+            (RESPONSES, {"model": "other"}, 404, "invalid_request_error"),
+        ):
+            got, content, _ = await ask(node, path, **more)
+            assert (got, content["error"]["type"], content.get("type")) == (
+                status, kind, "error" if path == MESSAGES else None
+            )  # fmt: skip
+        async with node.session.post(f"{node.url}{MESSAGES}", json={"messages": HI}) as answer:
+            assert (await answer.json())["error"]["message"] == "max_tokens is required"
+        for path, body in BODIES.items():
+            events = await post_events(node.session, f"{node.url}{path}", body | {"stream": True})
+            name, data = events[-1]
+            assert (name, data["type"], data["error"]["message"]) == ("error", "error", "gone")
+            assert data["error"]["code"] == "engine_unavailable"
+
+
+def test_a_conversation_has_one_name_in_every_api() -> None:
+    """The router's names of the prompt are those of the chat request."""
+    long = "Once upon a time. " * 60
+    tool = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+    named = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
+    bodies = {
+        "/v1/chat/completions": {
+            "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": long}],
+            "tools": [{"type": "function", "function": tool}],
+        },
+        MESSAGES: {"system": "s", "messages": [{"role": "user", "content": long}], "tools": [named]},
+        RESPONSES: {"instructions": "s", "input": long, "tools": [{"type": "function", **tool}]},
+    }
+    key = chain_key(b"k" * 32)
+    names = {RequestBody(json.dumps(body).encode(), dialect_of(path)).text_chain(key) for path, body in bodies.items()}
+    assert len(names) == 1
+    assert len(names.pop()) == 2
+    wrong = json.dumps({"messages": [{"role": "user", "content": 5}]}).encode()
+    assert RequestBody(wrong, dialect_of(MESSAGES)).text_chain(key) == ()
+
+
+@pytest.mark.parametrize(("path", "limit"), [(MESSAGES, "max_tokens"), (RESPONSES, "max_output_tokens")])
+def test_the_prefill_leg_is_bounded_by_the_field_of_its_api(path: str, limit: str) -> None:
+    body = RequestBody(json.dumps(BODIES[path] | {limit: 500, "stream": True}).encode(), dialect_of(path))
+    leg = json.loads(body.for_prefill())
+    kept = BODIES[path].keys() | {"stream", limit, "kv_transfer_params"}
+    assert (leg[limit], leg["stream"], leg.keys()) == (1, False, kept)

@@ -1,0 +1,288 @@
+"""A named block has the same tokens in every request with the same text up to the step that names it."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from pd_cluster.server.chat import normal_messages
+from pd_cluster.server.prompt_steps import PromptSteps, given_steps
+from pd_cluster.server.template_stability import MAX_TRIES, TRY_EVERY_S, Decider, TemplateStability
+from pd_cluster.server.tokenizer import Encoded
+from pd_connectors.protocol import text_chain
+from pd_connectors.protocol.text_chain import canonical_text, chain_key, step_hashes
+from tests.server.live_server import MODEL_DIR
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KEY, SIZE = chain_key(b"k"), 16
+TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
+# Three templates of the shapes that matter. ChatML: the reasoning of turns before the last question is dropped, the
+# last turn gets an empty one, results of tools stand in a user turn
+CHATML = """
+{%- if tools %}{{ '<|im_start|>system\\n' }}
+{%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% endif %}
+{%- for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}{{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{% endif %}
+{%- set ns = namespace(last=messages | length - 1, looks=true) %}
+{%- for message in messages[::-1] %}
+{%- if ns.looks and message.role == 'user' and not message.content.startswith('<tool_response>') %}
+{%- set ns.looks = false %}{% set ns.last = messages | length - 1 - loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}
+{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- elif message.role == 'assistant' %}
+{%- set ns.reasoning = message.reasoning_content or '' %}{% set content = message.content or '' %}
+{%- if '</think>' in content %}{% set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if loop.index0 > ns.last and (loop.last or ns.reasoning) %}
+{{- '<think>\\n' + ns.reasoning.strip('\\n') + '\\n</think>\\n\\n' }}{% endif %}{{ content }}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>\\n' + call.function.name + ' ' + call.function.arguments | tojson + '\\n</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+# Headers: a date and the tools before the system message, contents trimmed, one call for each turn
+HEADERS = """
+{{- '<|begin|>' }}{% if messages[0]['role'] == 'system' %}
+{%- set system = messages[0]['content'] | trim %}{% set messages = messages[1:] %}
+{%- else %}{% set system = '' %}{% endif %}
+{{- '<|head|>system<|end|>\\n\\nToday Date: ' + (date_string or '26 Jul 2024') + '\\n\\n' }}
+{%- if tools is not none and tools is defined %}{{ 'Functions:\\n' }}
+{%- for tool in tools %}{{ tool | tojson(indent=4) + '\\n\\n' }}{% endfor %}{% endif %}
+{{- system + '<|eot|>' }}
+{%- for message in messages %}
+{%- if message.tool_calls %}{% if message.tool_calls | length != 1 %}{{ raise_exception('one call') }}{% endif %}
+{{- '<|head|>assistant<|end|>\\n\\n{"name": "' + message.tool_calls[0].function.name + '"}<|eot|>' }}
+{%- elif message.role == 'tool' %}
+{{- '<|head|>ipython<|end|>\\n\\n' + message.content | tojson + '<|eot|>' }}
+{%- else %}{{ '<|head|>' + message.role + '<|end|>\\n\\n' + message.content | trim + '<|eot|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|head|>assistant<|end|>\\n\\n' }}{% endif %}"""
+# Brackets: system message and tools stand in the last question; roles must alternate
+BRACKETS = """
+{%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set turns = messages[1:] %}
+{%- else %}{% set turns = messages %}{% endif %}
+{%- set ns = namespace(index=0) %}
+{%- for message in turns %}{% if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}
+{%- if (message.role == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{%- set ns.index = ns.index + 1 %}{% endif %}{% endfor %}
+{%- set users = turns | selectattr('role', 'equalto', 'user') | list %}
+{{- '<s>' }}
+{%- for message in turns %}
+{%- if message.role == 'user' %}
+{%- if tools is defined and tools is not none and message == users[-1] %}
+{{- '[TOOLS] ' + tools | tojson + '[/TOOLS]' }}{% endif %}
+{%- if system is defined and loop.last %}{{ '[INST] ' + system + '\\n\\n' + message.content + '[/INST]' }}
+{%- else %}{{ '[INST] ' + message.content + '[/INST]' }}{% endif %}
+{%- elif message.tool_calls %}{{ '[CALLS] ' + message.tool_calls | tojson + '</s>' }}
+{%- elif message.role == 'tool' %}{{ '[RESULT] ' + message.content | string + '[/RESULT]' }}
+{%- else %}{{ ' ' + message.content + '</s>' }}{% endif %}{% endfor %}"""
+TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "brackets": BRACKETS}
+PIECES = ["the ", "Paris", " is\n\n", "  ", "x" * 9, "é漢", "\n", "'ll go", '{"a": 1}', "1234", "\t\t ", "<b>", ". "]
+
+
+class Node:
+    """Names prompts as a node does."""
+
+    def __init__(self, template: str, size: int = SIZE) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(str(MODEL_DIR))
+        self.tokenizer.chat_template = template
+        self.tokenizer.add_tokens(["<|head|>", "<|end|>", "<|eot|>", "[INST]", "[/INST]"], special_tokens=True)
+        self.stability = TemplateStability(template, self.render)
+        self.size = size
+
+    def render(self, messages: Any, tools: Any, options: Any) -> str:
+        return str(self.tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, **options))
+
+    def serve(self, body: dict[str, Any]) -> tuple[list[int], tuple[tuple[int, int], ...]]:
+        """Token ids and names."""
+        raw = json.dumps(body).encode()
+        messages, options = normal_messages(body["messages"]), {"add_generation_prompt": True}
+        encoded = self.encode(self.render(messages, body.get("tools"), options))
+        names = PromptSteps(raw, KEY, "", self.size)
+        deciders = self.stability.deciders(messages, has_tools="tools" in body, options=options)
+        names.name_text(encoded, [one.get("content") or "" for one in messages], deciders)
+        return encoded.ids, names.steps
+
+    def encode(self, text: str) -> Encoded:
+        encoded = self.tokenizer(text, add_special_tokens=False)
+        return Encoded(text, list(encoded["input_ids"]), encoded.encodings[0])
+
+
+def steps_of(body: dict[str, Any]) -> tuple[int, ...]:
+    text = canonical_text({name: json.dumps(value).encode() for name, value in body.items()})
+    assert text is not None
+    return step_hashes(KEY, "", text)
+
+
+def words(rng: random.Random, most: int = 60) -> str:
+    return "".join(rng.choice(PIECES) for _ in range(rng.randrange(1, most)))
+
+
+def turn(rng: random.Random, role: str) -> list[dict[str, Any]]:
+    message: dict[str, Any] = {"role": role, "content": words(rng)}
+    if role == "assistant" and rng.random() < 0.3:
+        message["reasoning_content"] = words(rng, 20)
+    if role == "assistant" and rng.random() < 0.25:
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": {"at": words(rng, 3)}}}
+        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return [called, {"role": "tool", "content": words(rng), "tool_call_id": "abcdefghi"}, message]
+    return [message]
+
+
+def conversation(rng: random.Random) -> list[dict[str, Any]]:
+    messages = [{"role": "system", "content": words(rng)}] if rng.random() < 0.5 else []
+    for _ in range(rng.randrange(3)):
+        messages += [*turn(rng, "user"), *turn(rng, "assistant")]
+    return [*messages, *turn(rng, "user")]
+
+
+def sibling(rng: random.Random, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Another conversation that begins alike: it ends, goes on, or says something else, from some place on."""
+    cut = rng.randrange(len(messages))
+    message = dict(messages[cut])
+    match rng.randrange(5):
+        case 0:
+            return messages[: cut + 1]
+        case 1:
+            return [*messages, *turn(rng, "assistant"), *turn(rng, "user")]
+        case 2 if message["content"]:
+            at = rng.randrange(len(message["content"]))
+            message["content"] = message["content"][:at] + rng.choice(["", "\n", " ", words(rng, 9)])
+        case 3:
+            return [*messages[:cut], *turn(rng, rng.choice(["user", "assistant"])), *turn(rng, "user")]
+        case _:
+            message["content"] = message["content"] + words(rng, 9)
+    return [*messages[:cut], message, *(messages[cut + 1 :] if rng.random() < 0.3 else [])]
+
+
+@pytest.fixture
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Steps as short as a block, so that a margin of error of one character is found."""
+
+    def shorten(size: int) -> None:
+        monkeypatch.setattr(text_chain, "STEP_BYTES", size)
+        monkeypatch.setattr("pd_cluster.server.prompt_steps.STEP_BYTES", size)
+
+    return shorten
+
+
+@pytest.mark.parametrize("shape", TEMPLATES)
+def test_a_name_promises_no_wrong_token(shape: str, short_steps: Callable[[int], None]) -> None:
+    short_steps(16)
+    check_names(Node(TEMPLATES[shape]), random.Random(shape))
+
+
+def check_names(node: Node, rng: random.Random) -> None:
+    """Conversations that begin as a named one have its tokens, as far as the name says."""
+    num_named = num_shared = 0
+    for _ in range(60):
+        body = {"messages": conversation(rng)} | ({"tools": [TOOL]} if rng.random() < 0.4 else {})
+        try:
+            ids, names = node.serve(body)
+        except Exception:
+            continue
+        num_named += len(names)
+        for _ in range(4):
+            other = body | {"messages": sibling(rng, body["messages"])}
+            try:
+                other_ids, _ = node.serve(other)
+            except Exception:
+                continue
+            others = set(steps_of(other))
+            for num_tokens, step in names:
+                if step in others:
+                    num_shared += 1
+                    assert other_ids[:num_tokens] == ids[:num_tokens], (num_tokens, body, other)
+    assert num_named > 100
+    assert num_shared > 60
+
+
+def test_a_name_waits_for_the_text_that_a_tokenizer_may_join(short_steps: Callable[[int], None]) -> None:
+    """At every byte: what follows the text of a name changes none of its tokens."""
+    short_steps(1)
+    node, rng, num_cuts = Node(CHATML), random.Random(3), 0
+    for _ in range(60):
+        prompt = words(rng, 90)
+        encoded = node.encode(prompt)
+        names = PromptSteps(json.dumps({"prompt": prompt}).encode(), KEY, "", SIZE)
+        names.name_text(encoded, [prompt], [Decider(0)])
+        text = canonical_text({"prompt": json.dumps(prompt).encode()})
+        assert text is not None
+        ends = {step: index + 1 for index, step in enumerate(step_hashes(KEY, "", text))}
+        for num_tokens, step in names.steps:
+            known = text[: ends[step]].removeprefix(text[: -len(prompt.encode())]).decode(errors="ignore")
+            for follows in ("", "\n", " ", "x", "\n\n\n", "'ll", "é", words(rng, 4)):
+                num_cuts += 1
+                assert node.encode(known + follows).ids[:num_tokens] == encoded.ids[:num_tokens]
+    assert num_cuts > 1000
+
+
+def test_ids_are_named_to_the_token() -> None:
+    prompt = list(range(500))
+    names = PromptSteps(json.dumps({"prompt": prompt}).encode(), KEY, "", SIZE)
+    names.name_ids(len(prompt))
+    text = canonical_text({"prompt": json.dumps(prompt).encode()})
+    assert text is not None
+    # a step of 512 bytes is 128 ids, and the head of the text has 7 bytes
+    assert names.steps == tuple(zip((112, 240, 368), step_hashes(KEY, "", text), strict=True))
+
+
+def test_kinds_of_messages_that_the_templates_decide_late() -> None:
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    thought = [asked[0], asked[1] | {"reasoning_content": "r"}, asked[2]]
+    tagged = [asked[0], asked[1], {"role": "user", "content": "<tool_response>"}]
+    chatml = Node(CHATML).stability
+    options = {"add_generation_prompt": True}
+    assert chatml.deciders(asked, has_tools=False, options=options) == [Decider(0), Decider(2), Decider(2)]
+    assert chatml.deciders(thought, has_tools=False, options=options) == [
+        Decider(0),
+        Decider(2, is_whole=True),
+        Decider(2),
+    ]
+    assert chatml.deciders(tagged, has_tools=False, options=options) == [Decider(0), Decider(2)]
+    brackets = Node(BRACKETS).stability
+    assert not brackets.deciders([{"role": "system", "content": "s"}, *asked], has_tools=False, options=options)
+    timed = TemplateStability("{{ strftime_now('%H:%M') }}", lambda *_: "a")
+    assert not timed.deciders(asked, has_tools=False, options=options)
+
+
+def test_ever_new_kinds_of_messages_cost_a_bounded_time() -> None:
+    """Each new kind is rendered 36 times or more, on the thread that tokenizes all prompts."""
+    now_s, num_rendered = 0.0, 0
+
+    def render(messages: Any, *_: Any) -> str:
+        nonlocal num_rendered
+        num_rendered += 1
+        return "".join(f"{one['role']}:{one.get('content')};" for one in messages)
+
+    stability = TemplateStability("", render, lambda: now_s)
+
+    def deciders(message: dict[str, Any], **options: Any) -> list[Decider]:
+        return stability.deciders([message], has_tools=False, options=options)
+
+    for i in range(1000):
+        deciders({"role": "user", "content": "a"}, new=i)
+        deciders({"role": "user", "content": "a", f"key{i}": 1})
+    most = num_rendered
+    assert 36 <= most <= 108 * MAX_TRIES
+    known, new = {"role": "user", "content": "a", "key0": 1}, {"role": "system", "content": "a"}
+    assert deciders(known) == [Decider(0)]
+    assert deciders(new) == []
+    now_s += TRY_EVERY_S
+    assert deciders(new) == [Decider(0)], "not tried is not remembered"
+    assert deciders(new | {"name": "b"}) == []
+    assert most < num_rendered <= most + 108
+
+
+def test_names_of_another_node_are_taken_where_they_fit() -> None:
+    assert given_steps([(32, 5), (16, 4), (40, 1), (0, 1), (48, 2), (64, 1 << 64)], 47, 16) == ((16, 4), (32, 5))

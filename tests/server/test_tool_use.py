@@ -1,0 +1,233 @@
+"""What a chat request says about tools and reasoning: what is read of it, and a 400 that names the wrong place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pd_cluster.errors import InvalidRequest
+from pd_cluster.server.chat import normal_messages
+from pd_cluster.server.chat_grammar import chat_grammar_source, check_format
+from pd_cluster.server.reasoning_options import reasoning_options, unread_reasoning_fields
+from pd_cluster.server.schema import ChatBody, JsonSchemaFormat, ResponseFormat
+from pd_cluster.server.tokenizer import Tokenizer
+from pd_cluster.server.tool_format import FORMATS
+from pd_cluster.server.tool_use import MAX_TOOLS, ToolUse, inlined, tool_use
+from tests.server.live_server import MODEL_DIR
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def tool(name: Any = "f", **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name} | function}
+
+
+def nested(levels: int) -> Any:
+    schema: Any = {}
+    for _ in range(levels):
+        schema = [{"anyOf": schema}]
+    return schema
+
+
+def body(**fields: Any) -> ChatBody:
+    return ChatBody(messages=[], **fields)
+
+
+@pytest.mark.parametrize(
+    ("tools", "place"),
+    [
+        ([{"function": {"name": "f"}}], "tools[0].type"),
+        ([tool(), {"type": "custom", "custom": {"name": "g"}}], "tools[1].type"),
+        ([{"type": "function"}], "tools[0].function "),
+        ([{"type": "function", "function": "f"}], "tools[0].function "),
+        ([{"type": "function", "function": {}}], "tools[0].function.name"),
+        ([tool(7)], "tools[0].function.name"),
+        ([tool("")], "tools[0].function.name"),
+        ([tool("a b")], "tools[0].function.name"),
+        ([tool('a"')], "tools[0].function.name"),
+        ([tool("a" * 65)], "tools[0].function.name"),
+        ([tool(), tool()], "tools[1].function.name"),
+        ([tool(description=1)], "tools[0].function.description"),
+        ([tool(strict="yes")], "tools[0].function.strict"),
+        ([tool(parameters=[])], "tools[0].function.parameters "),
+        ([tool(parameters="{}")], "tools[0].function.parameters "),
+        ([tool(parameters={"type": "string"})], "tools[0].function.parameters.type"),
+        ([tool(parameters={"properties": []})], "tools[0].function.parameters.properties"),
+        ([tool(parameters={"properties": {"a": 1}})], "tools[0].function.parameters.properties"),
+        ([tool(parameters={"required": "a"})], "tools[0].function.parameters.required"),
+        ([tool(parameters={"$defs": [1]})], "tools[0].function.parameters.$defs"),
+        ([tool(parameters={"definitions": None})], "tools[0].function.parameters.definitions"),
+        ([tool(parameters={"anyOf": nested(900)})], "tools[0].function.parameters is nested"),
+        ([tool(f"f{i}") for i in range(MAX_TOOLS + 1)], "tools has"),
+    ],
+)
+def test_malformed_tools_are_named_by_place(tools: list[dict[str, Any]], place: str) -> None:
+    for choice in (None, "auto", "none", "required"):
+        with pytest.raises(InvalidRequest) as raised:
+            tool_use(body(tools=tools, tool_choice=choice))
+        assert raised.value.param == "tools"
+        assert str(raised.value).startswith(place)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "any", "f", {}, {"type": "allowed_tools"}, {"type": "function"}, {"type": "function", "function": "f"},
+        {"type": "function", "function": {"name": 1}}, {"type": "function", "function": {"name": "other"}},
+    ],
+)  # fmt: skip
+def test_malformed_choices(choice: Any) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        tool_use(body(tools=[tool()], tool_choice=choice))
+    assert raised.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize("tools", [None, []])
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}])
+def test_a_choice_needs_tools(choice: Any, tools: Any) -> None:
+    with pytest.raises(InvalidRequest, match="tool_choice needs tools"):
+        tool_use(body(tools=tools, tool_choice=choice))
+
+
+def test_choices() -> None:
+    tools = [tool("f", parameters=SCHEMA), tool("g.h", strict=True, parameters=None)]
+
+    def read(choice: Any, parallel: bool | None = None) -> tuple[list[str], bool, bool]:
+        use = tool_use(body(tools=tools, tool_choice=choice, parallel_tool_calls=parallel))
+        assert use.shown is (tools if use.functions else None)
+        return [function.name for function in use.functions], use.required, use.parallel
+
+    assert read(None) == read("auto") == (["f", "g.h"], False, True)
+    assert read("required", False) == (["f", "g.h"], True, False)
+    assert read({"type": "function", "function": {"name": "f"}}) == (["f"], True, False)
+    assert read("none") == ([], False, True)
+    assert tool_use(body()) == tool_use(body(tools=[], tool_choice="none")) == ToolUse()
+    f, g = tool_use(body(tools=tools)).functions
+    assert (f.parameters, f.strict) == (SCHEMA, False)
+    assert (g.parameters, g.strict) == ({"type": "object"}, True)
+
+
+def test_definitions_are_inlined_once() -> None:
+    root = {"$defs": {"p": {"type": "object", "properties": {"q": {"$ref": "#/$defs/p"}}}}}
+    assert inlined({"$ref": "#/$defs/p"}, root) == root["$defs"]["p"]
+    assert inlined({"anyOf": [{"$ref": "#/$defs/p"}, {"type": "null"}], "x": 1}, root) == {
+        "anyOf": [root["$defs"]["p"], {"type": "null"}],
+        "x": 1,
+    }
+    assert inlined({"$ref": "#/$defs/missing"}, root) == {}
+    assert inlined(True, root) is True
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(MODEL_DIR.with_name("tool_model"))
+
+
+@pytest.mark.anyio
+async def test_the_form_of_an_answer(tokenizer: Tokenizer) -> None:
+    free, strict = [tool("f", parameters=SCHEMA)], [tool("f", parameters=SCHEMA), tool("g", strict=True)]
+    wanted = ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=SCHEMA))
+
+    async def form(options: dict[str, Any] | None = None, name: str = "hermes", **fields: Any) -> Any:
+        one = body(**fields)
+        return await chat_grammar_source(one, tool_use(one), FORMATS[name], tokenizer, options or {})
+
+    assert await form() is None
+    assert await form(tools=free) is None
+    assert await form(tools=strict, tool_choice="none") is None
+    required = await form(tools=free, tool_choice="required")
+    assert (required.kind, required.param) == ("", "tools")
+    assert required.message.functions == (("f", SCHEMA),)
+    assert (required.message.required, required.message.thinking) == (True, "no")
+    assert (await form(tools=strict)).message.strict == ("g",)
+    auto = await form({"enable_thinking": True}, tools=strict, parallel_tool_calls=False)
+    assert auto.message.functions == (("f", {"type": "object"}), ("g", {"type": "object"}))
+    assert (auto.message.required, auto.message.parallel, auto.message.thinking) == (False, False, "open")
+    both = await form(tools=free, response_format=wanted)
+    assert (both.kind, both.value, both.param) == ("json", SCHEMA, "response_format")
+    assert both.message.functions == (("f", {"type": "object"}),)
+    assert (await form(tools=free, tool_choice="required", response_format=wanted)).kind == ""
+    assert (await form(response_format=wanted)).message is None
+    assert (await form({"enable_thinking": True}, response_format=wanted)).message.thinking == "open"
+    assert (await form(response_format=wanted, name="llama3_json")).message is None
+    assert (await form({"continue_final_message": True}, response_format=wanted)).message is None
+
+
+@pytest.mark.anyio
+async def test_whether_an_answer_may_begin_with_reasoning() -> None:
+    tokenizer = Tokenizer.load(MODEL_DIR.with_name("tool_model"))
+    one = body(response_format=ResponseFormat(type="json_object"))
+
+    async def thinking(behind: str) -> str:
+        template = "{{ messages[0].content }}{% if add_generation_prompt %}BEHIND{% endif %}"
+        tokenizer._tokenizer.chat_template = template.replace("BEHIND", behind)
+        source = await chat_grammar_source(one, ToolUse(), FORMATS["hermes"], tokenizer, {})
+        assert source is not None
+        return "no" if source.message is None else source.message.thinking
+
+    assert await thinking("assistant:") == "may"
+    assert await thinking("<think>") == "open"
+    assert await thinking("<think></think>") == await thinking("</think>") == "no"
+    assert await thinking("{% if thinking %}<think>{% endif %}") == "no"
+    assert await thinking("{{ raise_exception('no') }}") == "may"  # the tokenizer has the marker
+
+
+def test_reasoning_fields() -> None:
+    on, off = ({"enable_thinking": value, "thinking": value} for value in (True, False))
+    assert reasoning_options(body()) == {}
+    assert reasoning_options(body(enable_thinking=True)) == on
+    assert reasoning_options(body(reasoning_effort="none")) == off | {"reasoning_effort": "none"}
+    assert reasoning_options(body(reasoning_effort="low", enable_thinking=True)) == on | {"reasoning_effort": "low"}
+    for fields in ({"reasoning_effort": "much"}, {"reasoning_effort": "none", "enable_thinking": True}):
+        with pytest.raises(InvalidRequest):
+            reasoning_options(body(**fields))
+    asked = body(reasoning_effort="low", enable_thinking=True)
+    assert unread_reasoning_fields(asked, "{{ messages }} rethinking") == {"reasoning_effort", "enable_thinking"}
+    for known in ("{% if enable_thinking %}", "{{ reasoning_effort }}", "{% if thinking is defined %}"):
+        assert unread_reasoning_fields(asked, known) == set()
+    assert unread_reasoning_fields(body(), "") == set()
+
+
+@pytest.mark.parametrize(
+    ("message", "place"),
+    [
+        ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
+        ({"role": "function", "content": "x"}, "messages[0].name"),
+        ({"role": "assistant", "tool_calls": {"a": 1}}, "messages[0].tool_calls must"),
+        ({"role": "assistant", "tool_calls": [1]}, "messages[0].tool_calls[0] must"),
+        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "messages[0].tool_calls[0].function.name"),
+        ({"role": "assistant", "function_call": {"name": 1}}, "messages[0].tool_calls[0].function.name"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_malformed_messages_of_tools(message: dict[str, Any], place: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        normal_messages([message])
+    assert str(raised.value).startswith(place)
+
+
+def test_the_older_form_of_a_call_and_its_result() -> None:
+    called, result = normal_messages(
+        [
+            {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}},
+            {"role": "function", "name": "f", "content": "2"},
+        ]
+    )
+    assert called["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+    assert (result["role"], result["content"]) == ("tool", "2")
+
+
+def test_tools_without_a_format_need_a_parser_and_no_grammar() -> None:
+    use = tool_use(body(tools=[tool()]))
+    check_format(use, None, has_parser=True)
+    for refused, has_parser in ((use, False), (tool_use(body(tools=[tool()], tool_choice="required")), True)):
+        with pytest.raises(InvalidRequest, match="--tool-format"):
+            check_format(refused, None, has_parser=has_parser)

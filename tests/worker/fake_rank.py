@@ -1,0 +1,91 @@
+"""A rank's process with an executor that computes nothing: a test says through the port when a step ends.
+
+port message      effect
+"end"             one more step may end
+"fail"            the next launch fails
+others            come back in capitals, with the number of steps that were launched before
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from pd_cluster.errors import StartupError
+from pd_cluster.worker.rank import RankProcess, main
+
+if TYPE_CHECKING:
+    from pd_cluster.scheduling.batch import Batch
+    from pd_cluster.worker.device_executor import DeviceExecutor
+
+
+@dataclass
+class FakePending:
+    """Ends when the test allows it. Its digest is the number of its step."""
+
+    step: int
+    may_end: threading.Semaphore
+    is_launched: bool = True
+
+    def wait(self) -> None:
+        self.may_end.acquire()
+
+    def digest(self) -> int:
+        return self.step
+
+    def result(self) -> None:
+        return
+
+
+@dataclass
+class FakeExecutor:
+    """The calls that a RankProcess makes."""
+
+    rank: int
+    may_end: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    fails: bool = False
+    launched: int = 0
+
+    def load(self) -> None:
+        return
+
+    def free_kv_bytes(self) -> int:
+        return 1000 * self.rank
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        raise StartupError(f"no room for {num_blocks} and {num_host_blocks} blocks")
+
+    def follow(self, batch: Batch, graph: object, staged: object) -> FakePending:
+        if self.fails:
+            raise ValueError("a kernel failed")
+        self.launched += 1
+        return FakePending(batch.step, self.may_end)
+
+    def close(self) -> None:
+        return
+
+    leave = use_device = close
+
+
+class FakeRank(RankProcess):
+    def _make_executor(self) -> DeviceExecutor:
+        self._fake = FakeExecutor(self._start.rank)
+        self._port.set_handler(self._handle)
+        return cast("DeviceExecutor", self._fake)
+
+    def _phase_echo(self, *arguments: Any) -> list[Any]:
+        return [self._start.rank, *arguments]
+
+    def _handle(self, message: bytes) -> None:
+        if message == b"end":
+            self._fake.may_end.release()
+        elif message == b"fail":
+            self._fake.fails = True
+        else:
+            self._port.send(message.upper() + b" %d" % self._fake.launched)
+
+
+if __name__ == "__main__":
+    sys.exit(main(FakeRank))

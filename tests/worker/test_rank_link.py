@@ -1,0 +1,287 @@
+"""Frames, and RankLink with real processes of ranks that compute nothing (`fake_rank`)."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import psutil
+import pytest
+
+from pd_cluster.config import ModelConfig, NodeConfig
+from pd_cluster.errors import PdError, StartupError
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
+from pd_cluster.worker.rank import ORPHAN_EXIT_CODE
+from pd_cluster.worker.rank_frames import PhaseFrame, RankLost, RankStart, StepFrame, ToRank
+from pd_cluster.worker.rank_link import RankLink
+from pd_kernels.values import StepSize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+WAIT_S = 20.0  # for what should take milliseconds, on a busy machine
+SILENCE_S = 1.5
+PARAMS = SamplingParams(max_tokens=5, temperature=0.5, logit_bias={7: 1.5}, grammar="start: /a/", stop_token_ids=(3,))
+BATCH = Batch(
+    7,
+    (SequenceStart(2, (1, 2, 3), 2, (4, 5), PARAMS, -(1 << 63), (8, (1 << 63) - 1)),),
+    (SequenceChunk(1, 9, 1, 2, (3,), 1), SequenceChunk(2, 0, 3, num_samples=2)),
+    (5, 6),
+    BlockCopies(((1, 2),), ((3, 4),), ((5, 6),)),
+)
+
+
+@pytest.mark.parametrize("graph", [None, StepSize(4, 3, 2, has_decodes=True, is_far=True)])
+def test_a_step_arrives_as_it_was_sent(graph: StepSize | None) -> None:
+    frame = StepFrame.of(BATCH, graph, (2,), (4,))
+    arrived: StepFrame = msgspec.msgpack.decode(msgspec.msgpack.encode(frame), type=ToRank)
+    assert arrived == frame
+    assert arrived.batch == BATCH
+
+
+@dataclass
+class Ranks:
+    """A RankLink, its processes, and what it reported."""
+
+    link: RankLink
+    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    losses: queue.SimpleQueue[PdError] = field(default_factory=queue.SimpleQueue)
+
+    def send(self, rank: int, message: bytes) -> None:
+        self.link.ports[rank - 1].send(message)
+
+    def launch(self, step: int, deadline_s: float = WAIT_S) -> int:
+        return self.link.send_step(StepFrame.of(Batch(step), None, (), ()), deadline_s)
+
+    def loss(self) -> str:
+        """Why a rank was lost. All ranks are dead by then."""
+        why = self.losses.get(timeout=WAIT_S)
+        assert all(process.poll() is not None for process in self.processes.values())
+        assert why is self.link.lost
+        return str(why)
+
+
+@contextmanager
+def running_ranks(directory: Path, size: int = 3) -> Iterator[Ranks]:
+    losses: queue.SimpleQueue[PdError] = queue.SimpleQueue()
+    address = f"ipc://{directory}/r"
+    ranks = Ranks(RankLink(size, address, losses.put, silence_s=SILENCE_S), losses=losses)
+
+    def spawn(rank: int) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([sys.executable, "-m", "tests.worker.fake_rank"], stdin=subprocess.PIPE)
+        assert process.stdin is not None
+        start = RankStart(NodeConfig(model=ModelConfig(tp=size)), rank, address, 0)
+        process.stdin.write(msgspec.json.encode(start) + b"\n")
+        process.stdin.flush()
+        ranks.processes[rank] = process
+        return process
+
+    try:
+        ranks.link.start(spawn)
+        ranks.link.send(PhaseFrame("load"))
+        ranks.link.results()
+        ranks.link.serve()
+        yield ranks
+    finally:
+        ranks.link.close()
+    assert all(process.poll() is not None for process in ranks.processes.values())
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    ends_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < ends_s
+        time.sleep(0.005)
+
+
+@pytest.mark.integration
+def test_phases_steps_and_ports(tmp_path: Path) -> None:
+    with running_ranks(tmp_path) as ranks:
+        link = ranks.link
+        link.send(PhaseFrame("echo", (3, "x", [b"y"])))
+        assert link.results() == [[1, 3, "x", [b"y"]], [2, 3, "x", [b"y"]]]
+        # Two steps are under way. A step has retired when it has ended on every rank
+        first, second = ranks.launch(11), ranks.launch(12)
+        ranks.send(1, b"end")
+        ranks.send(1, b"end")
+        wait_until(lambda: len(link._retired[1]) == 2 or link.has_retired(first))
+        assert not link.has_retired(first)
+        ranks.send(2, b"end")
+        wait_until(lambda: link.has_retired(first))
+        assert not link.has_retired(second)
+        assert link.take_retired() == {1: 11, 2: 11}
+        ranks.send(2, b"end")
+        assert link.take_retired() == {1: 12, 2: 12}
+        # A message takes its place among the steps; those that came before a handler are kept
+        ranks.send(2, b"early")
+        heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        ranks.launch(13)
+        ranks.send(2, b"late")
+        link.ports[1].set_handler(heard.put)
+        assert [heard.get(timeout=WAIT_S) for _ in range(2)] == [b"EARLY 2", b"LATE 3"]
+        ranks.send(1, b"end")
+        ranks.send(2, b"end")
+        assert link.take_retired() == {1: 13, 2: 13}
+    assert [process.returncode for process in ranks.processes.values()] == [0, 0]  # told to close, not killed
+    assert ranks.losses.empty()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_killed_rank_ends_all(tmp_path: Path, rank: int) -> None:
+    with running_ranks(tmp_path) as ranks:
+        ranks.launch(0)
+        started_s = time.monotonic()
+        ranks.processes[rank].kill()
+        with pytest.raises(RankLost, match=f"rank {rank} has ended"):
+            ranks.link.take_retired()
+        assert time.monotonic() - started_s < 2
+        assert ranks.loss() == f"rank {rank} has ended"
+        with pytest.raises(RankLost), ranks.link.blamed():  # a collective fails when its peer is gone
+            raise RuntimeError("connection closed by peer")
+        ranks.send(rank, b"to a rank that is gone")
+
+
+@pytest.mark.integration
+def test_a_stopped_rank_ends_all(tmp_path: Path) -> None:
+    with running_ranks(tmp_path) as ranks:
+        psutil.Process(ranks.processes[1].pid).suspend()
+        ranks.link.send(PhaseFrame("echo"))
+        with pytest.raises(RankLost, match="rank 1 has been silent for"):
+            ranks.link.results()
+        assert "silent" in ranks.loss()
+
+
+@pytest.mark.integration
+def test_a_step_that_does_not_retire_ends_all(tmp_path: Path) -> None:
+    with running_ranks(tmp_path) as ranks:
+        ranks.launch(0, 0.5)
+        for rank in (1, 2):
+            ranks.send(rank, b"end")
+        ranks.link.take_retired()
+        ranks.launch(1, 0.5)
+        ranks.send(1, b"end")
+        assert ranks.loss() == "a step has not ended on rank 2 within 0.5 s"
+        with pytest.raises(RankLost):
+            ranks.link.take_retired()
+
+
+@pytest.mark.integration
+def test_the_failure_of_a_rank_is_told(tmp_path: Path) -> None:
+    with running_ranks(tmp_path) as ranks:
+        ranks.link.send(PhaseFrame("allocate", (5, 6)))
+        with pytest.raises(StartupError, match=r"rank [12]: no room for 5 and 6 blocks"):
+            ranks.link.results()
+        assert "no room for 5 and 6 blocks" in ranks.loss()
+
+
+@pytest.mark.integration
+def test_a_launch_that_fails_ends_all(tmp_path: Path) -> None:
+    with running_ranks(tmp_path, size=2) as ranks:
+        ranks.send(1, b"fail")
+        ranks.launch(0)
+        with pytest.raises(RankLost, match="rank 1: ValueError: a kernel failed"):
+            ranks.link.take_retired()
+
+
+@pytest.mark.integration
+def test_ranks_that_are_told_to_end_are_not_lost(tmp_path: Path) -> None:
+    """Rank 0 still has work of its own then."""
+    with running_ranks(tmp_path) as ranks:
+        ranks.link.dismiss()
+        assert {process.wait(WAIT_S) for process in ranks.processes.values()} == {0}
+    assert ranks.losses.empty()
+    assert ranks.link.lost is None
+
+
+@pytest.mark.integration
+def test_a_rank_ends_with_rank_0(tmp_path: Path) -> None:
+    with running_ranks(tmp_path) as ranks:
+        ranks.link._stop_watching()  # else the end of the first one kills the second
+        for process in ranks.processes.values():  # as the kernel does at rank 0's end
+            assert process.stdin is not None
+            process.stdin.close()
+        assert {process.wait(WAIT_S) for process in ranks.processes.values()} == {ORPHAN_EXIT_CODE}
+
+
+@pytest.mark.integration
+def test_a_stopped_rank_ends_with_a_killed_rank_0(tmp_path: Path) -> None:
+    """It cannot read the end of its standard input, and would keep its GPU."""
+    command = [sys.executable, "-m", "tests.worker.test_rank_link", str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank_0:
+        assert rank_0.stdout is not None
+        rank = psutil.Process(int(rank_0.stdout.readline()))
+        rank.suspend()
+        rank_0.kill()
+    try:
+        wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
+    finally:
+        if rank.is_running():
+            rank.kill()
+
+
+@pytest.mark.integration
+def test_a_watch_that_fails_ends_all(tmp_path: Path) -> None:
+    def fail(message: bytes) -> None:
+        raise ValueError("a bug")
+
+    with running_ranks(tmp_path, size=2) as ranks:
+        ranks.link.ports[0].set_handler(fail)
+        ranks.send(1, b"hello")
+        assert "the ranks cannot be watched: ValueError('a bug')" in ranks.loss()
+
+
+def test_a_rank_that_a_driver_holds_keeps_no_other_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pd_cluster.worker.rank_link.KILL_S", 0.1)
+    link = RankLink(3, f"ipc://{tmp_path}/r", lambda _: None)
+    held, other = (subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE) for _ in range(2))
+    kill = held.kill
+    monkeypatch.setattr(held, "kill", lambda: None)  # SIGKILL waits until the driver's call returns
+    try:
+        link._processes = {1: held, 2: other}
+        link._kill()
+        assert "rank 1" in caplog.text
+        assert held.poll() is None
+        assert other.wait(WAIT_S) == -signal.SIGKILL
+    finally:
+        kill()
+        held.wait()
+
+
+def test_a_link_that_was_not_started_closes(tmp_path: Path) -> None:
+    link = RankLink(2, f"ipc://{tmp_path}/r", lambda _: None)
+    link.close()
+    link.close()
+
+
+def test_names_of_phases() -> Any:
+    """RankedExecutor and RankProcess must know the same phases."""
+    import re
+    from pathlib import Path as FilePath
+
+    import pd_cluster.worker.rank as rank
+    import pd_cluster.worker.ranked_executor as ranked
+
+    asked = re.findall(r'_on_all\(\s*"(\w+)"', FilePath(ranked.__file__).read_text())
+    known = [name.removeprefix("_phase_") for name in vars(rank.RankProcess) if name.startswith("_phase_")]
+    assert sorted(asked) == sorted(known)
+
+
+if __name__ == "__main__":
+    from pathlib import Path as Directory
+
+    with running_ranks(Directory(sys.argv[1]), 2) as running:
+        sys.stdout.write(f"{running.processes[1].pid}\n")
+        sys.stdout.flush()
+        sys.stdin.read()

@@ -1,0 +1,288 @@
+"""Executors of several ranks draw the tokens of one rank, with two steps under way, whatever requests ask for."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+
+from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
+from pd_cluster.errors import StartupError
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart, StepResult
+from pd_cluster.worker import device_executor
+from pd_cluster.worker.capacity import SAMPLES_PER_SEQ
+from pd_cluster.worker.device_executor import DeviceExecutor
+from pd_cluster.worker.executor import run_phases
+from pd_cluster.worker.memory_measurement import run_largest_step
+from pd_cluster.worker.rank_frames import RankLost
+from pd_cluster.worker.rank_link import StepOnRanks
+from pd_cluster.worker.ranked_executor import RankedExecutor
+from pd_cluster.worker.warm_up import ASKING, DRAWN, GREEDY
+from tests.worker.driver import random_prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from pd_cluster.errors import PdError
+    from pd_cluster.worker.executor import Executor, Pending
+    from pd_cluster.worker.rank_link import RankLink
+    from pd_connectors.protocol.messages import SampledToken
+
+NUM_TOKENS = 8
+BLOCK_SIZE = 16
+WORDS = "start: /[a-z ]+/"
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=NUM_TOKENS, **fields)
+
+
+PLAIN = [params(temperature=0.0), params(temperature=0.9), params(temperature=1.5)]
+GATHERED = [
+    params(temperature=0.8, top_k=20), params(temperature=0.0, logprobs=3), params(temperature=0.0, min_tokens=5),
+    params(temperature=1.1, min_p=0.05, logit_bias={9: 4.0}), params(frequency_penalty=0.9, repetition_penalty=1.2),
+    params(temperature=0.7, logits_args={"ban": 17}), params(allowed_token_ids=tuple(range(5, 900))),
+]  # fmt: skip
+LATE = [params(temperature=0.0, grammar=WORDS), params(temperature=0.8, grammar=WORDS, logprobs=1)]
+
+
+@dataclass
+class Run:
+    """One sequence, as far as its steps were launched."""
+
+    prompt: list[int]
+    params: SamplingParams
+    blocks: list[int]
+    begins: int = 0  # the step in which it starts
+    computed: int = 0
+    tokens: list[SampledToken] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        return self.computed >= len(self.prompt) + NUM_TOKENS - 1
+
+
+class OverlappedDriver:
+    """Launches a step before the result of the one before it is read. Chunks of at most 48 tokens."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.under_way: deque[tuple[Pending, set[int]]] = deque()
+        self.num_steps = self.num_absent = 0
+
+    def retire(self) -> StepResult:
+        pending, _ = self.under_way.popleft()
+        return pending.result()
+
+    def launch(self, **parts: Any) -> None:
+        self.under_way.append((self.executor.launch(Batch(self.num_steps, **parts), 60.0), set()))
+        self.num_steps += 1
+
+    def run(self, sequences: Sequence[Run]) -> list[list[SampledToken]]:
+        gone: set[int] = set()
+        while len(gone) < len(sequences) or self.under_way:
+            if self.under_way:  # known before the next step is planned
+                newest = self.under_way[-1][0].absent
+                self.num_absent += len(newest)
+                for seq_id in newest:
+                    sequences[seq_id].computed -= 1  # its last token is computed again
+            done = [i for i, one in enumerate(sequences) if one.is_done and i not in gone]
+            starts: list[SequenceStart] = []
+            decodes: list[SequenceChunk] = []
+            chunks: list[SequenceChunk] = []
+            for i, one in enumerate(sequences):
+                if one.begins > self.num_steps or one.is_done:
+                    continue
+                if not one.computed:
+                    starts.append(
+                        SequenceStart(i, tuple(one.prompt), len(one.prompt), tuple(one.blocks), one.params, 41 + i)
+                    )
+                count = min(48, max(1, len(one.prompt) - one.computed))
+                samples = int(one.computed + count >= len(one.prompt))
+                (decodes if count == 1 else chunks).append(SequenceChunk(i, one.computed, count, num_samples=samples))
+                one.computed += count
+            if decodes or chunks or done:
+                self.launch(starts=tuple(starts), chunks=(*decodes, *chunks), departures=tuple(done))
+                gone.update(done)
+            if len(self.under_way) > 1 or not (decodes or chunks or done):
+                for seq_id, tokens in self.retire().samples.items():
+                    sequences[seq_id].tokens += tokens
+        return [one.tokens for one in sequences]
+
+
+def make_sequences(wanted: Sequence[SamplingParams], seed: int = 0) -> list[Run]:
+    """Prompts of 1 to 130 tokens with blocks in no order, some of which begin later."""
+    prompts = random_prompts([(i * 53 + 7) % 130 + 1 for i in range(len(wanted))], 3000, seed)
+    blocks = iter(random_order(10 * len(wanted)))
+    return [
+        Run(prompt, one, [next(blocks) for _ in range(10)], begins=i % 4)
+        for i, (prompt, one) in enumerate(zip(prompts, wanted, strict=True))
+    ]
+
+
+def random_order(count: int) -> list[int]:
+    return [i * 7919 % count for i in range(count)] if count % 7919 else list(range(count))
+
+
+def make_config(tp: int, **model: Any) -> NodeConfig:
+    return NodeConfig(
+        model=ModelConfig(
+            device="cpu", dtype="float32", tp=tp, num_threads=1, logits_stages=("tests.ban_token:BanToken",), **model
+        ),
+        cache=CacheConfig(kv_cache_gb=0.04, block_size=BLOCK_SIZE, swap_gb=0.002),
+        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
+    )
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[DeviceExecutor]:
+    executor = DeviceExecutor.started(make_config(1), lambda _: None)
+    yield executor
+    executor.close()
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankedExecutor]:
+    losses: list[PdError] = []
+    config = make_config(request.param)
+    executor = RankedExecutor(config, lambda _: None, f"ipc://{tmp_path_factory.mktemp('r')}/r", losses.append)
+    run_phases(executor, config.cache, lambda _: None)
+    yield executor
+    executor.close()
+    assert losses == []
+    assert [process.returncode for process in executor._link._processes.values()] == [0] * (request.param - 1)
+
+
+@pytest.mark.integration
+def test_a_model_that_cannot_be_split(tmp_path: Path) -> None:
+    """Rank 0 says why, and the other ranks end. The first test here: a process is in one group of ranks at a time."""
+    config = make_config(3)
+    executor = RankedExecutor(config, lambda _: None, f"ipc://{tmp_path}/r", lambda _: None)
+    with pytest.raises(StartupError, match="--tp 3: 4 KV heads cannot be split"):
+        run_phases(executor, config.cache, lambda _: None)
+    assert all(process.returncode is not None for process in executor._link._processes.values())
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "wanted", [PLAIN * 2, PLAIN + GATHERED, PLAIN + GATHERED[:2] + LATE], ids=["plain", "asking", "late"]
+)
+def test_equal_tokens(one: DeviceExecutor, several: RankedExecutor, wanted: list[SamplingParams]) -> None:
+    """Every rank also draws the same ids, or a step's result would raise RankLost."""
+    expected: list[list[SampledToken]] = []
+    found: list[list[SampledToken]] = []
+    for executor, drawn in ((one, expected), (several, found)):
+        for sampling in wanted:
+            executor.check(sampling)
+        drawn += OverlappedDriver(executor).run(make_sequences(wanted))
+    for theirs, ours, asked in zip(expected, found, wanted, strict=True):
+        assert len(ours) == NUM_TOKENS
+        assert [token.token_id for token in ours] == [token.token_id for token in theirs], asked
+        for their, our in zip(theirs, ours, strict=True):
+            assert (our.logprob is None) == (asked.logprobs is None)
+            assert our.logprob == pytest.approx(their.logprob, abs=1e-3)
+            assert len(our.top) == len(their.top)
+
+
+@pytest.mark.integration
+def test_every_rank_copies_blocks(one: DeviceExecutor, several: RankedExecutor) -> None:
+    """n = 2, a copy of the last block, preemption to host memory and back into other blocks."""
+    assert run_copies(several) == run_copies(one)
+
+
+def run_copies(executor: Executor) -> list[list[int]]:
+    (prompt,) = random_prompts([41], 3000, seed=3)
+    driver, sampling = OverlappedDriver(executor), params(temperature=0.8)
+    start = SequenceStart(0, tuple(prompt), 41, (5, 2, 9), sampling, 7, (7, 8))
+    driver.launch(starts=(start,), chunks=(SequenceChunk(0, 0, 41, num_samples=2),))
+    firsts = [token.token_id for token in driver.retire().first_samples[0]]
+    second = SequenceStart(1, (*prompt, firsts[1]), 41, (5, 2, 11), sampling, 8)
+    tokens = {0: [firsts[0]], 1: [firsts[1]]}
+
+    def decode(seq_ids: Sequence[int], **parts: Any) -> None:
+        chunks = tuple(SequenceChunk(i, 40 + len(tokens[i]), 1, num_samples=1) for i in seq_ids)
+        driver.launch(chunks=chunks, **parts)
+        for seq_id, drawn in driver.retire().samples.items():
+            tokens[seq_id] += [token.token_id for token in drawn]
+
+    decode([0, 1], starts=(second,), copies=BlockCopies(copy_on_write=((9, 11),)))
+    decode([0, 1])
+    decode([1], departures=(0,), copies=BlockCopies(swap_out=((5, 3), (2, 0), (9, 1))))
+    # Its blocks are overwritten by a sequence of other tokens
+    other = tuple(random_prompts([48], 3000, seed=4)[0])
+    driver.launch(starts=(SequenceStart(2, other, 48, (5, 2, 9), sampling, 1),), chunks=(SequenceChunk(2, 0, 48),))
+    driver.retire()
+    back = SequenceStart(0, (*prompt, *tokens[0]), 41, (14, 12, 13), sampling, 7)
+    decode([0], starts=(back,), copies=BlockCopies(swap_in=((3, 14), (0, 12), (1, 13))), departures=(2,))
+    decode([0])
+    driver.launch(departures=(0, 1))
+    driver.retire()
+    return [tokens[0], tokens[1]]
+
+
+@pytest.mark.integration
+def test_ranks_agree_on_the_cache(one: DeviceExecutor, several: RankedExecutor) -> None:
+    size = several.config.model.tp
+    assert several.layout.groups == one.layout.groups
+    assert several.layout.tp_size == size
+    assert several.num_blocks // one.num_blocks == size  # --kv-cache-gb is for each rank
+    (tensor,) = several.cache.tensors
+    assert tensor.shape == (several.num_blocks, 4 // size, *one.cache.tensors[0].shape[2:])
+    assert several.model.fingerprint == one.model.fingerprint
+
+
+def test_other_tokens_of_a_rank_end_the_engine() -> None:
+    class Link:
+        def take_retired(self) -> dict[int, int]:
+            return {1: 11, 2: 12}
+
+    with pytest.raises(RankLost, match="rank 2 has drawn other tokens than rank 0 in its step 4"):
+        StepOnRanks(cast("RankLink", Link()), 4).confirm(11)
+
+
+def test_a_measurement_that_fails_on_rank_0_ends_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The other ranks may wait in the sums of its step: with default sizes, the next phase would never end."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a kernel failed")
+
+    executor = RankedExecutor(make_config(2), lambda _: None, f"ipc://{tmp_path}/r", lambda _: None)
+    # As after the phases before, on a GPU
+    stub = cast("Any", SimpleNamespace(device="cpu", max_model_len=64, vocab_size=100, num_blocks=9, block_size=16))
+    executor._place = executor.model = executor._cache = executor.layout = stub
+    executor._device, executor._is_budget_measured = torch.device("cuda"), True
+    monkeypatch.setattr(executor, "clear", lambda: None)
+    monkeypatch.setattr(executor._link, "blamed", nullcontext)
+    monkeypatch.setattr(executor, "_on_all", lambda *_: ((),))
+    monkeypatch.setattr(device_executor, "limit_of_prompts", fail)
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        executor.warm_up()
+    assert executor._has_failed
+
+
+def test_steps_of_the_warm_up_need_no_frames() -> None:
+    """A rank must know which rows of these steps are plain without being told, because no StepFrame comes with them."""
+
+    class Runner:
+        def launch(self, batch: Batch) -> Any:
+            asked.extend(start.sampling for start in batch.starts)
+            return self
+
+        def result(self) -> None:
+            return
+
+    asked: list[SamplingParams] = []
+    run_largest_step(cast("Any", Runner()), 4 * SAMPLES_PER_SEQ, 2, 64, BLOCK_SIZE)
+    assert asked
+    for sampling in (*asked, *ASKING):
+        assert sampling.logprobs is not None, "gathered by its own parameters"
+    assert all(
+        sampling == SamplingParams(max_tokens=1, temperature=sampling.temperature) for sampling in (GREEDY, DRAWN)
+    )
