@@ -4,6 +4,7 @@
 # A setting takes about four minutes. Each workload's line is written when it is over. Settings, by environment:
 #   PD_CLUSTER="pd-cluster"    the command (from a source tree: "python3 -m pd_cluster.launch.cli")   PYTHON=python3
 #   SHAPE=8b  WORKLOADS="..."  what to serve, which workloads (default: all five)
+#   SLO=200/10[/30]            targets of TTFT, TPOT (and ITL) in ms, of every node: sizes steps instead of a fixed limit
 #   NODE_FLAGS=""              of every node      BENCH_FLAGS="...", HANDOVER_FLAGS="..."   of the benchmarks `disagg`, `handover`
 #   PORT=8000                  of the router
 set -euo pipefail
@@ -14,6 +15,10 @@ data=$1
 shift
 pd_cluster=${PD_CLUSTER:-pd-cluster}
 node_flags=${NODE_FLAGS:-}
+if [ -n "${SLO:-}" ]; then
+    IFS=/ read -r ttft tpot itl <<<"$SLO"
+    node_flags="$node_flags --slo-ttft-ms $ttft --slo-tpot-ms $tpot${itl:+ --slo-itl-ms $itl}"
+fi
 benchmark="${PYTHON:-python3} -m benchmarks"
 url=http://127.0.0.1:${PORT:-8000}
 work=$(mktemp -d)

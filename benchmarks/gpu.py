@@ -17,13 +17,14 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.table import Table
 
 from benchmarks.ceilings import Ceilings, ModelCosts, measure_ceilings
-from benchmarks.gpu_rows import KINDS, MIXED_SEQUENCES, SHAPES, GpuRow, Shape
+from benchmarks.gpu_rows import DRAWS, KINDS, MIXED_SEQUENCES, SHAPES, GpuRow, Shape
 from benchmarks.kernel_times import profile_steps
 from benchmarks.offline import OfflineEngine
 from benchmarks.records import RESULTS, append_record
@@ -34,7 +35,7 @@ from pd_cluster.errors import StartupError
 from pd_cluster.protocol.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 PEER = "vLLM 0.25.1"
 MAX_MODEL_LEN = 16_384
@@ -42,6 +43,7 @@ DECODED = 128  # steps of a decode measurement
 COUNTED = 48  # tokens of each sequence while experts are counted; 256 prompts that are not cached take 32 steps
 MIXED_LENGTHS, MIXED_TEMPERATURE = (100, 1024), 0.6
 DEFAULT_SHAPES = ("8b", "0.6b")
+GREEDY = MappingProxyType({"temperature": 0.0})
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,9 @@ class GpuBench:
                 roofline_s = self.costs.decode_s(row.count, row.length + DECODED / 2, self.ceilings)
                 prompts = self._cached_prompts(row)
                 return Measured(row, self._decode(prompts), roofline_s * 1e3, self._hit(row, prompts))
+            case "draws":
+                roofline_s = self.costs.decode_s(row.count, row.length + DECODED / 2, self.ceilings)
+                return Measured(row, self._decode(self._cached_prompts(row), DRAWS[row.draws]), roofline_s * 1e3)
             case "prefill":
                 roofline_s = self.costs.prefill_s([row.length] * row.count, self.ceilings)
                 return Measured(row, self._prefill(row), row.count * row.length / roofline_s)
@@ -121,8 +126,8 @@ class GpuBench:
         prompts = self._cached_prompts(row)
         return profile_steps(lambda num_tokens: self._generate(prompts, num_tokens))
 
-    def _generate(self, prompts: list[list[int]], num_tokens: int) -> float:
-        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    def _generate(self, prompts: list[list[int]], num_tokens: int, draws: Mapping[str, Any] = GREEDY) -> float:
+        sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **draws)
         return self.engine.generate(prompts, [sampling] * len(prompts)).seconds
 
     def _prompts(self, lengths: list[int]) -> list[list[int]]:
@@ -143,9 +148,9 @@ class GpuBench:
             self._generate(prompts, COUNTED)
         return ExpertsHit(statistics.fmean(counts or [0]), self.costs.experts_hit(row.count))
 
-    def _decode(self, prompts: list[list[int]]) -> tuple[float, ...]:
+    def _decode(self, prompts: list[list[int]], draws: Mapping[str, Any] = GREEDY) -> tuple[float, ...]:
         return tuple(
-            (self._generate(prompts, DECODED + 1) - self._generate(prompts, 1)) / DECODED * 1e3
+            (self._generate(prompts, DECODED + 1, draws) - self._generate(prompts, 1, draws)) / DECODED * 1e3
             for _ in range(self.repeats)
         )
 
@@ -185,7 +190,7 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--rows", nargs="+", default=list(KINDS), metavar="KIND",
-        help="decode, prefill, prompt and mixed (default: all).",
+        help="decode, draws, prefill, prompt and mixed (default: all).",
     )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="Samples per row (default: 3).")
     parser.add_argument("--budget", type=int, default=8192, metavar="N", help="Tokens of a step (default: 8192).")

@@ -11,23 +11,33 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MIXED_SEQUENCES = 256
-KINDS = ("decode", "prefill", "prompt", "mixed")
+KINDS = ("decode", "draws", "prefill", "prompt", "mixed")
+# Settings of the requests of a row of kind "draws". `temperature` is what others are compared with
+DRAWS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.6},
+    "limits": {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+    "penalties": {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05, "frequency_penalty": 0.1},
+    "logprobs": {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "logprobs": 5},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class GpuRow:
     """A measurement to make. `peer`: the peer's figure in the row's unit; None: not measured."""
 
-    kind: str  # decode: ms a step; prefill: tokens/s; prompt: ms to the first token; mixed: output tokens/s
+    kind: str  # decode, draws: ms a step; prefill: tokens/s; prompt: ms to the first token; mixed: output tokens/s
     count: int
     length: int  # tokens of a prompt
     peer: float | None
+    draws: str = ""  # a key of DRAWS; "": greedy
 
     @property
     def name(self) -> str:
         match self.kind:
             case "decode":
                 return f"decode ms/step, B = {self.count}, {self.length} context"
+            case "draws":
+                return f"decode ms/step, B = {self.count}, {self.draws}"
             case "prefill":
                 return f"prefill tok/s, {self.count} x {self.length}"
             case "prompt":
@@ -67,6 +77,7 @@ _ROWS: dict[str, tuple[GpuRow, ...]] = {
     "8b": (
         GpuRow("decode", 1, 1024, 4.90), GpuRow("decode", 32, 1024, 6.24), GpuRow("decode", 128, 1024, 10.46),
         GpuRow("decode", 256, 1024, 17.58), GpuRow("decode", 32, 4096, 8.98), GpuRow("decode", 128, 4096, 22.21),
+        *(GpuRow("draws", 64, 1024, None, draws) for draws in DRAWS),
         GpuRow("prefill", 64, 1024, 43_466), GpuRow("prefill", 16, 4096, 41_293), GpuRow("prefill", 4, 15_000, 34_814),
         GpuRow("prompt", 1, 1024, 28.8), GpuRow("prompt", 1, 4096, 102.3), GpuRow("mixed", MIXED_SEQUENCES, 0, 10_293),
     ),

@@ -117,7 +117,7 @@ def print_handover(summary: Summary, tokens: int, batch: int) -> None:
     console.print(spread_table(rows, digits=3))
     if {"handover", "join", "itl"} <= spreads.keys():
         step_ms = spreads["itl"].p50_ms or spreads["itl"].mean_ms  # p50 is 0 when two chunks come at once
-        steps = max(0.0, spreads["join"].p50_ms / step_ms - 1)
+        steps = max(0.0, spreads["join"].p50_ms / step_ms - 1) if step_ms else 0.0
         console.print(
             f"p50: handover {spreads['handover'].p50_ms:.2f} ms (goal: {LIMIT_MS:g} for 1,000 tokens), "
             f"wait {steps:.2f} steps (goal: {LIMIT_STEPS:g})"

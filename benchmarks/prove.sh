@@ -5,6 +5,7 @@
 #     logits     an 8B shape in bf16 within twice transformers' own distance from fp32 (needs 120 GB of GPU memory)
 #     soak       SOAK_S seconds of the engine with aborts, forks and preemption
 #     memcheck, racecheck      compute-sanitizer over each kernel family's smallest shapes
+#     mixtures, mixturesrace   the same over the kernels of experts and of float8
 #     engine     compute-sanitizer's memcheck over a worker with captured graphs
 # Settings, by environment:
 #   PYTHON=python3   SOAK_S=600   SOAK_FLAGS="--shape 0.6b"   OUT=... (a new folder): a log of each part goes there
@@ -32,6 +33,12 @@ checked=("${kernels[@]}" "${gluon[@]}" -k "not compile and not replays and not 0
 raced=("${kernels[@]}" -k "small_tiles and gqa-80-20 or padded_steps and gqa-80-20 or programs_share_equal and gqa-80 or short_dtypes and gqa-128 or tiles_by and 30-True \
     or rms_norm_and and 33-96-torch.f or norm_rope and 6-1-128 and True or silu and 1100-torch.f \
     or argmax_takes and 3-5000 or the_draw and 3-5000 or triton_matmul and bfloat16 and split and 3-104")
+mixtures=(tests/kernels/test_triton_experts.py tests/kernels/test_triton_quantize.py
+    tests/kernels/test_triton_quantized_product.py tests/kernels/test_triton_attention.py)
+mixtures_checked=("${mixtures[@]}" -k "not real and not captured and not tiling and not refused and not without_float8 and not same_tiles \
+    and not 33-1152-4096 and not 64-96-2048 and (not triton_attention or an_fp8_cache)")
+mixtures_raced=("${mixtures[@]}" -k "test_route and 20-96-3 or sorted and 50-3 or test_experts and 20-5 or in_float8 and 20-256 or order_of_the_others and 20 \
+    or test_rows and 4-1280 or test_norms and 4-1280 or test_activations and 4-1280") # nor here Gluon's ring: see above
 worked=(tests/worker/test_worker_cuda.py tests/worker/test_few_rows.py
     -k "greedy and qwen3 and not windows or ahead or few_rows and on_a_gpu and (1-64 or 20-64)")
 
@@ -62,6 +69,8 @@ run() {
         # The allocator's cache would hide what lies past the end of a tensor
         memcheck) PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck "${checked[@]}" ;;
         racecheck) sanitize racecheck "${raced[@]}" ;;
+        mixtures) PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck "${mixtures_checked[@]}" ;;
+        mixturesrace) sanitize racecheck "${mixtures_raced[@]}" ;;
         engine) sanitize memcheck "${worked[@]}" ;;
     esac
 }
@@ -85,10 +94,10 @@ if [ "${1:-}" = --run ]; then
     exit
 fi
 parts=("$@")
-if ((!${#parts[@]})); then parts=(tokens logits soak memcheck racecheck engine); fi
+if ((!${#parts[@]})); then parts=(tokens logits soak memcheck racecheck mixtures mixturesrace engine); fi
 for part in "${parts[@]}"; do
     case $part in
-        tokens | logits | soak | memcheck | racecheck | engine) ;;
+        tokens | logits | soak | memcheck | racecheck | mixtures | mixturesrace | engine) ;;
         *) echo "there is no part $part" >&2 && exit 2 ;;
     esac
 done

@@ -103,12 +103,25 @@ def _engine_cpu(results: Path) -> str:
 
 
 def _engine_gpu(shape: str, results: Path) -> str:
-    records = [record for record in _records(results, "engine_gpu.jsonl") if record["shape"] == shape]
-    if not records:
+    return _engine_gpu_rows(shape, lambda row: row["kind"] != "draws", results)
+
+
+def _draws(results: Path) -> str:
+    return _engine_gpu_rows("8b", lambda row: row["kind"] == "draws", results)
+
+
+def _engine_gpu_rows(shape: str, is_wanted: Callable[[Record], bool], results: Path) -> str:
+    """The table of the last run of a shape with wanted rows; "" for none."""
+    runs = [
+        (record, rows)
+        for record in _records(results, "engine_gpu.jsonl")
+        if record["shape"] == shape and (rows := list(filter(is_wanted, record["results"])))
+    ]
+    if not runs:
         return ""
-    record = records[-1]
+    record, found = runs[-1]
     rows = []
-    for _, group in groupby(record["results"], lambda row: (row["kind"], row["kind"] == "decode" and row["length"])):
+    for _, group in groupby(found, lambda row: (row["kind"], row["kind"] == "decode" and row["length"])):
         some = list(group)
         cells = [[_figure(statistics.median(row["samples"])) for row in some]]
         for name, style in (("share", "{:.0%}"), ("gain", "{:.2f}")):
@@ -128,13 +141,15 @@ def _row_name(rows: list[Record]) -> str:
             return f"prefill {several('count', 'length')}, tok/s"
         case "prompt":
             return f"one prompt of {several('length')}, ms"
+        case "draws":
+            return f"decode, 1k context, B = {rows[0]['count']}, {several('draws')}, ms a step"
     return f"{rows[0]['count']} mixed sequences, output tok/s"
 
 
-def latest_runs(results: Path) -> dict[tuple[str, str], Record]:
-    """The last whole run of each workload and setting of the disaggregation table."""
+def latest_runs(results: Path, file: str = "disagg_gpu.jsonl") -> dict[tuple[str, str], Record]:
+    """The last whole run of each workload and setting of a disaggregation table."""
     latest: dict[tuple[str, str], Record] = {}
-    for record in _records(results, "disagg_gpu.jsonl"):
+    for record in _records(results, file):
         if record["scale"] == 1.0 and len(record["requests"]) == PRESETS[record["workload"]].num_requests:
             latest[record["workload"], record["setting"]] = record
     return latest
@@ -153,6 +168,16 @@ def _disagg(results: Path) -> str:
             rows.append([f"*{preset.title}*", *[""] * (len(HEADERS) - 1)])
             rows += ours + [peer_row(peer) for peer in preset.peers]
     return _DISAGG_INTRO + _markdown(HEADERS, rows) if rows else ""
+
+
+def _disagg_of_a_mixture(results: Path) -> str:
+    """The same for the fp8 mixture, which the peer was not measured with."""
+    latest = sorted(latest_runs(results, "disagg_gpu_30b_a3b_fp8.jsonl").items())
+    rows = []
+    for name, preset in PRESETS.items():
+        if ours := [our_row(setting, record["summary"]) for (load, setting), record in latest if load == name]:
+            rows += [[f"*{preset.title}*, {_when(latest[0][1])}", *[""] * (len(HEADERS) - 1)], *ours]
+    return _markdown(HEADERS, rows) if rows else ""
 
 
 def _handover(results: Path) -> str:
@@ -177,7 +202,10 @@ _TABLES: dict[str, Callable[[Path], str]] = {
     "engine-cpu": _engine_cpu,
     "engine-gpu": partial(_engine_gpu, "8b"),
     "engine-gpu-30b-a3b": partial(_engine_gpu, "30b-a3b"),
+    "engine-gpu-30b-a3b-fp8": partial(_engine_gpu, "30b-a3b-fp8"),
+    "engine-gpu-8b-draws": _draws,
     "engine-gpu-8b-fp8": partial(_engine_gpu, "8b-fp8"),
     "disagg": _disagg,
+    "disagg-30b-a3b-fp8": _disagg_of_a_mixture,
     "handover": _handover,
 }

@@ -11,26 +11,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pd_cluster.errors  # noqa: F401 - their subclasses are listed
 import pd_router.errors  # noqa: F401
 from docs.generate.document import code, table
-from pd_cluster.server.fields import REFUSED
+from pd_cluster.server.fields import ELSEWHERE, HARMLESS, REFUSED
 from pd_cluster.server.openapi import OPERATIONS
 from pd_cluster.server.schema import ChatBody, CompletionBody
+from pd_http.dialects import MESSAGES, RESPONSES
 from pd_http.errors import PdError, StartupError
 from pd_http.refusal import Refusal
 from pd_router.app import create_app
 from pd_router.config import RouterConfig
+from pd_router.openapi import ROUTER_ONLY, routed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DOCUMENT = "docs/api.md"
 _ERROR_FILES = {"pd_http.errors", "pd_cluster.errors", "pd_router.errors"}
-ROUTER_ONLY = {
-    ("GET", "/nodes"): "The nodes that the router knows, with their load, health and restarts",
-    ("POST", "/nodes"): "Add a node (signed order)",
-    ("DELETE", "/nodes/{id}"): "Remove a node that was added (signed order)",
-    ("POST", "/nodes/{id}/drain"): "Send a node no new requests (signed order)",
-    ("DELETE", "/nodes/{id}/drain"): "Send a drained node requests again (signed order)",
-}
 
 
 class Read(NamedTuple):
@@ -57,6 +52,10 @@ READ: dict[str, Read] = {
     "frequency_penalty": Read(0.5, "-2 to 2, over the output."),
     "seed": Read(7, "Equal seeds give equal tokens, on any node and in any batch, as far as logits are equal."),
     "logit_bias": Read({"5": 1}, "-100 to 100 for each token id."),
+    "allowed_token_ids": Read([5, 6], "vLLM's field: no other token is generated, not even the end."),
+    "bad_words": Read(
+        ["x"], "vLLM's field: texts that the model does not write, up to 4,096 characters in all, token by token."
+    ),
     "min_tokens": Read(1, "vLLM's field: no end before so many tokens, unless a grammar allows nothing else."),
     "stop": Read(["x"], "Up to 16 strings of at most 1,024 characters."),
     "stop_token_ids": Read([7], "vLLM's field."),
@@ -84,12 +83,25 @@ READ: dict[str, Read] = {
     "ebnf": Read('root ::= "a"', "SGLang's name for `structured_outputs.grammar`."),
     "priority": Read(1, "Ignored unless the node is started with `--priorities`. Lower is served first."),
     "cache_salt": Read("tenant", "vLLM's field: requests with another salt share no cached blocks with these."),
+    "request_id": Read("r-1", "vLLM's field: the id in the answer, up to 128 characters. Wins over `x-request-id`."),
+    "rid": Read("r-1", "SGLang's name for `request_id`, as text."),
+    "truncate_prompt_tokens": Read(5, "vLLM's field, 1 or more: only so many of the prompt's last tokens count."),
+    "return_token_ids": Read(True, "vLLM's field: adds `prompt_token_ids` and `token_ids`."),
+    "return_tokens_as_token_ids": Read(True, "vLLM's field: logprobs name token 5 `token_id:5`."),
+    "echo": Read(True, "The text begins with the prompt. Not with `logprobs`."),
     "add_special_tokens": Read(True, "vLLM's field. Default: true for completions, false for chat."),
     "kv_transfer_params": Read({"do_remote_decode": False}, "vLLM's connector fields, for routers."),
     "logprobs": Read(1, "Chat: true or false. Completions: 0 to 20 alternatives."),
     "top_logprobs": Read(2, "0 to 20 alternatives for each token; needs `logprobs`."),
-    "tools": Read([], 'Only with `tool_choice` "none": no parser of tool calls is part of the package.'),
-    "tool_choice": Read("none", 'Only "none", or "auto" with a node that can parse calls.'),
+    "tools": Read([], "Functions only, at most 128; a model of a known format. See [tools](tools.md)."),
+    "tool_choice": Read("none", "`none`, `auto`, `required` or a named function."),
+    "parallel_tool_calls": Read(False, "Default: true. False: an answer has at most one call."),
+    "reasoning_effort": Read(
+        "none", "For the chat template: `none` to `xhigh`. Named in `x-pd-ignored` if it has no use for it."
+    ),
+    "enable_thinking": Read(False, "Short for `chat_template_kwargs.enable_thinking`."),
+    "include_reasoning": Read(True, "vLLM's field. False: the reasoning is not in the answer."),
+    "separate_reasoning": Read(True, "SGLang's field. False: the reasoning stays in the content."),
     "add_generation_prompt": Read(True, "vLLM's field. Default: true."),
     "continue_final_message": Read(False, "vLLM's field."),
     "chat_template_kwargs": Read({"enable_thinking": False}, "Arguments of the model's chat template."),
@@ -101,8 +113,7 @@ def router_routes() -> set[tuple[str, str]]:
     app: Any = create_app(RouterConfig(start_empty=True), b"k" * 32, ())
     while not hasattr(app, "routes"):
         app = app.app
-    found = {(method, route.path.replace(":path", "")) for route in app.routes for method in route.methods}
-    return {(method, path) for method, path in found if method != "HEAD"}
+    return routed(app.routes)
 
 
 def _endpoints() -> str:
@@ -111,7 +122,7 @@ def _endpoints() -> str:
     for one in OPERATIONS:
         place = "router, nodes" if (one.method.upper(), one.path) in on_router else "nodes"
         rows.append([code(f"{one.method.upper()} {one.path}"), place, one.summary + "."])
-    rows.append([code("GET /openapi.json"), "nodes", "OpenAPI 3.1 of this list."])
+    rows.append([code("GET /openapi.json"), "router, nodes", "OpenAPI 3.1 of this list."])
     rows += [[code(f"{method} {path}"), "router", f"{text}."] for (method, path), text in ROUTER_ONLY.items()]
     return table(["endpoint", "on", "what it does"], rows)
 
@@ -131,6 +142,22 @@ def _refused_fields() -> str:
         names.setdefault((refusal.why, harmless), []).append(code(name))
     rows = [[", ".join(fields), f"{why[0].upper()}{why[1:]}.", harmless] for (why, harmless), fields in names.items()]
     return table(["field", "why it is refused", "values that are accepted all the same"], rows)
+
+
+def _elsewhere() -> str:
+    """Fields of chat that the other APIs lack."""
+    rows = []
+    for name in dict.fromkeys([*ELSEWHERE[MESSAGES], *ELSEWHERE[RESPONSES]]):
+        refusals = (ELSEWHERE[path].get(name) for path in (MESSAGES, RESPONSES))
+        rows.append([code(name), *("" if one is None else f"{one.why[0].upper()}{one.why[1:]}." for one in refusals)])
+    return table(["field of chat", "Messages", "Responses"], rows)
+
+
+def _harmless_fields() -> str:
+    names: dict[str, list[str]] = {}
+    for name, why in HARMLESS.items():
+        names.setdefault(why, []).append(code(name))
+    return table(["field", "why it changes no answer"], [[", ".join(some), f"{why}."] for why, some in names.items()])
 
 
 def errors() -> Iterator[type[PdError]]:
@@ -155,4 +182,11 @@ def _errors() -> str:
     return table(["status", "code", "from", "meaning"], sorted(rows))
 
 
-PARTS = {"endpoints": _endpoints, "read-fields": _read_fields, "refused-fields": _refused_fields, "errors": _errors}
+PARTS = {
+    "endpoints": _endpoints,
+    "read-fields": _read_fields,
+    "refused-fields": _refused_fields,
+    "harmless-fields": _harmless_fields,
+    "elsewhere": _elsewhere,
+    "errors": _errors,
+}

@@ -87,6 +87,14 @@ def _up() -> str:
     return f"{_table(cluster._group_actions)}\n`up` decides these flags of a node by itself:\n{decided}."
 
 
+def _check() -> str:
+    parser = dict(parsers())["check"]
+    own = [action for action in parser._actions if action.dest == "ports"]
+    others = sorted(node_flags() - {flag for action in parser._actions for flag in action.option_strings})
+    without = f", except {', '.join(map(code, others))}" if others else ""
+    return f"{parser.description}\n\n{_table(own)}\nIt takes a node's flags besides{without}."
+
+
 def _of(*names: str) -> Callable[[], str]:
     """The flags of these commands, with a heading for each if there are several."""
 
@@ -103,11 +111,20 @@ def _of(*names: str) -> Callable[[], str]:
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "router": ("router",),
-    "nodes": ("nodes list", "nodes add", "nodes remove", "nodes drain", "nodes undrain"),
+    "nodes": (
+        "nodes list",
+        "nodes add",
+        "nodes remove",
+        "nodes drain",
+        "nodes undrain",
+        "nodes role",
+        "nodes reset-cache",
+        "nodes start-profile",
+        "nodes stop-profile",
+    ),
     "pool": ("pool",),
     "ray": ("ray up", "ray status", "ray scale", "ray down"),
-    "check": ("check",),
     "bench": ("bench serve",),
 }
-PARTS: dict[str, Callable[[], str]] = {"up": _up, "node-flags": _nodes}
+PARTS: dict[str, Callable[[], str]] = {"up": _up, "node-flags": _nodes, "check": _check}
 PARTS |= {name: _of(*commands) for name, commands in COMMANDS.items()}

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from docs.generate.document import code, table
 from pd_cluster.config import ModelConfig, NodeConfig, ServerConfig
-from pd_cluster.errors import InvalidRequest
 from pd_cluster.launch.up_flags import POOL_CONNECTORS
 from pd_cluster.models.quantization import METHODS
 from pd_cluster.models.registry import ARCHITECTURES
-from pd_cluster.server.chat import check_tools
 from pd_cluster.server.fields import REFUSED
 from pd_cluster.server.grammar_source import SYNONYMS
 from pd_cluster.server.openapi import OPERATIONS
 from pd_cluster.server.schema import ChatBody, CompletionBody
+from pd_cluster.server.tool_format import FORMATS
 from pd_connectors.registry import CONNECTORS, PACKAGES
 
 if TYPE_CHECKING:
@@ -71,21 +70,31 @@ AREAS = (
                 ("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
                 ("/v1/chat/completions",),
             ),
-            Feature("completions", ("prompt", "add_special_tokens"), ("/v1/completions",)),
+            Feature("completions", ("prompt", "add_special_tokens", "truncate_prompt_tokens"), ("/v1/completions",)),
             Feature("streaming", ("stream", "stream_options")),
             Feature("`n`", ("n",)),
-            Feature("logprobs", ("logprobs", "top_logprobs")),
+            Feature("logprobs", ("logprobs", "top_logprobs", "return_tokens_as_token_ids")),
+            Feature("token ids in answers", ("return_token_ids",)),
             Feature("cache salt", ("cache_salt",)),
-            Feature("models, tokenize, detokenize", ("model",), ("/v1/models", "/tokenize", "/detokenize")),
+            Feature(
+                "models, tokenize, detokenize",
+                ("model", "request_id", "rid"),
+                ("/v1/models", "/tokenize", "/detokenize"),
+            ),
+            Feature(
+                "Anthropic's Messages and OpenAI's Responses (without state)",
+                paths=("/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
+            ),
+            Feature("cache resets and profiles (signed orders)", paths=("/reset_prefix_cache", "/start_profile")),
         ),
         (
             Feature("priorities (where nodes allow them)", ("priority",)),
             Feature("`best_of` (equal to `n`)", ("best_of",)),
+            Feature("`echo` (without logprobs)", ("echo",)),
         ),
         (
             Feature("logprobs of prompts", ("prompt_logprobs",)),
             Feature("embeddings", paths=("/v1/embeddings",)),
-            Feature("Responses and Messages", paths=("/v1/responses", "/v1/messages")),
         ),
     ),
     Area(
@@ -95,6 +104,7 @@ AREAS = (
             Feature("seeds", ("seed",)),
             Feature("penalties", ("repetition_penalty", "presence_penalty", "frequency_penalty")),
             Feature("`logit_bias`", ("logit_bias",)),
+            Feature("`allowed_token_ids`, `bad_words`", ("allowed_token_ids", "bad_words")),
             Feature("limits", ("max_tokens", "max_completion_tokens", "min_tokens", "ignore_eos")),
             Feature(
                 "stop strings and tokens",
@@ -108,9 +118,25 @@ AREAS = (
         (Feature("further changes of the logits (a class of your own)", ("logits_args",)),),
         (Feature("beam search", ("use_beam_search",)),),
     ),
+    Area(
+        "tools",
+        (
+            Feature(
+                "tool calls, streamed in pieces, held to their schemas (`tool_choice`, `strict`), in the formats "
+                + ", ".join(map(code, sorted(FORMATS))),
+                ("tools", "tool_choice", "parallel_tool_calls"),
+            ),
+            Feature(
+                "reasoning apart from the answer",
+                ("reasoning_effort", "enable_thinking", "include_reasoning", "separate_reasoning"),
+            ),
+        ),
+        (Feature("other formats (a response template, or a parser class of your own)", ("tools",)),),
+        (Feature("a bound on reasoning", ("thinking_token_budget",)),),
+    ),
 )
-NO_FEATURES = frozenset({"tools", "tool_choice", "kv_transfer_params"})
-"""Body fields that are read to refuse most of their values, or that nodes send each other."""
+NO_FEATURES = frozenset({"kv_transfer_params"})
+"""Body fields that nodes send each other."""
 
 
 class Row(NamedTuple):
@@ -124,19 +150,22 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """The matrix. Raises ValueError when a list of this module contradicts the code."""
-    return [_models(), _dtypes(), _gpus(), _parallelism(), _connectors(), *_areas(), _tools()]
+    return [_models(), _dtypes(), _gpus(), _parallelism(), _failures(), _connectors(), *_areas()]
 
 
 def _models() -> Row:
     titles = {name: MODEL_TITLES.get(name, name.removesuffix("ForCausalLM")) for name in ARCHITECTURES}
     mixtures = [titles.pop(name) for name, architecture in ARCHITECTURES.items() if architecture.rules.experts]
-    others = ["other decoders without state (by transformers' modules: right on CPUs, not tried on GPUs, not fast)"]
+    others = [
+        "other decoders without state (by transformers' modules: right, not fast; of six of them tiny models were "
+        "compared on a GPU)"
+    ]
     return Row("models", [*titles.values(), f"mixtures of experts ({', '.join(mixtures)})"], others, [])
 
 
 def _dtypes() -> Row:
     caches = [f"{name} KV cache" for name in _choices(ModelConfig, "kv_cache_dtype")]
-    fp8 = f"fp8 weights ({', '.join(map(code, METHODS))}; in blocks no whole model has run on a GPU yet)"
+    fp8 = f"fp8 weights ({', '.join(map(code, METHODS))}; Llama-70B's shape has not run on a GPU)"
     return Row("dtypes", [*_choices(ModelConfig, "dtype"), *caches], [fp8], [])
 
 
@@ -147,9 +176,25 @@ def _gpus() -> Row:
 
 def _parallelism() -> Row:
     roles = ", ".join(_choices(ServerConfig, "role"))
-    nodes = f"nodes of one GPU each, any number of each role ({roles})"
-    planned = _planned({"tensor parallelism": "tp" in SETTINGS, "expert parallelism": "ep" in SETTINGS})
-    return Row("parallelism", [nodes], [], planned)
+    nodes = f"nodes of one GPU each, any number of each role ({roles}), which orders change at run time"
+    if "tp" not in SETTINGS:
+        raise ValueError("nodes have no --tp: correct docs/generate/matrix.py")
+    ranks = [
+        "tensor parallelism over the GPUs of one host (`--tp`; not yet run on GPUs)",
+        "experts spread over the same ranks",
+        "prefill and decode nodes of unequal size",
+    ]
+    planned = _planned({"pipeline parallelism": "pp" in SETTINGS, "nodes over several hosts": "num_hosts" in SETTINGS})
+    return Row("parallelism", [nodes], ranks, planned)
+
+
+def _failures() -> Row:
+
+    survived = [
+        "streams and requests outlive their nodes: death, standstill, drain",
+        "a rolling change of weights or build: prefill and decode nodes pair by fingerprint",
+    ]
+    return Row("failures", survived, ["streams of several prompts end with their decode node"], [])
 
 
 def _connectors() -> Row:
@@ -159,17 +204,12 @@ def _connectors() -> Row:
     return Row("connectors", [*names, "a class of your own"], [], [])
 
 
-def _tools() -> Row:
-    parsers = ["reasoning and tool calls in answers (a parser class of your own)"]
-    return Row("tools", [], parsers, _planned({"`tools` in requests": _takes_tools()}))
-
-
 def _areas() -> list[Row]:
     served = [feature for area in AREAS for feature in (*area.yes, *area.partly)]
     if missing := BODY_FIELDS - NO_FEATURES - {name for feature in served for name in feature.fields}:
         raise ValueError(f"body fields that belong to no feature of docs/generate/matrix.py: {sorted(missing)}")
     for feature in served:
-        if not feature.is_served or REFUSED.keys() & set(feature.fields):
+        if not feature.is_served or (REFUSED.keys() - BODY_FIELDS) & set(feature.fields):
             raise ValueError(f"nodes do not serve {feature.title}: correct docs/generate/matrix.py")
     return [
         Row(
@@ -186,14 +226,6 @@ def _choices(kind: type, name: str) -> list[str]:
     """The values that a setting allows, but for `auto`."""
     (item,) = (item for item in fields(kind) if item.name == name)
     return [value for value in item.metadata["choices"] if value != "auto"]
-
-
-def _takes_tools() -> bool:
-    try:
-        check_tools(ChatBody(messages=[], tools=[{}]))
-    except InvalidRequest:
-        return False
-    return True
 
 
 def _planned(titles: Mapping[str, bool]) -> list[str]:

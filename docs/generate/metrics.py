@@ -21,7 +21,7 @@ _NODE_INFO = ("node_id", "role", "model", "engine_id", "connector", "version")  
 
 
 class Meaning(NamedTuple):
-    """What a metric of the engine or its connector says, and its label."""
+    """What a metric of the engine or its connector says, and its labels."""
 
     text: str
     label: str = ""
@@ -32,6 +32,7 @@ ENGINE: dict[str, Meaning] = {
     "engine_steps_total": Meaning("Steps of the engine."),
     "engine_step_tokens_total": Meaning("Tokens that the steps computed."),
     "engine_step_seconds_total": Meaning("Time in which a step was under way."),
+    "draws_sat_out_total": Meaning("Draws that a row with a grammar sat out because its mask was late."),
     "preemptions_recompute_total": Meaning("Preempted sequences that were computed again."),
     "preemptions_swap_total": Meaning("Preempted sequences with their KV moved to host memory (`--swap-gb`)."),
     "prefix_cache_queried_tokens_total": Meaning("Prompt tokens for which the node's prefix cache was asked."),
@@ -44,6 +45,9 @@ ENGINE: dict[str, Meaning] = {
     "kv_transfer_bytes_total": Meaning("Bytes of KV that this node has read from others."),
     "kv_group_transfer_bytes_total": Meaning("The same by KV group of the model.", "group"),
     "kv_transfer_seconds_total": Meaning("Time from the first read of a load to its confirmation, summed."),
+    "kv_peer_bytes_per_second": Meaning(
+        "Bandwidth of the last reads from a prefill node; `memory` is `cuda` or `cpu`.", "peer, memory"
+    ),
     "loads_done_total": Meaning("Loads that ended with confirmed KV."),
     "loads_failed_total": Meaning("Loads that ended without.", "reason"),
     "loads_open": Meaning("Loads under way."),
@@ -99,8 +103,12 @@ def _engine() -> str:
     rows = []
     for name, meaning in ENGINE.items():
         kind = "counter" if name.endswith("_total") else "gauge"
-        rows.append([code(f"pd_{name}"), kind, code(meaning.label), meaning.text])
-    return table(["metric", "type", "label", "meaning"], rows)
+        rows.append([code(f"pd_{name}"), kind, _labels(meaning), meaning.text])
+    return table(["metric", "type", "labels", "meaning"], rows)
+
+
+def _labels(meaning: Meaning) -> str:
+    return ", ".join(map(code, meaning.label.split(", ")))
 
 
 def _alerts() -> str:
@@ -121,6 +129,8 @@ def _plain(annotations: dict[str, str]) -> str:
         ("{{ $labels.role }} node {{ $labels.node }}", "A node"),
         ("{{ $value | humanizePercentage }}", "a share above the limit"),
         ("{{ $value | humanizeDuration }}", "the limit"),
+        ("{{ $labels.peer }}", "a prefill node"),
+        ("{{ $value | humanize }}B/s", "less than 5 GB/s"),
         ("{{ $value }} ", ""),
     ):
         text = text.replace(old, new)

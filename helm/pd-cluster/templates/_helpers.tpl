@@ -58,6 +58,43 @@ pd-cluster/part=node
 {{- ternary .autoscaling.minReplicas .replicas .autoscaling.enabled | int -}}
 {{- end -}}
 
+{{- /* The nodes in a role's pod, each on top of the role: one, or of a pair a prefill and a decode node.
+       Takes (list root role). Read it with fromYamlArray. */ -}}
+{{- define "pd-cluster.podNodes" -}}
+{{- $ports := (index . 0).Values.nodePorts -}}
+{{- $role := index . 1 -}}
+{{- if ne $role.kind "pair" -}}
+- {{ mergeOverwrite (deepCopy $role) (dict "container" "node" "suffix" "" "http" $ports.http "control" $ports.control) | toJson }}
+{{- else -}}
+{{- $prefill := dict "kind" "prefill" "suffix" "" "http" $ports.http "control" $ports.control -}}
+{{- $decode := dict "kind" "decode" "suffix" "-decode" "http" $ports.decodeHttp "control" $ports.decodeControl -}}
+{{- $first := 0 }}
+{{- range $node := list $prefill $decode }}
+{{- $node = mergeOverwrite (deepCopy $role) (deepCopy (dig "pair" $node.kind dict $role)) $node (dict "container" $node.kind) }}
+{{- $end := add $first $node.gpus.count | int }}
+- {{ set $node "devices" (untilStep (int $first) $end 1 | join ",") | toJson }}
+{{- $first = $end }}
+{{- end }}
+{{- end -}}
+{{- end -}}
+
+{{- /* The kind of the node at a pod's port `http`. Takes the role. */ -}}
+{{- define "pd-cluster.firstKind" -}}
+{{- ternary "prefill" .kind (eq .kind "pair") -}}
+{{- end -}}
+
+{{- /* Whether a role of the release is a pair: "true" or nothing. */ -}}
+{{- define "pd-cluster.hasPair" -}}
+{{- range .Values.roles }}{{ if eq .kind "pair" }}true{{ end }}{{ end -}}
+{{- end -}}
+
+{{- /* A quantity of memory in bytes. */ -}}
+{{- define "pd-cluster.bytes" -}}
+{{- $number := regexFind "^[0-9.]+" (toString .) -}}
+{{- $units := dict "" 1 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624 -}}
+{{- mulf (float64 $number) (get $units (trimPrefix $number (toString .))) -}}
+{{- end -}}
+
 {{- /* A map of flags as arguments: true -> --flag, false -> --no-flag. */ -}}
 {{- define "pd-cluster.flags" -}}
 {{- range $flag, $value := . }}
@@ -110,13 +147,17 @@ capabilities:
 {{- define "pd-cluster.nodeResources" -}}
 {{- $resources := deepCopy .resources -}}
 {{- $limits := default dict $resources.limits -}}
-{{- if .gpus.count }}{{ $_ := set $limits .gpus.resource (.gpus.count | int | toString) }}{{ end -}}
+{{- if .gpus.claimTemplate }}{{ $_ := set $resources "claims" (list (dict "name" "gpus")) }}
+{{- else if .gpus.count }}{{ $_ := set $limits .gpus.resource (.gpus.count | int | toString) }}{{ end -}}
 {{- if .rdma.enabled }}{{ $_ := set $limits .rdma.resource (.rdma.count | int | toString) }}{{ end -}}
 {{- set $resources "limits" $limits | toYaml -}}
 {{- end -}}
 
-{{- /* Where a role's pod may run: the same for its nodes and its preflight. */ -}}
+{{- /* Where a role's pod may run, and on which claimed GPUs: the same for its nodes and its preflight. */ -}}
 {{- define "pd-cluster.placement" -}}
+{{- with dig "gpus" "claimTemplate" "" . }}
+resourceClaims: [{name: gpus, resourceClaimTemplateName: {{ . | quote }}}]
+{{- end }}
 {{- with .nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}

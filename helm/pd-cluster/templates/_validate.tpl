@@ -8,14 +8,26 @@
 {{- $dtypes := list -}}
 {{- range $name, $role := $roles -}}
   {{- $kinds = append $kinds $role.kind -}}
-  {{- if has $role.kind (list "decode" "mixed") -}}
+  {{- if has $role.kind (list "decode" "mixed" "pair") -}}
     {{- $decoding = add $decoding (include "pd-cluster.fewestReplicas" $role | int) -}}
   {{- end -}}
   {{- if and (dig "hostNetwork" false $role.extraPodSpec) (not $.Values.networkPolicy.hostNetworkIsClosed) -}}
     {{- fail (printf "roles.%s.extraPodSpec: with hostNetwork the node's control and KV ports are open on the machine's network, where NetworkPolicy does not apply, and what reaches the KV ports can write the node's memory; close %d and %s there, then set networkPolicy.hostNetworkIsClosed" $name (int $.Values.nodePorts.control) $.Values.nodePorts.kv) -}}
   {{- end -}}
-  {{- $sizes = append $sizes (dig "block-size" 0 $role.args | int) -}}
-  {{- $dtypes = append $dtypes (dig "dtype" "auto" $role.args) -}}
+  {{- range $node := include "pd-cluster.podNodes" (list $ $role) | fromYamlArray -}}
+    {{- $sizes = append $sizes (dig "block-size" 0 $node.args | int) -}}
+    {{- $dtypes = append $dtypes (dig "dtype" "auto" $node.args) -}}
+    {{- $ranks := dig "tp" (int $node.gpus.count) $node.args | int -}}
+    {{- if and $node.gpus.count (ne $ranks (int $node.gpus.count)) -}}
+      {{- fail (printf "roles.%s.args.tp: %d ranks, but gpus.count is %d; a rank has one GPU, so leave tp out" $name $ranks (int $node.gpus.count)) -}}
+    {{- end -}}
+    {{- if and (gt $ranks 1) (lt (include "pd-cluster.bytes" $role.shmSize | float64) 1073741824.0) -}}
+      {{- fail (printf "roles.%s.shmSize: %s is too little for the ranks of a node; give them at least 1Gi" $name $role.shmSize) -}}
+    {{- end -}}
+  {{- end -}}
+  {{- if and (eq $role.kind "pair") $role.gpus.count (not $role.gpus.claimTemplate) -}}
+    {{- fail (printf "roles.%s.gpus.claimTemplate: GPUs by count are shown to one container alone, and then KV does not take NVLink; name a ResourceClaimTemplate with the GPUs of both nodes" $name) -}}
+  {{- end -}}
   {{- if gt (int $role.autoscaling.minReplicas) (int $role.autoscaling.maxReplicas) -}}
     {{- fail (printf "roles.%s.autoscaling: minReplicas (%d) is above maxReplicas (%d)" $name (int $role.autoscaling.minReplicas) (int $role.autoscaling.maxReplicas)) -}}
   {{- end -}}
@@ -27,11 +39,11 @@
     {{- fail (printf "roles.%s: %s-%s is longer than 52 characters, so no pod of it could be made; shorten the role's name, or set fullnameOverride" $name $full $name) -}}
   {{- end -}}
 {{- end -}}
-{{- if not (or (has "decode" $kinds) (has "mixed" $kinds)) -}}
-  {{- fail "roles: no role can decode; add one of kind decode or mixed" -}}
+{{- if not (or (has "decode" $kinds) (has "mixed" $kinds) (has "pair" $kinds)) -}}
+  {{- fail "roles: no role can decode; add one of kind decode, mixed or pair" -}}
 {{- end -}}
 {{- if eq (int $decoding) 0 -}}
-  {{- fail "roles: all roles of kind decode and mixed have 0 replicas, so every request would be refused; give one of them at least 1" -}}
+  {{- fail "roles: all roles of kind decode, mixed and pair have 0 replicas, so every request would be refused; give one of them at least 1" -}}
 {{- end -}}
 {{- if gt (len (uniq $sizes)) 1 -}}
   {{- fail "roles: args.block-size differs; KV moves in blocks, so set it alike in all roles (or in nodeDefaults)" -}}
@@ -62,8 +74,10 @@
     {{- end -}}
   {{- end -}}
 {{- end -}}
-{{- if eq (int .Values.nodePorts.http) (int .Values.nodePorts.control) -}}
-  {{- fail "nodePorts: http and control must differ" -}}
+{{- with .Values.nodePorts -}}
+  {{- if ne (len (uniq (list (int .http) (int .control) (int .decodeHttp) (int .decodeControl)))) 4 -}}
+    {{- fail "nodePorts: http, control, decodeHttp and decodeControl must differ" -}}
+  {{- end -}}
 {{- end -}}
 {{- $kv := splitList "-" .Values.nodePorts.kv -}}
 {{- $low := index $kv 0 | int -}}
@@ -71,7 +85,7 @@
 {{- if or (lt $low 1024) (gt $low $high) (gt $high 65535) -}}
   {{- fail (printf "nodePorts.kv: %s is no range of ports; write lowest-highest, between 1024 and 65535" .Values.nodePorts.kv) -}}
 {{- end -}}
-{{- range $name := list "http" "control" -}}
+{{- range $name := list "http" "control" "decodeHttp" "decodeControl" -}}
   {{- $port := index $.Values.nodePorts $name | int -}}
   {{- if and (le $low $port) (le $port $high) -}}
     {{- fail (printf "nodePorts.kv: %s contains nodePorts.%s (%d)" $.Values.nodePorts.kv $name $port) -}}

@@ -1,0 +1,88 @@
+"""Simulates routers, feeds and nodes with a virtual clock, and the product's own choice between them.
+
+    python -m benchmarks routing_simulation --trace conv.jsonl --prefill 2 8 --routers 1 3 --seeds 10
+
+Each trace is made so dense that its prompts, without any cache, would keep the prefill nodes busy for `--load` of the
+time. There are as many decode nodes as prefill nodes. Four policies serve the same arrivals on the same nodes:
+
+    cost           the product: choice, table, ledger and prefix index, over feeds
+    least-loaded   the rule before the feed: own charges in bytes, and decode nodes that are clearly sooner
+    round-robin    in turn; decode nodes read no prompts
+    bound          the cost over exact loads and one cache of all nodes of a role
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+from benchmarks.records import RESULTS, append_record
+from benchmarks.routing_simulation.nodes import prefill_s
+from benchmarks.routing_simulation.report import BOUND, COST, HEADER, LEAST_LOADED, ROUND_ROBIN, PolicyRow, comparisons
+from benchmarks.routing_simulation.trace import SimRequest, read_trace, scaled
+from benchmarks.routing_simulation.world import Cluster, SimWorld
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def simulate(
+    arrivals: Sequence[SimRequest], cluster: Cluster, load: float, seeds: int, num_routers: Sequence[int] = (1,)
+) -> dict[tuple[str, int], PolicyRow]:
+    """The row of each policy and number of routers. `cluster` says everything else."""
+    work_s = sum(prefill_s(one.num_tokens, 0) for one in arrivals)
+    speed = load * cluster.num_prefill * arrivals[-1].at_s / work_s
+    draws = [scaled(arrivals, speed, Random(seed)) for seed in range(seeds)]
+    rows = {}
+    for policy in (COST, LEAST_LOADED, ROUND_ROBIN, BOUND):
+        for count in num_routers if policy in (COST, LEAST_LOADED) else (1,):
+            one = Cluster(**asdict(cluster) | {"policy": policy, "num_routers": count})
+            outcomes = [SimWorld(one, draw, Random(seed)).run() for seed, draw in enumerate(draws)]
+            rows[policy, count] = PolicyRow.of(policy, count, outcomes)
+    return rows
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the rows and their ratios, and append a record for each trace and cluster. Raises StartupError."""
+    namespace = _flags().parse_args(arguments)
+    lines = [HEADER]
+    for path in namespace.trace:
+        arrivals = read_trace(path)
+        for count in namespace.prefill:
+            cluster = Cluster(
+                num_prefill=count, num_decode=count, num_blocks=namespace.num_blocks,
+                shortest_first=not namespace.fifo, decode_reads=not namespace.prefill_nodes_only,
+            )  # fmt: skip
+            rows = simulate(arrivals, cluster, namespace.load, namespace.seeds, namespace.routers)
+            ratios = comparisons(rows)
+            lines += [row.text(path.stem, f"{count}P + {count}D") for row in rows.values()]
+            lines += ["", ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items()), ""]
+            sys.stdout.write("\n".join(lines) + "\n")
+            lines = []
+            fields = asdict(cluster) | {
+                "trace": path.stem, "load": namespace.load, "seeds": namespace.seeds, "note": namespace.note,
+                "ratios": ratios, "rows": [[round(v, 4) if isinstance(v, float) else v for v in asdict(row).values()]
+                                           for row in rows.values()],
+            }  # fmt: skip
+            append_record(namespace.json, "routing_simulation", fields)
+    return 0
+
+
+def _flags() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks routing_simulation", allow_abbrev=False)
+    add = parser.add_argument
+    add("--trace", type=Path, nargs="+", required=True, metavar="PATH", help="Mooncake's .jsonl or Azure's .csv.")
+    add("--prefill", type=int, nargs="+", default=[2, 8], metavar="N", help="Prefill nodes (default: 2 8).")
+    add("--routers", type=int, nargs="+", default=[1, 3], metavar="N", help="Routers (default: 1 3).")
+    add("--load", type=float, default=0.7, metavar="SHARE", help="Of the prefill nodes, uncached (default: 0.7).")
+    add("--seeds", type=int, default=10, metavar="N", help="Draws of the arrivals (default: 10).")
+    add("--num-blocks", type=int, default=5000, metavar="N", help="Blocks of 512 tokens a node (default: 5000).")
+    add("--fifo", action="store_true", help="Prefill nodes serve prompts as they came, not the shortest first.")
+    add("--prefill-nodes-only", action="store_true", help="Decode nodes read no prompts.")
+    add("--json", type=Path, default=RESULTS / "routing_simulation.jsonl", metavar="FILE", help="Records go there.")
+    add("--note", default="", metavar="TEXT", help="Kept in the records.")
+    return parser

@@ -1,0 +1,58 @@
+"""What the runs of one trace and cluster say, beside what is asked of the router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import mean
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from benchmarks.routing_simulation.world import Outcome
+
+COST, LEAST_LOADED, ROUND_ROBIN, BOUND = "cost", "least-loaded", "round-robin", "bound"
+HEADER = (
+    "| trace | nodes | routers | policy | mean | p50 | p99 | cached | direct |\n|---|---|---|---|---|---|---|---|---|"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRow:
+    """Means over the seeds, in seconds and shares."""
+
+    policy: str
+    num_routers: int
+    mean_s: float
+    p50_s: float
+    p99_s: float
+    hit_share: float
+    direct_share: float
+
+    @classmethod
+    def of(cls, policy: str, num_routers: int, outcomes: Sequence[Outcome]) -> PolicyRow:
+        return cls(
+            policy, num_routers, mean(one.mean_s for one in outcomes), mean(one.percentile_s(0.5) for one in outcomes),
+            mean(one.percentile_s(0.99) for one in outcomes), mean(one.hit_share for one in outcomes),
+            mean(one.direct_share for one in outcomes),
+        )  # fmt: skip
+
+    def text(self, trace: str, nodes: str) -> str:
+        return (
+            f"| {trace} | {nodes} | {self.num_routers} | {self.policy} | {self.mean_s:.3f} | {self.p50_s:.3f} | "
+            f"{self.p99_s:.2f} | {self.hit_share:.1%} | {self.direct_share:.1%} |"
+        )
+
+
+def comparisons(rows: Mapping[tuple[str, int], PolicyRow]) -> dict[str, float]:
+    """Ratios of the cost's times to those of the baselines, and of several routers to one. By (policy, routers)."""
+    cost, old = rows[COST, 1], rows[LEAST_LOADED, 1]
+    found = {
+        "mean / least-loaded": cost.mean_s / old.mean_s,
+        "p99 / least-loaded": cost.p99_s / old.p99_s,
+        "mean / bound": cost.mean_s / rows[BOUND, 1].mean_s,
+    }
+    for (policy, num_routers), row in rows.items():
+        if num_routers > 1:
+            found[f"{policy}: {num_routers} routers / one"] = row.mean_s / rows[policy, 1].mean_s
+    return {name: round(ratio, 3) for name, ratio in found.items()}

@@ -1,0 +1,172 @@
+"""One run: arrivals, routers, feeds with their delay, and nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from benchmarks.routing_simulation.clock import EventQueue
+from benchmarks.routing_simulation.nodes import LruBlocks, Prompt, SimNode
+from benchmarks.routing_simulation.routers import CostRouter, LeastLoadedRouter, OracleRouter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from random import Random
+
+    from benchmarks.routing_simulation.routers import Booking, SimRoute, SimRouter
+    from benchmarks.routing_simulation.trace import SimRequest
+
+POLICIES = ("cost", "least-loaded", "round-robin", "bound")
+LINK_S = 0.001  # router to node, one way
+PAUSE_S = 0.005  # between two messages of a feed
+PROGRESS_S = 0.05  # a busy node tells at least so often how far it is
+HANDOVER_S = 0.004  # from P's first token to the client's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """What is simulated. `num_blocks`: of each node's prefix cache."""
+
+    num_prefill: int
+    num_decode: int
+    num_routers: int = 1
+    num_blocks: int = 5000
+    policy: str = "cost"
+    shortest_first: bool = True
+    decode_reads: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Seconds until the first token of each request, and the share of prompt tokens that were cached."""
+
+    ttft_s: tuple[float, ...]
+    hit_share: float
+    direct_share: float  # of the requests
+
+    @property
+    def mean_s(self) -> float:
+        return sum(self.ttft_s) / len(self.ttft_s)
+
+    def percentile_s(self, share: float) -> float:
+        ranked = sorted(self.ttft_s)
+        return ranked[min(len(ranked) - 1, int(share * len(ranked)))]
+
+
+class SimWorld:
+    """Runs one trace through one cluster."""
+
+    def __init__(self, cluster: Cluster, arrivals: Sequence[SimRequest], random: Random) -> None:
+        self.cluster = cluster
+        self.events = EventQueue()
+        self._arrivals = arrivals
+        self._ttft_s: list[float] = []
+        self._num_direct = 0
+        self.nodes: list[SimNode] = []
+        for number in range(cluster.num_prefill + cluster.num_decode):
+            self.nodes.append(self._make_node(number))
+        self.routers = [self._make_router(random.randrange(1 << 16)) for _ in range(cluster.num_routers)]
+        self._is_telling = [False] * len(self.nodes)
+        self._told_s = [-PAUSE_S] * len(self.nodes)
+        self._charges: list[list[list[int]]] = [[[] for _ in self.nodes] for _ in self.routers]
+        for arrival in arrivals:
+            router = random.randrange(len(self.routers))
+            self.events.at(arrival.at_s, lambda arrival=arrival, router=router: self._arrive(arrival, router))  # type: ignore[misc]
+
+    def run(self) -> Outcome:
+        for number in range(len(self.nodes)):
+            self._tell(number)
+        self.events.run(lambda: len(self._ttft_s) == len(self._arrivals))
+        hits = sum(node.hit_tokens for node in self.nodes)
+        computed = sum(node.computed_tokens for node in self.nodes)
+        return Outcome(tuple(self._ttft_s), hits / (hits + computed), self._num_direct / len(self._arrivals))
+
+    def _make_node(self, number: int) -> SimNode:
+        cluster = self.cluster
+        is_prefill = number < cluster.num_prefill
+        first = 0 if is_prefill else cluster.num_prefill
+        if cluster.policy != "bound":
+            cache = LruBlocks(cluster.num_blocks)
+        elif number == first:
+            cache = LruBlocks(cluster.num_blocks * (cluster.num_prefill if is_prefill else cluster.num_decode))
+        else:
+            cache = self.nodes[first].cache
+        node = SimNode(self.events, cache, is_prefill, shortest_first=cluster.shortest_first)
+        node.changed = lambda: self._change(number)
+        return node
+
+    def _make_router(self, turn: int) -> SimRouter:
+        cluster, clock = self.cluster, lambda: self.events.now_s
+        sizes = cluster.num_prefill, cluster.num_decode
+        if cluster.policy == "bound":
+            return OracleRouter(self.nodes, cluster.num_prefill, clock, decode_reads=cluster.decode_reads)
+        if cluster.policy == "cost":
+            return CostRouter(*sizes, clock, decode_reads=cluster.decode_reads, turn=turn)
+        in_turn = cluster.policy == "round-robin"
+        return LeastLoadedRouter(*sizes, clock, in_turn=in_turn, decode_reads=cluster.decode_reads, turn=turn)
+
+    # --- requests
+
+    def _arrive(self, arrival: SimRequest, router: int) -> None:
+        route = self.routers[router].route(arrival)
+        if route.prefill is None:
+            self._num_direct += 1
+            self.events.after(LINK_S, lambda: self._read_directly(arrival, router, route))
+        else:
+            self.events.after(LINK_S, lambda: self._prefill(arrival, router, route))
+
+    def _read_directly(self, arrival: SimRequest, router: int, route: SimRoute) -> None:
+        number, booking = route.decode()
+
+        def done() -> None:
+            self._ttft_s.append(self.events.now_s + LINK_S - arrival.at_s)
+            booking.prefill_done()
+
+        self._charges[router][number].append(booking.number)
+        self.nodes[number].add_prompt(Prompt(arrival, self.events.now_s, done, booking.release))
+
+    def _prefill(self, arrival: SimRequest, router: int, route: SimRoute) -> None:
+        assert route.prefill is not None
+        assert route.booking is not None
+        booking = route.booking
+        taken: list[tuple[int, Booking]] = []
+
+        def done() -> None:
+            booking.prefill_done()
+            booking.release()
+            self._ttft_s.append(self.events.now_s + HANDOVER_S - arrival.at_s)
+            self.events.after(HANDOVER_S, hand_over)
+
+        def hand_over() -> None:
+            number, charge = taken[0]
+            self._charges[router][number].append(charge.number)
+            self.nodes[number].add_sequence(arrival, charge.release)
+
+        self._charges[router][route.prefill].append(booking.number)
+        self.events.after(LINK_S, lambda: taken.append(route.decode()))  # the ticket
+        self.nodes[route.prefill].add_prompt(Prompt(arrival, self.events.now_s, done))
+
+    # --- feeds
+
+    def _change(self, number: int) -> None:
+        if self.cluster.policy == "cost" and not self._is_telling[number]:
+            self._is_telling[number] = True
+            self.events.at(max(self.events.now_s, self._told_s[number] + PAUSE_S), lambda: self._tell(number))
+
+    def _tell(self, number: int) -> None:
+        node = self.nodes[number]
+        self._is_telling[number] = False
+        self._told_s[number] = self.events.now_s
+        load, news = node.load(), node.news
+        node.news = {}
+        evicted = [name for name, block in news.items() if block is None]
+        stored = [block for block in news.values() if block is not None]
+        for router, charges in zip(self.routers, self._charges, strict=True):
+            told, charges[number] = charges[number], []
+            self.events.after(
+                LINK_S,
+                lambda router=router, told=told: router.hear(number, load, stored, evicted, told),  # type: ignore[misc]
+            )
+        if (node.queue or node.current is not None) and not self._is_telling[number]:
+            self._is_telling[number] = True
+            self.events.after(PROGRESS_S, lambda: self._tell(number))
