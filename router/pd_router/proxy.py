@@ -84,7 +84,7 @@ class Proxy:
         """Which nodes have the prompt's prefix is looked up only if one has named blocks: 400 kB cost 1.1 ms."""
         table = self._s.table
         cached = table.prefixes.hits(body.text_chain(self._chain_key)) if len(table.prefixes) else {}
-        return PromptFacts(body.num_bytes, body.num_samples, body.has_several_prompts, cached)
+        return PromptFacts(body.num_bytes, body.num_samples, body.has_several_prompts, cached, body.num_token_ids)
 
 
 def _uncancel() -> None:
