@@ -119,9 +119,10 @@ class MessagesDialect(Dialect):
 
     def to_chat(self, fields: RawFields) -> ChatRequest:
         given = read(fields, MessagesFields)
-        system = [] if given.system is None else [{"role": "system", "content": _text(given.system)}]
+        system = [{"role": "system", "content": _text(given.system)}] if given.system else []
         chat: dict[str, Any] = {
-            "messages": system + [turn for i, one in enumerate(given.messages) for turn in _turns(one, i)],
+            "messages": system
+            + [message for role, blocks in _turns(given.messages) for message in _chat(role, blocks)],
             "stop": given.stop_sequences,
             "tools": None if given.tools is None else [_tool(one) for one in given.tools],
             **_choice(given.tool_choice),
@@ -143,14 +144,15 @@ class MessagesDialect(Dialect):
     def error_body(self, error: PdError) -> dict[str, Any]:
         """With `param` and `code` beside Anthropic's members: routers read the code."""
         body = super().error_body(error)
-        body["error"]["type"] = _ERROR_TYPES.get(self.status(error), "api_error")
+        status = self.status(error)
+        body["error"]["type"] = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         return {"type": "error"} | body
 
     def error_event(self, error: PdError) -> bytes:
         return event_bytes(self.error_body(error), "error")
 
     def is_whole(self, tail: bytes) -> bool:
-        lines = tail.split(b"\n")  # an answer may speak of events, but its JSON has no line breaks
+        lines = tail.splitlines()  # an answer may speak of events, but its JSON has no line breaks
         return b"event: message_stop" in lines or b"event: error" in lines
 
 
@@ -158,15 +160,25 @@ def _text(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def _turns(turn: MessageTurn, index: int) -> list[dict[str, Any]]:
-    """The chat messages of one message: a result of a tool is a message of its own."""
-    if isinstance(turn.content, str):
-        return [{"role": turn.role, "content": turn.content}]
-    for i, block in enumerate(turn.content):
-        if not isinstance(block, _BLOCKS[turn.role]):
-            tag = block.__struct_config__.tag
-            raise InvalidRequest(f"messages[{index}].content[{i}]: a {turn.role} message has no {tag}", "messages")
-    return [_assistant(turn.content)] if turn.role == "assistant" else _asked(turn.role, turn.content)
+def _turns(messages: list[MessageTurn]) -> list[tuple[str, list[Block]]]:
+    """Roles and blocks. Neighbours of one role are one turn, as in Anthropic's API: some chat templates refuse two."""
+    turns: list[tuple[str, list[Block]]] = []
+    for index, one in enumerate(messages):
+        blocks = [TextBlock(text=one.content)] if isinstance(one.content, str) else one.content
+        for i, block in enumerate(blocks):
+            if not isinstance(block, _BLOCKS[one.role]):
+                tag = block.__struct_config__.tag
+                raise InvalidRequest(f"messages[{index}].content[{i}]: a {one.role} message has no {tag}", "messages")
+        if turns and turns[-1][0] == one.role:
+            turns[-1][1].extend(blocks)
+        else:
+            turns.append((one.role, [*blocks]))
+    return turns
+
+
+def _chat(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
+    """The chat messages of one turn: a result of a tool is a message of its own."""
+    return [_assistant(blocks)] if role == "assistant" else _asked(role, blocks)
 
 
 def _assistant(blocks: list[Block]) -> dict[str, Any]:
