@@ -137,7 +137,7 @@ async def test_fields_that_are_echoed() -> None:
 
 async def test_tokens_are_counted_as_they_are_charged() -> None:
     async with running(FakeEngine(says([5]))) as node:
-        body = {"messages": HI, "system": "Be brief."}
+        body: dict[str, Any] = {"messages": HI, "system": "Be brief."}
         _, counted, _ = await ask(node, COUNT_TOKENS, **body)
         _, answer, _ = await ask(node, MESSAGES, **body)
         assert counted == {"input_tokens": answer["usage"]["input_tokens"]}
