@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from pd_http.dialect import ChatRequest, Dialect, RawFields, raw_fields, read
+from pd_http.dialect import ChatRequest, Dialect, RawFields, check_entries, raw_fields, read
 from pd_http.errors import InvalidRequest
 from pd_http.sse import event_bytes
 
@@ -119,6 +119,8 @@ class MessagesDialect(Dialect):
 
     def to_chat(self, fields: RawFields) -> ChatRequest:
         given = read(fields, MessagesFields)
+        check_entries([given.messages, *(one.content for one in given.messages)], "messages")
+        check_entries([given.tools], "tools")
         system = [{"role": "system", "content": _text(given.system)}] if given.system else []
         chat: dict[str, Any] = {
             "messages": system

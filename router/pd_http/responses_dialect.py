@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from pd_http.dialect import ChatRequest, Dialect, RawFields, raw_fields, read, refusal, without_nulls
+from pd_http.dialect import (
+    ChatRequest,
+    Dialect,
+    RawFields,
+    check_entries,
+    raw_fields,
+    read,
+    refusal,
+    without_nulls,
+)
 from pd_http.errors import InvalidRequest
 from pd_http.sse import event_bytes
 
@@ -133,6 +142,7 @@ class ResponsesDialect(Dialect):
         if bytes(fields.get("store", b"")) == b"true":
             raise InvalidRequest("store: answers are not stored; send store: false", "store", "unsupported_value")
         given = read(fields, ResponsesFields)
+        check_entries([given.tools], "tools")
         chat: dict[str, Any] = {
             "messages": _messages(given),
             "max_tokens": given.max_output_tokens,
@@ -160,6 +170,7 @@ class ResponsesDialect(Dialect):
 def _items(given: ResponsesFields) -> list[Item]:
     if isinstance(given.input, str):
         return [SaidItem(role="user", content=given.input)]
+    check_entries([given.input, *(part for one in given.input for part in one.values())], "input")
     items = []
     for i, one in enumerate(given.input):
         try:

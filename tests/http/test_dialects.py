@@ -8,7 +8,7 @@ import msgspec
 import orjson
 import pytest
 
-from pd_http.dialect import OPENAI, RawFields
+from pd_http.dialect import MAX_ENTRIES, OPENAI, RawFields
 from pd_http.dialects import COUNT_TOKENS, MESSAGES, RESPONSES, dialect_of
 from pd_http.errors import InvalidRequest, ModelNotFound, NodesDied, PdError
 
@@ -223,6 +223,24 @@ def test_an_error_speaks_of_the_fields_of_its_api() -> None:
         (MESSAGES, InvalidRequest("max_tokens is required", "max_tokens"), "max_tokens is required"),
     ):  # fmt: skip
         assert dialect_of(path).error_body(error)["error"]["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (MESSAGES, {"messages": HI * (MAX_ENTRIES + 1)}),
+        (MESSAGES, {"messages": [{"role": "user", "content": [text("a")] * MAX_ENTRIES}]}),
+        (MESSAGES, {"messages": HI, "tools": [{"name": "f", "input_schema": {}}] * (MAX_ENTRIES + 1)}),
+        (RESPONSES, {"input": HI * (MAX_ENTRIES + 1)}),
+        (RESPONSES, {"input": [said("user", [{"type": "input_text", "text": "a"}] * MAX_ENTRIES)]}),
+        (RESPONSES, {"input": "hi", "tools": [{"type": "function", "name": "f"}] * (MAX_ENTRIES + 1)}),
+    ],
+)
+def test_the_entries_of_a_conversation_are_bounded(path: str, body: dict[str, Any]) -> None:
+    """16 MiB of messages of a letter would hold an event loop, and so all streams, for seconds."""
+    with pytest.raises(InvalidRequest, match=f"{MAX_ENTRIES} are allowed") as raised:
+        chat_of(path, body)
+    assert raised.value.param == list(body)[-1]
 
 
 def test_what_nothing_reads_is_named() -> None:
