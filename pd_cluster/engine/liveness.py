@@ -38,7 +38,7 @@ class EngineLiveness:
     def __init__(
         self, now: float, *, frozen_s: float = FROZEN_S, stall_s: float = STALL_S, mute_s: float = inf
     ) -> None:
-        """`mute_s`: as `stall_s`, while there are no signs of life either."""
+        """`mute_s`: in place of `stall_s` when there were no signs of life for `frozen_s`."""
         self._frozen_s = frozen_s
         self._mute_s = mute_s
         self._signed_at = now
@@ -62,10 +62,9 @@ class EngineLiveness:
         silent_s = now - self._heard_at
         if silent_s < self._allowed_s:
             return EngineState.ALIVE
-        mute_s = min(silent_s, now - self._signed_at)
-        is_mute = mute_s >= self._frozen_s + self._mute_s and silent_s >= self._allowed_s + self._mute_s
-        is_dead = is_mute or silent_s >= self._allowed_s + self._stall_s
-        return EngineState.DEAD if is_dead else EngineState.FROZEN
+        is_mute = now - self._signed_at >= self._frozen_s
+        stall_s = min(self._mute_s, self._stall_s) if is_mute else self._stall_s
+        return EngineState.FROZEN if silent_s < self._allowed_s + stall_s else EngineState.DEAD
 
     def reason(self, now: float) -> str:
         """A sentence for logs and errors: for how long the engine has been silent, and how long is allowed."""

@@ -124,7 +124,7 @@ async def _engine_of_two_ranks_that_gives_signs_of_life(directory: Path) -> None
         context.destroy(linger=0)
 
 
-def test_an_engine_of_several_ranks_whose_process_runs_is_frozen_only(tmp_path: Path) -> None:
+def test_an_engine_of_several_ranks_is_frozen_only_while_its_process_runs(tmp_path: Path) -> None:
     asyncio.run(_engine_of_two_ranks_that_gives_signs_of_life(tmp_path))
 
 

@@ -89,8 +89,8 @@ def test_an_engine_of_several_ranks_is_dead_soon_if_its_process_does_not_run() -
         lives.runs(now)
         assert (mute.state(now), lives.state(now)) == (EngineState.FROZEN, EngineState.FROZEN)
     assert (mute.state(3.5), lives.state(3.5)) == (EngineState.DEAD, EngineState.FROZEN)
-    assert lives.state(3.4 + FROZEN_S) is EngineState.FROZEN
-    assert lives.state(3.4 + FROZEN_S + RANKED_STALL_S) is EngineState.DEAD
+    assert lives.state(3.3 + FROZEN_S) is EngineState.FROZEN
+    assert lives.state(3.4 + FROZEN_S) is EngineState.DEAD
     lives.runs(60.0)
     assert lives.state(62.9) is EngineState.FROZEN
     assert lives.state(FROZEN_S + STALL_S) is EngineState.DEAD
