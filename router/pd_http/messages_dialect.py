@@ -11,7 +11,7 @@ from pd_http.errors import InvalidRequest
 from pd_http.sse import event_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from pd_http.errors import PdError
 
@@ -121,10 +121,10 @@ class MessagesDialect(Dialect):
         given = read(fields, MessagesFields)
         check_entries([given.messages, *(one.content for one in given.messages)], "messages")
         check_entries([given.tools], "tools")
-        system = [{"role": "system", "content": _text(given.system)}] if given.system else []
+        system = [MessageTurn("system", [*_blocks(given.system)])] if given.system else []
+        turns = _turns([*system, *given.messages], -len(system))
         chat: dict[str, Any] = {
-            "messages": system
-            + [message for role, blocks in _turns(given.messages) for message in _chat(role, blocks)],
+            "messages": [message for role, blocks in turns for message in _chat(role, blocks)],
             "stop": given.stop_sequences,
             "tools": None if given.tools is None else [_tool(one) for one in given.tools],
             **_choice(given.tool_choice),
@@ -162,11 +162,18 @@ def _text(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def _turns(messages: list[MessageTurn]) -> list[tuple[str, list[Block]]]:
-    """Roles and blocks. Neighbours of one role are one turn, as in Anthropic's API: some chat templates refuse two."""
+def _blocks(content: str | Sequence[Block]) -> Sequence[Block]:
+    return [TextBlock(text=content)] if isinstance(content, str) else content
+
+
+def _turns(messages: list[MessageTurn], first: int) -> list[tuple[str, list[Block]]]:
+    """Roles and blocks. Neighbours of one role are one turn, as in Anthropic's API: some chat templates refuse two.
+
+    `first`: the index of the first one, for errors.
+    """
     turns: list[tuple[str, list[Block]]] = []
-    for index, one in enumerate(messages):
-        blocks = [TextBlock(text=one.content)] if isinstance(one.content, str) else one.content
+    for index, one in enumerate(messages, first):
+        blocks = _blocks(one.content)
         for i, block in enumerate(blocks):
             if not isinstance(block, _BLOCKS[one.role]):
                 tag = block.__struct_config__.tag

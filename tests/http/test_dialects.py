@@ -43,6 +43,8 @@ def text(value: str, **more: Any) -> dict[str, Any]:
         ({"system": [text("a", cache_control={"type": "ephemeral"}), text("b")]},
          {"messages": [{"role": "system", "content": "a\nb"}, *HI]}),
         ({"system": []}, {"messages": HI}),
+        ({"system": "s", "messages": [{"role": "system", "content": [text("t")]}, *HI]},
+         {"messages": [{"role": "system", "content": "s\nt"}, *HI]}),
         ({"messages": [{"role": "user", "content": [text("a"), text("b")]}]},
          {"messages": [{"role": "user", "content": "a\nb"}]}),
         # neighbours of one role are one turn
