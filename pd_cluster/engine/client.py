@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -26,6 +27,7 @@ from pd_cluster.protocol.messages import (
     FromEngine,
     NeedsPrefill,
     RequestFailed,
+    SignOfLife,
     SilenceAllowed,
     StartupProgress,
     TicketOpened,
@@ -221,11 +223,15 @@ class ZmqEngineClient:
             if not has_mail:
                 self._judge()
                 continue
-            for message in self._decoder.decode(await self._from_engine.recv()):
+            messages = self._decoder.decode(await self._from_engine.recv())
+            for message in messages:
                 self._deliver(message)
-            if self._liveness is not None:
-                self._liveness.heard(self._clock())
-                self._thaw()
+            if not all(isinstance(message, SignOfLife) for message in messages):
+                if self._liveness is not None:
+                    self._liveness.heard(self._clock())
+                    self._thaw()
+            elif not await self._from_engine.poll(0):
+                self._judge()
 
     def _judge(self) -> None:
         """Judge an engine that has sent nothing for `LISTEN_S`: it may be frozen or dead."""
@@ -260,13 +266,18 @@ class ZmqEngineClient:
                 self.stats = message
             case EngineNews():
                 self.news.take(message)
+            case SignOfLife():
+                if self._liveness is not None:
+                    self._liveness.runs(self._clock())
             case SilenceAllowed(seconds):
                 if self._liveness is not None:
                     self._liveness.allow(seconds)
             case EngineReady():
                 self.ready = message
-                stall_s = self._stall_s if message.num_ranks == 1 else min(self._stall_s, RANKED_STALL_S)
-                self._liveness = EngineLiveness(self._clock(), frozen_s=self._frozen_s, stall_s=stall_s)
+                mute_s = inf if message.num_ranks == 1 else RANKED_STALL_S
+                self._liveness = EngineLiveness(
+                    self._clock(), frozen_s=self._frozen_s, stall_s=self._stall_s, mute_s=mute_s
+                )
                 self._is_ready.set()
             case StartupProgress():
                 self._on_progress(message.text)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 
 import msgspec
 import zmq
 
-from pd_cluster.protocol.messages import FromEngine, ToEngine
+from pd_cluster.protocol.messages import FromEngine, SignOfLife, ToEngine
 
+_SIGN = msgspec.msgpack.encode([SignOfLife()])
 LAST_WORDS_MS = 200  # for the API process to connect and to take the last message
 
 
@@ -19,6 +21,23 @@ def send_last_words(address: str, message: FromEngine) -> None:
         socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
         socket.connect(f"{address}.out")
         socket.send(msgspec.msgpack.encode([message]), zmq.NOBLOCK)
+
+
+class SignsOfLife:
+    """Sends SignOfLife from another thread than the step loop's. Close it when that thread has ended."""
+
+    def __init__(self, address: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.set_hwm(1)
+        self._socket.connect(f"{address}.out")
+
+    def send(self) -> None:
+        with contextlib.suppress(zmq.Again):  # the API process does not read: it misses nothing
+            self._socket.send(_SIGN, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
 
 
 class EngineSockets:

@@ -5,19 +5,23 @@
     frozen    no step has ended within max(3 s, 4 x the prediction)   alive by a message, dead after stall_s more
     dead      its requests fail and the node ends                   -
 
-All messages come from the engine's step loop, between two steps, at least one per heartbeat. So silence means a step
-that does not end, or a process that does not run. Before a step that may take longer than `FROZEN_S`
-the engine allows itself more silence (`messages.SilenceAllowed`); that stands until it allows another.
+Of several ranks, each of which holds a GPU, a frozen engine is dead RANKED_STALL_S later, unless the thread that
+watches the ranks still gives signs of life: that thread ends the engine by itself when a rank or a step is late.
+
+All other messages come from the engine's step loop, between two steps, at least one per heartbeat. So silence means a
+step that does not end, or a process that does not run. Before a step that may take longer than `FROZEN_S` the engine
+allows itself more silence (`messages.SilenceAllowed`); that stands until it allows another.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum, auto
+from math import inf
 
 from pd_cluster.engine.step_timing import FROZEN_S
 
 STALL_S = 60.0  # a frozen engine that sends nothing for so long is dead
-RANKED_STALL_S = 0.5  # of several ranks: each holds a GPU that waits in a collective for the one that stands still
+RANKED_STALL_S = 0.5  # of several ranks, without a sign of life: a process that does not run leaves their GPUs waiting
 
 
 class EngineState(StrEnum):
@@ -31,8 +35,13 @@ class EngineState(StrEnum):
 class EngineLiveness:
     """The state of one engine process, from its ready message on. `now`: seconds of a PatientClock."""
 
-    def __init__(self, now: float, *, frozen_s: float = FROZEN_S, stall_s: float = STALL_S) -> None:
+    def __init__(
+        self, now: float, *, frozen_s: float = FROZEN_S, stall_s: float = STALL_S, mute_s: float = inf
+    ) -> None:
+        """`mute_s`: in place of `stall_s` when there were no signs of life for `frozen_s`."""
         self._frozen_s = frozen_s
+        self._mute_s = mute_s
+        self._signed_at = now
         self._stall_s = stall_s
         self._allowed_s = frozen_s
         self._heard_at = now
@@ -40,6 +49,10 @@ class EngineLiveness:
     def heard(self, now: float) -> None:
         """Note that the engine has sent a message."""
         self._heard_at = now
+
+    def runs(self, now: float) -> None:
+        """Note a sign of life."""
+        self._signed_at = now
 
     def allow(self, allowed_s: float) -> None:
         """Set how long the engine may be silent from now on, as it has announced."""
@@ -49,7 +62,9 @@ class EngineLiveness:
         silent_s = now - self._heard_at
         if silent_s < self._allowed_s:
             return EngineState.ALIVE
-        return EngineState.FROZEN if silent_s < self._allowed_s + self._stall_s else EngineState.DEAD
+        is_mute = now - self._signed_at >= self._frozen_s
+        stall_s = min(self._mute_s, self._stall_s) if is_mute else self._stall_s
+        return EngineState.FROZEN if silent_s < self._allowed_s + stall_s else EngineState.DEAD
 
     def reason(self, now: float) -> str:
         """A sentence for logs and errors: for how long the engine has been silent, and how long is allowed."""

@@ -17,6 +17,7 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,7 +25,7 @@ import zmq
 
 from pd_cluster.config import NodeConfig
 from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.ipc import EngineSockets, send_last_words
+from pd_cluster.engine.ipc import EngineSockets, SignsOfLife, send_last_words
 from pd_cluster.errors import PdError
 from pd_cluster.protocol.messages import EngineDied, EngineReady, StartupProgress
 from pd_connectors.base import ConnectorContext
@@ -117,12 +118,17 @@ def _end_after_loss(address: str, error: PdError) -> None:
     os._exit(1)
 
 
-def _make_executor(config: NodeConfig, address: str, progress: Callable[[str], None]) -> DeviceExecutor:
+def _make_executor(
+    config: NodeConfig, address: str, progress: Callable[[str], None], cleanup: ExitStack
+) -> DeviceExecutor:
     # Imported here, because they import torch: configuration errors are reported before
     if config.model.tp > 1:
         from pd_cluster.worker.ranked_executor import RankedExecutor
 
-        return RankedExecutor(config, progress, f"{address}.rank", lambda error: _end_after_loss(address, error))
+        signs = SignsOfLife(address)
+        cleanup.callback(signs.close)
+        on_loss = partial(_end_after_loss, address)
+        return RankedExecutor(config, progress, f"{address}.rank", on_loss, signs.send)
     from pd_cluster.worker.device_executor import DeviceExecutor
 
     return DeviceExecutor(config, progress)
@@ -137,7 +143,7 @@ def _build(
         mailbox.send(StartupProgress(text))
         mailbox.flush()
 
-    executor = _make_executor(config, address, progress)
+    executor = _make_executor(config, address, progress, cleanup)
     cleanup.callback(executor.close)
     (cache,) = run_phases(executor, config.cache, progress)  # of rank 0
     epoch = secrets.randbits(EPOCH_BITS)
@@ -197,7 +203,7 @@ def main() -> int:
             watch.core = core
             cleanup.enter_context(rare_garbage_collection())
             mailbox.send(ready)
-            mailbox.flush()
+            core.settle()  # a node that is ready has statistics
             core.run()
     except Exception as error:
         expected = isinstance(error, PdError | HandoffError | OSError)

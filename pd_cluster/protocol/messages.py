@@ -282,6 +282,10 @@ class SilenceAllowed(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
+class SignOfLife(msgspec.Struct, frozen=True, tag=True):
+    """Of an engine with several ranks, from the thread that watches them: the process runs, whatever its loop does."""
+
+
 class EngineDied(msgspec.Struct, frozen=True, tag=True):
     """The engine ends because of an error."""
 
@@ -298,5 +302,6 @@ FromEngine = (
     | EngineStats
     | EngineNews
     | SilenceAllowed
+    | SignOfLife
     | EngineDied
 )

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import msgspec
+
 from pd_cluster.server.output_parser import Reasoning, ToolCall
+from pd_cluster.server.schema import NOT_JSON
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,6 +32,15 @@ class AnswerBlock:
     def text(self) -> str:
         """The reasoning, the text, or the arguments of the call."""
         return "".join(self.pieces)
+
+    @property
+    def has_whole_arguments(self) -> bool:
+        """Of a call: whether it was not cut off, and did not break, behind pieces that the client has."""
+        try:
+            msgspec.json.decode(self.text or "{}", type=dict[str, msgspec.Raw])
+        except NOT_JSON:
+            return False
+        return True
 
 
 class BlockStep(NamedTuple):

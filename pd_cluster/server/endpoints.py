@@ -118,7 +118,7 @@ async def chat_completions(state: NodeState, caller: Caller, reply: CountedReply
 async def messages(state: NodeState, caller: Caller, reply: CountedReply, raw: bytes) -> None:
     """Serve `POST /v1/messages`, as a chat request. Raises PdError."""
     one = translated(MESSAGES, raw)
-    if "max_tokens" not in one.given:
+    if bytes(one.given.get("max_tokens", b"null")).strip() == b"null":
         raise InvalidRequest("max_tokens is required", "max_tokens", "missing_required_parameter")
     await _chat(state, caller, reply, one.chat, MessagesShape, one.ignored)
 
@@ -371,5 +371,7 @@ def _decoded(
 ) -> Generating:
     body, unread = decode_body(raw, kind)
     state.metrics.unknown_fields.inc(len(unread))
-    reply.headers |= ignored_header({*ignored, *unread, *disabled_fields(state, body)})
+    params = reply.dialect.params
+    disabled = {params.get(name, name) for name in disabled_fields(state, body)}
+    reply.headers |= ignored_header({*ignored, *unread, *disabled})
     return body

@@ -164,7 +164,7 @@ _OF_CHAT = {
     "top_logprobs": FieldRefusal(_NO_PLACE.why, (None, 0)),
     "return_token_ids": _NO_PLACE,
     "return_tokens_as_token_ids": _NO_PLACE,
-    "separate_reasoning": _NO_PLACE,
+    "separate_reasoning": FieldRefusal("reasoning has a place of its own", (None, True)),
     "max_completion_tokens": FieldRefusal("it is a field of chat", (None,)),
     "add_generation_prompt": FieldRefusal("it is a field of chat", (None, True)),
     "continue_final_message": FieldRefusal("it is a field of chat"),

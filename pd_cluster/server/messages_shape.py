@@ -85,10 +85,9 @@ def _block(block: AnswerBlock) -> dict[str, Any]:
 def _whole(block: AnswerBlock) -> dict[str, Any]:
     if block.kind != "call":
         return {_DELTAS[block.kind][1]: block.text}
-    try:
-        return {"input": orjson.loads(block.text or "{}")}
-    except orjson.JSONDecodeError as error:
-        raise PdError("the output parser gave arguments of a call that are not JSON") from error
+    if not block.has_whole_arguments:
+        raise PdError("the output parser gave arguments of a call that are not JSON")
+    return {"input": orjson.Fragment(block.text or "{}")}  # as the model wrote them: orjson rounds long integers
 
 
 def _stop(output: ChoiceOutput, *, has_calls: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pd_cluster.server.chat import normal_messages, template_options
 from pd_cluster.server.fields import ignored_header
 from pd_cluster.server.openapi import openapi_document
 from pd_cluster.server.reasoning_options import reasoning_options
-from pd_cluster.server.sampling import check_num_tokens
+from pd_cluster.server.sampling import check_num_tokens, check_prompt_and_tokens, last_tokens
 from pd_cluster.server.schema import ChatBody, DetokenizeBody, ReleaseBody, TokenizeBody, decode_body
 from pd_cluster.server.tool_use import tool_use
 from pd_cluster.server.translated_body import translated
@@ -168,6 +168,7 @@ async def _count_tokens(state: NodeState, raw: bytes) -> Response:
     one = translated(COUNT_TOKENS, raw)
     body, unread = decode_body(one.chat, ChatBody)
     state.check_model(body.model)
+    check_prompt_and_tokens(body)
     ids = await state.tokenizer.encode_chat(
         normal_messages(body.messages),
         tool_use(body).shown,
@@ -175,7 +176,7 @@ async def _count_tokens(state: NodeState, raw: bytes) -> Response:
         max_tokens=state.ready.max_model_len,
         add_special_tokens=bool(body.add_special_tokens),
     )
-    return json_response({"input_tokens": len(ids)}, headers=ignored_header(one.ignored | unread))
+    return json_response({"input_tokens": len(last_tokens(ids, body))}, headers=ignored_header(one.ignored | unread))
 
 
 async def _detokenize(state: NodeState, raw: bytes) -> Response:

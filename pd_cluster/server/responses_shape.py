@@ -121,6 +121,8 @@ class ResponsesShape:
     def _item(self, block: AnswerBlock, status: str) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._item_id(block), "status": status}
         if block.kind == "call":
+            if status == "completed" and not block.has_whole_arguments:
+                item["status"] = "incomplete"
             return item | {
                 "type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text
             }  # fmt: skip

@@ -13,6 +13,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.server.fields import refuse
+from pd_http.dialect import whole_number
 from pd_http.frames import Continuation
 
 # what msgspec raises for bytes that are not JSON; RecursionError: nested too deeply
@@ -28,7 +29,6 @@ MAX_LISTED_TOKENS = 1 << 20
 LISTS = ("logit_bias", "stop_token_ids", "allowed_token_ids")
 MAX_LOGITS_ARGS_BYTES = 64 << 10  # of all prompts together: each has a copy on the engine
 MAX_LIST_BYTES = 8 << 20  # of such a field: 262,144 entries of 17 digits; decoding blocks the event loop for 60 ms
-_WHOLE = re.compile(rb"[ \t\n\r]*(-?[0-9]+)\.0+[ \t\n\r]*")
 
 _TOKEN_KEYS = Meta(extra_json_schema={"propertyNames": {"pattern": "^-?[0-9]+$"}})
 
@@ -229,10 +229,10 @@ def _decoded(raw: bytes, fields: dict[str, msgspec.Raw], kind: type[Body]) -> Bo
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError:
-        whole = {name: msgspec.Raw(match[1]) for name, value in fields.items() if (match := _WHOLE.fullmatch(value))}
-        if not whole:
+        whole = {name: whole_number(value) for name, value in fields.items()}
+        if all(whole[name] is value for name, value in fields.items()):
             raise
-        return msgspec.json.decode(msgspec.json.encode(fields | whole), type=kind)
+        return msgspec.json.decode(msgspec.json.encode(whole), type=kind)
 
 
 def decode_value(raw: bytes, kind: Any, param: str) -> Any:

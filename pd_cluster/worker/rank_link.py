@@ -55,12 +55,22 @@ class RankLink:
     """Talks to ranks 1 to `size` - 1. `send` may be called from any thread, everything else from the step loop's."""
 
     def __init__(
-        self, size: int, address: str, on_loss: Callable[[PdError], None], *, silence_s: float = SILENCE_S
+        self,
+        size: int,
+        address: str,
+        on_loss: Callable[[PdError], None],
+        on_look: Callable[[], None] = lambda: None,
+        *,
+        silence_s: float = SILENCE_S,
     ) -> None:
-        """`address`: prefix of the ipc sockets, in a directory that only this user can open. Acquires nothing."""
+        """`address`: prefix of the ipc sockets, in a directory that only this user can open. Acquires nothing.
+
+        `on_look` is called every LOOK_S on the watching thread, while it watches.
+        """
         self._ranks = range(1, size)
         self._address = address
         self._on_loss = on_loss
+        self._on_look = on_look
         self._serving_silence_s, self._silence_s = silence_s, START_SILENCE_S
         self._encoder, self._lock = msgspec.msgpack.Encoder(), threading.Lock()
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
@@ -202,6 +212,7 @@ class RankLink:
     def _watch(self) -> None:
         exits: dict[int, int] = {}
         poller = zmq.Poller()
+        looks_at_s = self._clock()
         try:
             exits |= {os.pidfd_open(process.pid): rank for rank, process in self._processes.items()}
             for source in (self._news, self._bell, *exits):
@@ -217,6 +228,9 @@ class RankLink:
                 why = f"rank {ended[0]} has ended" if ended else self._judge(self._clock())
                 if why and self.lost is None:
                     self.lost = RankLost(why)
+                if self.lost is None and self._clock() >= looks_at_s:
+                    self._on_look()
+                    looks_at_s = self._clock() + LOOK_S
         except Exception as error:  # of a port's handler, for instance; ranks that nothing watches could hang unseen
             logger.exception("the watch of the ranks failed")
             self.lost = RankLost(f"the ranks cannot be watched: {error!r}")

@@ -45,13 +45,18 @@ class RankedExecutor(DeviceExecutor):
     """
 
     def __init__(
-        self, config: NodeConfig, progress: Callable[[str], None], address: str, on_loss: Callable[[PdError], None]
+        self,
+        config: NodeConfig,
+        progress: Callable[[str], None],
+        address: str,
+        on_loss: Callable[[PdError], None],
+        on_look: Callable[[], None] = lambda: None,
     ) -> None:
-        """`address`, `on_loss`: see RankLink. No process is started before `load`."""
+        """`address`, `on_loss`, `on_look`: see RankLink. No process is started before `load`."""
         super().__init__(config, progress)
         self._shard = Shard(0, config.model.tp)
         self._address = address
-        self._link = RankLink(self._shard.size, address, on_loss)
+        self._link = RankLink(self._shard.size, address, on_loss, on_look)
         self._has_failed = False
 
     def load(self) -> None:

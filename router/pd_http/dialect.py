@@ -16,12 +16,18 @@ from pd_http.errors import InvalidRequest
 from pd_http.sse import SSE_DONE, event_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pd_http.errors import PdError
 
 RawFields = Mapping[str, msgspec.Raw]
 Kind = TypeVar("Kind")
 # What msgspec raises: not JSON or of another type, not UTF-8, nested too deeply
 _BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+# Turns and blocks, or items and their parts: 10 us each on the event loop of a router, and again on that of a node
+MAX_ENTRIES = 1 << 14
+_MAX_OBJECTS = 1 << 16  # among which nulls are searched
+_WHOLE = re.compile(rb"[ \t\n\r]*(-?[0-9]+)\.0+[ \t\n\r]*")
 
 
 class ChatRequest(NamedTuple):
@@ -45,8 +51,12 @@ class Dialect:
         return error.status
 
     def error_body(self, error: PdError) -> dict[str, Any]:
-        body = error.to_body()
-        body["error"]["param"] = self.params.get(error.param or "", error.param)
+        """In the client's names of fields. One that is also a word is renamed where the message begins with it."""
+        body, name = error.to_body(), error.param or ""
+        if name in self.params:
+            body["error"]["param"] = given = self.params[name]
+            begins = "" if "_" in name else "^"
+            body["error"]["message"] = re.sub(rf"{begins}\b{name}\b", given, str(error))
         return body
 
     def error_event(self, error: PdError) -> bytes:
@@ -64,12 +74,45 @@ OPENAI = Dialect()
 def read(fields: RawFields, kind: type[Kind]) -> Kind:
     """The fields of the struct `kind`. Raises InvalidRequest that names the wrong place."""
     names = kind.__struct_fields__  # type: ignore[attr-defined]
+    given = {name: whole_number(fields[name]) for name in names if name in fields}
     try:
-        return msgspec.json.decode(
-            msgspec.json.encode({name: fields[name] for name in names if name in fields}), type=kind
-        )
+        try:
+            return msgspec.json.decode(msgspec.json.encode(given), type=kind)
+        except msgspec.ValidationError as error:
+            if (
+                "unknown field" not in str(error)
+                or sum(bytes(raw).count(b"{") for raw in given.values()) > _MAX_OBJECTS
+            ):
+                raise
+        known = {name: without_nulls(msgspec.json.decode(raw)) for name, raw in given.items()}
+        return msgspec.json.decode(msgspec.json.encode(known), type=kind)
     except _BAD_JSON as error:
         raise refusal(str(error)) from error
+
+
+def check_entries(lists: Iterable[Any], param: str) -> None:
+    """Raises InvalidRequest if these lists together have more than MAX_ENTRIES entries."""
+    num = sum(len(one) for one in lists if isinstance(one, list))
+    if num > MAX_ENTRIES:
+        raise InvalidRequest(f"{param} has {num} entries; {MAX_ENTRIES} are allowed", param)
+
+
+def whole_number(raw: msgspec.Raw) -> msgspec.Raw:
+    """4.0 as 4: some languages write integers so, and msgspec refuses it. All else as it is."""
+    match = _WHOLE.fullmatch(raw)
+    return raw if match is None else msgspec.Raw(match[1])
+
+
+def without_nulls(value: Any) -> Any:
+    """Lists of objects (turns, blocks, tools) without members that are null: an SDK's dump of an answer has them.
+
+    Objects inside of objects, such as the arguments of a call, stay as they are.
+    """
+    if isinstance(value, list):
+        return [without_nulls(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: without_nulls(one) if isinstance(one, list) else one for key, one in value.items() if one is not None}
 
 
 def refusal(message: str, prefix: str = "") -> InvalidRequest:
@@ -77,8 +120,8 @@ def refusal(message: str, prefix: str = "") -> InvalidRequest:
     reason, _, path = message.partition(" - at ")
     place = prefix + path.strip("`").removeprefix("$").lstrip("." if not prefix else "")
     param = re.split(r"[.\[]", place)[0]
-    if not param and (missing := re.search("required field `(\\w+)`", reason)):
-        param = missing[1]
+    if not place and (missing := re.search("required field `(\\w+)`", reason)):
+        return InvalidRequest(f"{missing[1]} is required", missing[1], "missing_required_parameter")
     if place.endswith(".type"):
         reason += " is not supported: this server takes text, and functions as tools"
         return InvalidRequest(f"{place}: {reason}", param, "unsupported_value")

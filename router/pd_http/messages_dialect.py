@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from pd_http.dialect import ChatRequest, Dialect, RawFields, raw_fields, read
+from pd_http.dialect import ChatRequest, Dialect, RawFields, check_entries, raw_fields, read
 from pd_http.errors import InvalidRequest
 from pd_http.sse import event_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from pd_http.errors import PdError
 
@@ -119,9 +119,12 @@ class MessagesDialect(Dialect):
 
     def to_chat(self, fields: RawFields) -> ChatRequest:
         given = read(fields, MessagesFields)
-        system = [] if given.system is None else [{"role": "system", "content": _text(given.system)}]
+        check_entries([given.messages, *(one.content for one in given.messages)], "messages")
+        check_entries([given.tools], "tools")
+        system = [MessageTurn("system", [*_blocks(given.system)])] if given.system else []
+        turns = _turns([*system, *given.messages], -len(system))
         chat: dict[str, Any] = {
-            "messages": system + [turn for i, one in enumerate(given.messages) for turn in _turns(one, i)],
+            "messages": [message for role, blocks in turns for message in _chat(role, blocks)],
             "stop": given.stop_sequences,
             "tools": None if given.tools is None else [_tool(one) for one in given.tools],
             **_choice(given.tool_choice),
@@ -143,14 +146,15 @@ class MessagesDialect(Dialect):
     def error_body(self, error: PdError) -> dict[str, Any]:
         """With `param` and `code` beside Anthropic's members: routers read the code."""
         body = super().error_body(error)
-        body["error"]["type"] = _ERROR_TYPES.get(self.status(error), "api_error")
+        status = self.status(error)
+        body["error"]["type"] = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         return {"type": "error"} | body
 
     def error_event(self, error: PdError) -> bytes:
         return event_bytes(self.error_body(error), "error")
 
     def is_whole(self, tail: bytes) -> bool:
-        lines = tail.split(b"\n")  # an answer may speak of events, but its JSON has no line breaks
+        lines = tail.splitlines()  # an answer may speak of events, but its JSON has no line breaks
         return b"event: message_stop" in lines or b"event: error" in lines
 
 
@@ -158,15 +162,32 @@ def _text(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def _turns(turn: MessageTurn, index: int) -> list[dict[str, Any]]:
-    """The chat messages of one message: a result of a tool is a message of its own."""
-    if isinstance(turn.content, str):
-        return [{"role": turn.role, "content": turn.content}]
-    for i, block in enumerate(turn.content):
-        if not isinstance(block, _BLOCKS[turn.role]):
-            tag = block.__struct_config__.tag
-            raise InvalidRequest(f"messages[{index}].content[{i}]: a {turn.role} message has no {tag}", "messages")
-    return [_assistant(turn.content)] if turn.role == "assistant" else _asked(turn.role, turn.content)
+def _blocks(content: str | Sequence[Block]) -> Sequence[Block]:
+    return [TextBlock(text=content)] if isinstance(content, str) else content
+
+
+def _turns(messages: list[MessageTurn], first: int) -> list[tuple[str, list[Block]]]:
+    """Roles and blocks. Neighbours of one role are one turn, as in Anthropic's API: some chat templates refuse two.
+
+    `first`: the index of the first one, for errors.
+    """
+    turns: list[tuple[str, list[Block]]] = []
+    for index, one in enumerate(messages, first):
+        blocks = _blocks(one.content)
+        for i, block in enumerate(blocks):
+            if not isinstance(block, _BLOCKS[one.role]):
+                tag = block.__struct_config__.tag
+                raise InvalidRequest(f"messages[{index}].content[{i}]: a {one.role} message has no {tag}", "messages")
+        if turns and turns[-1][0] == one.role:
+            turns[-1][1].extend(blocks)
+        else:
+            turns.append((one.role, [*blocks]))
+    return turns
+
+
+def _chat(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
+    """The chat messages of one turn: a result of a tool is a message of its own."""
+    return [_assistant(blocks)] if role == "assistant" else _asked(role, blocks)
 
 
 def _assistant(blocks: list[Block]) -> dict[str, Any]:

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from pd_http.dialect import ChatRequest, Dialect, RawFields, raw_fields, read, refusal
+from pd_http.dialect import (
+    ChatRequest,
+    Dialect,
+    RawFields,
+    check_entries,
+    raw_fields,
+    read,
+    refusal,
+    without_nulls,
+)
 from pd_http.errors import InvalidRequest
 from pd_http.sse import event_bytes
 
@@ -133,11 +142,13 @@ class ResponsesDialect(Dialect):
         if bytes(fields.get("store", b"")) == b"true":
             raise InvalidRequest("store: answers are not stored; send store: false", "store", "unsupported_value")
         given = read(fields, ResponsesFields)
+        check_entries([given.tools], "tools")
         chat: dict[str, Any] = {
             "messages": _messages(given),
             "max_tokens": given.max_output_tokens,
             "tools": None if given.tools is None else [_tool(one) for one in given.tools],
-            "tool_choice": _choice(given.tool_choice),
+            # OpenAI's clients send "auto", the default, without tools too
+            "tool_choice": None if given.tool_choice == "auto" and not given.tools else _choice(given.tool_choice),
             "response_format": _format(given.text),
             "reasoning_effort": given.reasoning and given.reasoning.effort,
         }
@@ -152,17 +163,18 @@ class ResponsesDialect(Dialect):
 
     def is_whole(self, tail: bytes) -> bool:
         return not _LAST_EVENTS.isdisjoint(
-            tail.split(b"\n")
+            tail.splitlines()
         )  # an answer may speak of events, but in no line of its own
 
 
 def _items(given: ResponsesFields) -> list[Item]:
     if isinstance(given.input, str):
         return [SaidItem(role="user", content=given.input)]
+    check_entries([given.input, *(part for one in given.input for part in one.values())], "input")
     items = []
     for i, one in enumerate(given.input):
         try:
-            items.append(msgspec.convert({"type": "message"} | one, Item))
+            items.append(msgspec.convert({"type": "message"} | without_nulls(one), Item))
         except msgspec.ValidationError as error:
             raise refusal(str(error), f"input[{i}]") from error
     return items
@@ -170,7 +182,7 @@ def _items(given: ResponsesFields) -> list[Item]:
 
 def _messages(given: ResponsesFields) -> list[dict[str, Any]]:
     """Chat messages. Reasoning, text and calls of one answer are one message, as in chat."""
-    system = [] if given.instructions is None else [SaidItem(role="system", content=given.instructions)]
+    system = [SaidItem(role="system", content=given.instructions)] if given.instructions else []
     messages: list[dict[str, Any]] = []
     for item in [*system, *_items(given)]:
         last = messages[-1] if messages else {"role": ""}

@@ -12,6 +12,7 @@ import zmq.asyncio
 
 from pd_cluster.engine.admission import refusal
 from pd_cluster.engine.client import ZmqEngineClient
+from pd_cluster.engine.ipc import SignsOfLife
 from pd_cluster.errors import EngineFrozen, EngineUnavailable, InvalidRequest, error_named
 from pd_cluster.protocol.messages import (
     Abort,
@@ -93,6 +94,38 @@ async def _engine_of_two_ranks_that_stands_still(directory: Path) -> None:
 def test_an_engine_of_several_ranks_is_dead_soon_after_it_is_frozen(tmp_path: Path) -> None:
     """With one rank it would have a minute."""
     asyncio.run(_engine_of_two_ranks_that_stands_still(tmp_path))
+
+
+async def _engine_of_two_ranks_that_gives_signs_of_life(directory: Path) -> None:
+    """It is frozen all the same, so that its requests move, and is alive again with its next word."""
+    context = zmq.asyncio.Context()
+    address = f"ipc://{directory}/engine"
+    client = ZmqEngineClient(context, address, lambda text: None, frozen_s=0.5)
+    engine, signs = context.socket(zmq.PUSH), SignsOfLife(address)
+    try:
+        engine.connect(f"{address}.out")
+        await _say(engine, msgspec.structs.replace(READY, num_ranks=2))
+        watch = asyncio.create_task(client.watch())
+        async with asyncio.timeout(20):
+            loop = asyncio.get_running_loop()
+            ends_at = loop.time() + 3.0  # three times what a process that does not run has
+            while loop.time() < ends_at or not client.frozen:
+                signs.send()
+                await asyncio.sleep(0.1)
+            assert (client.death, client.num_freezes) == ("", 1)
+            await _say(engine, SilenceAllowed(60.0))
+            while client.frozen:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        watch.cancel()
+    finally:
+        signs.close()
+        engine.close(linger=0)
+        client.close()
+        context.destroy(linger=0)
+
+
+def test_an_engine_of_several_ranks_is_frozen_only_while_its_process_runs(tmp_path: Path) -> None:
+    asyncio.run(_engine_of_two_ranks_that_gives_signs_of_life(tmp_path))
 
 
 async def _engine_that_stands_still(directory: Path) -> None:

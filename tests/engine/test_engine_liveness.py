@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cluster.engine.liveness import STALL_S, EngineLiveness, EngineState
+from pd_cluster.engine.liveness import RANKED_STALL_S, STALL_S, EngineLiveness, EngineState
 from pd_cluster.engine.step_timing import FROZEN_S, STEP_FACTOR, WARM_UP_S, StepForecast
 from pd_cluster.scheduling.batch import Batch, SequenceChunk
 
@@ -80,6 +80,30 @@ def test_states() -> None:
     engine.heard(10.0)
     assert engine.state(10.0 + FROZEN_S - 0.01) is EngineState.ALIVE
     assert engine.state(10.0 + FROZEN_S + STALL_S) is EngineState.DEAD
+
+
+def test_an_engine_of_several_ranks_is_dead_soon_if_its_process_does_not_run() -> None:
+    """While its thread gives signs of life it is frozen as early as others, and dead as late."""
+    mute, lives = (EngineLiveness(0.0, mute_s=RANKED_STALL_S) for _ in range(2))
+    for now in (3.0, 3.4):
+        lives.runs(now)
+        assert (mute.state(now), lives.state(now)) == (EngineState.FROZEN, EngineState.FROZEN)
+    assert (mute.state(3.5), lives.state(3.5)) == (EngineState.DEAD, EngineState.FROZEN)
+    assert lives.state(3.3 + FROZEN_S) is EngineState.FROZEN
+    assert lives.state(3.4 + FROZEN_S) is EngineState.DEAD
+    lives.runs(60.0)
+    assert lives.state(62.9) is EngineState.FROZEN
+    assert lives.state(FROZEN_S + STALL_S) is EngineState.DEAD
+    lives.heard(62.9)
+    assert lives.state(63.0) is EngineState.ALIVE
+
+
+def test_a_step_that_may_take_long_may_hold_the_thread_of_the_signs_too() -> None:
+    engine = EngineLiveness(0.0, mute_s=RANKED_STALL_S)
+    engine.allow(20.0)
+    assert engine.state(19.9) is EngineState.ALIVE
+    assert engine.state(20.4) is EngineState.FROZEN
+    assert engine.state(20.5) is EngineState.DEAD
 
 
 def test_an_announced_step_may_take_what_it_was_allowed() -> None:

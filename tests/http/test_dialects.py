@@ -8,7 +8,7 @@ import msgspec
 import orjson
 import pytest
 
-from pd_http.dialect import OPENAI, RawFields
+from pd_http.dialect import MAX_ENTRIES, OPENAI, RawFields
 from pd_http.dialects import COUNT_TOKENS, MESSAGES, RESPONSES, dialect_of
 from pd_http.errors import InvalidRequest, ModelNotFound, NodesDied, PdError
 
@@ -42,8 +42,27 @@ def text(value: str, **more: Any) -> dict[str, Any]:
         ({"system": "s"}, {"messages": [{"role": "system", "content": "s"}, *HI]}),
         ({"system": [text("a", cache_control={"type": "ephemeral"}), text("b")]},
          {"messages": [{"role": "system", "content": "a\nb"}, *HI]}),
+        ({"system": []}, {"messages": HI}),
+        ({"system": "s", "messages": [{"role": "system", "content": [text("t")]}, *HI]},
+         {"messages": [{"role": "system", "content": "s\nt"}, *HI]}),
         ({"messages": [{"role": "user", "content": [text("a"), text("b")]}]},
          {"messages": [{"role": "user", "content": "a\nb"}]}),
+        # neighbours of one role are one turn
+        ({"messages": [*HI, {"role": "user", "content": [text("a")]}, {"role": "assistant", "content": "I"},
+                       {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result("r")]},
+                       {"role": "user", "content": "so?"}]},
+         {"messages": [{"role": "user", "content": "hi\na"},
+                       {"role": "assistant", "content": "I", "tool_calls": [CALL]},
+                       {"role": "tool", "tool_call_id": "c1", "content": "r"}, {"role": "user", "content": "so?"}]}),
+        # an SDK's dump of an answer has members that are null; those of an input stay
+        ({"messages": [*HI, {"role": "assistant", "content": [text("I", citations=None, colour=None),
+                             USE | {"caller": None, "toolset_name": None, "input": {"a": None, "b": [{"c": None}]}}]},
+                       {"role": "user", "content": [result([text("r", colour=None)], toolset_name=None)]}],
+          "tools": [{"name": "f", "input_schema": {"enum": None}, "input_examples": None}]},
+         {"messages": [*HI, {"role": "assistant", "content": "I", "tool_calls": [
+             CALL | {"function": {"name": "f", "arguments": {"a": None, "b": [{"c": None}]}}}]},
+                       {"role": "tool", "tool_call_id": "c1", "content": "r"}],
+          "tools": [{"type": "function", "function": {"name": "f", "parameters": {"enum": None}}}]}),
         ({"messages": [*HI, {"role": "assistant", "content": [
             {"type": "thinking", "thinking": "why"}, text("I"), text(" see."), USE]},
             {"role": "user", "content": [text("first"), result("r"), result([text("x"), text("y")]), text("so?")]}]},
@@ -93,6 +112,8 @@ def test_messages(body: dict[str, Any], chat: dict[str, Any]) -> None:
         ({"messages": [{"role": "assistant", "content": [result("r")]}]}, "messages[0].content[0]: a assistant"),
         ({"messages": [*HI, {"role": "assistant", "content": [USE]}]}, "messages: a tool_use block must be followed"),
         ({"tools": [{"type": "web_search_20250305", "name": "f", "input_schema": {}}]}, "tools[0].type"),
+        ({"messages": [{"role": "user", "content": [text("a", colour=1, shade=None)]}]},
+         "messages[0].content[0]: Object contains unknown field `colour`"),
         ({"tools": [{"name": "f"}]}, "tools[0]: Object missing required field `input_schema`"),
         ({"tools": [{"name": "f", "input_schema": {}, "defer_loading": True}]}, "tools[0].defer_loading"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
@@ -124,6 +145,13 @@ OUTPUT = {"type": "output_text", "text": "I see.", "annotations": [], "logprobs"
     ("body", "chat"),
     [
         ({"input": "hi", "instructions": "s"}, {"messages": [said("system", "s"), *HI]}),
+        ({"input": "hi", "instructions": ""}, {"messages": HI}),
+        ({"input": [*HI, FUNCTION_CALL | {"async_": None, "namespace": None},
+                    {"type": "function_call_output", "call_id": "c1", "output": "r", "name": None}]},
+         {"messages": [*HI, said("assistant", "", tool_calls=[CALLED]),
+                       {"role": "tool", "tool_call_id": "c1", "content": "r"}]}),
+        ({"tool_choice": "auto", "max_output_tokens": 4.0}, {"messages": HI, "max_tokens": 4}),
+        ({"tool_choice": "auto", "tools": []}, {"messages": HI, "tools": []}),
         ({"input": [said("developer", "d"), said("user", [{"type": "input_text", "text": "hi"}], type="message")],
           "instructions": "s"}, {"messages": [said("system", "s\nd"), *HI]}),
         ({"input": [*HI, REASONING, said("assistant", [OUTPUT], type="message", id="m", status="completed"),
@@ -176,6 +204,47 @@ def test_wrong_responses_are_named_by_place(body: dict[str, Any], place: str) ->
     assert raised.value.param == next(iter(body))
 
 
+@pytest.mark.parametrize("path", [MESSAGES, COUNT_TOKENS, RESPONSES])
+def test_what_is_missing_is_named(path: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        chat_of(path, {"model": "m"})
+    name = "input" if path == RESPONSES else "messages"
+    assert str(raised.value) == f"{name} is required"
+    assert (raised.value.param, raised.value.code) == (name, "missing_required_parameter")
+
+
+def test_an_error_speaks_of_the_fields_of_its_api() -> None:
+    for path, error, message in (
+        (RESPONSES, InvalidRequest("the prompt has 3 tokens and max_tokens asks for 9 more", "max_tokens"),
+         "the prompt has 3 tokens and max_output_tokens asks for 9 more"),
+        (RESPONSES, InvalidRequest("messages must not be empty", "messages"), "input must not be empty"),
+        (RESPONSES, InvalidRequest("reasoning_effort must be one of these", "reasoning_effort"),
+         "reasoning must be one of these"),
+        (MESSAGES, InvalidRequest("stop must not contain an empty string", "stop"),
+         "stop_sequences must not contain an empty string"),
+        (MESSAGES, InvalidRequest("max_tokens is required", "max_tokens"), "max_tokens is required"),
+    ):  # fmt: skip
+        assert dialect_of(path).error_body(error)["error"]["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (MESSAGES, {"messages": HI * (MAX_ENTRIES + 1)}),
+        (MESSAGES, {"messages": [{"role": "user", "content": [text("a")] * MAX_ENTRIES}]}),
+        (MESSAGES, {"messages": HI, "tools": [{"name": "f", "input_schema": {}}] * (MAX_ENTRIES + 1)}),
+        (RESPONSES, {"input": HI * (MAX_ENTRIES + 1)}),
+        (RESPONSES, {"input": [said("user", [{"type": "input_text", "text": "a"}] * MAX_ENTRIES)]}),
+        (RESPONSES, {"input": "hi", "tools": [{"type": "function", "name": "f"}] * (MAX_ENTRIES + 1)}),
+    ],
+)
+def test_the_entries_of_a_conversation_are_bounded(path: str, body: dict[str, Any]) -> None:
+    """16 MiB of messages of a letter would hold an event loop, and so all streams, for seconds."""
+    with pytest.raises(InvalidRequest, match=f"{MAX_ENTRIES} are allowed") as raised:
+        chat_of(path, body)
+    assert raised.value.param == list(body)[-1]
+
+
 def test_what_nothing_reads_is_named() -> None:
     shown = [{"role": "assistant", "content": [USE]}, {"role": "user", "content": [result("r", is_error=True)]}]
     thinking = {"type": "disabled", "budget_tokens": 5}
@@ -195,6 +264,7 @@ def test_what_nothing_reads_is_named() -> None:
         (ModelNotFound("x"), 404, "not_found_error"),
         (PdError("x", code="overloaded", status=503), 529, "overloaded_error"),
         (PdError("x", status=504), 504, "timeout_error"),
+        (InvalidRequest("x", status=405), 405, "invalid_request_error"),
         (NodesDied("x"), 500, "api_error"),
     ],
 )
@@ -214,4 +284,6 @@ def test_errors(error: PdError, status: int, kind: str) -> None:
     assert not messages.is_whole(b'data: {"text":"the last line is event: message_stop"}\n\n')
     assert not responses.is_whole(b'data: {"delta":"then comes event: response.completed"}\n\n')
     assert responses.is_whole(b'event: response.completed\ndata: {"type":"response.completed"}\n\n')
+    assert responses.is_whole(b'event: response.completed\r\ndata: {"type":"response.completed"}\r\n\r\n')
+    assert messages.is_whole(b'event: message_stop\r\ndata: {"type":"message_stop"}\r\n\r\n')
     assert OPENAI.is_whole(OPENAI.error_event(error))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import psutil
 
-from tests.integration.calls import COMPLETIONS, CONNECT_DEADLINE_S, Call, Outcome
+from tests.integration.calls import COMPLETIONS, Call, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -33,6 +33,7 @@ LOAD_DEADLINE_S = 8.0
 SLACK_S = 2.0  # what a busy machine may add to a deadline
 PHASE_DEADLINE_S = 15.0  # until a request is where a test wants it
 CLEAN_DEADLINE_S = LEASE_TTL_S + 4.0  # until nothing of a request is left on any node
+FETCH_DEADLINE_S = 15.0  # of one look at a process that runs, on a machine where others wait for the cores too
 START_DEADLINE_S = 180.0  # four nodes at once
 POLL_S = 0.02
 VOCABULARY = range(3, 3072)  # the demo model's, without special tokens
@@ -131,7 +132,8 @@ class Member:
         family = self.process.family()  # seen while it lives, or its leftovers could not be found
         if part is Part.API:
             return self.process.pid
-        return next(int(p.pid) for p in family if "pd_cluster.engine.process" in " ".join(p.cmdline()))
+        live = [p for p in family if p.is_running()]  # the command line of a dead one cannot be read
+        return next(int(p.pid) for p in live if "pd_cluster.engine.process" in " ".join(p.cmdline()))
 
     # what it says
 
@@ -326,7 +328,7 @@ async def until(
 
 
 async def fetch(
-    url: str, body: dict[str, Any] | None = None, *, deadline_s: float = CONNECT_DEADLINE_S
+    url: str, body: dict[str, Any] | None = None, *, deadline_s: float = FETCH_DEADLINE_S
 ) -> httpx.Response:
     """GET, or POST a body. Asserts that it is a 200."""
     async with httpx.AsyncClient(timeout=deadline_s, trust_env=False) as client:

@@ -1,7 +1,7 @@
 """Tiny models of some families: transformers' tokens on every path, cold and warm.
 
 Gemma 3 has sliding windows in five layers of six, Mixtral in all. One model is quantized. No family of ours computes
-OLMo 3, so transformers' modules do.
+OLMo 3, so transformers' modules do. With two ranks a node, the families have the tokens of one rank, transformers'.
 """
 
 from __future__ import annotations
@@ -29,10 +29,28 @@ NUM_TOKENS = 40  # over the window, whatever the prompt
 SLOW = ("mixtral", "glm4-experts", "minimax-m2", "mixtral-channels", "olmo3")
 
 
-@pytest.fixture(scope="module", params=["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
+RANKED = ("llama", "qwen3", "gemma3", "qwen3-experts")  # each has two KV heads
+
+
+def _cases() -> Iterator[object]:
+    """Models, and the ranks of their nodes."""
+    yield pytest.param(("gemma3", 1), id="gemma3")
+    for name in SLOW:
+        yield pytest.param((name, 1), id=name, marks=pytest.mark.slow)
+    for name in RANKED:
+        yield pytest.param((name, 2), id=f"{name}-2-ranks", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=_cases())
+def case(request: pytest.FixtureRequest) -> tuple[str, int]:
+    found: tuple[str, int] = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(case: tuple[str, int], tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
     """A checkpoint in the hub's format with a tokenizer in which each id is a number."""
-    directory, name = tmp_path_factory.mktemp("models"), request.param
+    directory, name = tmp_path_factory.mktemp("models"), case[0]
     if name == "olmo3":
         saved = save_model("Olmo3", directory, {"sliding_window": 24, "num_hidden_layers": 4})
     else:
@@ -46,9 +64,9 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def system(saved: SavedModel) -> Iterator[System]:
+def system(case: tuple[str, int], saved: SavedModel) -> Iterator[System]:
     """Prompts are computed in chunks."""
-    with running_system(f"--model={saved.directory}", "--max-num-batched-tokens=64") as system:
+    with running_system(f"--model={saved.directory}", "--max-num-batched-tokens=64", f"--tp={case[1]}") as system:
         yield system
 
 

@@ -1,4 +1,7 @@
-"""A pool behind two prefill nodes and a decode node: which node computes what; requests go on when the pool dies."""
+"""A pool behind two prefill nodes and a decode node: which node computes what; requests go on when the pool dies.
+
+With `-2-ranks` the second prefill node and the decode node have two ranks, and take what the first node of one stored.
+"""
 
 from __future__ import annotations
 
@@ -112,18 +115,21 @@ UNAVAILABLE = 'pd_pool_misses_total{reason="unavailable"}'
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param("lmcache", marks=needs_lmcache),
-        pytest.param("mooncake", marks=[needs_mooncake, pytest.mark.slow]),
+        pytest.param(("lmcache", 1), marks=needs_lmcache),
+        pytest.param(("mooncake", 1), marks=[needs_mooncake, pytest.mark.slow]),
+        pytest.param(("lmcache", 2), marks=[needs_lmcache, pytest.mark.slow]),
+        pytest.param(("mooncake", 2), marks=[needs_mooncake, pytest.mark.slow]),
     ],
+    ids=["lmcache", "mooncake", "lmcache-2-ranks", "mooncake-2-ranks"],
 )
 def cluster(request: pytest.FixtureRequest, shared_system: System) -> Iterator[PoolCluster]:
-    kind: str = request.param
+    kind, degree = request.param
     with StoreServer() if kind == "lmcache" else MooncakeMaster() as server, Launcher() as launcher:
         flags = ("--kv-cache-gb=0.3", "--block-size=16", "--min-remote-tokens=17")
         pooled = (f"--connector={kind}", f"--pool-url={server.url}", "--pool-segment-gb=0.2", *flags)
         nodes = {
-            name: launcher.node(role, f"--node-id={name}", *pooled, wait=False)
-            for name, role in (("p1", "prefill"), ("p2", "prefill"), ("d", "decode"))
+            name: launcher.node(role, f"--node-id={name}", f"--tp={ranks}", *pooled, wait=False)
+            for name, role, ranks in (("p1", "prefill", 1), ("p2", "prefill", degree), ("d", "decode", degree))
         }
         for node in nodes.values():
             node.wait_line("ready: ")

@@ -17,7 +17,7 @@ import pytest
 
 from tests.cluster import Launcher
 from tests.integration.calls import Call
-from tests.integration.fault_cluster import fetch, make_prompt, parse_metrics, until
+from tests.integration.fault_cluster import SLACK_S, fetch, make_prompt, parse_metrics, until
 from tests.integration.system import ask_url
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ BODIES: list[dict[str, Any]] = [
     for number in range(6)
 ]
 MARGIN_S = {signal.SIGKILL: 2.0, signal.SIGSTOP: 5.0}
+PAUSE_S = 4.2  # an engine that is silent is frozen after 3 s; a process that does not run is ended after 3.5 s
 STATUS = 1  # of a node that has lost its engine
 
 
@@ -111,6 +112,19 @@ def test_answers_equal_those_of_one_rank(plain: Launched, ranked: Launched) -> N
                 assert our["logprobs"]["token_logprobs"] == pytest.approx(their["logprobs"]["token_logprobs"], abs=1e-3)
 
 
+@pytest.mark.slow
+async def test_a_step_that_stands_still_for_a_while_ends_no_node(launcher: Launcher) -> None:
+    """It counts as frozen meanwhile, and answers. Its process gives signs of life; the step has 5 s on each rank."""
+    node = launcher.node("mixed", "--node-id=pauses", "--logits-stage=tests.pause_step:PauseStep", *COMMON, *RANKED)
+    body = {"prompt": make_prompt(100), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    expected = [await Call(node.url, body).outcome() for _ in range(2)][1]  # kinds of steps are no warm-up any more
+    paused = await Call(node.url, body | {"logits_args": {"pause_s": PAUSE_S}}).outcome()
+    paused.check(expected)
+    assert paused.seconds > PAUSE_S
+    assert parse_metrics((await fetch(f"{node.url}/metrics")).text)["pd_engine_freezes_total"] >= 1
+    assert node.stop() == 0
+
+
 @pytest.fixture(scope="module")
 async def expected(plain: Launched) -> list[Outcome]:
     outcomes = [await Call(plain.url, body).outcome() for body in BODIES]
@@ -146,7 +160,7 @@ async def check_fault(
     continued = await counted("pd_router_continuations_total")
     logger.info("%s of rank %d: the node ended after %.1f s; %g streams moved", signum.name, rank, seconds, continued)
     assert continued >= 1
-    assert seconds < MARGIN_S[signum]
+    assert seconds < MARGIN_S[signum] + SLACK_S
 
     async def holds_nothing() -> bool:
         kv = (await fetch(f"{plain.url}/kv")).json()
@@ -165,6 +179,7 @@ async def test_a_killed_rank(launcher: Launcher, plain: Launched, ranked: Launch
     ("rank", "signum"),
     [
         (1, signal.SIGSTOP),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),
     ],

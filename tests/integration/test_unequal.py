@@ -1,4 +1,4 @@
-"""A node of one rank and a node of two: each prefills for the other, in both orders, and the answers are equal."""
+"""Nodes of one, two and four ranks: each prefills for another, in both orders, and the answers are equal."""
 
 from __future__ import annotations
 
@@ -34,13 +34,26 @@ def launcher() -> Iterator[Launcher]:
         yield launcher
 
 
+class Nodes:
+    """One of each degree, started when it is asked for. A router goes by a node's own role, which each test orders."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._by_degree: dict[int, Launched] = {}
+
+    def of(self, *degrees: int) -> list[Launched]:
+        """They start at once."""
+        for degree in set(degrees) - self._by_degree.keys():
+            flags = (f"--node-id=tp{degree}", f"--tp={degree}", *FLAGS)
+            self._by_degree[degree] = self._launcher.node("mixed", *flags, wait=False)
+        for degree in degrees:
+            self._by_degree[degree].wait_line("ready: ")
+        return [self._by_degree[degree] for degree in degrees]
+
+
 @pytest.fixture(scope="module")
-def nodes(launcher: Launcher) -> list[Launched]:
-    """Of one rank, and of two. A router goes by a node's own role, which each test orders."""
-    found = [launcher.node("mixed", f"--node-id=tp{degree}", f"--tp={degree}", *FLAGS, wait=False) for degree in (1, 2)]
-    for node in found:
-        node.wait_line("ready: ")
-    return found
+def nodes(launcher: Launcher) -> Nodes:
+    return Nodes(launcher)
 
 
 def ask(server: Launched, prompts: Sequence[list[int]], route: str = "", salt: str = "") -> list[Answer]:
@@ -67,29 +80,39 @@ def metric(node: Launched, name: str) -> float:
     return parse_metrics(httpx.get(f"{node.url}/metrics", trust_env=False).text)[name]
 
 
-@pytest.mark.parametrize("source", [0, 1], ids=["1-to-2", "2-to-1"])
-def test_either_node_prefills_for_the_other(
-    launcher: Launcher, nodes: list[Launched], demo_model: DemoModel, source: int
+PAIRS = ((1, 2), (2, 1))
+SLOW_PAIRS = ((2, 4), (4, 2), (4, 1), (1, 4))
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [*PAIRS, *(pytest.param(pair, marks=pytest.mark.slow) for pair in SLOW_PAIRS)],
+    ids=lambda pair: "{}-to-{}".format(*pair),
+)
+def test_a_node_prefills_for_one_of_another_degree(
+    launcher: Launcher, nodes: Nodes, demo_model: DemoModel, degrees: tuple[int, int]
 ) -> None:
     prompts = [random_prompt(demo_model, random.Random(length), length) for length in LENGTHS]
-    prefill, decode = nodes[source], nodes[1 - source]
-    prefill_name, decode_name = (f"tp{1 + number}" for number in (source, 1 - source))
+    alone, prefill, decode = nodes.of(1, *degrees)
+    prefill_name, decode_name = (f"tp{degree}" for degree in degrees)
+    pair = "-".join(map(str, degrees))
     router = launcher.router(prefill=[prefill], decode=[decode])
     with httpx.Client(base_url=router.url, trust_env=False, timeout=30.0) as client:
         orders = RouterOrders(client, derive_key(TEST_KEY))
         orders.give("role", decode_name, "decode")
         orders.give("role", prefill_name, "prefill")
-    expected = tokens(ask(nodes[0], prompts, salt=f"alone {source}"))
-    assert tokens(ask(nodes[1], prompts, salt=f"alone {source}")) == expected
+    expected = tokens(ask(alone, prompts, salt=f"alone {pair}"))
+    for node in {prefill, decode} - {alone}:
+        assert tokens(ask(node, prompts, salt=f"alone {pair}")) == expected
     for route in ("p-first", "d-first"):
         before = metric(decode, "pd_kv_transfer_bytes_total")
-        salt = f"{route} {source}"
+        salt = f"{route} {pair}"
         answers = ask(router, prompts, route, salt)
         assert tokens(answers) == expected
         assert {answer.headers["x-pd-prefill"] for answer in answers[:: len(SAMPLING)]} == {prefill_name}
         read = metric(decode, "pd_kv_transfer_bytes_total") - before
         cold = sum(-(-length // BLOCK_SIZE) for length in LENGTHS) * BLOCK_BYTES
         assert cold <= read <= 2 * cold, "each prompt moved when it was asked for first"
-    for node in nodes:
+    for node in (prefill, decode):
         wait_until(lambda node=node: metric(node, "pd_leases_open") == 0, lambda: "a lease is left")  # type: ignore[misc]
         assert metric(node, "pd_quarantined_blocks") == 0

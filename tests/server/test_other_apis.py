@@ -137,10 +137,14 @@ async def test_fields_that_are_echoed() -> None:
 
 async def test_tokens_are_counted_as_they_are_charged() -> None:
     async with running(FakeEngine(says([5]))) as node:
-        body = {"messages": HI, "system": "Be brief."}
+        body: dict[str, Any] = {"messages": HI, "system": "Be brief."}
         _, counted, _ = await ask(node, COUNT_TOKENS, **body)
         _, answer, _ = await ask(node, MESSAGES, **body)
         assert counted == {"input_tokens": answer["usage"]["input_tokens"]}
+        body["truncate_prompt_tokens"] = 3
+        _, counted, _ = await ask(node, COUNT_TOKENS, **body)
+        _, answer, _ = await ask(node, MESSAGES, **body)
+        assert counted == {"input_tokens": answer["usage"]["input_tokens"]} == {"input_tokens": 3}
         status, content, _ = await ask(node, COUNT_TOKENS, messages=5)
         assert (status, content["type"], content["error"]["param"]) == (400, "error", "messages")
 
@@ -161,13 +165,46 @@ async def test_errors_have_the_shape_of_their_api() -> None:
             assert (got, content["error"]["type"], content.get("type")) == (
                 status, kind, "error" if path == MESSAGES else None
             )  # fmt: skip
-        async with node.session.post(f"{node.url}{MESSAGES}", json={"messages": HI}) as answer:
-            assert (await answer.json())["error"]["message"] == "max_tokens is required"
+        for missing in ({}, {"max_tokens": None}):
+            async with node.session.post(f"{node.url}{MESSAGES}", json={"messages": HI} | missing) as answer:
+                assert (await answer.json())["error"]["message"] == "max_tokens is required"
         for path, body in BODIES.items():
             events = await post_events(node.session, f"{node.url}{path}", body | {"stream": True})
             name, data = events[-1]
             assert (name, data["type"], data["error"]["message"]) == ("error", "error", "gone")
             assert data["error"]["code"] == "engine_unavailable"
+
+
+async def test_arguments_are_the_numbers_that_the_model_wrote() -> None:
+    """An integer of more than 64 bits is not rounded."""
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": 123456789012345678901234567890}}\n</tool_call>'
+    case, texts, end = message("big", call)
+    async with Pair(texts, end=end) as pair:
+        _, raw = await post(pair.apps[0], MESSAGES, case.body | {"stream": False}, {})
+    assert json.loads(raw)["content"][0]["input"] == {"city": 123456789012345678901234567890}
+
+
+async def test_a_call_that_breaks_off_is_incomplete() -> None:
+    """Text follows pieces of a call that the client has."""
+    case, texts, end = response("broken", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa"</tool_call>')
+    async with Pair(texts, end=end) as pair:
+        _, raw = await post(pair.apps[0], RESPONSES, case.body, {})
+    events = parse_events(raw.decode())
+    items = [data["item"] for name, data in events if name == "response.output_item.done"]
+    assert [(item["type"], item["status"]) for item in items] == [
+        ("function_call", "incomplete"), ("message", "completed")
+    ]  # fmt: skip
+    assert events[-1][1]["response"]["output"] == items
+
+
+async def test_ignored_fields_have_the_names_of_their_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unread(*_: object) -> set[str]:
+        return {"enable_thinking", "reasoning_effort"}
+
+    monkeypatch.setattr("pd_cluster.server.endpoints.disabled_fields", unread)
+    async with running(FakeEngine(says([5]))) as node:
+        assert (await ask(node, MESSAGES, thinking={"type": "enabled"}))[2] == "output_config,thinking"
+        assert (await ask(node, RESPONSES, reasoning={"effort": "low"}))[2] == "enable_thinking,reasoning"
 
 
 def test_a_conversation_has_one_name_in_every_api() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
 from pd_cluster.worker.rank import ORPHAN_EXIT_CODE
 from pd_cluster.worker.rank_frames import PhaseFrame, RankLost, RankStart, StepFrame, ToRank
-from pd_cluster.worker.rank_link import RankLink
+from pd_cluster.worker.rank_link import LOOK_S, RankLink
 from pd_kernels.values import StepSize
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Ranks:
     link: RankLink
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     losses: queue.SimpleQueue[PdError] = field(default_factory=queue.SimpleQueue)
+    looks: list[float] = field(default_factory=list)  # when the watching thread looked at the ranks
 
     def send(self, rank: int, message: bytes) -> None:
         self.link.ports[rank - 1].send(message)
@@ -73,8 +75,10 @@ class Ranks:
 @contextmanager
 def running_ranks(directory: Path, size: int = 3) -> Iterator[Ranks]:
     losses: queue.SimpleQueue[PdError] = queue.SimpleQueue()
+    looks: list[float] = []
     address = f"ipc://{directory}/r"
-    ranks = Ranks(RankLink(size, address, losses.put, silence_s=SILENCE_S), losses=losses)
+    link = RankLink(size, address, losses.put, lambda: looks.append(time.monotonic()), silence_s=SILENCE_S)
+    ranks = Ranks(link, losses=losses, looks=looks)
 
     def spawn(rank: int) -> subprocess.Popen[bytes]:
         process = subprocess.Popen([sys.executable, "-m", "tests.worker.fake_rank"], stdin=subprocess.PIPE)
@@ -101,6 +105,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < ends_s
         time.sleep(0.005)
+
+
+@pytest.mark.integration
+def test_the_watching_thread_tells_that_it_looks(tmp_path: Path) -> None:
+    """Whatever the step loop does."""
+    with running_ranks(tmp_path) as ranks:
+        wait_until(lambda: len(ranks.looks) > 2)
+        assert all(later - earlier >= LOOK_S for earlier, later in itertools.pairwise(ranks.looks))
 
 
 @pytest.mark.integration

@@ -1,0 +1,41 @@
+"""A logits stage that holds up a step, as `--logits-stage tests.pause_step:PauseStep` loads it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pd_cluster.worker.logits_stages.stage import LogitsStage, StageContext
+
+if TYPE_CHECKING:
+    import torch
+
+    from pd_cluster.protocol.sampling_params import SamplingParams
+    from pd_cluster.scheduling.batch import SequenceStart
+    from pd_kernels.values import Ints
+
+
+class PauseStep(LogitsStage):
+    """Pauses the first step that draws for a request by as many seconds as the request says."""
+
+    def __init__(self, context: StageContext) -> None:
+        self._pauses_s = np.zeros(context.num_rows)
+
+    @staticmethod
+    def check(sampling: SamplingParams) -> None:
+        if not isinstance(sampling.logits_args.get("pause_s", 0.0), float):
+            raise ValueError("pause_s must be a number of seconds")
+
+    def start(self, row: int, start: SequenceStart) -> bool:
+        self._pauses_s[row] = start.sampling.logits_args.get("pause_s", 0.0)
+        return bool(self._pauses_s[row])
+
+    def prepare(self, rows: Ints, lengths: Ints) -> float:
+        pause_s = float(self._pauses_s[rows].max(initial=0.0))
+        self._pauses_s[rows] = 0.0
+        return pause_s
+
+    def apply(self, logits: torch.Tensor, inputs: float) -> None:
+        time.sleep(inputs)
