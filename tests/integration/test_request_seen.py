@@ -127,7 +127,7 @@ def test_usage_has_what_the_prefill_node_had_cached(seen: Seen, *, stream: bool)
     body = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "cache_salt": salt}
     assert seen.system.ask_node("prefill", "/v1/completions", body).num_cached_tokens == 0
     request_id = f"aca{int(stream)}"
-    answer = seen.ask(request_id, salt, stream=stream, **({"stream_options": USAGE} if stream else {}))
+    answer = seen.ask(request_id, salt, stream=stream, stream_options=USAGE if stream else None)
     usage = json.loads(answer.text.split("data: ")[-2])["usage"] if stream else answer.json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] >= 128
     assert seen.line(request_id)["tokens"]["cached"] >= 128
