@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
 from tests.cluster import Launched, Launcher
+from tests.deploy import metric_names
 from tests.otlp_receiver import Collector, collecting
 
 if TYPE_CHECKING:
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 USAGE = {"include_usage": True}
+_SUFFIX = re.compile("_(bucket|sum|count|total)$")
+ON_EVENT = {"pd_loads_failed", "pd_kv_peer_bytes_per_second", "pd_quarantined_blocks", "pd_handshakes_failed"}
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 CLIENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"  # trace and span of a client
 
@@ -151,3 +155,16 @@ def test_metrics_of_the_client_s_side(seen: Seen) -> None:
     assert 'pd_router_generation_tokens_total{model="demo_model"}' in text
     assert "_created" not in text
     assert "_created" not in httpx.get(f"{seen.system.urls['decode']}/metrics", trust_env=False).text
+
+
+def test_a_live_cluster_exports_every_metric_of_dashboard_and_alerts(seen: Seen) -> None:
+    """Names of families: some have no sample before their event."""
+    seen.ask("acd3", stream=True)
+    seen.line("acd3")
+    urls = (seen.router.url, *seen.system.urls.values())
+    texts = [httpx.get(f"{url}/metrics", trust_env=False).text for url in urls]
+    live = {line.split()[2] for text in texts for line in text.splitlines() if line.startswith("# TYPE")}
+    expressions = metric_names.dashboard_expressions() | metric_names.alert_expressions()
+    read = {_SUFFIX.sub("", name) for text in expressions.values() for name in metric_names.names_in(text)}
+    unknown = read - {_SUFFIX.sub("", name) for name in live}
+    assert unknown <= ON_EVENT, unknown
