@@ -213,7 +213,7 @@ class TokensOut(msgspec.Struct, frozen=True, tag=True, gc=False):
     num_cached_tokens: int = 0  # prompt tokens found in this engine's prefix cache
     num_external_tokens: int = 0  # prompt tokens with KV from another node or a pool
     timeline: Timeline | None = None  # once, when its phases are over; at the latest on the terminal reply
-    num_peer_cached_tokens: int = 0  # prompt tokens in the prefix cache of the node whose KV was loaded
+    num_peer_cached_tokens: int = 0  # prompt tokens in the prefix cache of the prefill node
 
 
 class NeedsPrefill(msgspec.Struct, frozen=True, tag=True):

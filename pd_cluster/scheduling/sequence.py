@@ -68,7 +68,7 @@ class Marks:
     loaded_s: float | None = None
     decode_scheduled_s: float | None = None  # first decode step after a load
     decode_retired_s: float | None = None
-    peer: PrefillFacts = NO_PREFILL  # of the prefill node whose KV is loaded
+    peer: PrefillFacts = NO_PREFILL  # of the prefill node that it is loaded from
     load_steps: LoadSteps = field(default_factory=LoadSteps)
 
 

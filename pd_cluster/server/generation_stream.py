@@ -55,7 +55,7 @@ class GenerationStream:
         self._failure: PdError | None = None  # raised after the tokens before it are delivered
         self.ticket: Ticket | None = None  # PREFILL: for D
         self.num_cached_tokens = 0
-        self._num_peer_cached_tokens = 0  # of the prefill node whose KV was loaded
+        self._num_peer_cached_tokens = 0  # of the prefill node that it was loaded from
         self.num_external_tokens = 0
         self.timeline: Timeline | None = None  # once the engine has told it
 

@@ -81,7 +81,7 @@ class RouterConfig(HttpLimits):
         choices=("off", "errors", "slow", "all"),
     )
     slow_ttft_ms: float = setting(
-        5000.0, "A request whose first token takes longer is slow: it is logged and traced.", positive=True
+        5000.0, "A request with a later first token is slow: it is logged and traced.", positive=True
     )
     otlp_url: str = setting(
         "",
@@ -90,7 +90,7 @@ class RouterConfig(HttpLimits):
         metavar="URL",
     )
     trace_ratio: float = setting(
-        0.01, "Share of the requests that is traced, beside those whose client samples its trace.", most=1
+        0.01, "Share of the requests that is traced, beside those that a client samples.", most=1
     )
     max_prefill_tries: int = setting(0, "Prefill nodes tried for one request. 0: all healthy ones.")
     max_decode_tries: int = setting(0, "Decode nodes tried for one request before its first byte. 0: all healthy ones.")

@@ -16,8 +16,8 @@ from pd_router.slo import NO_SLO, Slo
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from pd_router.call_record import CallRecord
     from pd_router.node_table import NodeTable
-    from pd_router.request_record import RequestRecord
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -77,7 +77,7 @@ class RouterMetrics:
 
         self._children: dict[tuple[Any, ...], Any] = {}  # finding one costs more than counting
 
-    def observe(self, record: RequestRecord) -> None:
+    def observe(self, record: CallRecord) -> None:
         """Count a request that has ended."""
         self._child(self.requests, record.order, record.reason, record.outcome).inc()
         self._child(self.request_s, record.order).observe(record.ended_s - record.arrived_s)

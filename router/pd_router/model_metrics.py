@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from pd_http.node_report import NodeReport
-    from pd_router.request_record import RequestRecord
+    from pd_router.call_record import CallRecord
 
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
 
@@ -30,7 +30,7 @@ class ModelTotals:
         self.gaps_s = 0.0
         self.prompt_tokens = self.cached_tokens = self.generation_tokens = 0
 
-    def piece(self, record: RequestRecord, now_s: float) -> None:
+    def piece(self, record: CallRecord, now_s: float) -> None:
         """Note a piece of the stream that is not its first one."""
         gap_s = now_s - record.last_s
         record.last_s = now_s

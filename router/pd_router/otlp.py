@@ -11,7 +11,7 @@ from pd_router.spans import Span, spans_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pd_router.request_record import RequestRecord
+    from pd_router.call_record import CallRecord
 
 EXPORT_TIMEOUT_S = 5.0  # for one batch, retries included
 
@@ -22,7 +22,7 @@ def check_exporter() -> None:
         raise StartupError("--otlp-url needs OpenTelemetry: pip install 'pd-cluster[otel]'")
 
 
-def make_exporter(url: str) -> Callable[[Sequence[RequestRecord]], None]:
+def make_exporter(url: str) -> Callable[[Sequence[CallRecord]], None]:
     """A function that sends the spans of records and raises ConnectionError if the collector did not take them.
 
     `url`: of the collector, such as http://collector:4318; /v1/traces is added. OTEL_EXPORTER_OTLP_HEADERS and other
@@ -34,7 +34,7 @@ def make_exporter(url: str) -> Callable[[Sequence[RequestRecord]], None]:
     exporter = OTLPSpanExporter(endpoint=f"{url.rstrip('/')}/v1/traces", timeout=EXPORT_TIMEOUT_S)
     read = _reader()
 
-    def export(records: Sequence[RequestRecord]) -> None:
+    def export(records: Sequence[CallRecord]) -> None:
         spans = [read(span) for record in records for span in spans_of(record)]
         if exporter.export(spans) is not SpanExportResult.SUCCESS:
             raise ConnectionError(f"the collector at {url} does not take the spans")

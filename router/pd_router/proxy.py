@@ -13,10 +13,10 @@ from pd_http.dialects import dialect_of
 from pd_http.errors import PdError
 from pd_router import headers as rules
 from pd_router.body import RequestBody
+from pd_router.call_record import CallRecord
 from pd_router.choice import choose
 from pd_router.cost import PromptFacts
 from pd_router.reply import CallReply
-from pd_router.request_record import RequestRecord
 from pd_router.routed_request import RoutedRequest
 from pd_router.trace_context import TRACEPARENT, begin_trace
 
@@ -44,7 +44,7 @@ class Proxy:
         request_id = rules.request_id(given)
         reply = CallReply(call, request_id)
         reply.dialect = dialect = dialect_of(call.path)
-        record = RequestRecord(call.path, request_id, arrived_at, s.wall_clock())
+        record = CallRecord(call.path, request_id, arrived_at, s.wall_clock())
         if self._traces:
             record.trace = begin_trace(given.get(TRACEPARENT), s.config.trace_ratio)
         outcome = "ok"

@@ -12,9 +12,9 @@ from pd_router.outbox import Outbox
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pd_router.call_record import CallRecord
     from pd_router.config import RouterConfig
     from pd_router.metrics import RouterMetrics
-    from pd_router.request_record import RequestRecord
 
 WRITTEN = {"off": 0, "errors": 1, "slow": 2, "all": 3}  # each level has those before it
 
@@ -26,8 +26,8 @@ class RequestSinks:
         self,
         config: RouterConfig,
         metrics: RouterMetrics,
-        export: Callable[[Sequence[RequestRecord]], None] | None = None,
-        write: Callable[[Sequence[RequestRecord]], None] | None = None,
+        export: Callable[[Sequence[CallRecord]], None] | None = None,
+        write: Callable[[Sequence[CallRecord]], None] | None = None,
     ) -> None:
         self._level = WRITTEN[config.request_log]
         self._slow_s = config.slow_ttft_ms / 1e3
@@ -35,7 +35,7 @@ class RequestSinks:
         self._lines = Outbox("request-log", write or write_lines, metrics.lost("log")) if self._level else None
         self._spans = Outbox("trace-export", export, metrics.lost("trace")) if export is not None else None
 
-    def take(self, record: RequestRecord) -> None:
+    def take(self, record: CallRecord) -> None:
         self._metrics.observe(record)
         rank = 1 if record.has_failed else 2 if self._is_slow(record) else 3
         if self._lines is not None and rank <= self._level:
@@ -43,7 +43,7 @@ class RequestSinks:
         if self._spans is not None and (record.trace.is_sampled or rank < 3):
             self._spans.put(record)
 
-    def _is_slow(self, record: RequestRecord) -> bool:
+    def _is_slow(self, record: CallRecord) -> bool:
         waited_s = record.ttft_s
         if waited_s is None:  # no node told it; of an answer that is not streamed this includes the generation
             waited_s = record.ended_s - record.arrived_s
@@ -56,7 +56,7 @@ class RequestSinks:
                 outbox.close()
 
 
-def write_lines(records: Sequence[RequestRecord]) -> None:
+def write_lines(records: Sequence[CallRecord]) -> None:
     """One JSON object a line, to standard error, as the rest of the log."""
     sys.stderr.write("".join(orjson.dumps(record.line()).decode() + "\n" for record in records))
     sys.stderr.flush()

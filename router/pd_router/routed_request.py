@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_router.body import RequestBody
+    from pd_router.call_record import CallRecord
     from pd_router.choice import RouteChoice
     from pd_router.reply import CallReply
-    from pd_router.request_record import RequestRecord
     from pd_router.services import Services
 
 log = logging.getLogger("pd_router")
@@ -60,7 +60,7 @@ class RoutedRequest:
         headers: Headers,
         plan: RouteChoice,
         reply: CallReply,
-        record: RequestRecord,
+        record: CallRecord,
     ) -> None:
         self.plan = plan
         self.phase = "prefill"  # prefill | decode | stream: for counting clients that leave

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pd_router.request_record import RequestRecord
+    from pd_router.call_record import CallRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Slo:
     def is_set(self) -> bool:
         return bool(self.ttft_s or self.tpot_s)
 
-    def result(self, record: RequestRecord) -> str:
+    def result(self, record: CallRecord) -> str:
         """failed, ttft or tpot: what was missed first; met. "": it does not count, refused or left by its client.
 
         A target that was not measured counts as met: no node told it, or there was one token.

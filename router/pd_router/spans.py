@@ -14,7 +14,7 @@ from pd_router.trace_context import new_span_id
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pd_router.request_record import RequestRecord
+    from pd_router.call_record import CallRecord
 
 Value = str | int | float | bool
 _AT_PREFILL = ("prefill_queue", "prefill")
@@ -39,7 +39,7 @@ class Span:
     span_id: str = field(default_factory=new_span_id)
 
 
-def spans_of(record: RequestRecord) -> Iterator[Span]:
+def spans_of(record: CallRecord) -> Iterator[Span]:
     """The request first, then what it waited for at the router, at the prefill node and at the decode node."""
     trace, wall_s = record.trace, record.wall_s - record.arrived_s
     operation = "chat" if record.path.endswith(("/chat/completions", "/messages", "/responses")) else "text_completion"
@@ -82,7 +82,7 @@ def spans_of(record: RequestRecord) -> Iterator[Span]:
                 start_s = until_s
 
 
-def _attributes(record: RequestRecord) -> dict[str, Value]:
+def _attributes(record: CallRecord) -> dict[str, Value]:
     found: dict[str, Value] = {
         "gen_ai.provider.name": "pd-cluster",
         "http.request.method": "POST",

@@ -10,11 +10,11 @@ import pytest
 
 from pd_http.errors import StartupError
 from pd_router import otlp, outbox
+from pd_router.call_record import CallRecord
 from pd_router.config import RouterConfig
 from pd_router.metrics import RouterMetrics
 from pd_router.node_table import NodeTable
 from pd_router.outbox import Outbox
-from pd_router.request_record import RequestRecord
 from pd_router.request_sinks import RequestSinks, write_lines
 from pd_router.trace_context import TraceContext
 from tests.otlp_receiver import collecting
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 WAIT_S = 30.0
 
 
-def ended(outcome: str = "ok", total_s: float = 0.1, *, is_sampled: bool = False) -> RequestRecord:
-    one = RequestRecord("/v1/completions", "req-1", 10.0, 1e9)
+def ended(outcome: str = "ok", total_s: float = 0.1, *, is_sampled: bool = False) -> CallRecord:
+    one = CallRecord("/v1/completions", "req-1", 10.0, 1e9)
     one.trace = TraceContext("1" * 32, "", "2" * 16, is_sampled)
     one.until(10.05, "plan")
     one.end(10.0 + total_s, outcome, 200)
@@ -62,7 +62,7 @@ def test_levels_of_the_log(level: str, written: list[str]) -> None:
 
 
 def test_slow_and_failed_requests_are_always_traced() -> None:
-    traced: list[RequestRecord] = []
+    traced: list[CallRecord] = []
     config, metrics = parts(request_log="off")
     sinks = RequestSinks(config, metrics, traced.extend)
     some = [ended(), ended(is_sampled=True), ended("failed"), ended(total_s=2.0), ended("refused")]

@@ -143,7 +143,7 @@ async def test_names_of_vllm_beside_ours() -> None:
         async with node.session.get(f"{node.url}/metrics") as response:
             text = await response.text()
     samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    labels = 'engine="0",model_name="demo_model"'
+    labels = 'engine="0",model_name="demo"'
     for name, value in {
         f"vllm:num_requests_running{{{labels}}}": 2,
         f"vllm:prompt_tokens_total{{{labels}}}": 2,

@@ -13,7 +13,7 @@ FAILED = frozenset({"failed", "broken", "crashed", "stopped"})
 _NO_TRACE = TraceContext()
 
 
-class RequestRecord:
+class CallRecord:
     """Filled while the request runs; nothing is added after `end`. All times are seconds of the router's clock.
 
     It has no text of the client or of an answer, except the request's id, which has safe characters, and the names of

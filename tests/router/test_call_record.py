@@ -10,8 +10,8 @@ import orjson
 import pytest
 
 from pd_http.node_report import NodeReport, decode_report, encode_report
+from pd_router.call_record import CallRecord
 from pd_router.model_metrics import ModelTotals
-from pd_router.request_record import RequestRecord
 from pd_router.slo import Slo
 from pd_router.spans import spans_of
 from pd_router.trace_context import TraceContext, begin_trace
@@ -23,8 +23,8 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 HANDED = {"queue": 0.1, "transfer": 0.5, "admit": 0.001, "first_decode": 0.02, "prefill_leg": 0.6, "prefill_queue": 0.2}
 
 
-def record(*, stream: bool = True) -> RequestRecord:
-    one = RequestRecord("/v1/chat/completions", "req-1", 10.0, 1_700_000_000.0)
+def record(*, stream: bool = True) -> CallRecord:
+    one = CallRecord("/v1/chat/completions", "req-1", 10.0, 1_700_000_000.0)
     one.model, one.stream = "demo", stream
     one.trace = TraceContext(TRACE, "00f067aa0ba902b7", "b7ad6b7169203331", is_sampled=True)
     return one
@@ -34,7 +34,7 @@ def report(phases: Mapping[str, float], first_s: float = 0.7, tokens: int = 5) -
     return NodeReport("demo", 100, 64, tokens, first_s, dict(phases), "p0")
 
 
-def handed_over(*, stream: bool = True, phases: Mapping[str, float] = HANDED) -> RequestRecord:
+def handed_over(*, stream: bool = True, phases: Mapping[str, float] = HANDED) -> CallRecord:
     """Asked P at 10.1, had its ticket at 10.2, asked D at 10.21, which answered at 11.0."""
     one = record(stream=stream)
     one.until(10.1, "plan")
