@@ -20,6 +20,7 @@ from pd_cluster.server.openapi import OPERATIONS
 from pd_cluster.server.schema import ChatBody, CompletionBody
 from pd_cluster.server.tool_format import FORMATS
 from pd_connectors.registry import CONNECTORS, PACKAGES
+from pd_router.config import RouterConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -150,7 +151,7 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """The matrix. Raises ValueError when a list of this module contradicts the code."""
-    return [_models(), _dtypes(), _gpus(), _parallelism(), _failures(), _connectors(), *_areas()]
+    return [_models(), _dtypes(), _gpus(), _parallelism(), _failures(), _connectors(), _seeing(), *_areas()]
 
 
 def _models() -> Row:
@@ -202,6 +203,17 @@ def _connectors() -> Row:
         code(name) + " (with a shared pool)" * (name in POOL_CONNECTORS) for name in CONNECTORS if name in PACKAGES
     ]
     return Row("connectors", [*names, "a class of your own"], [], [])
+
+
+def _seeing() -> Row:
+    names = [f"metrics in {name}'s names too" for name in _choices(ServerConfig, "metrics_names") if name != "pd"]
+    lines = _choices(RouterConfig, "request_log")[1:]
+    return Row(
+        "operations",
+        [f"a log line per request ({', '.join(lines)})", "OpenTelemetry traces", "Grafana dashboard", "alerts", *names],
+        [],
+        [],
+    )
 
 
 def _areas() -> list[Row]:

@@ -23,7 +23,7 @@ FinishWord = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """`cached_tokens`: prompt tokens found in the node's prefix cache."""
+    """`cached_tokens`: prompt tokens found in the prefix cache of the node, or of its prefill node."""
 
     cached_tokens: int
 
@@ -35,7 +35,7 @@ class CompletionTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """Token counts. `timings` (ms by phase): in a stream, for clients that set `stream_options.include_timings`."""
+    """Token counts. `timings` (ms by phase): for clients that set `stream_options.include_timings`."""
 
     prompt_tokens: int
     completion_tokens: int

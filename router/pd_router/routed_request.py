@@ -13,6 +13,7 @@ from pd_connectors.protocol.ticket import Offer, sign
 from pd_http.errors import NodesDied, PdError
 from pd_http.node_answers import FailureKind
 from pd_http.reply import JSON_TYPE
+from pd_http.sse import SSE_DONE
 from pd_router.candidates import Candidates, Choose
 from pd_router.casualties import Casualties
 from pd_router.config import HandoffOrder
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_router.body import RequestBody
+    from pd_router.call_record import CallRecord
     from pd_router.choice import RouteChoice
     from pd_router.reply import CallReply
     from pd_router.services import Services
@@ -58,7 +60,7 @@ class RoutedRequest:
         headers: Headers,
         plan: RouteChoice,
         reply: CallReply,
-        arrived_at: float,
+        record: CallRecord,
     ) -> None:
         self.plan = plan
         self.phase = "prefill"  # prefill | decode | stream: for counting clients that leave
@@ -68,7 +70,7 @@ class RoutedRequest:
         self._body = body
         self._headers = headers
         self._reply = reply
-        self._arrived_at = arrived_at
+        self._record = record
         self._casualties = Casualties(services.config.max_node_deaths)
         self._stream = ContinuedStream(
             services, path, body, headers, self._casualties, plan.best_direct, self._note, self._judge
@@ -185,16 +187,20 @@ class RoutedRequest:
         while (node := candidates.take()) is not None:
             charge = self._book(node, self._body.num_bytes)
             headers[CHARGE_HEADER] = charge.name
+            self._record.until(s.table.clock(), "plan")
             leg = PrefillLeg(s.upstream, node, charge)
             self._casualties.meet(node)
             try:
                 with LivenessGuard(node, lambda: has_local or candidates.has_next):
                     handoff = await leg.open(self._path, headers, body, s.config.ticket_timeout_s)
             except LegFailed as failure:
+                self._record.until(s.table.clock(), "retry")
                 await self._judge("prefill", failure)
                 continue
             s.table.answered(node)
-            s.metrics.ticket_s.observe(s.table.clock() - self._arrived_at)
+            now_s = s.table.clock()
+            self._record.until(now_s, "ticket")
+            s.metrics.ticket_s.observe(now_s - self._record.arrived_s)
             return leg, handoff
         s.metrics.exhausted.labels("prefill").inc()
         return None, None
@@ -243,17 +249,21 @@ class RoutedRequest:
             self._headers[CHARGE_HEADER] = charge.name
             leg = DecodeLeg(s.upstream, node, charge, self._stream.record if self._body.wants_stream else None)
             self._casualties.meet(node)
-            left_s = max(0.0, ends_at - s.table.clock())
+            now_s = s.table.clock()
+            self._record.until(now_s, "plan")
+            left_s = max(0.0, ends_at - now_s)
             try:
                 with LivenessGuard(node, lambda: has_other_way or candidates.has_next):
                     await leg.open(self._path, self._headers, body, left_s, s.config.idle_timeout_s)
             except LegFailed as failure:
+                self._record.until(s.table.clock(), "retry")
                 await self._judge("decode", failure)
                 last = failure.with_traceback(None)  # which refers to this frame: a cycle, and it keeps the body
                 if not _may_be_tried_again(failure):
                     return None, last
                 continue
             s.table.answered(node)
+            self._record.answered(s.table.clock(), node.node_id)
             return leg, last
         s.metrics.exhausted.labels("decode").inc()
         return None, last
@@ -315,16 +325,34 @@ class RoutedRequest:
         """Pass D's answer on to the client. False if D broke off; the client then got an error event."""
         s = self._s
         self.phase = "stream"
-        s.metrics.first_byte_took(self.plan.order.value, s.table.clock() - self._arrived_at)
+        self._record.prefill_by = leg.prefilled_by or (prefill_by or leg.node).node_id
         self._name_route()
         try:
-            await send_answer(leg, self._reply, prefill_by or leg.node, s.config.idle_timeout_s, self._stream)
+            last = await send_answer(
+                leg, self._reply, prefill_by or leg.node, s.config.idle_timeout_s, self._stream,
+                self._note_piece(),
+            )  # fmt: skip
+            self._record.reported(last.report, is_first_node=last is leg)
+            self._record.served_by = last.node.node_id
         except LegFailed:
             self.outcome = "broken"
             return False
         finally:
             leg.close()
         return True
+
+    def _note_piece(self) -> Callable[[bytes], None]:
+        record, clock, metrics = self._record, self._s.table.clock, self._s.metrics
+        totals, order = metrics.models.of(record.model), self.plan.order.value
+
+        def note(data: bytes) -> None:
+            if not record.first_s:
+                record.first_piece(clock())
+                metrics.first_token_took(record.model, order, record.first_s - record.arrived_s)
+            elif not data.endswith(SSE_DONE):  # it follows the last token at once
+                totals.piece(record, clock())
+
+        return note
 
     # --- details
 
@@ -346,6 +374,7 @@ class RoutedRequest:
 
     def _note(self, leg: str, failure: LegFailed) -> None:
         self._s.metrics.leg_failures.labels(leg, failure.node.node_id, failure.kind.value).inc()
+        self._record.failures.append(f"{leg} {failure.node.node_id} {failure.kind.value}")
         if failure.wait:
             self._s.metrics.waits.labels(failure.wait, failure.node.node_id).inc()
         if failure.kind in _JUDGED:

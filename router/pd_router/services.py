@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pd_router.config import RouterConfig
     from pd_router.metrics import RouterMetrics
     from pd_router.node_table import NodeTable
+    from pd_router.request_sinks import RequestSinks
     from pd_router.upstream import Upstream
 
 
@@ -24,6 +25,7 @@ class Services:
     upstream: Upstream
     metrics: RouterMetrics
     background: Background
+    sinks: RequestSinks
     key: bytes
     wall_clock: Callable[[], float]
 

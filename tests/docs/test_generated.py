@@ -16,7 +16,8 @@ from pd_cluster.models.registry import ARCHITECTURES, Architecture
 def test_documents_are_current(name: str) -> None:
     document, text = written(name)
     assert (ROOT / document).read_text() == text, f"run `python -m docs.generate {name}`"
-    assert import_module(f"docs.generate.{name}").PARTS
+    module = import_module(f"docs.generate.{name}")
+    assert hasattr(module, "text") or module.PARTS
 
 
 def test_only_generated_parts_change() -> None:

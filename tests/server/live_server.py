@@ -53,10 +53,11 @@ def make_state(
     node_id: str = "node",
     handoff: HandoffConfig | None = None,
     model_name: str = "demo",
+    metrics_names: str = "pd",
 ) -> NodeState:
     config = NodeConfig(
         model=ModelConfig(model=str(MODEL_DIR), served_model_name=(model_name,)),
-        server=ServerConfig(role=role, node_id=node_id),
+        server=ServerConfig(role=role, node_id=node_id, metrics_names=metrics_names),
         handoff=handoff or HandoffConfig(),
     )
     return NodeState(config=config, engine=engine, tokenizer=demo_tokenizer(), key=KEY)
@@ -115,9 +116,10 @@ async def running(
     handoff: HandoffConfig | None = None,
     model_name: str = "demo",
     limits: HttpLimits | None = None,
+    metrics_names: str = "pd",
 ) -> AsyncIterator[Node]:
     """A node over `engine`."""
-    state = make_state(engine, node_id=node_id, handoff=handoff, model_name=model_name)
+    state = make_state(engine, node_id=node_id, handoff=handoff, model_name=model_name, metrics_names=metrics_names)
     async with (
         _served(create_app(state), state.metrics, limits or HttpLimits()) as server,
         aiohttp.ClientSession() as session,

@@ -106,15 +106,14 @@ async def test_metrics_of_api_and_engine() -> None:
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     for name, value in {
         'pd_requests_total{endpoint="completions",outcome="ok"}': 1,
-        "pd_prompt_tokens_total": 2,
+        'pd_prompt_tokens_total{work="generate"}': 2,
         "pd_generation_tokens_total": 3,
         "pd_time_to_first_token_seconds_count": 1,
         "pd_time_to_second_token_seconds_count": 1,
         "pd_time_per_output_token_seconds_count": 1,
         "pd_request_latency_seconds_count": 1,
-        "pd_queue_seconds_count": 1,
-        "pd_prefill_seconds_count": 1,
-        "pd_transfer_seconds_count": 0,
+        'pd_queue_seconds_count{work="generate"}': 1,
+        'pd_prefill_seconds_count{work="generate"}': 1,
         'pd_kv_blocks{state="leased"}': 3,
         "pd_kv_num_blocks": 100,
         "pd_num_running": 2,
@@ -136,3 +135,23 @@ async def test_request_id_is_echoed_when_it_is_fit(given: str, kept: bool) -> No
             assert answer["id"] == f"cmpl-{response.headers['x-request-id']}"
         async with node.session.get(f"{node.url}/health", headers=headers) as response:
             assert response.headers["x-request-id"]
+
+
+async def test_names_of_vllm_beside_ours() -> None:
+    async with running(FakeEngine(says([5, 6, 7])), metrics_names="vllm") as node:
+        await post(node, "/v1/completions", {"prompt": [5, 6]})
+        async with node.session.get(f"{node.url}/metrics") as response:
+            text = await response.text()
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    labels = 'engine="0",model_name="demo"'
+    for name, value in {
+        f"vllm:num_requests_running{{{labels}}}": 2,
+        f"vllm:prompt_tokens_total{{{labels}}}": 2,
+        f"vllm:generation_tokens_total{{{labels}}}": 3,
+        f"vllm:time_to_first_token_seconds_count{{{labels}}}": 1,
+        f"vllm:request_queue_time_seconds_count{{{labels}}}": 1,
+        f"vllm:kv_cache_usage_perc{{{labels}}}": float(samples['pd_kv_blocks{state="in_use"}']) / 100,
+    }.items():
+        assert float(samples[name]) == pytest.approx(value), name
+    assert 'vllm:e2e_request_latency_seconds_bucket{engine="0",le="+Inf",' in text
+    assert "pd_num_running" in samples, "ours stay"
