@@ -20,6 +20,7 @@ from pd_router.background import Background
 from pd_router.client_connection import GENERATING_PATHS
 from pd_router.cluster_orders import ClusterOrders
 from pd_router.control import Control, Relay
+from pd_router.dashboard import Dashboard
 from pd_router.discovery import Discovery
 from pd_router.feed_follower import FeedFollower
 from pd_router.health import HealthPoller
@@ -29,6 +30,7 @@ from pd_router.node_table import NodeTable
 from pd_router.node_tasks import NodeTasks
 from pd_router.openapi import router_document
 from pd_router.proxy import Proxy
+from pd_router.recent_requests import RecentRequests
 from pd_router.role_orders import RoleOrders
 from pd_router.services import Services
 from pd_router.sources.posted import PostedNodes
@@ -69,15 +71,17 @@ def create_app(
     table = NodeTable(config, clock)
     upstream = Upstream(config)
     background = Background()
-    services = Services(config, table, upstream, RouterMetrics(table), background, key, wall_clock)
+    recent = RecentRequests(clock)
+    services = Services(config, table, upstream, RouterMetrics(table), recent, background, key, wall_clock)
     poller = HealthPoller(config, table, upstream)
     feeds = FeedFollower(table, upstream, services.metrics, key, wall_clock)
     discovery = Discovery(sources, table)
     posted = PostedNodes(table, key, wall_clock)
     workers = worker or OnlyWorker(posted)
     views = WorkerViews(table, services.metrics, workers)
+    dashboard = Dashboard(services, views, workers)
     if worker is not None:
-        worker.adopt, worker.topics = posted.adopt, views.topics
+        worker.adopt, worker.topics = posted.adopt, views.topics | dashboard.topics
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -102,7 +106,7 @@ def create_app(
                 await background.close(BACKGROUND_DEADLINE_S)
 
     app = Starlette(
-        routes=_routes(services, posted, Admin(posted, workers, views, poller.poll), views),
+        routes=[*_routes(services, posted, Admin(posted, workers, views, poller.poll), views), *dashboard.routes],
         middleware=cross_origin(config),
         exception_handlers=exception_handlers(_request_id),
         lifespan=lifespan,

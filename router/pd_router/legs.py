@@ -52,6 +52,7 @@ class PrefillLeg:
 
     def __init__(self, upstream: Upstream, node: Node, charge: Charge) -> None:
         self.node = node
+        self.has_prefilled = False
         self._upstream = upstream
         self._charge = charge
         self._events = PrefillEvents()
@@ -113,6 +114,7 @@ class PrefillLeg:
             return
         failure = self._failure_of(done.exception(), f"prefill not done within {timeout_s:g} s")
         if failure is None:
+            self.has_prefilled = True
             self._charge.prefill_done()
         self.close()
         if failure is not None:

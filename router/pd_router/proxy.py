@@ -15,6 +15,7 @@ from pd_router import headers as rules
 from pd_router.body import RequestBody
 from pd_router.choice import choose
 from pd_router.cost import PromptFacts
+from pd_router.recent_requests import MODEL_CHARS, RequestNote
 from pd_router.reply import CallReply
 from pd_router.routed_request import RoutedRequest
 
@@ -42,14 +43,17 @@ class Proxy:
         reply = CallReply(call, request_id)
         reply.dialect = dialect = dialect_of(call.path)
         order, reason, outcome = "none", "none", "ok"
+        seen = RequestNote(at_s=s.wall_clock(), arrived_s=arrived_at, request_id=request_id)
         exchange: RoutedRequest | None = None
         s.metrics.num_in_flight += 1
         try:
             asked = rules.asked_order(given)
             body = RequestBody(await call.read_body(s.longest_body), dialect)
+            seen.model = (body.model or "")[:MODEL_CHARS]
             plan = choose(s.table, body.model, self._facts(body), s.config, asked, next(self._turns))
             headers = rules.forwarded(call.headers, request_id)
-            exchange = RoutedRequest(s, call.path, body, headers, plan, reply, arrived_at)
+            seen.end("receive", s.table.clock())
+            exchange = RoutedRequest(s, call.path, body, headers, plan, reply, seen)
             await exchange.run()
         except ClientGone:
             outcome = "client_gone"
@@ -79,6 +83,8 @@ class Proxy:
                 order, reason = exchange.plan.order.value, exchange.plan.reason
                 s.metrics.request_took(order, s.table.clock() - arrived_at)
             s.metrics.request_ended(order, reason, outcome)
+            seen.order, seen.reason, seen.outcome = order, reason, outcome
+            s.recent.add(seen)
 
     def _facts(self, body: RequestBody) -> PromptFacts:
         """Which nodes have the prompt's prefix is looked up only if one has named blocks: 400 kB cost 1.1 ms."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from pd_router.body import RequestBody
     from pd_router.choice import RouteChoice
+    from pd_router.recent_requests import RequestNote
     from pd_router.reply import CallReply
     from pd_router.services import Services
 
@@ -58,7 +59,7 @@ class RoutedRequest:
         headers: Headers,
         plan: RouteChoice,
         reply: CallReply,
-        arrived_at: float,
+        seen: RequestNote,
     ) -> None:
         self.plan = plan
         self.phase = "prefill"  # prefill | decode | stream: for counting clients that leave
@@ -68,7 +69,7 @@ class RoutedRequest:
         self._body = body
         self._headers = headers
         self._reply = reply
-        self._arrived_at = arrived_at
+        self._seen = seen
         self._casualties = Casualties(services.config.max_node_deaths)
         self._stream = ContinuedStream(
             services, path, body, headers, self._casualties, plan.best_direct, self._note, self._judge
@@ -95,6 +96,7 @@ class RoutedRequest:
             self._name_route()
             raise
         finally:
+            self._seen.count(self._stream.record)
             del self._stream  # it refers to this request: a cycle would keep the body until a search for garbage
 
     # --- orders
@@ -119,7 +121,9 @@ class RoutedRequest:
             return
         # If D's answer fails, P's leg is closed too: nothing needs the rest of the prefill.
         is_served = is_taken = False
-        self._s.background.keep(leg.drain(self._s.config.response_timeout_s, self._drain_failed))
+        drained = leg.drain(self._s.config.response_timeout_s, self._drain_failed)
+        drained.add_done_callback(lambda _: leg.has_prefilled and self._seen.end("prefill", self._s.table.clock()))
+        self._s.background.keep(drained)
         try:
             params = dict(handoff.params)
             if spare := self._offer(without=leg.node):
@@ -194,7 +198,7 @@ class RoutedRequest:
                 await self._judge("prefill", failure)
                 continue
             s.table.answered(node)
-            s.metrics.ticket_s.observe(s.table.clock() - self._arrived_at)
+            s.metrics.ticket_s.observe(self._seen.end("ticket", s.table.clock()))
             return leg, handoff
         s.metrics.exhausted.labels("prefill").inc()
         return None, None
@@ -275,6 +279,7 @@ class RoutedRequest:
             if await self._s.upstream.has_died(failure.node, epoch):
                 failure.kind = FailureKind.DIED
         self._note(leg, failure)
+        self._seen.end("failed try", self._s.table.clock())
         if failure.kind in _NO_CASUALTY:
             self._casualties.spare(failure.node)
         if failure.kind is FailureKind.DIED:
@@ -315,7 +320,9 @@ class RoutedRequest:
         """Pass D's answer on to the client. False if D broke off; the client then got an error event."""
         s = self._s
         self.phase = "stream"
-        s.metrics.first_byte_took(self.plan.order.value, s.table.clock() - self._arrived_at)
+        read_by = leg.prefilled_by or (prefill_by or leg.node).node_id
+        passed_s = self._seen.answer(read_by, leg.node.node_id, s.table.clock(), is_stream=leg.whole is None)
+        s.metrics.first_byte_took(self.plan.order.value, passed_s)
         self._name_route()
         try:
             await send_answer(leg, self._reply, prefill_by or leg.node, s.config.idle_timeout_s, self._stream)

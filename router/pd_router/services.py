@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pd_router.config import RouterConfig
     from pd_router.metrics import RouterMetrics
     from pd_router.node_table import NodeTable
+    from pd_router.recent_requests import RecentRequests
     from pd_router.upstream import Upstream
 
 
@@ -23,6 +24,7 @@ class Services:
     table: NodeTable
     upstream: Upstream
     metrics: RouterMetrics
+    recent: RecentRequests
     background: Background
     key: bytes
     wall_clock: Callable[[], float]
