@@ -15,7 +15,7 @@ from pd_router import headers as rules
 from pd_router.body import RequestBody
 from pd_router.choice import choose
 from pd_router.cost import PromptFacts
-from pd_router.recent_requests import MODEL_CHARS, RequestNote
+from pd_router.recent_requests import NAME_CHARS, RequestNote
 from pd_router.reply import CallReply
 from pd_router.routed_request import RoutedRequest
 
@@ -49,7 +49,7 @@ class Proxy:
         try:
             asked = rules.asked_order(given)
             body = RequestBody(await call.read_body(s.longest_body), dialect)
-            seen.model = (body.model or "")[:MODEL_CHARS]
+            seen.model = (body.model or "")[:NAME_CHARS]
             plan = choose(s.table, body.model, self._facts(body), s.config, asked, next(self._turns))
             headers = rules.forwarded(call.headers, request_id)
             seen.end("receive", s.table.clock())

@@ -23,7 +23,7 @@ MOST_REQUESTS = 500  # of which a worker has kept so many; at a higher rate they
 SLOW_MINUTES = 10  # of which the slowest requests are kept
 SLOW_SHOWN = 20  # of each minute, and of all
 NEWEST_SHOWN = 40
-MODEL_CHARS = 100  # a client may name a model that does not exist
+NAME_CHARS = 100  # of a name that a client or a node sends: it may name what does not exist
 
 
 class RequestNote(msgspec.Struct, kw_only=True):
@@ -56,7 +56,7 @@ class RequestNote(msgspec.Struct, kw_only=True):
         """The same for the last phase, with the nodes of the answer. An unstreamed answer tells no phases."""
         handover = "handover" if "prefill" in self.phases else "prefill and handover"
         passed_s = self.end("prefill" if prefill == decode else handover, now_s)
-        self.prefill, self.decode = prefill, decode
+        self.prefill, self.decode = prefill[:NAME_CHARS], decode
         if is_stream:
             self.ttft_s = passed_s
         else:
