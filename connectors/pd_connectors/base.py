@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from pd_connectors.protocol.errors import ConnectorUnavailable
+from pd_connectors.protocol.messages import NO_PREFILL, PrefillFacts, SampledToken
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
     from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
     from pd_connectors.protocol.layout import BlockLayout, BlockRun
-    from pd_connectors.protocol.messages import SampledToken
     from pd_connectors.protocol.ticket import Ticket
     from pd_connectors.rank_port import RankPort
 
@@ -87,7 +87,7 @@ class PublishSpec:
     num_tokens: int  # 0, a multiple of the block size, or the whole prompt
     generation: int  # of the lease when the step was planned; void when the lease has been retracted since
     first_tokens: tuple[SampledToken, ...] = ()  # one per sample; () : they are not known yet
-    prefill_s: float = 0.0  # see `finish_lease`
+    prefill: PrefillFacts = NO_PREFILL  # see `finish_lease`
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class FirstTokens:
 
     load_id: str
     tokens: tuple[SampledToken, ...]
-    prefill_s: float = field(default=0.0, compare=False)  # from the request's arrival at P, by P's clock; 0: unknown
+    prefill: PrefillFacts = field(default=NO_PREFILL, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +207,12 @@ class SchedulerHalf(ABC):
         sampling_digest: goes into the ticket as it is. b"": the reader will not adopt the first tokens."""
 
     @abstractmethod
-    def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill_s: float = 0.0) -> None:
+    def finish_lease(
+        self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill: PrefillFacts = NO_PREFILL
+    ) -> None:
         """Make the first tokens known, if no PublishSpec had them. The whole prompt has been published.
 
-        prefill_s: seconds from the request's arrival to the first tokens, for the reader; 0: unknown."""
+        prefill: for the reader."""
 
     @abstractmethod
     def retract(self, lease_id: str) -> int | None:

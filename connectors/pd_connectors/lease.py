@@ -35,7 +35,15 @@ from typing import TYPE_CHECKING
 
 from pd_connectors.base import LeaseEnded, PublishSpec
 from pd_connectors.protocol.errors import LeaseEnd
-from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseRef, LeaseState, SampledToken
+from pd_connectors.protocol.messages import (
+    NO_PREFILL,
+    Confirm,
+    ConfirmReply,
+    LeaseRef,
+    LeaseState,
+    PrefillFacts,
+    SampledToken,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +66,7 @@ class _Lease:
     first_tokens: tuple[SampledToken, ...] = ()
     is_begun: bool = False
     announced_at: float = 0.0
-    prefill_s: float = 0.0
+    prefill: PrefillFacts = NO_PREFILL
 
 
 class LeaseTable:
@@ -112,15 +120,15 @@ class LeaseTable:
             if is_current:
                 self._expose(lease, publish)
             if publish.first_tokens:
-                self._finish(lease, publish.first_tokens, publish.prefill_s)
+                self._finish(lease, publish.first_tokens, publish.prefill)
             self._touch(lease)
 
-    def finish(self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill_s: float = 0.0) -> None:
-        """Make the first tokens known, which took `prefill_s`. Ignored when the lease has ended meanwhile."""
+    def finish(self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill: PrefillFacts = NO_PREFILL) -> None:
+        """Make the first tokens known, which took `prefill`. Ignored when the lease has ended meanwhile."""
         with self._lock:
             lease = self._leases.get(lease_id)
             if lease is not None:
-                self._finish(lease, first_tokens, prefill_s)
+                self._finish(lease, first_tokens, prefill)
                 self._touch(lease)
 
     def retract(self, lease_id: str) -> int | None:
@@ -243,9 +251,9 @@ class LeaseTable:
         lease.is_begun = True
         lease.announced_at = self._wall_clock()
 
-    def _finish(self, lease: _Lease, first_tokens: tuple[SampledToken, ...], prefill_s: float) -> None:
+    def _finish(self, lease: _Lease, first_tokens: tuple[SampledToken, ...], prefill: PrefillFacts) -> None:
         lease.first_tokens = first_tokens
-        lease.prefill_s = prefill_s
+        lease.prefill = prefill
         if lease.expires_at is None:
             lease.expires_at = self._clock() + self._ttl_s
 
@@ -283,5 +291,5 @@ class LeaseTable:
             ttl_s=self._ttl_s if lease.expires_at is not None else 0.0,
             is_begun=lease.is_begun,
             announced_at=lease.announced_at,
-            prefill_s=lease.prefill_s,
+            prefill=lease.prefill,
         )

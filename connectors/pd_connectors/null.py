@@ -16,11 +16,11 @@ from pd_connectors.base import (
     PublishSpec,
 )
 from pd_connectors.protocol.errors import ConnectorUnavailable, LeaseEnd, LoadFailure
+from pd_connectors.protocol.messages import NO_PREFILL, PrefillFacts, SampledToken
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pd_connectors.protocol.messages import SampledToken
     from pd_connectors.protocol.ticket import Ticket
     from pd_connectors.rank_port import RankPort
 
@@ -52,7 +52,9 @@ class NullConnector(Connector):
     ) -> Ticket:
         raise ConnectorUnavailable("this node runs with connector 'none': it hands no KV out")
 
-    def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill_s: float = 0.0) -> None:
+    def finish_lease(
+        self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill: PrefillFacts = NO_PREFILL
+    ) -> None:
         """Does nothing: this connector has no leases."""
 
     def retract(self, lease_id: str) -> int | None:

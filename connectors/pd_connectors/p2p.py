@@ -33,6 +33,7 @@ from pd_connectors.owner import Owner
 from pd_connectors.protocol.clock import PatientClock
 from pd_connectors.protocol.errors import ConnectorUnavailable, LeaseEnd, LoadFailure
 from pd_connectors.protocol.hashing import prompt_digest
+from pd_connectors.protocol.messages import NO_PREFILL, PrefillFacts, SampledToken
 from pd_connectors.protocol.ticket import TICKET_LIFETIME_S, Ticket
 from pd_connectors.pull_limits import RENEWALS_PER_TTL, PullLimits
 from pd_connectors.reader import Reader
@@ -40,7 +41,6 @@ from pd_connectors.reader import Reader
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pd_connectors.protocol.messages import SampledToken
     from pd_connectors.transport import Transport
 
 READ_BYTES = 64 << 20  # of one rank; large enough for full bandwidth (32 MiB is), small enough to share the link fairly
@@ -170,8 +170,10 @@ class PeerToPeerConnector(Connector):
             sampling_digest=sampling_digest,
         )
 
-    def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill_s: float = 0.0) -> None:
-        self.leases.finish(lease_id, first_tokens, prefill_s)
+    def finish_lease(
+        self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill: PrefillFacts = NO_PREFILL
+    ) -> None:
+        self.leases.finish(lease_id, first_tokens, prefill)
         self._channel.wake()
 
     def retract(self, lease_id: str) -> int | None:

@@ -24,6 +24,7 @@ from pd_connectors.base import (
 from pd_connectors.pool import PoolLimits, StorePool
 from pd_connectors.pool_url import read_pool_url
 from pd_connectors.port_share import share_port
+from pd_connectors.protocol.messages import NO_PREFILL, PrefillFacts, SampledToken
 from pd_connectors.ranked_pool import RankedPool, RankPool
 from pd_connectors.registry import create_connector, rank_reader
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
     from pd_connectors.base import Closes
     from pd_connectors.protocol.errors import LeaseEnd
-    from pd_connectors.protocol.messages import SampledToken
     from pd_connectors.protocol.ticket import Ticket
     from pd_connectors.rank_port import RankPort
     from pd_connectors.store import KVStore
@@ -105,8 +105,10 @@ class PooledConnector(Connector):
             request_id, prompt_token_ids, salt, num_samples, hold=hold, sampling_digest=sampling_digest
         )
 
-    def finish_lease(self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill_s: float = 0.0) -> None:
-        self._handoff.finish_lease(lease_id, first_tokens, prefill_s)
+    def finish_lease(
+        self, lease_id: str, first_tokens: tuple[SampledToken, ...], prefill: PrefillFacts = NO_PREFILL
+    ) -> None:
+        self._handoff.finish_lease(lease_id, first_tokens, prefill)
 
     def retract(self, lease_id: str) -> int | None:
         return self._handoff.retract(lease_id)

@@ -313,7 +313,7 @@ class Pull:
             return
         if self._is_accepted and state.first_tokens and not self._first_tokens_out:
             self._first_tokens_out = True
-            self._emit(FirstTokens(self.load_id, state.first_tokens, state.prefill_s))
+            self._emit(FirstTokens(self.load_id, state.first_tokens, state.prefill))
         if self.phase is LoadPhase.ATTACHING and self.endpoint is not None and _will_finish(state):
             self.phase = LoadPhase.ANNOUNCED
             self._emit(LoadReady(self.load_id, self.ticket.num_tokens))

@@ -313,7 +313,8 @@ class EngineCore:
                 finished=update.finished,
                 num_cached_tokens=request.num_cached_tokens,
                 num_external_tokens=request.num_external_tokens,
-                timeline=request.timeline() if update.finished else None,
+                num_peer_cached_tokens=request.marks.peer.num_cached_tokens,
+                timeline=request.take_timeline(finished=update.finished),
             )
         )
         if update.finished:

@@ -43,6 +43,7 @@ from pd_connectors.base import (
     SchedulerHalf,
 )
 from pd_connectors.protocol.errors import HandoffError, LeaseEnd, LoadFailure
+from pd_connectors.protocol.messages import NO_PREFILL, PrefillFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -172,24 +173,24 @@ class KvTransfers:
 
         A lease's first tokens go into its publish, so that one message announces them with the last KV.
         """
-        sampled: dict[str, tuple[tuple[SampledToken, ...], float]] = {}
+        sampled: dict[str, tuple[tuple[SampledToken, ...], PrefillFacts]] = {}
         for update in prefilled:
             request = update.request
             assert request.lease_id is not None
             first_tokens = tuple(token for report in update.sequences for token in report.tokens)
             if len(first_tokens) == request.sampling.n:
-                sampled[request.lease_id] = first_tokens, request.prefill_s
+                sampled[request.lease_id] = first_tokens, request.prefill_facts
             else:  # a sequence was aborted: no D can take over all of them
                 self._connector.end_lease(request.lease_id, LeaseEnd.REVOKED)
                 self._end_lease(request.lease_id)
         specs = []
         for publish in publishes:
             if publish.lease_id in sampled:
-                first_tokens, prefill_s = sampled.pop(publish.lease_id)
-                publish = replace(publish, first_tokens=first_tokens, prefill_s=prefill_s)
+                first_tokens, facts = sampled.pop(publish.lease_id)
+                publish = replace(publish, first_tokens=first_tokens, prefill=facts)
             specs.append(publish)
-        for lease_id, (first_tokens, prefill_s) in sampled.items():
-            self._connector.finish_lease(lease_id, first_tokens, prefill_s)
+        for lease_id, (first_tokens, facts) in sampled.items():
+            self._connector.finish_lease(lease_id, first_tokens, facts)
         return specs
 
     def revoke(self, request: Request) -> None:
@@ -315,11 +316,12 @@ class KvTransfers:
             case LoadReady() if intake is not None:
                 intake.is_ready = True
             case FirstTokens() if intake is not None:
-                intake.request.marks.prefill_leg_s = event.prefill_s
+                intake.request.marks.peer = event.prefill
                 self._take_first_tokens(intake, event)
             case LoadFailed() if intake is not None:
                 self._loads[event.load_id] = None
                 intake.load_id, intake.is_ready = None, False
+                intake.request.marks.peer = NO_PREFILL
                 self._scheduler.drop_load(intake.request)
                 self._ask_again(intake, event.reason, event.detail)
 

@@ -177,6 +177,7 @@ class Timeline(msgspec.Struct, frozen=True, array_like=True, gc=False):
     admit_s: float = 0.0  # confirmed to scheduled in a decode step
     first_decode_s: float = 0.0  # that step
     prefill_leg_s: float = 0.0  # on D: received by P to its first tokens, as P says
+    prefill_queue_s: float = 0.0  # on D: of that, until P first scheduled the prompt
     # on D, parts of the transfer: from the announcement of the prompt's end (pd_connectors.base.LoadSteps)
     announce_s: float = 0.0
     reserve_s: float = 0.0
@@ -188,7 +189,8 @@ class Timeline(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def phases(self) -> dict[str, float]:
         """Seconds by name, of the phases that the request went through."""
         named = {name.removesuffix("_s"): getattr(self, name) for name in self.__struct_fields__}
-        computed = ("prefill", "prefill_leg", "first_decode")  # never at once: 0 says that it did not come to that
+        # never at once: 0 says that it did not come to that
+        computed = ("prefill", "prefill_leg", "prefill_queue", "first_decode")
         was_loaded = self.link_s > 0  # a step of a load may take no time and is still a step
         return {name: value for name, value in named.items() if value > 0 or (was_loaded and name not in computed)}
 
@@ -210,7 +212,8 @@ class TokensOut(msgspec.Struct, frozen=True, tag=True, gc=False):
     finished: bool  # every sequence has ended: the terminal reply
     num_cached_tokens: int = 0  # prompt tokens found in this engine's prefix cache
     num_external_tokens: int = 0  # prompt tokens with KV from another node or a pool
-    timeline: Timeline | None = None  # on the terminal reply
+    timeline: Timeline | None = None  # once, when its phases are over; at the latest on the terminal reply
+    num_peer_cached_tokens: int = 0  # prompt tokens in the prefix cache of the node whose KV was loaded
 
 
 class NeedsPrefill(msgspec.Struct, frozen=True, tag=True):

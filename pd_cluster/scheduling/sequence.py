@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from pd_cluster.protocol.messages import FinishReason, Timeline, Work
 from pd_connectors.base import LoadSteps
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
+from pd_connectors.protocol.messages import NO_PREFILL, PrefillFacts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,7 +68,7 @@ class Marks:
     loaded_s: float | None = None
     decode_scheduled_s: float | None = None  # first decode step after a load
     decode_retired_s: float | None = None
-    prefill_leg_s: float = 0.0  # seconds that another node's prefill took
+    peer: PrefillFacts = NO_PREFILL  # of the prefill node whose KV is loaded
     load_steps: LoadSteps = field(default_factory=LoadSteps)
 
 
@@ -95,6 +96,7 @@ class Request:
     group: Group[Sequence] = field(init=False, repr=False)  # shares slots and turns with its other requests
     is_queued: bool = True  # nothing of it has run yet
     num_named: int = 0  # of `message.steps`: see `CacheNews`
+    is_timed: bool = False  # its timeline was taken
 
     @classmethod
     def from_message(cls, message: AddRequest, *, lease_id: str | None = None) -> Request:
@@ -216,10 +218,21 @@ class Request:
             marks.decode_retired_s = marks.decode_retired_s or now_s
 
     @property
-    def prefill_s(self) -> float:
-        """Seconds from the request's arrival to its first token, if that was sampled here; 0: not yet."""
-        marks = self.marks
-        return 0.0 if marks.first_token_s is None else marks.first_token_s - marks.arrived_s
+    def prefill_facts(self) -> PrefillFacts:
+        """Of its prefill here, for the node that takes it over."""
+        m = self.marks
+        if m.first_token_s is None or m.scheduled_s is None:
+            return NO_PREFILL
+        return PrefillFacts(m.first_token_s - m.arrived_s, m.scheduled_s - m.arrived_s, self.num_cached_tokens)
+
+    def take_timeline(self, *, finished: bool) -> Timeline | None:
+        """The timeline, once: when its last phase is over, at the latest at the end. Else None."""
+        m = self.marks
+        is_over = (m.first_token_s if m.loaded_s is None else m.decode_retired_s) is not None
+        if self.is_timed or not (finished or is_over):
+            return None
+        self.is_timed = True
+        return self.timeline()
 
     def timeline(self) -> Timeline:
         """The seconds that the request has spent in each phase so far."""
@@ -232,7 +245,8 @@ class Request:
                 transfer_s=m.loaded_s - m.reserved_s,
                 admit_s=decode - m.loaded_s,
                 first_decode_s=0.0 if m.decode_retired_s is None else m.decode_retired_s - decode,
-                prefill_leg_s=m.prefill_leg_s,
+                prefill_leg_s=m.peer.seconds,
+                prefill_queue_s=m.peer.queue_s,
                 announce_s=steps.announce_s,
                 reserve_s=steps.reserve_s,
                 post_s=steps.post_s,

@@ -32,6 +32,7 @@ from pd_http.cross_origin import cross_origin
 from pd_http.dialects import MESSAGES, RESPONSES
 from pd_http.exception_handlers import exception_handlers
 from pd_http.frames import FRAMES_HEADER, FRAMES_VERSION
+from pd_http.node_report import REPORT_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -112,6 +113,7 @@ def _caller(request: Request, charge: ChargeMark) -> Caller:
         group=group,
         wants_ticket_stream=wants_stream,
         wants_frames=wants_frames,
+        wants_report=REPORT_HEADER in request.headers,
         started_s=time.monotonic(),
         drawn_seed=secrets.randbits(63),
         charge=charge,

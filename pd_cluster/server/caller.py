@@ -17,6 +17,7 @@ class Caller:
     group: str  # see `GenerationRequest.group`
     wants_ticket_stream: bool
     wants_frames: bool
+    wants_report: bool  # with an answer that is not streamed
     started_s: float  # monotonic
     drawn_seed: int  # 63 random bits, for a request without a seed
     charge: ChargeMark

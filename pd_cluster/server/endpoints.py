@@ -256,7 +256,8 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
             writer = FrameWriter(reply, partial(stream_head, version, caller.request_id, shape.created, streams))
         await answer_stream(state, writer, streams, shape, body.stream_options)
     else:
-        await answer_whole(state, reply, streams, shape)
+        timed = body.stream_options is not None and bool(body.stream_options.include_timings)
+        await answer_whole(state, reply, streams, shape, with_timings=timed, with_report=caller.wants_report)
 
 
 def _shape(state: NodeState, caller: Caller, call: _Call, requests: Sequence[GenerationRequest]) -> ResponseShape:

@@ -55,8 +55,9 @@ class GenerationStream:
         self._failure: PdError | None = None  # raised after the tokens before it are delivered
         self.ticket: Ticket | None = None  # PREFILL: for D
         self.num_cached_tokens = 0
+        self._num_peer_cached_tokens = 0  # of the prefill node whose KV was loaded
         self.num_external_tokens = 0
-        self.timeline: Timeline | None = None  # set by the last reply of the engine
+        self.timeline: Timeline | None = None  # once the engine has told it
 
     @property
     def prefill_node(self) -> str | None:
@@ -74,8 +75,10 @@ class GenerationStream:
 
     @property
     def num_reported_cached_tokens(self) -> int:
-        """The cached tokens of the client's usage: those on the node that began the answer."""
-        return self.num_cached_tokens if self.request.known is None else self.request.known.num_cached_tokens
+        """The cached tokens of the client's usage, on the node that began the answer or on its prefill node."""
+        if self.request.known is not None:
+            return self.request.known.num_cached_tokens
+        return max(self.num_cached_tokens, self._num_peer_cached_tokens)
 
     @property
     def num_reasoning_tokens(self) -> int | None:
@@ -143,7 +146,7 @@ class GenerationStream:
         raise StopAsyncIteration
 
     async def settle(self) -> None:
-        """Wait for the engine's terminal reply, which has the timeline. Call it when the client has its answer."""
+        """Wait for the engine's terminal reply. Call it when the client has its answer."""
         try:
             async with asyncio.timeout(SETTLE_DEADLINE_S):
                 async for message in self._admitted:
@@ -159,9 +162,8 @@ class GenerationStream:
                 self._search.has_tokens()
                 self.num_cached_tokens = max(self.num_cached_tokens, message.num_cached_tokens)
                 self.num_external_tokens = max(self.num_external_tokens, message.num_external_tokens)
-                if message.timeline is not None:
-                    self.timeline = message.timeline
-                    self._state.metrics.observe_timeline(message.timeline)
+                self._num_peer_cached_tokens = message.num_peer_cached_tokens
+                self.timeline = self.timeline or message.timeline
                 return [output for new in message.sequences if (output := self._extend(new)) is not None]
             case TicketOpened():
                 self.ticket = message.ticket
@@ -184,14 +186,17 @@ class GenerationStream:
 
     def _count(self) -> None:
         metrics, request = self._state.metrics, self.request
-        metrics.prompt_tokens.inc(len(request.prompt))
-        metrics.cached_tokens.inc(self.num_cached_tokens)
+        work = request.kv_source.work
+        metrics.count_prompt(work, len(request.prompt), self.num_cached_tokens)
         metrics.external_tokens.inc(self.num_external_tokens)
-        metrics.generation_tokens.inc(self.num_answer_tokens - self._num_known_tokens)
-        if request.kv_source.work is Work.TAKE_OVER and self.prefill_node is not None:
+        if self.timeline is not None:
+            metrics.observe_timeline(work, self.timeline)
+        if work is not Work.PREFILL:  # P's first token is counted where the client gets it
+            metrics.generation_tokens.inc(self.num_answer_tokens - self._num_known_tokens)
+        if work is Work.TAKE_OVER and self.prefill_node is not None:
             metrics.handoffs.labels("local" if self.prefill_node == self._state.node_id else "remote").inc()
         # the client does not see the times of a prefill leg, and of a continued answer not the first
-        if request.kv_source.work is not Work.PREFILL and request.known is None:
+        if work is not Work.PREFILL and request.known is None:
             longest = max(choice.num_tokens for choice in self._choices)
             self.stopwatch.observe(metrics, longest, complete=self.finished)
 

@@ -13,7 +13,7 @@ from pd_http.metrics import HttpMetrics
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from pd_cluster.protocol.messages import EngineStats, Timeline
+    from pd_cluster.protocol.messages import EngineStats, Timeline, Work
 
 # 1 ms to 2 minutes, denser where SLOs usually are
 _LATENCY_S = (
@@ -27,6 +27,7 @@ _PHASES = (
     ("admit", "KV confirmed to scheduled in a decode step."),
     ("first_decode", "The first decode step after a handoff."),
     ("prefill_leg", "Received by a prefill node to its first token, as seen by the node that took over."),
+    ("prefill_queue", "Of a prefill leg, until the prefill node first scheduled the prompt."),
 )
 # 20 us to 1 s: the parts of a handoff, from the announcement of the prompt's end
 _STEPS = ("announce", "reserve", "post", "link", "confirm", "schedule")
@@ -45,16 +46,20 @@ class NodeMetrics:
         def counter(name: str, help: str, *labels: str) -> Counter:
             return Counter(f"pd_{name}", help, labels, registry=self.registry)
 
-        def histogram(name: str, help: str) -> Histogram:
-            return Histogram(f"pd_{name}_seconds", help, buckets=_LATENCY_S, registry=self.registry)
+        def histogram(name: str, help: str, *labels: str) -> Histogram:
+            return Histogram(f"pd_{name}_seconds", help, labels, buckets=_LATENCY_S, registry=self.registry)
 
         self.requests = counter("requests", "Requests by endpoint and outcome.", "endpoint", "outcome")
         self.in_flight = Gauge("pd_requests_in_flight", "Requests being answered.", registry=self.registry)
         self.unknown_fields = counter("unknown_fields", "Fields of request bodies that are ignored.")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self.prompt_tokens = counter(
+            "prompt_tokens",
+            "Prompt tokens, by work: a prompt that is handed over counts as prefill and as take_over.",
+            "work",
+        )
         self.generation_tokens = counter("generation_tokens", "Tokens generated and given to clients.")
         self.cached_tokens = counter(
-            "cached_tokens", "Prompt tokens of requests that were in this node's prefix cache."
+            "cached_tokens", "Prompt tokens of requests that were in this node's prefix cache, by work.", "work"
         )
         self.external_tokens = counter("external_tokens", "Prompt tokens with KV from another node.")
         self.handoffs = counter("handoffs", "Requests taken over, by the place of their prefill.", "prefill")
@@ -65,7 +70,7 @@ class NodeMetrics:
         self.itl = histogram("inter_token_latency", "Gap between two deliveries of one sequence's tokens.")
         self.tpot = histogram("time_per_output_token", "(end to end - TTFT) / (n - 1) of one request.")
         self.e2e = histogram("request_latency", "Request to last token.")
-        self.phases = {name: histogram(name, help) for name, help in _PHASES}
+        self._phases = {name: histogram(name, help, "work") for name, help in _PHASES}
         steps = Histogram(
             "pd_handover_step_seconds",
             "Parts of a handoff, from the announcement of the prompt's end to the scheduler's queue.",
@@ -73,8 +78,7 @@ class NodeMetrics:
             buckets=_STEP_S,
             registry=self.registry,
         )
-        self.phases |= {name: steps.labels(name) for name in _STEPS}
-
+        self._steps = {name: steps.labels(name) for name in _STEPS}
         self.http = HttpMetrics(self.registry, "pd")
 
     def add_engine(
@@ -86,10 +90,18 @@ class NodeMetrics:
         """Export the engine's latest stats, its identity and how often it was judged frozen at each scrape."""
         self.registry.register(EngineCollector(latest, info, num_freezes))
 
-    def observe_timeline(self, timeline: Timeline) -> None:
+    def count_prompt(self, work: Work, num_tokens: int, num_cached_tokens: int) -> None:
+        """Count the tokens of one prompt."""
+        self.prompt_tokens.labels(work.value).inc(num_tokens)
+        self.cached_tokens.labels(work.value).inc(num_cached_tokens)
+
+    def observe_timeline(self, work: Work, timeline: Timeline) -> None:
         """Record the seconds that one request spent in each phase."""
         for name, seconds in timeline.phases().items():
-            self.phases[name].observe(seconds)
+            if name in self._steps:
+                self._steps[name].observe(seconds)
+            else:
+                self._phases[name].labels(work.value).observe(seconds)
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""

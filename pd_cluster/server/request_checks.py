@@ -53,7 +53,8 @@ def disabled_fields(state: NodeState, body: GenerationBody) -> set[str]:
 
 def check_common(body: GenerationBody) -> None:
     """Raises InvalidRequest."""
-    if body.stream_options is not None and not body.stream:
+    options = body.stream_options
+    if options is not None and not body.stream and not (options.include_timings and options.include_usage is None):
         raise InvalidRequest("stream_options needs stream: true", "stream_options")
     check_best_of(body)
     check_prompt_and_tokens(body)

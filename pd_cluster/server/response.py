@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pd_cluster.server.choice import ChoiceOutput
 from pd_http.frames import StreamHead
+from pd_http.node_report import REPORT_HEADER, NodeReport, encode_report
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -64,13 +65,28 @@ def usage_of(streams: Sequence[GenerationStream]) -> dict[str, Any]:
 def timings_of(streams: Sequence[GenerationStream]) -> dict[str, float]:
     """Milliseconds that the request spent in each phase (`protocol.messages.Timeline`).
 
-    Empty for several prompts, because their timelines differ, and before the engine's last reply: a stop string ends
-    the answer earlier.
+    Empty for several prompts, because their timelines differ.
     """
+    return {name: round(seconds * 1e3, 3) for name, seconds in _phases(streams).items()}
+
+
+def _phases(streams: Sequence[GenerationStream]) -> dict[str, float]:
     timeline = streams[0].timeline if len(streams) == 1 else None
-    if timeline is None:
-        return {}
-    return {name: round(seconds * 1e3, 3) for name, seconds in timeline.phases().items()}
+    return {} if timeline is None else timeline.phases()
+
+
+def report_of(state: NodeState, streams: Sequence[GenerationStream]) -> NodeReport:
+    """What the router is told about the request."""
+    usage = usage_of(streams)
+    return NodeReport(
+        model=state.model_name,
+        num_prompt_tokens=usage["prompt_tokens"],
+        num_cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+        num_output_tokens=usage["completion_tokens"],
+        first_s=min((one.stopwatch.first_s for one in streams if one.stopwatch.first_s), default=0.0),
+        phases=_phases(streams),
+        prefill_node=",".join(dict.fromkeys(one.prefill_node for one in streams if one.prefill_node is not None)),
+    )
 
 
 def node_headers(state: NodeState, streams: Sequence[GenerationStream]) -> dict[str, str]:
@@ -126,20 +142,31 @@ async def answer_stream(
             if options.include_timings:
                 usage["timings"] = timings_of(streams)
             last = shape.usage_chunk(usage)
-        await writer.end(last + shape.end)
+        await writer.end(last + shape.end, report_of(state, streams))
         for stream in live:
             await stream.settle()
 
 
 async def answer_whole(
-    state: NodeState, reply: Reply, streams: Sequence[GenerationStream], shape: ResponseShape
+    state: NodeState,
+    reply: Reply,
+    streams: Sequence[GenerationStream],
+    shape: ResponseShape,
+    *,
+    with_timings: bool = False,
+    with_report: bool = False,
 ) -> None:
-    """One JSON body."""
+    """One JSON body. `with_report`: the header REPORT_HEADER too."""
     async with AsyncExitStack() as stack:
         for stream in streams:
             await stack.enter_async_context(stream)
         choices = await collect(streams)
-        await reply.json(200, shape.body(choices, usage_of(streams)), node_headers(state, streams))
+        usage, headers = usage_of(streams), node_headers(state, streams)
+        if with_timings:
+            usage["timings"] = timings_of(streams)
+        if with_report:
+            headers[REPORT_HEADER] = encode_report(report_of(state, streams)).decode("latin-1")
+        await reply.json(200, shape.body(choices, usage), headers)
         for stream in streams:
             await stream.settle()
 

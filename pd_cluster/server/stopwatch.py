@@ -21,6 +21,11 @@ class Stopwatch:
         self._last_s = started_s
         self._gaps_s: list[float] = []
 
+    @property
+    def first_s(self) -> float:
+        """Seconds from the start to the first output; 0: there was none."""
+        return 0.0 if self._first_s is None else self._first_s - self._started_s
+
     def delivered(self, deltas: Collection[object], num_lead_tokens: int) -> None:
         """Note that the client got new output. `num_lead_tokens`: tokens of the first of the n sequences so far."""
         if not deltas:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pd_http.dialect import Dialect
     from pd_http.errors import PdError
     from pd_http.frames import StreamHead
+    from pd_http.node_report import NodeReport
     from pd_http.reply import Reply
 
 
@@ -26,7 +27,7 @@ class StreamWriter(Protocol):
     async def write(self, first_index: int, outputs: Iterable[ChoiceOutput], data: bytes) -> None:
         """`data`: the events of these outputs. `first_index`: the choice of the answer that their index 0 means."""
 
-    async def end(self, data: bytes) -> None: ...
+    async def end(self, data: bytes, report: NodeReport) -> None: ...
 
 
 class EventWriter:
@@ -41,7 +42,7 @@ class EventWriter:
     async def write(self, first_index: int, outputs: Iterable[ChoiceOutput], data: bytes) -> None:
         await self._reply.write(data)
 
-    async def end(self, data: bytes) -> None:
+    async def end(self, data: bytes, report: NodeReport) -> None:
         await self._reply.end(data)
 
 
@@ -73,8 +74,8 @@ class FrameWriter:
         pending, self._pending = self._pending, b""
         await self._reply.write(pending + encode_message(Frame(choices, data)))
 
-    async def end(self, data: bytes) -> None:
-        await self._reply.end(self._pending + encode_message(StreamEnd(data)))
+    async def end(self, data: bytes, report: NodeReport) -> None:
+        await self._reply.end(self._pending + encode_message(StreamEnd(data, report)))
 
 
 def _failed(dialect: Dialect, error: PdError) -> bytes:

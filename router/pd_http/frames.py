@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
+from pd_http.node_report import NodeReport
+
 FRAMES_TYPE = "application/x-pd-frames"
 FRAMES_HEADER = "x-pd-frames"
 FRAMES_VERSION = "1"
@@ -49,6 +51,7 @@ class StreamEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     """The answer is complete."""
 
     data: bytes  # the usage if it was asked for, and [DONE]
+    report: NodeReport | None = None  # None: of an older release
 
 
 class StreamFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

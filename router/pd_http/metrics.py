@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, disable_created_metrics
 
 from pd_http.gate import HttpGate
 
@@ -20,6 +20,7 @@ class HttpMetrics:
     """Connections of one server. `prefix`: of the metrics' names."""
 
     def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # of the process: they double the names, and nothing reads them
         self._refusals = Counter(
             f"{prefix}_http_refusals", "Connections that the server ended by itself.", ["reason"], registry=registry
         )

@@ -29,10 +29,13 @@ from pd_router.node_orders import Admin
 from pd_router.node_table import NodeTable
 from pd_router.node_tasks import NodeTasks
 from pd_router.openapi import router_document
+from pd_router.otlp import make_exporter
 from pd_router.proxy import Proxy
 from pd_router.recent_requests import RecentRequests
+from pd_router.request_sinks import RequestSinks
 from pd_router.role_orders import RoleOrders
 from pd_router.services import Services
+from pd_router.slo import Slo
 from pd_router.sources.posted import PostedNodes
 from pd_router.upstream import Upstream
 from pd_router.worker_views import WorkerViews
@@ -71,8 +74,11 @@ def create_app(
     table = NodeTable(config, clock)
     upstream = Upstream(config)
     background = Background()
+    metrics = RouterMetrics(table, Slo(config.slo_ttft_ms / 1e3, config.slo_tpot_ms / 1e3))
+    export = make_exporter(config.otlp_url) if config.otlp_url else None
+    sinks = RequestSinks(config, metrics, export)
     recent = RecentRequests(clock)
-    services = Services(config, table, upstream, RouterMetrics(table), recent, background, key, wall_clock)
+    services = Services(config, table, upstream, metrics, background, sinks, recent, key, wall_clock)
     poller = HealthPoller(config, table, upstream)
     feeds = FeedFollower(table, upstream, services.metrics, key, wall_clock)
     discovery = Discovery(sources, table)
@@ -104,6 +110,7 @@ def create_app(
                     task.cancel()
                 await asyncio.wait(running)
                 await background.close(BACKGROUND_DEADLINE_S)
+                await asyncio.to_thread(sinks.close)
 
     app = Starlette(
         routes=[*_routes(services, posted, Admin(posted, workers, views, poller.poll), views), *dashboard.routes],

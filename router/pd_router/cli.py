@@ -20,6 +20,7 @@ from pd_router.app import create_app
 from pd_router.client_connection import token_path
 from pd_router.config import RouterConfig
 from pd_router.farewell import Farewell
+from pd_router.otlp import check_exporter
 from pd_router.server import RouterServer
 from pd_router.sources.make import make_sources
 from pd_router.succession import Predecessor, Succession
@@ -59,6 +60,8 @@ def run(args: argparse.Namespace, *, is_supervised: bool = False) -> int:
         worker = WorkerChannel.inherited()
         predecessor = Predecessor()
         config = config_from(args)
+        if config.otlp_url:
+            check_exporter()
         sources = make_sources(config)
         try:
             key = load_cluster_key(config.cluster_key_file)

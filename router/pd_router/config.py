@@ -71,6 +71,27 @@ class RouterConfig(HttpLimits):
         "Target for the first token of a stream. A decode node prefills a prompt that the prefill nodes would answer "
         "later and it would not. 0: none.",
     )
+    slo_tpot_ms: float = setting(
+        0.0, "Target of a stream's time per output token; with slo_ttft_ms it decides what counts as goodput. 0: none."
+    )
+    request_log: str = setting(
+        "slow",
+        "Write one JSON line per request, without any text of it, to standard error. errors: requests that the cluster "
+        "failed; slow: also those beyond --slow-ttft-ms; all: every request.",
+        choices=("off", "errors", "slow", "all"),
+    )
+    slow_ttft_ms: float = setting(
+        5000.0, "A request whose first token takes longer is slow: it is logged and traced.", positive=True
+    )
+    otlp_url: str = setting(
+        "",
+        "OpenTelemetry collector that gets a trace of sampled, slow and failed requests, by OTLP over HTTP: "
+        "http://HOST:4318. Needs the extra otel.",
+        metavar="URL",
+    )
+    trace_ratio: float = setting(
+        0.01, "Share of the requests that is traced, beside those whose client samples its trace.", most=1
+    )
     max_prefill_tries: int = setting(0, "Prefill nodes tried for one request. 0: all healthy ones.")
     max_decode_tries: int = setting(0, "Decode nodes tried for one request before its first byte. 0: all healthy ones.")
     max_node_deaths: int = setting(
@@ -132,6 +153,8 @@ class RouterConfig(HttpLimits):
         urls = [*self.prefill, *self.decode, *self.mixed]
         for url in urls:
             check_node_url(url)
+        if self.otlp_url:
+            check_node_url(self.otlp_url, "collector")
         if len({url.rstrip("/") for url in urls}) < len(urls):
             raise StartupError("a node is given twice: each URL has one role (--prefill, --decode or --mixed)")
         if not all(key and value for key, value in self.kubernetes_labels.items()):
@@ -161,7 +184,7 @@ class RouterConfig(HttpLimits):
         return int(self.max_body_mb * 1e6)
 
 
-def check_node_url(url: str) -> None:
+def check_node_url(url: str, kind: str = "node") -> None:
     """Raises StartupError unless `url` is `http(s)://host[:port]`, optionally with a path prefix."""
     try:
         parts = urlsplit(url)
@@ -169,8 +192,8 @@ def check_node_url(url: str) -> None:
         URL(url)  # stricter, and used for the requests
         (parts.hostname or "").encode("idna")  # as a resolver does: no label is empty or too long
     except ValueError as error:
-        raise StartupError(f"bad node URL {url!r}: {error}") from error
+        raise StartupError(f"bad {kind} URL {url!r}: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-        raise StartupError(f"bad node URL {url!r}: write it as http://host:port")
+        raise StartupError(f"bad {kind} URL {url!r}: write it as http://host:port")
     if parts.query or parts.fragment or parts.username:
-        raise StartupError(f"bad node URL {url!r}: no user, query or fragment, only http://host:port")
+        raise StartupError(f"bad {kind} URL {url!r}: no user, query or fragment, only http://host:port")

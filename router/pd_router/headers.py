@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping
 from multidict import CIMultiDict
 
 from pd_http.errors import InvalidRequest
+from pd_http.node_report import REPORT_HEADER
 from pd_router.config import HandoffOrder
+from pd_router.trace_context import TRACEPARENT
 
 Headers = CIMultiDict[str]
 RawHeaders = Iterable[tuple[bytes, bytes]]
@@ -30,8 +32,10 @@ _HOP_BY_HOP = frozenset(
 _NOT_FORWARDED = _HOP_BY_HOP | {
     b"host", b"content-length", b"accept-encoding", b"expect", b"origin", REQUEST_ID.encode()
 }  # fmt: skip
-_NOT_ANSWERED = _HOP_BY_HOP | {b"content-length", b"date", b"server", REQUEST_ID.encode(), ROUTE.encode()}
-_OWN = frozenset({REQUEST_ID.encode(), ROUTE.encode()})  # those that the router reads
+_NOT_ANSWERED = _HOP_BY_HOP | {
+    b"content-length", b"date", b"server", REQUEST_ID.encode(), ROUTE.encode(), REPORT_HEADER.encode()
+}  # fmt: skip
+_OWN = frozenset({REQUEST_ID.encode(), ROUTE.encode(), TRACEPARENT.encode()})  # those that the router reads
 _ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 

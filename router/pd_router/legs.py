@@ -16,6 +16,7 @@ from pd_http.dialects import dialect_of
 from pd_http.errors import ENGINE_DIED
 from pd_http.frames import FRAMES_HEADER, FRAMES_TYPE, FRAMES_VERSION, StreamEnd, StreamFailed
 from pd_http.node_answers import FailureKind, PrefillEvents, code_of, object_in
+from pd_http.node_report import REPORT_HEADER, NodeReport, decode_report
 from pd_http.sse import EVENT_STREAM
 from pd_router.body import raw_object
 from pd_router.framed_answer import FramedAnswer
@@ -52,7 +53,6 @@ class PrefillLeg:
 
     def __init__(self, upstream: Upstream, node: Node, charge: Charge) -> None:
         self.node = node
-        self.has_prefilled = False
         self._upstream = upstream
         self._charge = charge
         self._events = PrefillEvents()
@@ -114,7 +114,6 @@ class PrefillLeg:
             return
         failure = self._failure_of(done.exception(), f"prefill not done within {timeout_s:g} s")
         if failure is None:
-            self.has_prefilled = True
             self._charge.prefill_done()
         self.close()
         if failure is not None:
@@ -178,9 +177,11 @@ class DecodeLeg:
         with the leg closed.
         """
         self._dialect = dialect_of(path)
+        headers = CIMultiDict(headers)  # a client may repeat a header
         if self._record is not None:
-            headers = CIMultiDict(headers)  # a client may repeat a header
             headers[FRAMES_HEADER] = FRAMES_VERSION
+        elif self.node.stream_version:
+            headers[REPORT_HEADER] = "1"
         try:
             exchange = self._exchange = await self._upstream.post(self.node, path, headers, body, first_byte_s)
             kind = _head_of(exchange).content_type
@@ -213,6 +214,15 @@ class DecodeLeg:
     def prefilled_by(self) -> str:
         """The node that prefilled the prompt, by the answer's headers; "" if they do not name it."""
         return self.head.header(PREFILL_BY.encode())
+
+    @property
+    def report(self) -> NodeReport | None:
+        """What the node told at the end of its answer. None: another engine, or the answer was cut."""
+        if self._framed is not None:
+            return self._framed.last.report if isinstance(self._framed.last, StreamEnd) else None
+        if self.whole is None:
+            return None
+        return decode_report(self.head.header(REPORT_HEADER.encode()).encode("latin-1"))
 
     @property
     def is_complete(self) -> bool:

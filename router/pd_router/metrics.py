@@ -9,12 +9,15 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pd_http.metrics import HttpMetrics
+from pd_router.gap_metrics import GapMetrics
 from pd_router.node_view import FeedState
+from pd_router.slo import NO_SLO, Slo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from pd_router.node_table import NodeTable
+    from pd_router.request_record import RequestRecord
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -22,7 +25,8 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 class RouterMetrics:
     """One per router process."""
 
-    def __init__(self, table: NodeTable) -> None:
+    def __init__(self, table: NodeTable, slo: Slo = NO_SLO) -> None:
+        self._slo = slo
         self.registry = registry = CollectorRegistry()
 
         def counter(name: str, help: str, *labels: str) -> Counter:
@@ -38,7 +42,20 @@ class RouterMetrics:
         in_flight = Gauge("pd_router_requests_in_flight", "Requests being served.", registry=registry)
         in_flight.set_function(lambda: self.num_in_flight)
         self.ticket_s = histogram("ticket", "From arrival to P's ticket.")
-        self.first_byte_s = histogram("first_byte", "From arrival to the first byte of the answer.", "order")
+        self.ttft_s = histogram(
+            "time_to_first_token", "Streams: from arrival until the first piece goes to the client.", "model", "order"
+        )
+        self.gaps = GapMetrics(registry)
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of answered requests.", "model")
+        self.cached_tokens = counter("cached_tokens", "Of them, those that a prefix cache had.", "model")
+        self.generation_tokens = counter("generation_tokens", "Output tokens of answered requests.", "model")
+        self.goodput = counter(
+            "slo_requests", "Requests by the targets of --slo-ttft-ms, --slo-tpot-ms: met, or the first one missed.",
+            "model", "result",
+        )  # fmt: skip
+        self._lost = counter(
+            "records_lost", "Lines and traces of requests that were lost, by reason.", "kind", "reason"
+        )
         self.request_s = histogram("request", "From arrival to the last byte.", "order")
         self.leg_failures = counter(
             "leg_failures", "Legs that failed, by node and kind of failure.", "leg", "node", "kind"
@@ -61,28 +78,32 @@ class RouterMetrics:
         self.http = HttpMetrics(registry, "pd_router")
         registry.register(_NodeCollector(table))
 
-        self._children: dict[tuple[str, ...], Any] = {}  # of the three below: finding one costs more than counting
+        self._children: dict[tuple[Any, ...], Any] = {}  # finding one costs more than counting
 
-    def request_ended(self, order: str, reason: str, outcome: str) -> None:
-        labels = (order, reason, outcome)
-        child = self._children.get(labels)
+    def observe(self, record: RequestRecord) -> None:
+        """Count a request that has ended."""
+        model = record.model
+        self._child(self.requests, record.order, record.reason, record.outcome).inc()
+        self._child(self.request_s, record.order).observe(record.ended_s - record.arrived_s)
+        if (report := record.report) is not None:
+            self._child(self.prompt_tokens, model).inc(report.num_prompt_tokens)
+            self._child(self.cached_tokens, model).inc(report.num_cached_tokens)
+            self._child(self.generation_tokens, model).inc(report.num_output_tokens)
+        if self._slo.is_set and (result := self._slo.result(record)):
+            self._child(self.goodput, model, result).inc()
+
+    def first_token_took(self, model: str, order: str, seconds: float) -> None:
+        self._child(self.ttft_s, model, order).observe(seconds)
+
+    def lost(self, kind: str) -> Callable[[str, int], None]:
+        """Counts records of the outbox `kind` that were lost, by reason."""
+        return lambda reason, count: self._lost.labels(kind, reason).inc(count)
+
+    def _child(self, metric: Counter | Histogram, *labels: str) -> Any:
+        child = self._children.get((metric, labels))
         if child is None:
-            child = self._children[labels] = self.requests.labels(*labels)
-        child.inc()
-
-    def request_took(self, order: str, seconds: float) -> None:
-        """From arrival to the last byte."""
-        self._observe(self.request_s, "request", order, seconds)
-
-    def first_byte_took(self, order: str, seconds: float) -> None:
-        """From arrival to the first byte of the answer."""
-        self._observe(self.first_byte_s, "first_byte", order, seconds)
-
-    def _observe(self, histogram: Histogram, name: str, order: str, seconds: float) -> None:
-        child = self._children.get((name, order))
-        if child is None:
-            child = self._children[name, order] = histogram.labels(order)
-        child.observe(seconds)
+            child = self._children[metric, labels] = metric.labels(*labels)
+        return child
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)

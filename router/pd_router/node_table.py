@@ -288,6 +288,10 @@ class NodeTable:
         wanted = tuple(roles)
         return [n for n in self.nodes if n.role in wanted and n.is_healthy(now_s) and n.serves(model)]
 
+    def known_name(self, model: str | None) -> str:
+        """`model` if a node tells that it serves it, else "": metrics and logs take no other text of clients."""
+        return model if model and any(node.models and model in node.models for node in self.nodes) else ""
+
     def knows_model(self, model: str) -> bool:
         """Whether a node serves `model`, or may serve it: a node that gave no list of its models."""
         return not self.nodes or any(node.serves(model) for node in self.nodes)

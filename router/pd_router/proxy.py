@@ -15,9 +15,10 @@ from pd_router import headers as rules
 from pd_router.body import RequestBody
 from pd_router.choice import choose
 from pd_router.cost import PromptFacts
-from pd_router.recent_requests import NAME_CHARS, RequestNote
 from pd_router.reply import CallReply
+from pd_router.request_record import RequestRecord
 from pd_router.routed_request import RoutedRequest
+from pd_router.trace_context import TRACEPARENT, begin_trace
 
 if TYPE_CHECKING:
     from pd_router.client_call import ClientCall
@@ -32,6 +33,7 @@ class Proxy:
     def __init__(self, services: Services) -> None:
         self._s = services
         self._turns = itertools.count()
+        self._traces = bool(services.config.otlp_url)
         self._chain_key = chain_key(services.key)
 
     async def serve(self, call: ClientCall) -> None:
@@ -42,18 +44,21 @@ class Proxy:
         request_id = rules.request_id(given)
         reply = CallReply(call, request_id)
         reply.dialect = dialect = dialect_of(call.path)
-        order, reason, outcome = "none", "none", "ok"
-        seen = RequestNote(at_s=s.wall_clock(), arrived_s=arrived_at, request_id=request_id)
+        record = RequestRecord(call.path, request_id, arrived_at, s.wall_clock())
+        if self._traces:
+            record.trace = begin_trace(given.get(TRACEPARENT), s.config.trace_ratio)
+        outcome = "ok"
         exchange: RoutedRequest | None = None
         s.metrics.num_in_flight += 1
         try:
             asked = rules.asked_order(given)
             body = RequestBody(await call.read_body(s.longest_body), dialect)
-            seen.model = (body.model or "")[:NAME_CHARS]
+            record.model, record.stream = s.table.known_name(body.model), body.wants_stream
             plan = choose(s.table, body.model, self._facts(body), s.config, asked, next(self._turns))
             headers = rules.forwarded(call.headers, request_id)
-            seen.end("receive", s.table.clock())
-            exchange = RoutedRequest(s, call.path, body, headers, plan, reply, seen)
+            if self._traces:
+                headers[TRACEPARENT] = record.trace.header
+            exchange = RoutedRequest(s, call.path, body, headers, plan, reply, record)
             await exchange.run()
         except ClientGone:
             outcome = "client_gone"
@@ -80,11 +85,11 @@ class Proxy:
             if outcome == "client_gone":
                 s.metrics.client_gone.labels(exchange.phase if exchange is not None else "request").inc()
             if exchange is not None:
-                order, reason = exchange.plan.order.value, exchange.plan.reason
-                s.metrics.request_took(order, s.table.clock() - arrived_at)
-            s.metrics.request_ended(order, reason, outcome)
-            seen.order, seen.reason, seen.outcome = order, reason, outcome
-            s.recent.add(seen)
+                record.order, record.reason = exchange.plan.order.value, exchange.plan.reason
+            record.key = call.key_name
+            record.end(s.table.clock(), outcome, reply.status)
+            s.sinks.take(record)
+            s.recent.add(record)
 
     def _facts(self, body: RequestBody) -> PromptFacts:
         """Which nodes have the prompt's prefix is looked up only if one has named blocks: 400 kB cost 1.1 ms."""

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from pd_router.body import RequestBody
     from pd_router.choice import RouteChoice
-    from pd_router.recent_requests import RequestNote
     from pd_router.reply import CallReply
+    from pd_router.request_record import RequestRecord
     from pd_router.services import Services
 
 log = logging.getLogger("pd_router")
@@ -59,7 +59,7 @@ class RoutedRequest:
         headers: Headers,
         plan: RouteChoice,
         reply: CallReply,
-        seen: RequestNote,
+        record: RequestRecord,
     ) -> None:
         self.plan = plan
         self.phase = "prefill"  # prefill | decode | stream: for counting clients that leave
@@ -69,7 +69,7 @@ class RoutedRequest:
         self._body = body
         self._headers = headers
         self._reply = reply
-        self._seen = seen
+        self._record = record
         self._casualties = Casualties(services.config.max_node_deaths)
         self._stream = ContinuedStream(
             services, path, body, headers, self._casualties, plan.best_direct, self._note, self._judge
@@ -96,7 +96,6 @@ class RoutedRequest:
             self._name_route()
             raise
         finally:
-            self._seen.count(self._stream.record)
             del self._stream  # it refers to this request: a cycle would keep the body until a search for garbage
 
     # --- orders
@@ -121,9 +120,7 @@ class RoutedRequest:
             return
         # If D's answer fails, P's leg is closed too: nothing needs the rest of the prefill.
         is_served = is_taken = False
-        drained = leg.drain(self._s.config.response_timeout_s, self._drain_failed)
-        drained.add_done_callback(lambda _: leg.has_prefilled and self._seen.end("prefill", self._s.table.clock()))
-        self._s.background.keep(drained)
+        self._s.background.keep(leg.drain(self._s.config.response_timeout_s, self._drain_failed))
         try:
             params = dict(handoff.params)
             if spare := self._offer(without=leg.node):
@@ -189,16 +186,20 @@ class RoutedRequest:
         while (node := candidates.take()) is not None:
             charge = self._book(node, self._body.num_bytes)
             headers[CHARGE_HEADER] = charge.name
+            self._record.until(s.table.clock(), "plan")
             leg = PrefillLeg(s.upstream, node, charge)
             self._casualties.meet(node)
             try:
                 with LivenessGuard(node, lambda: has_local or candidates.has_next):
                     handoff = await leg.open(self._path, headers, body, s.config.ticket_timeout_s)
             except LegFailed as failure:
+                self._record.until(s.table.clock(), "retry")
                 await self._judge("prefill", failure)
                 continue
             s.table.answered(node)
-            s.metrics.ticket_s.observe(self._seen.end("ticket", s.table.clock()))
+            now_s = s.table.clock()
+            self._record.until(now_s, "ticket")
+            s.metrics.ticket_s.observe(now_s - self._record.arrived_s)
             return leg, handoff
         s.metrics.exhausted.labels("prefill").inc()
         return None, None
@@ -247,17 +248,21 @@ class RoutedRequest:
             self._headers[CHARGE_HEADER] = charge.name
             leg = DecodeLeg(s.upstream, node, charge, self._stream.record if self._body.wants_stream else None)
             self._casualties.meet(node)
-            left_s = max(0.0, ends_at - s.table.clock())
+            now_s = s.table.clock()
+            self._record.until(now_s, "plan")
+            left_s = max(0.0, ends_at - now_s)
             try:
                 with LivenessGuard(node, lambda: has_other_way or candidates.has_next):
                     await leg.open(self._path, self._headers, body, left_s, s.config.idle_timeout_s)
             except LegFailed as failure:
+                self._record.until(s.table.clock(), "retry")
                 await self._judge("decode", failure)
                 last = failure.with_traceback(None)  # which refers to this frame: a cycle, and it keeps the body
                 if not _may_be_tried_again(failure):
                     return None, last
                 continue
             s.table.answered(node)
+            self._record.answered(s.table.clock(), node.node_id)
             return leg, last
         s.metrics.exhausted.labels("decode").inc()
         return None, last
@@ -279,7 +284,6 @@ class RoutedRequest:
             if await self._s.upstream.has_died(failure.node, epoch):
                 failure.kind = FailureKind.DIED
         self._note(leg, failure)
-        self._seen.end("failed try", self._s.table.clock())
         if failure.kind in _NO_CASUALTY:
             self._casualties.spare(failure.node)
         if failure.kind is FailureKind.DIED:
@@ -320,18 +324,35 @@ class RoutedRequest:
         """Pass D's answer on to the client. False if D broke off; the client then got an error event."""
         s = self._s
         self.phase = "stream"
-        read_by = leg.prefilled_by or (prefill_by or leg.node).node_id
-        passed_s = self._seen.answer(read_by, leg.node.node_id, s.table.clock(), is_stream=leg.whole is None)
-        s.metrics.first_byte_took(self.plan.order.value, passed_s)
+        self._record.prefill_by = leg.prefilled_by or (prefill_by or leg.node).node_id
         self._name_route()
         try:
-            await send_answer(leg, self._reply, prefill_by or leg.node, s.config.idle_timeout_s, self._stream)
+            last = await send_answer(
+                leg, self._reply, prefill_by or leg.node, s.config.idle_timeout_s, self._stream,
+                self._note_piece(),
+            )  # fmt: skip
+            self._record.reported(last.report, is_first_node=last is leg)
+            self._record.served_by = last.node.node_id
         except LegFailed:
             self.outcome = "broken"
             return False
         finally:
             leg.close()
         return True
+
+    def _note_piece(self) -> Callable[[bytes], None]:
+        record, clock, metrics = self._record, self._s.table.clock, self._s.metrics
+        gaps, order, is_whole = metrics.gaps.of(record.model), self.plan.order.value, self._reply.dialect.is_whole
+
+        def note(data: bytes) -> None:
+            now_s = clock()
+            if not record.first_s:
+                record.piece(now_s)
+                metrics.first_token_took(record.model, order, now_s - record.arrived_s)
+            elif not is_whole(data):  # what ends a stream follows its last token at once
+                gaps.note(record.piece(now_s))
+
+        return note
 
     # --- details
 
@@ -353,6 +374,7 @@ class RoutedRequest:
 
     def _note(self, leg: str, failure: LegFailed) -> None:
         self._s.metrics.leg_failures.labels(leg, failure.node.node_id, failure.kind.value).inc()
+        self._record.failures.append(f"{leg} {failure.node.node_id} {failure.kind.value}")
         if failure.wait:
             self._s.metrics.waits.labels(failure.wait, failure.node.node_id).inc()
         if failure.kind in _JUDGED:

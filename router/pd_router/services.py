@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pd_router.metrics import RouterMetrics
     from pd_router.node_table import NodeTable
     from pd_router.recent_requests import RecentRequests
+    from pd_router.request_sinks import RequestSinks
     from pd_router.upstream import Upstream
 
 
@@ -24,8 +25,9 @@ class Services:
     table: NodeTable
     upstream: Upstream
     metrics: RouterMetrics
-    recent: RecentRequests
     background: Background
+    sinks: RequestSinks
+    recent: RecentRequests
     key: bytes
     wall_clock: Callable[[], float]
 

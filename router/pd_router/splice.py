@@ -15,6 +15,8 @@ from pd_router.headers import DECODE_BY, PREFILL_BY, RawHeaders, answered
 from pd_router.upstream import LEG_ERRORS, LegFailed, leg_failure
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pd_http.dialect import Dialect
     from pd_http.reply import HeaderList
     from pd_router.continued_stream import ContinuedStream
@@ -28,10 +30,17 @@ _EVENTS = (b"content-type", EVENT_STREAM.encode() + b"; charset=utf-8")
 
 
 async def send_answer(
-    leg: DecodeLeg, reply: CallReply, prefill_by: Node, idle_timeout_s: float, stream: ContinuedStream
-) -> None:
-    """Send all of `leg`'s answer, and close it. `prefill_by`: the node that prefilled, unless the answer names one.
-    `stream` finds the leg that goes on if one fails.
+    leg: DecodeLeg,
+    reply: CallReply,
+    prefill_by: Node,
+    idle_timeout_s: float,
+    stream: ContinuedStream,
+    on_piece: Callable[[bytes], None] | None = None,
+) -> DecodeLeg:
+    """Send all of `leg`'s answer, and close it. -> the leg that ended the answer.
+
+    `prefill_by`: the node that prefilled, unless the answer names one. `stream` finds the leg that goes on if one
+    fails. `on_piece`: gets each piece of a stream when it leaves.
 
     Raises ClientGone, or LegFailed if a stream breaks off. The client then has an error event without an end of the
     stream: the server closes the connection of an incomplete answer.
@@ -39,18 +48,16 @@ async def send_answer(
     if leg.whole is not None:
         headers = _with_nodes(leg.whole.headers, prefill_by, leg.node)
         await reply.whole(leg.whole.status, headers, leg.whole.body)
-        return
+        return leg
     await reply.start(
         leg.head.status, _with_nodes(leg.head.headers, prefill_by, leg.node), partial(_cut_off, reply.dialect)
     )
-    splice = StreamSplice(reply, idle_timeout_s)
-    following: DecodeLeg | None = leg
-    while following is not None:
-        leg = following
+    splice = StreamSplice(reply, idle_timeout_s, on_piece=on_piece)
+    while True:
         try:
             await _pass_on(leg, splice, stream)
             await reply.end()
-            return
+            return leg
         except LegFailed as failure:
             following = await stream.go_on(leg, failure)
             if following is None and leg.told is not None:
@@ -61,6 +68,7 @@ async def send_answer(
                 raise
         finally:
             leg.close()
+        leg = following
 
 
 async def _pass_on(leg: DecodeLeg, splice: StreamSplice, stream: ContinuedStream) -> None:
@@ -81,14 +89,22 @@ class StreamSplice:
     the client does not read, nothing is read from the node either, so its silence then says nothing.
     """
 
-    __slots__ = ("_done", "_idle_timeout_s", "_is_paused", "_last", "_leg", "_loop", "_moved_s", "_reply", "_sink",
-                 "_timer")  # fmt: skip
+    __slots__ = ("_done", "_idle_timeout_s", "_is_paused", "_last", "_leg", "_loop", "_moved_s", "_on_piece", "_reply",
+                 "_sink", "_timer")  # fmt: skip
 
-    def __init__(self, reply: CallReply, idle_timeout_s: float, sink: Sink | None = None) -> None:
-        """`sink`: takes the bytes of the leg instead of the client; it calls `pass_on` itself."""
+    def __init__(
+        self,
+        reply: CallReply,
+        idle_timeout_s: float,
+        sink: Sink | None = None,
+        on_piece: Callable[[bytes], None] | None = None,
+    ) -> None:
+        """`sink`: takes the bytes of the leg instead of the client; it calls `pass_on` itself. `on_piece`: gets each
+        piece when it leaves."""
         self._reply = reply
         self._idle_timeout_s = idle_timeout_s
         self._sink = sink
+        self._on_piece = on_piece
         self._last = (b"", b"")
         self._done: asyncio.Future[None] | None = None  # while a leg is copied
 
@@ -120,6 +136,8 @@ class StreamSplice:
         before, last = self._last
         self._last = (last, data) if len(last) >= _SHORT_BYTES else (before, last + data)
         self._reply.write_now(data)
+        if data and self._on_piece is not None:
+            self._on_piece(data)
 
     def _take(self, data: bytes) -> None:
         self._moved_s = self._loop.time()

@@ -9,7 +9,7 @@ from pd_connectors.channel import FromOwner
 from pd_connectors.loopback import LoopbackChannel, LoopbackNetwork
 from pd_connectors.protocol.clock import PatientClock
 from pd_connectors.protocol.errors import LeaseEnd
-from pd_connectors.protocol.messages import LeaseState, Renew, SampledToken
+from pd_connectors.protocol.messages import LeaseState, PrefillFacts, Renew, SampledToken
 from tests.connectors.layouts import runs
 from tests.connectors.simulation import CONTEXT, NUM_GROUPS, Engine, VirtualClock
 
@@ -65,9 +65,9 @@ def test_the_last_blocks_and_the_first_token_are_one_message(
     heard = []
     for num_tokens, block_ids, tokens in ((0, (), ()), (16, (4,), ()), (40, (4, 5, 6), (SampledToken(7),))):
         blocks = runs(0, block_ids, NUM_GROUPS) if num_tokens else ()
-        owner.connector.leases.announce(PublishSpec(lease.lease_id, blocks, num_tokens, 0, tokens, 0.25))
+        owner.connector.leases.announce(PublishSpec(lease.lease_id, blocks, num_tokens, 0, tokens, PrefillFacts(0.25)))
         owner.connector.turn()
-        heard.append([(state.num_tokens_readable, state.first_tokens, state.prefill_s) for state in told(reader)])
+        heard.append([(state.num_tokens_readable, state.first_tokens, state.prefill.seconds) for state in told(reader)])
     assert heard == [[(0, (), 0.0)], [(16, (), 0.0)], [(40, (SampledToken(7),), 0.25)]]
 
 

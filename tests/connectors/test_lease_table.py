@@ -13,7 +13,7 @@ from pd_connectors import lease as lease_module
 from pd_connectors.base import LeaseEnded, PublishSpec
 from pd_connectors.lease import ABANDON_GRACE_S, LeaseTable
 from pd_connectors.protocol.errors import LeaseEnd
-from pd_connectors.protocol.messages import Confirm, LeaseRef, LeaseState, SampledToken
+from pd_connectors.protocol.messages import Confirm, LeaseRef, LeaseState, PrefillFacts, SampledToken
 from tests.connectors.layouts import full_layout, runs
 from tests.connectors.simulation import VirtualClock
 
@@ -74,16 +74,16 @@ def test_what_a_reader_is_told_of_a_prefill_that_goes_on(clock: VirtualClock) ->
     clock.now += 2.0
     table.announce(PublishSpec(ref.lease_id, runs(0, (8, 9)), 32, 1))
     clock.now += 1.0
-    table.finish(ref.lease_id, (SampledToken(3),), 0.5)
+    table.finish(ref.lease_id, (SampledToken(3),), PrefillFacts(0.5))
     told = table.renew(ref)
-    assert (told.is_begun, told.announced_at, told.prefill_s) == (True, 1e9 + clock.now - 1.0, 0.5)
+    assert (told.is_begun, told.announced_at, told.prefill.seconds) == (True, 1e9 + clock.now - 1.0, 0.5)
 
 
 def test_first_tokens_come_with_the_last_blocks_in_one_change(table: LeaseTable) -> None:
     ref = table.open(20, hold=True)
-    table.announce(PublishSpec(ref.lease_id, runs(0, (4, 5)), 20, 0, (SampledToken(3),), 0.5))
+    table.announce(PublishSpec(ref.lease_id, runs(0, (4, 5)), 20, 0, (SampledToken(3),), PrefillFacts(0.5)))
     (state,) = table.take_changed()
-    assert (state.num_tokens_readable, state.first_tokens, state.prefill_s) == (20, (SampledToken(3),), 0.5)
+    assert (state.num_tokens_readable, state.first_tokens, state.prefill.seconds) == (20, (SampledToken(3),), 0.5)
     assert state.version == 2
     assert state.ttl_s == TTL_S, "the clock of a held lease starts, as with `finish`"
 

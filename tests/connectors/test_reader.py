@@ -29,6 +29,7 @@ from pd_connectors.protocol.messages import (
     HelloReply,
     LeaseRef,
     LeaseState,
+    PrefillFacts,
     Release,
     Renew,
     SampledToken,
@@ -607,12 +608,19 @@ def test_an_announcement_is_as_old_as_the_clocks_say(announced_at: float, age_s:
     bench.answer()
     bench.up()
     state = LeaseState(
-        ticket.lease, 0, 5, 32, runs(0, (1, 2)), (SampledToken(1),), announced_at=announced_at, prefill_s=0.75
+        ticket.lease,
+        0,
+        5,
+        32,
+        runs(0, (1, 2)),
+        (SampledToken(1),),
+        announced_at=announced_at,
+        prefill=PrefillFacts(0.75, 0.25, 16),
     )
     bench.reader.on_message(OWNER, state, 0.0)
     bench.reader.reserve(LoadSpec("a", runs(0, (8, 9)), 32), 0.0)
     bench.finish("a", 1.0)
     (tokens,) = [event for event in bench.events if isinstance(event, FirstTokens)]
     (done,) = [event for event in bench.events if isinstance(event, LoadDone)]
-    assert tokens.prefill_s == 0.75
+    assert tokens.prefill == PrefillFacts(0.75, 0.25, 16)
     assert done.steps.announce_s == age_s

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(not find_chromium(), reason="no Chromium: apt-get install chromium, or name it in $PD_CHROMIUM"),
 ]
-MARKUP = "<img src=x onerror=\"window.hit=1\"><script>window.hit=1</script>'\"&lt;"
+MARKUP = '<img src=x onerror="window.hit=1"><script>window.hit=1</script>\'"&lt;'
 MODEL = MARKUP + "\u202egnp.\u0000\u2028" + "m" * 5000
 BODY: dict[str, Any] = {"prompt": "hi", "stream": True}
 IS_LIVE = "document.getElementById('status')?.textContent === 'Live'"
@@ -69,7 +69,9 @@ async def test_names_of_nodes_and_models_stay_text() -> None:
         await page.until("document.querySelectorAll('#newest tbody tr').length === 2")
         assert await page.evaluate("window.hit") is None
         assert await page.evaluate("document.querySelectorAll('img, b, main script').length") == 1, "the longest phase"
-        names = await page.evaluate("[...document.querySelectorAll('#nodes tbody th > div')].map(e => e.firstChild.data)")
+        names = await page.evaluate(
+            "[...document.querySelectorAll('#nodes tbody th > div')].map(e => e.firstChild.data)"
+        )
         assert names == [(MARKUP + "p" * 500)[:100], MARKUP + "d"]
         text = await page.evaluate("document.body.innerText")
         assert MARKUP in text

@@ -75,6 +75,17 @@ class Renew(msgspec.Struct, frozen=True, tag=True):
     lease: LeaseRef
 
 
+class PrefillFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What P's prefill took, once its first tokens are known: for the client's usage, for traces and metrics."""
+
+    seconds: float = 0.0  # from the request's arrival at P to its first tokens, by P's clock; 0: none yet, or unknown
+    queue_s: float = 0.0  # of them, until the prompt was first scheduled
+    num_cached_tokens: int = 0  # prompt tokens found in P's prefix cache
+
+
+NO_PREFILL = PrefillFacts()
+
+
 class LeaseState(msgspec.Struct, frozen=True, tag=True):
     """A snapshot of one lease."""
 
@@ -88,7 +99,7 @@ class LeaseState(msgspec.Struct, frozen=True, tag=True):
     ttl_s: float = 0.0  # the lease lives this long after a Renew; 0: it needs none yet
     is_begun: bool = False  # P computes and has all the blocks it needs: it will finish
     announced_at: float = 0.0  # Unix time of the last announcement; for measuring only
-    prefill_s: float = 0.0  # seconds from the request's arrival at P to its first tokens; 0: none yet, or unknown
+    prefill: PrefillFacts = NO_PREFILL
     is_frozen: bool = False  # no step of P ends, so no newer snapshot is to be expected soon
 
 
