@@ -71,7 +71,7 @@ class Page:
     async def until(self, condition: str) -> Any:
         """Return the value of a JavaScript expression as soon as it is true."""
         async with asyncio.timeout(WAIT_S):
-            while not (value := await self.evaluate(condition)):
+            while not (value := await self.evaluate(condition)):  # noqa: ASYNC110  # in another process
                 await asyncio.sleep(0.05)
         return value
 
@@ -80,7 +80,7 @@ class Page:
         size = (await self.call("Page.getLayoutMetrics"))["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         told = await self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(told["data"]))
+        await asyncio.to_thread(path.write_bytes, base64.b64decode(told["data"]))
 
 
 @contextlib.asynccontextmanager
@@ -114,7 +114,7 @@ async def _page_url(session: aiohttp.ClientSession, told: Path) -> str:
     async with asyncio.timeout(WAIT_S):
         while True:
             with contextlib.suppress(OSError, IndexError, StopIteration, aiohttp.ClientError):
-                port = told.read_text().split()[0]
+                port = (await asyncio.to_thread(told.read_text)).split()[0]
                 async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
                     tabs = await answer.json()
                 url: str = next(tab for tab in tabs if tab["type"] == "page")["webSocketDebuggerUrl"]

@@ -32,16 +32,17 @@ IS_LIVE = "document.getElementById('status')?.textContent === 'Live'"
 # The lowest contrast between text and its background, over all elements with text of their own (WCAG 2.1)
 LOWEST_CONTRAST = """(() => {
   const numbers = text => text.match(/[\\d.]+/g).map(Number);
-  const light = ([r, g, b]) => [r, g, b].map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const linear = v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const light = rgb => [0.2126, 0.7152, 0.0722].reduce((sum, part, i) => sum + part * linear(rgb[i] / 255), 0);
   const behind = element => {
     for (let one = element; one; one = one.parentElement) {
       const [r, g, b, a = 1] = numbers(getComputedStyle(one).backgroundColor);
       if (a === 1) return [r, g, b];
     }
   };
-  const found = [...document.querySelectorAll("body *:not(script)")].filter(one => !one.closest("svg") &&
-    one.getClientRects().length && [...one.childNodes].some(child => child.nodeType === 3 && child.data.trim())).map(one => {
+  const hasText = one => [...one.childNodes].some(child => child.nodeType === 3 && child.data.trim());
+  const shown = one => !one.closest("svg") && one.getClientRects().length && hasText(one);
+  const found = [...document.querySelectorAll("body *:not(script)")].filter(shown).map(one => {
     const [low, high] = [light(numbers(getComputedStyle(one).color)), light(behind(one))].sort((a, b) => a - b);
     return [(high + 0.05) / (low + 0.05), one.outerHTML.slice(0, 80)];
   });
