@@ -150,7 +150,7 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """The matrix. Raises ValueError when a list of this module contradicts the code."""
-    return [_models(), _dtypes(), _gpus(), _parallelism(), _failures(), _connectors(), *_areas()]
+    return [_models(), _dtypes(), _gpus(), _parallelism(), _failures(), _connectors(), _operation(), *_areas()]
 
 
 def _models() -> Row:
@@ -202,6 +202,11 @@ def _connectors() -> Row:
         code(name) + " (with a shared pool)" * (name in POOL_CONNECTORS) for name in CONNECTORS if name in PACKAGES
     ]
     return Row("connectors", [*names, "a class of your own"], [], [])
+
+
+def _operation() -> Row:
+    seen = ["Prometheus metrics, alerts and a Grafana dashboard", "a page of the router (`/dashboard`)"]
+    return Row("operation", seen, [], [])
 
 
 def _areas() -> list[Row]:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 LAST_S = 60.0  # rates and medians are of the requests that ended since
 MOST_REQUESTS = 500  # of which a worker has kept so many; at a higher rate they cover less time
 SLOW_MINUTES = 10  # of which the slowest requests are kept
-SLOW_SHOWN = 20  # of each minute, and of all
-NEWEST_SHOWN = 40
+SLOW_SHOWN = 10  # of each minute, and of all
+NEWEST_SHOWN = 25
 NAME_CHARS = 100  # of names that a node tells
 
 
