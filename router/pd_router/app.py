@@ -113,7 +113,7 @@ def create_app(
                 await asyncio.to_thread(sinks.close)
 
     app = Starlette(
-        routes=[*_routes(services, posted, Admin(posted, workers, views, poller.poll), views), *dashboard.routes],
+        routes=_routes(services, posted, Admin(posted, workers, views, poller.poll), views, dashboard),
         middleware=cross_origin(config),
         exception_handlers=exception_handlers(_request_id),
         lifespan=lifespan,
@@ -124,7 +124,9 @@ def create_app(
     return app
 
 
-def _routes(services: Services, posted: PostedNodes, admin: Admin, views: WorkerViews) -> list[Route]:
+def _routes(
+    services: Services, posted: PostedNodes, admin: Admin, views: WorkerViews, dashboard: Dashboard
+) -> list[Route]:
     relay, control, orders = Relay(services), Control(services, views), ClusterOrders(services, posted)
     routes = [
         *(Route(path, _generate, methods=["POST"]) for path in GENERATING_PATHS),
@@ -146,6 +148,7 @@ def _routes(services: Services, posted: PostedNodes, admin: Admin, views: Worker
         Route("/nodes/{id}/drain", admin.drain, methods=["POST"]),
         Route("/nodes/{id}/drain", admin.resume, methods=["DELETE"]),
         Route("/nodes/{id}/role", RoleOrders(services, posted, views).give, methods=["POST"]),
+        *dashboard.routes,
     ]
     rewrite = partial(router_document, routes, services.config.admin_endpoints == "open")
     routes.append(Route("/openapi.json", Relay(services, rewrite), methods=["GET"]))
