@@ -252,6 +252,11 @@ class ServerConfig:
         choices=("prefill", "decode", "mixed"),
     )
     node_id: str = setting("", "Name in headers, logs and tickets. Default: role-host-port.")
+    metrics_names: str = setting(
+        "pd",
+        "Names at /metrics. vllm: beside ours, those of vLLM, such as vllm:num_requests_running.",
+        choices=("pd", "vllm"),
+    )
     tool_format: str = setting(
         "auto",
         "How the model writes tool calls and reasoning. auto: as its chat template or response template shows; none: "

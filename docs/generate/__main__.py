@@ -16,18 +16,21 @@ PAGES = {
     "configuration": "the flags in docs/configuration.md, from the command line's parsers",
     "api": "endpoints, fields and errors in docs/api.md, from the routes and the request bodies",
     "metrics": "metrics and alerts in docs/operations.md, from the registries and the chart",
+    "dashboard": "the Grafana dashboard of the chart, helm/pd-cluster/files/dashboard.json, all of it",
     "matrix": "the support matrix in README.md, from the registries and the request bodies",
 }
 """Modules of this package, and what each one writes."""
 
 
 def written(name: str) -> tuple[str, str]:
-    """The document of a page, and its text with every generated part written again.
+    """The document of a page, and its text with every generated part (or all of it) written again.
 
     Raises ValueError if the document's parts are not those of the module, and OSError.
     """
     module = import_module(f"docs.generate.{name}")
     document: str = module.DOCUMENT
+    if hasattr(module, "text"):
+        return document, module.text()
     return document, filled((ROOT / document).read_text(encoding="utf-8"), module.PARTS)
 
 

@@ -57,7 +57,8 @@ def admin_routes(state: NodeState) -> APIRouter:
 
     @routes.get("/metrics")
     async def metrics() -> Response:
-        return Response(state.metrics.render(), media_type=EXPOSITION_TYPE)
+        names_vllm = state.config.server.metrics_names == "vllm"
+        return Response(state.metrics.render(state.model_name if names_vllm else ""), media_type=EXPOSITION_TYPE)
 
     @routes.get("/kv")
     async def kv() -> Response:

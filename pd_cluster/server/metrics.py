@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
 
+from pd_cluster.server.vllm_names import vllm_metrics
 from pd_http.metrics import HttpMetrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from pd_cluster.protocol.messages import EngineStats, Timeline, Work
 
@@ -103,9 +105,24 @@ class NodeMetrics:
             else:
                 self._phases[name].labels(work.value).observe(seconds)
 
-    def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+    def render(self, vllm_model: str = "") -> bytes:
+        """All metrics in Prometheus' text format. `vllm_model`: offer vLLM's names too, for a model of this name."""
+        if not vllm_model:
+            return generate_latest(self.registry)
+        families = list(self.registry.collect())
+        registry = CollectorRegistry()
+        registry.register(_Collected([*families, *vllm_metrics(families, vllm_model)]))
+        return generate_latest(registry)
+
+
+class _Collected(Collector):
+    """Families that were collected."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
 class EngineCollector:

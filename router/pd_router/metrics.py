@@ -9,7 +9,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pd_http.metrics import HttpMetrics
-from pd_router.gap_metrics import GapMetrics
+from pd_router.model_metrics import ModelMetrics
 from pd_router.node_view import FeedState
 from pd_router.slo import NO_SLO, Slo
 
@@ -45,10 +45,7 @@ class RouterMetrics:
         self.ttft_s = histogram(
             "time_to_first_token", "Streams: from arrival until the first piece goes to the client.", "model", "order"
         )
-        self.gaps = GapMetrics(registry)
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of answered requests.", "model")
-        self.cached_tokens = counter("cached_tokens", "Of them, those that a prefix cache had.", "model")
-        self.generation_tokens = counter("generation_tokens", "Output tokens of answered requests.", "model")
+        self.models = ModelMetrics(registry)
         self.goodput = counter(
             "slo_requests", "Requests by the targets of --slo-ttft-ms, --slo-tpot-ms: met, or the first one missed.",
             "model", "result",
@@ -82,15 +79,12 @@ class RouterMetrics:
 
     def observe(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
-        model = record.model
         self._child(self.requests, record.order, record.reason, record.outcome).inc()
         self._child(self.request_s, record.order).observe(record.ended_s - record.arrived_s)
         if (report := record.report) is not None:
-            self._child(self.prompt_tokens, model).inc(report.num_prompt_tokens)
-            self._child(self.cached_tokens, model).inc(report.num_cached_tokens)
-            self._child(self.generation_tokens, model).inc(report.num_output_tokens)
+            self.models.of(record.model).count(report)
         if self._slo.is_set and (result := self._slo.result(record)):
-            self._child(self.goodput, model, result).inc()
+            self._child(self.goodput, record.model, result).inc()
 
     def first_token_took(self, model: str, order: str, seconds: float) -> None:
         self._child(self.ttft_s, model, order).observe(seconds)

@@ -23,7 +23,7 @@ class RequestRecord:
     __slots__ = (
         "arrived_s", "asked_s", "ended_s", "failures", "first_s", "key", "last_s", "longest_gap_s", "model", "num_gaps",
         "order", "outcome", "path", "phases", "prefill_by", "reason", "report", "request_id", "served_by", "status",
-        "stream", "sum_gaps_s", "trace", "until_s", "wall_s",
+        "stream", "trace", "until_s", "wall_s",
     )  # fmt: skip
 
     def __init__(self, path: str, request_id: str, arrived_s: float, wall_s: float) -> None:
@@ -45,7 +45,7 @@ class RequestRecord:
         self.asked_s = 0.0  # the decode node that answered
         self.first_s = self.last_s = self.ended_s = 0.0  # the first and the last piece of a stream; 0: not yet
         self.num_gaps = 0  # between the pieces of a stream
-        self.sum_gaps_s = self.longest_gap_s = 0.0
+        self.longest_gap_s = 0.0
 
     def until(self, now_s: float, phase: str) -> None:
         """The time since the last call, or the arrival, was `phase`."""
@@ -57,19 +57,10 @@ class RequestRecord:
         self.asked_s, self.served_by = self.until_s, node
         self.until(now_s, "answer")
 
-    def piece(self, now_s: float) -> float:
-        """A piece of the stream goes to the client. -> the gap before it; 0.0 for the first one."""
-        last_s, self.last_s = self.last_s, now_s
-        if not last_s:
-            self.first_s = now_s
-            self.until(now_s, "send")
-            return 0.0
-        gap_s = now_s - last_s
-        self.num_gaps += 1
-        self.sum_gaps_s += gap_s
-        if gap_s > self.longest_gap_s:
-            self.longest_gap_s = gap_s
-        return gap_s
+    def first_piece(self, now_s: float) -> None:
+        """The first piece of the stream goes to the client. `ModelTotals.piece` notes the others."""
+        self.first_s = self.last_s = now_s
+        self.until(now_s, "send")
 
     def reported(self, report: NodeReport | None, *, is_first_node: bool) -> None:
         """Take the node's report, and split the first token's time by it: of a continued stream another node had it."""
@@ -143,7 +134,7 @@ class RequestRecord:
         if (ttft_s := self.ttft_s) is not None:
             line["ttft_ms"] = _ms(ttft_s)
         if self.num_gaps:
-            line["itl_ms"] = {"mean": _ms(self.sum_gaps_s / self.num_gaps), "max": _ms(self.longest_gap_s)}
+            line["itl_ms"] = {"mean": _ms((self.last_s - self.first_s) / self.num_gaps), "max": _ms(self.longest_gap_s)}
         if report is not None:
             line["tokens"] = {
                 "prompt": report.num_prompt_tokens,

@@ -13,6 +13,7 @@ from pd_connectors.protocol.ticket import Offer, sign
 from pd_http.errors import NodesDied, PdError
 from pd_http.node_answers import FailureKind
 from pd_http.reply import JSON_TYPE
+from pd_http.sse import SSE_DONE
 from pd_router.candidates import Candidates, Choose
 from pd_router.casualties import Casualties
 from pd_router.config import HandoffOrder
@@ -342,15 +343,14 @@ class RoutedRequest:
 
     def _note_piece(self) -> Callable[[bytes], None]:
         record, clock, metrics = self._record, self._s.table.clock, self._s.metrics
-        gaps, order, is_whole = metrics.gaps.of(record.model), self.plan.order.value, self._reply.dialect.is_whole
+        totals, order = metrics.models.of(record.model), self.plan.order.value
 
         def note(data: bytes) -> None:
-            now_s = clock()
             if not record.first_s:
-                record.piece(now_s)
-                metrics.first_token_took(record.model, order, now_s - record.arrived_s)
-            elif not is_whole(data):  # what ends a stream follows its last token at once
-                gaps.note(record.piece(now_s))
+                record.first_piece(clock())
+                metrics.first_token_took(record.model, order, record.first_s - record.arrived_s)
+            elif not data.endswith(SSE_DONE):  # it follows the last token at once
+                totals.piece(record, clock())
 
         return note
 

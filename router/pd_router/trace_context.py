@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 TRACEPARENT = "traceparent"
 _FORMAT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED = 1
+_NO_IDS = frozenset({"", "0" * 16, "0" * 32})
 
 
-@dataclass(frozen=True, slots=True)
-class TraceContext:
+class TraceContext(NamedTuple):
     """The trace of one request. Ids are hexadecimal; "": the request has none."""
 
     trace_id: str = ""
@@ -31,11 +31,11 @@ def begin_trace(given: str | None, ratio: float) -> TraceContext:
 
     A client that samples its trace decides for the router too; of the others a share of `ratio` is sampled.
     """
-    match = _FORMAT.fullmatch(given or "")
+    match = _FORMAT.fullmatch(given) if given else None
     trace_id, parent_id, flags = "", "", 0
     if match is not None and match[1] != "ff" and (match[1] != "00" or match[5] is None):
         trace_id, parent_id, flags = match[2], match[3], int(match[4], 16)
-    if not trace_id.strip("0") or not parent_id.strip("0"):
+    if trace_id in _NO_IDS or parent_id in _NO_IDS:
         trace_id, parent_id, flags = f"{random.getrandbits(128) or 1:032x}", "", 0
     is_sampled = bool(flags & _SAMPLED) or int(trace_id[16:], 16) < ratio * (1 << 64)
     return TraceContext(trace_id, parent_id, new_span_id(), is_sampled)

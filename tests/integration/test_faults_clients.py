@@ -154,13 +154,13 @@ async def test_router_without_prefill_nodes(cluster: FaultCluster) -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_router_without_decode_nodes(stream: bool, cluster: FaultCluster) -> None:
     """Prefill nodes do not generate. P is not even asked."""
-    admitted = await cluster.p0.metric("pd_prompt_tokens_total")
+    admitted = await cluster.p0.metric('pd_prompt_tokens_total{work="prefill"}')
     router = RouterMember(cluster.launcher, [cluster.p0], [], "--decode=http://127.0.0.1:1")
     for route in ROUTES:
         outcome = await cluster.call(SHORT, route, stream=stream, url=router.url).outcome()
         assert outcome.error is not None
         assert (outcome.status, outcome.error["code"], outcome.text) == (503, "no_healthy_node", "")
-    assert await cluster.p0.metric("pd_prompt_tokens_total") == admitted
+    assert await cluster.p0.metric('pd_prompt_tokens_total{work="prefill"}') == admitted
 
 
 async def test_the_router_counts_clients_that_left(cluster: FaultCluster) -> None:

@@ -121,7 +121,7 @@ async def test_stop_string_across_tokens_ends_the_choice_and_tells_the_engine(st
     assert text == "one t"
     assert (finish["finish_reason"], finish["stop_reason"]) == ("stop", "wo thr")
     assert len(before) < usage["completion_tokens"] <= len(before) + len(inside)
-    assert node.metric("pd_queue_seconds_count") == 1, "the terminal reply came and was counted"
+    assert node.metric('pd_queue_seconds_count{work="generate"}') == 1, "the terminal reply came and was counted"
 
 
 async def test_stop_token_shows_only_when_asked_for() -> None:

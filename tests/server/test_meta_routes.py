@@ -106,15 +106,14 @@ async def test_metrics_of_api_and_engine() -> None:
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     for name, value in {
         'pd_requests_total{endpoint="completions",outcome="ok"}': 1,
-        "pd_prompt_tokens_total": 2,
+        'pd_prompt_tokens_total{work="generate"}': 2,
         "pd_generation_tokens_total": 3,
         "pd_time_to_first_token_seconds_count": 1,
         "pd_time_to_second_token_seconds_count": 1,
         "pd_time_per_output_token_seconds_count": 1,
         "pd_request_latency_seconds_count": 1,
-        "pd_queue_seconds_count": 1,
-        "pd_prefill_seconds_count": 1,
-        "pd_transfer_seconds_count": 0,
+        'pd_queue_seconds_count{work="generate"}': 1,
+        'pd_prefill_seconds_count{work="generate"}': 1,
         'pd_kv_blocks{state="leased"}': 3,
         "pd_kv_num_blocks": 100,
         "pd_num_running": 2,

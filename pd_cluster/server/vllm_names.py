@@ -1,0 +1,61 @@
+"""Our metrics under the names of vLLM, for dashboards, autoscalers and endpoint pickers that know those. Pure.
+
+Names and meanings are those of vLLM's v1 engine, in its document "Production Metrics". A series has the labels
+`model_name` and `engine`, and sums ours over their labels. What has no counterpart here is left out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import Metric
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+NAMES = {
+    "pd_num_running": ("num_requests_running",),
+    "pd_num_waiting": ("num_requests_waiting",),
+    "pd_time_to_first_token_seconds": ("time_to_first_token_seconds",),
+    # the second is the older name of the first
+    "pd_inter_token_latency_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+    "pd_time_per_output_token_seconds": ("request_time_per_output_token_seconds",),
+    "pd_request_latency_seconds": ("e2e_request_latency_seconds",),
+    "pd_queue_seconds": ("request_queue_time_seconds",),
+    "pd_prefill_seconds": ("request_prefill_time_seconds",),
+    "pd_prompt_tokens": ("prompt_tokens",),
+    "pd_generation_tokens": ("generation_tokens",),
+    "pd_prefix_cache_queried_tokens": ("prefix_cache_queries",),
+    "pd_prefix_cache_hit_tokens": ("prefix_cache_hits",),
+}
+"""Our family -> theirs, without `vllm:`."""
+_PREEMPTIONS = ("pd_preemptions_recompute", "pd_preemptions_swap")
+
+
+def vllm_metrics(families: Iterable[Metric], model: str) -> Iterator[Metric]:
+    """The families of NAMES under their other names, and those that are computed from several."""
+    labels = {"model_name": model, "engine": "0"}
+    known = {family.name: family for family in families}
+    for name, theirs in NAMES.items():
+        if name in known:
+            yield from (_renamed(known[name], f"vllm:{one}", labels) for one in theirs)
+    if "pd_kv_blocks" in known and "pd_kv_num_blocks" in known:
+        in_use = sum(one.value for one in known["pd_kv_blocks"].samples if one.labels["state"] == "in_use")
+        usage = Metric("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", "gauge")
+        usage.add_sample(usage.name, labels, in_use / max(1.0, known["pd_kv_num_blocks"].samples[0].value))
+        yield usage
+    preemptions = Metric("vllm:num_preemptions", "Preempted sequences.", "counter")
+    total = sum(sample.value for name in _PREEMPTIONS if name in known for sample in known[name].samples)
+    preemptions.add_sample("vllm:num_preemptions_total", labels, total)
+    yield preemptions
+
+
+def _renamed(family: Metric, name: str, labels: dict[str, str]) -> Metric:
+    sums: dict[tuple[str, str], float] = defaultdict(float)  # by (suffix, bucket)
+    for sample in family.samples:
+        sums[sample.name.removeprefix(family.name), sample.labels.get("le", "")] += sample.value
+    renamed = Metric(name, family.documentation, family.type)
+    for (suffix, bucket), value in sums.items():
+        renamed.add_sample(name + suffix, labels | ({"le": bucket} if bucket else {}), value)
+    return renamed
