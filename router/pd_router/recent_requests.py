@@ -88,12 +88,15 @@ class RecentRequests:
 def note_of(record: RequestRecord) -> RequestNote:
     """What is shown of a request: names and figures, no text and no key."""
     report, total_s = record.report, record.ended_s - record.arrived_s
+    phases = {name: seconds for name, seconds in record.phases.items() if name != "send"}
+    if "send" in record.phases:  # the record has it before those that the node reports later
+        phases["send"] = record.phases["send"]
     return RequestNote(
         at_s=record.wall_s + total_s, request_id=record.request_id, model=record.model[:NAME_CHARS], order=record.order,
         reason=record.reason, outcome=record.outcome, prefill=record.prefill_by[:NAME_CHARS],
         decode=record.served_by[:NAME_CHARS], prompt_tokens=0 if report is None else report.num_prompt_tokens,
         output_tokens=0 if report is None else report.num_output_tokens, ttft_s=record.ttft_s, total_s=total_s,
-        phases=record.phases,
+        phases=phases,
     )  # fmt: skip
 
 

@@ -62,6 +62,8 @@ def test_a_note_has_names_and_figures_only() -> None:
     assert (note.prompt_tokens, note.output_tokens) == (100, 7)
     assert (len(note.model), len(note.prefill)) == (NAME_CHARS, NAME_CHARS)
     assert b"customer" not in msgspec.json.encode(note)
+    record.phases = {"plan": 0.1, "send": 0.2, "prefill": 0.3}
+    assert list(note_of(record).phases) == ["plan", "prefill", "send"]
 
 
 def test_rates_are_of_the_last_minute_or_of_the_time_since_the_start() -> None:
