@@ -210,7 +210,14 @@ def _seeing() -> Row:
     lines = _choices(RouterConfig, "request_log")[1:]
     return Row(
         "operations",
-        [f"a log line per request ({', '.join(lines)})", "OpenTelemetry traces", "Grafana dashboard", "alerts", *names],
+        [
+            f"a log line per request ({', '.join(lines)})",
+            "OpenTelemetry traces",
+            "Grafana dashboard",
+            "alerts",
+            "a page of the router (`/dashboard`)",
+            *names,
+        ],
         [],
         [],
     )

@@ -275,6 +275,7 @@ class _Cluster:
         self._display.say(f"  {curl_line(url, name, demo)}")
         if demo:
             self._display.say("  (the demo model answers: Oskar 2210)")
+        self._display.say(f"see it: {url}/dashboard")
         self._display.say("Ctrl-C stops everything")
 
     async def _shut_down(self, supervisor: Supervisor) -> None:

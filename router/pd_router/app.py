@@ -20,6 +20,7 @@ from pd_router.background import Background
 from pd_router.client_connection import GENERATING_PATHS
 from pd_router.cluster_orders import ClusterOrders
 from pd_router.control import Control, Relay
+from pd_router.dashboard import Dashboard
 from pd_router.discovery import Discovery
 from pd_router.feed_follower import FeedFollower
 from pd_router.health import HealthPoller
@@ -30,6 +31,7 @@ from pd_router.node_tasks import NodeTasks
 from pd_router.openapi import router_document
 from pd_router.otlp import make_exporter
 from pd_router.proxy import Proxy
+from pd_router.recent_requests import RecentRequests
 from pd_router.request_sinks import RequestSinks
 from pd_router.role_orders import RoleOrders
 from pd_router.services import Services
@@ -75,15 +77,17 @@ def create_app(
     metrics = RouterMetrics(table, Slo(config.slo_ttft_ms / 1e3, config.slo_tpot_ms / 1e3))
     export = make_exporter(config.otlp_url) if config.otlp_url else None
     sinks = RequestSinks(config, metrics, export)
-    services = Services(config, table, upstream, metrics, background, sinks, key, wall_clock)
+    recent = RecentRequests(clock)
+    services = Services(config, table, upstream, metrics, background, sinks, recent, key, wall_clock)
     poller = HealthPoller(config, table, upstream)
     feeds = FeedFollower(table, upstream, services.metrics, key, wall_clock)
     discovery = Discovery(sources, table)
     posted = PostedNodes(table, key, wall_clock)
     workers = worker or OnlyWorker(posted)
     views = WorkerViews(table, services.metrics, workers)
+    dashboard = Dashboard(services, views, workers)
     if worker is not None:
-        worker.adopt, worker.topics = posted.adopt, views.topics
+        worker.adopt, worker.topics = posted.adopt, views.topics | dashboard.topics
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -109,7 +113,7 @@ def create_app(
                 await asyncio.to_thread(sinks.close)
 
     app = Starlette(
-        routes=_routes(services, posted, Admin(posted, workers, views, poller.poll), views),
+        routes=_routes(services, posted, Admin(posted, workers, views, poller.poll), views, dashboard),
         middleware=cross_origin(config),
         exception_handlers=exception_handlers(_request_id),
         lifespan=lifespan,
@@ -120,7 +124,9 @@ def create_app(
     return app
 
 
-def _routes(services: Services, posted: PostedNodes, admin: Admin, views: WorkerViews) -> list[Route]:
+def _routes(
+    services: Services, posted: PostedNodes, admin: Admin, views: WorkerViews, dashboard: Dashboard
+) -> list[Route]:
     relay, control, orders = Relay(services), Control(services, views), ClusterOrders(services, posted)
     routes = [
         *(Route(path, _generate, methods=["POST"]) for path in GENERATING_PATHS),
@@ -142,6 +148,7 @@ def _routes(services: Services, posted: PostedNodes, admin: Admin, views: Worker
         Route("/nodes/{id}/drain", admin.drain, methods=["POST"]),
         Route("/nodes/{id}/drain", admin.resume, methods=["DELETE"]),
         Route("/nodes/{id}/role", RoleOrders(services, posted, views).give, methods=["POST"]),
+        *dashboard.routes,
     ]
     rewrite = partial(router_document, routes, services.config.admin_endpoints == "open")
     routes.append(Route("/openapi.json", Relay(services, rewrite), methods=["GET"]))

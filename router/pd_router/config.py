@@ -135,6 +135,12 @@ class RouterConfig(HttpLimits):
         "an order that the cluster's key has signed; open: for every client, as benchmark tools expect.",
         choices=("signed", "open"),
     )
+    dashboard: str = setting(
+        "local",
+        "GET /dashboard, a page with nodes, handoffs and recent requests (no text of them). local: for this machine, "
+        "so also through ssh -L and kubectl port-forward; open: for every client; off: not served.",
+        choices=("local", "open", "off"),
+    )
     log_level: str = setting("info", "Log level.", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:

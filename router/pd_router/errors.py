@@ -31,3 +31,11 @@ class NoNode(PdError, status=503, code="no_healthy_node"):
 
 class Stopping(PdError, status=503, code="router_stopping"):
     """The router was told to stop, and the request did not end within `drain_s`."""
+
+
+class DashboardClosed(PdError, status=403, kind="permission_error", code="dashboard_closed"):
+    """The dashboard is not for this client (`dashboard` of the router's settings)."""
+
+
+class TooManyWatchers(PdError, status=429, kind="rate_limit_error", code="too_many_watchers"):
+    """Enough pages show the dashboard already."""

@@ -354,7 +354,10 @@ class NodeTable:
         }
 
     def _describe_load(self, node: Node) -> dict[str, object]:
-        """What this router takes for the node's load: with all routers' requests while `feed` is "live"."""
+        """What this router takes for the node's load: with all routers' requests while `feed` is "live".
+
+        `engine`: as the node's newest word says; None: it has none.
+        """
         view = node.view
         return {
             "feed": view.feed.value,
@@ -362,4 +365,8 @@ class NodeTable:
             "sequences": view.num_sequences,
             "free_tokens": view.free_tokens,
             "cached_blocks": self.prefixes.num_blocks(node),
-        }
+            "engine": None if (load := view.load) is None else {
+                "running": load.num_running, "waiting": load.num_waiting, "slots": load.num_slots,
+                "free_blocks": load.free_blocks, "num_blocks": load.num_blocks, "step_ms": round(load.step_s * 1e3, 3),
+            },
+        }  # fmt: skip

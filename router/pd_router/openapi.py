@@ -22,6 +22,8 @@ ROUTER_ONLY = {
     ("POST", "/nodes/{id}/drain"): "Send a node no new requests (signed order)",
     ("DELETE", "/nodes/{id}/drain"): "Send a drained node requests again (signed order)",
     ("POST", "/nodes/{id}/role"): "Change a node's role (signed order)",
+    ("GET", "/dashboard"): "A page with the nodes, handoffs and recent requests (--dashboard)",
+    ("GET", "/dashboard/state"): "What this page shows; its fields may change",
 }
 _OF_ROUTER = {"/health", "/ping", "/version", "/load", "/metrics", *(path for _, path in ROUTER_ONLY)}  # ask no node
 _ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pd_router.config import RouterConfig
     from pd_router.metrics import RouterMetrics
     from pd_router.node_table import NodeTable
+    from pd_router.recent_requests import RecentRequests
     from pd_router.request_sinks import RequestSinks
     from pd_router.upstream import Upstream
 
@@ -26,6 +27,7 @@ class Services:
     metrics: RouterMetrics
     background: Background
     sinks: RequestSinks
+    recent: RecentRequests
     key: bytes
     wall_clock: Callable[[], float]
 
