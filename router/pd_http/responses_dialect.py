@@ -175,7 +175,7 @@ def _items(given: ResponsesFields) -> list[Item]:
     for i, one in enumerate(given.input):
         try:
             items.append(msgspec.convert({"type": "message"} | without_nulls(one), Item))
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, RecursionError) as error:
             raise refusal(str(error), f"input[{i}]") from error
     return items
 

@@ -245,6 +245,17 @@ def test_the_entries_of_a_conversation_are_bounded(path: str, body: dict[str, An
     assert raised.value.param == list(body)[-1]
 
 
+@pytest.mark.parametrize("depth", [100, 300, 450, 600, 900])
+def test_deep_nesting_is_refused(depth: int) -> None:
+    nested = b"[" * depth + b"]" * depth
+    for path, body in (
+        (RESPONSES, b'{"input":[{"role":"user","content":%s}]}' % nested),
+        (MESSAGES, b'{"messages":[{"role":"user","content":[{"type":"text","text":"a","x":%s}]}]}' % nested),
+    ):
+        with pytest.raises(InvalidRequest):
+            dialect_of(path).to_chat(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
+
+
 def test_what_nothing_reads_is_named() -> None:
     shown = [{"role": "assistant", "content": [USE]}, {"role": "user", "content": [result("r", is_error=True)]}]
     thinking = {"type": "disabled", "budget_tokens": 5}
