@@ -49,6 +49,8 @@ class Admission:
         """Raises InvalidRequest for a request that this engine can never serve."""
         message.sampling.validate(self._vocab_size)
         self._check_sampling(message.sampling)
+        if message.work is Work.READ or message.outputs is not None:
+            raise InvalidRequest("this engine cannot answer about prompts yet", "outputs", "unsupported_value")
         self._check_ids("prompt", "the prompt has", message.prompt_token_ids)
         self._check_lengths(message)
         if message.known:
