@@ -58,7 +58,9 @@ def test_lm_eval_scores_as_its_hf_backend(shared_system: System) -> None:
     hf = pytest.importorskip("lm_eval.models.huggingface", reason="needs the package accelerate")
     completions = pytest.importorskip("lm_eval.models.openai_completions", reason="needs the package lm_eval")
 
-    pairs = [(text[:cut], text[cut:]) for text in TEXTS for cut in (4, len(text) // 2, len(text) - 3)]
+    texts = [text.strip() for text in TEXTS]
+    cuts = [(text.index(" "), text.rindex(" ", 0, len(text) // 2 + 1), text.rindex(" ")) for text in texts]
+    pairs = [(text[:cut], text[cut:]) for text, some in zip(texts, cuts, strict=True) for cut in some]
     asked = [instance.Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
     expected = hf.HFLM(pretrained=str(DEMO_MODEL), dtype="float32", device="cpu").loglikelihood(asked)
     for path in (Path.P_FIRST, Path.D_FIRST):
