@@ -26,6 +26,8 @@ from pd_cluster.protocol.messages import (
     EngineStats,
     FromEngine,
     NeedsPrefill,
+    PromptLogprobs,
+    PromptRead,
     RequestFailed,
     SignOfLife,
     SilenceAllowed,
@@ -44,7 +46,12 @@ logger = logging.getLogger("pd_cluster.engine")
 
 LISTEN_S = 0.25  # between two looks at a silent engine
 
-RequestMessage = TicketOpened | TokensOut | NeedsPrefill | RequestFailed
+RequestMessage = TicketOpened | TokensOut | PromptLogprobs | PromptRead | NeedsPrefill | RequestFailed
+
+
+def is_terminal(message: RequestMessage) -> bool:
+    """Whether it is the last message of its request."""
+    return isinstance(message, RequestFailed | PromptRead) or (isinstance(message, TokensOut) and message.finished)
 
 
 class EngineClient(Protocol):
@@ -117,7 +124,7 @@ class RequestStream:
         if self._ended:
             raise StopAsyncIteration
         message = await self._messages.get()
-        self._ended = isinstance(message, RequestFailed) or (isinstance(message, TokensOut) and message.finished)
+        self._ended = is_terminal(message)
         return message
 
     def drain_ready(self) -> list[RequestMessage]:
@@ -125,7 +132,7 @@ class RequestStream:
         ready: list[RequestMessage] = []
         while not self._ended and not self._messages.empty():
             message = self._messages.get_nowait()
-            self._ended = isinstance(message, RequestFailed) or (isinstance(message, TokensOut) and message.finished)
+            self._ended = is_terminal(message)
             ready.append(message)
         return ready
 

@@ -74,6 +74,36 @@ def run_modules(
     return logits
 
 
+def run_body(module: Any, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    """The states in front of the head, [T, hidden_size]. The arguments are those of `run_modules`."""
+    found = module.base_model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, attend=attend)
+    hidden: torch.Tensor = found[0][0]
+    return hidden
+
+
+class _BodyOutput(tuple[torch.Tensor]):
+    """The states of a body, as all families read them from its output. Nothing else is in it."""
+
+    @property
+    def last_hidden_state(self) -> torch.Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def run_head(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits [R, vocab_size] of `hidden` [R, hidden_size], by all that a family does behind its body."""
+    body = module.base_model
+    body.forward = lambda *_, **__: _BodyOutput((hidden[None],))  # in place of the class's
+    try:
+        found = module(input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.int64), use_cache=False)
+    finally:
+        del body.forward
+    logits: torch.Tensor = found.logits[0]
+    return logits
+
+
 def _load(parsed: Any, dtype: torch.dtype, directory: Path) -> Any:
     """transformers reads the files, because it fuses and renames tensors of many families (experts among them)."""
     logging.disable_progress_bar()  # which is no line of a log

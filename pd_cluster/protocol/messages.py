@@ -2,10 +2,10 @@
 
     API -> engine   AddRequest, UseTicket, PrefillLocally, Abort, ReleaseLease, ResetCache, StartProfile, StopProfile,
                     ReportNews
-    engine -> API   EngineReady, TicketOpened, TokensOut, NeedsPrefill, RequestFailed, EngineStats, EngineNews,
-                    SilenceAllowed, EngineDied
+    engine -> API   EngineReady, TicketOpened, PromptLogprobs, PromptRead, TokensOut, NeedsPrefill, RequestFailed,
+                    EngineStats, EngineNews, SilenceAllowed, EngineDied
 
-Every AddRequest gets exactly one terminal reply: the TokensOut with `finished` true, or a RequestFailed.
+Every AddRequest gets exactly one terminal reply: the TokensOut with `finished` true, a PromptRead, or a RequestFailed.
 An aborted request gets its reply too (finish reason "abort").
 """
 
@@ -15,6 +15,7 @@ from enum import StrEnum
 
 import msgspec
 
+from pd_cluster.protocol.prompt_outputs import PromptOutputs, PromptToken
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_connectors.protocol.feed import NodeLoad, StoredBlock
 from pd_connectors.protocol.messages import SampledToken
@@ -29,6 +30,7 @@ class Work(StrEnum):
     GENERATE = "generate"  # prefill here, generate here
     PREFILL = "prefill"  # prefill, sample the first token, hold the KV under a lease
     TAKE_OVER = "take_over"  # the KV comes from another node: that of `ticket`, or of a later UseTicket
+    READ = "read"  # prefill, answer `outputs`, draw nothing, hold nothing
 
 
 class FinishReason(StrEnum):
@@ -64,11 +66,12 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     steps: tuple[tuple[int, int], ...] = ()
     group: str = ""  # requests of one group share its turns (`scheduling/turns.py`); "": a group of its own
     drawn_seed: int = 0  # used if `sampling` has none; not part of it, because P draws another one for the same request
+    outputs: PromptOutputs | None = None  # what is asked about the prompt
 
     @property
     def max_output_tokens(self) -> int:
-        """The most tokens of each sequence. A PREFILL samples one token, whatever `max_tokens` says."""
-        return 1 if self.work is Work.PREFILL else self.sampling.max_tokens
+        """The most tokens of each sequence. A PREFILL samples one, whatever `max_tokens` says. A READ counts as one."""
+        return 1 if self.work in (Work.PREFILL, Work.READ) else self.sampling.max_tokens
 
 
 class UseTicket(msgspec.Struct, frozen=True, tag=True):
@@ -216,6 +219,28 @@ class TokensOut(msgspec.Struct, frozen=True, tag=True, gc=False):
     num_peer_cached_tokens: int = 0  # prompt tokens in the prefix cache of the prefill node
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Log-probabilities of prompt tokens from position `start`, of one step; every position but 0 is sent once.
+
+    Sent in the order of positions, all before the request's first TokensOut or PromptRead. The first token of a prompt
+    has none, so the first `start` is 1.
+    """
+
+    request_id: str
+    start: int
+    entries: tuple[PromptToken, ...]
+
+
+class PromptRead(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The terminal reply of a READ that was not aborted."""
+
+    request_id: str
+    pooled: bytes = b""  # little-endian fp32 [hidden_size]; empty: not asked for
+    logits: tuple[float, ...] = ()  # of `logits_of`, in its order
+    num_cached_tokens: int = 0  # prompt tokens found in this engine's prefix cache
+    timeline: Timeline | None = None
+
+
 class NeedsPrefill(msgspec.Struct, frozen=True, tag=True):
     """TAKE_OVER without KV: the API process must answer UseTicket, PrefillLocally or Abort.
 
@@ -300,6 +325,8 @@ FromEngine = (
     | StartupProgress
     | TicketOpened
     | TokensOut
+    | PromptLogprobs
+    | PromptRead
     | NeedsPrefill
     | RequestFailed
     | EngineStats

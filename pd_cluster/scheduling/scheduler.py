@@ -306,7 +306,7 @@ class Scheduler:
         """Take a step's result: cache its computed blocks, append its sampled tokens, end the sequences that ended."""
         self.sit_out(result.absent)
         self._num_sat_out += len(result.absent)
-        updates: list[Update] = []
+        updates = self._life.take_entries(result.prompts) if result.prompts else []
         shared: dict[Request, list[SequenceTokens]] = {}  # of requests with several sequences
         samples = result.samples
         block_size, sequences = self._blocks.block_size, self._queues.sequences
@@ -328,6 +328,8 @@ class Scheduler:
             if is_absent:
                 seq.is_absent = False
             if is_absent or not chunk.num_samples:
+                if not seq.num_samples and num_computed == seq.num_prompt_tokens:
+                    updates.append(self._life.end_read(seq, result.prompts.get(seq.seq_id)))
                 continue
             seq.num_pending -= 1
             if seq.awaits_first_decode:

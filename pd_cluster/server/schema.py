@@ -129,6 +129,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     rid: str | None = None
     truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
