@@ -152,7 +152,7 @@ def choose(
         return RouteChoice(HandoffOrder.DIRECT, "no-pair", (), decodes, costs)
     if kv_version:
         ranked = tuple(node for node in ranked if node.pairs_with(kv_version))
-    handoff = _handoff(costs, settings, asked, ranked, decodes, kv_version, is_several=prompt.is_several)
+    handoff = _handoff(costs, settings, asked, ranked, decodes, kv_version, prompt.no_ticket)
     return handoff if handoff.is_asked or not settings.spills else _better(handoff, reading_s[ranked[0]])
 
 
@@ -181,16 +181,15 @@ def _handoff(
     prefills: tuple[Node, ...],
     decodes: tuple[Node, ...],
     kv_version: str,
-    *,
-    is_several: bool,
+    no_ticket: str,
 ) -> RouteChoice:
-    """A ticket is for one prompt, so several are never sent P-first: D asks for a ticket for each."""
+    """`no_ticket`: see `PromptFacts`. Such a request is never sent P-first."""
     cached = costs.num_cached(prefills[0])
     order, reason = settings.default_order, "cached" if cached else "default"
     if asked is not None:
         order, reason = asked, "header"
-    if is_several and order is HandoffOrder.P_FIRST:
-        order, reason = HandoffOrder.D_FIRST, "several-prompts"
+    if no_ticket and order is HandoffOrder.P_FIRST:
+        order, reason = HandoffOrder.D_FIRST, no_ticket
     return RouteChoice(
         order, reason, prefills, decodes, costs, kv_version, is_asked=asked is not None,
         slo_ttft_s=settings.slo_ttft_ms / 1000,

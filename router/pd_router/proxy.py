@@ -1,4 +1,4 @@
-"""The endpoint of the generating calls: reads, plans and runs a request, and counts exactly one outcome."""
+"""The endpoint of the calls that compute: reads, plans and runs a request, and counts exactly one outcome."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from pd_router import headers as rules
 from pd_router.body import RequestBody
 from pd_router.choice import choose
 from pd_router.cost import PromptFacts
+from pd_router.prompt_request import PromptRequest
+from pd_router.prompt_route import choose_reader, reads_only
 from pd_router.reply import CallReply
 from pd_router.routed_request import RoutedRequest
 
@@ -26,7 +28,7 @@ log = logging.getLogger("pd_router")
 
 
 class Proxy:
-    """Serves `POST` to GENERATING_PATHS of `client_connection.py`."""
+    """Serves `POST` to PROXY_PATHS of `client_connection.py`."""
 
     def __init__(self, services: Services) -> None:
         self._s = services
@@ -42,14 +44,19 @@ class Proxy:
         reply = CallReply(call, request_id)
         reply.dialect = dialect = dialect_of(call.path)
         order, reason, outcome = "none", "none", "ok"
-        exchange: RoutedRequest | None = None
+        exchange: RoutedRequest | PromptRequest | None = None
         s.metrics.num_in_flight += 1
         try:
             asked = rules.asked_order(given)
             body = RequestBody(await call.read_body(s.longest_body), dialect)
-            plan = choose(s.table, body.model, self._facts(body), s.config, asked, next(self._turns))
             headers = rules.forwarded(call.headers, request_id)
-            exchange = RoutedRequest(s, call.path, body, headers, plan, reply, arrived_at)
+            facts, turn = self._facts(body), next(self._turns)
+            if reads_only(call.path, body):
+                route = choose_reader(s.table, body.model, facts, s.config, turn)
+                exchange = PromptRequest(s, call.path, body, headers, route, reply, arrived_at)
+            else:
+                plan = choose(s.table, body.model, facts, s.config, asked, turn)
+                exchange = RoutedRequest(s, call.path, body, headers, plan, reply, arrived_at)
             await exchange.run()
         except ClientGone:
             outcome = "client_gone"
@@ -83,8 +90,9 @@ class Proxy:
     def _facts(self, body: RequestBody) -> PromptFacts:
         """Which nodes have the prompt's prefix is looked up only if one has named blocks: 400 kB cost 1.1 ms."""
         table = self._s.table
-        cached = table.prefixes.hits(body.text_chain(self._chain_key)) if len(table.prefixes) else {}
-        return PromptFacts(body.num_bytes, body.num_samples, body.has_several_prompts, cached)
+        has_use = len(table.prefixes) and not body.wants_prompt_logprobs
+        cached = table.prefixes.hits(body.text_chain(self._chain_key)) if has_use else {}
+        return PromptFacts(body.num_bytes, body.num_samples, body.no_ticket, cached)
 
 
 def _uncancel() -> None:
