@@ -9,6 +9,7 @@ import numpy as np
 
 from pd_cluster.errors import InvalidRequest, PdError
 from pd_cluster.protocol.messages import RequestFailed, Work
+from pd_cluster.protocol.prompt_outputs import PromptOutputs
 from pd_cluster.scheduling.sequence import Request
 
 if TYPE_CHECKING:
@@ -49,12 +50,26 @@ class Admission:
         """Raises InvalidRequest for a request that this engine can never serve."""
         message.sampling.validate(self._vocab_size)
         self._check_sampling(message.sampling)
-        if message.work is Work.READ or message.outputs is not None:
-            raise InvalidRequest("this engine cannot answer about prompts yet", "outputs", "unsupported_value")
+        self._check_outputs(message)
         self._check_ids("prompt", "the prompt has", message.prompt_token_ids)
         self._check_lengths(message)
         if message.known:
             self._check_known(message)
+
+    def _check_outputs(self, message: AddRequest) -> None:
+        """Raises InvalidRequest unless the work can answer what the request asks about its prompt."""
+        outputs, is_read = message.outputs, message.work is Work.READ
+        if outputs is None or outputs == PromptOutputs():
+            if is_read:
+                raise InvalidRequest("a read asks for nothing about its prompt", "outputs")
+            return
+        outputs.validate(self._vocab_size)
+        if is_read and message.sampling.n != 1:
+            raise InvalidRequest("a read draws nothing, so n must be 1", "n")
+        if message.known:
+            raise InvalidRequest("an answer that goes on behind known tokens has read its prompt before", "outputs")
+        if outputs.of_last_token and not is_read:
+            raise InvalidRequest("what stands behind the last token is answered by a read only", "outputs")
 
     def _check_ids(self, name: str, subject: str, token_ids: Sequence[int]) -> None:
         if not _are_below(self._vocab_size, token_ids):

@@ -21,6 +21,7 @@ from pd_cluster.engine.admission import Admission, refusal
 from pd_cluster.engine.kv_transfers import KvTransfers
 from pd_cluster.engine.news_report import NewsReport
 from pd_cluster.engine.pipeline import Pipeline
+from pd_cluster.engine.replies import reply_of
 from pd_cluster.engine.step_timing import StepForecast
 from pd_cluster.errors import PdError
 from pd_cluster.protocol.messages import (
@@ -37,7 +38,6 @@ from pd_cluster.protocol.messages import (
     StartProfile,
     StopProfile,
     ToEngine,
-    TokensOut,
     UseTicket,
     Work,
 )
@@ -235,7 +235,7 @@ class EngineCore:
             self._fail(seq_id, error)
         publishes = self._scheduler.publishes(batch, result)
         updates = self._scheduler.update(batch, result)
-        prefilled = [update for update in updates if update.request.work is Work.PREFILL]
+        prefilled = [update for update in updates if update.request.work is Work.PREFILL and update.prompt is None]
         if publishes or prefilled:
             self._connector.send_after(self._transfers.announce(publishes, prefilled))
         for update in updates:
@@ -306,16 +306,7 @@ class EngineCore:
     def _report(self, update: Update) -> None:
         """Send an update to the API process. Forget the request if it has ended."""
         request = update.request
-        self._mailbox.send(
-            TokensOut(
-                request_id=request.request_id,
-                sequences=update.sequences,
-                finished=update.finished,
-                num_cached_tokens=request.num_cached_tokens,
-                num_external_tokens=request.num_external_tokens,
-                timeline=request.timeline() if update.finished else None,
-            )
-        )
+        self._mailbox.send(reply_of(update))
         if update.finished:
             self._forget(request)
 

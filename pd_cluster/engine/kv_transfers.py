@@ -136,7 +136,7 @@ class KvTransfers:
         Raises Overloaded, or PrefillUnavailable for a PREFILL that gets no lease; nothing is left of it then.
         """
         match request.work:
-            case Work.GENERATE:
+            case Work.GENERATE | Work.READ:
                 self._searches.admit(request)
             case Work.PREFILL:
                 self._open_lease(request)

@@ -14,7 +14,7 @@ from pd_cluster.models.linear_group import LinearGroup
 from pd_cluster.models.paged_attention import PagedAttention
 from pd_cluster.models.parameters import Parameters
 from pd_cluster.models.shard import Cut
-from pd_kernels.values import HeadNorms
+from pd_kernels.values import HalfNormed, HeadNorms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -103,6 +103,15 @@ class Decoder(ABC, Generic[FamilyLayer]):
     def forward(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """See Model."""
         return self.logits(self.hidden(inputs, layer_views))
+
+    def hidden_states(
+        self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
+        """See Model."""
+        hidden = self.hidden(inputs, layer_views)
+        hidden = hidden.normed() if isinstance(hidden, HalfNormed) else hidden
+        assert isinstance(hidden, torch.Tensor), "the last norm feeds the head, which is not quantized"
+        return hidden
 
     def finish_loading(self) -> None:
         """See Model."""

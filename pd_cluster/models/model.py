@@ -58,6 +58,14 @@ class Model(Protocol):
         block_size, head_dim] each, with the rank's KV heads.
         """
 
+    def hidden_states(
+        self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
+        """The part of `forward` before the head: the states behind the last norm, [R, hidden_size] on every rank."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The rest of `forward`, for rows of `hidden_states` [R, hidden_size]."""
+
 
 class BuildModel(Protocol):
     """Allocates a rank's share of a model for sequences of up to `max_len` tokens."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 
 from pd_cluster.models.slot import Slot
-from pd_cluster.models.transformers_modules import make_modules, run_modules
+from pd_cluster.models.transformers_modules import make_modules, run_body, run_head, run_modules
 from pd_cluster.models.transformers_spec import parse_config
 from pd_kernels.reference import prefill_attention
 from pd_kernels.torch_ops import write_cache
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.models.forward_inputs import ForwardInputs
     from pd_cluster.models.spec import ModelSpec
-    from pd_cluster.models.transformers_modules import LayerCall
+    from pd_cluster.models.transformers_modules import Attend, LayerCall
     from pd_kernels.gemm_selection import Measure, ProposeProducts
 
 
@@ -53,7 +53,21 @@ class TransformersModel:
 
     def forward(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """See Model."""
+        rows = 0 if inputs.tail is None else inputs.tail.rows
+        return run_modules(self._module, inputs.token_ids, inputs.positions, rows, self._attention(inputs, layer_views))
 
+    def hidden_states(
+        self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
+        """See Model."""
+        attend = self._attention(inputs, layer_views)
+        return run_body(self._module, inputs.token_ids, inputs.positions, attend)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See Model."""
+        return run_head(self._module, hidden)
+
+    def _attention(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Attend:
         def attend(call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             views, width, packed = layer_views[call.layer], value.shape[-1], inputs.sequences
             query, key, value = (_as_cached(part, views[0]) for part in (query, key, value))
@@ -66,8 +80,7 @@ class TransformersModel:
                 out = inputs.plans[self.spec.group_windows.index(call.window)].run(query, *views, call.scale)
             return out[..., :width]
 
-        rows = 0 if inputs.tail is None else inputs.tail.rows
-        return run_modules(self._module, inputs.token_ids, inputs.positions, rows, attend)
+        return attend
 
 
 def _as_cached(part: torch.Tensor, view: torch.Tensor) -> torch.Tensor:

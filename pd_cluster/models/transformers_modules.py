@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging
 
 from pd_cluster.errors import StartupError, UnservedModel
@@ -70,6 +71,25 @@ def run_modules(
     found = module(
         input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows, attend=attend
     )
+    logits: torch.Tensor = found.logits[0]
+    return logits
+
+
+def run_body(module: Any, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    """The states in front of the head, [T, hidden_size]. The arguments are those of `run_modules`."""
+    found = module.base_model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, attend=attend)
+    hidden: torch.Tensor = found[0][0]
+    return hidden
+
+
+def run_head(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits [R, vocab_size] of `hidden` [R, hidden_size], by all that a family does behind its body."""
+    body = module.base_model
+    body.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=hidden[None])  # in place of the class's
+    try:
+        found = module(input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.int64), use_cache=False)
+    finally:
+        del body.forward
     logits: torch.Tensor = found.logits[0]
     return logits
 

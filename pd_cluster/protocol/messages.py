@@ -70,14 +70,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def max_output_tokens(self) -> int:
-        """The most tokens of each sequence. A PREFILL samples one token and a READ none, whatever `max_tokens` says."""
-        match self.work:
-            case Work.READ:
-                return 0
-            case Work.PREFILL:
-                return 1
-            case _:
-                return self.sampling.max_tokens
+        """The most tokens of each sequence. A PREFILL samples one, whatever `max_tokens` says. A READ counts as one."""
+        return 1 if self.work in (Work.PREFILL, Work.READ) else self.sampling.max_tokens
 
 
 class UseTicket(msgspec.Struct, frozen=True, tag=True):

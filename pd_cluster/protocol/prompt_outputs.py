@@ -42,3 +42,12 @@ class PromptToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprob: float
     rank: int  # 1: no token is more likely
     top: tuple[TopLogprob, ...] = ()  # the k most likely tokens, best first
+
+
+class PromptPart(msgspec.Struct, frozen=True):
+    """What one step has found out about a prompt."""
+
+    start: int = 0  # the position of the first entry
+    entries: tuple[PromptToken, ...] = ()
+    pooled: bytes = b""  # see PromptRead
+    logits: tuple[float, ...] = ()

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pd_cluster.protocol.prompt_outputs import PromptOutputs
 from pd_cluster.protocol.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from pd_cluster.errors import PdError
+    from pd_cluster.protocol.prompt_outputs import PromptPart
     from pd_connectors.base import LoadSpec, PublishSpec
     from pd_connectors.protocol.messages import SampledToken
 
@@ -30,6 +32,7 @@ class SequenceStart(msgspec.Struct, frozen=True):
     seed: int  # resolved: the client's, or a drawn one; differs per index of n
     # n > 1 before the fork: seeds of all n first tokens; the row keeps the first
     num_sample_seeds: tuple[int, ...] = ()
+    outputs: PromptOutputs | None = None  # what its chunks with `reads` find out about the prompt
 
 
 class SequenceChunk(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -40,7 +43,8 @@ class SequenceChunk(msgspec.Struct, frozen=True, gc=False, array_like=True):
     num_tokens: int
     first_new_block: int = 0  # block_table[first_new_block : +len(new_block_ids)] = new_block_ids, before the forward
     new_block_ids: tuple[int, ...] = ()
-    num_samples: int = 0  # 0: the chunk does not reach the last known token
+    num_samples: int = 0  # 0: the chunk does not reach the last known token, or nothing is drawn behind it
+    reads: bool = False  # it finds out something about the prompt. No captured step serves it
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +98,4 @@ class StepResult:
     failures: dict[int, PdError] = field(default_factory=dict)
     # Sequences that got no token, because it could not be drawn in time; they go on in a later step
     absent: frozenset[int] = frozenset()
+    prompts: dict[int, PromptPart] = field(default_factory=dict)  # of chunks with `reads`, by seq_id

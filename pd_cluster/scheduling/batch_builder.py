@@ -107,7 +107,8 @@ class BatchBuilder:
         seq.planned_step = self.step
         self.budget -= num_tokens
         self.prompts.tokens_left = min(self.prompts.tokens_left, self.budget)
-        self.chunks.append(SequenceChunk(seq.seq_id, start, num_tokens, first_block, new_block_ids, num_samples))
+        reads = seq.reads(start, end)
+        self.chunks.append(SequenceChunk(seq.seq_id, start, num_tokens, first_block, new_block_ids, num_samples, reads))
         if seq.request.lease_id is not None:
             self._announce(seq, table, seq.request.lease_id, blocks)
 
@@ -128,6 +129,7 @@ class BatchBuilder:
                 sampling=request.sampling,
                 seed=seq.seed,
                 num_sample_seeds=seeds,
+                outputs=request.message.outputs if seq.index == 0 else None,
             )
         )
 

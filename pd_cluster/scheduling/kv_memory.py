@@ -141,7 +141,7 @@ class KvMemory:
             return None
         blocks, num_tokens, is_swapped = self._blocks, len(seq.token_ids), seq.status is SequenceStatus.SWAPPED
         table = blocks.open_table()
-        reusable = seq.num_computed_tokens if is_swapped else num_tokens - 1
+        reusable = seq.num_computed_tokens if is_swapped else seq.num_reusable_tokens
         hashes = seq.hash_blocks(reusable // blocks.block_size, blocks.block_size)
         num_cached = blocks.match(table, hashes)
         if not self._make_room(blocks.blocks_for(num_tokens) - num_cached, seq.request):
@@ -165,7 +165,7 @@ class KvMemory:
         blocks = self._blocks
         if not blocks.news.is_on:
             return 0
-        return blocks.num_cached(seq.hash_blocks((len(seq.token_ids) - 1) // blocks.block_size, blocks.block_size))
+        return blocks.num_cached(seq.hash_blocks(seq.num_reusable_tokens // blocks.block_size, blocks.block_size))
 
     def publish(self, seq: Sequence, table: BlockTable, num_tokens: int) -> list[CachedBlock]:
         """Cache the whole blocks of the first `num_tokens`, which are computed. Returns those that were not known."""
@@ -214,7 +214,7 @@ class KvMemory:
     def missing(self, request: Request) -> tuple[list[bytes], int]:
         """See `Scheduler.missing`."""
         size = self._blocks.block_size
-        num_whole = (len(request.prompt_token_ids) - 1) // size
+        num_whole = request.sequences[0].num_reusable_tokens // size
         num_here = self.pin(request)
         if num_here >= num_whole or not self._blocks.prefix_caching:
             return [], 0

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pd_cluster.protocol.messages import SequenceTokens, Work
+from pd_cluster.protocol.messages import FinishReason, SequenceTokens, Work
+from pd_cluster.protocol.prompt_outputs import PromptPart
 from pd_cluster.scheduling.sequence import Request, Sequence, SequenceStatus
 
 if TYPE_CHECKING:
@@ -18,11 +19,15 @@ if TYPE_CHECKING:
 
 
 class Update(msgspec.Struct, frozen=True, gc=False):
-    """New tokens of one request per sequence, and whether all of its sequences have ended."""
+    """New tokens of one request per sequence, and whether all of its sequences have ended.
+
+    `prompt`: what is newly known of the request's prompt. Such an update has no tokens.
+    """
 
     request: Request
     sequences: tuple[SequenceTokens, ...]
     finished: bool
+    prompt: PromptPart | None = None
 
 
 class Lifecycle:
@@ -74,6 +79,14 @@ class Lifecycle:
                 self.end(seq)
             reports.append(SequenceTokens(seq.index, (token,), seq.finish_reason, seq.stop_token_id))
         return Update(request, tuple(reports), request.finished)
+
+    def end_read(self, seq: Sequence, part: PromptPart | None) -> Update:
+        """End a READ, the prompt of which is computed."""
+        request = seq.request
+        request.marks.first_token_s = self._clock()
+        seq.finish_reason = FinishReason.STOP
+        self.end(seq)
+        return Update(request, (), finished=True, prompt=part or PromptPart())
 
     def end(self, seq: Sequence) -> None:
         """End a sequence that has its finish reason. A lead goes on while others wait for their first tokens."""

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.config import SchedulerConfig
+    from pd_cluster.protocol.prompt_outputs import PromptPart
     from pd_cluster.scheduling.batch import Batch, StepResult
     from pd_cluster.scheduling.block_manager import BlockManager
     from pd_cluster.scheduling.queue_order import QueueOrder
@@ -301,7 +302,7 @@ class Scheduler:
         """Take a step's result: cache its computed blocks, append its sampled tokens, end the sequences that ended."""
         self.sit_out(result.absent)
         self._num_sat_out += len(result.absent)
-        updates: list[Update] = []
+        updates = self._take_entries(result.prompts) if result.prompts else []
         shared: dict[Request, list[SequenceTokens]] = {}  # of requests with several sequences
         samples = result.samples
         block_size, sequences = self._blocks.block_size, self._queues.sequences
@@ -323,6 +324,8 @@ class Scheduler:
             if is_absent:
                 seq.is_absent = False
             if is_absent or not chunk.num_samples:
+                if not seq.num_samples and num_computed == seq.num_prompt_tokens:
+                    updates.append(self._life.end_read(seq, result.prompts.get(seq.seq_id)))
                 continue
             seq.num_pending -= 1
             if seq.awaits_first_decode:
@@ -348,6 +351,15 @@ class Scheduler:
             else:
                 shared.setdefault(request, []).append(report)
         updates += [Update(request, tuple(reports), request.finished) for request, reports in shared.items()]
+        return updates
+
+    def _take_entries(self, parts: dict[int, PromptPart]) -> list[Update]:
+        """Updates with the log-probabilities of a step, before any token or end of the same requests."""
+        updates = []
+        for seq_id, part in parts.items():
+            seq = self._queues.sequences[seq_id]
+            if part.entries and seq.finish_reason is None:
+                updates.append(Update(seq.request, (), finished=False, prompt=seq.take_entries(part)))
         return updates
 
     def _publish(self, seq: Sequence) -> None:

@@ -17,6 +17,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from pd_cluster.protocol.messages import FinishReason, Timeline, Work
+from pd_cluster.protocol.prompt_outputs import PromptPart
 from pd_connectors.base import LoadSteps
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
 
@@ -193,7 +194,9 @@ class Request:
         if not self.is_parted:
             lead = self.sequences[0]
             lead.token_ids = list(self.prompt_token_ids)
-            lead.num_samples = sampling.n
+            lead.num_samples = 0 if self.work is Work.READ else sampling.n
+            outputs = self.message.outputs
+            lead.num_unread_tokens = num_prompt - 1 if outputs is not None and outputs.logprobs is not None else 0
 
     def seed_of(self, index: int) -> int:
         """The seed of its sequence `index`."""
@@ -274,6 +277,8 @@ class Sequence:
     num_external_tokens: int = 0
     num_given_tokens: int = 0  # of its output, known at admission
     num_samples: int = 1  # sampled when a chunk reaches the last token; n for a lead before the sequences part
+    # Prompt tokens of which a log-probability is wanted and not reported: the last so many
+    num_unread_tokens: int = 0
     in_worker: bool = False  # the worker has a row for it
     is_absent: bool = False  # the step that runs draws no token for it: see `sit_out`
     awaits_first_decode: bool = (
@@ -296,6 +301,29 @@ class Sequence:
     def num_remaining_tokens(self) -> int:
         """Known or certain tokens that no step computes yet. 1 in a decode."""
         return len(self.token_ids) + self.num_pending - self.num_scheduled_tokens
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Tokens for which cached KV may be used when it waits without blocks: those from which nothing is wanted."""
+        if self.num_unread_tokens:
+            return self.num_prompt_tokens - 1 - self.num_unread_tokens
+        return len(self.token_ids) - 1
+
+    def reads(self, start: int, end: int) -> bool:
+        """Whether a chunk of these positions finds out something that the request asks about its prompt."""
+        outputs, last = self.request.message.outputs, self.num_prompt_tokens - 1
+        if outputs is None or self.index or start > last:
+            return False
+        if outputs.of_last_token and end > last:
+            return True
+        return bool(self.num_unread_tokens) and start < last
+
+    def take_entries(self, part: PromptPart) -> PromptPart:
+        """Note the log-probabilities of a step as reported. Returns those that were not reported before."""
+        first = self.num_prompt_tokens - self.num_unread_tokens
+        self.num_unread_tokens = min(self.num_unread_tokens, self.num_prompt_tokens - part.start - len(part.entries))
+        num_known = max(0, first - part.start)
+        return PromptPart(part.start + num_known, part.entries[num_known:])
 
     def sit_out(self) -> None:
         """Take the last token of the newest step's chunk back: the step draws no token behind it.

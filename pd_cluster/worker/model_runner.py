@@ -16,6 +16,7 @@ from pd_cluster.worker.logits_stages.order import make_stages
 from pd_cluster.worker.logits_stages.penalties import Penalties, PenaltyTables
 from pd_cluster.worker.logits_stages.stage import StageContext
 from pd_cluster.worker.pending_step import DrawnPart, PendingStep
+from pd_cluster.worker.prompt_outputs import PromptReader
 from pd_cluster.worker.rank_sampler import RankPlace, RankSampler
 from pd_cluster.worker.sampler import Sampled, WholeSampler
 from pd_cluster.worker.sampling_state import SamplingInputs, SamplingState
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.grammars import Grammars
     from pd_cluster.worker.input_batch import Part, ReplayInputs, SampleParts, Samples, Staged, StepInputs
     from pd_cluster.worker.kv_cache import KVCache
+    from pd_cluster.worker.prompt_outputs import LaunchedRead, ReadPlan
     from pd_cluster.worker.sampler import TokenSampler
     from pd_kernels.attention import GroupAttention
     from pd_kernels.backends import Kernels
@@ -60,6 +62,7 @@ class ModelRunner:
         self.graphs = StepGraphs(model, cache, rows, host_buffer, sampler, attentions)
         self._sampler = sampler
         self.draws = draws
+        self._prompts = PromptReader(model, sampler, kernels, rows.padding_row, host_buffer.move)
         self._deferred: tuple[PendingStep, Part, torch.Tensor] | None = None  # late rows that wait, their step's logits
         self._views = list(cache.layer_views)
         last_layer = len(self._views) - 1
@@ -119,6 +122,7 @@ class ModelRunner:
         assert self._deferred is None, "a step with late rows is drawn before the next one is launched"
         self.host_buffer.begin()
         self.rows.apply(batch)
+        self._prompts.apply(batch)
         if announce is not None:
             announce(self.rows.staged(batch.starts))
         self.cache.run_copies(batch.copies, self.kernels)
@@ -134,16 +138,27 @@ class ModelRunner:
         """Remove all sequences and the step that waits to be drawn, for instance after a launch that failed."""
         self._deferred = None
         self.rows.clear()
+        self._prompts.clear()
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Compute the logits [R, vocab_size] of the samples. The inputs must be on the device."""
-        packed, tail = inputs.sequences, None
-        plans = [attention.plan(packed) for attention in self._attentions]
+        tail = None
         if inputs.tail is not None:
             tail = Tail(inputs.tail.rows, self._last.plan(inputs.tail.sequences))
-        step = ForwardInputs(inputs.token_ids, inputs.positions, inputs.slot_mapping, plans, tail, packed)
-        logits = self._model.forward(step, self._views)
+        logits = self._model.forward(self._forward_inputs(inputs, tail), self._views)
         return logits if inputs.samples.owners is None else logits[inputs.samples.owners]
+
+    def _forward_and_read(self, inputs: StepInputs, plan: ReadPlan) -> tuple[torch.Tensor, LaunchedRead | None]:
+        """`forward`, and what the step's chunks tell of their prompts."""
+        hidden = self._model.hidden_states(self._forward_inputs(inputs, None), self._views)
+        logits = self._model.logits(hidden if inputs.tail is None else hidden[inputs.tail.rows])
+        logits = logits if inputs.samples.owners is None else logits[inputs.samples.owners]
+        return logits, self._prompts.read(plan, hidden)
+
+    def _forward_inputs(self, inputs: StepInputs, tail: Tail | None) -> ForwardInputs:
+        packed = inputs.sequences
+        plans = [attention.plan(packed) for attention in self._attentions]
+        return ForwardInputs(inputs.token_ids, inputs.positions, inputs.slot_mapping, plans, tail, packed)
 
     def make_logits(self, num_rows: int) -> torch.Tensor:
         """Zeroed logits [num_rows, vocab_size] as the model computes them."""
@@ -152,11 +167,17 @@ class ModelRunner:
 
     def _compute(self, batch: Batch) -> PendingStep:
         rows, inputs = self.rows, self.rows.build(batch.chunks)
+        plan = self._prompts.plan(batch.chunks)
         self.host_buffer.flush()
         rows.fill_late(inputs)
         if inputs.fresh_blocks is not None:
             self.cache.clear(inputs.fresh_blocks)
-        return self._sample(PendingStep(batch.step, self._note_result), inputs, self.forward(inputs))
+        pending = PendingStep(batch.step, self._note_result)
+        if plan is None:
+            logits = self.forward(inputs)
+        else:
+            logits, pending.prompts = self._forward_and_read(inputs, plan)
+        return self._sample(pending, inputs, logits)
 
     def _replay(self, batch: Batch, graph: StepSize) -> PendingStep:
         """Run the step by the graph of size `graph`.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.errors import PdError
     from pd_cluster.worker.input_batch import Samples
+    from pd_cluster.worker.prompt_outputs import LaunchedRead
     from pd_cluster.worker.rank_link import StepOnRanks
     from pd_cluster.worker.sampler import Sampled
     from pd_connectors.protocol.messages import SampledToken
@@ -60,6 +61,7 @@ class PendingStep:
     failures: dict[int, PdError] = field(default_factory=dict)  # see StepResult
     absent: frozenset[int] = frozenset()  # see StepResult; no part has their samples
     others: StepOnRanks | None = None  # the step on the other ranks
+    prompts: LaunchedRead | None = None
 
     @property
     def is_over(self) -> bool:
@@ -101,4 +103,5 @@ class PendingStep:
                 (runs if count == 1 else firsts)[seq_id] = tuple(islice(rest, count))
         if noted:
             self.note_result(noted)
-        return StepResult(self.step, runs, firsts, self.failures, self.absent)
+        prompts = {} if self.prompts is None else self.prompts.read()
+        return StepResult(self.step, runs, firsts, self.failures, self.absent, prompts)

@@ -87,13 +87,16 @@ class RankSampler:
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
         if inputs.is_plain:
             return Sampled(self.draw(logits, inputs.draws))
-        whole = self._place.reduce.gather(logits)
+        whole = self.whole(logits)
         if self.leads:
-            sampled = sample(whole[:, : self._vocab_size].contiguous(), inputs, self._kernels)
+            sampled = sample(whole, inputs, self._kernels)
         else:
             sampled = Sampled(torch.empty(len(logits), dtype=torch.int64, device=logits.device))
         self._place.reduce.broadcast(sampled.token_ids)
         return sampled
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        return self._place.reduce.gather(logits)[:, : self._vocab_size].contiguous()
 
     def tell_late(self, absent: frozenset[int]) -> None:
         if self._place.tell_late is not None:

@@ -29,7 +29,7 @@ class Sampled:
 
     def to_host(self) -> Sampled:
         """Start to copy the values to host memory. They are there once the stream has reached this point."""
-        return self._map(_fetch) if self.token_ids.is_cuda else self
+        return self._map(to_host) if self.token_ids.is_cuda else self
 
     def first(self, count: int) -> Sampled:
         """The first rows."""
@@ -83,6 +83,9 @@ class TokenSampler(Protocol):
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
         """One token per row of `logits` [R, V'], which may be overwritten."""
 
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits [R, V] of the whole vocabulary, of `logits` [R, V'] on every rank."""
+
     def tell_late(self, absent: frozenset[int]) -> None:
         """Note that the late rows of the newest step are drawn next, except those of the sequences `absent`."""
 
@@ -100,6 +103,9 @@ class WholeSampler:
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
         return sample(logits, inputs, self.kernels)
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
 
     def tell_late(self, absent: frozenset[int]) -> None:
         return
@@ -130,6 +136,9 @@ def most_logprobs(logits: torch.Tensor) -> int:
     return min(MAX_TOP_LOGPROBS, logits.shape[1])
 
 
-def _fetch(tensor: torch.Tensor) -> torch.Tensor:
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Start to copy a tensor to host memory. The values are there once the stream has reached this point."""
+    if not tensor.is_cuda:
+        return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

@@ -46,14 +46,14 @@ class GraphSizes:
         if not self._decodes or len(chunks) > self._decodes[-1].num_seqs:
             return None
         for chunk in reversed(chunks):  # chunks of several tokens come last
-            if chunk.num_tokens != 1 or chunk.num_samples != 1:
+            if chunk.num_tokens != 1 or chunk.num_samples != 1 or chunk.reads:
                 return None
         return next(size for size in self._decodes if size.num_seqs >= len(chunks))
 
     def _choose_step(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
         num_tokens = num_decodes = 0
         for chunk in chunks:
-            if chunk.num_samples > 1:
+            if chunk.num_samples > 1 or chunk.reads:
                 return None
             if num_tokens == num_decodes and chunk.num_tokens == 1:
                 num_decodes += 1
