@@ -1,0 +1,138 @@
+"""Prompts that are only read. The inputs of one HTTP request are one group, and enter the engine a few at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from pd_cluster.errors import EngineUnavailable, Overloaded, error_named
+from pd_cluster.protocol.messages import AddRequest, PromptRead, RequestFailed, Work
+from pd_cluster.protocol.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pd_cluster.protocol.prompt_outputs import PromptOutputs
+    from pd_cluster.server.caller import Caller
+    from pd_cluster.server.schema import PromptFields
+    from pd_cluster.server.state import NodeState
+
+Result = TypeVar("Result")
+# A step takes what waits. Without a bound every step would be full for as long as texts are embedded, and the prompt of
+# a chat would wait for a whole one
+WINDOW_TOKENS = 1024
+
+
+class ReadWindow:
+    """Bounds the tokens of read prompts that the engine has at once, over all HTTP requests. They take turns."""
+
+    def __init__(self, num_tokens: int = WINDOW_TOKENS) -> None:
+        self._limit = num_tokens
+        self._taken = 0
+        self._turn = asyncio.Lock()  # its waiters are served in order
+        self._freed = asyncio.Event()
+        self.num_waiting = 0  # HTTP requests: each waits with one prompt
+
+    async def take(self, num_tokens: int) -> None:
+        """Wait for room. A prompt that is longer than the window enters alone."""
+        self.num_waiting += 1
+        try:
+            async with self._turn:
+                while self._taken and self._taken + num_tokens > self._limit:
+                    self._freed.clear()
+                    await self._freed.wait()
+                self._taken += num_tokens
+        finally:
+            self.num_waiting -= 1
+
+    def give(self, num_tokens: int) -> None:
+        self._taken -= num_tokens
+        self._freed.set()
+
+
+class Reads(NamedTuple, Generic[Result]):
+    """What was made of each prompt, in order, and the tokens of all."""
+
+    results: list[Result]
+    num_tokens: int
+    num_cached: int
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's `usage`."""
+        return {
+            "prompt_tokens": self.num_tokens,
+            "total_tokens": self.num_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached},
+        }
+
+
+async def read_prompts(
+    state: NodeState,
+    caller: Caller,
+    body: PromptFields,
+    prompts: Sequence[list[int]],
+    outputs: PromptOutputs,
+    make: Callable[[PromptRead], Result],
+) -> Reads[Result]:
+    """Read token ids, and `make` a result of each answer when it comes. One that fails ends the others.
+
+    Cancelling it takes the prompts back from the engine. Raises PdError.
+    """
+    window = state.read_window
+    if window.num_waiting >= state.config.scheduler.max_waiting:
+        raise Overloaded(f"{window.num_waiting} requests about prompts are waiting")
+    num_cached = 0
+
+    async def read(prompt: list[int]) -> Result:
+        nonlocal num_cached
+        answer = await _read_one(state, caller, body, prompt, outputs)
+        num_cached += answer.num_cached_tokens
+        return make(answer)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            for prompt in prompts:
+                await window.take(len(prompt))
+                task = group.create_task(read(prompt))
+                task.add_done_callback(partial(_give_back, window, len(prompt)))
+                tasks.append(task)
+            caller.charge.include()  # not earlier: the engine's load has the prompts of the window only
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return Reads([task.result() for task in tasks], sum(map(len, prompts)), num_cached)
+
+
+def _give_back(window: ReadWindow, num_tokens: int, _: object) -> None:
+    """For the end of a task: the coroutine of one that is cancelled early never runs."""
+    window.give(num_tokens)
+
+
+async def _read_one(
+    state: NodeState, caller: Caller, body: PromptFields, prompt: list[int], outputs: PromptOutputs
+) -> PromptRead:
+    request = AddRequest(
+        request_id=uuid.uuid4().hex,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=1),
+        work=Work.READ,
+        priority=body.priority or 0 if state.config.scheduler.priorities else 0,
+        salt=body.cache_salt or "",
+        received_s=caller.started_s,
+        group=caller.group,
+        outputs=outputs,
+    )
+    async with state.engine.open(request) as stream:
+        async for message in stream:
+            if isinstance(message, RequestFailed):
+                raise error_named(message.error, message.message, message.param, message.code)
+            if isinstance(message, PromptRead):
+                state.metrics.prompt_tokens.inc(len(prompt))
+                state.metrics.cached_tokens.inc(message.num_cached_tokens)
+                if message.timeline is not None:
+                    state.metrics.observe_timeline(message.timeline)
+                return message
+    raise EngineUnavailable("the engine aborted the request")
