@@ -6,10 +6,10 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from pd_cluster.engine.client import RequestStream
+from pd_cluster.engine.client import RequestStream, is_terminal
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.news_mirror import NewsMirror
-from pd_cluster.protocol.messages import AddRequest, EngineReady, EngineStats, RequestFailed, TokensOut
+from pd_cluster.protocol.messages import AddRequest, EngineReady, EngineStats
 from tests.engine.test_core_pipeline import FakeMailbox
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class InLoopEngine:
                 self.stats = message
                 continue
             name = getattr(message, "request_id", "")
-            if isinstance(message, RequestFailed) or (isinstance(message, TokensOut) and message.finished):
+            if is_terminal(message):  # type: ignore[arg-type]
                 self._open.discard(name)
             if name in self._streams:
                 self._streams[name].push(message)  # type: ignore[arg-type]
