@@ -85,6 +85,10 @@ AREAS = (
                 "Anthropic's Messages and OpenAI's Responses (without state)",
                 paths=("/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
             ),
+            Feature(
+                "embeddings (last token), scores and reranks (causal rerankers)",
+                paths=("/v1/embeddings", "/pooling", "/v1/score", "/v1/rerank", "/v2/rerank"),
+            ),
             Feature("cache resets and profiles (signed orders)", paths=("/reset_prefix_cache", "/start_profile")),
         ),
         (
@@ -94,7 +98,6 @@ AREAS = (
         ),
         (
             Feature("logprobs of prompts", ("prompt_logprobs",)),
-            Feature("embeddings", paths=("/v1/embeddings",)),
         ),
     ),
     Area(

@@ -88,13 +88,6 @@ class RequestBody:
         limit = self.get("max_tokens", float) if limit is None else limit
         return limit is None or limit > (1 if self.wants_prompt_logprobs else 0)
 
-    @property
-    def no_ticket(self) -> str:
-        """See `PromptFacts.no_ticket`. A ticket is for one prompt, and for its KV alone."""
-        if self.has_several_prompts:
-            return "several-prompts"
-        return "prompt-logprobs" if self.wants_prompt_logprobs else ""
-
     def _has(self, name: str) -> bool:
         return bytes(self._fields.get(name, b"null")) != b"null"
 

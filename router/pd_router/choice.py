@@ -143,8 +143,9 @@ def choose(
             "no healthy node can decode" + (f" for the model {model!r}" if model else "") + "; try again later"
         )
     costs = Costs(prompt, prefills, now_s, decodes)
-    if not prefills:
-        return RouteChoice(HandoffOrder.DIRECT, "no-prefill-node", (), decodes, costs)
+    if not prefills or prompt.is_told:
+        reason = "prompt-logprobs" if prompt.is_told else "no-prefill-node"
+        return RouteChoice(HandoffOrder.DIRECT, reason, (), decodes, costs)
     reading_s = dict(zip(prefills, costs.reading(prefills), strict=True))
     ranked = tuple(sorted(prefills, key=reading_s.__getitem__))  # stable, so equals keep the order of the turn
     kv_version = _best_version(costs, reading_s, ranked, decodes)
@@ -152,7 +153,7 @@ def choose(
         return RouteChoice(HandoffOrder.DIRECT, "no-pair", (), decodes, costs)
     if kv_version:
         ranked = tuple(node for node in ranked if node.pairs_with(kv_version))
-    handoff = _handoff(costs, settings, asked, ranked, decodes, kv_version, prompt.no_ticket)
+    handoff = _handoff(costs, settings, asked, ranked, decodes, kv_version, is_several=prompt.is_several)
     return handoff if handoff.is_asked or not settings.spills else _better(handoff, reading_s[ranked[0]])
 
 
@@ -181,15 +182,16 @@ def _handoff(
     prefills: tuple[Node, ...],
     decodes: tuple[Node, ...],
     kv_version: str,
-    no_ticket: str,
+    *,
+    is_several: bool,
 ) -> RouteChoice:
-    """`no_ticket`: see `PromptFacts`. Such a request is never sent P-first."""
+    """A ticket is for one prompt, so several are never sent P-first: D asks for a ticket for each."""
     cached = costs.num_cached(prefills[0])
     order, reason = settings.default_order, "cached" if cached else "default"
     if asked is not None:
         order, reason = asked, "header"
-    if no_ticket and order is HandoffOrder.P_FIRST:
-        order, reason = HandoffOrder.D_FIRST, no_ticket
+    if is_several and order is HandoffOrder.P_FIRST:
+        order, reason = HandoffOrder.D_FIRST, "several-prompts"
     return RouteChoice(
         order, reason, prefills, decodes, costs, kv_version, is_asked=asked is not None,
         slo_ttft_s=settings.slo_ttft_ms / 1000,

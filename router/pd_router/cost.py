@@ -40,7 +40,8 @@ class PromptFacts:
 
     num_bytes: int
     num_sequences: int = 1
-    no_ticket: str = ""  # why no ticket can serve it, so that D asks for what it needs; "": a ticket can
+    is_several: bool = False  # prompts in one request
+    is_told: bool = False  # the answer tells their log-probabilities, so the node that answers computes all of them
     cached: Mapping[Node, int] = field(default_factory=dict)  # tokens of its prefix; nodes without any are absent
 
 

@@ -76,7 +76,7 @@ def test_reasons() -> None:
     assert chosen(nodes, route="d-first").text == "d-first; reason=default"
     asked = chosen(nodes, asked=HandoffOrder.D_FIRST)
     assert (asked.text, asked.is_asked) == ("d-first; reason=header", True)
-    several = chosen(nodes, asked=HandoffOrder.P_FIRST, no_ticket="several-prompts")
+    several = chosen(nodes, asked=HandoffOrder.P_FIRST, is_several=True)
     assert (several.text, several.is_asked) == ("d-first; reason=several-prompts", True)
     assert chosen(nodes).direct("prefill-failed").text == "direct; reason=prefill-failed"
     for node in nodes.nodes[:2]:

@@ -1,4 +1,4 @@
-"""Requests about prompts alone against a scripted engine: bodies, answers, refusals, and how inputs enter the engine."""
+"""Requests about prompts alone against a scripted engine: bodies, answers, refusals, and how inputs enter it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.strategies import SearchStrategy
 
 from pd_cluster.models.model_task import ModelTask
 from pd_cluster.protocol.messages import Abort, PromptRead, RequestFailed, Timeline, Work
@@ -25,6 +24,8 @@ from tests.server.live_server import Node, running
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from hypothesis.strategies import SearchStrategy
 
 pytestmark = pytest.mark.anyio
 EMBEDDINGS = "/v1/embeddings"
@@ -165,12 +166,13 @@ async def test_a_node_of_vectors_generates_nothing(path: str) -> None:
             assert response.status == 404
 
 
+INPUTS: list[dict[str, Any]] = [
+    {}, {"input": ""}, {"input": []}, {"input": ["a", ""]}, {"input": [[]]}, {"input": [1.5]}, {"input": [-1]},
+    {"input": [3072]}, {"input": None}, {"input": {"a": 1}}, {"input": [[1], "a"]},
+    {"input": ["a"] * (MAX_INPUTS + 1)}, {"input": [1] * 4096}, {"input": "hello " * 5000},
+]  # fmt: skip
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    *((EMBEDDINGS, body, "input") for body in (
-        {}, {"input": ""}, {"input": []}, {"input": ["a", ""]}, {"input": [[]]}, {"input": [1.5]}, {"input": [-1]},
-        {"input": [3072]}, {"input": None}, {"input": {"a": 1}}, {"input": [[1], "a"]}, {"input": ["a"] * (MAX_INPUTS + 1)},
-        {"input": [1] * 4096}, {"input": "hello " * 5000},
-    )),
+    *((EMBEDDINGS, body, "input") for body in INPUTS),
     (EMBEDDINGS, {"input": "a", "encoding_format": "bytes"}, "encoding_format"),
     (EMBEDDINGS, {"input": "a", "encoding_format": 1}, "encoding_format"),
     (EMBEDDINGS, {"input": "a", "dimensions": 0}, "dimensions"),
@@ -228,8 +230,10 @@ JSON: SearchStrategy[Any] = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["text", "a"]), inner, max_size=2),
     max_leaves=6,
 )
-NAMES = ["input", "encoding_format", "dimensions", "normalize", "text_1", "text_2", "queries", "query", "documents", "top_n",
-         "return_documents", "instruction", "truncate_prompt_tokens", "priority", "cache_salt", "add_special_tokens"]  # fmt: skip
+NAMES = [
+    "input", "encoding_format", "dimensions", "normalize", "text_1", "text_2", "queries", "query", "documents", "top_n",
+    "return_documents", "instruction", "truncate_prompt_tokens", "priority", "cache_salt", "add_special_tokens",
+]  # fmt: skip
 
 
 async def test_no_body_breaks_a_node() -> None:
@@ -276,9 +280,7 @@ async def test_inputs_enter_a_few_at_a_time_as_one_group() -> None:
             post(node, EMBEDDINGS, {"input": inputs}), post(node, EMBEDDINGS, {"input": [[5] * 3000]})
         )
         groups = [request.group for request in node.engine.requests]
-        alone = groups.index(
-            next(request.group for request in node.engine.requests if len(request.prompt_token_ids) == 3000)
-        )
+        alone = [len(request.prompt_token_ids) for request in node.engine.requests].index(3000)
     assert [one["embedding"][1] > 0 for one in both[0]["data"]] == [True] * 400
     assert most == 3000, "a prompt that is longer than the window enters alone"
     assert len(set(groups)) == 2
@@ -296,9 +298,8 @@ async def test_one_input_that_fails_fails_the_request_and_aborts_the_others() ->
         async with node.session.post(node.url + EMBEDDINGS, json={"input": [[1], [2], [9]]}) as response:
             assert (response.status, (await response.json())["error"]["code"]) == (503, "overloaded")
             assert response.headers["retry-after"] == "1"
-        assert [node.engine.aborts.get_nowait().request_id for _ in range(2)] == [
-            request.request_id for request in node.engine.requests[:2]
-        ]
+        aborted = {node.engine.aborts.get_nowait().request_id for _ in range(2)}
+        assert aborted == {request.request_id for request in node.engine.requests[:2]}
         assert node.state.read_window._taken == 0
 
 

@@ -55,7 +55,7 @@ async def check_vectors(embedder: TinyReader, url: str) -> None:
     """Float and base64, which the client asks for by itself."""
     async with client(url) as ai:
         for more in ({"encoding_format": "float"}, {}):
-            answer = await ai.embeddings.create(model="demo", input=TEXTS, **more)  # type: ignore[arg-type]
+            answer = await ai.embeddings.create(model="demo", input=TEXTS, **more)
             assert [one.index for one in answer.data] == list(range(len(TEXTS)))
             for one, text in zip(answer.data, TEXTS, strict=True):
                 assert one.embedding == pytest.approx(expected(embedder, text), abs=ABS)
