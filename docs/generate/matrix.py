@@ -74,12 +74,13 @@ AREAS = (
             Feature("streaming", ("stream", "stream_options")),
             Feature("`n`", ("n",)),
             Feature("logprobs", ("logprobs", "top_logprobs", "return_tokens_as_token_ids")),
+            Feature("`echo`, with `logprobs` too; logprobs of prompts", ("echo", "prompt_logprobs")),
             Feature("token ids in answers", ("return_token_ids",)),
             Feature("cache salt", ("cache_salt",)),
             Feature(
-                "models, tokenize, detokenize",
+                "models, tokenize, detokenize, facts of the tokenizer",
                 ("model", "request_id", "rid"),
-                ("/v1/models", "/tokenize", "/detokenize"),
+                ("/v1/models", "/tokenize", "/detokenize", "/tokenizer_info"),
             ),
             Feature(
                 "Anthropic's Messages and OpenAI's Responses (without state)",
@@ -94,11 +95,8 @@ AREAS = (
         (
             Feature("priorities (where nodes allow them)", ("priority",)),
             Feature("`best_of` (equal to `n`)", ("best_of",)),
-            Feature("`echo` (without logprobs)", ("echo",)),
         ),
-        (
-            Feature("logprobs of prompts", ("prompt_logprobs",)),
-        ),
+        (),
     ),
     Area(
         "sampling",

@@ -9,7 +9,6 @@ import numpy as np
 
 from pd_cluster.errors import InvalidRequest, PdError
 from pd_cluster.protocol.messages import RequestFailed, Work
-from pd_cluster.protocol.prompt_outputs import PromptOutputs
 from pd_cluster.scheduling.sequence import Request
 
 if TYPE_CHECKING:
@@ -59,13 +58,13 @@ class Admission:
     def _check_outputs(self, message: AddRequest) -> None:
         """Raises InvalidRequest unless the work can answer what the request asks about its prompt."""
         outputs, is_read = message.outputs, message.work is Work.READ
-        if outputs is None or outputs == PromptOutputs():
-            if is_read:
-                raise InvalidRequest("a read asks for nothing about its prompt", "outputs")
-            return
-        outputs.validate(self._vocab_size)
         if is_read and message.sampling.n != 1:
             raise InvalidRequest("a read draws nothing, so n must be 1", "n")
+        if outputs is None:
+            return
+        outputs.validate(self._vocab_size)
+        if message.work is Work.TAKE_OVER:
+            raise InvalidRequest("a node that takes KV over has not computed the prompt", "outputs")
         if message.known:
             raise InvalidRequest("an answer that goes on behind known tokens has read its prompt before", "outputs")
         if outputs.of_last_token and not is_read:

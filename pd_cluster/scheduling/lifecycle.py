@@ -80,6 +80,15 @@ class Lifecycle:
             reports.append(SequenceTokens(seq.index, (token,), seq.finish_reason, seq.stop_token_id))
         return Update(request, tuple(reports), request.finished)
 
+    def take_entries(self, parts: dict[int, PromptPart]) -> list[Update]:
+        """Updates with the log-probabilities of a step, to send before any token or end of the same requests."""
+        updates = []
+        for seq_id, part in parts.items():
+            seq = self._queues.sequences[seq_id]
+            if part.entries and seq.finish_reason is None:
+                updates.append(Update(seq.request, (), finished=False, prompt=seq.take_entries(part)))
+        return updates
+
     def end_read(self, seq: Sequence, part: PromptPart | None) -> Update:
         """End a READ, the prompt of which is computed."""
         request = seq.request

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.config import SchedulerConfig
-    from pd_cluster.protocol.prompt_outputs import PromptPart
     from pd_cluster.scheduling.batch import Batch, StepResult
     from pd_cluster.scheduling.block_manager import BlockManager
     from pd_cluster.scheduling.queue_order import QueueOrder
@@ -302,7 +301,7 @@ class Scheduler:
         """Take a step's result: cache its computed blocks, append its sampled tokens, end the sequences that ended."""
         self.sit_out(result.absent)
         self._num_sat_out += len(result.absent)
-        updates = self._take_entries(result.prompts) if result.prompts else []
+        updates = self._life.take_entries(result.prompts) if result.prompts else []
         shared: dict[Request, list[SequenceTokens]] = {}  # of requests with several sequences
         samples = result.samples
         block_size, sequences = self._blocks.block_size, self._queues.sequences
@@ -351,15 +350,6 @@ class Scheduler:
             else:
                 shared.setdefault(request, []).append(report)
         updates += [Update(request, tuple(reports), request.finished) for request, reports in shared.items()]
-        return updates
-
-    def _take_entries(self, parts: dict[int, PromptPart]) -> list[Update]:
-        """Updates with the log-probabilities of a step, before any token or end of the same requests."""
-        updates = []
-        for seq_id, part in parts.items():
-            seq = self._queues.sequences[seq_id]
-            if part.entries and seq.finish_reason is None:
-                updates.append(Update(seq.request, (), finished=False, prompt=seq.take_entries(part)))
         return updates
 
     def _publish(self, seq: Sequence) -> None:

@@ -10,6 +10,7 @@ import orjson
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pd_cluster.server.prompt_scores import PromptScores
     from pd_connectors.protocol.messages import SampledToken
 
 
@@ -22,14 +23,20 @@ class AnswerExtras:
     token_ids: bool = False  # `return_token_ids`
     prompts: Sequence[Sequence[int]] = ()  # token ids, with `token_ids`
     echoes: Sequence[str] = ()  # with `echo`: the text before each choice of a prompt
+    scores: Sequence[PromptScores] = ()  # by prompt, when log-probabilities of prompts are asked for
 
     def echo(self, index: int) -> str:
         """The prompt's text that choice `index` begins with."""
         return self.echoes[index // self.n] if self.echoes else ""
 
-    def prompt_ids(self, index: int) -> dict[str, Any]:
-        """The field with the ids of the prompt of choice `index`, if it was asked for."""
-        return {"prompt_token_ids": self.prompts[index // self.n]} if self.prompts else {}
+    def prompt_fields(self, index: int) -> dict[str, Any]:
+        """The fields with ids and log-probabilities of the prompt of choice `index`, if they were asked for."""
+        ids = {"prompt_token_ids": self.prompts[index // self.n]} if self.prompts else {}
+        return ids | self.scores[index // self.n].fields if self.scores else ids
+
+    def echo_logprobs(self, index: int) -> tuple[dict[str, list[Any]], int]:
+        """See `PromptScores.echo`."""
+        return self.scores[index // self.n].echo if self.scores else ({}, 0)
 
     def output_ids(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
         """The field with the ids of these tokens, if it was asked for."""

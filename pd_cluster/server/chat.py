@@ -166,7 +166,7 @@ class ChatShape:
         after = self._after if usage is None else b'}],"usage":%s}\n\n' % orjson.dumps(usage)
         if index not in self._started:
             self._started.add(index)
-            prompt = more_fields(self._extras.prompt_ids(index))  # a field of the chunk, not of the choice
+            prompt = more_fields(self._extras.prompt_fields(index))  # a field of the chunk, not of the choice
             events.append(self._event(index, b'{"role":"assistant","content":""}', b"}]" + prompt + after[2:]))
         show_logprobs = self._with_logprobs and output.tokens
         ids = self._extras.output_ids(output.tokens) if output.tokens else {}
@@ -187,7 +187,7 @@ class ChatShape:
 
     def body(self, choices: Sequence[ChoiceOutput], usage: dict[str, Any]) -> dict[str, Any]:
         shaped = [self._choice(index, choice) for index, choice in enumerate(choices)]
-        more = self._extras.prompt_ids(0)
+        more = self._extras.prompt_fields(0)
         return self._head | {"object": "chat.completion", "choices": shaped, "usage": usage} | more
 
     def _choice(self, index: int, choice: ChoiceOutput) -> dict[str, Any]:

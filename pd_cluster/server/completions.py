@@ -30,12 +30,16 @@ def prompts_of(body: CompletionBody, vocab_size: int, max_model_len: int) -> lis
     return prompt_list(raw, "prompt", body, most=MAX_PROMPTS, vocab_size=vocab_size, max_model_len=max_model_len)
 
 
-def check_echo(body: CompletionBody) -> None:
-    """Raises InvalidRequest for the logprobs of an echoed prompt."""
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequest(
-            "echo excludes logprobs: the prompt's logprobs are not computed", "echo", "unsupported_value"
-        )
+def reads_only(body: CompletionBody) -> bool:
+    """Whether the request only asks about its prompts: `max_tokens` 0. Raises InvalidRequest if it asks for nothing."""
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if limit != 0:
+        return False
+    if not body.echo and body.prompt_logprobs is None:
+        raise InvalidRequest("max_tokens 0 needs echo or prompt_logprobs: the answer would be empty", "max_tokens")
+    if body.n not in (None, 1):
+        raise InvalidRequest("max_tokens 0 excludes n: there is nothing to choose", "n")
+    return True
 
 
 def check_best_of(body: GenerationBody) -> None:
@@ -81,15 +85,16 @@ class CompletionShape:
 
     def chunk(self, index: int, output: ChoiceOutput, usage: dict[str, Any] | None = None) -> bytes:
         logprobs, extras = b"null", self._extras
-        if self._with_logprobs and output.tokens:
-            shaped, self._offsets[index] = self._logprobs(output, self._offsets.get(index, 0))
+        is_first = index not in self._begun
+        if self._with_logprobs and (output.tokens or (is_first and extras.scores)):
+            shaped, self._offsets[index] = self._logprobs(index, output, self._offsets.get(index))
             logprobs = orjson.dumps(shaped)
         elif not output.parts and output.finish_reason is None and not (extras.token_ids and output.tokens):
             return b""
         text, ids = _text(output), extras.output_ids(output.tokens)
-        if index not in self._begun:
+        if is_first:
             self._begun.add(index)
-            text, ids = extras.echo(index) + text, ids | extras.prompt_ids(index)
+            text, ids = extras.echo(index) + text, ids | extras.prompt_fields(index)
         end = b"null"
         if output.finish_reason is not None:
             end = b'"%s","stop_reason":%s' % (output.finish_reason.encode(), orjson.dumps(output.stop_reason))
@@ -102,20 +107,23 @@ class CompletionShape:
 
     def body(self, choices: Sequence[ChoiceOutput], usage: dict[str, Any]) -> dict[str, Any]:
         def shaped(index: int, choice: ChoiceOutput) -> dict[str, Any]:
-            ids = self._extras.output_ids(choice.tokens) | self._extras.prompt_ids(index)
+            ids = self._extras.output_ids(choice.tokens) | self._extras.prompt_fields(index)
             return ids | {
                 "index": index,
                 "text": self._extras.echo(index) + _text(choice),
-                "logprobs": self._logprobs(choice, 0)[0] if self._with_logprobs else None,
+                "logprobs": self._logprobs(index, choice)[0] if self._with_logprobs else None,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
             }
 
         return self._head | {"choices": [shaped(i, choice) for i, choice in enumerate(choices)], "usage": usage}
 
-    def _logprobs(self, output: ChoiceOutput, offset: int) -> tuple[dict[str, Any], int]:
-        names_are_ids = self._extras.names_are_ids
-        return completion_logprobs(self._vocabulary, output.tokens, offset, names_are_ids=names_are_ids)
+    def _logprobs(self, index: int, output: ChoiceOutput, offset: int | None = None) -> tuple[dict[str, Any], int]:
+        """`offset`: characters before the output; None: it is the first, and an echoed prompt comes before it."""
+        extras = self._extras
+        before, start = extras.echo_logprobs(index) if offset is None else ({}, offset)
+        shaped, end = completion_logprobs(self._vocabulary, output.tokens, start, names_are_ids=extras.names_are_ids)
+        return {name: before.get(name, []) + values for name, values in shaped.items()}, end
 
 
 def _text(output: ChoiceOutput) -> str:

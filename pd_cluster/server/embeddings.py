@@ -70,7 +70,7 @@ async def _vectors(
 
 
 def _encoded(state: NodeState, body: EmbeddingBody, read: PromptRead) -> Any:
-    """The vector as JSON, made when it comes: 4,096 floats take 1 ms, and 512 such vectors at once would stop the loop."""
+    """The vector as JSON, made when it comes: 4,096 floats take 1 ms, and 512 such vectors at once stop the loop."""
     vector = np.frombuffer(read.pooled, "<f4").astype(np.float32)[: body.dimensions]
     if state.task.is_normed if body.normalize is None else body.normalize:
         vector /= max(float(np.linalg.norm(vector)), _LEAST_NORM)

@@ -19,8 +19,8 @@ from pd_cluster.server.chat_grammar import chat_grammar_source, check_format, pa
 from pd_cluster.server.completions import (
     DEFAULT_MAX_TOKENS,
     CompletionShape,
-    check_echo,
     prompts_of,
+    reads_only,
 )
 from pd_cluster.server.continuation import check_prompt, known_answer, resume
 from pd_cluster.server.generation_request import GenerationRequest, KnownAnswer, KvSource
@@ -34,6 +34,7 @@ from pd_cluster.server.prefill_endpoint import (
     answer_without_prefill,
     keeping_alive,
 )
+from pd_cluster.server.prompt_scores import PromptAsk, PromptScores
 from pd_cluster.server.prompt_steps import NO_STEPS, PromptSteps, given_steps, names_for
 from pd_cluster.server.reasoning_options import reasoning_options
 from pd_cluster.server.request_checks import check_common, check_lists, check_queue_room, decoded
@@ -95,6 +96,8 @@ class _Call:
     echoes: Sequence[Prompt] = ()  # with `echo`: the prompts as they came
     known: KnownAnswer | None = None  # of a stream that another node has begun
     names: PromptSteps | None = None  # of the blocks of a single prompt; None: no router asks for them
+    ask: PromptAsk | None = None  # what the answers show of the prompts' log-probabilities
+    is_read: bool = False  # nothing is generated
 
     @property
     def continuation(self) -> Continuation | None:
@@ -170,6 +173,7 @@ async def _chat(
         parser=state.output_parser,
         parser_options=parser_options(body, use),
         names=names,
+        ask=PromptAsk.of(body.prompt_logprobs, None, names_are_ids=False),
     )
     await _generate(state, caller, reply, call)
 
@@ -177,7 +181,6 @@ async def _chat(
 async def completions(state: NodeState, caller: Caller, reply: CountedReply, raw: bytes) -> None:
     """Serve `POST /v1/completions`: generate for the body `raw`, and answer through `reply`. Raises PdError."""
     body = decoded(state, reply, raw, CompletionBody)
-    check_echo(body)
     prompts = prompts_of(body, state.tokenizer.vocab_size, state.ready.max_model_len)
     names = names_for(state, body, raw) if len(prompts) == 1 else None
 
@@ -205,6 +208,12 @@ async def completions(state: NodeState, caller: Caller, reply: CountedReply, raw
         default_max_tokens=DEFAULT_MAX_TOKENS,
         echoes=prompts if body.echo else (),
         names=names,
+        ask=PromptAsk.of(
+            body.prompt_logprobs,
+            body.logprobs if body.echo else None,
+            names_are_ids=bool(body.return_tokens_as_token_ids),
+        ),
+        is_read=reads_only(body),
     )
     await _generate(state, caller, reply, call)
 
@@ -239,7 +248,7 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
         return
     requests = [await _request(state, caller, call, i) for i in range(len(prompts))]
     streams = [GenerationStream(state, request, caller.started_s) for request in requests]
-    shape = _shape(state, caller, call, requests)
+    shape = _shape(state, caller, call, requests, [one.scores for one in streams if one.scores is not None])
     if call.is_prefill_leg:
         await answer_prefill_whole(state, reply, streams[0], shape, echo_ids=call.echo_ids)
     elif body.stream:
@@ -254,7 +263,13 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
         await answer_whole(state, reply, streams, shape)
 
 
-def _shape(state: NodeState, caller: Caller, call: _Call, requests: Sequence[GenerationRequest]) -> ResponseShape:
+def _shape(
+    state: NodeState,
+    caller: Caller,
+    call: _Call,
+    requests: Sequence[GenerationRequest],
+    scores: Sequence[PromptScores] = (),
+) -> ResponseShape:
     body = call.body
     is_cut = body.truncate_prompt_tokens is not None
     pairs = zip(call.echoes, requests, strict=False)
@@ -267,6 +282,7 @@ def _shape(state: NodeState, caller: Caller, call: _Call, requests: Sequence[Gen
             text if isinstance(text, str) and not is_cut else state.tokenizer.text_of(request.prompt, skip_special=True)
             for text, request in pairs
         ],
+        scores=scores,
     )
     return call.shape(
         caller.request_id,
@@ -286,6 +302,9 @@ async def _request(state: NodeState, caller: Caller, call: _Call, index: int) ->
     if call.is_prefill_leg:
         prompt = await call.prompts[index]()
         kv_source = KvSource(Work.PREFILL, hold_lease=not caller.wants_ticket_stream)
+    elif call.is_read or (call.ask is not None and call.known is None):
+        # Every position is computed where the log-probabilities are told, so KV from elsewhere saves nothing
+        prompt, kv_source = await call.prompts[index](), KvSource(Work.READ if call.is_read else Work.GENERATE)
     else:
         if params is not None and len(call.prompts) > 1:
             # a ticket is for one prompt: each prompt asks the offer's nodes for its own
@@ -313,6 +332,7 @@ async def _request(state: NodeState, caller: Caller, call: _Call, index: int) ->
         charge=caller.charge,
         prefill_charge=caller.prefill_charge,
         steps=steps,
+        ask=None if call.is_prefill_leg else call.ask,
     )
     if call.continuation is not None:
         check_prompt(call.continuation, request)
@@ -343,7 +363,7 @@ def _sampling(state: NodeState, call: _Call, num_prompt_tokens: int) -> Sampling
         sampling = msgspec.structs.replace(decode_sampling(bytes(params.sampling)), max_tokens=1)
         check_logits_args(sampling.logits_args, state.config.model.logits_stages, 1)
     else:
-        if call.is_prefill_leg:
+        if call.is_prefill_leg or call.is_read:
             body = msgspec.structs.replace(body, max_tokens=1, max_completion_tokens=None)
         sampling = sampling_params(
             body,
@@ -356,6 +376,6 @@ def _sampling(state: NodeState, call: _Call, num_prompt_tokens: int) -> Sampling
             bad_words=call.bad_words,
         )
     sampling.validate(state.tokenizer.vocab_size)
-    if not call.is_prefill_leg:
+    if not (call.is_prefill_leg or call.is_read):
         check_min_tokens(sampling)
     return sampling

@@ -87,7 +87,6 @@ REFUSED: dict[str, FieldRefusal] = {
     "repetition_detection": FieldRefusal("repetition is not detected"),
     # the content of the answer
     "echo": FieldRefusal("a chat answer does not repeat the last message"),
-    "prompt_logprobs": FieldRefusal("the prompt's logprobs are not computed"),
     "logprob_token_ids": FieldRefusal("use logprobs or top_logprobs"),
     "return_prompt_token_ids": FieldRefusal("use return_token_ids"),
     "return_prompt_text": FieldRefusal("use return_token_ids and /detokenize"),

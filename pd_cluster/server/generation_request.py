@@ -14,6 +14,7 @@ from pd_cluster.protocol.messages import AddRequest, Work
 if TYPE_CHECKING:
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.server.feed_hub import ChargeMark
+    from pd_cluster.server.prompt_scores import PromptAsk
     from pd_cluster.server.sampling import TextOptions
     from pd_connectors.protocol.ticket import Ticket
     from pd_http.frames import KnownChoice
@@ -63,6 +64,7 @@ class GenerationRequest:
     charge: ChargeMark | None = None  # None: of no router
     steps: tuple[tuple[int, int], ...] = ()  # see `AddRequest`
     prefill_charge: str = ""  # the router's name of its charge on the P that D asks
+    ask: PromptAsk | None = None  # what the answer shows of the prompt's log-probabilities
 
     @property
     def seed(self) -> int:
@@ -102,4 +104,6 @@ class GenerationRequest:
             group=self.group,
             drawn_seed=self.drawn_seed,
             steps=self.steps,
+            # the log-probabilities of an answer that has begun on another node came with its beginning
+            outputs=None if self.ask is None or (known is not None and any(known)) else self.ask.outputs,
         )

@@ -11,12 +11,16 @@ from pd_cluster.protocol.messages import (
     Abort,
     FinishReason,
     NeedsPrefill,
+    PromptLogprobs,
+    PromptRead,
     RequestFailed,
+    SequenceTokens,
     TicketOpened,
     TokensOut,
     Work,
 )
 from pd_cluster.server.choice import Choice
+from pd_cluster.server.prompt_scores import PromptScores
 from pd_cluster.server.stopwatch import Stopwatch
 from pd_cluster.server.takeover_policy import PrefillSearch
 
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pd_cluster.engine.client import RequestMessage, RequestStream
-    from pd_cluster.protocol.messages import SequenceTokens, Timeline
+    from pd_cluster.protocol.messages import Timeline
     from pd_cluster.server.choice import ChoiceOutput
     from pd_cluster.server.generation_request import GenerationRequest
     from pd_cluster.server.state import NodeState
@@ -47,6 +51,7 @@ class GenerationStream:
         self._started_s = started_s
         self._search = PrefillSearch(state, request)
         self.stopwatch = Stopwatch(started_s)
+        self.scores = None if request.ask is None else PromptScores(request.ask, state.tokenizer, request.prompt)
         self._choices = [Choice(i, request, state.tokenizer) for i in range(request.sampling.n)]
         self._live = request.live  # by index of the engine
         known = () if request.known is None else request.known.choices
@@ -159,10 +164,16 @@ class GenerationStream:
                 self._search.has_tokens()
                 self.num_cached_tokens = max(self.num_cached_tokens, message.num_cached_tokens)
                 self.num_external_tokens = max(self.num_external_tokens, message.num_external_tokens)
-                if message.timeline is not None:
-                    self.timeline = message.timeline
-                    self._state.metrics.observe_timeline(message.timeline)
+                self._note_end(message.timeline)
                 return [output for new in message.sequences if (output := self._extend(new)) is not None]
+            case PromptLogprobs():
+                assert self.scores is not None
+                self.scores.take(message.entries)
+            case PromptRead():
+                self._search.has_tokens()
+                self.num_cached_tokens = message.num_cached_tokens
+                self._note_end(message.timeline)
+                return [self._choices[0].extend(SequenceTokens(0, (), FinishReason.LENGTH))]
             case TicketOpened():
                 self.ticket = message.ticket
             case NeedsPrefill():
@@ -170,6 +181,11 @@ class GenerationStream:
             case RequestFailed():
                 raise error_named(message.error, message.message, message.param, message.code)
         return ()
+
+    def _note_end(self, timeline: Timeline | None) -> None:
+        if timeline is not None:
+            self.timeline = timeline
+            self._state.metrics.observe_timeline(timeline)
 
     def _extend(self, new: SequenceTokens) -> ChoiceOutput | None:
         choice = self._choices[self._live[new.index]]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from pd_cluster.protocol.prompt_outputs import PromptToken
     from pd_cluster.server.detokenizer import Vocabulary
     from pd_connectors.protocol.messages import SampledToken
 
@@ -21,7 +22,7 @@ def chat_logprobs(
     def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
         raw = vocabulary.token_bytes(token_id)
         name = f"token_id:{token_id}" if names_are_ids else raw.decode(errors="replace")
-        return {"token": name, "logprob": _finite(logprob), "bytes": list(raw)}
+        return {"token": name, "logprob": finite(logprob), "bytes": list(raw)}
 
     return {
         "content": [
@@ -33,9 +34,17 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    vocabulary: Vocabulary, tokens: Iterable[SampledToken], offset: int, *, names_are_ids: bool = False
-) -> tuple[dict[str, Any], int]:
-    """`choices[].logprobs` of legacy completions, and the text offset after it. `offset`: characters before it."""
+    vocabulary: Vocabulary,
+    tokens: Iterable[SampledToken | PromptToken],
+    offset: int,
+    *,
+    num_top: int | None = None,
+    names_are_ids: bool = False,
+) -> tuple[dict[str, list[Any]], int]:
+    """`choices[].logprobs` of legacy completions, and the text offset after it. `offset`: characters before it.
+
+    `num_top`: alternatives of each token; None: all that it has.
+    """
 
     def name_of(token_id: int) -> str:
         return f"token_id:{token_id}" if names_are_ids else _name(vocabulary, token_id)
@@ -47,10 +56,10 @@ def completion_logprobs(
     for token in tokens:
         name = name_of(token.token_id)
         names.append(name)
-        values.append(_finite(token.logprob))
+        values.append(finite(token.logprob))
         offsets.append(offset)
         offset += len(vocabulary.token_bytes(token.token_id).decode(errors="replace"))
-        top = {name_of(one.token_id): _finite(one.logprob) for one in token.top}
+        top = {name_of(one.token_id): finite(one.logprob) for one in token.top[:num_top]}
         tops.append({name: values[-1]} | top)
     return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}, offset
 
@@ -64,5 +73,6 @@ def _name(vocabulary: Vocabulary, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def _finite(logprob: float | None) -> float:
+def finite(logprob: float | None) -> float:
+    """The log-probability as JSON can say it."""
     return _LOWEST if logprob is None or not logprob >= _LOWEST else logprob

@@ -75,6 +75,10 @@ def admin_routes(state: NodeState) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         return await _detokenize(state, await _body(state, request))
 
+    @routes.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        return json_response(state.tokenizer.facts | {"model_max_length": state.ready.max_model_len})
+
     @routes.post("/pd/release")
     async def release(request: Request) -> Response:
         return json_response(_release(state, await _body(state, request)))

@@ -104,8 +104,20 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
+class PromptLogprob(msgspec.Struct):
+    """Of one token behind the prompt before it. `rank`: 1 for the most likely one."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobsOf = list[dict[str, PromptLogprob] | None]
+"""By token of the prompt: the token's id and those of the most likely ones. Null: the first token has none."""
+
+
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """A whole chat answer. `prompt_token_ids`: with `return_token_ids`."""
+    """A whole chat answer. `prompt_token_ids`: with `return_token_ids`; `prompt_logprobs` if they are asked for."""
 
     id: str
     object: Literal["chat.completion"]
@@ -114,14 +126,17 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobsOf | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Lists with one entry for each token of the choice."""
+    """Lists with one entry for each token of the choice; with `echo` after those of the prompt, the first of which has
+    no log-probability.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -135,6 +150,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     stop_reason: str | int | None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobsOf | UnsetType = UNSET
 
 
 class TextCompletion(msgspec.Struct):
@@ -209,6 +225,18 @@ class DetokenizedPrompt(msgspec.Struct):
     prompt: str
 
 
+class TokenizerFacts(msgspec.Struct):
+    """The tokenizer of the model. Tokens are text; null: it has none."""
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+    model_max_length: int
+
+
 class LeaseReleased(msgspec.Struct):
     """`released` is false when the lease is not, or no longer, of this engine."""
 
@@ -273,6 +301,7 @@ OPERATIONS = (
     Operation("get", "/v1/models/{name}", "Describe the model", None, ModelCard),
     Operation("post", "/tokenize", "Token ids of a prompt or of messages", TokenizeBody, TokenizedPrompt),
     Operation("post", "/detokenize", "Text of token ids", DetokenizeBody, DetokenizedPrompt),
+    Operation("get", "/tokenizer_info", "Special tokens and chat template of the tokenizer", None, TokenizerFacts),
     Operation("get", "/health", "State of the node; status 503 unless it is ok", None, dict),
     Operation("get", "/ping", "As /health", None, dict),
     Operation("post", "/ping", "As /health", None, dict),

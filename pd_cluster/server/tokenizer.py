@@ -101,6 +101,14 @@ class Tokenizer:
         return bool(_QUERY.search(self.chat_template) and _DOCUMENT.search(self.chat_template))
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What a client needs to use this tokenizer through the API: special tokens as text, and the chat template."""
+        kinds = ("bos_token", "eos_token", "pad_token", "unk_token")
+        tokens = {kind: None if (token := getattr(self._tokenizer, kind)) is None else str(token) for kind in kinds}
+        name = type(self._tokenizer).__name__
+        return {"tokenizer_class": name, **tokens, "chat_template": self.chat_template or None}
+
+    @property
     def writes_date(self) -> bool:
         """Whether the chat template may write the day's date, so that a prompt has other tokens on another day."""
         return "strftime_now" in str(self._tokenizer.chat_template or "")

@@ -122,6 +122,7 @@ def _routes(services: Services, posted: PostedNodes, admin: Admin, views: Worker
         Route(COUNT_TOKENS, relay, methods=["POST"]),
         Route("/tokenize", relay, methods=["POST"]),
         Route("/detokenize", relay, methods=["POST"]),
+        Route("/tokenizer_info", relay, methods=["GET"]),
         Route("/health", control.health),
         Route("/ping", control.health, methods=["GET", "POST"]),
         Route("/version", control.version),

@@ -244,7 +244,7 @@ def test_preemption_while_a_prompt_is_read(
     for connector in make_connector(tight_executor):
         bench = ReadingBench(tight_executor, connector, mode)
         for index in range(2):
-            bench.add(f"decodes{index}", prompt_of(31, index), None, sampling=LONG, priority=-1)
+            bench.add(f"decodes{index}", prompt_of(30 - (mode == "on"), index), None, sampling=LONG, priority=-1)
         while len(bench.told["decodes1"].tokens) < 1:
             bench.core.turn()
             bench._collect()
@@ -259,6 +259,15 @@ def test_preemption_while_a_prompt_is_read(
 
 def tokens_of(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+def test_a_read_without_a_question_fills_the_cache(bench: ReadingBench) -> None:
+    for outputs in (None, PromptOutputs()):
+        bench.add("r", prompt_of(40, 77), outputs, work=Work.READ)
+        bench.run()
+        end = bench.told["r"].end
+        assert isinstance(end, PromptRead)
+        assert (end.pooled, end.logits, end.num_cached_tokens) == (b"", (), 0 if outputs is None else 32)
 
 
 def test_several_answers_share_one_reading(
@@ -329,8 +338,7 @@ def test_slices_bound_the_logits(
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
-        ({"outputs": None, "work": Work.READ}, "outputs"),
-        ({"outputs": PromptOutputs(), "work": Work.READ}, "outputs"),
+        ({"outputs": PromptOutputs(logprobs=1), "work": Work.TAKE_OVER}, "outputs"),
         ({"outputs": PromptOutputs(pooled=True)}, "outputs"),
         ({"outputs": PromptOutputs(logprobs=21)}, "prompt_logprobs"),
         ({"outputs": PromptOutputs(logits_of=(3072,)), "work": Work.READ}, "logits_of"),

@@ -130,7 +130,6 @@ async def test_the_body_may_name_the_request(name: str) -> None:
         ({"request_id": "a\nb"}, "request_id"),
         ({"rid": ""}, "rid"),
         ({"rid": ["a"]}, "rid"),
-        ({"echo": True, "logprobs": 0}, "echo"),
         ({"truncation_side": "right"}, "truncation_side"),
         (
             {"kv_transfer_params": {"do_remote_decode": True, "sampling": {"max_tokens": 1, "bad_words": [[]]}}},

@@ -1,0 +1,87 @@
+"""Log-probabilities of a prompt in answers: `prompt_logprobs` of vLLM, and `logprobs` of an echoed completion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pd_cluster.errors import InvalidRequest
+from pd_cluster.protocol.prompt_outputs import PromptOutputs
+from pd_cluster.protocol.sampling_params import MAX_TOP_LOGPROBS
+from pd_cluster.server.logprobs import completion_logprobs, finite
+from pd_connectors.protocol.messages import SampledToken
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd_cluster.protocol.prompt_outputs import PromptToken
+    from pd_cluster.server.detokenizer import Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class PromptAsk:
+    """Where an answer shows log-probabilities of the prompt, each with the number of alternatives; None: nowhere."""
+
+    field: int | None  # in `prompt_logprobs`
+    echo: int | None  # in `logprobs`, before those of the output
+    names_are_ids: bool = False  # see AnswerExtras
+
+    @classmethod
+    def of(cls, field: int | None, echo: int | None, *, names_are_ids: bool) -> PromptAsk | None:
+        """None: the answer shows none. Raises InvalidRequest."""
+        if field is None and echo is None:
+            return None
+        for name, value in (("prompt_logprobs", field), ("logprobs", echo)):
+            if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
+                raise InvalidRequest(f"{name} must be between 0 and {MAX_TOP_LOGPROBS}, not {value}", name)
+        return cls(field, echo, names_are_ids)
+
+    @property
+    def outputs(self) -> PromptOutputs:
+        """What the engine has to find out."""
+        return PromptOutputs(logprobs=max(self.field or 0, self.echo or 0))
+
+
+class PromptScores:
+    """The log-probabilities of one prompt, shaped step by step: those of a long prompt take a while."""
+
+    def __init__(self, ask: PromptAsk, vocabulary: Vocabulary, prompt: Sequence[int]) -> None:
+        self._ask = ask
+        self._vocabulary = vocabulary
+        self._field: list[dict[str, dict[str, Any]] | None] = [None]  # by token
+        first = [SampledToken(token_id) for token_id in prompt[:1]]
+        self._echo, self._end = completion_logprobs(vocabulary, first, 0, names_are_ids=ask.names_are_ids)
+        self._echo |= {"token_logprobs": [None], "top_logprobs": [None]}
+
+    def take(self, entries: Sequence[PromptToken]) -> None:
+        """Add the entries of the following positions."""
+        ask = self._ask
+        if ask.field is not None:
+            self._field += [self._entry(entry, ask.field) for entry in entries]
+        if ask.echo is not None:
+            shaped, self._end = completion_logprobs(
+                self._vocabulary, entries, self._end, num_top=ask.echo, names_are_ids=ask.names_are_ids
+            )
+            for name, values in shaped.items():
+                self._echo[name] += values
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Of the answer: a list of None, then by token {token id: its log-probability, rank and text}."""
+        return {} if self._ask.field is None else {"prompt_logprobs": self._field}
+
+    @property
+    def echo(self) -> tuple[dict[str, list[Any]], int]:
+        """The first part of an echoed completion's `logprobs`, and the text offset after it. Empty if not asked for."""
+        return ({}, 0) if self._ask.echo is None else (self._echo, self._end)
+
+    def _entry(self, entry: PromptToken, num_top: int) -> dict[str, dict[str, Any]]:
+        """The token itself, then the most likely ones."""
+        shaped = {str(entry.token_id): self._score(entry.token_id, entry.logprob, entry.rank)}
+        for rank, one in enumerate(entry.top[:num_top], 1):
+            shaped.setdefault(str(one.token_id), self._score(one.token_id, one.logprob, rank))
+        return shaped
+
+    def _score(self, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        text = self._vocabulary.token_bytes(token_id).decode(errors="replace")
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
