@@ -16,40 +16,11 @@ if TYPE_CHECKING:
 
     from pd_cluster.protocol.prompt_outputs import PromptOutputs
     from pd_cluster.server.caller import Caller
+    from pd_cluster.server.read_window import ReadWindow
     from pd_cluster.server.schema import PromptFields
     from pd_cluster.server.state import NodeState
 
 Result = TypeVar("Result")
-# A step takes what waits. Without a bound every step would be full for as long as texts are embedded, and the prompt of
-# a chat would wait for a whole one
-WINDOW_TOKENS = 1024
-
-
-class ReadWindow:
-    """Bounds the tokens of read prompts that the engine has at once, over all HTTP requests. They take turns."""
-
-    def __init__(self, num_tokens: int = WINDOW_TOKENS) -> None:
-        self._limit = num_tokens
-        self._taken = 0
-        self._turn = asyncio.Lock()  # its waiters are served in order
-        self._freed = asyncio.Event()
-        self.num_waiting = 0  # HTTP requests: each waits with one prompt
-
-    async def take(self, num_tokens: int) -> None:
-        """Wait for room. A prompt that is longer than the window enters alone."""
-        self.num_waiting += 1
-        try:
-            async with self._turn:
-                while self._taken and self._taken + num_tokens > self._limit:
-                    self._freed.clear()
-                    await self._freed.wait()
-                self._taken += num_tokens
-        finally:
-            self.num_waiting -= 1
-
-    def give(self, num_tokens: int) -> None:
-        self._taken -= num_tokens
-        self._freed.set()
 
 
 class Reads(NamedTuple, Generic[Result]):

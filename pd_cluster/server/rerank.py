@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from pd_cluster.server.prompt_bodies import PairFields
     from pd_cluster.server.state import NodeState
 
-# Qwen3-Reranker's, by its model card. Models whose chat template has messages of the roles query and document bring
-# their own question
+# Qwen3-Reranker's, by its model card. A chat template with messages of the roles query and document asks its own
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 QUESTION = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "

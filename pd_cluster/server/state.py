@@ -15,7 +15,7 @@ from pd_cluster.server.grammar_checks import GrammarChecks
 from pd_cluster.server.metrics import NodeMetrics
 from pd_cluster.server.node_role import NodeRole
 from pd_cluster.server.output_parser import load_parser
-from pd_cluster.server.prompt_reads import ReadWindow
+from pd_cluster.server.read_window import ReadWindow
 from pd_cluster.server.sampling import SamplingDefaults
 from pd_cluster.server.stream_version import settings_digest, stream_version
 from pd_cluster.server.template_parser import template_parser

