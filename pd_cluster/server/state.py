@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.errors import EngineUnavailable, InvalidRequest, ModelNotFound, StartupError
 from pd_cluster.models.model_task import SCORE, ModelTask, read_task
+from pd_cluster.scheduling.turns import crowd_limit
 from pd_cluster.server.feed_hub import FeedHub
 from pd_cluster.server.grammar_checks import GrammarChecks
 from pd_cluster.server.metrics import NodeMetrics
@@ -48,7 +49,7 @@ class NodeState:
     output_parser: ParserFactory | None = None  # of chat answers
     tool_format: ToolFormat | None = None  # of the model, None: not known
     task: ModelTask = field(default_factory=ModelTask)
-    read_window: ReadWindow = field(default_factory=ReadWindow)
+    read_window: ReadWindow = field(init=False)
     grammar_checks: GrammarChecks = field(init=False)
     role: NodeRole = field(init=False)
     feed: FeedHub = field(init=False)
@@ -63,6 +64,7 @@ class NodeState:
         self.role = NodeRole(self.config.server.role, self.engine.send)
         self.feed = FeedHub(self.engine, self.role)
         self.grammar_checks = GrammarChecks(Path(self.config.model.model), self.tokenizer.vocab_size)
+        self.read_window = ReadWindow(crowd_limit(self.config.scheduler.max_waiting) // 2)
         self.settings_digest = settings_digest(
             self.config, self.model_name, self.tokenizer, self.defaults, self.tool_format
         )

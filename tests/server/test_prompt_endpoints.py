@@ -255,7 +255,7 @@ async def test_no_body_breaks_a_node() -> None:
                 statuses.add(response.status)
                 assert response.status in (200, 400), (body, answer)
                 assert ("error" in answer) == (response.status == 400)
-        assert node.state.read_window._taken == 0
+        assert node.state.read_window.num_tokens == 0
     assert statuses == {200, 400}
 
 
@@ -300,7 +300,7 @@ async def test_one_input_that_fails_fails_the_request_and_aborts_the_others() ->
             assert response.headers["retry-after"] == "1"
         aborted = {node.engine.aborts.get_nowait().request_id for _ in range(2)}
         assert aborted == {request.request_id for request in node.engine.requests[:2]}
-        assert node.state.read_window._taken == 0
+        assert node.state.read_window.num_tokens == 0
 
 
 async def test_a_client_that_leaves_takes_its_inputs_back() -> None:
@@ -318,7 +318,7 @@ async def test_a_client_that_leaves_takes_its_inputs_back() -> None:
             while node.state.num_in_flight:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         assert len(node.engine.requests) == 2
-        assert (node.state.read_window._taken, node.state.read_window.num_waiting) == (0, 0)
+        assert (node.state.read_window.num_tokens, node.state.read_window.num_waiting) == (0, 0)
 
 
 async def test_too_many_requests_that_wait_are_refused() -> None:
@@ -329,8 +329,22 @@ async def test_too_many_requests_that_wait_are_refused() -> None:
         assert node.engine.requests == []
 
 
+async def test_short_inputs_never_overflow_the_engine_s_queue() -> None:
+    most = 0
+
+    async def script(line: Line) -> None:
+        nonlocal most
+        most = max(most, len(line.engine._tasks) - sum(task.done() for task in line.engine._tasks.values()))
+        await asyncio.sleep(0)
+        await reads(line)
+
+    async with node_of("embed", script) as node:
+        whole = await post(node, EMBEDDINGS, {"input": [[1]] * MAX_INPUTS, "encoding_format": "base64"})
+    assert (len(whole["data"]), 0 < most <= 256) == (MAX_INPUTS, True)
+
+
 async def test_the_window_serves_in_order_and_survives_cancellation() -> None:
-    window = ReadWindow(10)
+    window = ReadWindow(3, 10)
     order: list[int] = []
 
     async def take(number: int, num_tokens: int) -> None:

@@ -120,7 +120,7 @@ async def leave_early(p: ReaderNode, url: str) -> None:
         await asyncio.sleep(0.001)
     await p.engine.rest()
     assert len(p.engine.requests) - before < 300
-    assert (p.state.read_window._taken, p.state.read_window.num_waiting) == (0, 0)
+    assert (p.state.read_window.num_tokens, p.state.read_window.num_waiting) == (0, 0)
 
 
 QUERY = "Where is the town?"
