@@ -85,8 +85,8 @@ class Lifecycle:
         updates = []
         for seq_id, part in parts.items():
             seq = self._queues.sequences[seq_id]
-            if part.entries and seq.finish_reason is None:
-                updates.append(Update(seq.request, (), finished=False, prompt=seq.take_entries(part)))
+            if part.entries and seq.finish_reason is None and (new := seq.take_entries(part)).entries:
+                updates.append(Update(seq.request, (), finished=False, prompt=new))
         return updates
 
     def end_read(self, seq: Sequence, part: PromptPart | None) -> Update:

@@ -52,6 +52,8 @@ class PromptScores:
         first = [SampledToken(token_id) for token_id in prompt[:1]]
         self._echo, self._end = completion_logprobs(vocabulary, first, 0, names_are_ids=ask.names_are_ids)
         self._echo |= {"token_logprobs": [None], "top_logprobs": [None]}
+        # The entries of an answer that another node has begun are not here, and its output stands behind the prompt too
+        self._num_chars = 0 if ask.echo is None else sum(len(_text(vocabulary, token_id)) for token_id in prompt)
 
     def take(self, entries: Sequence[PromptToken]) -> None:
         """Add the entries of the following positions."""
@@ -73,7 +75,7 @@ class PromptScores:
     @property
     def echo(self) -> tuple[dict[str, list[Any]], int]:
         """The first part of an echoed completion's `logprobs`, and the text offset after it. Empty if not asked for."""
-        return ({}, 0) if self._ask.echo is None else (self._echo, self._end)
+        return ({}, 0) if self._ask.echo is None else (self._echo, self._num_chars)
 
     def _entry(self, entry: PromptToken, num_top: int) -> dict[str, dict[str, Any]]:
         """The token itself, then the most likely ones."""
@@ -83,5 +85,8 @@ class PromptScores:
         return shaped
 
     def _score(self, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
-        text = self._vocabulary.token_bytes(token_id).decode(errors="replace")
-        return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": _text(self._vocabulary, token_id)}
+
+
+def _text(vocabulary: Vocabulary, token_id: int) -> str:
+    return vocabulary.token_bytes(token_id).decode(errors="replace")

@@ -36,7 +36,7 @@ _NO_ENTRIES = (torch.empty(0), torch.empty(0), torch.empty(0, 0), torch.empty(0,
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class _Asked:
     """What a live sequence wants to know of its prompt."""
 
     outputs: PromptOutputs
@@ -65,7 +65,7 @@ class ReadPlan:
     targets: torch.Tensor  # int64 [N]: the tokens behind them
     last_rows: torch.Tensor  # int64 [M]: of the last tokens of the prompts that end, by span
     logit_rows: torch.Tensor  # int64 [L] into M
-    logit_ids: torch.Tensor  # int64 [L]: tokens whose logits are wanted
+    logit_ids: torch.Tensor  # int64 [L]: the tokens of the wanted logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class PromptReader:
         """`num_rows`: of live sequences. `move`: see HostBuffer."""
         self._model, self._sampler, self._kernels, self._move = model, sampler, kernels, move
         self._slice_rows = min(MOST_ROWS, SAMPLES_PER_SEQ * num_rows)
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, _Asked] = {}
 
     def apply(self, batch: Batch) -> None:
         """Note the sequences that leave and enter."""
@@ -122,7 +122,7 @@ class PromptReader:
         for start in batch.starts:
             if start.outputs is not None:
                 prompt = np.array(start.token_ids[: start.num_prompt_tokens])
-                self._asked[start.seq_id] = Asked(start.outputs, prompt)
+                self._asked[start.seq_id] = _Asked(start.outputs, prompt)
 
     def clear(self) -> None:
         """Forget all sequences."""

@@ -23,6 +23,7 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.cuda_graphs.set_up import capturable
 from pd_kernels.backends import TORCH
 from tests.worker.driver import Driver, make_executor, random_prompts
+from tests.worker.reads import check_read, read_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -170,6 +171,18 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **COMMON}
 
 def choose(wanted: str, changes: Mapping[str, Any]) -> tuple[ModelSpec, str]:
     return choose_implementation(Path("model"), {**LLAMA, **changes}, wanted)
+
+
+@pytest.mark.parametrize("name", [*QUICK, "granite", "cohere2"])
+def test_prompts_are_read(tmp_path: Path, name: str) -> None:
+    """Behind the body some families scale or cap the logits."""
+    model = save_family(name, tmp_path)
+    executor = make_executor(tmp_path, model_impl="transformers")
+    (prompt,) = random_prompts([40], VOCAB_SIZE)
+    with torch.inference_mode():
+        found = model(torch.tensor([prompt]), output_hidden_states=True)
+    check_read(*read_prompt(executor, prompt), prompt, found.logits[0], found.hidden_states[-1][0, -1])
+    executor.close()
 
 
 def test_a_family_of_ours_is_used_where_it_serves_the_config() -> None:

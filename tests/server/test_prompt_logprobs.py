@@ -124,6 +124,7 @@ async def test_what_lm_eval_sends(node: Node, expected: Callable[[list[int]], to
             assert is_greedy == bool((rows[first - 1 : -1].argmax(-1) == torch.tensor(end)).all())
             assert choice["text"].startswith(node.text_of(prompt))
             assert found["text_offset"][0] == 0
+            assert found["text_offset"] == sorted(found["text_offset"])
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert {request.work for request in node.engine.requests} == {Work.GENERATE}
 

@@ -25,6 +25,7 @@ from pd_cluster.worker.rank_link import StepOnRanks
 from pd_cluster.worker.ranked_executor import RankedExecutor
 from pd_cluster.worker.warm_up import ASKING, DRAWN, GREEDY
 from tests.worker.driver import random_prompts
+from tests.worker.reads import read_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -189,6 +190,16 @@ def test_equal_tokens(one: DeviceExecutor, several: RankedExecutor, wanted: list
             assert (our.logprob is None) == (asked.logprobs is None)
             assert our.logprob == pytest.approx(their.logprob, abs=1e-3)
             assert len(our.top) == len(their.top)
+
+
+@pytest.mark.integration
+def test_prompts_are_read_over_ranks(one: DeviceExecutor, several: RankedExecutor) -> None:
+    (prompt,) = random_prompts([70], 3000, seed=6)
+    (theirs, last), (ours, own_last) = read_prompt(one, prompt), read_prompt(several, prompt)
+    assert [entry.token_id for entry in ours] == prompt[1:]
+    assert [entry.logprob for entry in ours] == pytest.approx([entry.logprob for entry in theirs], abs=1e-3)
+    assert own_last.logits == pytest.approx(last.logits, abs=1e-2)
+    assert len(own_last.pooled) == len(last.pooled) == 4 * one.model.spec.hidden_size
 
 
 @pytest.mark.integration
