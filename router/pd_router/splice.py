@@ -30,7 +30,7 @@ _EVENTS = (b"content-type", EVENT_STREAM.encode() + b"; charset=utf-8")
 
 
 class FollowingLegs(Protocol):
-    """The legs that go on with a stream whose leg failed."""
+    """The legs that go on with a stream after its leg failed."""
 
     def guard(self, node: Node) -> LivenessGuard:
         """While entered, LegFailed is raised if `node` is judged down and another one can go on."""
