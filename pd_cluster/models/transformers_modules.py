@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging
 
 from pd_cluster.errors import StartupError, UnservedModel
@@ -82,10 +81,21 @@ def run_body(module: Any, token_ids: torch.Tensor, positions: torch.Tensor, atte
     return hidden
 
 
+class _BodyOutput(tuple[torch.Tensor]):
+    """The states of a body, as all families read them from its output. Nothing else is in it."""
+
+    @property
+    def last_hidden_state(self) -> torch.Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 def run_head(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     """Logits [R, vocab_size] of `hidden` [R, hidden_size], by all that a family does behind its body."""
     body = module.base_model
-    body.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=hidden[None])  # in place of the class's
+    body.forward = lambda *_, **__: _BodyOutput((hidden[None],))  # in place of the class's
     try:
         found = module(input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.int64), use_cache=False)
     finally:
