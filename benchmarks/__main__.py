@@ -25,6 +25,7 @@ BENCHMARKS = {
     "slo": "targets of streams and the order of prompts, simulated on a virtual clock",
     "soak": "the engine core under random requests, aborts and preemptions, with its invariants checked",
     "structured": "answers under the schemas of JSONSchemaBench, judged, from a running cluster",
+    "vectors": "first tokens of chats while texts are embedded, on a running cluster",
     "router_feed": "what the feeds of many nodes cost a router, in CPU time and memory",
     "chart": "draw the README's chart from the records",
     "tables": "write a document's performance tables from the records",

@@ -62,6 +62,12 @@ class ModelConfig:
         "for most decoders and not fast. auto: native where it serves the model; the start says why not.",
         choices=("auto", "native", "transformers"),
     )
+    task: str = setting(
+        "auto",
+        "What the model is served for: answers (generate), vectors of texts (embed), or scores of documents by a "
+        "causal reranker (score). auto: as modules.json of sentence-transformers says, else generate.",
+        choices=("auto", "generate", "embed", "score"),
+    )
     attention_backend: str = setting(
         "auto",
         "Attention backend of every KV group, such as triton. auto: the first that serves a group; the start names it, "

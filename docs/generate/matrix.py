@@ -87,13 +87,17 @@ AREAS = (
                 "Anthropic's Messages and OpenAI's Responses (without state)",
                 paths=("/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
             ),
+            Feature(
+                "embeddings (last token), scores and reranks (causal rerankers)",
+                paths=("/v1/embeddings", "/pooling", "/v1/score", "/v1/rerank", "/v2/rerank"),
+            ),
             Feature("cache resets and profiles (signed orders)", paths=("/reset_prefix_cache", "/start_profile")),
         ),
         (
             Feature("priorities (where nodes allow them)", ("priority",)),
             Feature("`best_of` (equal to `n`)", ("best_of",)),
         ),
-        (Feature("embeddings", paths=("/v1/embeddings",)),),
+        (),
     ),
     Area(
         "sampling",

@@ -27,9 +27,10 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
 
 Besides, a layer for multi-token prediction may follow the model's last layer; it has a tensor `eh_proj.weight`.
 """
-_HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _MERGE = "eh_proj.weight"  # merges a token's embedding with the hidden state before it
+_BASE_PREFIXES = ("embed_tokens.", "layers.", "norm.")  # of a decoder that was saved without its head
 _TEXT_PREFIXES = {  # of a wrapper's text model, and what its own checkpoint has instead
     "model.language_model.": "model.",
     "language_model.model.": "model.",
@@ -54,13 +55,15 @@ def match_slots(
             problems["missing"].remove(slot)
         elif slot in slots:
             problems["stored twice"].add(slot)
-        elif not (is_ignored(name) or slot.startswith(prediction_layers) or (tied_embeddings and slot == _HEAD)):
+        elif not (is_ignored(name) or slot.startswith(prediction_layers) or (tied_embeddings and slot == HEAD)):
             problems["unknown"].add(name)
     return found, problems
 
 
 def slot_name(name: str) -> str:
     """The name of a tensor in a checkpoint of the text model alone."""
+    if name.startswith(_BASE_PREFIXES):
+        return "model." + name
     for prefix, replacement in _TEXT_PREFIXES.items():
         if name.startswith(prefix):
             return replacement + name.removeprefix(prefix)

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import read_json
 from pd_cluster.models.quantization import SCALE_NAMES
-from pd_cluster.models.tensor_names import match_slots
+from pd_cluster.models.tensor_names import HEAD, match_slots, slot_name
 from pd_kernels.quantized import MOST
 
 if TYPE_CHECKING:
@@ -91,6 +91,11 @@ def weight_files(directory: Path) -> list[Path]:
     if absent:
         raise StartupError(f"{directory} has no {_some(absent)} (weights are read from safetensors files only)")
     return files
+
+
+def stores_head(directory: Path) -> bool:
+    """Whether the checkpoint has an output head of its own. Raises StartupError."""
+    return any(slot_name(name) == HEAD for file in weight_files(directory) for name in read_header(file)[1])
 
 
 def read_header(file: Path) -> tuple[int, dict[str, Any]]:

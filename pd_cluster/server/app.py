@@ -7,7 +7,7 @@ import secrets
 import time
 import uuid
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import aiohttp
 from fastapi import FastAPI
@@ -18,12 +18,14 @@ from starlette.responses import Response
 from pd_cluster import __version__
 from pd_cluster.server.answer_task import AnswerTask
 from pd_cluster.server.caller import Caller
+from pd_cluster.server.embeddings import embeddings, pooling
 from pd_cluster.server.endpoints import chat_completions, completions, messages, responses
 from pd_cluster.server.feed_hub import ChargeMark
 from pd_cluster.server.feed_route import feed_route
 from pd_cluster.server.meta_routes import admin_routes
 from pd_cluster.server.order_routes import order_routes
 from pd_cluster.server.request_id import MAX_REQUEST_ID_CHARS, is_request_id
+from pd_cluster.server.rerank import rerank, score
 from pd_cluster.server.status_routes import status_routes
 from pd_cluster.server.takeover_policy import GROUP_HEADER
 from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
@@ -33,6 +35,7 @@ from pd_http.dialects import MESSAGES, RESPONSES
 from pd_http.exception_handlers import exception_handlers
 from pd_http.frames import FRAMES_HEADER, FRAMES_VERSION
 from pd_http.node_report import REPORT_HEADER
+from pd_http.prompt_paths import EMBEDDINGS, POOLING, RERANK_PATHS, SCORE_PATHS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -42,6 +45,13 @@ if TYPE_CHECKING:
     from pd_cluster.server.answer_task import CountedReply
     from pd_cluster.server.state import NodeState
 
+Work: TypeAlias = "Callable[[NodeState, Caller, CountedReply, bytes], Awaitable[None]]"
+PROMPT_ENDPOINTS: dict[str, tuple[str, Work]] = {
+    EMBEDDINGS: ("embeddings", embeddings),
+    POOLING: ("pooling", pooling),
+    **dict.fromkeys(SCORE_PATHS, ("score", score)),
+    **dict.fromkeys(RERANK_PATHS, ("rerank", rerank)),
+}
 CONNECT_DEADLINE_S = 3.0  # to a prefill node
 
 
@@ -90,14 +100,23 @@ def create_app(state: NodeState) -> FastAPI:
     async def responses_route(request: Request) -> Response:
         return _answer(state, request, "responses", responses)
 
+    for path, (endpoint, work) in PROMPT_ENDPOINTS.items():
+        app.post(path, response_class=Response)(_prompt_route(state, endpoint, work))
     return app
+
+
+def _prompt_route(state: NodeState, endpoint: str, work: Work) -> Callable[[Request], Awaitable[Response]]:
+    async def route(request: Request) -> Response:
+        return _answer(state, request, endpoint, work)
+
+    return route
 
 
 def _answer(
     state: NodeState,
     request: Request,
     endpoint: str,
-    work: Callable[[NodeState, Caller, CountedReply, bytes], Awaitable[None]],
+    work: Work,
 ) -> AnswerTask:
     caller = _caller(request, ChargeMark(state.feed, request.headers.get(CHARGE_HEADER, "")))
     return AnswerTask(state, endpoint, partial(work, state, caller), caller.charge)

@@ -10,8 +10,8 @@ import orjson
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.server.answer_extras import NO_EXTRAS, AnswerExtras, more_fields
 from pd_cluster.server.logprobs import completion_logprobs
-from pd_cluster.server.sampling import check_num_tokens, last_tokens
-from pd_cluster.server.schema import MAX_PROMPTS, CompletionBody, decode_value
+from pd_cluster.server.prompt_list import Prompt, prompt_list
+from pd_cluster.server.schema import MAX_PROMPTS, CompletionBody
 from pd_http.sse import SSE_DONE
 
 if TYPE_CHECKING:
@@ -21,38 +21,13 @@ if TYPE_CHECKING:
     from pd_cluster.server.detokenizer import Vocabulary
     from pd_cluster.server.schema import GenerationBody
 
-Prompt = str | list[int]
 DEFAULT_MAX_TOKENS = 16  # as OpenAI and vLLM; chat has no default
 
 
 def prompts_of(body: CompletionBody, vocab_size: int, max_model_len: int) -> list[Prompt]:
     """The prompts of the body, at least one. Raises InvalidRequest."""
-    raw = bytes(body.prompt).lstrip()
-    inside = raw[1:].lstrip()
-    prompts: list[Prompt]
-    if raw.startswith(b'"'):
-        prompts = [decode_value(raw, str, "prompt")]
-    elif not raw.startswith(b"["):
-        raise InvalidRequest(
-            "prompt must be a string, an array of strings, an array of token ids, or an array of those", "prompt"
-        )
-    elif inside.startswith(b'"'):
-        prompts = decode_value(raw, list[str], "prompt")
-    elif inside.startswith(b"["):
-        prompts = decode_value(raw, list[list[int]], "prompt")
-    else:
-        prompts = [decode_value(raw, list[int], "prompt")]
-    if len(prompts) > MAX_PROMPTS:
-        raise InvalidRequest(f"prompt has {len(prompts)} entries; {MAX_PROMPTS} are allowed", "prompt")
-    for prompt in prompts:
-        if not prompt:
-            raise InvalidRequest("prompt must not be empty", "prompt")
-        if isinstance(prompt, str):
-            continue
-        check_num_tokens(len(last_tokens(prompt, body)), max_model_len, "prompt")  # first: min and max read every id
-        if not (min(prompt) >= 0 and max(prompt) < vocab_size):
-            raise InvalidRequest(f"prompt has token ids outside the vocabulary 0..{vocab_size - 1}", "prompt")
-    return prompts
+    raw = bytes(body.prompt)
+    return prompt_list(raw, "prompt", body, most=MAX_PROMPTS, vocab_size=vocab_size, max_model_len=max_model_len)
 
 
 def reads_only(body: CompletionBody) -> bool:

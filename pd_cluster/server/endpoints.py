@@ -6,11 +6,12 @@ import asyncio
 import uuid
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from pd_cluster.errors import EngineUnavailable, InvalidRequest
+from pd_cluster.errors import InvalidRequest
+from pd_cluster.models.model_task import GENERATE
 from pd_cluster.protocol.messages import Work
 from pd_cluster.server.answer_extras import AnswerExtras
 from pd_cluster.server.chat import ChatShape, chat_num_logprobs, normal_messages, template_options
@@ -18,12 +19,10 @@ from pd_cluster.server.chat_grammar import chat_grammar_source, check_format, pa
 from pd_cluster.server.completions import (
     DEFAULT_MAX_TOKENS,
     CompletionShape,
-    Prompt,
     prompts_of,
     reads_only,
 )
 from pd_cluster.server.continuation import check_prompt, known_answer, resume
-from pd_cluster.server.fields import ignored_header
 from pd_cluster.server.generation_request import GenerationRequest, KnownAnswer, KvSource
 from pd_cluster.server.generation_stream import GenerationStream
 from pd_cluster.server.grammar_source import grammar_source
@@ -38,7 +37,7 @@ from pd_cluster.server.prefill_endpoint import (
 from pd_cluster.server.prompt_scores import PromptAsk, PromptScores
 from pd_cluster.server.prompt_steps import NO_STEPS, PromptSteps, given_steps, names_for
 from pd_cluster.server.reasoning_options import reasoning_options
-from pd_cluster.server.request_checks import check_common, check_lists, check_queue_room, disabled_fields
+from pd_cluster.server.request_checks import check_common, check_lists, check_queue_room, decoded
 from pd_cluster.server.response import ResponseShape, answer_stream, answer_whole, stream_head
 from pd_cluster.server.responses_shape import ResponsesShape
 from pd_cluster.server.sampling import (
@@ -56,7 +55,6 @@ from pd_cluster.server.schema import (
     CompletionBody,
     GenerationBody,
     KvTransferParams,
-    decode_body,
 )
 from pd_cluster.server.stream_writer import EventWriter, FrameWriter
 from pd_cluster.server.takeover_policy import Tokenize, choose_kv_source
@@ -73,11 +71,10 @@ if TYPE_CHECKING:
     from pd_cluster.server.caller import Caller
     from pd_cluster.server.grammar_source import GrammarSource
     from pd_cluster.server.output_parser import ParserFactory
+    from pd_cluster.server.prompt_list import Prompt
     from pd_cluster.server.state import NodeState
     from pd_cluster.server.stream_writer import StreamWriter
     from pd_http.frames import Continuation
-
-Generating = TypeVar("Generating", bound=GenerationBody)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +138,7 @@ async def _chat(
     ignored: Iterable[str] = (),
 ) -> None:
     """`raw`: a chat body. `ignored`: members of the client's own body that nothing reads."""
-    body = _decoded(state, reply, raw, ChatBody, ignored)
+    body = decoded(state, reply, raw, ChatBody, ignored)
     logprobs = chat_num_logprobs(body)
     use = tool_use(body)
     check_format(use, state.tool_format, has_parser=state.output_parser is not None)
@@ -183,7 +180,7 @@ async def _chat(
 
 async def completions(state: NodeState, caller: Caller, reply: CountedReply, raw: bytes) -> None:
     """Serve `POST /v1/completions`: generate for the body `raw`, and answer through `reply`. Raises PdError."""
-    body = _decoded(state, reply, raw, CompletionBody)
+    body = decoded(state, reply, raw, CompletionBody)
     prompts = prompts_of(body, state.tokenizer.vocab_size, state.ready.max_model_len)
     names = names_for(state, body, raw) if len(prompts) == 1 else None
 
@@ -222,10 +219,8 @@ async def completions(state: NodeState, caller: Caller, reply: CountedReply, raw
 
 
 async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call: _Call) -> None:
-    if state.draining:
-        raise EngineUnavailable("this node is shutting down")
+    state.check_task(GENERATE, "generated answers")
     body, prompts = call.body, call.prompts
-    state.check_model(body.model)
     check_common(body)
     caller = replace(caller, request_id=body.request_id or body.rid or caller.request_id)
     if call.continuation is not None:
@@ -385,14 +380,3 @@ def _sampling(state: NodeState, call: _Call, num_prompt_tokens: int) -> Sampling
     if not (call.is_prefill_leg or call.is_read):
         check_min_tokens(sampling)
     return sampling
-
-
-def _decoded(
-    state: NodeState, reply: CountedReply, raw: bytes, kind: type[Generating], ignored: Iterable[str] = ()
-) -> Generating:
-    body, unread = decode_body(raw, kind)
-    state.metrics.unknown_fields.inc(len(unread))
-    params = reply.dialect.params
-    disabled = {params.get(name, name) for name in disabled_fields(state, body)}
-    reply.headers |= ignored_header({*ignored, *unread, *disabled})
-    return body

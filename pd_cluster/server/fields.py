@@ -94,6 +94,12 @@ REFUSED: dict[str, FieldRefusal] = {
     "return_cached_tokens_details": FieldRefusal("use usage.prompt_tokens_details"),
     "return_hidden_states": FieldRefusal("the answer holds text"),
     "return_routed_experts": FieldRefusal("the answer holds text"),
+    "embed_dtype": FieldRefusal("vectors are float32", (None, "float32")),
+    "endianness": FieldRefusal("vectors are little-endian", (None, "native", "little")),
+    "use_activation": FieldRefusal("scores are probabilities, or cosines; use normalize for vectors", (None, True)),
+    "max_tokens_per_doc": FieldRefusal("documents are not cut", (None,)),
+    "max_chunks_per_doc": FieldRefusal("documents are not cut", (None,)),
+    "rank_fields": FieldRefusal("documents are text", (None, ["text"])),
     "audio": FieldRefusal("this server generates text"),
     "modalities": FieldRefusal("this server generates text", (*_NOTHING, ["text"])),
 }

@@ -12,11 +12,13 @@ from msgspec import UNSET, UnsetType
 
 from pd_cluster import __version__, errors
 from pd_cluster.errors import PdError, StartupError
+from pd_cluster.server.prompt_bodies import EmbeddingBody, RerankBody, ScoreBody
 from pd_cluster.server.schema import ChatBody, CompletionBody, DetokenizeBody, ReleaseBody, TokenizeBody
 from pd_connectors.protocol.feed import FEED_PATH, FEED_TYPE
 from pd_connectors.protocol.ticket import NODE_ACTIONS, ORDER_HEADER, ROLE_PATH
 from pd_http.dialects import COUNT_TOKENS, MESSAGES, RESPONSES
 from pd_http.messages_dialect import MessagesFields
+from pd_http.prompt_paths import EMBEDDINGS, POOLING, RERANK_PATHS, SCORE_PATHS
 from pd_http.responses_dialect import ResponsesFields
 
 FinishWord = Literal["stop", "length", "tool_calls"]
@@ -291,6 +293,10 @@ OPERATIONS = (
     Operation("post", MESSAGES, "Answer a conversation, as Anthropic does", MessagesBody, dict, True),
     Operation("post", COUNT_TOKENS, "Tokens of such a conversation", MessagesBody, TokenCount),
     Operation("post", RESPONSES, "Answer a conversation, in OpenAI's newer form", ResponsesBody, dict, True),
+    Operation("post", EMBEDDINGS, "Vectors of texts", EmbeddingBody, dict),
+    Operation("post", POOLING, "The same vectors, in vLLM's form", EmbeddingBody, dict),
+    *(Operation("post", path, "Score pairs of texts", ScoreBody, dict) for path in SCORE_PATHS),
+    *(Operation("post", path, "Order documents by a query", RerankBody, dict) for path in RERANK_PATHS),
     Operation("get", "/v1/models", "List the model", None, ModelList),
     Operation("get", "/v1/models/{name}", "Describe the model", None, ModelCard),
     Operation("post", "/tokenize", "Token ids of a prompt or of messages", TokenizeBody, TokenizedPrompt),

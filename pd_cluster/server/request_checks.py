@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from pd_cluster.errors import InvalidRequest, Overloaded
+from pd_cluster.errors import EngineUnavailable, InvalidRequest, Overloaded
 from pd_cluster.scheduling.turns import crowd_limit
 from pd_cluster.server.completions import check_best_of
+from pd_cluster.server.fields import ignored_header
 from pd_cluster.server.reasoning_options import unread_reasoning_fields
 from pd_cluster.server.request_id import MAX_REQUEST_ID_CHARS, is_request_id
-from pd_cluster.server.sampling import check_prompt_and_tokens
-from pd_cluster.server.schema import LISTS, MAX_LISTED_TOKENS, ChatBody, GenerationBody
+from pd_cluster.server.sampling import check_prompt_and_tokens, check_room_for_output
+from pd_cluster.server.schema import LISTS, MAX_LISTED_TOKENS, ChatBody, GenerationBody, PromptFields, decode_body
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pd_cluster.server.answer_task import CountedReply
     from pd_cluster.server.state import NodeState
+
+Fields = TypeVar("Fields", bound=PromptFields)
 
 
 def check_lists(body: GenerationBody, num_prompts: int) -> None:
@@ -45,7 +51,7 @@ def check_queue_room(state: NodeState, num_prompts: int) -> None:
         )
 
 
-def disabled_fields(state: NodeState, body: GenerationBody) -> set[str]:
+def disabled_fields(state: NodeState, body: PromptFields) -> set[str]:
     """Fields of the request that this node's settings, or its chat template, disable."""
     names = {"priority"} if body.priority and not state.config.scheduler.priorities else set()
     return names | unread_reasoning_fields(body, state.tokenizer.chat_template) if isinstance(body, ChatBody) else names
@@ -58,10 +64,43 @@ def check_common(body: GenerationBody) -> None:
         raise InvalidRequest("stream_options needs stream: true", "stream_options")
     check_best_of(body)
     check_prompt_and_tokens(body)
+    check_prompt_fields(body)
+    if body.n is not None and not 1 <= body.n <= 128:
+        raise InvalidRequest(f"n must be between 1 and 128, not {body.n}", "n")
+
+
+def check_prompt_fields(body: PromptFields) -> None:
+    """Raises InvalidRequest."""
+    if body.truncate_prompt_tokens is not None and body.truncate_prompt_tokens < 1:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be at least 1, not {body.truncate_prompt_tokens}: the prompt's last tokens "
+            "are kept",
+            "truncate_prompt_tokens",
+        )
     for name in ("request_id", "rid"):
         if (given := getattr(body, name)) is not None and not is_request_id(given):
             raise InvalidRequest(f"{name} must have 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters", name)
     if not -(1 << 31) <= (body.priority or 0) < 1 << 31:
         raise InvalidRequest(f"priority must fit into 32 bits, not {body.priority}", "priority")
-    if body.n is not None and not 1 <= body.n <= 128:
-        raise InvalidRequest(f"n must be between 1 and 128, not {body.n}", "n")
+
+
+def check_room_for_prompt(num_tokens: int, max_model_len: int, param: str) -> None:
+    """Raises InvalidRequest for a prompt without tokens, and for one that the engine cannot read."""
+    if not num_tokens:
+        raise InvalidRequest(f"{param} has a text without tokens; at least one is required", param)
+    check_room_for_output(num_tokens, max_model_len, param)
+
+
+def decoded(
+    state: NodeState, reply: CountedReply, raw: bytes, kind: type[Fields], ignored: Iterable[str] = ()
+) -> Fields:
+    """The body, for a model that this node serves. A header of the answer names what is ignored. Raises PdError."""
+    if state.draining:
+        raise EngineUnavailable("this node is shutting down")
+    body, unread = decode_body(raw, kind)
+    state.check_model(body.model)
+    state.metrics.unknown_fields.inc(len(unread))
+    params = reply.dialect.params
+    disabled = {params.get(name, name) for name in disabled_fields(state, body)}
+    reply.headers |= ignored_header({*ignored, *unread, *disabled})
+    return body

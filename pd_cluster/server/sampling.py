@@ -20,6 +20,7 @@ from pd_cluster.server.schema import (
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     GenerationBody,
+    PromptFields,
     decode_value,
 )
 
@@ -176,19 +177,13 @@ def check_min_tokens(sampling: SamplingParams) -> None:
         )
 
 
-def last_tokens(prompt: list[int], body: GenerationBody) -> list[int]:
+def last_tokens(prompt: list[int], body: PromptFields) -> list[int]:
     """The prompt, cut to its last `truncate_prompt_tokens` ids if the body says so."""
     return prompt if body.truncate_prompt_tokens is None else prompt[-body.truncate_prompt_tokens :]
 
 
 def check_prompt_and_tokens(body: GenerationBody) -> None:
     """Raises InvalidRequest for values of fields that `SamplingParams.validate` does not see."""
-    if body.truncate_prompt_tokens is not None and body.truncate_prompt_tokens < 1:
-        raise InvalidRequest(
-            f"truncate_prompt_tokens must be at least 1, not {body.truncate_prompt_tokens}: the prompt's last tokens "
-            "are kept",
-            "truncate_prompt_tokens",
-        )
     if body.allowed_token_ids is not None and not body.allowed_token_ids:
         raise InvalidRequest("allowed_token_ids must not be empty: no token could be generated", "allowed_token_ids")
     words = body.bad_words or ()

@@ -86,10 +86,21 @@ class KvTransferParams(msgspec.Struct, kw_only=True):
     sampling: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})] | UnsetType = UNSET
 
 
-class GenerationBody(msgspec.Struct, kw_only=True):
-    """Fields that chat and completions share."""
+class PromptFields(msgspec.Struct, kw_only=True):
+    """Fields of every request with prompts."""
 
     model: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    rid: str | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+
+
+class GenerationBody(PromptFields, kw_only=True):
+    """Fields that chat and completions share."""
+
     n: int | None = None
     best_of: int | None = None
     max_tokens: int | None = None
@@ -124,15 +135,9 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
-    rid: str | None = None
-    truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    add_special_tokens: bool | None = None
     kv_transfer_params: KvTransferParams | None = None
 
 
@@ -154,13 +159,13 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _PROMPT = {
     "anyOf": [
         {"type": "string", "minLength": 1},
         {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_PROMPTS},
-        _TOKEN_IDS,
-        {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
+        TOKEN_IDS,
+        {"type": "array", "items": TOKEN_IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
     ]
 }
 

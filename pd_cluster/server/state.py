@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pd_cluster.errors import EngineUnavailable, ModelNotFound, StartupError
+from pd_cluster.errors import EngineUnavailable, InvalidRequest, ModelNotFound, StartupError
+from pd_cluster.models.model_task import SCORE, ModelTask, read_task
+from pd_cluster.scheduling.turns import crowd_limit
 from pd_cluster.server.feed_hub import FeedHub
 from pd_cluster.server.grammar_checks import GrammarChecks
 from pd_cluster.server.metrics import NodeMetrics
 from pd_cluster.server.node_role import NodeRole
 from pd_cluster.server.output_parser import load_parser
+from pd_cluster.server.read_window import ReadWindow
 from pd_cluster.server.sampling import SamplingDefaults
 from pd_cluster.server.stream_version import settings_digest, stream_version
 from pd_cluster.server.template_parser import template_parser
@@ -45,6 +48,8 @@ class NodeState:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     output_parser: ParserFactory | None = None  # of chat answers
     tool_format: ToolFormat | None = None  # of the model, None: not known
+    task: ModelTask = field(default_factory=ModelTask)
+    read_window: ReadWindow = field(init=False)
     grammar_checks: GrammarChecks = field(init=False)
     role: NodeRole = field(init=False)
     feed: FeedHub = field(init=False)
@@ -59,6 +64,7 @@ class NodeState:
         self.role = NodeRole(self.config.server.role, self.engine.send)
         self.feed = FeedHub(self.engine, self.role)
         self.grammar_checks = GrammarChecks(Path(self.config.model.model), self.tokenizer.vocab_size)
+        self.read_window = ReadWindow(crowd_limit(self.config.scheduler.max_waiting) // 2)
         self.settings_digest = settings_digest(
             self.config, self.model_name, self.tokenizer, self.defaults, self.tool_format
         )
@@ -74,6 +80,9 @@ class NodeState:
             raise StartupError(f"the cluster key cannot be read: {error}") from error
         tokenizer = Tokenizer.load(model_dir, config.model.chat_template)
         choice = config.server.tool_format
+        task = read_task(config.model.task, model_dir)
+        if task.name == SCORE and task.yes_id is None:
+            task = replace(task, yes_id=tokenizer.id_of("yes"), no_id=tokenizer.id_of("no"))
         tool_format = find_format(_model_type(model_dir), tokenizer.chat_template, choice)
         if output_parser is None:
             file = config.server.response_template
@@ -86,6 +95,7 @@ class NodeState:
             defaults=SamplingDefaults.choose(config.model.generation_config, model_dir),
             output_parser=output_parser,
             tool_format=tool_format,
+            task=task,
         )
 
     @property
@@ -121,6 +131,14 @@ class NodeState:
         if ready is None:
             return MAX_BODY_BYTES
         return min(longest_body(ready.max_model_len), MAX_BODY_BYTES)
+
+    def check_task(self, task: str, what: str) -> None:
+        """Raises InvalidRequest unless the node serves this task. `what`: the plural of what it gives."""
+        if self.task.name != task:
+            raise InvalidRequest(
+                f"this node serves its model with --task {self.task.name}; {what} need a node with --task {task}",
+                code="unsupported_task",
+            )
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFound. A request without a model gets the node's model."""

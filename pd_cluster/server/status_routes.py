@@ -12,6 +12,7 @@ from starlette.responses import Response  # noqa: TC002 (FastAPI reads the annot
 
 from pd_cluster import __version__
 from pd_cluster.errors import EngineUnavailable
+from pd_cluster.models.model_task import GENERATE
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.server.generation_request import GenerationRequest
 from pd_cluster.server.generation_stream import GenerationStream
@@ -56,7 +57,7 @@ def status_routes(state: NodeState) -> APIRouter:
     @routes.get("/get_model_info")
     async def model_info() -> Response:
         name = state.model_name  # not the path of the files, which clients must not learn
-        return json_response({"model_path": name, "tokenizer_path": name, "is_generation": True})
+        return json_response({"model_path": name, "tokenizer_path": name, "is_generation": state.task.name == GENERATE})
 
     return routes
 

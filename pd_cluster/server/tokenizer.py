@@ -29,6 +29,7 @@ _SENTENCEPIECE_SPACE = "▁"
 _NORMAL_FORMS = ("NFC", "NFD", "NFKD")  # NFKC is not bounded so tightly
 _NORMAL_FORM_FACTOR = 3
 _LOSSY_FACTOR = 16
+_QUERY, _DOCUMENT = (re.compile(f"""['"]{role}['"]""") for role in ("query", "document"))
 _NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 
 
@@ -95,6 +96,11 @@ class Tokenizer:
         return template if isinstance(template, str) else str(template.get("default", ""))
 
     @property
+    def asks_about_documents(self) -> bool:
+        """Whether the chat template renders a query and a document, which are messages with these roles."""
+        return bool(_QUERY.search(self.chat_template) and _DOCUMENT.search(self.chat_template))
+
+    @property
     def facts(self) -> dict[str, Any]:
         """What a client needs to use this tokenizer through the API: special tokens as text, and the chat template."""
         kinds = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -126,6 +132,13 @@ class Tokenizer:
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
+
+    def id_of(self, token: str) -> int:
+        """The id of a token that stands for this text. Raises StartupError."""
+        token_id = self._tokenizer.get_vocab().get(token)
+        if token_id is None:
+            raise StartupError(f"--task score: the model's vocabulary has no token {token!r}")
+        return int(token_id)
 
     async def encode(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,9 +12,10 @@ from pd_cluster.models.directory import model_directory, read_json
 from pd_cluster.models.fingerprint import fingerprint
 from pd_cluster.models.hf_config import read_eos_token_ids
 from pd_cluster.models.model_share import ModelShare
+from pd_cluster.models.model_task import EMBED, read_task
 from pd_cluster.models.registry import build_model, choose_implementation
 from pd_cluster.models.shard import WHOLE, Shard
-from pd_cluster.models.weights import fill_at_random, load_weights
+from pd_cluster.models.weights import fill_at_random, load_weights, stores_head
 from pd_cluster.worker.executor import ModelDescription
 from pd_cluster.worker.kv_cache import DTYPES
 
@@ -40,6 +42,8 @@ def describe_model(config: ModelConfig, device: torch.device, progress: Callable
     spec, line = choose_implementation(directory, raw, config.model_impl)
     if line:
         progress(line)
+    if config.load_format != "dummy" and read_task(config.task, directory).name == EMBED:
+        spec = replace(spec, tied_embeddings=spec.tied_embeddings or not stores_head(directory))  # a head is not used
     dtype = resolve_dtype(config.dtype, spec.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, spec, device)
     dummy_name = f"dummy seed={config.seed} {device.type} {dtype}"

@@ -17,7 +17,7 @@ from pd_http.dialects import COUNT_TOKENS
 from pd_http.exception_handlers import exception_handlers
 from pd_router import headers as rules
 from pd_router.background import Background
-from pd_router.client_connection import GENERATING_PATHS
+from pd_router.client_connection import PROXY_PATHS
 from pd_router.cluster_orders import ClusterOrders
 from pd_router.control import Control, Relay
 from pd_router.dashboard import Dashboard
@@ -65,7 +65,7 @@ def create_app(
     heritage: Heritage | None = None,
     worker: WorkerChannel | None = None,
 ) -> Starlette:
-    """The router as an ASGI app, without the generating calls: `token_path(app.state.proxy)` serves those.
+    """The router as an ASGI app, without the calls that compute: `token_path(app.state.proxy)` serves those.
 
     `key`: the cluster's key; it signs offers. `sources`: of nodes, in addition to flags and posted orders.
     `heritage`: the orders that the router before this one had. `worker`: of a router with several.
@@ -129,7 +129,7 @@ def _routes(
 ) -> list[Route]:
     relay, control, orders = Relay(services), Control(services, views), ClusterOrders(services, posted)
     routes = [
-        *(Route(path, _generate, methods=["POST"]) for path in GENERATING_PATHS),
+        *(Route(path, _generate, methods=["POST"]) for path in PROXY_PATHS),
         Route("/v1/models", relay, methods=["GET"]),
         Route("/v1/models/{name:path}", relay, methods=["GET"]),
         Route(COUNT_TOKENS, relay, methods=["POST"]),

@@ -85,6 +85,22 @@ class RequestBody:
         return bytes(raw).count(b",") + 1
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the answer tells the log-probabilities of the prompt, for which no cached KV can be used."""
+        echoes = bool(self.get("echo", bool)) and self._has("logprobs")
+        return echoes or self._has("prompt_logprobs")
+
+    @property
+    def generates(self) -> bool:
+        """Whether a completion needs a node that decodes: not for the log-probabilities of a prompt and one token."""
+        limit = self.get("max_completion_tokens", float)
+        limit = self.get("max_tokens", float) if limit is None else limit
+        return limit is None or limit > (1 if self.wants_prompt_logprobs else 0)
+
+    def _has(self, name: str) -> bool:
+        return bytes(self._fields.get(name, b"null")) != b"null"
+
+    @property
     def shows_reading(self) -> bool:
         """Whether the first byte of the answer shows that the whole prompt has been prefilled."""
         return self.wants_stream and not self.has_several_prompts

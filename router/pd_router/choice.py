@@ -143,8 +143,9 @@ def choose(
             "no healthy node can decode" + (f" for the model {model!r}" if model else "") + "; try again later"
         )
     costs = Costs(prompt, prefills, now_s, decodes)
-    if not prefills:
-        return RouteChoice(HandoffOrder.DIRECT, "no-prefill-node", (), decodes, costs)
+    if not prefills or prompt.is_told:
+        reason = "prompt-logprobs" if prompt.is_told else "no-prefill-node"
+        return RouteChoice(HandoffOrder.DIRECT, reason, (), decodes, costs)
     reading_s = dict(zip(prefills, costs.reading(prefills), strict=True))
     ranked = tuple(sorted(prefills, key=reading_s.__getitem__))  # stable, so equals keep the order of the turn
     kv_version = _best_version(costs, reading_s, ranked, decodes)

@@ -1,4 +1,4 @@
-"""A client's connection to the router: the generating calls leave uvicorn when their head is complete."""
+"""A client's connection to the router: the calls that compute leave uvicorn when their head is complete."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import httptools
 
 from pd_http.cross_origin import consent
 from pd_http.dialects import MESSAGES, RESPONSES
+from pd_http.prompt_paths import PROMPT_PATHS
 from pd_http.protocol import BoundedProtocol
 from pd_router.client_call import ClientCall
 
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
     from pd_http.reply import HeaderList
     from pd_router.proxy import Proxy
 
-GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions", MESSAGES, RESPONSES)
-_PATHS = {path.encode(): path for path in GENERATING_PATHS}
+PROXY_PATHS = ("/v1/chat/completions", "/v1/completions", MESSAGES, RESPONSES, *PROMPT_PATHS)
+_PATHS = {path.encode(): path for path in PROXY_PATHS}
 _CLOSE = (b"connection", b"close")
 
 
 class ClientConnection(BoundedProtocol):
-    """Serves `POST` to GENERATING_PATHS by `proxy`; every other request by uvicorn and the app.
+    """Serves `POST` to PROXY_PATHS by `proxy`; every other request by uvicorn and the app.
 
     The bounds of the connection, pipelining, keep-alive and the graceful end are those of the base classes for both.
     """
@@ -33,7 +34,7 @@ class ClientConnection(BoundedProtocol):
     is_leaving: Callable[[], bool]  # static: whether answers ask clients to close the connection
 
     def begin_cycle(self) -> None:
-        path = self._generating_path() if self.parser.get_method() == b"POST" else None
+        path = self._proxy_path() if self.parser.get_method() == b"POST" else None
         if path is None:
             super().begin_cycle()
             return
@@ -50,12 +51,12 @@ class ClientConnection(BoundedProtocol):
             self.flow.pause_reading()
             self.pipeline.appendleft((self.cycle, self.app))
 
-    def _generating_path(self) -> str | None:
-        """The path if it is one of GENERATING_PATHS, read as uvicorn does: without a query, unquoted."""
+    def _proxy_path(self) -> str | None:
+        """The path if it is one of PROXY_PATHS, read as uvicorn does: without a query, unquoted."""
         path = _PATHS.get(self.url)
         if path is None:
             path = urllib.parse.unquote(httptools.parse_url(self.url).path.decode("ascii"))
-        return path if path in GENERATING_PATHS else None
+        return path if path in PROXY_PATHS else None
 
     def _answer_headers(self) -> HeaderList:
         """Of the call under way."""

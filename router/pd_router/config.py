@@ -19,6 +19,7 @@ class HandoffOrder(StrEnum):
     P_FIRST = "p-first"  # router -> P for a ticket, then D with it
     D_FIRST = "d-first"  # router -> D with the addresses of Ps that it may ask
     DIRECT = "direct"  # one node prefills and decodes; clients cannot ask for it
+    PROMPT = "prompt"  # one node reads the prompt, and nothing is generated; the request itself decides it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

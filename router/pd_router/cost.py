@@ -44,6 +44,7 @@ class PromptFacts:
     num_bytes: int
     num_sequences: int = 1
     is_several: bool = False  # prompts in one request
+    is_told: bool = False  # the answer tells their log-probabilities, so the node that answers computes all of them
     cached: Mapping[Node, int] = field(default_factory=dict)  # tokens of its prefix; nodes without any are absent
     num_tokens: int = 0  # of a prompt of token ids, which the router counts; 0: estimated from the bytes
 
@@ -115,6 +116,11 @@ class Costs:
                 last = None if cached or token_s is not best_s else ratio
             costs_s.append(queued * token_s + keys * key_s + own_s)
         return costs_s
+
+    def reading_beside(self, nodes: Sequence[Node]) -> list[float]:
+        """`reading`, and what that time costs the streams of each node. For a prompt that nothing follows."""
+        reading_s = self.reading(nodes)
+        return [s * (1 + STREAM_SHARE * node.view.num_sequences) for s, node in zip(reading_s, nodes, strict=True)]
 
     def queue_s(self, node: Node) -> float | None:
         """Until the node has computed what it was given. None: the speed of no prefill node is known."""

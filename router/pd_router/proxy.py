@@ -1,4 +1,4 @@
-"""The endpoint of the generating calls: reads, plans and runs a request, and counts exactly one outcome."""
+"""The endpoint of the calls that compute: reads, plans and runs a request, and counts exactly one outcome."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from pd_router.body import RequestBody
 from pd_router.call_record import CallRecord
 from pd_router.choice import choose
 from pd_router.cost import PromptFacts
+from pd_router.prompt_request import PromptRequest
+from pd_router.prompt_route import choose_reader, reads_only
 from pd_router.reply import CallReply
 from pd_router.routed_request import RoutedRequest
 from pd_router.trace_context import TRACEPARENT, begin_trace
@@ -28,7 +30,7 @@ log = logging.getLogger("pd_router")
 
 
 class Proxy:
-    """Serves `POST` to GENERATING_PATHS of `client_connection.py`."""
+    """Serves `POST` to PROXY_PATHS of `client_connection.py`."""
 
     def __init__(self, services: Services) -> None:
         self._s = services
@@ -48,17 +50,22 @@ class Proxy:
         if self._traces:
             record.trace = begin_trace(given.get(TRACEPARENT), s.config.trace_ratio)
         outcome = "ok"
-        exchange: RoutedRequest | None = None
+        exchange: RoutedRequest | PromptRequest | None = None
         s.metrics.num_in_flight += 1
         try:
             asked = rules.asked_order(given)
             body = RequestBody(await call.read_body(s.longest_body), dialect)
             record.model, record.stream = s.table.known_name(body.model), body.wants_stream
-            plan = choose(s.table, body.model, self._facts(body), s.config, asked, next(self._turns))
             headers = rules.forwarded(call.headers, request_id)
             if self._traces:
                 headers[TRACEPARENT] = record.trace.header
-            exchange = RoutedRequest(s, call.path, body, headers, plan, reply, record)
+            facts, turn = self._facts(body), next(self._turns)
+            if reads_only(call.path, body):
+                route = choose_reader(s.table, body.model, facts, s.config, turn)
+                exchange = PromptRequest(s, call.path, body, headers, route, reply, record)
+            else:
+                plan = choose(s.table, body.model, facts, s.config, asked, turn)
+                exchange = RoutedRequest(s, call.path, body, headers, plan, reply, record)
             await exchange.run()
         except ClientGone:
             outcome = "client_gone"
@@ -94,8 +101,11 @@ class Proxy:
     def _facts(self, body: RequestBody) -> PromptFacts:
         """Which nodes have the prompt's prefix is looked up only if one has named blocks: 400 kB cost 1.1 ms."""
         table = self._s.table
-        cached = table.prefixes.hits(body.text_chain(self._chain_key)) if len(table.prefixes) else {}
-        return PromptFacts(body.num_bytes, body.num_samples, body.has_several_prompts, cached, body.num_token_ids)
+        is_told = body.wants_prompt_logprobs
+        has_use = len(table.prefixes) and not is_told
+        cached = table.prefixes.hits(body.text_chain(self._chain_key)) if has_use else {}
+        several, num_tokens = body.has_several_prompts, body.num_token_ids
+        return PromptFacts(body.num_bytes, body.num_samples, several, is_told, cached, num_tokens)
 
 
 def _uncancel() -> None:

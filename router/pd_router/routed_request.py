@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -10,44 +9,34 @@ import orjson
 
 from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
 from pd_connectors.protocol.ticket import Offer, sign
-from pd_http.errors import NodesDied, PdError
 from pd_http.node_answers import FailureKind
-from pd_http.reply import JSON_TYPE
 from pd_http.sse import SSE_DONE
 from pd_router.candidates import Candidates, Choose
-from pd_router.casualties import Casualties
+from pd_router.choice import RouteChoice
 from pd_router.config import HandoffOrder
 from pd_router.continued_stream import ContinuedStream
-from pd_router.errors import NodeFailed, NoNode
-from pd_router.headers import ROUTE, TICKET, Headers
+from pd_router.errors import NodeFailed
+from pd_router.headers import DECODE_BY, PREFILL_BY, TICKET, Headers
 from pd_router.legs import DecodeLeg, Handoff, PrefillLeg
 from pd_router.liveness_guard import LivenessGuard
+from pd_router.node_request import NodeRequest, may_be_tried_again
 from pd_router.node_table import Charge, Node, Role
 from pd_router.splice import send_answer
-from pd_router.upstream import Answer, LegFailed, Refused
+from pd_router.upstream import LegFailed, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_router.body import RequestBody
     from pd_router.call_record import CallRecord
-    from pd_router.choice import RouteChoice
     from pd_router.reply import CallReply
     from pd_router.services import Services
 
 log = logging.getLogger("pd_router")
-# With these statuses another node may succeed. Not 504: the request's time is up on every node.
-_RETRYABLE = frozenset({429, 500, 502, 503, 529})
-# Failures that count against a node. An HTTP answer of any status does not: the request may be its cause, so a client
-# could eject every node. Slowness does not either: it is load, and /health judges it.
-_ILLNESS = frozenset({FailureKind.CONNECT, FailureKind.BROKEN, FailureKind.BAD_ANSWER})
-_JUDGED = frozenset({FailureKind.FROZEN, FailureKind.DIED})
-# A node that failed a leg like this is not probed when another node dies while it serves the request.
-_NO_CASUALTY = frozenset({FailureKind.CONNECT, FailureKind.REFUSED, FailureKind.FROZEN})
 
 
-class RoutedRequest:
-    """Runs one planned request: `run` sends the client its answer, or raises a PdError before its first byte.
+class RoutedRequest(NodeRequest[RouteChoice]):
+    """A request that generates tokens.
 
     Cancelling it closes both legs, and releases the ticket unless a D has answered with it.
     """
@@ -62,21 +51,12 @@ class RoutedRequest:
         reply: CallReply,
         record: CallRecord,
     ) -> None:
-        self.plan = plan
-        self.phase = "prefill"  # prefill | decode | stream: for counting clients that leave
-        self.outcome = "ok"  # ok | refused | failed | broken
-        self._s = services
-        self._path = path
-        self._body = body
-        self._headers = headers
-        self._reply = reply
-        self._record = record
-        self._casualties = Casualties(services.config.max_node_deaths)
+        super().__init__(services, path, body, headers, plan, reply, record)
         self._stream = ContinuedStream(
             services, path, body, headers, self._casualties, plan.best_direct, self._note, self._judge
         )
 
-    async def run(self) -> None:
+    async def _serve(self) -> None:
         try:
             if await self._spill():
                 return
@@ -86,16 +66,6 @@ class RoutedRequest:
                 await self._d_first()
             else:
                 await self._direct()
-        except Refused as refusal:
-            self.outcome = "refused"
-            await self._pass_on(refusal.answer, refusal.answer.status)
-        except NodesDied:
-            self._s.metrics.node_killers.inc()
-            self._name_route()
-            raise
-        except PdError:
-            self._name_route()
-            raise
         finally:
             del self._stream  # it refers to this request: a cycle would keep the body until a search for garbage
 
@@ -211,21 +181,14 @@ class RoutedRequest:
         Raises Refused, NodeFailed, NoNode, NodesDied.
         """
         leg, last = await self._try_decodes(body, choose, prefill_bytes, has_other_way=self._has_alone())
-        if leg is None and (last is None or _may_be_tried_again(last)) and self._has_alone():
+        if leg is None and (last is None or may_be_tried_again(last)) and self._has_alone():
             self._set_direct("no-pair")
             plain, choose = self._body.plain(), self.plan.best_alone
             leg, failure = await self._try_decodes(plain, choose, self._body.num_bytes)
             last = failure or last
         if leg is not None:
             return leg
-        if last is None:
-            raise NoNode("every decode node went down while the request was prefilled; try again")
-        if last.is_final:
-            raise NodesDied(f"nodes died while they served this request, by the answer of {last.node.node_id}")
-        if last.answer is None:
-            raise NodeFailed(f"no decode node could serve the request; the last one: {last}")
-        self.outcome = "failed"
-        await self._pass_on(last.answer, last.answer.status if last.answer.status in (429, 503, 504, 529) else 502)
+        await self._give_up(last, "every decode node went down while the request was prefilled; try again")
         return None
 
     async def _try_decodes(
@@ -259,7 +222,7 @@ class RoutedRequest:
                 self._record.until(s.table.clock(), "retry")
                 await self._judge("decode", failure)
                 last = failure.with_traceback(None)  # which refers to this frame: a cycle, and it keeps the body
-                if not _may_be_tried_again(failure):
+                if not may_be_tried_again(failure):
                     return None, last
                 continue
             s.table.answered(node)
@@ -275,45 +238,12 @@ class RoutedRequest:
         decodes = self._healthy(Role.DECODE, Role.MIXED)()
         return self.plan.best_alone(decodes, self._s.table.clock()) is not None
 
-    def _healthy(self, *roles: Role) -> Callable[[], list[Node]]:
-        return lambda: self._s.table.healthy(roles, self._body.model)
-
-    async def _judge(self, leg: str, failure: LegFailed) -> None:
-        """Count a leg that failed before its first byte. Raises NodesDied if the request must not be tried again."""
-        if failure.kind is FailureKind.BROKEN:
-            epoch = self._casualties.epoch_of(failure.node)
-            if await self._s.upstream.has_died(failure.node, epoch):
-                failure.kind = FailureKind.DIED
-        self._note(leg, failure)
-        if failure.kind in _NO_CASUALTY:
-            self._casualties.spare(failure.node)
-        if failure.kind is FailureKind.DIED:
-            self._casualties.add(failure.node)
-            if self.phase != "stream":  # behind the first byte only the node that writes has the request
-                await self._look_for_others()
-            self._casualties.check()
-
-    async def _look_for_others(self) -> None:
-        """Probe the other nodes that had the request, after one died. D-first, only D knows which P it asked."""
-        suspects, has_died = self._casualties.suspects, self._s.upstream.has_died
-        asked = (has_died(node, epoch, is_silence_death=False) for node, epoch in suspects)
-        for (node, _), died in zip(suspects, await asyncio.gather(*asked), strict=True):
-            if died:
-                self._casualties.add(node)
-
     def _charge(self, node: Node, prefill_bytes: int, sequences: int = 0) -> Charge:
         """A charge for a prefill. If its end is visible, then by the decode node's first byte."""
         charge = self._book(node, prefill_bytes, sequences)
         if prefill_bytes and not self._body.shows_reading:
             charge.hide_prefill(self.plan.costs.queue_s(node))
         return charge
-
-    def _book(self, node: Node, prefill_bytes: int, sequences: int = 0) -> Charge:
-        tokens, cached = self.plan.costs.work(node) if prefill_bytes else (0, 0)
-        return Charge(
-            node, self._s.table.clock, prefill_bytes=prefill_bytes, prompt_tokens=tokens, cached_tokens=cached,
-            sequences=sequences,
-        )  # fmt: skip
 
     def _drain_failed(self, failure: LegFailed) -> None:
         """Count a failure of P after its ticket. D learns of it from the lease."""
@@ -328,10 +258,8 @@ class RoutedRequest:
         self._record.prefill_by = leg.prefilled_by or (prefill_by or leg.node).node_id
         self._name_route()
         try:
-            last = await send_answer(
-                leg, self._reply, prefill_by or leg.node, s.config.idle_timeout_s, self._stream,
-                self._note_piece(),
-            )  # fmt: skip
+            nodes = {PREFILL_BY: prefill_by or leg.node, DECODE_BY: leg.node}
+            last = await send_answer(leg, self._reply, nodes, s.config.idle_timeout_s, self._stream, self._note_piece())
             self._record.reported(last.report, is_first_node=last is leg)
             self._record.served_by = last.node.node_id
         except LegFailed:
@@ -355,35 +283,6 @@ class RoutedRequest:
         return note
 
     # --- details
-
-    async def _pass_on(self, answer: Answer, status: int) -> None:
-        """Answer with a node's error: unchanged if it is JSON."""
-        self._name_route()
-        try:
-            orjson.loads(answer.body)
-        except orjson.JSONDecodeError:
-            await self._reply.fail(
-                NodeFailed(f"a node answered status {answer.status} without a JSON body", status=status)
-            )
-            return
-        retry = [(name.lower(), value) for name, value in answer.headers if name.lower() == b"retry-after"]
-        await self._reply.whole(status, [JSON_TYPE, *retry], answer.body)
-
-    def _name_route(self) -> None:
-        self._reply.headers[ROUTE] = self.plan.text
-
-    def _note(self, leg: str, failure: LegFailed) -> None:
-        self._s.metrics.leg_failures.labels(leg, failure.node.node_id, failure.kind.value).inc()
-        self._record.failures.append(f"{leg} {failure.node.node_id} {failure.kind.value}")
-        if failure.wait:
-            self._s.metrics.waits.labels(failure.wait, failure.node.node_id).inc()
-        if failure.kind in _JUDGED:
-            self._s.metrics.moves.labels(leg, failure.node.node_id, failure.kind.value).inc()
-        if failure.kind in _ILLNESS:
-            self._s.table.failed(failure.node, unreachable=failure.kind is FailureKind.CONNECT)
-        elif failure.kind is FailureKind.REFUSED:
-            self._s.table.answered(failure.node)
-        log.warning("request %s: %s leg failed: %s", self._headers["x-request-id"], leg, failure)
 
     def _offer(self, without: Node | None = None) -> str | None:
         """The signed list of prefill nodes that D may ask; None: there are none."""
@@ -412,10 +311,3 @@ class RoutedRequest:
             log.warning("request %s: could not release its ticket: %s", self._headers["x-request-id"], error)
             return
         s.metrics.releases.labels("ok").inc()
-
-
-def _may_be_tried_again(failure: LegFailed) -> bool:
-    """False if the node says that no retry can succeed, or if the request's time is up."""
-    if failure.kind is FailureKind.TIMEOUT or failure.is_final:
-        return False
-    return failure.answer is None or failure.kind is FailureKind.DIED or failure.answer.status in _RETRYABLE

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pd_http.body import ClientGone
 from pd_http.errors import PdError
 from pd_http.frames import FRAMES_TYPE
 from pd_http.node_answers import FailureKind
 from pd_http.sse import EVENT_STREAM, SSE_DONE
-from pd_router.headers import DECODE_BY, PREFILL_BY, RawHeaders, answered
+from pd_router.headers import RawHeaders, answered
 from pd_router.upstream import LEG_ERRORS, LegFailed, leg_failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from pd_http.dialect import Dialect
     from pd_http.reply import HeaderList
-    from pd_router.continued_stream import ContinuedStream
     from pd_router.legs import DecodeLeg
+    from pd_router.liveness_guard import LivenessGuard
     from pd_router.node_connection import Sink
     from pd_router.node_table import Node
     from pd_router.reply import CallReply
@@ -29,29 +29,37 @@ _SHORT_BYTES = 64  # a piece of the end of a stream, which a node may write byte
 _EVENTS = (b"content-type", EVENT_STREAM.encode() + b"; charset=utf-8")
 
 
+class FollowingLegs(Protocol):
+    """The legs that go on with a stream after its leg failed."""
+
+    def guard(self, node: Node) -> LivenessGuard:
+        """While entered, LegFailed is raised if `node` is judged down and another one can go on."""
+
+    async def go_on(self, leg: DecodeLeg, failure: LegFailed) -> DecodeLeg | None:
+        """A leg that has begun behind the last byte that the client has. None: there is none."""
+
+
 async def send_answer(
     leg: DecodeLeg,
     reply: CallReply,
-    prefill_by: Node,
+    nodes: Mapping[str, Node],
     idle_timeout_s: float,
-    stream: ContinuedStream,
+    stream: FollowingLegs,
     on_piece: Callable[[bytes], None] | None = None,
 ) -> DecodeLeg:
     """Send all of `leg`'s answer, and close it. -> the leg that ended the answer.
 
-    `prefill_by`: the node that prefilled, unless the answer names one. `stream` finds the leg that goes on if one
-    fails. `on_piece`: gets each piece of a stream when it leaves.
+    `nodes`: those that did the work, by header that names them, unless the answer does. `stream` finds the leg that
+    goes on if one fails. `on_piece`: gets each piece of a stream when it leaves.
 
     Raises ClientGone, or LegFailed if a stream breaks off. The client then has an error event without an end of the
     stream: the server closes the connection of an incomplete answer.
     """
     if leg.whole is not None:
-        headers = _with_nodes(leg.whole.headers, prefill_by, leg.node)
+        headers = _with_nodes(leg.whole.headers, nodes)
         await reply.whole(leg.whole.status, headers, leg.whole.body)
         return leg
-    await reply.start(
-        leg.head.status, _with_nodes(leg.head.headers, prefill_by, leg.node), partial(_cut_off, reply.dialect)
-    )
+    await reply.start(leg.head.status, _with_nodes(leg.head.headers, nodes), partial(_cut_off, reply.dialect))
     splice = StreamSplice(reply, idle_timeout_s, on_piece=on_piece)
     while True:
         try:
@@ -71,7 +79,7 @@ async def send_answer(
         leg = following
 
 
-async def _pass_on(leg: DecodeLeg, splice: StreamSplice, stream: ContinuedStream) -> None:
+async def _pass_on(leg: DecodeLeg, splice: StreamSplice, stream: FollowingLegs) -> None:
     """Raises LegFailed unless the client gets the stream to its end; also if its node is judged down meanwhile."""
     try:
         with stream.guard(leg.node):
@@ -177,10 +185,10 @@ def _cut_off(dialect: Dialect, error: PdError) -> bytes:
     return b"\n\n" + dialect.error_event(error)
 
 
-def _with_nodes(headers: RawHeaders, prefill_by: Node, decode_by: Node) -> HeaderList:
+def _with_nodes(headers: RawHeaders, nodes: Mapping[str, Node]) -> HeaderList:
     kept = answered(headers)
     names = {name for name, _ in kept}
-    for name, node in ((PREFILL_BY, prefill_by), (DECODE_BY, decode_by)):
+    for name, node in nodes.items():
         if name.encode() not in names:
             kept.append((name.encode(), node.node_id.encode()))
     return [_EVENTS if value == FRAMES_TYPE.encode() else (name, value) for name, value in kept]

@@ -101,7 +101,13 @@ class Client:
 
 
 async def send(leg: FakeLeg, client: Client) -> None:
-    await send_answer(as_any(leg), CallReply(as_any(client), "id"), P, IDLE_S, as_any(Alone()))
+    await send_answer(
+        as_any(leg),
+        CallReply(as_any(client), "id"),
+        {"x-pd-prefill": P, "x-pd-decode": leg.node},
+        IDLE_S,
+        as_any(Alone()),
+    )
 
 
 def stream(*parts: bytes | float | Exception, time: VirtualTime | None = None) -> FakeLeg:

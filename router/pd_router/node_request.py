@@ -1,0 +1,189 @@
+"""What requests of every order share: the legs that fail, the nodes that die, and the errors that the client gets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import orjson
+
+from pd_http.errors import NodesDied, PdError
+from pd_http.node_answers import FailureKind
+from pd_http.reply import JSON_TYPE
+from pd_router.casualties import Casualties
+from pd_router.errors import NodeFailed, NoNode
+from pd_router.headers import ROUTE, Headers
+from pd_router.node_table import Charge, Node, Role
+from pd_router.upstream import Answer, LegFailed, Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_router.body import RequestBody
+    from pd_router.call_record import CallRecord
+    from pd_router.config import HandoffOrder
+    from pd_router.cost import Costs
+    from pd_router.reply import CallReply
+    from pd_router.services import Services
+
+log = logging.getLogger("pd_router")
+# With these statuses another node may succeed. Not 504: the request's time is up on every node.
+_RETRYABLE = frozenset({429, 500, 502, 503, 529})
+# Failures that count against a node. An HTTP answer of any status does not: the request may be its cause, so a client
+# could eject every node. Slowness does not either: it is load, and /health judges it.
+_ILLNESS = frozenset({FailureKind.CONNECT, FailureKind.BROKEN, FailureKind.BAD_ANSWER})
+_JUDGED = frozenset({FailureKind.FROZEN, FailureKind.DIED})
+# A node that failed a leg like this is not probed when another node dies while it serves the request.
+_NO_CASUALTY = frozenset({FailureKind.CONNECT, FailureKind.REFUSED, FailureKind.FROZEN})
+
+
+class PlannedRoute(Protocol):
+    """An order with its reason, and what the prompt costs at the nodes."""
+
+    @property
+    def order(self) -> HandoffOrder: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    @property
+    def costs(self) -> Costs: ...
+
+    @property
+    def text(self) -> str:
+        """The value of the header `x-pd-route`."""
+
+
+Plan = TypeVar("Plan", bound=PlannedRoute)
+
+
+class NodeRequest(ABC, Generic[Plan]):
+    """Runs one planned request: `run` sends the client its answer, or raises a PdError before its first byte."""
+
+    def __init__(
+        self,
+        services: Services,
+        path: str,
+        body: RequestBody,
+        headers: Headers,
+        plan: Plan,
+        reply: CallReply,
+        record: CallRecord,
+    ) -> None:
+        self.plan = plan
+        self.phase = "prefill"  # prefill | decode | stream: for counting clients that leave
+        self.outcome = "ok"  # ok | refused | failed | broken
+        self._s = services
+        self._path = path
+        self._body = body
+        self._headers = headers
+        self._reply = reply
+        self._record = record
+        self._casualties = Casualties(services.config.max_node_deaths)
+
+    async def run(self) -> None:
+        try:
+            await self._serve()
+        except Refused as refusal:
+            self.outcome = "refused"
+            await self._pass_on(refusal.answer, refusal.answer.status)
+        except NodesDied:
+            self._s.metrics.node_killers.inc()
+            self._name_route()
+            raise
+        except PdError:
+            self._name_route()
+            raise
+
+    @abstractmethod
+    async def _serve(self) -> None:
+        """Ask nodes, and send the client its answer. Raises PdError, and Refused before the client's first byte."""
+
+    # --- legs
+
+    def _healthy(self, *roles: Role) -> Callable[[], list[Node]]:
+        return lambda: self._s.table.healthy(roles, self._body.model)
+
+    def _book(self, node: Node, prefill_bytes: int, sequences: int = 0) -> Charge:
+        tokens, cached = self.plan.costs.work(node) if prefill_bytes else (0, 0)
+        return Charge(
+            node, self._s.table.clock, prefill_bytes=prefill_bytes, prompt_tokens=tokens, cached_tokens=cached,
+            sequences=sequences,
+        )  # fmt: skip
+
+    async def _judge(self, leg: str, failure: LegFailed) -> None:
+        """Count a leg that failed before its first byte. Raises NodesDied if the request must not be tried again."""
+        if failure.kind is FailureKind.BROKEN:
+            epoch = self._casualties.epoch_of(failure.node)
+            if await self._s.upstream.has_died(failure.node, epoch):
+                failure.kind = FailureKind.DIED
+        self._note(leg, failure)
+        if failure.kind in _NO_CASUALTY:
+            self._casualties.spare(failure.node)
+        if failure.kind is FailureKind.DIED:
+            self._casualties.add(failure.node)
+            if self.phase != "stream":  # behind the first byte only the node that writes has the request
+                await self._look_for_others()
+            self._casualties.check()
+
+    async def _look_for_others(self) -> None:
+        """Probe the other nodes that had the request, after one died. D-first, only D knows which P it asked."""
+        suspects, has_died = self._casualties.suspects, self._s.upstream.has_died
+        asked = (has_died(node, epoch, is_silence_death=False) for node, epoch in suspects)
+        for (node, _), died in zip(suspects, await asyncio.gather(*asked), strict=True):
+            if died:
+                self._casualties.add(node)
+
+    def _note(self, leg: str, failure: LegFailed) -> None:
+        self._s.metrics.leg_failures.labels(leg, failure.node.node_id, failure.kind.value).inc()
+        self._record.failures.append(f"{leg} {failure.node.node_id} {failure.kind.value}")
+        if failure.wait:
+            self._s.metrics.waits.labels(failure.wait, failure.node.node_id).inc()
+        if failure.kind in _JUDGED:
+            self._s.metrics.moves.labels(leg, failure.node.node_id, failure.kind.value).inc()
+        if failure.kind in _ILLNESS:
+            self._s.table.failed(failure.node, unreachable=failure.kind is FailureKind.CONNECT)
+        elif failure.kind is FailureKind.REFUSED:
+            self._s.table.answered(failure.node)
+        log.warning("request %s: %s leg failed: %s", self._headers["x-request-id"], leg, failure)
+
+    # --- answers without a leg
+
+    async def _give_up(self, last: LegFailed | None, none_left: str) -> None:
+        """Give the client the last node's own error. `none_left`: the error if no node was asked.
+
+        Raises NoNode, NodesDied; NodeFailed if that node told none.
+        """
+        if last is None:
+            raise NoNode(none_left)
+        if last.is_final:
+            raise NodesDied(f"nodes died while they served this request, by the answer of {last.node.node_id}")
+        if last.answer is None:
+            raise NodeFailed(f"no node could serve the request; the last one: {last}")
+        self.outcome = "failed"
+        await self._pass_on(last.answer, last.answer.status if last.answer.status in (429, 503, 504, 529) else 502)
+
+    async def _pass_on(self, answer: Answer, status: int) -> None:
+        """Answer with a node's error: unchanged if it is JSON."""
+        self._name_route()
+        try:
+            orjson.loads(answer.body)
+        except orjson.JSONDecodeError:
+            await self._reply.fail(
+                NodeFailed(f"a node answered status {answer.status} without a JSON body", status=status)
+            )
+            return
+        retry = [(name.lower(), value) for name, value in answer.headers if name.lower() == b"retry-after"]
+        await self._reply.whole(status, [JSON_TYPE, *retry], answer.body)
+
+    def _name_route(self) -> None:
+        self._reply.headers[ROUTE] = self.plan.text
+
+
+def may_be_tried_again(failure: LegFailed) -> bool:
+    """False if the node says that no retry can succeed, or if the request's time is up."""
+    if failure.kind is FailureKind.TIMEOUT or failure.is_final:
+        return False
+    return failure.answer is None or failure.kind is FailureKind.DIED or failure.answer.status in _RETRYABLE
