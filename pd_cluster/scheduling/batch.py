@@ -32,6 +32,14 @@ class SequenceStart(msgspec.Struct, frozen=True):
     num_sample_seeds: tuple[int, ...] = ()
 
 
+class BeamStep(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """A beam continues another, or itself: its row becomes the other's, with this token as the last one."""
+
+    seq_id: int
+    parent: int  # a seq_id; both have a row, with a token that was sampled and is replaced
+    token_id: int
+
+
 class SequenceChunk(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Compute tokens [start, start + num_tokens) of a sequence. A decode step is a chunk of one."""
 
@@ -59,6 +67,7 @@ class Batch:
     step: int
     starts: tuple[SequenceStart, ...] = ()
     chunks: tuple[SequenceChunk, ...] = ()  # decodes first, then prefill chunks
+    beam_steps: tuple[BeamStep, ...] = ()  # applied before all else; they read the rows as they were before all of them
     departures: tuple[int, ...] = ()  # seq_ids of rows that end (finished or preempted); applied before starts
     copies: BlockCopies = field(default_factory=BlockCopies)
     loads: tuple[LoadSpec, ...] = ()  # for recv_before, once every step before this one has retired
@@ -75,7 +84,8 @@ class Batch:
     def moves_worker(self) -> bool:
         """Whether the worker has anything to do. A start comes with its first chunk."""
         copies = self.copies
-        return bool(self.chunks or self.departures or copies.swap_out or copies.swap_in or copies.copy_on_write)
+        has_rows = self.chunks or self.departures or self.beam_steps
+        return bool(has_rows or copies.swap_out or copies.swap_in or copies.copy_on_write)
 
 
 @dataclass(frozen=True, slots=True)

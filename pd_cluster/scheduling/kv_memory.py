@@ -102,7 +102,8 @@ class KvMemory:
         seq.table = None
         seq.num_scheduled_tokens = seq.num_computed_tokens
         seq.num_announced_tokens = 0
-        self._queues.add(seq, self.num_cached(seq))
+        if not seq.num_pending:  # else a beam that has nothing to compute before its next token is chosen
+            self._queues.add(seq, self.num_cached(seq))
         return copies
 
     # sequences that wait

@@ -12,6 +12,7 @@ from __future__ import annotations
 from heapq import merge
 from typing import TYPE_CHECKING
 
+from pd_cluster.scheduling.batch import BeamStep
 from pd_cluster.scheduling.ranked_queue import RankedQueue
 from pd_cluster.scheduling.sequence import Request, Sequence, SequenceStatus
 from pd_connectors.protocol.feed import NodeLoad
@@ -39,6 +40,7 @@ class Queues:
         self.max_num_seqs = max_num_seqs
         self._turns = turns
         self._departures: list[int] = []
+        self._beam_steps: list[BeamStep] = []
         self.waiting: RankedQueue[Sequence] = RankedQueue()
         self.loaded: RankedQueue[Sequence] = RankedQueue()
         self.running: RankedQueue[Sequence] = RankedQueue()
@@ -86,6 +88,15 @@ class Queues:
         """Ids of the sequences that left the worker since the last call."""
         departures, self._departures = tuple(self._departures), []
         return departures
+
+    def note_beam_step(self, seq: Sequence, parent: Sequence) -> None:
+        """Note that the sequence's row becomes that of `parent`, with the sequence's last token."""
+        self._beam_steps.append(BeamStep(seq.seq_id, parent.seq_id, seq.token_ids[-1]))
+
+    def take_beam_steps(self) -> tuple[BeamStep, ...]:
+        """What `note_beam_step` noted since the last call."""
+        steps, self._beam_steps = tuple(self._beam_steps), []
+        return steps
 
     # requests
 

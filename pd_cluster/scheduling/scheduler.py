@@ -17,6 +17,7 @@ comes from `update`, `set_first_tokens`, `abort` or `end_lease`.
     KvMemory    which of them get blocks, and which give blocks up           kv_memory.py
     Planner     one step over the queues                                     planner.py, yielding.py
     Lifecycle   how sequences part and end                                   lifecycle.py
+    BeamSequences  how they are the beams of a search                        beam_sequences.py, beam.py
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.errors import Overloaded
 from pd_cluster.protocol.messages import FinishReason, SequenceTokens
+from pd_cluster.scheduling.beam_sequences import BeamSequences
 from pd_cluster.scheduling.kv_memory import KvMemory
 from pd_cluster.scheduling.lifecycle import Lifecycle, Update
 from pd_cluster.scheduling.planner import Planner
@@ -84,6 +86,7 @@ class Scheduler:
         yielding = Yielding(self._turns, self._queues, self._memory, rests=rests)
         self._planner = Planner(config, blocks, self._queues, self._memory, yielding, clock, step_budget)
         self._life = Lifecycle(self._queues, blocks, clock)
+        self._beams = BeamSequences(self._queues, blocks, self._life)
         self._loads: list[LoadSpec] = []  # for the next batch
         self._news: list[CachedBlock] = []
         self._num_sat_out = 0
@@ -224,9 +227,13 @@ class Scheduler:
         if request not in self._queues.parked or request.is_parted:
             return None
         assert not request.redraws
-        assert len(tokens) == request.sampling.n, f"{len(tokens)} first tokens for n = {request.sampling.n}"
-        update = self._life.give_first_tokens(request, tokens)
-        if update.finished:
+        assert len(tokens) == request.sampling.num_first_tokens, f"{len(tokens)} first tokens"
+        if request.beams is not None:
+            self._life.begin_stream(request)
+            update = self._beams.take(request.sequences[0], tokens[0])
+        else:
+            update = self._life.give_first_tokens(request, tokens)
+        if request.finished:
             self._unpark(request)
         elif request.kv is KvArrival.PRESENT:
             self._unpark_loaded(request)
@@ -324,7 +331,8 @@ class Scheduler:
                 seq.is_absent = False
             if is_absent or not chunk.num_samples:
                 continue
-            seq.num_pending -= 1
+            if not seq.is_beam:
+                seq.num_pending -= 1
             if seq.awaits_first_decode:
                 seq.awaits_first_decode = False
                 request.mark_first_decode(self._clock())
@@ -334,6 +342,10 @@ class Scheduler:
                     updates.append(self._life.give_first_tokens(request, result.first_samples[chunk.seq_id]))
                     continue
             tokens = samples[chunk.seq_id]
+            if seq.is_beam:
+                if (answers := self._beams.take(seq, tokens[0])) is not None:
+                    updates.append(answers)
+                continue
             if len(tokens) == 1:
                 seq.append(tokens[0].token_id)
             else:

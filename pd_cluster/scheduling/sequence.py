@@ -17,6 +17,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from pd_cluster.protocol.messages import FinishReason, Timeline, Work
+from pd_cluster.scheduling.beam import BeamSearch
 from pd_connectors.base import LoadSteps
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
 
@@ -72,6 +73,15 @@ class Marks:
 
 
 @dataclass(slots=True, eq=False)
+class Beams:
+    """The beam search of a request."""
+
+    policy: BeamSearch
+    order: list[Sequence]  # of its beams, best first
+    candidates: dict[Sequence, SampledToken] = field(default_factory=dict)  # of the beams of this round, as they come
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """One admitted AddRequest. The scheduler fills `arrival`, `sequences` and everything below them."""
 
@@ -95,6 +105,7 @@ class Request:
     group: Group[Sequence] = field(init=False, repr=False)  # shares slots and turns with its other requests
     is_queued: bool = True  # nothing of it has run yet
     num_named: int = 0  # of `message.steps`: see `CacheNews`
+    beams: Beams | None = None  # its sequences are the beams of a search
 
     @classmethod
     def from_message(cls, message: AddRequest, *, lease_id: str | None = None) -> Request:
@@ -149,6 +160,13 @@ class Request:
         return [seq for seq in self.sequences if seq.finish_reason is None]
 
     @property
+    def is_stuck(self) -> bool:
+        """Whether it is a beam search of which no beam runs, and some wait for a slot or blocks."""
+        waiting = [seq for seq in self.sequences if not seq.num_pending]
+        is_idle = all(not seq.num_in_flight for seq in self.sequences)
+        return is_idle and bool(waiting) and all(seq.status is not SequenceStatus.RUNNING for seq in waiting)
+
+    @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens found in this engine's prefix cache."""
         if len(self.sequences) == 1:  # asked for with every token
@@ -173,7 +191,7 @@ class Request:
         stop_ids = sampling.stop_ids(eos_token_ids)
         num_prompt, known = len(self.prompt_token_ids), self.message.known
         self.is_parted = any(known)
-        self.num_live = sampling.n
+        self.num_live = self.message.num_sequences
         self.sequences = [
             Sequence(
                 seq_id=next(seq_ids),
@@ -187,13 +205,17 @@ class Request:
                 max_len=min(num_prompt + self.message.max_output_tokens, max_model_len),
                 token_ids=[*self.prompt_token_ids, *known[index]] if self.is_parted else [],
                 num_given_tokens=len(known[index]) if self.is_parted else 0,
+                is_beam=sampling.beams is not None and self.work is not Work.PREFILL,
             )
-            for index in range(sampling.n)
+            for index in range(self.num_live)
         ]
+        lead = self.sequences[0]
         if not self.is_parted:
-            lead = self.sequences[0]
             lead.token_ids = list(self.prompt_token_ids)
-            lead.num_samples = sampling.n
+            lead.num_samples = sampling.num_first_tokens
+        if sampling.beams is not None and self.work is not Work.PREFILL:
+            max_tokens = lead.max_len - num_prompt
+            self.beams = Beams(BeamSearch(sampling.beams, max_tokens, stop_ids, sampling.logprobs), [lead])
 
     def seed_of(self, index: int) -> int:
         """The seed of its sequence `index`."""
@@ -265,7 +287,9 @@ class Sequence:
     host_block_ids: list[int] = field(default_factory=list)  # while SWAPPED
     num_computed_tokens: int = 0  # tokens with KV in the table, by steps that have retired
     num_scheduled_tokens: int = 0  # the same, counting steps that still run
-    num_pending: int = 0  # tokens that running steps sample, one per step: their positions are known, their values not
+    # Tokens that running steps sample, one per step: their positions are known, their values not. Of a beam, until its
+    # round is over
+    num_pending: int = 0
     num_in_flight: int = 0  # steps that still run and touch this sequence
     num_announced_tokens: int = 0  # PREFILL: announced to the lease's reader
     num_queued_tokens: int = 0  # its part of `Queues.num_queued_tokens`
@@ -275,6 +299,7 @@ class Sequence:
     num_given_tokens: int = 0  # of its output, known at admission
     num_samples: int = 1  # sampled when a chunk reaches the last token; n for a lead before the sequences part
     in_worker: bool = False  # the worker has a row for it
+    is_beam: bool = False  # no step is planned behind one whose token is not chosen yet
     is_absent: bool = False  # the step that runs draws no token for it: see `sit_out`
     awaits_first_decode: bool = (
         False  # its KV or first token came from another node, and no decode step followed; for the timeline
@@ -296,6 +321,11 @@ class Sequence:
     def num_remaining_tokens(self) -> int:
         """Known or certain tokens that no step computes yet. 1 in a decode."""
         return len(self.token_ids) + self.num_pending - self.num_scheduled_tokens
+
+    @property
+    def awaits_choice(self) -> bool:
+        """Whether its next tokens are not certain in place either: n first tokens, or a token that a beam search chooses."""
+        return self.num_pending > 0 and (self.is_beam or self.num_samples > 1)
 
     def sit_out(self) -> None:
         """Take the last token of the newest step's chunk back: the step draws no token behind it.

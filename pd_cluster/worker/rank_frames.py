@@ -13,7 +13,7 @@ import msgspec
 
 from pd_cluster.config import NodeConfig
 from pd_cluster.errors import PdError
-from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
+from pd_cluster.scheduling.batch import Batch, BeamStep, BlockCopies, SequenceChunk, SequenceStart
 from pd_kernels.values import StepSize
 
 
@@ -46,6 +46,7 @@ class StepFrame(msgspec.Struct, frozen=True, tag=True):
     step: int
     starts: tuple[SequenceStart, ...]
     chunks: tuple[SequenceChunk, ...]
+    beam_steps: tuple[BeamStep, ...]
     departures: tuple[int, ...]
     copies: BlockCopies
     graph: StepSize | None  # the captured size to replay
@@ -54,12 +55,13 @@ class StepFrame(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, batch: Batch, graph: StepSize | None, changed: tuple[int, ...], late: tuple[int, ...]) -> StepFrame:
-        return cls(batch.step, batch.starts, batch.chunks, batch.departures, batch.copies, graph, changed, late)
+        rows = (batch.starts, batch.chunks, batch.beam_steps, batch.departures)
+        return cls(batch.step, *rows, batch.copies, graph, changed, late)
 
     @property
     def batch(self) -> Batch:
         """The step, without what only the engine's connector does."""
-        return Batch(self.step, self.starts, self.chunks, self.departures, self.copies)
+        return Batch(self.step, self.starts, self.chunks, self.beam_steps, self.departures, self.copies)
 
 
 class DrawLate(msgspec.Struct, frozen=True, tag=True):
