@@ -67,7 +67,6 @@ class Batch:
     step: int
     starts: tuple[SequenceStart, ...] = ()
     chunks: tuple[SequenceChunk, ...] = ()  # decodes first, then prefill chunks
-    beam_steps: tuple[BeamStep, ...] = ()  # applied before all else; they read the rows as they were before all of them
     departures: tuple[int, ...] = ()  # seq_ids of rows that end (finished or preempted); applied before starts
     copies: BlockCopies = field(default_factory=BlockCopies)
     loads: tuple[LoadSpec, ...] = ()  # for recv_before, once every step before this one has retired
@@ -75,6 +74,7 @@ class Batch:
         PublishSpec, ...
     ] = ()  # for send_after, at launch; no tokens yet: this step is the first of these leases' prompts
     publishes: tuple[PublishSpec, ...] = ()  # for send_after, once the step has retired
+    beam_steps: tuple[BeamStep, ...] = ()  # applied before departures; all read the rows as they were before the first
 
     @property
     def num_tokens(self) -> int:

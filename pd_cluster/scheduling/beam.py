@@ -119,11 +119,11 @@ class BeamSearch:
             return False
         is_longest = params.early_stopping == NEVER and params.length_penalty > 0
         num_tokens = self._max_tokens if is_longest else self._num_tokens
-        return best_score / num_tokens**params.length_penalty > self.finished[-1].score
+        best_possible: float = best_score / num_tokens**params.length_penalty
+        return best_possible > self.finished[-1].score
 
     def _told(self, one: TopLogprob, row: SampledToken) -> SampledToken:
         """The token as the client gets it."""
-        wanted = self._num_logprobs
-        return (
-            SampledToken(one.token_id) if wanted is None else SampledToken(one.token_id, one.logprob, row.top[:wanted])
-        )
+        if self._num_logprobs is None:
+            return SampledToken(one.token_id)
+        return SampledToken(one.token_id, one.logprob, row.top[: self._num_logprobs])

@@ -114,8 +114,10 @@ class Planner:
             start = seq.num_scheduled_tokens
             if num_known - start > 1:
                 prefills.append(seq)
-            elif num_known >= seq.max_len or seq.awaits_choice or seq.status is not RUNNING:
-                continue  # a running step samples its last token or its first ones, or it was just preempted
+            elif num_known >= seq.max_len or seq.status is not RUNNING:
+                continue  # a running step samples its last token, or it was just preempted
+            elif seq.num_pending and (seq.is_beam or seq.num_samples > 1):
+                continue  # a running step samples its first ones, or the host chooses its token
             elif portions is not None and not portions.has_row(seq):
                 continue
             elif start < seq.table.capacity and seq.in_worker and start >= seq.num_prompt_tokens:  # type: ignore[union-attr]
@@ -230,7 +232,7 @@ class Planner:
 
         Otherwise two searches, each with some beams that hold memory and one that lacks it, would wait for ever.
         """
-        if builder.swap_in:  # no step copies blocks both out and in
+        if not self._queues.num_searches or builder.swap_in:  # no step copies blocks both out and in
             return
         for seq in reversed(self._queues.running):
             if seq.num_pending and not seq.num_in_flight and seq.request.is_stuck:

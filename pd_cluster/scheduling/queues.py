@@ -49,6 +49,7 @@ class Queues:
         self.sequences: dict[int, Sequence] = {}  # by id, until finished and untouched by any running step
         self.prefills: dict[str, Request] = {}  # PREFILL requests that have not finished, by lease id
         self.num_live = 0  # sequences that have not ended
+        self.num_searches = 0  # beam searches
         self.num_queued_keys = 0  # tokens before each of the following, summed
         self.num_queued_tokens = 0  # known tokens that no step has computed and that are not cached, without decodes
 
@@ -105,6 +106,7 @@ class Queues:
         request.group = self._turns.join(request, request.message.group or request.request_id)
         self.sequences.update((seq.seq_id, seq) for seq in request.sequences)
         self.num_live += request.num_live
+        self.num_searches += request.beams is not None
         if request.lease_id is not None:
             self.prefills[request.lease_id] = request
 
@@ -112,6 +114,7 @@ class Queues:
         """Remove a request that has ended. Its sequences stay registered until `forget`."""
         if request.lease_id is not None:
             self.prefills.pop(request.lease_id, None)
+        self.num_searches -= request.beams is not None
         self._turns.leave(request)
 
     def forget(self, seq: Sequence) -> None:

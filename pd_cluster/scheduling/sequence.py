@@ -322,11 +322,6 @@ class Sequence:
         """Known or certain tokens that no step computes yet. 1 in a decode."""
         return len(self.token_ids) + self.num_pending - self.num_scheduled_tokens
 
-    @property
-    def awaits_choice(self) -> bool:
-        """Whether its next tokens are not certain in place either: n first tokens, or a token that a beam search chooses."""
-        return self.num_pending > 0 and (self.is_beam or self.num_samples > 1)
-
     def sit_out(self) -> None:
         """Take the last token of the newest step's chunk back: the step draws no token behind it.
 

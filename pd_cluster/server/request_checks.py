@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.errors import InvalidRequest, Overloaded
 from pd_cluster.scheduling.turns import crowd_limit
+from pd_cluster.server.beam_fields import check_beam_fields, unread_beam_fields
 from pd_cluster.server.completions import check_best_of
 from pd_cluster.server.reasoning_options import unread_reasoning_fields
 from pd_cluster.server.request_id import MAX_REQUEST_ID_CHARS, is_request_id
@@ -48,6 +49,7 @@ def check_queue_room(state: NodeState, num_prompts: int) -> None:
 def disabled_fields(state: NodeState, body: GenerationBody) -> set[str]:
     """Fields of the request that this node's settings, or its chat template, disable."""
     names = {"priority"} if body.priority and not state.config.scheduler.priorities else set()
+    names |= unread_beam_fields(body)
     return names | unread_reasoning_fields(body, state.tokenizer.chat_template) if isinstance(body, ChatBody) else names
 
 
@@ -56,6 +58,7 @@ def check_common(body: GenerationBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", "stream_options")
     check_best_of(body)
+    check_beam_fields(body)
     check_prompt_and_tokens(body)
     for name in ("request_id", "rid"):
         if (given := getattr(body, name)) is not None and not is_request_id(given):

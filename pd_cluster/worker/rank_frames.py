@@ -46,22 +46,22 @@ class StepFrame(msgspec.Struct, frozen=True, tag=True):
     step: int
     starts: tuple[SequenceStart, ...]
     chunks: tuple[SequenceChunk, ...]
-    beam_steps: tuple[BeamStep, ...]
     departures: tuple[int, ...]
     copies: BlockCopies
     graph: StepSize | None  # the captured size to replay
     changed: tuple[int, ...]
     late: tuple[int, ...]
+    beam_steps: tuple[BeamStep, ...]
 
     @classmethod
     def of(cls, batch: Batch, graph: StepSize | None, changed: tuple[int, ...], late: tuple[int, ...]) -> StepFrame:
-        rows = (batch.starts, batch.chunks, batch.beam_steps, batch.departures)
-        return cls(batch.step, *rows, batch.copies, graph, changed, late)
+        rows = (batch.starts, batch.chunks, batch.departures, batch.copies)
+        return cls(batch.step, *rows, graph, changed, late, batch.beam_steps)
 
     @property
     def batch(self) -> Batch:
         """The step, without what only the engine's connector does."""
-        return Batch(self.step, self.starts, self.chunks, self.beam_steps, self.departures, self.copies)
+        return Batch(self.step, self.starts, self.chunks, self.departures, self.copies, beam_steps=self.beam_steps)
 
 
 class DrawLate(msgspec.Struct, frozen=True, tag=True):

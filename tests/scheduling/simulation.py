@@ -151,8 +151,8 @@ class FakeWorker:
     def execute(self, batch: Batch) -> StepResult:
         rows = {step.seq_id: (self.rows[step.parent], step.token_id) for step in batch.beam_steps}
         for seq_id, (parent, token_id) in rows.items():
-            tokens, block_ids = [*parent.tokens[:-1], token_id], list(parent.block_ids)
-            self.rows[seq_id] = Row(self.rows[seq_id].start, tokens, block_ids)
+            start, known = self.rows[seq_id].start, parent.tokens[:-1]
+            self.rows[seq_id] = Row(start, [*known, token_id], list(parent.block_ids))
         for seq_id in batch.departures:
             del self.rows[seq_id]
         self._copy(batch)

@@ -39,7 +39,7 @@ def searched(
 @pytest.mark.parametrize("length_penalty", PENALTIES)
 def test_the_policy_is_its_definition(early_stopping: bool | str, length_penalty: float) -> None:
     rng = random.Random(f"{early_stopping}/{length_penalty}")
-    for _ in range(60):
+    for _ in range(20):
         width, stop_ids = rng.randint(1, 8), frozenset(rng.sample(range(23), rng.randint(0, 4)))
         beams = BeamParams(width=width, length_penalty=length_penalty, early_stopping=early_stopping)
         sampling = SamplingParams(max_tokens=rng.randint(1, 12), n=rng.randint(1, width), beams=beams)
@@ -74,7 +74,7 @@ def test_searches_end_with_the_best_answers_whatever_memory_and_slots_they_get(
 ) -> None:
     """Few blocks and few slots, beside other requests; some clients leave."""
     rng = random.Random(f"{depth}/{num_host_blocks}/{prefix_caching}")
-    for _ in range(12):
+    for _ in range(6):
         num_blocks = rng.choice([7, 9, 12, 40])
         world = World(
             num_blocks=num_blocks, num_host_blocks=num_host_blocks, prefix_caching=prefix_caching, depth=depth,
