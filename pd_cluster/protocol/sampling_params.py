@@ -86,7 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def num_first_tokens(self) -> int:
-        """First tokens that a prefill gives. Of a beam search one, whose `top` holds the candidates of all beams."""
+        """First tokens that a prefill gives. Of a beam search one; its `top` are the candidates of all beams."""
         return self.n if self.beams is None else 1
 
     @property

@@ -73,7 +73,7 @@ class BeamSequences:
             self._queues.add(seq)
 
     def _fork(self, seq: Sequence, parent: Sequence, token_ids: list[int]) -> None:
-        """Let a sequence whose own beam ends go on behind `parent`. The last of `token_ids` is new."""
+        """Let a sequence go on behind `parent`; its own beam ends. The last of `token_ids` is new."""
         queues, blocks, keeps_row = self._queues, self._blocks, seq.in_worker and parent.in_worker
         if not keeps_row:
             queues.remove(seq)

@@ -299,7 +299,7 @@ class Sequence:
     num_given_tokens: int = 0  # of its output, known at admission
     num_samples: int = 1  # sampled when a chunk reaches the last token; n for a lead before the sequences part
     in_worker: bool = False  # the worker has a row for it
-    is_beam: bool = False  # no step is planned behind one whose token is not chosen yet
+    is_beam: bool = False  # no step is planned behind one before its token is chosen
     is_absent: bool = False  # the step that runs draws no token for it: see `sit_out`
     awaits_first_decode: bool = (
         False  # its KV or first token came from another node, and no decode step followed; for the timeline

@@ -47,7 +47,7 @@ def check_beam_fields(body: GenerationBody) -> None:
 
 
 def check_beam_choice(body: GenerationBody, grammar: str, logits_stages: Sequence[str]) -> None:
-    """Raises InvalidRequest for a beam search whose tokens something else decides too. `grammar`: of the answer."""
+    """Raises InvalidRequest for a beam search if something else decides its tokens too. `grammar`: of the answer."""
     if not body.use_beam_search:
         return
     if grammar:

@@ -19,7 +19,7 @@ def best_answers(
 ) -> list[tuple[list[int], FinishReason]]:
     """The n best answers. `logprobs`: of each token behind an output.
 
-    As in transformers, whose fixed places are lists here: `_update_finished_beams`, `_check_early_stop_heuristic` and
+    As in transformers, with lists in the place of tensors: `_update_finished_beams`, `_check_early_stop_heuristic` and
     `_beam_search_has_unfinished_sequences`.
     """
     params, most = sampling.beams, sampling.max_tokens

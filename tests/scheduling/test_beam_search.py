@@ -172,7 +172,7 @@ def test_a_prefill_samples_one_token_with_the_candidates() -> None:
     world.check()
 
 
-def test_no_step_is_planned_behind_one_whose_token_is_not_chosen() -> None:
+def test_no_step_is_planned_before_its_token_is_chosen() -> None:
     world = World(depth=2)
     request = world.submit(message("r", prompt(20), n=4, beams=BeamParams(width=4), max_tokens=6))
     for _ in range(12):
