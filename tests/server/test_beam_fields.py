@@ -72,8 +72,8 @@ async def test_a_stream_has_each_answer_as_one_piece() -> None:
         whole = SEARCH | {"return_token_ids": True}
         async with node.session.post(f"{node.url}/v1/completions", json=whole) as response:
             choices = (await response.json())["choices"]
-        events = await post_events(node, "/v1/completions", whole | {"stream": True})
-    pieces = [event["choices"][0] for event in events if event["choices"]]
+        events = await post_events(node.session, f"{node.url}/v1/completions", whole | {"stream": True})
+    pieces = [event["choices"][0] for _, event in events if event != "[DONE]"]
     assert [piece["index"] for piece in pieces] == [0, 1]
     for piece, choice in zip(pieces, choices, strict=True):
         assert (piece["text"], piece["token_ids"]) == (choice["text"], choice["token_ids"])
