@@ -14,15 +14,16 @@ pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]
 
 # what is wrong with a beam search
+WITH_BEAMS: list[dict[str, Any]] = [
+    {"temperature": 0.5}, {"top_p": 0.5}, {"top_k": 5}, {"min_p": 0.1}, {"repetition_penalty": 1.1},
+    {"presence_penalty": 1}, {"frequency_penalty": -1}, {"logit_bias": {"5": 1}}, {"allowed_token_ids": [5]},
+    {"bad_words": ["x"]}, {"min_tokens": 1}, {"stop": "x"}, {"n": 21}, {"best_of": 21}, {"best_of": 0},
+    {"best_of": 2, "n": 3}, {"length_penalty": 11}, {"early_stopping": "always"}, {"early_stopping": 1},
+]  # fmt: skip
 BEAMS: list[tuple[dict[str, Any], str | None]] = [
-    ({"use_beam_search": True} | wrong, next(iter(wrong)))
-    for wrong in (
-        {"temperature": 0.5}, {"top_p": 0.5}, {"top_k": 5}, {"min_p": 0.1}, {"repetition_penalty": 1.1},
-        {"presence_penalty": 1}, {"frequency_penalty": -1}, {"logit_bias": {"5": 1}}, {"allowed_token_ids": [5]},
-        {"bad_words": ["x"]}, {"min_tokens": 1}, {"stop": "x"}, {"n": 21}, {"best_of": 21}, {"best_of": 0},
-        {"best_of": 2, "n": 3}, {"length_penalty": 11}, {"early_stopping": "always"}, {"early_stopping": 1},
-    )
-] + [({"beam_width": 4}, "beam_width")]  # fmt: skip
+    *(({"use_beam_search": True} | wrong, next(iter(wrong))) for wrong in WITH_BEAMS),
+    ({"beam_width": 4}, "beam_width"),
+]
 
 # what is wrong with a chat request, and the field that the error names
 CHAT: list[tuple[dict[str, Any], str | None]] = [
