@@ -67,7 +67,7 @@ class Admission:
         The KV of the last token is never computed.
         """
         blocks, longest = self._blocks, self._max_model_len
-        num_prompt, n, num_output = len(message.prompt_token_ids), message.sampling.n, message.max_output_tokens
+        num_prompt, n, num_output = len(message.prompt_token_ids), message.num_sequences, message.max_output_tokens
         if not num_prompt:
             raise InvalidRequest("the prompt is empty", "prompt")
         if num_prompt >= longest:
@@ -76,8 +76,7 @@ class Admission:
             raise InvalidRequest(
                 f"{num_prompt} prompt tokens and max_tokens {num_output} exceed the model's {longest}", "max_tokens"
             )
-        if max(n, message.num_sequences) > self._max_num_seqs:
-            n = message.num_sequences
+        if n > self._max_num_seqs:
             raise InvalidRequest(f"n is {n}; this engine runs {self._max_num_seqs} sequences at once", "n")
         if blocks.blocks_for(num_prompt + num_output - 1) > blocks.num_blocks:
             raise InvalidRequest(

