@@ -40,9 +40,7 @@ class BeamParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             name = "n" if self.width == n else "best_of"
             raise InvalidRequest(f"the width of a beam search is {n} (n) to {MAX_TOP_LOGPROBS}, not {self.width}", name)
         if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:
-            raise InvalidRequest(
-                f"length_penalty must be between -10 and 10, not {self.length_penalty:g}", "length_penalty"
-            )
+            raise InvalidRequest(f"length_penalty must be -10 to 10, not {self.length_penalty:g}", "length_penalty")
         if self.early_stopping not in (True, False, NEVER):
             raise InvalidRequest(f'early_stopping must be true, false or "{NEVER}"', "early_stopping")
 

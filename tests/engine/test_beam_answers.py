@@ -74,7 +74,8 @@ def reference() -> Beams:
 @pytest.fixture(scope="module", params=[14, 96], ids=["few blocks", "many blocks"])
 def executor(request: pytest.FixtureRequest) -> Iterator[DeviceExecutor]:
     cache = replace(CONFIG.cache, num_blocks=request.param)
-    executor = DeviceExecutor.started(replace(CONFIG, cache=cache), lambda text: None)
+    config = replace(CONFIG, cache=cache, scheduler=replace(CONFIG.scheduler, max_num_seqs=16))
+    executor = DeviceExecutor.started(config, lambda text: None)
     yield executor
     executor.close()
 
@@ -102,19 +103,20 @@ def check(bench: Bench, reference: Beams, name: str, prompt: Sequence[int], samp
 def test_searches_beside_each_other_equal_transformers(
     executor: DeviceExecutor, connector: Connector, reference: Beams, mode: str
 ) -> None:
-    """Three searches at once over 6 slots, beside a draw; twice, so that the second round finds prefixes cached."""
-    for start in (0, 3):
+    """Two searches at once over 6 slots, beside a draw: slots are short, and of few blocks memory too."""
+    num_preempted = 0.0
+    for start in (0, 2, 4):
         bench, asked = Bench(executor, connector, mode), {}
-        for case in range(start, start + 3):
+        for case in (start, start + 1):
             asked[f"b{case}"] = (PROMPTS[case], beam_sampling(case, n=2 if case == 4 else 4))
             bench.send(AddRequest(f"b{case}", list(PROMPTS[case]), asked[f"b{case}"][1]))
-            bench.send(AddRequest(f"r{case}", list(PROMPTS[case]), SAMPLINGS[1]))
+        bench.send(AddRequest("r", list(PROMPTS[1]), SAMPLINGS[1]))
         bench.run()
         for name, (prompt, sampling) in asked.items():
             check(bench, reference, name, prompt, sampling)
         assert bench.stats is not None
-        preempted = sum(bench.stats.counters[f"preemptions_{kind}_total"] for kind in ("recompute", "swap"))
-        assert preempted > 0 or executor.num_blocks > 14, "the cache was meant to be too small"
+        num_preempted += sum(bench.stats.counters[f"preemptions_{kind}_total"] for kind in ("recompute", "swap"))
+    assert num_preempted > 0
 
 
 @pytest.mark.parametrize("adopts", [True, False], ids=["candidates of P", "other parameters at P"])
@@ -147,7 +149,7 @@ def test_searches_that_are_taken_over_equal_transformers(
 @pytest.mark.parametrize("mode", ["off", "on"])
 def test_a_client_that_leaves_leaves_nothing(executor: DeviceExecutor, connector: Connector, mode: str) -> None:
     """At every turn of the search, one after the other."""
-    for turn in range(0, 14, 3):
+    for turn in (0, 2, 5, 9):
         bench = Bench(executor, connector, mode)
         bench.send(AddRequest("b", list(PROMPTS[0]), replace_ignoring_eos(beam_sampling(0))))
         turns = iter(range(10_000))
