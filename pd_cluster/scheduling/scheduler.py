@@ -17,7 +17,7 @@ comes from `update`, `set_first_tokens`, `abort` or `end_lease`.
     KvMemory    which of them get blocks, and which give blocks up           kv_memory.py
     Planner     one step over the queues                                     planner.py, yielding.py
     Lifecycle   how sequences part and end                                   lifecycle.py
-    BeamSequences  how they are the beams of a search                        beam_sequences.py, beam.py
+    BeamSequences: how they are the beams of a search                        beam_sequences.py, beam.py
 """
 
 from __future__ import annotations
