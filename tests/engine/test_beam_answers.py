@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
     from pd_connectors.base import Connector
 
+pytestmark = pytest.mark.long
+
 MAX_TOKENS = 16
-TAKEN = (0, 1, 2)
+TAKEN = (1, 2, 4)
 # (early_stopping, length_penalty, stop tokens): some of these are likely, so that beams end
 CASES: tuple[tuple[bool | str, float, tuple[int, ...]], ...] = (
     (False, 1.0, ()),
@@ -32,7 +34,6 @@ CASES: tuple[tuple[bool | str, float, tuple[int, ...]], ...] = (
     ("never", 0.6, (263, 278, 300)),
     (False, -0.5, (278,)),
     ("never", 2.0, ()),
-    (True, 0.0, (263,)),
 )
 Answers = list[list[int]]
 
@@ -105,10 +106,10 @@ def test_searches_beside_each_other_equal_transformers(
 ) -> None:
     """Two searches at once over 6 slots, beside a draw: slots are short, and of few blocks memory too."""
     num_preempted = 0.0
-    for start in (0, 2, 4):
+    for start in (0, 2):
         bench, asked = Bench(executor, connector, mode), {}
         for case in (start, start + 1):
-            asked[f"b{case}"] = (PROMPTS[case], beam_sampling(case, n=2 if case == 4 else 4))
+            asked[f"b{case}"] = (PROMPTS[case], beam_sampling(case, n=2 if case == 3 else 4))
             bench.send(AddRequest(f"b{case}", list(PROMPTS[case]), asked[f"b{case}"][1]))
         bench.send(AddRequest("r", list(PROMPTS[1]), SAMPLINGS[1]))
         bench.run()
@@ -148,8 +149,8 @@ def test_searches_that_are_taken_over_equal_transformers(
 
 @pytest.mark.parametrize("mode", ["off", "on"])
 def test_a_client_that_leaves_leaves_nothing(executor: DeviceExecutor, connector: Connector, mode: str) -> None:
-    """At every turn of the search, one after the other."""
-    for turn in (0, 2, 5, 9):
+    """In the prompt, and with all beams under way."""
+    for turn in (2, 9):
         bench = Bench(executor, connector, mode)
         bench.send(AddRequest("b", list(PROMPTS[0]), replace_ignoring_eos(beam_sampling(0))))
         turns = iter(range(10_000))
